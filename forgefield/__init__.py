@@ -1,0 +1,30 @@
+"""Forgefield trains atomistic models: `forgefield.train(config)`, `forgefield.load(run)`, `forgefield.Calculator(run)`.
+
+The names below are imported when they are first used, so that `import forgefield` costs nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from forgefield._version import __version__
+from forgefield.errors import ForgefieldError
+
+if TYPE_CHECKING:
+    from forgefield.api import Calculator, load, load_run, run_exists, train
+
+__all__ = ["Calculator", "ForgefieldError", "__version__", "load", "load_run", "run_exists", "train"]
+
+_FROM_API = frozenset({"Calculator", "load", "load_run", "run_exists", "train"})
+
+
+def __getattr__(name: str) -> Any:
+    if name in _FROM_API:
+        from forgefield import api
+
+        return getattr(api, name)
+    raise AttributeError(f"module 'forgefield' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_FROM_API})

@@ -1,0 +1,178 @@
+"""The verbs of Forgefield as Python functions: what the command line does, callable."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from forgefield.config.loading import load_config
+from forgefield.config.schema import DataOptions
+from forgefield.data.dataset import GraphDataset
+from forgefield.data.readers import read_frames
+from forgefield.data.species import SpeciesTable
+from forgefield.deploy.ase import Calculator
+from forgefield.deploy.evaluate import predict_dataset
+from forgefield.deploy.predict import predict_file
+from forgefield.models.potential import Potential
+from forgefield.report.page import write_report
+from forgefield.runs import Run, run_exists
+from forgefield.tasks.metrics import ErrorMetrics
+from forgefield.training.fit import Fitted, fit
+from forgefield.training.journal import Journal
+from forgefield.training.summary import end_summary
+
+__all__ = ["Calculator", "Run", "load", "load_run", "predict", "report", "run_exists", "test", "train", "train_example"]
+
+
+def train(
+    config: str | os.PathLike[str] | dict[str, Any] | DictConfig, *overrides: str, fresh: bool = False
+) -> Run:
+    """Train as a config says and return the run. Calling it again continues the run where it was.
+
+    config: a YAML file, a dictionary or an OmegaConf config. overrides: `key=value` strings, as on the command line.
+    fresh: start over even if the run exists; the old one is moved aside.
+    """
+    return train_with_outcome(load_config(config, list(overrides)), fresh=fresh).run
+
+
+def train_with_outcome(config: DictConfig, *, fresh: bool = False) -> Fitted:
+    """Train, measure the best model on validation and test frames, write the report."""
+    journal = Journal()
+    try:
+        fitted = fit(config, fresh=fresh, journal=journal)
+        if fitted.outcome == "finished" and not config.trainer.get("fast_dev_run"):
+            _measure(fitted, config, journal)
+        return fitted
+    finally:
+        journal.close()
+
+
+def train_example(overrides: list[str] | None = None, *, fresh: bool = False) -> Fitted:
+    """The built-in example: make a small data set from real physics and train on it."""
+    from importlib.resources import as_file, files
+
+    from forgefield.data.example import make_example
+
+    with as_file(files("forgefield.config") / "presets" / "example.yaml") as path:
+        folder = Path(OmegaConf.load(path).data.train).parent
+        make_example(folder, seed=0)
+        config = load_config(path, list(overrides or []))
+    return train_with_outcome(config, fresh=fresh)
+
+
+def load(run: str | os.PathLike[str] | Run, *, which: str = "best", device: str = "cpu") -> Potential:
+    """The trained model of a run, in evaluation mode."""
+    return (run if isinstance(run, Run) else Run.open(run)).load_potential(which, device)
+
+
+def load_run(name: str | os.PathLike[str], *, out: str | os.PathLike[str] = "runs") -> Run:
+    """The run of that name (or path): its config, metrics, statistics and model."""
+    return Run.open(name, out=out)
+
+
+def test(
+    run: str | os.PathLike[str] | Run,
+    data: Any,
+    *,
+    options: DataOptions | DictConfig | None = None,
+    which: str = "best",
+    device: str = "cpu",
+) -> dict[str, float]:
+    """Errors of a run's model on labelled frames, in meV/atom, meV/A and GPa; also kept in the run and its report.
+
+    data: a file, folder, glob or list of them. options: labels and units of that data; default: as in training.
+    """
+    run = run if isinstance(run, Run) else Run.open(run)
+    options = options if options is not None else _data_options(run)
+    frames = read_frames(data, options.labels, options.units)
+    dataset = GraphDataset(frames, SpeciesTable(run.species), run.cutoff, options.neighbours)
+    batch = options.eval_batch or options.batch.frames
+    errors = _evaluate(run, dataset, "test", which=which, device=device, batch=batch)
+    _write_test(run, errors, source=str(data), which=which, n_frames=len(frames))
+    write_report(run.path)
+    return errors
+
+
+def predict(
+    run: str | os.PathLike[str] | Run,
+    source: Any,
+    out: str | os.PathLike[str],
+    *,
+    options: DataOptions | DictConfig | None = None,
+    which: str = "best",
+    device: str = "cpu",
+) -> Path:
+    """Write the structures of `source` with predicted energies, forces and stress to `out`."""
+    run = run if isinstance(run, Run) else Run.open(run)
+    options = options if options is not None else _data_options(run)
+    potential = run.load_potential(which, device)
+    return predict_file(potential, source, Path(out), labels=options.labels, units=options.units)
+
+
+def report(run: str | os.PathLike[str] | Run) -> Path:
+    """Write `report.html` of a run anew."""
+    run = run if isinstance(run, Run) else Run.open(run)
+    return write_report(run.path)
+
+
+# ---- after training
+
+
+def _measure(fitted: Fitted, config: DictConfig, journal: Journal) -> None:
+    run, data = fitted.run, fitted.data
+    batch = config.data.eval_batch or config.data.batch.frames
+    device = "cuda" if torch.cuda.is_available() and config.trainer.get("accelerator", "auto") != "cpu" else "cpu"
+    results: dict[str, dict[str, float]] = {}
+    for split, dataset in (("val", data.val), ("test", data.test)):
+        if dataset is not None:
+            results[split] = _evaluate(run, dataset, split, which="best", device=device, batch=batch)
+    if "test" in results:
+        _write_test(run, results["test"], source=str(config.data.test), which="best", n_frames=len(data.test))
+    page = write_report(run.path)
+    hints = [
+        f"from forgefield import Calculator; atoms.calc = Calculator({str(run.path)!r})",
+        f"forgefield predict {run.path} structures.extxyz -o predicted.extxyz",
+        f"report: {page}",
+    ]
+    journal.show(lambda console: end_summary(console, run.path, results, hints))
+
+
+def _evaluate(run: Run, dataset: GraphDataset, split: str, *, which: str, device: str, batch: int) -> dict[str, float]:
+    """Predict a data set, keep the predictions in the run, give the errors."""
+    labels = {name for name in ("energy", "forces", "stress") if any(getattr(f, name) is not None for f in dataset.frames)}
+    arrays = predict_dataset(
+        run.load_potential(which, device),
+        dataset,
+        forces="forces" in labels,
+        stress="stress" in labels,
+        device=device,
+        batch=batch,
+    )
+    folder = run.path / "predictions"
+    folder.mkdir(exist_ok=True)
+    np.savez_compressed(folder / f"{split}.npz", **arrays)
+    names = tuple(name for name in ("energy", "forces", "stress") if name in labels)
+    metrics = ErrorMetrics(names, run.species)
+    tensors = {key: torch.from_numpy(np.ascontiguousarray(arrays[key])) for key in arrays if key != "species_symbols"}
+    metrics.update(
+        {name: tensors[f"{name}_pred"] for name in names},
+        {**{name: tensors[f"{name}_ref"] for name in names}, "n_atoms": tensors["n_atoms"], "species": tensors["species"]},
+    )
+    return metrics.compute()
+
+
+def _write_test(run: Run, errors: dict[str, float], *, source: str, which: str, n_frames: int) -> None:
+    content = {"source": source, "weights": which, "frames": n_frames, "errors": errors}
+    (run.path / "test.json").write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _data_options(run: Run) -> Any:
+    """The data section of the run; for an imported model, the defaults."""
+    stored = run.config.get("data")
+    return stored if stored is not None else OmegaConf.structured(DataOptions)

@@ -1,0 +1,127 @@
+"""What every check works with: a float64 copy of the model, evaluated on frames, and small edits of frames.
+
+The user's model is never touched, and neither are the frames: each edit is a new frame without labels.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from forgefield.data.batch import batch_from_frames, to_device
+from forgefield.data.frame import Frame
+from forgefield.data.species import SpeciesTable
+from forgefield.models.potential import Potential
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """One line of the table. `value` is what was measured, in the units the note names; `tolerance` what is allowed."""
+
+    name: str
+    passed: bool
+    value: float
+    tolerance: float
+    note: str
+
+
+def judged(name: str, value: float, tolerance: float, note: str) -> CheckResult:
+    """A result that passes when `value` is within `tolerance`; NaN never passes."""
+    return CheckResult(name, bool(value <= tolerance), float(value), float(tolerance), note)
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Outputs for one frame: energy (eV), forces (n_atoms, 3) (eV/A), stress (3, 3) (eV/A^3; NaN without a volume)."""
+
+    energy: float
+    forces: np.ndarray
+    stress: np.ndarray
+
+
+class Probe:
+    """Evaluates a float64 copy of a potential."""
+
+    def __init__(self, potential: Potential, species: SpeciesTable, cutoff: float):
+        self.potential = float64_copy(potential)
+        self.species = species
+        self.cutoff = float(cutoff)
+        tensors = [*self.potential.parameters(), *self.potential.buffers()]
+        self.device = tensors[0].device if tensors else torch.device("cpu")
+
+    def batch(self, frames: Sequence[Frame]) -> dict[str, torch.Tensor]:
+        return to_device(batch_from_frames(list(frames), self.species, self.cutoff), self.device)
+
+    def outputs(self, frames: Sequence[Frame]) -> list[Outputs]:
+        """Energy, forces and stress of the frames, evaluated together in one batch."""
+        result = self.potential(self.batch(frames), forces=True, stress=True)
+        energy, forces, stress = (result[name].detach().cpu().numpy() for name in ("energy", "forces", "stress"))
+        ends = np.cumsum([len(frame) for frame in frames])[:-1]
+        return [Outputs(float(e), f, s) for e, f, s in zip(energy, np.split(forces, ends), stress)]
+
+    def each(self, frames: Sequence[Frame]) -> list[Outputs]:
+        """As `outputs`, one frame at a time."""
+        return [self.outputs([frame])[0] for frame in frames]
+
+    def energies(self, frames: Sequence[Frame]) -> np.ndarray:
+        """Energies only (n_frames,), eV."""
+        return self.potential(self.batch(frames), forces=False, stress=False)["energy"].detach().cpu().numpy()
+
+
+def float64_copy(potential: Potential) -> Potential:
+    """An independent copy in evaluation mode whose arithmetic is float64.
+
+    Built-in models are built anew around the same weights: the constants inside a float32 model are rounded.
+    """
+    twin = copy.deepcopy(potential).to(torch.float64)
+    model = twin.model
+    if hasattr(type(model), "Options"):
+        device = next(model.parameters()).device
+        identity = {"species": model.species, "cutoff": model.cutoff}
+        rebuilt = type(model)(model.options, **identity, dtype=torch.float64, generator=torch.Generator())
+        rebuilt.load_state_dict(model.state_dict())
+        twin.model = rebuilt.to(device)
+    return twin.eval()
+
+
+def edited(frame: Frame, **changes: np.ndarray) -> Frame:
+    """The frame with other positions, numbers, cell or pbc, and no labels."""
+    return replace(frame, energy=None, forces=None, stress=None, **changes)
+
+
+def molecule(numbers: np.ndarray, positions: np.ndarray) -> Frame:
+    """A frame in empty space."""
+    return Frame(
+        positions=np.asarray(positions, dtype=np.float64),
+        numbers=np.asarray(numbers, dtype=np.int64),
+        cell=np.zeros((3, 3)),
+        pbc=np.zeros(3, dtype=bool),
+        source="check",
+    )
+
+
+def boxed(frame: Frame, cutoff: float) -> Frame:
+    """The frame itself where it has a volume, else the same atoms in a periodic box whose images are neighbours."""
+    if frame.volume > 0:
+        return edited(frame)
+    extent = np.ptp(frame.positions, axis=0)
+    return edited(frame, cell=np.diag(extent + 0.8 * cutoff), pbc=np.ones(3, dtype=bool))
+
+
+def difference(one: Outputs, other: Outputs) -> float:
+    """Largest of: energy per atom (eV), force component (eV/A), stress component (eV/A^3, where both have one)."""
+    parts = [abs(one.energy - other.energy) / max(1, len(one.forces)), np.max(np.abs(one.forces - other.forces))]
+    if not (np.isnan(one.stress).all() and np.isnan(other.stress).all()):
+        parts.append(np.max(np.abs(one.stress - other.stress)))
+    return float(np.max(parts))
+
+
+def exact_tolerance(outputs: Sequence[Outputs]) -> float:
+    """What rounding may do in float64: 1e-9 of the largest force (at least of 0.1 eV/A) and 1e-13 of the energy."""
+    force = max((float(np.max(np.abs(out.forces))) for out in outputs), default=0.0)
+    energy = max((abs(out.energy) for out in outputs), default=0.0)
+    return 1e-9 * max(0.1, force) + 1e-13 * energy

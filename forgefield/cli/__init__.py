@@ -1,0 +1,107 @@
+"""The `forgefield` command: one module per verb, imported only when it is used.
+
+A verb's module has `add_arguments(parser)` and `run(args) -> int`. Errors that the user can mend end as one line on
+stderr and exit code 2, an interrupt from the keyboard as exit code 130.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from forgefield._version import __version__
+from forgefield.config.nearest import did_you_mean
+from forgefield.errors import ForgefieldError
+
+VERBS = {
+    "init": ("init", "write a commented config for your data"),
+    "train": ("train", "train as a config says, or continue a run; without a config: the built-in example"),
+    "test": ("test", "errors of a trained model on labelled data, in physical units"),
+    "predict": ("predict", "energies, forces and stress for structures in a file"),
+    "check": ("check", "symmetry, exact derivatives and smoothness of your own model on your own data"),
+    "data": ("data", "look at data: what is in a file and what will be read from it"),
+    "report": ("report", "write the report of a run anew, one self-contained HTML page"),
+    "import": ("import_", "turn a model of another program into a run"),
+}
+
+EXAMPLES = """\
+examples:
+  forgefield train                                   the built-in example, about two minutes on two cores
+  forgefield init water.extxyz                       writes water.yaml
+  forgefield train water.yaml training.lr=3e-3 ++trainer.num_nodes=2
+  forgefield test runs/water --data test.extxyz
+  forgefield predict runs/water new.extxyz -o out.extxyz
+
+`forgefield VERB --help` explains a verb. `--debug` shows where an error was raised.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in words
+    words = [word for word in words if word != "--debug"]
+    try:
+        return _dispatch(words)
+    except ForgefieldError as error:
+        if debug:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        if debug:
+            raise
+        print("interrupted", file=sys.stderr)
+        return 130
+    except SystemExit as leave:  # argparse has printed what there is to say
+        return leave.code if isinstance(leave.code, int) else int(leave.code is not None)
+
+
+def _dispatch(words: list[str]) -> int:
+    verb = words[0] if words else "--help"
+    if verb in ("-h", "--help", "help"):
+        print(_overview(), end="")
+        return 0
+    if verb in ("-V", "--version"):
+        print(f"forgefield {__version__}")
+        return 0
+    if verb not in VERBS:
+        kind = "option" if verb.startswith("-") else "verb"
+        hint = did_you_mean(verb, VERBS) or f" Verbs: {', '.join(VERBS)}."
+        raise ForgefieldError(f"unknown {kind} '{verb}'.{hint}")
+    name, description = VERBS[verb]
+    module = importlib.import_module(f"forgefield.cli.{name}")
+    parser = Parser(prog=f"forgefield {verb}", description=module.__doc__ or description)
+    module.add_arguments(parser)
+    return module.run(parser.parse(words[1:]))
+
+
+def _overview() -> str:
+    width = max(map(len, VERBS))
+    verbs = "\n".join(f"  {verb:<{width}}  {text}" for verb, (_, text) in VERBS.items())
+    return (
+        f"Forgefield {__version__}: train atomistic models, exactly and fast.\n\n"
+        f"usage: forgefield VERB ...\n\nverbs:\n{verbs}\n\n{EXAMPLES}"
+    )
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse that takes options anywhere, accepts no abbreviations and names the nearest valid option."""
+
+    def __init__(self, **settings: object) -> None:
+        defaults = {"allow_abbrev": False, "formatter_class": argparse.RawDescriptionHelpFormatter}
+        super().__init__(**{**defaults, **settings})  # type: ignore[arg-type]
+
+    def parse(self, words: list[str]) -> argparse.Namespace:
+        """All of `words`; overrides and options may stand in any order."""
+        # argparse cannot mix positions freely where a verb has verbs of its own.
+        return self.parse_args(words) if self._subparsers is not None else self.parse_intermixed_args(words)
+
+    def error(self, message: str) -> NoReturn:
+        unknown = message.partition("unrecognized arguments: ")[2].split()
+        options = [option for action in self._actions for option in action.option_strings]
+        hint = did_you_mean(unknown[0], options) if unknown else ""
+        self.exit(2, f"error: {message}.{hint}\n{self.format_usage()}")

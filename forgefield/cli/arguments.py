@@ -1,0 +1,77 @@
+"""What several verbs share: sorting words into files and overrides, and the options that name a run's weights."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from forgefield.config.nearest import did_you_mean
+from forgefield.errors import ForgefieldError
+
+CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
+READING = ("data.labels", "data.units", "data.eval_batch", "data.neighbours")
+"""Settings that say how a file is read; the overrides that testing and predicting take."""
+
+
+def is_override(word: str) -> bool:
+    """`key=value`, `+key=value`, `++key=value` or `~key`."""
+    return "=" in word or word.startswith(("~", "+"))
+
+
+def split_config(words: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The config file among `words`, if any, and the overrides."""
+    configs, overrides = [], []
+    for word in words:
+        if Path(word).is_file() or (word.endswith(CONFIG_SUFFIXES) and "=" not in word):
+            configs.append(word)
+        elif is_override(word):
+            overrides.append(word)
+        else:
+            here = [path.name for path in Path.cwd().iterdir() if path.suffix in CONFIG_SUFFIXES]
+            raise ForgefieldError(
+                f"'{word}' is neither a config file nor an override (key=value).{did_you_mean(word, here)}"
+            )
+    if len(configs) > 1:
+        raise ForgefieldError(f"one config at a time, not {' and '.join(configs)}.")
+    return (configs[0] if configs else None), overrides
+
+
+def refuse_files(words: Sequence[str]) -> list[str]:
+    """`words` as overrides; anything else is an error."""
+    for word in words:
+        if not is_override(word):
+            raise ForgefieldError(f"'{word}' is not an override (key=value).")
+    return list(words)
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """RUN, --which, --device."""
+    parser.add_argument("run", metavar="RUN", help="name of a run in the folder runs/, or its path")
+    parser.add_argument("--which", choices=("best", "last"), default="best", help="weights to use (default: best)")
+    parser.add_argument("--device", default=None, help="cpu, cuda, cuda:1, ... (default: cuda where there is one)")
+
+
+def add_overrides(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "overrides",
+        metavar="key=value",
+        nargs="*",
+        help=f"how the file is read: {', '.join(READING)} (default: as in training)",
+    )
+
+
+def device_name(asked: str | None) -> str:
+    """The device asked for, or the fastest there is, said aloud."""
+    import torch
+
+    if asked is None:
+        asked = "cuda" if torch.cuda.is_available() else "cpu"
+        print(f"device: {asked}")
+    try:
+        device = torch.device(asked)
+    except RuntimeError as error:
+        raise ForgefieldError(f"--device {asked}: there is no such kind of device; use cpu, cuda or cuda:N.") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ForgefieldError(f"--device {asked}: this machine has {torch.cuda.device_count()} CUDA devices.")
+    return asked

@@ -1,0 +1,122 @@
+"""The laws of physics on your own model and data: symmetry, exact derivatives, smoothness, locality, as a table.
+
+For a run its trained model is checked, for a config a model with fresh weights. Everything is computed in float64.
+Exit code 1 if a check fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from forgefield.cli.arguments import CONFIG_SUFFIXES, READING, refuse_files
+from forgefield.errors import ForgefieldError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import numpy as np
+
+    from forgefield.data.frame import Frame
+    from forgefield.models.potential import Potential
+
+EXAMPLES = """\
+examples:
+  forgefield check runs/water
+  forgefield check water.yaml model.preset=M --frames 2
+  forgefield check water --data liquid.extxyz
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EXAMPLES
+    parser.add_argument("target", metavar="RUN|CONFIG", help="name or path of a run, or a config file")
+    parser.add_argument("--frames", metavar="N", type=int, default=4, help="how many frames to check on (default: 4)")
+    parser.add_argument("--data", metavar="FILE", help="take the frames from here (default: the training data)")
+    parser.add_argument("--which", choices=("best", "last"), default="best", help="weights of a run (default: best)")
+    parser.add_argument("--seed", type=int, default=0, help="picks frames, rotations, directions (default: 0)")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="settings; for a run: how data is read")
+
+
+def run(args: argparse.Namespace) -> int:
+    overrides = refuse_files(args.overrides)
+    if args.frames < 1:
+        raise ForgefieldError(f"--frames is {args.frames}; it should be 1 or more.")
+    import numpy as np
+    from rich.console import Console
+
+    from forgefield.checks import print_checks, run_checks
+    from forgefield.data.species import SpeciesTable
+
+    random = np.random.default_rng(args.seed)
+    is_config = Path(args.target).is_file() or args.target.endswith(CONFIG_SUFFIXES)
+    potential, frames, options = (_from_config if is_config else _from_run)(args, overrides)
+    frames = _pick(frames, args.frames, random)
+    console = Console()
+    what = "a freshly initialised model" if is_config else f"the {args.which} model"
+    console.print(f"Checking {what} of {args.target} on {len(frames)} frames, in float64", highlight=False)
+    results = run_checks(
+        potential,
+        frames,
+        SpeciesTable(potential.species),
+        potential.cutoff,
+        generator=random,
+        reference_energies=_isolated_atoms(options),
+    )
+    print_checks(console, results)
+    return 0 if all(result.passed for result in results) else 1
+
+
+def _from_run(args: argparse.Namespace, overrides: list[str]) -> tuple[Potential, list[Frame], Mapping[str, Any]]:
+    """Trained model, frames to pick from, and the model's resolved options."""
+    from omegaconf import OmegaConf
+
+    from forgefield.config.loading import override_config
+    from forgefield.config.schema import DataOptions
+    from forgefield.data.readers import read_frames
+    from forgefield.runs import Run
+
+    opened = Run.open(args.target)
+    config = override_config(opened.config, overrides, allowed=READING, verb="check") if overrides else opened.config
+    data = config.get("data") or OmegaConf.structured(DataOptions)
+    source = args.data if args.data is not None else data.train
+    if source is None:
+        raise ForgefieldError(f"Run {opened.name} does not know its training data; name a file with --data FILE.")
+    potential = opened.load_potential(args.which)
+    return potential, read_frames(source, data.labels, data.units), opened.info["model"]
+
+
+def _from_config(args: argparse.Namespace, overrides: list[str]) -> tuple[Potential, list[Frame], Mapping[str, Any]]:
+    """Fresh model for the data of a config, frames to pick from, and the model's resolved options."""
+    from omegaconf import OmegaConf
+
+    from forgefield.config.loading import load_config
+    from forgefield.data.module import DataModule
+    from forgefield.data.readers import read_frames
+    from forgefield.models.registry import build_model, resolve_model
+
+    config = load_config(args.target, overrides)
+    data = DataModule(config.data, seed=config.seed)
+    data.prepare()
+    given = OmegaConf.to_container(config.model, resolve=True)
+    resolved = resolve_model(given, species=data.species.symbols, cutoff=config.data.cutoff, statistics=data.statistics)
+    frames = data.train.frames
+    if args.data is not None:
+        frames = read_frames(args.data, config.data.labels, config.data.units)
+    return build_model(resolved, precision="float64", seed=config.seed), frames, resolved
+
+
+def _pick(frames: list[Frame], count: int, random: np.random.Generator) -> list[Frame]:
+    """Random frames in file order; single atoms only where there is nothing else."""
+    several = [frame for frame in frames if len(frame) > 1] or frames
+    chosen = random.permutation(len(several))[:count]
+    return [several[i] for i in sorted(chosen)]
+
+
+def _isolated_atoms(options: Mapping[str, Any]) -> Mapping[str, float] | None:
+    """The energies the model's options promise for isolated atoms; None where they promise nothing fixed."""
+    shifts = options.get("energy_shifts")
+    if shifts is None or options.get("energy_shifts_trainable"):
+        return None
+    return shifts if isinstance(shifts, dict) else dict.fromkeys(options["species"], shifts)

@@ -1,0 +1,17 @@
+"""Write `report.html` of a run anew: one page that holds everything and can be sent to anybody."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = "example:\n  forgefield report runs/water\n"
+    parser.add_argument("run", metavar="RUN", help="name of a run in the folder runs/, or its path")
+
+
+def run(args: argparse.Namespace) -> int:
+    from forgefield import api
+
+    print(f"wrote {api.report(args.run)}")
+    return 0

@@ -1,0 +1,44 @@
+"""Errors of a trained model on labelled data, in meV/atom, meV/A and GPa. They are also kept in the run's report."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from forgefield.cli.arguments import READING, add_overrides, add_run_arguments, device_name, is_override, refuse_files
+
+EXAMPLES = """\
+examples:
+  forgefield test runs/water --data test.extxyz
+  forgefield test water --data a.extxyz b.extxyz --which last
+  forgefield test ethanol --data test.npz data.units.energy=kcal/mol
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EXAMPLES
+    add_run_arguments(parser)
+    parser.add_argument(
+        "--data", metavar="FILE", nargs="+", required=True, action="extend", help="files, folders or patterns"
+    )
+    add_overrides(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    # An override right behind the files of --data is taken for one of them.
+    files = [word for word in args.data if Path(word).exists() or not is_override(word)]
+    overrides = refuse_files([*(word for word in args.data if word not in files), *args.overrides])
+    from forgefield import api
+    from forgefield.config.loading import override_config
+    from forgefield.runs import Run
+    from forgefield.tasks.metrics import unit_of
+
+    opened = Run.open(args.run)
+    options = override_config(opened.config, overrides, allowed=READING, verb="test").data if overrides else None
+    data = files[0] if len(files) == 1 else files
+    errors = api.test(opened, data, options=options, which=args.which, device=device_name(args.device))
+    width = max(map(len, errors), default=0)
+    for name, value in errors.items():
+        print(f"{name:<{width}}  {value:10.3f} {unit_of(name)}")
+    print(f"report: {opened.path / 'report.html'}")
+    return 0

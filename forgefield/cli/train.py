@@ -1,0 +1,62 @@
+"""Train as a config says. The same command again continues the run where it was; --fresh starts over.
+
+Without a config the built-in example runs: it makes a small data set, trains on it and writes a report.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from forgefield.cli.arguments import CONFIG_SUFFIXES, split_config
+from forgefield.errors import ForgefieldError
+
+EXAMPLES = """\
+examples:
+  forgefield train
+  forgefield train my.yaml
+  forgefield train my.yaml training.lr=3e-3 ++trainer.num_nodes=2 '~task.stress'
+  forgefield train -cp configs -cn water --name water-2 --fresh
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EXAMPLES
+    parser.add_argument(
+        "words", metavar="CONFIG | key=value", nargs="*", help="config file (YAML), and settings that override it"
+    )
+    parser.add_argument("-cn", "--config-name", metavar="NAME", help="config by name, with or without .yaml")
+    parser.add_argument("-cp", "--config-path", metavar="DIR", help="folder of the config (default: this one)")
+    parser.add_argument("--name", help="name of the run (default: that of the config)")
+    parser.add_argument("--fresh", action="store_true", help="start over; the old run of that name is moved aside")
+
+
+def run(args: argparse.Namespace) -> int:
+    config, overrides = config_and_overrides(args)
+    from forgefield import api
+
+    if config is None:
+        return api.train_example(overrides=overrides, fresh=args.fresh).exit_code
+    from forgefield.config.loading import load_config, require_training_data
+
+    loaded = load_config(config, overrides)
+    require_training_data(loaded, config)
+    return api.train_with_outcome(loaded, fresh=args.fresh).exit_code
+
+
+def config_and_overrides(args: argparse.Namespace) -> tuple[Path | None, list[str]]:
+    """The config file that the arguments name, and all overrides."""
+    word, overrides = split_config(args.words)
+    if args.name is not None:
+        overrides.append(f"name={json.dumps(args.name)}")
+    if word is not None and args.config_name is not None:
+        raise ForgefieldError(f"the config is given twice: {word} and -cn {args.config_name}.")
+    name = word or args.config_name
+    if name is None:
+        if args.config_path is not None:
+            raise ForgefieldError("-cp names a folder; say which config in it with -cn NAME.")
+        return None, overrides
+    if not name.endswith(CONFIG_SUFFIXES):
+        name += ".yaml"
+    return Path(args.config_path or "") / name, overrides

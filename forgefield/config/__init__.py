@@ -1,0 +1,1 @@
+"""Settings: their schema, loading with overrides and checks, comments, comparison."""

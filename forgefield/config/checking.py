@@ -1,0 +1,375 @@
+"""The checks behind "no option is ignored": keys, types and values of a composed config against the schema.
+
+`unknown_key` answers for one dotted key; `typed_config` turns plain values into a config of the schema's types;
+`check_values` refuses values that have the right type and no meaning. Every message names the place, the key and what
+would be right.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import re
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from forgefield.config import schema
+from forgefield.config.nearest import did_you_mean, nearest
+from forgefield.config.sources import Sources
+from forgefield.errors import ForgefieldError
+
+TARGETS = tuple(field.name for field in dataclasses.fields(schema.TaskOptions))
+
+CHOICES = {
+    "data.neighbours": ("auto", "vesin", "matscipy"),
+    "training.engine": ("eager",),
+    "training.precision": ("float32", "float64"),
+    "training.tensorboard": (0, 1, 2),
+}
+LOSSES = ("mse", "mae", "huber")
+REFERENCES = ("auto", "isolated", "fit", "none")
+
+POSITIVE = (
+    "data.cutoff",
+    "data.batch.frames",
+    "data.eval_batch",
+    "data.max_force",
+    "data.max_energy_deviation",
+    "training.lr",
+    "training.clip_norm",
+    "training.accumulate",
+    "training.early_stopping.patience",
+    "training.checkpoint.every_epochs",
+    "training.checkpoint.every_steps",
+    "training.checkpoint.keep",
+)
+
+# What other programs call our settings.
+OTHER_NAMES = {
+    "learning_rate": "training.lr",
+    "start_lr": "training.lr",
+    "optimiser": "training.optimizer",
+    "lr_scheduler": "training.scheduler",
+    "ema_decay": "training.ema",
+    "gradient_clip_val": "training.clip_norm",
+    "batch_size": "data.batch.frames",
+    "r_max": "data.cutoff",
+    "cutoff_radius": "data.cutoff",
+    "rcut": "data.cutoff",
+    "chemical_species": "data.species",
+    "chemical_symbols": "data.species",
+    "type_names": "data.species",
+    "type_map": "data.species",
+    "epochs": "trainer.max_epochs",
+    "numb_steps": "trainer.max_steps",
+    "loss": "task",
+}
+
+EXPECTED = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+
+
+def unknown_key(key: str) -> str | None:
+    """None where the schema has this dotted key, else a hint: the nearest valid key, or the valid keys."""
+    cls: Any = schema.RunOptions
+    parts = key.split(".")
+    for depth, part in enumerate(parts):
+        if part not in _types(cls):
+            return _hint(parts, depth, list(_types(cls)))
+        kind = _types(cls)[part]
+        if key.startswith("trainer."):
+            return None if parts[1] in trainer_keys() else _hint(parts, 1, trainer_keys())
+        inner = _section(kind)
+        if inner is None:
+            rest = parts[depth + 1 :]
+            opens = kind is Any or typing.get_origin(_strip(kind)) in (list, dict)
+            return None if opens or not rest else f" '{'.'.join(parts[: depth + 1])}' has no keys below it."
+        cls = inner
+    return None
+
+
+def check_keys(values: Mapping[str, Any], sources: Sources, *, variables: Sequence[str] = ()) -> None:
+    """Refuse every key that the schema does not have. `variables` are top-level keys of the user's own."""
+    for key in _paths(values, schema.RunOptions, ""):
+        if key in variables:
+            continue
+        hint = unknown_key(key)
+        if hint is not None:
+            raise ForgefieldError(f"{sources.where(key)}: unknown key '{key}'.{hint}")
+
+
+def refuse_lists(content: Mapping[str, Any], sources: Sources) -> None:
+    """Refuse lists where a section belongs, before Hydra tries to merge them."""
+    for key, section in _schema().items():
+        value: Any = content
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if section is not None and isinstance(value, (list, tuple)):
+            raise _wrong(sources, key, value, f"a section with the keys {', '.join(_types(section))}")
+
+
+def typed_config(values: Mapping[str, Any], sources: Sources) -> DictConfig:
+    """A config of the schema's types, defaults filled in, from plain values whose keys are known to be valid."""
+    config = OmegaConf.structured(schema.RunOptions)
+    _fill(config, schema.RunOptions, values, "", sources)
+    return config
+
+
+def check_values(config: DictConfig, sources: Sources) -> None:
+    """Refuse values without meaning and settings that do not apply."""
+    for key, choices in CHOICES.items():
+        _check_choice(OmegaConf.select(config, key), choices, key, sources)
+    for key in POSITIVE:
+        value = OmegaConf.select(config, key)
+        if value is not None and not value > 0:
+            raise _wrong(sources, key, value, "a positive number")
+    ema = config.training.ema
+    if ema is not None and not 0 < ema < 1:
+        raise _wrong(sources, "training.ema", ema, "a number between 0 and 1, or null for no average")
+    _check_name(config, sources)
+    _check_data(config.data, sources)
+    if config.task is not None:
+        _check_task(config.task, sources)
+    _check_components(config, sources)
+
+
+@functools.cache
+def trainer_keys() -> list[str]:
+    """Everything `lightning.Trainer` takes."""
+    from lightning import Trainer
+
+    return list(inspect.signature(Trainer).parameters)
+
+
+# --- keys
+
+
+@functools.cache
+def _types(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _strip(kind: Any) -> Any:
+    """X of Optional[X]."""
+    inner = [arg for arg in typing.get_args(kind) if arg is not type(None)]
+    return inner[0] if typing.get_origin(kind) is typing.Union and len(inner) == 1 else kind
+
+
+def _section(kind: Any) -> type | None:
+    """The dataclass of a section, or None for a plain setting."""
+    inner = _strip(kind)
+    return inner if dataclasses.is_dataclass(inner) and isinstance(inner, type) else None
+
+
+def _paths(values: Any, cls: type | None, prefix: str) -> Iterator[str]:
+    """Dotted keys as deep as the schema goes."""
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        yield key
+        inner = _section(_types(cls).get(str(name))) if cls is not None else None
+        if isinstance(value, Mapping) and (inner is not None or key == "trainer"):
+            yield from _paths(value, inner, f"{key}.")
+
+
+def schema_keys() -> list[str]:
+    """All dotted keys of the schema."""
+    return list(_schema())
+
+
+@functools.cache
+def _schema() -> dict[str, type | None]:
+    """Dotted key -> dataclass of the section, or None for a plain setting."""
+
+    def below(cls: type, prefix: str) -> Iterator[tuple[str, type | None]]:
+        for name, kind in _types(cls).items():
+            inner = _section(kind)
+            yield f"{prefix}{name}", inner
+            if inner is not None:
+                yield from below(inner, f"{prefix}{name}.")
+
+    return dict(below(schema.RunOptions, ""))
+
+
+def _hint(parts: list[str], depth: int, siblings: list[str]) -> str:
+    """The nearest valid key: what another program calls it, the same word in another section, a close one here."""
+    word, prefix = parts[depth], "".join(f"{part}." for part in parts[:depth])
+    close = nearest(word, siblings)
+    elsewhere = [key for key in schema_keys() if key.rpartition(".")[2] == word]
+    if close is not None and close.lower() == word.lower():
+        found = prefix + close
+    elif word in OTHER_NAMES:
+        found = OTHER_NAMES[word]
+    elif len(elsewhere) == 1:
+        found = elsewhere[0]
+    elif close is not None:
+        found = prefix + close
+    elif parts[0] != "trainer" and word in trainer_keys():
+        found = f"trainer.{word}"
+    else:
+        found = ""
+    if found:
+        return f" Did you mean '{found}'?"
+    section = f"'{prefix[:-1]}' has" if prefix else "Valid are"
+    return f" {section}: {', '.join(siblings)}."
+
+
+# --- types
+
+
+def _fill(node: DictConfig, cls: type, values: Mapping[str, Any], prefix: str, sources: Sources) -> None:
+    for name, value in values.items():
+        key, kind = f"{prefix}{name}", _types(cls)[str(name)]
+        inner = _section(kind)
+        if inner is None:
+            _set(node, str(name), value, kind, key, sources)
+        elif value is None:
+            # An empty section of the file is a section of defaults; an optional one is off.
+            if kind is not inner:
+                node[name] = None
+        elif isinstance(value, Mapping):
+            node[name] = inner()
+            _fill(node[name], inner, value, f"{key}.", sources)
+        else:
+            options = ", ".join(_types(inner))
+            raise _wrong(sources, key, value, f"a section with the keys {options}")
+
+
+def _set(node: DictConfig, name: str, value: Any, kind: Any, key: str, sources: Sources) -> None:
+    expected = _expected(kind)
+    inner = _strip(kind)
+    if typing.get_origin(inner) is list and isinstance(value, list) and any(isinstance(i, (dict, list)) for i in value):
+        raise _wrong(sources, key, value, expected)
+    try:
+        node[name] = value
+    except OmegaConfBaseException as error:
+        raise _wrong(sources, key, value, expected) from error
+
+
+def _expected(kind: Any) -> str:
+    inner = _strip(kind)
+    suffix = " or null" if inner is not kind else ""
+    if typing.get_origin(inner) is list:
+        return f"a list such as [H, O]{suffix}"
+    if typing.get_origin(inner) is dict:
+        return f"a mapping such as {{H: 1.0, O: 2.0}}{suffix}"
+    return EXPECTED.get(inner, "another value") + suffix
+
+
+def _wrong(sources: Sources, key: str, value: Any, expected: str) -> ForgefieldError:
+    shown = "null" if value is None else repr(value)
+    return ForgefieldError(f"{sources.where(key)}: '{key}' is {expected}, not {shown}.")
+
+
+# --- values
+
+
+def _check_choice(value: Any, choices: Sequence[Any], key: str, sources: Sources) -> None:
+    if value not in choices:
+        names = [str(choice) for choice in choices]
+        valid = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"
+        hint = did_you_mean(str(value), names)
+        raise ForgefieldError(f"{sources.where(key)}: '{key}' is {valid}, not {value!r}.{hint}")
+
+
+def _check_name(config: DictConfig, sources: Sources) -> None:
+    name = config.name
+    if name is not None and (name.strip() in ("", ".", "..") or re.search(r"[/\\\0]", name)):
+        raise _wrong(sources, "name", name, "the name of a folder, without slashes (the place is 'out')")
+    if not config.out.strip():
+        raise _wrong(sources, "out", config.out, "a folder")
+
+
+def _check_data(data: DictConfig, sources: Sources) -> None:
+    reference = data.reference_energies
+    if not isinstance(reference, Mapping):
+        _check_choice(reference, REFERENCES, "data.reference_energies", sources)
+    else:
+        for symbol, value in reference.items():
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise _wrong(sources, f"data.reference_energies.{symbol}", value, "an energy in eV")
+    for key in ("train", "val", "test", "indices"):
+        if data[key] == "":
+            raise _wrong(sources, f"data.{key}", "", "the name of a file, folder or pattern")
+    for key in ("val", "test"):
+        value = data[key]
+        if isinstance(value, bool) or (isinstance(value, (int, float)) and value < 0):
+            raise _wrong(sources, f"data.{key}", value, "a share of train (0.1), a number of frames (50) or a file")
+        if isinstance(value, float) and value >= 1 and not value.is_integer():
+            raise _wrong(sources, f"data.{key}", value, "a share below 1, or a whole number of frames")
+        if isinstance(value, Mapping) and set(value) != {"indices"}:
+            raise _wrong(sources, f"data.{key}", dict(value), "a share, a number, a file, or {indices: file-or-list}")
+    species = data.species
+    if species is not None and (not species or len(set(species)) != len(species)):
+        raise _wrong(sources, "data.species", list(species), "a list of different chemical symbols")
+
+
+def _check_task(task: DictConfig, sources: Sources) -> None:
+    given = [target for target in TARGETS if task[target] is not None]
+    if not given:
+        raise ForgefieldError(
+            f"{sources.where('task')}: 'task' trains nothing; give at least one of {', '.join(TARGETS)}."
+        )
+    for target in given:
+        options, key = task[target], f"task.{target}"
+        if options.weight < 0:
+            raise _wrong(sources, f"{key}.weight", options.weight, "zero or positive")
+        if options.huber_delta <= 0:
+            raise _wrong(sources, f"{key}.huber_delta", options.huber_delta, "a positive number")
+        if "." not in options.loss:
+            _check_choice(options.loss, (*LOSSES, "an import path"), f"{key}.loss", sources)
+        _only_for("per_atom", ("energy",), target, options, sources)
+        _only_for("species_weights", ("forces",), target, options, sources)
+        if options.loss != "huber" and _is_set(f"{key}.huber_delta", options.huber_delta, "huber_delta", sources):
+            raise ForgefieldError(
+                f"{sources.where(f'{key}.huber_delta')}: '{key}.huber_delta' applies to loss huber only, "
+                f"and '{key}.loss' is {options.loss}."
+            )
+
+
+def _only_for(name: str, targets: tuple[str, ...], target: str, options: DictConfig, sources: Sources) -> None:
+    key = f"task.{target}.{name}"
+    if target not in targets and _is_set(key, options[name], name, sources):
+        right = f"task.{targets[0]}.{name}"
+        raise ForgefieldError(f"{sources.where(key)}: '{key}' does not apply to {target}. Did you mean '{right}'?")
+
+
+def _is_set(key: str, value: Any, name: str, sources: Sources) -> bool:
+    """Whether the user set this field of a target. Configs from Python may carry defaults that nobody wrote."""
+    default = getattr(schema.TargetOptions(), name)
+    return sources.explicit(key) or value != default
+
+
+def _check_components(config: DictConfig, sources: Sources) -> None:
+    model = config.model
+    if isinstance(model, str):
+        raise ForgefieldError(
+            f"{sources.where('model')}: 'model' is a section, not '{model}'. Did you mean 'model.name={model}'?"
+        )
+    if not isinstance(model, Mapping) or not isinstance(model.get("name"), str) or not model["name"]:
+        where = sources.where("model")
+        raise ForgefieldError(f"{where}: 'model' needs a name, for example model: {{name: nequip, preset: S}}.")
+    for key, optional in (("training.optimizer", False), ("training.scheduler", True)):
+        spec = OmegaConf.select(config, key)
+        if not (_is_component(spec) or (optional and spec is None)):
+            shown = OmegaConf.to_container(spec) if OmegaConf.is_config(spec) else spec
+            raise _wrong(sources, key, shown, "a name, or a mapping such as {name: adamw, weight_decay: 1e-3}")
+    if not isinstance(config.trainer, Mapping):
+        raise _wrong(sources, "trainer", config.trainer, "a section with what lightning.Trainer takes")
+    callbacks = config.callbacks
+    if isinstance(callbacks, (str, Mapping)) or not isinstance(callbacks, Sequence):
+        raise _wrong(sources, "callbacks", callbacks, "a list")
+    for position, spec in enumerate(callbacks):
+        if not _is_component(spec):
+            raise _wrong(
+                sources, f"callbacks.{position}", spec, "an import path, or {name: import.path, argument: value}"
+            )
+
+
+def _is_component(spec: Any) -> bool:
+    if isinstance(spec, Mapping):
+        spec = spec.get("name")
+    return isinstance(spec, str) and bool(spec)

@@ -1,0 +1,46 @@
+"""Files named in the `data` section, made absolute.
+
+A relative path is looked for in the current working directory first and then beside the config file, so that a config
+can be used from anywhere and a loaded config means the same from everywhere.
+"""
+
+from __future__ import annotations
+
+import glob
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+SLICE = re.compile(r"^-?\d*:-?\d*(:-?\d*)?$")
+
+
+def absolute_data_paths(data: DictConfig, folders: Sequence[Path]) -> None:
+    """Rewrite `train`, `val`, `test` and `indices` in place; numbers, slices and lists of numbers stay as they are."""
+    for key in ("train", "val", "test", "indices"):
+        value = data[key]
+        plain = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+        data[key] = _absolute(plain, folders)
+
+
+def find_path(path: str, folders: Sequence[Path]) -> str:
+    """`path` in the first of `folders` where it (or, for a pattern, a match) exists; in the first one if nowhere."""
+    text = str(Path(path).expanduser())
+    candidates = [str((folder / text).absolute()) for folder in folders]
+    for candidate in candidates:
+        if Path(candidate).exists() or glob.glob(candidate, recursive=True):
+            return candidate
+    return candidates[0]
+
+
+def _absolute(value: Any, folders: Sequence[Path]) -> Any:
+    if isinstance(value, str):
+        return value if SLICE.match(value) else find_path(value, folders)
+    if isinstance(value, list):
+        return [_absolute(item, folders) for item in value]
+    if isinstance(value, Mapping):
+        paths = ("path", "indices")
+        return {key: _absolute(item, folders) if key in paths else item for key, item in value.items()}
+    return value

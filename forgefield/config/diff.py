@@ -1,0 +1,129 @@
+"""What differs between two configs, and whether a run that continues under the new one would still mean the same.
+
+Only settings that say how long, where and how visibly a run goes may change on resume; everything else would make the
+second half of a run a different experiment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from forgefield.config import schema
+
+HARMLESS = (
+    "name",
+    "out",
+    "data.test",
+    "data.cache",
+    "training.checkpoint",
+    "training.early_stopping",
+    "training.tensorboard",
+    # How long.
+    "trainer.max_epochs",
+    "trainer.max_steps",
+    "trainer.max_time",
+    "trainer.min_epochs",
+    "trainer.min_steps",
+    # Where.
+    "trainer.accelerator",
+    "trainer.devices",
+    "trainer.num_nodes",
+    "trainer.strategy",
+    "trainer.plugins",
+    "trainer.default_root_dir",
+    # What is shown and kept.
+    "trainer.logger",
+    "trainer.log_every_n_steps",
+    "trainer.enable_progress_bar",
+    "trainer.enable_model_summary",
+    "trainer.enable_checkpointing",
+    "trainer.profiler",
+    "trainer.num_sanity_val_steps",
+)
+
+
+class _Absent:
+    def __repr__(self) -> str:
+        return "(not given)"
+
+
+ABSENT = _Absent()
+
+
+@dataclass(frozen=True)
+class Change:
+    key: str
+    """Dotted key."""
+    old: Any
+    new: Any
+    meaning: bool
+    """Whether a run that is continued with the new value would mean something else."""
+
+
+def config_diff(old: DictConfig, new: DictConfig) -> list[Change]:
+    """All settings that differ, in the order of the new config. A setting left out counts as its default."""
+    defaults = _all_defaults()
+    return [
+        Change(key, before, after, meaning=not _harmless(key))
+        for key, before, after in _differences(_plain(old), _plain(new), defaults, "")
+    ]
+
+
+def format_diff(changes: Sequence[Change]) -> str:
+    """One line per change, `!` in front of those that change the meaning of the run."""
+    width = max((len(change.key) for change in changes), default=0)
+    return "\n".join(
+        f"{'!' if change.meaning else ' '} {change.key:<{width}}  {_shown(change.old)} -> {_shown(change.new)}"
+        for change in changes
+    )
+
+
+def _plain(config: DictConfig) -> dict[str, Any]:
+    plain = OmegaConf.to_container(config, resolve=True)
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
+
+
+def _all_defaults() -> dict[str, Any]:
+    """Defaults of every setting, optional sections included."""
+    options = schema.RunOptions()
+    targets = {name: schema.TargetOptions() for name in ("energy", "forces", "stress")}
+    options.task = schema.TaskOptions(**targets)
+    options.training.early_stopping = schema.EarlyStoppingOptions()
+    plain = OmegaConf.to_container(OmegaConf.structured(options))
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items() if key != "model"}
+
+
+def _differences(old: Any, new: Any, defaults: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any, Any]]:
+    for name in [*new, *(name for name in old if name not in new)]:
+        key = f"{prefix}{name}"
+        default = _default(defaults, key)
+        before, after = old.get(name, default), new.get(name, default)
+        if isinstance(before, Mapping) and isinstance(after, Mapping):
+            yield from _differences(before, after, defaults, f"{key}.")
+        elif before != after or isinstance(before, bool) != isinstance(after, bool):
+            yield key, before, after
+
+
+def _default(defaults: Any, key: str) -> Any:
+    """Default of a setting inside a section that is there. Optional sections that are not there are off."""
+    if key in ("task", "training.early_stopping") or key in ("task.energy", "task.forces", "task.stress"):
+        return None
+    for part in key.split("."):
+        if not isinstance(defaults, Mapping) or part not in defaults:
+            return ABSENT
+        defaults = defaults[part]
+    return defaults
+
+
+def _harmless(key: str) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in HARMLESS)
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else str(value)

@@ -1,0 +1,371 @@
+"""From a YAML file (or a mapping) and overrides to one checked config.
+
+Hydra composes: `key=value`, `+`, `++`, `~`, defaults lists and config groups in the file's folder mean what they mean
+there. The schema's defaults lie underneath. Afterwards every key, type and value is checked, interpolations are
+resolved and the user's own variables are dropped.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import (
+    InterpolationKeyError,
+    OmegaConfBaseException,
+    UnsupportedInterpolationType,
+)
+
+from forgefield.config import schema
+from forgefield.config.checking import (
+    check_keys,
+    check_values,
+    refuse_lists,
+    schema_keys,
+    typed_config,
+    unknown_key,
+)
+from forgefield.config.datapaths import absolute_data_paths
+from forgefield.config.nearest import did_you_mean
+from forgefield.config.resolvers import RESOLVERS, register_resolvers
+from forgefield.config.sources import Sources, first_line, read_text, read_yaml
+from forgefield.errors import ForgefieldError
+
+ENTRY, DEFAULTS, USER = "forgefield_entry", "forgefield_defaults", "forgefield_user"
+PRESETS = Path(__file__).parent / "presets"
+
+
+def load_config(
+    source: str | Path | Mapping[str, Any] | DictConfig | None, overrides: Sequence[str] = ()
+) -> DictConfig:
+    """The checked config of a file, a mapping, or (None) the defaults alone, with `overrides` as on the command line.
+
+    All defaults are present, interpolations are resolved, files under `data` are absolute, and `name` is the stem
+    of the file where nothing else is said.
+    """
+    register_resolvers()
+    sources, content, folder = _read(source)
+    composed = _compose(content, list(overrides), sources, folder)
+    variables = _variables(composed, [*_texts(composed), *_texts(content), *sources.scalars], sources)
+    check_keys(composed, sources, variables=variables)
+    values = _resolved(composed, sources)
+    config = typed_config({key: value for key, value in values.items() if key not in variables}, sources)
+    for key, empty in (("trainer", {}), ("callbacks", [])):
+        if config[key] is None:
+            config[key] = empty
+    if config.name is None and sources.main is not None:
+        config.name = sources.main.stem
+    check_values(config, sources)
+    absolute_data_paths(config.data, [Path.cwd(), folder])
+    return config
+
+
+def override_config(config: DictConfig, overrides: Sequence[str], *, allowed: Sequence[str], verb: str) -> DictConfig:
+    """A loaded config with overrides, of which only keys under `allowed` make sense for `verb`."""
+    for text in overrides:
+        key = _parse([text])[0].key_or_group
+        if not any(key == name or key.startswith(f"{name}.") for name in allowed):
+            hint = "" if unknown_key(key) is None else did_you_mean(key, allowed)
+            raise ForgefieldError(
+                f"command line ('{text}'): '{key}' has no meaning for {verb}, which takes {', '.join(allowed)}.{hint}"
+            )
+    return load_config(config, overrides)
+
+
+def override_keys(overrides: Sequence[str]) -> list[str]:
+    """The dotted keys that overrides set."""
+    return [item.key_or_group for item in _parse(overrides)]
+
+
+def require_training_data(config: DictConfig, file: str | Path | None = None) -> None:
+    """Refuse a config that names no data to train on. (An imported model's config has none, and that is fine.)"""
+    if config.data.train in (None, []):
+        place = f"{file}: " if file is not None else ""
+        raise ForgefieldError(f"{place}'data.train' is missing: name the file, folder or pattern to train on.")
+
+
+def preset_path(name: str) -> Path:
+    """The file of a config that comes with Forgefield."""
+    path = PRESETS / f"{name}.yaml"
+    if not path.exists():
+        names = sorted(file.stem for file in PRESETS.glob("*.yaml"))
+        raise ForgefieldError(f"there is no built-in config '{name}'.{did_you_mean(name, names)}")
+    return path
+
+
+def options(config: DictConfig) -> schema.RunOptions:
+    """A loaded config as the plain dataclasses of the schema."""
+    return OmegaConf.to_object(config)  # type: ignore[return-value]
+
+
+# --- reading and composing
+
+
+def _read(source: Any) -> tuple[Sources, dict[str, Any], Path]:
+    """Places, content and folder of what the user gave."""
+    if source is None:
+        return Sources(), {}, Path.cwd()
+    if isinstance(source, (str, Path)):
+        path = Path(source).expanduser()
+        return Sources(main=path), read_yaml(path), path.absolute().parent
+    if isinstance(source, DictConfig):
+        source = OmegaConf.to_container(source, resolve=False)
+    if not isinstance(source, Mapping):
+        raise ForgefieldError(f"a config is a file, a mapping or a DictConfig, not a {type(source).__name__}.")
+    return Sources(), {str(key): value for key, value in source.items()}, Path.cwd()
+
+
+def _compose(content: dict[str, Any], overrides: list[str], sources: Sources, folder: Path) -> dict[str, Any]:
+    """Let Hydra put defaults, files and overrides together. Interpolations stay unresolved."""
+    from hydra import compose
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+
+    parsed = _parse(overrides)
+    with _hydra(folder, content):
+        loader = GlobalHydra.instance().config_loader()
+        groups = [item for item in parsed if _is_group(loader, item)]
+        try:
+            _note_files(loader, [item.input_line for item in groups], sources, folder)
+            refuse_lists(content, sources)
+            if sources.given("hydra"):
+                raise ForgefieldError(
+                    f"{sources.where('hydra')}: 'hydra' settings have no effect in Forgefield; leave them out."
+                )
+            for item in parsed:
+                if item not in groups:
+                    sources.add_override(item.key_or_group, item.value(), item.input_line)
+            lines = [item.input_line if item in groups else _prefixed(item, content, sources) for item in parsed]
+            _store(DEFAULTS, _defaults(content, sources))
+            composed = OmegaConf.to_container(compose(ENTRY, lines), resolve=False)
+        except yaml.YAMLError as error:
+            raise _yaml_error(error) from error
+        except (HydraException, OmegaConfBaseException) as error:
+            raise _composition_error(error, overrides, sources) from error
+    for key in sources.missing:
+        if not any(name == key for name, _ in sources.overrides):
+            raise ForgefieldError(f"{sources.where(key)}: '{key}' is ???, a value that must be given.")
+    assert isinstance(composed, dict)
+    return {str(key): value for key, value in composed.items()}
+
+
+def _parse(overrides: Sequence[str]) -> list[Any]:
+    """Hydra's parsed overrides; refuses what cannot be read and lists of values to try."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    parser, parsed = OverridesParser.create(), []
+    for text in overrides:
+        try:
+            item = parser.parse_override(text)
+        except HydraException as error:
+            raise ForgefieldError(
+                f"command line: '{text}' cannot be read as key=value; put values with special characters into "
+                "quotes inside quotes, as in 'name=\"a, b\"'."
+            ) from error
+        if item.is_sweep_override():
+            raise ForgefieldError(
+                f"command line: '{text}' gives several values, and one run takes one; write [a,b] for a list, "
+                "or quote a value that holds a comma."
+            )
+        parsed.append(item)
+    return parsed
+
+
+def _is_group(loader: Any, item: Any) -> bool:
+    """Whether the override picks a file of a config group (`model=big`), as Hydra decides it."""
+    return item.key_or_group in _groups(loader, item) and not isinstance(item.value(), dict)
+
+
+def _groups(loader: Any, item: Any) -> list[str]:
+    parent = item.key_or_group.rpartition("/")[0]
+    prefix = f"{parent}/" if parent else ""
+    return [prefix + name for name in loader.list_groups(parent)]
+
+
+def _note_files(loader: Any, groups: list[str], sources: Sources, folder: Path) -> None:
+    """Record the keys of every file that the defaults lists bring in, in the order in which they count."""
+    from hydra.types import RunMode
+
+    for default in loader.compute_defaults_list(ENTRY, groups, RunMode.RUN).defaults:
+        path = folder / f"{default.config_path}.yaml"
+        if default.config_path == USER and sources.main is not None:
+            sources.add_text(read_text(sources.main), sources.main)
+        internal = default.config_path in (ENTRY, DEFAULTS, USER) or str(default.config_path).startswith("hydra/")
+        if not internal and path.is_file():
+            package = default.package or ""
+            sources.add_text(path.read_text(encoding="utf-8"), path, "" if package == "_global_" else package)
+
+
+def _prefixed(item: Any, content: Mapping[str, Any], sources: Sources) -> str:
+    """An override as Hydra needs it: the schema's keys can be set whether the file mentions them or not."""
+    key, text = item.key_or_group, item.input_line
+    is_variable = key.partition(".")[0] not in schema_keys() and sources.given(key)
+    if not is_variable:
+        hint = unknown_key(key)
+        if hint is not None:
+            if "." not in key:
+                hint = did_you_mean(key, content) or hint
+            raise ForgefieldError(f"command line ('{text}'): unknown key '{key}'.{hint}")
+    if item.is_delete():
+        if not sources.given(key) and not _in(content, key):
+            raise ForgefieldError(
+                f"command line ('{text}'): the config does not give '{key}', so there is nothing to remove; "
+                f"'{key}=null' turns an optional setting off."
+            )
+        return text
+    if key.startswith("task.") and not sources.given("task") and not isinstance(content.get("task"), Mapping):
+        raise ForgefieldError(
+            f"command line ('{text}'): the config has no 'task' section, so the data decides what is trained; "
+            "to change that give all of it, as in 'task={energy: {weight: 1}, forces: {weight: 10}}'."
+        )
+    if item.is_add() and (sources.given(key) or _in(content, key)):
+        return text
+    return text if is_variable or item.is_force_add() else f"++{text.lstrip('+')}"
+
+
+def _in(content: Any, key: str) -> bool:
+    for part in key.split("."):
+        if not isinstance(content, Mapping) or part not in content:
+            return False
+        content = content[part]
+    return True
+
+
+def _defaults(content: Mapping[str, Any], sources: Sources) -> dict[str, Any]:
+    """The schema's defaults as plain values. A model that the user names replaces the default model and its options."""
+    defaults = OmegaConf.to_container(OmegaConf.structured(schema.RunOptions))
+    assert isinstance(defaults, dict)
+    # Left open, so that a list or a mapping in the wrong place gets a sentence of ours and not a merge error.
+    defaults["trainer"] = defaults["callbacks"] = None
+    if content.get("model") is not None or sources.given("model") or sources.explicit("model.name"):
+        defaults["model"] = None
+    return defaults
+
+
+@contextmanager
+def _hydra(folder: Path, content: dict[str, Any]) -> Iterator[None]:
+    """Hydra set up for one composition; whatever Hydra state the calling program had is put back."""
+    from hydra import initialize_config_dir
+    from hydra.core.config_store import ConfigStore
+    from hydra.core.global_hydra import GlobalHydra
+
+    instance, store = GlobalHydra.instance(), ConfigStore.instance()
+    hydra = instance.hydra
+    instance.clear()
+    try:
+        _store(ENTRY, {"defaults": [DEFAULTS, USER, "_self_"]})
+        _store(DEFAULTS, {})
+        _store(USER, content)
+        with initialize_config_dir(str(folder), job_name="forgefield", version_base="1.3"):
+            yield
+    finally:
+        GlobalHydra.instance().clear()
+        GlobalHydra.instance().hydra = hydra
+        for name in (ENTRY, DEFAULTS, USER):
+            store.repo.pop(f"{name}.yaml", None)
+
+
+def _store(name: str, node: dict[str, Any]) -> None:
+    from hydra.core.config_store import ConfigStore
+
+    ConfigStore.instance().store(name=name, node=node, provider="forgefield")
+
+
+def _composition_error(error: Exception, overrides: Sequence[str], sources: Sources) -> ForgefieldError:
+    """Hydra's words as one sentence."""
+    detail = " ".join(str(error).split())
+    cause = error.__cause__
+    if cause is not None and str(cause) and str(cause) not in detail:
+        detail += f" ({first_line(cause)})"
+    guilty = next((f"command line ('{text}')" for text in overrides if text in detail), None)
+    place = guilty or (str(sources.main) if sources.main is not None else "config")
+    return ForgefieldError(f"{place}: {detail.replace(USER, str(sources.main or 'config')).rstrip('.')}.")
+
+
+def _yaml_error(error: yaml.YAMLError) -> ForgefieldError:
+    """What is wrong with a file that Hydra could not read."""
+    mark = getattr(error, "problem_mark", None)
+    if mark is not None and Path(mark.name).is_file():
+        try:
+            read_yaml(Path(mark.name))
+        except ForgefieldError as clear:
+            return clear
+    return ForgefieldError(f"config: this is not valid YAML: {first_line(error)}.")
+
+
+# --- variables and interpolation
+
+
+def _variables(composed: Mapping[str, Any], texts: Sequence[str], sources: Sources) -> list[str]:
+    """Top-level keys of the user's own: plain values that an interpolation in `texts` refers to."""
+    known = {key for key in schema_keys() if "." not in key}
+    found = []
+    for key, value in composed.items():
+        if key in known or isinstance(value, Mapping):
+            continue
+        reference = re.compile(
+            r"\$\{\s*(oc\.(select|dict\.keys|dict\.values):\s*)?\.*" + re.escape(key) + r"\s*[.}\[,]"
+        )
+        if any(reference.search(text) for text in texts):
+            found.append(key)
+        else:
+            hint = unknown_key(key) or ""
+            raise ForgefieldError(
+                f"{sources.where(key)}: unknown key '{key}'.{hint} (A variable of your own must be used: ${{{key}}}.)"
+            )
+    return found
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for below in value.values():
+            yield from _texts(below)
+    elif isinstance(value, (list, tuple)):
+        for below in value:
+            yield from _texts(below)
+
+
+def _resolved(composed: Mapping[str, Any], sources: Sources) -> dict[str, Any]:
+    """Plain values with every interpolation replaced by what it stands for."""
+    config = OmegaConf.create(dict(composed))
+    try:
+        values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        key = error.full_key or ""
+        raise ForgefieldError(f"{sources.where(key)}: '{key}' {_why(error, config)}.") from error
+    for text in _texts(values):
+        if "${" in text:
+            raise ForgefieldError(f"{sources.where('')}: '{text}': a literal '${{' cannot be written in a config.")
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}
+
+
+def _why(error: OmegaConfBaseException, config: DictConfig) -> str:
+    message = first_line(error)
+    variable = re.search(r"Environment variable '(.*)' not found", message)
+    if variable:
+        return f"needs the environment variable '{variable[1]}', which is not set"
+    if isinstance(error, InterpolationKeyError):
+        missing = re.search(r"Interpolation key '(.*)' not found", message)
+        name = missing[1] if missing else "?"
+        keys = [str(key) for key in config] + schema_keys()
+        return f"refers to '{name}', which the config does not have{_aside(name, keys)}"
+    if isinstance(error, UnsupportedInterpolationType):
+        name = message.rpartition(" ")[2]
+        known = [*RESOLVERS, "oc.env", "oc.select", "oc.decode", "oc.create", "oc.dict.keys", "oc.dict.values"]
+        hint = _aside(name, known) or f" (known: {', '.join(known)})"
+        return f"uses the unknown resolver '{name}'{hint}"
+    return f"cannot be resolved: {message}"
+
+
+def _aside(name: str, candidates: Sequence[str]) -> str:
+    hint = did_you_mean(name, candidates).strip()
+    return f" ({hint[0].lower()}{hint[1:]})" if hint else ""

@@ -1,0 +1,30 @@
+"""The nearest valid word to a misspelt one, for error messages.
+
+Every message that refuses a name (a key, a unit, a species, a file) uses these two functions, so that all of them
+read alike.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+def nearest(word: str, candidates: Iterable[str]) -> str | None:
+    """The candidate that looks most like `word`, whatever the case, or None where nothing comes close."""
+    names = [str(candidate) for candidate in candidates]
+    folded = [_fold(name) for name in names]
+    if _fold(word) in folded:
+        return names[folded.index(_fold(word))]
+    close = difflib.get_close_matches(_fold(word), folded, n=1, cutoff=0.6)
+    return names[folded.index(close[0])] if close else None
+
+
+def did_you_mean(word: str, candidates: Iterable[str]) -> str:
+    """ " Did you mean 'x'?" with its leading space, ready to follow a sentence; empty where nothing comes close."""
+    found = nearest(word, candidates)
+    return "" if found is None else f" Did you mean '{found}'?"
+
+
+def _fold(word: str) -> str:
+    return str(word).lower().replace("-", "_")

@@ -1,0 +1,179 @@
+"""Every setting of a Forgefield config, its type, its default and its meaning, in one place.
+
+A config file has the sections `data`, `model`, `task`, `training`, `trainer`, `callbacks` and a few plain keys. The
+docstring under each field is its documentation: `forgefield init` writes it into the configs it makes.
+`model` is checked against the options of the model it names, `trainer` against the signature of `lightning.Trainer`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+# OmegaConf reads these annotations at run time and knows `Optional[X]`, not `X | None`, in every supported version.
+# ruff: noqa: UP045
+
+
+@dataclass
+class BatchOptions:
+    frames: int = 8
+    """Frames per optimiser step."""
+
+
+@dataclass
+class LabelOptions:
+    """Name of each label in the source. Left empty it is found by its usual names; `none`: there is no such label."""
+
+    energy: Optional[str] = None
+    forces: Optional[str] = None
+    stress: Optional[str] = None
+    virial: Optional[str] = None
+    weight: Optional[str] = None
+    """Per-frame weight in the loss; `config_weight` and `weight` are found by themselves."""
+
+
+@dataclass
+class UnitOptions:
+    """Units of the labels and positions in the source. Inside, everything is eV and A."""
+
+    energy: str = "eV"
+    length: str = "A"
+    forces: Optional[str] = None
+    """Default: energy / length."""
+    stress: Optional[str] = None
+    """Default: energy / length^3. `GPa` and `kbar` are common."""
+
+
+@dataclass
+class DataOptions:
+    train: Any = None
+    """File, folder, glob, or a list of them; or a list of {path: ..., weight: ...}."""
+    val: Any = 0.1
+    """A share of train (0.1), a number of its frames (50), a file (list, glob), or {indices: file-or-list}."""
+    test: Any = None
+    """As `val`. Errors on it are printed at the end of training."""
+    indices: Any = None
+    """Use only these frames of `train` (list, file of integers, or 'start:stop'), before val and test are split off."""
+    cutoff: float = 5.0
+    """Radius of the neighbour list, A."""
+    batch: BatchOptions = field(default_factory=BatchOptions)
+    """How many frames make a batch."""
+    eval_batch: Optional[int] = None
+    """Frames per batch in validation and test. Default: as in training."""
+    species: Optional[list[str]] = None
+    """Chemical species the model knows, in order. Default: those in the data, by atomic number."""
+    labels: LabelOptions = field(default_factory=LabelOptions)
+    units: UnitOptions = field(default_factory=UnitOptions)
+    split_seed: Optional[int] = None
+    """Seed of the random split. Default: `seed`."""
+    shuffle: bool = True
+    """A fresh permutation of all training frames every epoch."""
+    neighbours: str = "auto"
+    """Neighbour-list library: auto, vesin or matscipy."""
+    reference_energies: Any = "auto"
+    """Energy of an isolated atom per species: {H: -13.6, ...}, `isolated` (from single-atom frames), `fit` (least
+    squares), `none` (zero), or `auto`: isolated where every species has such a frame, else fit."""
+    max_force: float = 300.0
+    """A force component above this, eV/A, stops the run: usually a unit or a parsing error."""
+    max_energy_deviation: float = 20.0
+    """A frame whose energy is further than this, eV/atom, from the fit by composition stops the run."""
+    cache: bool = True
+    """Keep statistics on disk, keyed by a hash of all they depend on."""
+
+
+@dataclass
+class TargetOptions:
+    weight: float = 1.0
+    """Weight of this target in the loss."""
+    loss: str = "mse"
+    """mse, mae, huber, or the import path of a function (prediction, target) -> error of the same shape."""
+    huber_delta: float = 0.01
+    """Where Huber turns from quadratic to linear, in eV, eV/A or eV/A^3."""
+    per_atom: bool = True
+    """Energy only: compare energies per atom."""
+    species_weights: Optional[dict[str, float]] = None
+    """Forces only: weight of the atoms of each species; species not named have 1."""
+
+
+@dataclass
+class TaskOptions:
+    """What is trained: a target that is given (`forces: {}`) is on, one that is left out or null is off."""
+
+    energy: Optional[TargetOptions] = None
+    """Errors in eV (per atom: eV/atom)."""
+    forces: Optional[TargetOptions] = None
+    """Errors in eV/A."""
+    stress: Optional[TargetOptions] = None
+    """Errors in eV/A^3."""
+
+
+@dataclass
+class CheckpointOptions:
+    every_epochs: Optional[int] = 1
+    """Save after every so many epochs."""
+    every_steps: Optional[int] = None
+    """Save after every so many optimiser steps, also inside an epoch."""
+    keep: int = 2
+    """How many of the newest checkpoints stay on disk."""
+
+
+@dataclass
+class EarlyStoppingOptions:
+    patience: int = 50
+    """Stop when the monitored value has not improved for so many validations."""
+    min_delta: float = 0.0
+    """What counts as an improvement."""
+    monitor: Optional[str] = None
+    """Default: `training.monitor`."""
+
+
+@dataclass
+class TrainingOptions:
+    lr: float = 0.01
+    """Learning rate."""
+    optimizer: Any = "adam"
+    """Name of a torch optimiser, an import path, or {name: adamw, weight_decay: 1e-3, ...}."""
+    scheduler: Any = None
+    """Name of a torch learning-rate scheduler or {name: ReduceLROnPlateau, patience: 20, ..., interval: epoch|step}."""
+    engine: str = "eager"
+    """How a step is executed: eager."""
+    precision: str = "float32"
+    """Arithmetic inside the network: float32 or float64. Geometry and energy sums are always float64."""
+    ema: Optional[float] = 0.99
+    """Decay of the exponential moving average of the weights; the average is validated, tested and deployed."""
+    clip_norm: Optional[float] = None
+    """Largest norm of the whole gradient."""
+    accumulate: int = 1
+    """Batches per optimiser step."""
+    monitor: str = "val/loss"
+    """What picks the best model, feeds ReduceLROnPlateau and early stopping."""
+    early_stopping: Optional[EarlyStoppingOptions] = None
+    """Stop before the end when nothing improves: {patience: 50}. Default: never."""
+    checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
+    """When the state of the run is saved."""
+    tensorboard: int = 1
+    """0 none, 1 losses and learning rate, 2 also weights and gradients as histograms."""
+
+
+@dataclass
+class RunOptions:
+    """The plain keys at the top of a config."""
+
+    name: Optional[str] = None
+    """Name of the run, also its folder. Default: name of the config file."""
+    out: str = "runs"
+    """Folder that holds runs."""
+    seed: int = 0
+    """Fixes everything random: initial weights, split, order of the frames."""
+    data: DataOptions = field(default_factory=DataOptions)
+    """Frames to learn from, and how they are split, read and batched."""
+    model: Any = field(default_factory=lambda: {"name": "nequip", "preset": "S"})
+    """The network: a built-in name or an import path, and its options; presets S, M, L, XL fill those not given."""
+    task: Optional[TaskOptions] = None
+    """What is trained. Default (null): energy, and forces where the data has them."""
+    training: TrainingOptions = field(default_factory=TrainingOptions)
+    """How it is trained."""
+    trainer: Any = field(default_factory=dict)
+    """Anything `lightning.Trainer` takes."""
+    callbacks: Any = field(default_factory=list)
+    """Own Lightning callbacks: import path, or {name: import.path, argument: value}."""

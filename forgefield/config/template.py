@@ -1,0 +1,128 @@
+"""Configs as commented YAML: the resolved one that a run keeps, and the first one that `forgefield init` writes.
+
+Comments are the docstrings of the schema, written once there. What is written here loads again to exactly the same
+config.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import textwrap
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+
+from forgefield.config import schema
+from forgefield.config.fielddocs import class_doc, field_docs
+
+WIDTH = 110
+"""Longest line with a comment."""
+
+
+def commented_yaml(config: DictConfig, *, header: str = "", notes: Mapping[str, str] | None = None) -> str:
+    """`config` as YAML with a comment to each setting. `load_config` of it gives the same config.
+
+    notes: comments by dotted key, in place of the schema's own (for a model's options, say). header: lines on top.
+    """
+    plain = OmegaConf.to_container(config, resolve=True)
+    assert isinstance(plain, dict)
+    task = plain.get("task") or {}
+    for target, options in task.items():
+        if options is not None:
+            _drop_inapplicable(target, options)
+    return yaml_with_comments(plain, header=header, notes=notes)
+
+
+def yaml_with_comments(values: Mapping[str, Any], *, header: str = "", notes: Mapping[str, str] | None = None) -> str:
+    """Any part of a config, keys in the given order, as commented YAML."""
+    lines = [f"# {line}".rstrip() for line in header.splitlines()]
+    for name, value in values.items():
+        block = list(_emit(str(name), value, schema.RunOptions, "", 0, notes or {}))
+        if len(block) > 1 and lines and lines[-1]:
+            lines.append("")
+        lines += block
+        if len(block) > 1:
+            lines.append("")
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def flow(value: Any) -> str:
+    """A value on one line of YAML, read back by OmegaConf as the same value."""
+    text = yaml.dump(
+        value, Dumper=_Dumper, default_flow_style=True, width=float("inf"), allow_unicode=True, sort_keys=False
+    )
+    return text.removesuffix("\n").removesuffix("\n...").strip()
+
+
+def _drop_inapplicable(target: str, options: dict[str, Any]) -> None:
+    """Leave out settings of a target that cannot apply to it; writing them would be refused on reading."""
+    if target != "energy":
+        options.pop("per_atom", None)
+    if target != "forces":
+        options.pop("species_weights", None)
+    if options.get("loss") != "huber":
+        options.pop("huber_delta", None)
+
+
+def _emit(name: str, value: Any, cls: type | None, prefix: str, indent: int, notes: Mapping[str, str]) -> Iterator[str]:
+    key = f"{prefix}{name}"
+    inner = _section(cls, name)
+    comment = notes.get(key) or _comment(cls, name, inner)
+    margin = " " * indent
+    if isinstance(value, Mapping) and value and (inner is not None or key in ("model", "trainer")):
+        yield from _above(comment, margin)
+        yield f"{margin}{flow(name)}:"
+        for below, content in value.items():
+            yield from _emit(str(below), content, inner, f"{key}.", indent + 2, notes)
+        return
+    line = f"{margin}{flow(name)}: {flow(value)}"
+    if comment and len(line) + len(comment) + 4 <= WIDTH:
+        yield f"{line}  # {comment}"
+    else:
+        yield from _above(comment, margin)
+        yield line
+
+
+def _above(comment: str | None, margin: str) -> Iterator[str]:
+    for part in textwrap.wrap(comment or "", WIDTH - len(margin) - 2, break_on_hyphens=False):
+        yield f"{margin}# {part}"
+
+
+def _comment(cls: type | None, name: str, inner: type | None) -> str | None:
+    own = field_docs(cls).get(name) if cls is not None else None
+    return own or (class_doc(inner) if inner is not None else None)
+
+
+def _section(cls: type | None, name: str) -> type | None:
+    """The dataclass of the section `name` of `cls`."""
+    kind = typing.get_type_hints(cls).get(name) if cls is not None else None
+    for candidate in (kind, *typing.get_args(kind)):
+        if isinstance(candidate, type) and dataclasses.is_dataclass(candidate):
+            return candidate
+    return None
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes strings so that OmegaConf's reader, which knows more numbers than YAML 1.1, reads them as strings."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    plain = text.isprintable() and not _like_a_number(text)
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if plain else '"')
+
+
+def _like_a_number(text: str) -> bool:
+    try:
+        float(text.replace("_", ""))
+    except ValueError:
+        return False
+    return True
+
+
+_Dumper.add_representer(str, _represent_text)

@@ -1,0 +1,104 @@
+"""A batch: atoms of several frames concatenated, as a plain dict of tensors.
+
+| key        | shape           | dtype   | meaning |
+|------------|-----------------|---------|---------|
+| positions  | (n_atoms, 3)    | float64 | A |
+| species    | (n_atoms,)      | int64   | row of the species table |
+| frame      | (n_atoms,)      | int64   | frame of each atom, ascending |
+| n_atoms    | (n_frames,)     | int64   | atoms of each frame |
+| cell       | (n_frames, 3, 3)| float64 | rows are lattice vectors, A; zeros where there is none |
+| edge_index | (2, n_edges)    | int64   | row 0 source j (neighbour), row 1 destination i (centre), ascending in i |
+| edge_shift | (n_edges, 3)    | float64 | integers S: edge vector = positions[j] + S @ cell[frame[i]] - positions[i] |
+| energy     | (n_frames,)     | float64 | eV |
+| forces     | (n_atoms, 3)    | float64 | eV/A |
+| stress     | (n_frames, 3, 3)| float64 | eV/A^3 |
+| weight     | (n_frames,)     | float64 | weight in the loss |
+| frame_id   | (n_frames,)     | int64   | position in the dataset |
+
+NaN in a label means that the frame does not carry it; readers refuse NaN in data, so it means nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forgefield.data.frame import Frame
+from forgefield.data.neighbours import edge_vectors, neighbour_list, squared_lengths
+from forgefield.data.species import SpeciesTable
+from forgefield.errors import ForgefieldError
+
+Batch = dict[str, Tensor]
+
+_PER_ATOM = ("positions", "species", "forces")
+_PER_FRAME = ("n_atoms", "cell", "energy", "stress", "weight", "frame_id")
+CLOSEST_PAIR = 1e-3
+"""Atoms closer than this, A, are taken to be one atom entered twice: a pair without a direction has no physics."""
+
+
+def frame_to_batch(
+    frame: Frame, species: SpeciesTable, cutoff: float, neighbours: str = "auto", frame_id: int = 0
+) -> Batch:
+    """A batch of this one frame, its neighbour list included."""
+    rows = species.index(frame.numbers, frame.where)
+    source, destination, shifts = neighbour_list(frame.positions, frame.cell, frame.pbc, cutoff, neighbours)
+    _refuse_coinciding_atoms(frame, source, destination, shifts)
+    n = len(frame)
+    nan = float("nan")
+    forces = np.full((n, 3), nan) if frame.forces is None else frame.forces
+    stress = np.full((3, 3), nan) if frame.stress is None else frame.stress
+    return {
+        "positions": torch.tensor(frame.positions, dtype=torch.float64),
+        "species": torch.from_numpy(rows.copy()),
+        "frame": torch.zeros(n, dtype=torch.int64),
+        "n_atoms": torch.tensor([n]),
+        "cell": torch.tensor(frame.cell, dtype=torch.float64).reshape(1, 3, 3),
+        "edge_index": torch.from_numpy(np.stack([source, destination])),
+        "edge_shift": torch.from_numpy(shifts.astype(np.float64)),
+        "energy": torch.tensor([nan if frame.energy is None else frame.energy], dtype=torch.float64),
+        "forces": torch.tensor(forces, dtype=torch.float64),
+        "stress": torch.tensor(stress, dtype=torch.float64).reshape(1, 3, 3),
+        "weight": torch.tensor([frame.weight], dtype=torch.float64),
+        "frame_id": torch.tensor([frame_id]),
+    }
+
+
+def collate(samples: Sequence[Batch]) -> Batch:
+    """One batch from several; frames keep their order and their `frame_id`."""
+    if len(samples) == 1:
+        return dict(samples[0])
+    batch = {key: torch.cat([sample[key] for sample in samples]) for key in (*_PER_ATOM, *_PER_FRAME, "edge_shift")}
+    n_atoms = batch["n_atoms"]
+    batch["frame"] = torch.repeat_interleave(n_atoms, output_size=len(batch["species"]))
+    edges = [sample["edge_index"] for sample in samples]
+    batch["edge_index"] = torch.cat(edges, dim=1)
+    atoms_in = torch.tensor([len(sample["species"]) for sample in samples])
+    edges_in = torch.tensor([edge.shape[1] for edge in edges])
+    first_atom = atoms_in.cumsum(0) - atoms_in
+    batch["edge_index"] += torch.repeat_interleave(first_atom, edges_in, output_size=batch["edge_index"].shape[1])
+    return batch
+
+
+def to_device(batch: Batch, device: torch.device | str) -> Batch:
+    """The batch with every tensor on `device`."""
+    return {key: value.to(device, non_blocking=True) for key, value in batch.items()}
+
+
+def batch_from_frames(frames: Sequence[Frame], species: SpeciesTable, cutoff: float, neighbours: str = "auto") -> Batch:
+    """Frames straight to one batch, for use outside training."""
+    return collate([frame_to_batch(frame, species, cutoff, neighbours, i) for i, frame in enumerate(frames)])
+
+
+def _refuse_coinciding_atoms(frame: Frame, source: np.ndarray, destination: np.ndarray, shifts: np.ndarray) -> None:
+    if len(source) == 0:
+        return
+    squares = squared_lengths(edge_vectors(frame.positions, frame.cell, source, destination, shifts))
+    worst = int(squares.argmin())
+    if squares[worst] < CLOSEST_PAIR**2:
+        i, j = sorted((int(source[worst]), int(destination[worst])))
+        raise ForgefieldError(
+            f"{frame.where}: atoms {i} and {j} are at the same place ({squares[worst] ** 0.5:.1e} A apart)"
+        )

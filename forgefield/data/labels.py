@@ -1,0 +1,186 @@
+"""Which numbers in a source are the labels: found by their usual names, or by the names the settings give.
+
+Two candidates that disagree are an error that shows both and names the setting which decides. A label that is not
+there stays missing. A virial is turned into stress (virial = -V * stress); units become eV and A here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from forgefield.config.schema import LabelOptions, UnitOptions
+from forgefield.data.frame import Frame, RawFrame, check_frame
+from forgefield.errors import ForgefieldError
+from forgefield.physics import units as unit_table
+
+USUAL_NAMES: dict[str, tuple[str, ...]] = {
+    "energy": ("energy", "REF_energy", "ref_energy", "dft_energy", "DFT_energy", "Energy", "total_energy"),
+    "forces": ("forces", "force", "REF_forces", "REF_force", "ref_forces", "dft_forces", "dft_force", "DFT_forces"),
+    "stress": ("stress", "REF_stress", "ref_stress", "dft_stress", "DFT_stress"),
+    "virial": ("virial", "virials", "REF_virial", "REF_virials", "ref_virial", "dft_virial", "DFT_virial"),
+    "weight": ("config_weight", "weight"),
+}
+FALLBACK_NAMES = {"energy": ("free_energy",)}
+"""Taken only where none of the usual names is there: another quantity that is often stored beside the energy."""
+CALCULATOR = "calculator"
+"""As a setting, this name means the result of the attached calculator."""
+
+
+class LabelReader:
+    """Turns raw frames into frames. Remembers which names it met, so that `finish` can say what never came."""
+
+    def __init__(self, labels: LabelOptions, units: UnitOptions) -> None:
+        self._names: dict[str, str | None] = {label: getattr(labels, label) for label in USUAL_NAMES}
+        self._found: set[str] = set()
+        self._available: set[str] = set()
+        self._length = unit_table.length_factor(units.length)
+        self._energy = unit_table.energy_factor(units.energy)
+        self._forces = self._energy / self._length
+        if units.forces is not None:
+            self._forces = unit_table.force_factor(units.forces)
+        self._stress = self._energy / self._length**3
+        if units.stress is not None:
+            self._stress = unit_table.stress_factor(units.stress)
+
+    def frame(self, raw: RawFrame) -> Frame:
+        """`raw` with its labels chosen, in eV and A, checked."""
+        self._available.update(raw.info, raw.arrays, raw.results)
+        cell = np.asarray(raw.cell, dtype=np.float64) * self._length
+        energy = self._find(raw, "energy")
+        forces = self._find(raw, "forces")
+        weight = self._find(raw, "weight")
+        return check_frame(
+            Frame(
+                positions=np.asarray(raw.positions, dtype=np.float64) * self._length,
+                numbers=np.asarray(raw.numbers, dtype=np.int64),
+                cell=cell,
+                pbc=np.asarray(raw.pbc, dtype=bool),
+                energy=None if energy is None else _scalar(raw, "energy", energy) * self._energy,
+                forces=None if forces is None else forces * self._forces,
+                stress=self._find_stress(raw, cell),
+                weight=1.0 if weight is None else _scalar(raw, "weight", weight),
+                source=raw.source,
+                index=raw.index,
+            )
+        )
+
+    def finish(self, what: str) -> None:
+        """Raise if a name given in the settings was in none of the frames of `what`."""
+        for label, name in self._names.items():
+            if name is not None and not _is_none(name) and label not in self._found:
+                keys = ", ".join(sorted(self._available)) or "none at all"
+                raise ForgefieldError(
+                    f"data.labels.{label}={name}: no frame of {what} has that key; keys found there: {keys}"
+                )
+
+    def _find_stress(self, raw: RawFrame, cell: np.ndarray) -> np.ndarray | None:
+        # A name given for one of the two decides between them.
+        named = {label: self._names[label] for label in ("stress", "virial") if self._names[label] is not None}
+        chosen = [label for label, name in named.items() if not _is_none(str(name))]
+        stress = virial = None
+        if not chosen or "stress" in chosen:
+            stress = self._find(raw, "stress")
+        if not chosen or "virial" in chosen:
+            virial = self._find(raw, "virial")
+        if stress is not None:
+            stress = _matrix(raw, "stress", stress) * self._stress
+        if virial is None:
+            return stress
+        volume = abs(np.linalg.det(cell))
+        if not volume > 0:
+            raise ForgefieldError(
+                f"{raw.where}: it carries a virial but its cell has no volume, so there is no stress to learn; "
+                "remove it, or set data.labels.virial=none"
+            )
+        from_virial = -_matrix(raw, "virial", virial) * self._energy / volume
+        if stress is not None and not np.allclose(stress, from_virial, rtol=1e-4, atol=1e-6):
+            raise ForgefieldError(
+                f"{raw.where}: it carries a stress and a virial that disagree (virial should be -volume * stress); "
+                "set data.labels.stress=none or data.labels.virial=none"
+            )
+        return from_virial if stress is None else stress
+
+    def _find(self, raw: RawFrame, label: str) -> np.ndarray | None:
+        name = self._names[label]
+        if name is not None:
+            value = None if _is_none(name) else _named(raw, label, name)
+            if value is None:
+                return None
+            self._found.add(label)
+            return _numbers(raw, name, value)
+        usual = USUAL_NAMES[label] + raw.extra_names.get(label, ())
+        found = _candidates(raw, label, usual) or _candidates(raw, label, FALLBACK_NAMES.get(label, ()))
+        if not found:
+            return None
+        values = {key: _numbers(raw, key, value) for key, value in found.items()}
+        if len(values) > 1:
+            _refuse_ambiguity(raw, label, values)
+        return next(iter(values.values()))
+
+
+def _is_none(name: str) -> bool:
+    return name.strip().lower() == "none"
+
+
+def _named(raw: RawFrame, label: str, name: str) -> Any:
+    if name == CALCULATOR:
+        return raw.results.get(label)
+    for place in (raw.info, raw.arrays, raw.results):
+        if name in place:
+            return place[name]
+    return None
+
+
+def _candidates(raw: RawFrame, label: str, names: tuple[str, ...]) -> dict[str, Any]:
+    per_atom = label == "forces"
+    place = raw.arrays if per_atom else raw.info
+    found = {name: place[name] for name in names if name in place}
+    for name in names:
+        if name in raw.results:
+            found[CALCULATOR] = raw.results[name]
+            break
+    return found
+
+
+def _refuse_ambiguity(raw: RawFrame, label: str, values: dict[str, np.ndarray]) -> None:
+    if label in ("stress", "virial"):
+        comparable = [_matrix(raw, label, value).reshape(-1) for value in values.values()]
+    else:
+        comparable = [value.reshape(-1) for value in values.values()]
+    first = comparable[0]
+    if all(v.size == first.size and np.allclose(v, first, rtol=1e-9, atol=1e-6, equal_nan=True) for v in comparable):
+        return
+    shown = ", ".join(f"{key} ({_brief(value)})" for key, value in values.items())
+    choices = " or ".join(f"data.labels.{label}={key}" for key in values)
+    raise ForgefieldError(f"{raw.where}: several candidates for the {label} disagree: {shown}; set {choices}")
+
+
+def _brief(value: np.ndarray) -> str:
+    flat = value.reshape(-1)
+    numbers = ", ".join(f"{x:.6g}" for x in flat[:3])
+    return numbers if flat.size == 1 else f"[{numbers}, ...]"
+
+
+def _numbers(raw: RawFrame, name: str, value: Any) -> np.ndarray:
+    try:
+        return np.asarray(value, dtype=np.float64)
+    except (TypeError, ValueError):
+        raise ForgefieldError(f"{raw.where}: {name}={value!r:.60} is not a number or an array of numbers") from None
+
+
+def _scalar(raw: RawFrame, label: str, value: np.ndarray) -> float:
+    if value.size != 1:
+        raise ForgefieldError(f"{raw.where}: the {label} has shape {value.shape}; it should be one number")
+    return float(value.reshape(()))
+
+
+def _matrix(raw: RawFrame, label: str, value: np.ndarray) -> np.ndarray:
+    """(3, 3) from itself, from 9 numbers by rows, or from 6 in Voigt order xx, yy, zz, yz, xz, xy."""
+    if value.shape == (6,):
+        xx, yy, zz, yz, xz, xy = value
+        return np.array([[xx, xy, xz], [xy, yy, yz], [xz, yz, zz]])
+    if value.shape in ((9,), (3, 3)):
+        return value.reshape(3, 3)
+    raise ForgefieldError(f"{raw.where}: the {label} has shape {value.shape}; it should be (6,), (9,) or (3, 3)")

@@ -1,0 +1,57 @@
+"""The table of chemical species a model knows, and the way from atomic numbers to its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from ase.data import atomic_numbers, chemical_symbols
+
+from forgefield.data.frame import Frame
+from forgefield.errors import ForgefieldError
+
+
+class SpeciesTable:
+    """Chemical symbols in a fixed order; `index` turns atomic numbers into positions in that order."""
+
+    def __init__(self, symbols: Iterable[str]) -> None:
+        self.symbols: tuple[str, ...] = tuple(symbols)
+        if not self.symbols:
+            raise ForgefieldError("data.species is empty; it should name at least one chemical element")
+        for symbol in self.symbols:
+            if symbol not in atomic_numbers or symbol == "X":
+                raise ForgefieldError(f"{symbol!r} in data.species is not a chemical element (write for instance 'Cu')")
+        if len(set(self.symbols)) != len(self.symbols):
+            raise ForgefieldError(f"data.species names an element twice: {', '.join(self.symbols)}")
+        self.numbers = np.array([atomic_numbers[s] for s in self.symbols], dtype=np.int64)
+        self._row_of_number = np.full(len(chemical_symbols), -1, dtype=np.int64)
+        self._row_of_number[self.numbers] = np.arange(len(self.symbols))
+
+    @classmethod
+    def from_frames(cls, frames: Sequence[Frame]) -> SpeciesTable:
+        """The species that occur in `frames`, by atomic number."""
+        present = np.unique(np.concatenate([frame.numbers for frame in frames]))
+        return cls(chemical_symbols[z] for z in present)
+
+    def __len__(self) -> int:
+        return len(self.symbols)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SpeciesTable) and self.symbols == other.symbols
+
+    def __hash__(self) -> int:
+        return hash(self.symbols)
+
+    def __repr__(self) -> str:
+        return f"SpeciesTable({', '.join(self.symbols)})"
+
+    def index(self, numbers: np.ndarray, where: str = "frame") -> np.ndarray:
+        """Rows of this table, (n_atoms,) int64, for atomic `numbers`; `where` names the frame in the error."""
+        rows = self._row_of_number[numbers]
+        if rows.size and rows.min() < 0:
+            symbol = chemical_symbols[int(np.asarray(numbers)[rows < 0][0])]
+            raise ForgefieldError(
+                f"{where}: it holds {symbol}, which is not among the known species ({', '.join(self.symbols)}); "
+                "train with it, or list it in data.species"
+            )
+        return rows

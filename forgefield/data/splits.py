@@ -1,0 +1,176 @@
+"""Which frames train, which validate, which test: by share, count, file or index list, by seed, never overlapping."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from forgefield.config.schema import DataOptions
+from forgefield.data.frame import Frame
+from forgefield.data.readers import plain, read_frames, source_files
+from forgefield.data.sampling import seeded_permutation
+from forgefield.errors import ForgefieldError
+
+
+@dataclass(frozen=True)
+class Splits:
+    train: list[Frame]
+    val: list[Frame]
+    test: list[Frame]
+    description: str
+
+
+def split_frames(n: int, val: float | int, test: float | int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rows of n frames drawn for (train, val, test), each ascending; `val` and `test` are shares below 1 or counts.
+
+    Validation is drawn first, so that asking for a test set later does not change it.
+    """
+    n_val, n_test = split_size(n, val, "val"), split_size(n, test, "test")
+    if n_val + n_test >= n:
+        raise ForgefieldError(
+            f"data.val={val} and data.test={test} ask for {n_val} + {n_test} of {n} frames; none is left to train on"
+        )
+    order = seeded_permutation(n, seed)
+    parts = order[n_val + n_test :], order[:n_val], order[n_val : n_val + n_test]
+    return tuple(np.sort(part) for part in parts)  # type: ignore[return-value]
+
+
+def split_size(n: int, wanted: float | int, name: str) -> int:
+    """Number of frames meant by a share (below 1; at least one frame) or a count."""
+    if wanted < 0 or (wanted >= 1 and wanted != int(wanted)):
+        raise ForgefieldError(f"data.{name}={wanted} is neither a share below 1 nor a number of frames")
+    if 0 < wanted < 1:
+        return max(1, round(wanted * n))
+    return int(wanted)
+
+
+def parse_indices(spec: Any, n: int, setting: str) -> np.ndarray:
+    """Rows of n frames from a list, a 'start:stop[:step]' range, or a file of integers. (k,) int64, no row twice."""
+    spec = plain(spec)
+    if isinstance(spec, str):
+        rows = np.arange(n)[_slice(spec, setting)] if ":" in spec else _index_file(spec, setting)
+    elif isinstance(spec, Sequence) and all(isinstance(i, int) and not isinstance(i, bool) for i in spec):
+        rows = np.array(spec, dtype=np.int64)
+    else:
+        raise ForgefieldError(f"{setting}={spec!r:.80} should be a list of integers, a file of them, or 'start:stop'")
+    rows = rows.astype(np.int64)
+    if rows.size == 0:
+        raise ForgefieldError(f"{setting}={spec!r:.80} selects none of the {n} frames")
+    outside = rows[(rows < -n) | (rows >= n)]
+    if outside.size:
+        raise ForgefieldError(f"{setting} names frame {outside[0]}, but there are {n} frames (0 to {n - 1})")
+    rows = np.where(rows < 0, rows + n, rows)
+    if len(np.unique(rows)) != len(rows):
+        raise ForgefieldError(f"{setting} names a frame twice")
+    return rows
+
+
+def resolve_splits(options: DataOptions, seed: int) -> Splits:
+    """Read all sources of `options` and divide them."""
+    if plain(options.train) is None:
+        raise ForgefieldError("data.train is not set; give a file, folder or glob of structures to train on")
+    wanted = {name: plain(getattr(options, name)) for name in ("val", "test")}
+    kinds = {name: _kind(value, name) for name, value in wanted.items()}
+    _refuse_shared_files(options, wanted, kinds)
+    frames = read_frames(options.train, options.labels, options.units)
+    pool = np.arange(len(frames))
+    if plain(options.indices) is not None:
+        pool = np.sort(parse_indices(options.indices, len(frames), "data.indices"))
+    chosen = {
+        name: parse_indices(wanted[name]["indices"], len(frames), f"data.{name}.indices")
+        for name, kind in kinds.items()
+        if kind == "indices"
+    }
+    if len(chosen) == 2 and np.intersect1d(chosen["val"], chosen["test"]).size:
+        raise ForgefieldError("data.val.indices and data.test.indices have frames in common")
+    for rows in chosen.values():
+        pool = np.setdiff1d(pool, rows)
+    pool, drawn = _draw(frames, pool, wanted, kinds, options.split_seed if options.split_seed is not None else seed)
+    chosen.update(drawn)
+    parts = {name: [frames[i] for i in rows] for name, rows in chosen.items()}
+    for name, kind in kinds.items():
+        if kind == "files":
+            parts[name] = read_frames(wanted[name], options.labels, options.units)
+    if len(pool) == 0:
+        raise ForgefieldError("no frame is left to train on: data.val and data.test take all of data.train")
+    train = [frames[i] for i in pool]
+    val, test = parts.get("val", []), parts.get("test", [])
+    description = ", ".join(
+        [f"{len(train)} to train", *(f"{len(parts[name])} to {name} ({kinds[name]})" for name in parts)]
+    )
+    return Splits(train, val, test, description)
+
+
+def _draw(
+    frames: list[Frame], pool: np.ndarray, wanted: dict[str, Any], kinds: dict[str, str], seed: int
+) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Take random parts off the pool. Single atoms stay in training: they are reference points, not structures."""
+    sizes = {name: wanted[name] for name, kind in kinds.items() if kind == "random"}
+    if not sizes:
+        return pool, {}
+    structures = pool[[len(frames[i]) > 1 for i in pool]] if len(pool) else pool
+    candidates = structures if len(structures) else pool
+    alone = np.setdiff1d(pool, candidates)
+    train, val, test = split_frames(len(candidates), sizes.get("val", 0), sizes.get("test", 0), seed)
+    drawn = {"val": candidates[val], "test": candidates[test]}
+    return np.union1d(candidates[train], alone), {name: rows for name, rows in drawn.items() if name in sizes}
+
+
+def _kind(value: Any, name: str) -> str:
+    if value is None or (isinstance(value, (int, float)) and not isinstance(value, bool) and value == 0):
+        return "none"
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return "random"
+    if isinstance(value, Mapping) and set(value) == {"indices"}:
+        return "indices"
+    if isinstance(value, (str, list, Path)) or (isinstance(value, Mapping) and "path" in value):
+        return "files"
+    raise ForgefieldError(
+        f"data.{name}={value!r:.80} should be a share below 1, a number of frames, a file (folder, glob, list) "
+        "or {indices: ...}"
+    )
+
+
+def _refuse_shared_files(options: DataOptions, wanted: dict[str, Any], kinds: dict[str, str]) -> None:
+    specs = {"train": plain(options.train), **{name: wanted[name] for name, kind in kinds.items() if kind == "files"}}
+    owner: dict[Path, str] = {}
+    for name, spec in specs.items():
+        for file in source_files(spec):
+            other = owner.setdefault(file.path.resolve(), name)
+            if other != name:
+                raise ForgefieldError(
+                    f"{file.path} is in data.{other} and in data.{name}, so errors would be measured on known frames; "
+                    f"use another file, or data.{name}=0.1 to split it"
+                )
+
+
+def _slice(text: str, setting: str) -> slice:
+    try:
+        numbers = [int(part) if part.strip() else None for part in text.split(":")]
+        if len(numbers) > 3:
+            raise ValueError
+        return slice(*numbers)
+    except ValueError:
+        raise ForgefieldError(f"{setting}={text!r} should read 'start:stop' or 'start:stop:step'") from None
+
+
+def _index_file(text: str, setting: str) -> np.ndarray:
+    path = Path(text).expanduser()
+    try:
+        if path.suffix == ".npy":
+            rows = np.load(path, allow_pickle=False)
+        else:
+            rows = np.array([int(word) for word in path.read_text().replace(",", " ").split()], dtype=np.int64)
+    except FileNotFoundError:
+        raise ForgefieldError(f"{setting}: there is no file {path} (looked from {Path.cwd()})") from None
+    except PermissionError:
+        raise ForgefieldError(f"{setting}: no permission to read {path}") from None
+    except (ValueError, OSError):
+        raise ForgefieldError(f"{setting}: {path} should hold integers, separated by blanks, commas or lines") from None
+    if rows.ndim != 1 or rows.dtype.kind not in "iu":
+        raise ForgefieldError(f"{setting}: {path} should hold one row of integers, not {rows.dtype} {rows.shape}")
+    return rows

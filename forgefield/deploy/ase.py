@@ -1,0 +1,167 @@
+"""A trained model as an ASE calculator: energy, energies per atom, forces and stress for any structure of its species.
+
+Neighbours are found once within the cutoff plus a skin and reused until an atom has moved by half the skin. Of those,
+only pairs within the cutoff reach the model, so that results do not depend on the skin, to the last bit.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from ase import Atoms
+from ase.calculators.calculator import Calculator as AseCalculator
+from ase.calculators.calculator import PropertyNotImplementedError, all_changes
+from ase.stress import full_3x3_to_voigt_6_stress
+from torch import nn
+
+from forgefield.data.batch import CLOSEST_PAIR
+from forgefield.data.frame import Frame, check_frame
+from forgefield.data.neighbours import neighbour_list
+from forgefield.data.species import SpeciesTable
+from forgefield.errors import ForgefieldError
+from forgefield.models.potential import Potential
+from forgefield.models.registry import build_model
+from forgefield.runs import Run
+
+
+class VerletList:
+    """Neighbours within `cutoff` (A), found again only when an atom moved more than half of `skin` (A)."""
+
+    def __init__(self, cutoff: float, skin: float) -> None:
+        if not skin >= 0:
+            raise ForgefieldError(f"The skin of the neighbour list is {skin}; it should be 0 or more, in A.")
+        self.cutoff = float(cutoff)
+        self.skin = float(skin)
+        self.builds = 0
+        """How often the list has been built."""
+        self._frame: Frame | None = None
+
+    def edges(self, frame: Frame) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Source and destination atoms (n_edges,) and image shifts (n_edges, 3) of all pairs within the cutoff."""
+        if not self._still_valid(frame):
+            self._edges = neighbour_list(frame.positions, frame.cell, frame.pbc, self.cutoff + self.skin)
+            self._frame = frame
+            self.builds += 1
+        source, destination, shifts = self._edges
+        # the formula of neighbour_list, so that a pair at the very cutoff is in or out as in a list without a skin
+        vectors = frame.positions[source] - frame.positions[destination] + shifts @ frame.cell
+        squares = np.einsum("ij,ij->i", vectors, vectors)
+        if len(squares) and squares.min() < CLOSEST_PAIR**2:
+            worst = int(squares.argmin())
+            i, j = sorted((int(source[worst]), int(destination[worst])))
+            raise ForgefieldError(f"{frame.where}: atoms {i} and {j} are at the same place; remove one")
+        near = squares <= self.cutoff**2
+        return source[near], destination[near], shifts[near]
+
+    def _still_valid(self, frame: Frame) -> bool:
+        old = self._frame
+        if old is None or not np.array_equal(old.numbers, frame.numbers):
+            return False
+        if not (np.array_equal(old.cell, frame.cell) and np.array_equal(old.pbc, frame.pbc)):
+            return False
+        moved = frame.positions - old.positions
+        return bool(np.max(np.einsum("ij,ij->i", moved, moved)) <= (self.skin / 2) ** 2)
+
+
+class Calculator(AseCalculator):
+    """ASE calculator of a run, or of a `Potential`.
+
+    Arguments:
+        run: name of a run, path of its folder, a `Run`, or a `Potential`
+        which: weights of the run, `best` or `last`
+        device: where the model runs, `cpu` or `cuda`
+        dtype: arithmetic inside the network, `float32` or `float64`, for a run; default: as trained
+        skin: how far beyond the cutoff neighbours are remembered, A
+
+    Results: energy and free_energy (eV), energies (n_atoms,), forces (n_atoms, 3) (eV/A), and for cells with a
+    volume stress (6,) (eV/A^3, Voigt order xx yy zz yz xz xy).
+    """
+
+    name = "forgefield"
+    implemented_properties = ["energy", "free_energy", "energies", "forces", "stress"]
+    ignored_changes = {"initial_charges", "initial_magmoms"}
+
+    def __init__(
+        self,
+        run: str | os.PathLike[str] | Run | Potential,
+        *,
+        which: str = "best",
+        device: str | torch.device = "cpu",
+        dtype: str | torch.dtype | None = None,
+        skin: float = 0.5,
+    ) -> None:
+        super().__init__()
+        self.device = torch.device(device)
+        self.potential = _potential(run, which, self.device, dtype)
+        self.species = SpeciesTable(self.potential.species)
+        self.neighbours = VerletList(self.potential.cutoff, skin)
+
+    def calculate(
+        self,
+        atoms: Atoms | None = None,
+        properties: Sequence[str] = ("energy",),
+        system_changes: Sequence[str] = all_changes,
+    ) -> None:
+        """Evaluate the model. Forces and stress come together; energies alone are cheaper."""
+        super().calculate(atoms, list(properties), list(system_changes))
+        frame = check_frame(_frame(self.atoms))
+        has_volume = frame.volume > 0
+        if "stress" in properties and not has_volume:
+            raise PropertyNotImplementedError("stress needs a cell with a volume; this structure has none")
+        gradients = any(name in properties for name in ("forces", "stress"))
+        out = self.potential(self._batch(frame), forces=gradients, stress=gradients and has_volume)
+        out = {name: value.detach().cpu().numpy() for name, value in out.items()}
+        energy = float(out["energy"][0])
+        self.results = {"energy": energy, "free_energy": energy, "energies": out["atomic_energy"]}
+        if gradients:
+            self.results["forces"] = out["forces"]
+            if has_volume:
+                self.results["stress"] = full_3x3_to_voigt_6_stress(out["stress"][0])
+
+    def _batch(self, frame: Frame) -> dict[str, torch.Tensor]:
+        source, destination, shifts = self.neighbours.edges(frame)
+        species = self.species.index(frame.numbers, where=frame.where)
+        batch = {
+            "positions": torch.from_numpy(frame.positions),
+            "species": torch.from_numpy(species),
+            "frame": torch.zeros(len(frame), dtype=torch.int64),
+            "n_atoms": torch.tensor([len(frame)]),
+            "cell": torch.from_numpy(frame.cell)[None],
+            "edge_index": torch.from_numpy(np.stack([source, destination])),
+            "edge_shift": torch.from_numpy(shifts.astype(np.float64)),
+        }
+        return {name: tensor.to(self.device) for name, tensor in batch.items()}
+
+
+def _frame(atoms: Atoms) -> Frame:
+    return Frame(
+        positions=np.array(atoms.positions, dtype=np.float64),
+        numbers=np.array(atoms.numbers, dtype=np.int64),
+        cell=np.array(atoms.cell, dtype=np.float64),
+        pbc=np.array(atoms.pbc, dtype=bool),
+        source=f"structure {atoms.get_chemical_formula()}",
+    )
+
+
+def _potential(
+    run: str | os.PathLike[str] | Run | Potential, which: str, device: torch.device, dtype: str | torch.dtype | None
+) -> Potential:
+    """A copy of our own, in evaluation mode, whose weights ask for no gradients."""
+    if isinstance(run, nn.Module):
+        if dtype is not None:
+            raise ForgefieldError(
+                "dtype can be chosen for a run; a Potential is used in the precision it was built with."
+            )
+        potential = copy.deepcopy(run)
+    else:
+        run = run if isinstance(run, Run) else Run.open(run)
+        potential = run.load_potential(which, device)
+        if dtype is not None:
+            weights = potential.state_dict()
+            potential = build_model(run.info["model"], precision=str(dtype).removeprefix("torch."), seed=0)
+            potential.load_state_dict(weights)
+    return potential.to(device).eval().requires_grad_(False)

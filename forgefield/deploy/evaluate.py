@@ -1,0 +1,88 @@
+"""Predictions of a model on a data set as plain arrays beside the labels: each frame once, in the data set's order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import chain
+
+import numpy as np
+import torch
+from torch import nn
+
+from forgefield.data.batch import collate, to_device
+from forgefield.data.dataset import GraphDataset
+from forgefield.models.potential import Potential
+
+Batch = dict[str, torch.Tensor]
+
+
+def predict_dataset(
+    potential: Potential,
+    loader_or_dataset: GraphDataset | Iterable[Batch],
+    *,
+    forces: bool = True,
+    stress: bool = False,
+    device: str | torch.device | None = None,
+    batch: int = 16,
+) -> dict[str, np.ndarray]:
+    """Predict all frames of a data set, `batch` at a time, or all batches of a loader.
+
+    device: where to compute; default: where the model is.
+
+    Returns (NaN where a label is missing or was not predicted):
+        energy_pred, energy_ref: (n_frames,), eV; n_atoms: (n_frames,)
+        forces_pred, forces_ref: (sum of n_atoms, 3), eV/A; species: (sum of n_atoms,), index into species_symbols
+        stress_pred, stress_ref: (n_frames, 3, 3), eV/A^3
+        species_symbols: (n_species,)
+    """
+    batches = _batches(loader_or_dataset, batch) if isinstance(loader_or_dataset, GraphDataset) else loader_or_dataset
+    with evaluating(potential, device) as place:
+        parts = [_predict_batch(potential, to_device(part, place), forces=forces, stress=stress) for part in batches]
+    merged = _in_order(parts)
+    merged["species_symbols"] = np.array(potential.species)
+    return merged
+
+
+@contextmanager
+def evaluating(potential: nn.Module, device: str | torch.device | None) -> Iterator[torch.device]:
+    """The model in evaluation mode on `device` (None: where it is); yields that device and restores the mode."""
+    was_training = potential.training
+    place = device_of(potential) if device is None else torch.device(device)
+    potential.to(place).eval()
+    try:
+        yield place
+    finally:
+        potential.train(was_training)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the weights are; a model without any is on the CPU."""
+    return next((tensor.device for tensor in chain(model.parameters(), model.buffers())), torch.device("cpu"))
+
+
+def _batches(dataset: GraphDataset, frames: int) -> Iterator[Batch]:
+    for start in range(0, len(dataset), frames):
+        yield collate([dataset[i] for i in range(start, min(start + frames, len(dataset)))])
+
+
+def _predict_batch(potential: Potential, batch: Batch, *, forces: bool, stress: bool) -> dict[str, np.ndarray]:
+    out = potential(batch, forces=forces, stress=stress)
+    n_frames, n_atoms = len(batch["n_atoms"]), len(batch["species"])
+    predicted = {"energy": out["energy"]}
+    predicted["forces"] = out["forces"] if forces else torch.full((n_atoms, 3), torch.nan)
+    predicted["stress"] = out["stress"] if stress else torch.full((n_frames, 3, 3), torch.nan)
+    part = {f"{name}_pred": value for name, value in predicted.items()}
+    part |= {f"{name}_ref": batch[name] for name in predicted}
+    part |= {name: batch[name] for name in ("n_atoms", "species", "frame_id")}
+    return {name: value.detach().cpu().numpy() for name, value in part.items()}
+
+
+def _in_order(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Join the batches and sort frames, and their atoms with them, by `frame_id`."""
+    joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    frame_id = joined.pop("frame_id")
+    frames = np.argsort(frame_id, kind="stable")
+    atoms = np.argsort(np.repeat(frame_id, joined["n_atoms"]), kind="stable")
+    of_atoms = ("forces_pred", "forces_ref", "species")
+    return {name: value[atoms if name in of_atoms else frames] for name, value in joined.items()}

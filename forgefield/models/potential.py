@@ -1,0 +1,138 @@
+"""From atomic energies to a potential: edge vectors, total energies, forces and stress by one differentiation.
+
+Every model is a function from a batch with edge vectors to atomic energies. `Potential` wraps one and adds what all of
+them share, in float64: forces are the exact derivative of the energy, stress its strain derivative over the volume.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from forgefield.ops.graph import GradientSwitch, Segments, gather, segment_sum
+
+Batch = dict[str, Tensor]
+
+
+@runtime_checkable
+class EnergyModel(Protocol):
+    """What `Potential` asks of a model, also of a user's own.
+
+    `forward(batch)` gets the batch with the additional key `edge_vectors` (n_edges, 3), A, float64, and returns atomic
+    energies (n_atoms,), eV. A model whose energy depends on positions and cell through `edge_vectors` alone may say so
+    with a true class attribute `only_edge_vectors`: its derivative is then taken there, which is faster. All others are
+    differentiated in positions and strain.
+    """
+
+    species: tuple[str, ...]
+    cutoff: float
+
+    def forward(self, batch: Batch) -> Tensor: ...
+
+
+class Potential(nn.Module):
+    """Energy, forces and stress of batches, for any energy model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    @property
+    def species(self) -> tuple[str, ...]:
+        return tuple(self.model.species)
+
+    @property
+    def cutoff(self) -> float:
+        return float(self.model.cutoff)
+
+    def forward(self, batch: Batch, *, forces: bool = True, stress: bool = False) -> dict[str, Tensor]:
+        """Outputs, all float64: `energy` (n_frames,) eV, `atomic_energy` (n_atoms,) eV, and where asked `forces`
+        (n_atoms, 3) eV/A and `stress` (n_frames, 3, 3) eV/A^3, (1/V) dE/dstrain; NaN for a frame without a volume.
+
+        In training mode forces and stress can be differentiated again. Works under `torch.no_grad`.
+        """
+        if not (forces or stress):
+            atomic = self._atomic_energies(batch | {"edge_vectors": edge_vectors(batch)})
+            return {"energy": _frame_sum(atomic, batch), "atomic_energy": atomic}
+        derive = self._through_edges if getattr(self.model, "only_edge_vectors", False) else self._through_positions
+        with torch.enable_grad():
+            outputs = derive(batch, forces, stress)
+        if self.training or batch["positions"].requires_grad or batch["cell"].requires_grad:
+            return outputs
+        return {key: value.detach() for key, value in outputs.items()}
+
+    def _atomic_energies(self, batch: Batch) -> Tensor:
+        return self.model(batch).reshape(-1).double()
+
+    def _through_edges(self, batch: Batch, forces: bool, stress: bool) -> dict[str, Tensor]:
+        """Differentiate in the edge vectors; forces and virial are sums of these edge forces."""
+        vectors = edge_vectors(batch)
+        outer = vectors.requires_grad
+        vectors = vectors if outer else vectors.requires_grad_(True)
+        switch = GradientSwitch()
+        atomic = self._atomic_energies(batch | {"edge_vectors": vectors, "edge_gradient": switch})
+        outputs = {"energy": _frame_sum(atomic, batch), "atomic_energy": atomic}
+        (slope,) = _derivatives(atomic.sum(), [vectors], self.training or outer)
+        switch.off = self.training and not outer
+        if forces:
+            n_atoms = atomic.shape[0]
+            source, destination = batch["edge_index"]
+            pulled = segment_sum(slope, Segments(destination, n_atoms, rows_are_sorted=True))
+            outputs["forces"] = pulled - segment_sum(slope, Segments(source, n_atoms))
+        if stress:
+            products = (vectors if outer else vectors.detach()).unsqueeze(2) * slope.unsqueeze(1)
+            frame = Segments(batch["frame"][batch["edge_index"][1]], batch["n_atoms"].shape[0], rows_are_sorted=True)
+            virial = segment_sum(products, frame)
+            outputs["stress"] = _per_volume(0.5 * (virial + virial.transpose(1, 2)), batch["cell"])
+        return outputs
+
+    def _through_positions(self, batch: Batch, forces: bool, stress: bool) -> dict[str, Tensor]:
+        """Differentiate in positions and in a symmetric strain of positions and cells."""
+        positions = batch["positions"]
+        outer = positions.requires_grad or batch["cell"].requires_grad
+        positions = positions if positions.requires_grad else positions.detach().requires_grad_(True)
+        strain = torch.zeros_like(batch["cell"]).requires_grad_(True)
+        deformation = 0.5 * (strain + strain.transpose(1, 2))
+        moved = positions + (positions.unsqueeze(1) @ deformation[batch["frame"]]).squeeze(1)
+        strained = batch | {"positions": moved, "cell": batch["cell"] + batch["cell"] @ deformation}
+        atomic = self._atomic_energies(strained | {"edge_vectors": edge_vectors(strained)})
+        outputs = {"energy": _frame_sum(atomic, batch), "atomic_energy": atomic}
+        slope, virial = _derivatives(atomic.sum(), [positions, strain], self.training or outer)
+        if forces:
+            outputs["forces"] = -slope
+        if stress:
+            outputs["stress"] = _per_volume(virial, batch["cell"])
+        return outputs
+
+
+def edge_vectors(batch: Batch) -> Tensor:
+    """(n_edges, 3) from destination (centre) to source (neighbour), A, float64."""
+    source, destination = batch["edge_index"]
+    positions = batch["positions"]
+    n_atoms = positions.shape[0]
+    to_destination = Segments(destination, n_atoms, rows_are_sorted=True)
+    difference = gather(positions, Segments(source, n_atoms)) - gather(positions, to_destination)
+    cells = batch["cell"].index_select(0, batch["frame"].index_select(0, destination))
+    return difference + (batch["edge_shift"].unsqueeze(1) @ cells).squeeze(1)
+
+
+def _frame_sum(atomic: Tensor, batch: Batch) -> Tensor:
+    return segment_sum(atomic, Segments(batch["frame"], batch["n_atoms"].shape[0], rows_are_sorted=True))
+
+
+def _derivatives(energy: Tensor, variables: list[Tensor], create_graph: bool) -> list[Tensor]:
+    """dE/dvariable for each; zero where the energy does not depend on it."""
+    if not energy.requires_grad:
+        return [torch.zeros_like(variable) for variable in variables]
+    slopes = torch.autograd.grad(energy, variables, create_graph=create_graph, allow_unused=True)
+    return [torch.zeros_like(v) if slope is None else slope for v, slope in zip(variables, slopes)]
+
+
+def _per_volume(virial: Tensor, cell: Tensor) -> Tensor:
+    """Stress of each frame; NaN without a volume, and no gradient from there."""
+    volume = torch.linalg.det(cell).abs().view(-1, 1, 1)
+    has_volume = volume > 0
+    stress = virial / torch.where(has_volume, volume, torch.ones_like(volume))
+    return torch.where(has_volume, stress, torch.full_like(stress, float("nan")))

@@ -1,0 +1,178 @@
+"""From the `model:` section of a config to a potential: name, preset and options are checked, then made explicit.
+
+`resolve_model` turns what the user wrote and what the data says into one plain dict with every number in it; from that
+dict alone `build_model` makes the potential, so a run can be rebuilt without its data. A user's own model is named by its
+import path.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import types
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from forgefield.errors import ForgefieldError
+from forgefield.models.potential import Potential
+
+BUILT_IN = {"nequip": "forgefield.models.nequip.NequIP"}
+"""Models by name; each class has `Options`, `presets` and `complete`."""
+PRECISIONS = {"float32": torch.float32, "float64": torch.float64}
+_GIVEN_BY_US = ("species", "cutoff", "statistics")
+
+
+def model_class(name: str) -> type[nn.Module]:
+    """Class of a built-in model, or of the user's own by import path."""
+    path = BUILT_IN.get(name, name)
+    module_name, _, attribute = path.rpartition(".")
+    if not module_name:
+        raise ForgefieldError(
+            f"model.name is '{name}', which is neither a built-in model nor an import path"
+            f"{_nearest(name, BUILT_IN)}; built in: {', '.join(BUILT_IN)}. An own model is named like my_package.MyModel."
+        )
+    try:
+        found = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ForgefieldError(f"model.name: {path} cannot be imported: {error}.") from error
+    if not (inspect.isclass(found) and issubclass(found, nn.Module)):
+        raise ForgefieldError(f"model.name: {path} is not a subclass of torch.nn.Module.")
+    return found
+
+
+def resolve_model(
+    options: Mapping[str, Any], *, species: Sequence[str], cutoff: float, statistics: Any = None
+) -> dict[str, Any]:
+    """The model section with everything explicit: checked options, presets and numbers from the data filled in.
+
+    `cutoff`: A; `statistics`: of the training data (an object or a dict), needed where options leave a number to it.
+    The result is JSON-able.
+    """
+    given = _plain(options)
+    name = given.pop("name", None)
+    if not isinstance(name, str):
+        raise ForgefieldError(f"model.name is missing; built in: {', '.join(BUILT_IN)}.")
+    found = model_class(name)
+    for key in _GIVEN_BY_US:
+        if key in given:
+            raise ForgefieldError(f"model.{key} cannot be set: it comes from the data section.")
+    facts = _plain(asdict(statistics) if is_dataclass(statistics) else statistics or {})
+    resolved: dict[str, Any] = {"name": name, "species": list(species), "cutoff": float(cutoff)}
+    if name in BUILT_IN:
+        return resolved | _resolve_built_in(found, given, tuple(species), float(cutoff), facts)
+    return resolved | _resolve_own(found, name, given, facts)
+
+
+def build_model(resolved: Mapping[str, Any], *, precision: str, seed: int) -> Potential:
+    """Potential from resolved options. Weights depend on `seed` alone; the global random state is left as it was."""
+    if precision not in PRECISIONS:
+        raise ForgefieldError(f"training.precision is '{precision}'; choose one of {', '.join(PRECISIONS)}.")
+    options = dict(resolved)
+    found = model_class(options.pop("name"))
+    if resolved["name"] in BUILT_IN:
+        species, cutoff = options.pop("species"), options.pop("cutoff")
+        return Potential(
+            found(
+                found.Options(**options),
+                species=species,
+                cutoff=cutoff,
+                dtype=PRECISIONS[precision],
+                generator=torch.Generator().manual_seed(seed),
+            )
+        )
+    return Potential(_build_own(found, options, PRECISIONS[precision], seed))
+
+
+def _resolve_built_in(
+    found: Any, given: dict[str, Any], species: tuple[str, ...], cutoff: float, facts: dict[str, Any]
+) -> dict[str, Any]:
+    preset = given.pop("preset", None)
+    if preset is not None and str(preset).upper() not in found.presets:
+        raise ForgefieldError(f"model.preset is '{preset}'; choose one of {', '.join(found.presets)}.")
+    defaults = found.presets[str(preset).upper()] if preset is not None else {}
+    known = [field.name for field in fields(found.Options)]
+    hints = typing.get_type_hints(found.Options)
+    for key, value in given.items():
+        if key not in known:
+            raise ForgefieldError(f"model.{key} is not an option of this model{_nearest(key, [*known, 'preset'])}.")
+        if not _matches(value, hints[key]):
+            raise ForgefieldError(f"model.{key} is {value!r}; it must be {_in_words(hints[key])}.")
+    options = found.Options(**{**defaults, **given})
+    return _plain(asdict(found.complete(options, species=species, cutoff=cutoff, statistics=facts)))
+
+
+def _resolve_own(found: type[nn.Module], name: str, given: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
+    parameters = list(inspect.signature(found.__init__).parameters.values())[1:]
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    for key in given:
+        if key not in named and not takes_any:
+            raise ForgefieldError(f"model.{key} is not an argument of {name}{_nearest(key, named)}.")
+    for key, parameter in named.items():
+        if parameter.default is parameter.empty and key not in given and key not in _GIVEN_BY_US:
+            raise ForgefieldError(f"model.{key} is missing: {name} has no default for it.")
+    return given | ({"statistics": facts} if "statistics" in named else {})
+
+
+def _build_own(found: type[nn.Module], options: dict[str, Any], dtype: torch.dtype, seed: int) -> nn.Module:
+    """An instance of the user's class, its weights drawn from a random state of its own."""
+    named = inspect.signature(found.__init__).parameters
+    given = {key: value for key, value in options.items() if key not in _GIVEN_BY_US or key in named}
+    default = torch.get_default_dtype()
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        torch.set_default_dtype(dtype)
+        try:
+            model = found(**given)
+        finally:
+            torch.set_default_dtype(default)
+    if not hasattr(model, "species"):
+        model.species = tuple(options["species"])
+    if not hasattr(model, "cutoff"):
+        model.cutoff = float(options["cutoff"])
+    return model
+
+
+def _nearest(key: str, known: Iterable[str]) -> str:
+    match = difflib.get_close_matches(key, list(known), n=1, cutoff=0.5)
+    return f", did you mean '{match[0]}'?" if match else ""
+
+
+def _plain(value: Any) -> Any:
+    """The same with dicts, lists and Python numbers only."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)) or type(value).__name__ == "ListConfig":
+        return [_plain(item) for item in value]
+    return value.item() if hasattr(value, "item") and not isinstance(value, torch.Tensor) else value
+
+
+def _matches(value: Any, hint: Any) -> bool:
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        return any(_matches(value, part) for part in typing.get_args(hint))
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return True
+    if hint is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if origin is list:
+        return isinstance(value, list) and all(_matches(item, args[0]) for item in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(_matches(item, args[1]) for item in value.values())
+    return isinstance(value, hint)
+
+
+def _in_words(hint: Any) -> str:
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        return " or ".join(_in_words(part) for part in typing.get_args(hint))
+    names = {bool: "true or false", int: "a whole number", float: "a number", str: "a word", type(None): "null"}
+    names |= {list[int]: "a list of whole numbers", dict[str, float]: "a number for each name"}
+    return names.get(hint, "a mapping" if typing.get_origin(hint) is dict else str(hint))

@@ -1,0 +1,369 @@
+"""The equivariant convolution: gather source features, couple them to edge harmonics, weight, sum over destinations.
+
+For one edge a path (l1, l2 -> l3) maps channel u of a source block to w_u sum_ij C_ijk x_iu Y_j. The harmonics are first
+contracted with the Clebsch-Gordan coefficients to one small matrix per edge and source block (`couple`), shared by all
+layers of the same structure; what is left is a batched product with channels contiguous, a scaling, and the sum.
+`convolve` is an autograd function with a written-out second derivative: nothing of the size (edges x outputs) is kept
+between passes, and on a CPU the edges go through in slices that fit the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from forgefield.ops.graph import EdgeGraph, GradientSwitch, Segments, sum_rows
+from forgefield.ops.harmonics import clebsch_gordan
+
+CACHE_FLOATS = 1 << 16
+"""Floats of one per-edge intermediate that a slice of edges may fill on a CPU: about a quarter of a megabyte."""
+
+
+class Block(NamedTuple):
+    """`mul` channels that transform as degree `l` and parity `p` (+1 or -1), stored as (2l + 1, mul)."""
+
+    mul: int
+    l: int  # noqa: E741
+    p: int
+
+    @property
+    def dim(self) -> int:
+        return (2 * self.l + 1) * self.mul
+
+
+class Path(NamedTuple):
+    """Source block number, degree of the harmonic, degree and parity of the result."""
+
+    source: int
+    l2: int
+    l3: int
+    p3: int
+
+
+@dataclass(frozen=True, eq=False)
+class _Group:
+    """Source blocks of equal width that go through one batched product.
+
+    `features` is where they lie in a feature row, `couplings` in a coupling row, `weights` in a weight row and `outputs`
+    in an output row. `coupling` maps harmonics to the group's couplings; `path_of_row` (n_out,) and `row_sum`
+    (n_paths, n_out) say which rows belong to which path.
+    """
+
+    channels: int
+    n_in: int
+    n_out: int
+    features: slice
+    couplings: slice
+    weights: slice
+    outputs: slice
+    coupling: Tensor
+    path_of_row: Tensor
+    row_sum: Tensor
+
+    def tables(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """`path_of_row` and `row_sum` on the device and in the precision of `like`."""
+        return _tables(self, like.device, like.dtype)
+
+
+@lru_cache(maxsize=256)
+def _tables(group: _Group, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return group.path_of_row.to(device), group.row_sum.to(device, dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class ConvolutionPlan:
+    """Everything about a convolution that does not depend on the data.
+
+    `out_blocks` holds one block per path, in path order; a row of the output is these blocks one after another.
+    """
+
+    in_blocks: tuple[Block, ...]
+    l_max: int
+    paths: tuple[Path, ...]
+    out_blocks: tuple[Block, ...]
+    groups: tuple[_Group, ...]
+    n_weights: int
+    n_couplings: int
+
+    @property
+    def in_dim(self) -> int:
+        return sum(block.dim for block in self.in_blocks)
+
+    @property
+    def out_dim(self) -> int:
+        return sum(block.dim for block in self.out_blocks)
+
+    def coupling_matrix(self) -> Tensor:
+        """((l_max + 1)^2, n_couplings) float64: what `couple` multiplies the harmonics with."""
+        return torch.cat([group.coupling for group in self.groups], dim=1)
+
+
+def list_paths(in_blocks: tuple[Block, ...], l_max: int, out: frozenset[tuple[int, int]]) -> tuple[Path, ...]:
+    """All couplings of the blocks with harmonics up to `l_max` whose result (l, p) is in `out`: by block, l2, l3."""
+    return tuple(
+        Path(number, l2, l3, block.p * (-1) ** l2)
+        for number, block in enumerate(in_blocks)
+        for l2 in range(l_max + 1)
+        for l3 in range(abs(block.l - l2), block.l + l2 + 1)
+        if (l3, block.p * (-1) ** l2) in out
+    )
+
+
+@lru_cache(maxsize=64)
+def plan_convolution(
+    in_blocks: tuple[Block, ...], l_max: int, out: frozenset[tuple[int, int]], widest: int = 16
+) -> ConvolutionPlan:
+    """Plan of the convolution of `in_blocks` with harmonics up to `l_max`, keeping results in `out`.
+
+    The scale is e3nn's for component normalisation: each path carries sqrt(2 l3 + 1). Neighbouring blocks of equal
+    width go into one product of at most `widest` input components: fewer and larger operations, at the price of
+    multiplying with structural zeros.
+    """
+    paths = list_paths(in_blocks, l_max, out)
+    runs = _group_blocks(in_blocks, sorted({path.source for path in paths}), widest)
+    starts = [sum(block.dim for block in in_blocks[:number]) for number in range(len(in_blocks) + 1)]
+    groups: list[_Group] = []
+    couplings = weights = outputs = 0
+    for run in runs:
+        mul = in_blocks[run[0]].mul
+        group_paths = [path for path in paths if path.source in run]
+        n_in = sum(2 * in_blocks[number].l + 1 for number in run)
+        n_out = sum(2 * path.l3 + 1 for path in group_paths)
+        coupling = torch.zeros((l_max + 1) ** 2, n_out, n_in, dtype=torch.float64)
+        rows, row = [], 0
+        for path in group_paths:
+            l1 = in_blocks[path.source].l
+            column = sum(2 * in_blocks[number].l + 1 for number in run if number < path.source)
+            values = clebsch_gordan(l1, path.l2, path.l3).permute(1, 2, 0) * (2 * path.l3 + 1) ** 0.5
+            rows.append(2 * path.l3 + 1)
+            coupling[path.l2**2 : (path.l2 + 1) ** 2, row : row + rows[-1], column : column + 2 * l1 + 1] = values
+            row += rows[-1]
+        sizes = (n_in * n_out, len(group_paths) * mul, n_out * mul)
+        groups.append(
+            _Group(
+                channels=mul,
+                n_in=n_in,
+                n_out=n_out,
+                features=slice(starts[run[0]], starts[run[-1] + 1]),
+                couplings=slice(couplings, couplings + sizes[0]),
+                weights=slice(weights, weights + sizes[1]),
+                outputs=slice(outputs, outputs + sizes[2]),
+                coupling=coupling.flatten(1),
+                path_of_row=torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(rows)),
+                row_sum=torch.block_diag(*(torch.ones(1, n) for n in rows)),
+            )
+        )
+        couplings, weights, outputs = couplings + sizes[0], weights + sizes[1], outputs + sizes[2]
+    return ConvolutionPlan(
+        in_blocks=in_blocks,
+        l_max=l_max,
+        paths=paths,
+        out_blocks=tuple(Block(in_blocks[path.source].mul, path.l3, path.p3) for path in paths),
+        groups=tuple(groups),
+        n_weights=weights,
+        n_couplings=couplings,
+    )
+
+
+def _group_blocks(in_blocks: tuple[Block, ...], used: list[int], widest: int) -> list[list[int]]:
+    """Numbers of blocks to be multiplied together."""
+    runs: list[list[int]] = []
+    for number in used:
+        last = runs[-1] if runs else []
+        components = sum(2 * in_blocks[i].l + 1 for i in [*last, number])
+        fits = last and last[-1] == number - 1 and in_blocks[number].mul == in_blocks[last[0]].mul
+        if fits and components <= widest:
+            last.append(number)
+        else:
+            runs.append([number])
+    return runs
+
+
+def convolve(
+    features: Tensor,
+    couplings: Tensor,
+    weights: Tensor,
+    graph: EdgeGraph,
+    plan: ConvolutionPlan,
+    switch: GradientSwitch | None = None,
+) -> Tensor:
+    """Sum over the edges of each atom of the weighted couplings.
+
+    `features`: (n_atoms, plan.in_dim); `couplings`: (n_edges, plan.n_couplings), harmonics times
+    `plan.coupling_matrix()`; `weights`: (n_edges, plan.n_weights), or one row per pair where `graph.pair` is set. Returns
+    (n_atoms, plan.out_dim). Twice differentiable.
+    """
+    return _Convolution.apply(features, couplings, weights, graph, plan, switch or GradientSwitch())
+
+
+def _parts(graph: EdgeGraph, group: _Group, on_cpu: bool) -> list[slice]:
+    """Ranges of edges to work on one after another: on a CPU so short that what they need stays in the cache."""
+    if not on_cpu:
+        return [slice(0, graph.n_edges)]
+    step = max(16, CACHE_FLOATS // (group.n_out * group.channels))
+    return [slice(start, min(start + step, graph.n_edges)) for start in range(0, graph.n_edges, step)]
+
+
+class _GroupRows:
+    """One group's columns of every tensor of a convolution, cut to a range of edges with channels contiguous."""
+
+    def __init__(self, group: _Group, graph: EdgeGraph, part: slice) -> None:
+        self.group, self.graph, self.part = group, graph, part
+        self.source, self.destination = graph.source[part], graph.destination[part]
+
+    def features(self, rows: Tensor) -> Tensor:
+        """(n_atoms, in_dim) -> (edges, n_in, c), of the source atoms."""
+        picked = rows[:, self.group.features].index_select(0, self.source)
+        return picked.view(-1, self.group.n_in, self.group.channels)
+
+    def outputs(self, rows: Tensor) -> Tensor:
+        """(n_atoms, out_dim) -> (edges, n_out, c), of the destination atoms."""
+        picked = rows[:, self.group.outputs].index_select(0, self.destination)
+        return picked.view(-1, self.group.n_out, self.group.channels)
+
+    def couplings(self, rows: Tensor) -> Tensor:
+        """(n_edges, n_couplings) -> (edges, n_out, n_in)."""
+        return rows[self.part, self.group.couplings].unflatten(1, (self.group.n_out, self.group.n_in))
+
+    def weights(self, rows: Tensor) -> Tensor:
+        """(n_edges or n_pairs, n_weights) -> (edges, n_out, c): every output row with the weight of its path."""
+        rows = rows[:, self.group.weights]
+        rows = rows[self.part] if self.graph.pair is None else rows.index_select(0, self.graph.pair[self.part])
+        rows = rows.unflatten(1, (-1, self.group.channels))
+        return rows.index_select(1, self.group.tables(rows)[0])
+
+    def add_features(self, total: Tensor, values: Tensor) -> None:
+        """total[source] += values, (edges, n_in, c)."""
+        _add_rows(total[:, self.group.features], values.flatten(1), self.graph.by_source, self.source)
+
+    def add_outputs(self, total: Tensor, values: Tensor) -> None:
+        """total[destination] += values, (edges, n_out, c)."""
+        _add_rows(total[:, self.group.outputs], values.flatten(1), self.graph.by_destination, self.destination)
+
+    def set_couplings(self, total: Tensor, values: Tensor) -> None:
+        total[self.part, self.group.couplings] = values.flatten(1)
+
+    def _sum_paths(self, values: Tensor) -> Tensor:
+        """(edges, n_out, c) -> (edges, n_paths, c)."""
+        n_paths = self.group.row_sum.shape[0]
+        if n_paths == self.group.n_out:
+            return values
+        if values.is_cuda:
+            return torch.matmul(self.group.tables(values)[1], values)
+        return values.new_zeros(values.shape[0], n_paths, values.shape[2]).index_add_(1, self.group.path_of_row, values)
+
+    def add_weights(self, total: Tensor, values: Tensor) -> None:
+        """Sum (edges, n_out, c) over the rows of each path into the rows of `total`, which starts at zero."""
+        summed = self._sum_paths(values).flatten(1)
+        if self.graph.by_pair is None:
+            total[self.part, self.group.weights] = summed
+        else:
+            pair = self.graph.by_pair
+            _add_rows(total[:, self.group.weights], summed, pair, pair.index[self.part])
+
+
+def _add_rows(total: Tensor, values: Tensor, segments: Segments, index: Tensor) -> None:
+    """total[index] += values in a fixed order; an accelerator has all rows at once and overwrites."""
+    if values.is_cuda:
+        total.copy_(sum_rows(values, segments))
+    else:
+        total.index_add_(0, index, values)
+
+
+_TINY = 400
+"""Below so many multiplications per matrix the library's batched product runs an unvectorised loop on a CPU."""
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """Batched (n, i) @ (i, c) with c contiguous, by whichever way is fast for small matrices."""
+    if a.shape[2] == 1:
+        return a * b
+    if not a.is_cuda and a.shape[1] * a.shape[2] * b.shape[2] < _TINY:
+        return (a.unsqueeze(3) * b.unsqueeze(1)).sum(2)
+    return torch.bmm(a, b)
+
+
+def _contract(a: Tensor, b: Tensor) -> Tensor:
+    """Batched (n, c) @ (i, c)^T, over the contiguous dimension."""
+    if b.shape[1] == 1:
+        return (a * b).sum(2, keepdim=True)
+    if a.is_cuda or a.shape[1] * b.shape[1] * a.shape[2] < _TINY:
+        return torch.bmm(a, b.transpose(1, 2))
+    return torch.bmm(a, b.transpose(1, 2).contiguous())
+
+
+class _Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, features, couplings, weights, graph, plan, switch):
+        ctx.save_for_backward(features, couplings, weights)
+        ctx.structure = (graph, plan, switch)
+        out = features.new_zeros(graph.n_atoms, plan.out_dim)
+        for rows in _walk(graph, plan, features):
+            x, m, w = rows.features(features), rows.couplings(couplings), rows.weights(weights)
+            rows.add_outputs(out, _product(m, x).mul_(w))
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        graph, plan, switch = ctx.structure
+        features, couplings, weights = ctx.saved_tensors
+        results = _ConvolutionGradient.apply(grad.contiguous(), features, couplings, weights, graph, plan, switch)
+        return *results, None, None, None
+
+
+class _ConvolutionGradient(torch.autograd.Function):
+    """Gradients of `_Convolution` in features, couplings and weights, themselves differentiable once.
+
+    With t = m x per edge and g the gradient at the destination: dw = g t (summed over a path), dx = m^T (g w),
+    dm = (g w) x^T. Couplings are left out when the switch is off.
+    """
+
+    @staticmethod
+    def forward(ctx, grad, features, couplings, weights, graph, plan, switch):
+        ctx.save_for_backward(grad, features, couplings, weights)
+        ctx.structure = (graph, plan, switch)
+        ctx.set_materialize_grads(False)
+        d_features, d_weights = torch.zeros_like(features), torch.zeros_like(weights)
+        d_couplings = None if switch.off else torch.empty_like(couplings)
+        for rows in _walk(graph, plan, features):
+            x, m, w, g = rows.features(features), rows.couplings(couplings), rows.weights(weights), rows.outputs(grad)
+            rows.add_weights(d_weights, _product(m, x).mul_(g))
+            gw = w.mul_(g)
+            rows.add_features(d_features, _product(m.transpose(1, 2), gw))
+            if d_couplings is not None:
+                rows.set_couplings(d_couplings, _contract(gw, x))
+        return d_features, d_couplings, d_weights
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, a_features, a_couplings, a_weights):
+        graph, plan, switch = ctx.structure
+        grad, features, couplings, weights = ctx.saved_tensors
+        a_features = torch.zeros_like(features) if a_features is None else a_features
+        a_couplings = torch.zeros_like(couplings) if a_couplings is None else a_couplings
+        a_weights = torch.zeros_like(weights) if a_weights is None else a_weights
+        d_grad, d_features, d_weights = (torch.zeros_like(value) for value in (grad, features, weights))
+        d_couplings = None if switch.off else torch.empty_like(couplings)
+        for rows in _walk(graph, plan, features):
+            x, m, w, g = rows.features(features), rows.couplings(couplings), rows.weights(weights), rows.outputs(grad)
+            ax, am, aw = rows.features(a_features), rows.couplings(a_couplings), rows.weights(a_weights)
+            u = _product(m, ax).add_(_product(am, x))
+            rows.add_weights(d_weights, u * g)
+            rows.add_outputs(d_grad, u.mul_(w).addcmul_(_product(m, x), aw))
+            gw, ga = w.mul_(g), aw.mul_(g)
+            rows.add_features(d_features, _product(m.transpose(1, 2), ga).add_(_product(am.transpose(1, 2), gw)))
+            if d_couplings is not None:
+                rows.set_couplings(d_couplings, _contract(ga, x).add_(_contract(gw, ax)))
+        return d_grad, d_features, d_couplings, d_weights, None, None, None
+
+
+def _walk(graph: EdgeGraph, plan: ConvolutionPlan, like: Tensor) -> Iterator[_GroupRows]:
+    """Every group, in ranges of edges."""
+    for group in plan.groups:
+        for part in _parts(graph, group, on_cpu=not like.is_cuda):
+            yield _GroupRows(group, graph, part)

@@ -1,0 +1,171 @@
+"""Moving rows between atoms and edges: gather to edges, sum over the edges of an atom, and the index lists both need.
+
+Gather and segment sum are each other's adjoint, so both are differentiable any number of times. Sums are made in a
+fixed order on every device: in place on a CPU, over row pointers (never atomics) on an accelerator.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class GradientSwitch:
+    """Says whether gradients still have to flow to the edge vectors; the owner of the edge vectors turns it off.
+
+    After the forces have been made, a training step differentiates its loss only with respect to parameters. The
+    operations that hold a switch then leave out the work whose result nobody reads.
+    """
+
+    __slots__ = ("off",)
+
+    def __init__(self) -> None:
+        self.off = False
+
+
+@dataclass(frozen=True)
+class Segments:
+    """A partition of rows: `index` (n_rows,) int64 says to which of the `count` segments each row belongs.
+
+    `rows_are_sorted` promises that `index` does not decrease.
+    """
+
+    index: Tensor
+    count: int
+    rows_are_sorted: bool = False
+
+    @cached_property
+    def order(self) -> Tensor:
+        """(n_rows,) rows sorted by segment, equal segments in their original order."""
+        if self.rows_are_sorted:
+            return torch.arange(self.index.shape[0], device=self.index.device)
+        return torch.argsort(self.index, stable=True)
+
+    @cached_property
+    def pointers(self) -> Tensor:
+        """(count + 1,) where each segment starts in `order`."""
+        sorted_index = self.index if self.rows_are_sorted else self.index[self.order]
+        return torch.searchsorted(sorted_index, torch.arange(self.count + 1, device=self.index.device))
+
+
+@dataclass(frozen=True)
+class EdgeGraph:
+    """Edges `source` -> `destination`, both (n_edges,) int64, of `n_atoms` atoms; sorted by destination.
+
+    `pair` (n_edges,) and `pair_edge` (n_edges / 2,) number the undirected pairs, where the list holds both directions of
+    every edge and that is known: what depends on the length alone is then computed once per pair.
+    """
+
+    source: Tensor
+    destination: Tensor
+    n_atoms: int
+    pair: Tensor | None = None
+    pair_edge: Tensor | None = None
+
+    @cached_property
+    def by_source(self) -> Segments:
+        return Segments(self.source, self.n_atoms)
+
+    @cached_property
+    def by_destination(self) -> Segments:
+        return Segments(self.destination, self.n_atoms, rows_are_sorted=True)
+
+    @cached_property
+    def by_pair(self) -> Segments | None:
+        """Edges by pair, where pairs are known."""
+        return None if self.pair is None else Segments(self.pair, self.n_edges // 2)
+
+    @property
+    def n_edges(self) -> int:
+        return self.source.shape[0]
+
+
+def pair_graph(source: Tensor, destination: Tensor, n_atoms: int, reverse: Tensor) -> EdgeGraph:
+    """The graph with its undirected pairs, from the number of every edge's reverse. Never waits for the device."""
+    numbers = torch.arange(reverse.shape[0], device=reverse.device)
+    is_first = numbers < reverse
+    pair_edge = torch.argsort(is_first.to(torch.int8), descending=True, stable=True)[: reverse.shape[0] // 2]
+    rank = torch.cumsum(is_first, 0) - 1
+    pair = rank.index_select(0, torch.minimum(numbers, reverse))
+    return EdgeGraph(source, destination, n_atoms, pair=pair, pair_edge=pair_edge)
+
+
+def reverse_edges(edge_index: Tensor, edge_shift: Tensor) -> Tensor:
+    """(n_edges,) number of each edge's reverse: source and destination exchanged, image shift negated.
+
+    `edge_index`: (2, n_edges); `edge_shift`: (n_edges, 3) integers. Raises ValueError if some edge has no reverse.
+    """
+    (source, destination), shift = edge_index.cpu().numpy(), edge_shift.cpu().numpy().round().astype(np.int64)
+    order = np.lexsort((*shift.T[::-1], source, destination))
+    mirrored = np.lexsort((*-shift.T[::-1], destination, source))
+    reverse = np.empty_like(order)
+    reverse[mirrored] = order
+    symmetric = (source[reverse] == destination) & (destination[reverse] == source)
+    if not (symmetric.all() and (shift[reverse] == -shift).all()):
+        raise ValueError("the edge list does not hold both directions of every edge")
+    return torch.from_numpy(reverse).to(edge_index.device)
+
+
+def sum_rows(values: Tensor, segments: Segments) -> Tensor:
+    """Sum of the rows of each segment, without a gradient. `values`: (n_rows, ...) -> (count, ...)."""
+    if not values.is_cuda:
+        return values.new_zeros((segments.count, *values.shape[1:])).index_add_(0, segments.index, values)
+    if values.shape[0] == 0:
+        return values.new_zeros((segments.count, *values.shape[1:]))
+    flat = values.reshape(values.shape[0], -1)
+    summed = torch.nn.functional.embedding_bag(
+        segments.order, flat, segments.pointers, mode="sum", include_last_offset=True
+    )
+    return summed.view(segments.count, *values.shape[1:])
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows: Tensor, segments: Segments) -> Tensor:
+        ctx.segments = segments
+        return rows.index_select(0, segments.index)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return _SegmentSum.apply(grad, ctx.segments), None
+
+
+class _SegmentSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, values: Tensor, segments: Segments) -> Tensor:
+        ctx.segments = segments
+        return sum_rows(values, segments)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return _Gather.apply(grad.contiguous(), ctx.segments), None
+
+
+def gather(rows: Tensor, segments: Segments) -> Tensor:
+    """Row of its segment for every member: (count, ...) -> (n_rows, ...)."""
+    return _Gather.apply(rows, segments)
+
+
+def segment_sum(values: Tensor, segments: Segments) -> Tensor:
+    """Sum of the rows of each segment: (n_rows, ...) -> (count, ...)."""
+    return _SegmentSum.apply(values, segments)
+
+
+class _Barrier(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, value: Tensor, switch: GradientSwitch) -> Tensor:
+        ctx.switch = switch
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return None if ctx.switch.off else grad, None
+
+
+def barrier(value: Tensor, switch: GradientSwitch | None) -> Tensor:
+    """`value` itself; its gradient stops here once the switch is off."""
+    return value if switch is None else _Barrier.apply(value, switch)

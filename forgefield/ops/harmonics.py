@@ -1,0 +1,58 @@
+"""Real spherical harmonics of edge vectors and the Clebsch-Gordan coefficients that couple them, in e3nn's convention.
+
+Components of degree l are normalised to sum_m Y_lm^2 = 2l + 1 on the unit sphere ("component"); degree 1 is
+sqrt(3) (x, y, z). Higher degrees come from the lower by one small matrix product each.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from e3nn import o3
+from torch import Tensor, nn
+
+
+@cache
+def clebsch_gordan(l1: int, l2: int, l3: int) -> Tensor:
+    """(2 l1 + 1, 2 l2 + 1, 2 l3 + 1) float64, e3nn's real Wigner 3j symbol: the squares sum to one."""
+    return o3.wigner_3j(l1, l2, l3, dtype=torch.float64, device=torch.device("cpu"))
+
+
+@cache
+def _raising_matrix(degree: int) -> Tensor:
+    """(3 (2 degree + 1), 2 degree + 3) float64: Y_{degree + 1} = (Y_degree x unit vector) @ matrix."""
+    coupling = clebsch_gordan(degree, 1, degree + 1).reshape(-1, 2 * degree + 3)
+    direction = torch.tensor([[0.36, 0.48, 0.8]], dtype=torch.float64)
+    lower, upper = (
+        o3.spherical_harmonics(degree + i, direction, normalize=False, normalization="component") for i in (0, 1)
+    )
+    raised = (lower.unsqueeze(2) * direction.unsqueeze(1)).flatten(1) @ coupling
+    return coupling * ((raised * upper).sum() / (raised * raised).sum())
+
+
+class SphericalHarmonics(nn.Module):
+    """Harmonics of degrees 0..l_max of unit vectors: (n, 3) -> (n, (l_max + 1)^2), in the precision of the input."""
+
+    def __init__(self, l_max: int) -> None:
+        super().__init__()
+        self.l_max = l_max
+        for degree in range(1, l_max):
+            self.register_buffer(f"raise_{degree}", _raising_matrix(degree).clone(), persistent=False)
+
+    def _apply(self, fn, recurse: bool = True):
+        """Moves between devices but stays float64, as all geometry does."""
+        super()._apply(fn, recurse)
+        for degree in range(1, self.l_max):
+            name = f"raise_{degree}"
+            setattr(self, name, _raising_matrix(degree).to(getattr(self, name).device))
+        return self
+
+    def forward(self, unit_vectors: Tensor) -> Tensor:
+        harmonics = [unit_vectors.new_ones(unit_vectors.shape[0], 1)]
+        if self.l_max > 0:
+            harmonics.append(unit_vectors * 3**0.5)
+        for degree in range(1, self.l_max):
+            product = harmonics[-1].unsqueeze(2) * unit_vectors.unsqueeze(1)
+            harmonics.append(product.flatten(1) @ getattr(self, f"raise_{degree}"))
+        return torch.cat(harmonics, dim=1)

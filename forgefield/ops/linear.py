@@ -1,0 +1,161 @@
+"""Linear maps between irreps, the gate, and small perceptrons, on features stored with channels contiguous.
+
+Features are lists of blocks (n_atoms, 2l + 1, channels), one per irrep. Weights are held with unit variance and scaled
+by 1 / sqrt(fan in) when used, as in e3nn, so that one learning rate suits all of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from forgefield.ops.activations import activate, second_moment_scale
+from forgefield.ops.convolution import Block
+
+
+def unit_normal(*shape: int, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
+    """Unit normal numbers, the same up to rounding in every precision."""
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def unit_uniform(*shape: int, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
+    """Uniform numbers of zero mean and unit variance, the same up to rounding in every precision."""
+    return ((torch.rand(*shape, generator=generator, dtype=torch.float64) * 2 - 1) * math.sqrt(3)).to(dtype)
+
+
+class IrrepsLinear(nn.Module):
+    """One matrix per irrep, shared by its 2l + 1 components. `weight` holds them flat, in block order."""
+
+    def __init__(self, channels: Sequence[tuple[int, int]], *, generator: torch.Generator, dtype: torch.dtype) -> None:
+        """`channels`: (in, out) of every block."""
+        super().__init__()
+        self.channels = tuple(channels)
+        count = sum(n_in * n_out for n_in, n_out in channels)
+        self.weight = nn.Parameter(unit_normal(count, generator=generator, dtype=dtype))
+
+    def matrices(self, scale: float = 1.0) -> list[Tensor]:
+        """The (in, out) matrix of each block, scaled to preserve variance and by `scale`."""
+        flat = self.weight.split([n_in * n_out for n_in, n_out in self.channels])
+        return [part.view(n_in, n_out) * (scale / math.sqrt(n_in)) for part, (n_in, n_out) in zip(flat, self.channels)]
+
+
+class SpeciesLinear(nn.Module):
+    """A linear map per irrep whose matrix depends linearly on an embedding of the atom's species.
+
+    It is e3nn's fully connected tensor product of features with type attributes: `weight` holds, flat, one tensor
+    (in, embedding, out) per block.
+    """
+
+    def __init__(
+        self, channels: Sequence[tuple[int, int]], n_embedding: int, *, generator: torch.Generator, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.channels, self.n_embedding = tuple(channels), n_embedding
+        count = sum(n_in * n_embedding * n_out for n_in, n_out in channels)
+        self.weight = nn.Parameter(unit_normal(count, generator=generator, dtype=dtype))
+
+    def matrices(self, table: Tensor | None) -> list[Tensor]:
+        """(in * n, out) matrix of each block for inputs `x[u] * a[s]`, u slow and s fast.
+
+        With a `table` (n_species, embedding) a is the one-hot species, n = n_species; without, a is the embedding.
+        """
+        flat = self.weight.split([n_in * self.n_embedding * n_out for n_in, n_out in self.channels])
+        result = []
+        for part, (n_in, n_out) in zip(flat, self.channels):
+            weight = part.view(n_in, self.n_embedding, n_out) * (1 / math.sqrt(n_in * self.n_embedding))
+            result.append((weight if table is None else torch.matmul(table, weight)).flatten(0, 1))
+        return result
+
+
+class Perceptron(nn.Module):
+    """Dense layers without bias on scalars; the activation stands between layers, not after the last."""
+
+    def __init__(
+        self, sizes: Sequence[int], *, activation: str | None, generator: torch.Generator, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.activation = activation
+        self.weights = nn.ParameterList(
+            nn.Parameter(unit_uniform(n_in, n_out, generator=generator, dtype=dtype))
+            for n_in, n_out in itertools.pairwise(sizes)
+        )
+        gain = 1.0 if activation is None else math.sqrt(2)
+        self.scales = [(1.0 if i == 0 else gain) / math.sqrt(n_in) for i, n_in in enumerate(sizes[:-1])]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, (weight, scale) in enumerate(zip(self.weights, self.scales)):
+            if number > 0 and self.activation is not None:
+                x = activate(self.activation, x)
+            x = x @ (weight * scale)
+        return x
+
+
+class Gate(nn.Module):
+    """Scalars through an activation, every other channel times an activated scalar of its own.
+
+    Input blocks, in order: odd scalars if any, even scalars followed by all gates, then the gated blocks sorted by
+    (l, parity); output blocks: even scalars, odd scalars, then the gated blocks in the order given.
+    """
+
+    def __init__(
+        self,
+        scalars: Sequence[Block],
+        gated: Sequence[Block],
+        *,
+        even: str = "silu",
+        odd: str = "tanh",
+        gate: str = "silu",
+    ) -> None:
+        super().__init__()
+        self.scalars, self.gated = tuple(scalars), tuple(gated)
+        self.acts = {1: even, -1: odd, 0: gate}
+        self.act_scales = {key: second_moment_scale(name) for key, name in self.acts.items()}
+        even_scalars = sum(block.mul for block in scalars if block.p == 1)
+        self.even_split = [even_scalars, *(block.mul for block in gated)]
+        n_odd = sum(block.mul for block in scalars if block.p == -1)
+        ranked = sorted(gated, key=lambda block: (block.l, block.p))
+        self.in_blocks = tuple(
+            block for block in (Block(n_odd, 0, -1), Block(sum(self.even_split), 0, 1), *ranked) if block.mul > 0
+        )
+        self.out_blocks = self.scalars + self.gated
+        self._where = {(block.l, block.p): number for number, block in enumerate(self.in_blocks)}
+
+    def forward(self, blocks: Sequence[Tensor]) -> list[Tensor]:
+        """[(n_atoms, 2l + 1, channels)] by `in_blocks` -> the same by `out_blocks`."""
+        even = blocks[self._where[0, 1]]
+        if self.acts[1] == self.acts[0]:
+            scalars, *gates = activate(self.acts[1], even, self.act_scales[1]).split(self.even_split, dim=2)
+        else:
+            scalars, *gates = even.split(self.even_split, dim=2)
+            scalars = activate(self.acts[1], scalars, self.act_scales[1])
+            gates = [activate(self.acts[0], part, self.act_scales[0]) for part in gates]
+        result = []
+        for block in self.scalars:
+            is_even = block.p == 1
+            odd = None if is_even else blocks[self._where[0, -1]]
+            result.append(scalars if odd is None else activate(self.acts[-1], odd, self.act_scales[-1]))
+        for block, factor in zip(self.gated, gates):
+            result.append(blocks[self._where[block.l, block.p]] * factor)
+        return result
+
+
+class NormActivation(nn.Module):
+    """Every channel keeps its direction and gets the activation of its length as its length."""
+
+    def __init__(self, scalars: Sequence[Block], gated: Sequence[Block], *, even: str = "silu") -> None:
+        super().__init__()
+        self.activation = even
+        self.out_blocks = tuple(scalars) + tuple(gated)
+        self.in_blocks = tuple(sorted(self.out_blocks, key=lambda block: (block.l, block.p)))
+        self._order = [self.in_blocks.index(block) for block in self.out_blocks]
+
+    def forward(self, blocks: Sequence[Tensor]) -> list[Tensor]:
+        result = []
+        for number in self._order:
+            length = blocks[number].square().sum(1, keepdim=True).clamp(min=1e-16).sqrt()
+            result.append(blocks[number] * (activate(self.activation, length) / length))
+        return result

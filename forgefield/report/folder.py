@@ -1,0 +1,289 @@
+"""What a run folder holds, read for the report.
+
+Every file may be absent, cut off or damaged. Reading never fails for that reason: what could not be read is left out
+and listed in `RunData.notes` with what is wrong and what makes the file. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import shlex
+import zipfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from forgefield.errors import ForgefieldError
+
+SPLITS = ("test", "val")
+SPLIT_NAMES = {"test": "test", "val": "validation"}
+Row = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Note:
+    """One file that is not (wholly) there. `remedy` is a command or a sentence that makes it."""
+
+    file: str
+    problem: str
+    remedy: str
+    is_command: bool = False
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """Predictions and references of one split; an array is None where the file has none, NaN where a label is missing.
+
+    energy_*: (n_frames,), eV. forces_*: (n_atoms, 3), eV/A. stress_*: (n_frames, 3, 3), eV/A^3.
+    species: (n_atoms,), index into `symbols`. n_atoms: (n_frames,).
+    """
+
+    n_atoms: np.ndarray
+    species: np.ndarray | None
+    symbols: tuple[str, ...]
+    energy_pred: np.ndarray | None
+    energy_ref: np.ndarray | None
+    forces_pred: np.ndarray | None
+    forces_ref: np.ndarray | None
+    stress_pred: np.ndarray | None
+    stress_ref: np.ndarray | None
+
+    def frame_of_atom(self) -> np.ndarray:
+        return np.repeat(np.arange(len(self.n_atoms)), self.n_atoms)
+
+
+@dataclass
+class RunData:
+    path: Path
+    info: dict[str, Any] = field(default_factory=dict)
+    config_text: str | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+    metrics: list[Row] = field(default_factory=list)
+    timing: list[Row] = field(default_factory=list)
+    predictions: dict[str, Predictions] = field(default_factory=dict)
+    test: dict[str, Any] = field(default_factory=dict)
+    """What `test.json` holds: where the data came from, which weights, and the errors."""
+    test_errors: dict[str, float] = field(default_factory=dict)
+    notes: list[Note] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def argument(self) -> str:
+        """The run as one would name it on the command line."""
+        return f"{self.path.parent.name}/{self.path.name}" if self.path.parent.name else self.path.name
+
+    @property
+    def monitor(self) -> str:
+        training = self.config.get("training")
+        monitor = training.get("monitor") if isinstance(training, dict) else None
+        return monitor if isinstance(monitor, str) else "val/loss"
+
+    def note(self, file: str) -> Note | None:
+        return next((note for note in self.notes if note.file == file), None)
+
+
+def read_run(path: Path) -> RunData:
+    """All there is in the folder; raises only where the folder itself is not there."""
+    path = Path(path).resolve()
+    if not path.is_dir():
+        raise ForgefieldError(f"{path} is not a run folder; `forgefield train` makes one under `runs/`.")
+    run = RunData(path)
+    run.info = _read_json(run, "run.json", "`forgefield train` writes it at its start")
+    _read_config(run)
+    run.metrics = _read_metrics(run)
+    run.timing = _read_csv(run, "timing.csv", "`forgefield train` adds a row after every epoch")
+    # The files count epochs from zero; people, and the progress display, count from one.
+    for row in (*run.metrics, *run.timing):
+        if "epoch" in row:
+            row["epoch"] += 1
+    run.test = _read_json(run, "test.json", _test_command(run), is_command=True)
+    run.test_errors = _errors_of(run.test)
+    for split in SPLITS:
+        _read_predictions(run, split)
+    return run
+
+
+def predictions_from_npz(file: Path) -> Predictions:
+    """Read and check one predictions file; raises ForgefieldError that names the array that does not fit."""
+    try:
+        with np.load(file, allow_pickle=False) as stored:
+            arrays = {key: stored[key] for key in stored.files}
+    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile) as error:
+        reason = type(error).__name__
+        raise ForgefieldError(f"{file.name} cannot be read ({reason}); it is cut off or damaged") from error
+    if "n_atoms" not in arrays:
+        raise ForgefieldError(f"{file.name} has no array `n_atoms`")
+    n_atoms = arrays["n_atoms"]
+    if n_atoms.ndim != 1 or n_atoms.dtype.kind not in "iu" or (n_atoms < 0).any():
+        raise ForgefieldError(f"{file.name}: `n_atoms` is not a list of whole numbers")
+    frames, atoms = len(n_atoms), int(n_atoms.sum())
+    shapes = {"energy": (frames,), "forces": (atoms, 3), "stress": (frames, 3, 3)}
+    labels: dict[str, np.ndarray | None] = {}
+    for quantity, shape in shapes.items():
+        for kind in ("pred", "ref"):
+            key = f"{quantity}_{kind}"
+            array = arrays.get(key)
+            # A quantity nobody predicted may be stored as an empty array.
+            labels[key] = None if array is None or array.size == 0 else _checked(file, key, array, shape)
+    species = arrays.get("species")
+    symbols = tuple(str(symbol) for symbol in np.atleast_1d(arrays.get("species_symbols", [])))
+    if species is not None:
+        _checked(file, "species", species, (atoms,))
+        if atoms and (species.dtype.kind not in "iu" or species.min() < 0 or species.max() >= len(symbols)):
+            raise ForgefieldError(f"{file.name}: `species` does not index the {len(symbols)} `species_symbols`")
+    return Predictions(n_atoms=n_atoms.astype(np.int64), species=species, symbols=symbols, **labels)
+
+
+def _test_command(run: RunData) -> str:
+    return f"forgefield test {shlex.quote(run.argument)} --data FILE"
+
+
+def _checked(file: Path, key: str, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    if array.shape != shape or array.dtype.kind not in "fiu":
+        raise ForgefieldError(f"{file.name}: `{key}` has shape {array.shape}, expected numbers of shape {shape}")
+    return array
+
+
+def _read_predictions(run: RunData, split: str) -> None:
+    name = f"predictions/{split}.npz"
+    if split == "test":
+        remedy = Note(name, "is not there", _test_command(run), is_command=True)
+    else:
+        remedy = Note(name, "is not there", "`forgefield train` writes it when the training ends")
+    if not (run.path / name).exists():
+        run.notes.append(remedy)
+        return
+    try:
+        run.predictions[split] = predictions_from_npz(run.path / name)
+    except ForgefieldError as error:
+        run.notes.append(Note(name, str(error), remedy.remedy, remedy.is_command))
+
+
+def _read_text(run: RunData, name: str, remedy: str, *, is_command: bool = False) -> str | None:
+    try:
+        return (run.path / name).read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        run.notes.append(Note(name, "is not there", remedy, is_command))
+    except OSError as error:
+        run.notes.append(Note(name, f"cannot be read: {error.strerror}", remedy, is_command))
+    return None
+
+
+def _read_json(run: RunData, name: str, remedy: str, *, is_command: bool = False) -> dict[str, Any]:
+    content = _read_text(run, name, remedy, is_command=is_command)
+    if content is None:
+        return {}
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        run.notes.append(Note(name, "is cut off or not JSON, so it was left out", remedy, is_command))
+        return {}
+    return value
+
+
+def _read_config(run: RunData) -> None:
+    run.config_text = _read_text(run, "config.yaml", "`forgefield train` writes it at its start")
+    if run.config_text is None:
+        return
+    try:
+        value = yaml.safe_load(run.config_text)
+    except (yaml.YAMLError, RecursionError):
+        run.notes.append(Note("config.yaml", "is not valid YAML; it is shown below as it is", "mend the file by hand"))
+        return
+    run.config = value if isinstance(value, dict) else {}
+
+
+def _read_metrics(run: RunData) -> list[Row]:
+    remedy = "`forgefield train` adds a row after every validation"
+    if not (run.path / "metrics.jsonl").exists():
+        return _read_csv(run, "metrics.csv", remedy)
+    rows: list[Row] = []
+    damaged: list[int] = []
+    for number, line in enumerate((_read_text(run, "metrics.jsonl", remedy) or "").splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError):
+            value = None
+        if isinstance(value, dict):
+            rows.append(_numbers(value))
+        else:
+            damaged.append(number)
+    _note_rows(run, "metrics.jsonl", rows, damaged, remedy)
+    return rows
+
+
+def _read_csv(run: RunData, name: str, remedy: str) -> list[Row]:
+    content = _read_text(run, name, remedy)
+    if content is None:
+        return []
+    rows: list[Row] = []
+    damaged: list[int] = []
+    try:
+        table = list(csv.reader(content.replace("\0", "").splitlines()))
+    except csv.Error:
+        table = []
+    header = table[0] if table else []
+    # The last number of a row may be cut and still look like one; only the line's end tells that it is whole.
+    unfinished = 0 if content.endswith("\n") else len(table)
+    for number, cells in enumerate(table[1:], start=2):
+        if not cells:
+            continue
+        if len(cells) == len(header) and number != unfinished:
+            rows.append(_numbers(dict(zip(header, cells))))
+        else:
+            damaged.append(number)
+    _note_rows(run, name, rows, damaged, remedy)
+    return rows
+
+
+def _note_rows(run: RunData, name: str, rows: list[Row], damaged: list[int], remedy: str) -> None:
+    if damaged:
+        lines = ", ".join(str(number) for number in damaged[:5]) + (" and more" if len(damaged) > 5 else "")
+        plural = len(damaged) > 1
+        problem = f"line{'s' if plural else ''} {lines} {'are' if plural else 'is'} cut off or damaged and left out"
+        run.notes.append(Note(name, problem, remedy))
+    elif not rows and run.note(name) is None:
+        run.notes.append(Note(name, "has no rows yet", remedy))
+
+
+def _numbers(row: dict[str, Any]) -> Row:
+    """The entries of a row that are finite numbers."""
+    result: Row = {}
+    for key, value in row.items():
+        number = as_number(value)
+        if number is not None:
+            result[str(key)] = number
+    return result
+
+
+def as_number(value: Any) -> float | None:
+    """The value as a finite float, or None."""
+    if value is None or isinstance(value, bool):
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _errors_of(stored: dict[str, Any]) -> dict[str, float]:
+    """Test errors by bare name (`forces_mae`), whether they were stored with `test/` in front or one level down."""
+    found = _numbers(stored)
+    for value in stored.values():
+        if isinstance(value, dict):
+            found = {**_numbers(value), **found}
+    errors = {key.removeprefix("test/"): value for key, value in found.items()}
+    return {key: value for key, value in errors.items() if "_mae" in key or "_rmse" in key}

@@ -1,0 +1,160 @@
+"""The top of the report: the name of the run and the few numbers one looks for first."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from forgefield.report.analysis import QUANTITIES, errors
+from forgefield.report.folder import SPLIT_NAMES, Row, RunData, as_number
+from forgefield.report.markup import Child, Html, join, tag
+from forgefield.report.numbers import NOTHING, count, duration, short_count, shorten, significant
+
+
+def title_block(run: RunData) -> Html:
+    model = run.info.get("model")
+    name = model.get("name") if isinstance(model, dict) else None
+    cutoff = as_number(run.info.get("cutoff"))
+    parts = [
+        f"model {shorten(name, 60)}" if name else None,
+        ", ".join(shorten(symbol, 12) for symbol in species(run)[:30]) or None,
+        f"cutoff {significant(cutoff)} Å" if cutoff is not None else None,
+        shorten(run.info["precision"], 30) if run.info.get("precision") else None,
+    ]
+    status = run.info.get("status")
+    state = str(status).lower() if status else ""
+    good = state in {"finished", "complete", "completed", "done", "imported"}
+    pill = tag("span", shorten(status, 40), class_=f"pill {'good' if good else 'warn'}") if state else None
+    return tag(
+        "header",
+        tag("div", "Forgefield report", class_="eyebrow"),
+        tag("div", tag("h1", shorten(run.name)), pill, class_="title-row"),
+        tag("p", " · ".join(part for part in parts if part), class_="subtitle"),
+        class_="top wrap",
+    )
+
+
+def headline(run: RunData) -> Html:
+    """A row of cards: errors, time, speed, size."""
+    by_split = known_errors(run)
+    cards = [card for name in QUANTITIES if (card := _error_card(name, by_split)) is not None]
+    if not cards:
+        cards = [_stat("Errors", NOTHING, None, "no test, no validation yet", main=True)]
+    return tag("div", *cards, *_run_cards(run), class_="headline")
+
+
+def known_errors(run: RunData) -> dict[str, dict[str, float]]:
+    """Errors of each split by bare name: as stored by the test, else from the predictions, else from the best row."""
+    found = {split: errors(predictions) for split, predictions in run.predictions.items()}
+    if run.test_errors:
+        found["test"] = {**found.get("test", {}), **run.test_errors}
+    best = best_row(run)
+    if "val" not in found and best is not None:
+        found["val"] = {key.removeprefix("val/"): value for key, value in best.items() if key.startswith("val/")}
+    return found
+
+
+def best_row(run: RunData) -> dict[str, float] | None:
+    """The row of the metrics with the smallest monitored value."""
+    rows = [row for row in run.metrics if run.monitor in row]
+    return min(rows, key=lambda row: row[run.monitor]) if rows else None
+
+
+def species(run: RunData) -> list[str]:
+    """Symbols the model knows."""
+    listed = run.info.get("species")
+    if isinstance(listed, list):
+        return [str(symbol) for symbol in listed]
+    return list(next((p.symbols for p in run.predictions.values()), ()))
+
+
+def parameter_count(run: RunData) -> float | None:
+    """Number of parameters: as recorded by the run, else counted in the header of the weight file."""
+    places: list[Any] = [run.info, run.info.get("model")]
+    for place in places:
+        stored = place.get("parameters", place.get("n_parameters")) if isinstance(place, dict) else None
+        if isinstance(stored, dict):
+            stored = stored.get("total")
+        if as_number(stored) is not None:
+            return as_number(stored)
+    return _count_in_weights(run.path / "checkpoints" / "best.safetensors")
+
+
+def _count_in_weights(file: Path) -> float | None:
+    """A safetensors file begins with the length of a JSON table of its tensors; only that table is read."""
+    try:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            table = json.loads(stream.read(min(length, 50_000_000)))
+        total = 0
+        for name, entry in table.items():
+            if name != "__metadata__":
+                size = 1
+                for extent in entry["shape"]:
+                    size *= int(extent)
+                total += size
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return float(total)
+
+
+def _error_card(name: str, by_split: dict[str, dict[str, float]]) -> Html | None:
+    quantity = QUANTITIES[name]
+    available = [split for split in ("test", "val") if f"{name}_mae" in by_split.get(split, {})]
+    if not available:
+        return None
+    first = by_split[available[0]]
+    extra = [f"RMSE {significant(first.get(f'{name}_rmse'))}"]
+    extra += [f"{SPLIT_NAMES[split]} {significant(by_split[split][f'{name}_mae'])}" for split in available[1:]]
+    title = f"{quantity.title} MAE, {SPLIT_NAMES[available[0]]}"
+    return _stat(title, significant(first[f"{name}_mae"]), quantity.error_unit, "\n".join(extra), main=True)
+
+
+def _run_cards(run: RunData) -> list[Html]:
+    seconds = [row["seconds"] for row in run.timing if "seconds" in row]
+    epochs = {row["epoch"] for row in run.timing if "epoch" in row}
+    done = f"{count(len(epochs))} epochs" if epochs else "no timing yet"
+    frames = median_of(run.timing, "frames_per_second")
+    return [
+        _stat("Training time", duration(sum(seconds)) if seconds else NOTHING, None, done, words=True),
+        _stat(
+            "Speed",
+            short_count(median_of(run.timing, "atoms_per_second")),
+            "atoms/s",
+            f"{short_count(frames)} frames/s" if frames is not None else "median",
+        ),
+        _stat("Parameters", short_count(parameter_count(run)), None, _frames_line(run)),
+    ]
+
+
+def median_of(rows: list[Row], key: str) -> float | None:
+    values = [row[key] for row in rows if key in row]
+    return median(values) if values else None
+
+
+def mean_atoms(run: RunData) -> float | None:
+    """Atoms per training frame."""
+    statistics = run.info.get("statistics")
+    if not isinstance(statistics, dict):
+        return None
+    atoms, frames = as_number(statistics.get("n_atoms")), as_number(statistics.get("n_frames"))
+    return atoms / frames if atoms and frames else None
+
+
+def _frames_line(run: RunData) -> str:
+    statistics = run.info.get("statistics")
+    frames = as_number(statistics.get("n_frames")) if isinstance(statistics, dict) else None
+    return f"{count(frames)} training frames" if frames is not None else "weights of the model"
+
+
+def _stat(name: str, value: str, unit: str | None, extra: Child, *, main: bool = False, words: bool = False) -> Html:
+    number = join([value, tag("span", unit, class_="unit") if unit else None])
+    return tag(
+        "div",
+        tag("div", name, class_="name"),
+        tag("div", number, class_="value words" if words else "value"),
+        tag("div", extra, class_="extra"),
+        class_="stat main" if main else "stat",
+    )

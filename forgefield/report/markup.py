@@ -1,0 +1,68 @@
+"""HTML that cannot be broken by what a run folder contains.
+
+Text becomes markup in one place only, `tag`, which escapes every child and every attribute that is not already an
+`Html`. A run name, a species or a config line can therefore never open a tag, whoever wrote the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import Union
+
+_VOID = {"meta", "input", "hr", "br"}
+Child = Union["Html", str, int, float, None]
+
+
+class Html(str):
+    """A piece of finished markup."""
+
+    __slots__ = ()
+
+
+def text(value: object) -> Html:
+    """The value as escaped text; finished markup stays as it is."""
+    if isinstance(value, Html):
+        return value
+    return Html(escape("" if value is None else str(value), quote=True))
+
+
+def join(children: Iterable[Child], separator: str = "") -> Html:
+    return Html(text(separator).join(text(child) for child in children))
+
+
+def tag(name: str, /, *children: Child, **attributes: object) -> Html:
+    """One element. `class_` and `for_` stand for the Python keywords, `aria_label` for `aria-label`; an attribute that
+    is None or False is left out and one that is True has no value."""
+    written = ""
+    for key, value in attributes.items():
+        if value is None or value is False:
+            continue
+        key = key.rstrip("_").replace("_", "-")
+        written += f" {key}" if value is True else f' {key}="{text(value)}"'
+    if name in _VOID:
+        return Html(f"<{name}{written}>")
+    return Html(f"<{name}{written}>{join(children)}</{name}>")
+
+
+def table(header: Sequence[Child], rows: Sequence[Sequence[Child]], *, caption: str | None = None) -> Html:
+    """A table whose first column is words and whose other columns are numbers, aligned to the right."""
+
+    def cells(kind: str, row: Sequence[Child]) -> Html:
+        return join(tag(kind, cell, class_="num" if column else None) for column, cell in enumerate(row))
+
+    return tag(
+        "div",
+        tag(
+            "table",
+            tag("caption", caption) if caption else None,
+            tag("thead", tag("tr", cells("th", header))),
+            tag("tbody", *[tag("tr", cells("td", row)) for row in rows]),
+        ),
+        class_="scroll",
+    )
+
+
+def key_values(rows: list[tuple[str, Child]]) -> Html:
+    """Names on the left, values on the right."""
+    return tag("dl", *[tag("div", tag("dt", key), tag("dd", value)) for key, value in rows], class_="pairs")

@@ -1,0 +1,122 @@
+"""The section on errors: parity, by species, by force magnitude, distribution, worst frames; test and validation."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from forgefield.report.analysis import (
+    QUANTITIES,
+    GroupError,
+    Pairs,
+    errors_by_magnitude,
+    errors_by_species,
+    pairs,
+    worst_frames,
+)
+from forgefield.report.canvas import to_svg
+from forgefield.report.figures import distribution_figure, magnitude_figure, parity_figure, species_figure
+from forgefield.report.folder import SPLIT_NAMES, SPLITS, Predictions, RunData
+from forgefield.report.markup import Child, Html, join, table, tag
+from forgefield.report.numbers import count, shorten, significant
+from forgefield.report.sections import card, empty_card, section, stacks
+
+_QUANTILES = (0.5, 0.9, 0.95, 0.99, 1.0)
+
+
+def errors_section(run: RunData) -> Html:
+    lead = "Predictions of the kept model against the reference; every labelled value is counted once."
+    if run.test.get("source"):
+        source, weights = shorten(run.test["source"], 120), shorten(run.test.get("weights", "best"), 20)
+        lead += f" Test data: {source}, {weights} weights."
+    available = [split for split in SPLITS if split in run.predictions]
+    if not available:
+        titles = {split: f"Errors on {SPLIT_NAMES[split]} data" for split in SPLITS}
+        missing = [empty_card(run, f"predictions/{split}.npz", title) for split, title in titles.items()]
+        return section("errors", "Errors", lead, tag("div", *missing, class_="grid"))
+    tabs: list[Child] = []
+    for split in available:
+        chosen = split == available[0]
+        tabs.append(tag("input", type="radio", name="split", id=f"tab-{split}", checked=chosen))
+        frames = count(len(run.predictions[split].n_atoms))
+        tabs.append(tag("label", f"{SPLIT_NAMES[split].capitalize()} · {frames} frames", for_=f"tab-{split}"))
+    panels = [tag("div", _panel(run.predictions[s], s), class_=f"panel panel-{s}") for s in available]
+    return section("errors", "Errors", lead, tag("div", *tabs, *panels, class_="tabs"))
+
+
+def _panel(predictions: Predictions, split: str) -> Html:
+    compared = [values for name in QUANTITIES if (values := pairs(predictions, name)) is not None]
+    if not compared:
+        return tag("div", tag("p", "These predictions have no reference labels to compare with."), class_="card empty")
+    parity = [card(values.quantity.title, _parity_svg(values, split)) for values in compared]
+    rows = [tag("div", *parity, class_="grid")]
+    species, magnitude = errors_by_species(predictions), errors_by_magnitude(predictions)
+    forces = next((values for values in compared if values.quantity.name == "forces"), None)
+    details: list[Html] = []
+    if species:
+        figure = to_svg(species_figure(species), f"species-{split}", "Force errors by species")
+        details.append(card("Force error by species", figure))
+    if magnitude:
+        figure = to_svg(magnitude_figure(magnitude), f"magnitude-{split}", "Force errors by size of the force")
+        details.append(card("Force error by force magnitude", figure))
+    shown = forces or compared[0]
+    figure = to_svg(distribution_figure(shown), f"distribution-{split}", "Distribution of absolute errors")
+    details.append(card(f"Distribution of errors, {shown.quantity.title.lower()}", figure))
+    rows.append(tag("div", *details, class_="grid"))
+    rows.append(stacks([_species_table(species), _quantile_table(compared)], [_magnitude_table(magnitude)]))
+    rows.append(tag("div", _worst_table(predictions), class_="grid"))
+    return join(rows)
+
+
+def _parity_svg(values: Pairs, split: str) -> Html:
+    quantity = values.quantity
+    description = f"{quantity.title}, predicted against reference: MAE {significant(values.mae)} {quantity.error_unit}"
+    return to_svg(parity_figure(values), f"parity-{quantity.name}-{split}", description)
+
+
+def _species_table(groups: list[GroupError]) -> Html | None:
+    if not groups:
+        return None
+    return card("Forces by species", _group_table("Species", groups))
+
+
+def _magnitude_table(groups: list[GroupError]) -> Html | None:
+    if not groups:
+        return None
+    return card("Forces by magnitude", _group_table("|F|, eV/Å", groups))
+
+
+def _group_table(first: str, groups: list[GroupError]) -> Html:
+    rows: list[list[Child]] = [
+        [
+            shorten(group.label, 40),
+            count(group.n_atoms),
+            significant(group.mae),
+            significant(group.rmse),
+            f"{significant(100 * group.relative, 2)} %",
+        ]
+        for group in groups[:120]
+    ]
+    return table([first, "Atoms", "MAE, meV/Å", "RMSE, meV/Å", "Relative"], rows)
+
+
+def _quantile_table(compared: list[Pairs]) -> Html:
+    header = ["Errors below", *[f"{100 * q:g} %" if q < 1 else "largest" for q in _QUANTILES]]
+    rows: list[list[Child]] = []
+    for values in compared:
+        found = np.quantile(np.abs(values.error), _QUANTILES)
+        rows.append([f"{values.quantity.title}, {values.quantity.error_unit}", *[significant(float(v)) for v in found]])
+    return card("How large errors get", table(header, rows))
+
+
+def _worst_table(predictions: Predictions) -> Html | None:
+    frames = worst_frames(predictions)
+    if not frames:
+        return None
+    rows: list[list[Child]] = [
+        [count(frame.index), count(frame.n_atoms), significant(frame.energy), significant(frame.forces)]
+        for frame in frames
+    ]
+    content = table(["Frame", "Atoms", "Energy error, meV/atom", "Force RMSE, meV/Å"], rows)
+    words = "Frames are counted from 0 in the order of the split. Outliers are often unconverged references."
+    hint = tag("p", words, class_="note")
+    return card("Frames with the largest errors", join([content, hint]))

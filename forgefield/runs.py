@@ -1,0 +1,148 @@
+"""A run: the folder that holds a training and everything needed to use, test or continue its model.
+
+The model is rebuilt from `run.json` and the weights, without the data it was trained on and without executing anything that
+is stored in the folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from safetensors.torch import load as safetensors_tensors
+from safetensors.torch import save as safetensors_bytes
+
+from forgefield.config.nearest import did_you_mean
+from forgefield.errors import ForgefieldError
+from forgefield.models.potential import Potential
+from forgefield.models.registry import build_model
+
+WEIGHTS = ("best", "last")
+
+
+class Run:
+    """One run folder. Make it with `Run.open(name)` or `Run.open(path)`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(path)
+
+    @classmethod
+    def open(cls, name_or_path: str | os.PathLike[str], *, out: str | os.PathLike[str] = "runs") -> Run:
+        """The run of that name in the folder `out`, or at that path."""
+        for path in (Path(name_or_path), Path(out) / name_or_path):
+            if (path / "run.json").is_file():
+                return cls(path)
+        known = sorted(p.parent.name for p in Path(out).glob("*/run.json"))
+        hint = did_you_mean(str(name_or_path), known) or (f" Runs in {out}: {', '.join(known)}." if known else "")
+        raise ForgefieldError(f"There is no run '{name_or_path}', neither as a path nor in the folder {out}.{hint}")
+
+    @property
+    def name(self) -> str:
+        return self.path.resolve().name
+
+    @property
+    def config(self) -> DictConfig:
+        """The settings the run was made with."""
+        return OmegaConf.create(OmegaConf.to_container(OmegaConf.load(self.path / "config.yaml"), resolve=False))
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """What is in `run.json`: versions, species, model options with every number explicit, statistics, status."""
+        try:
+            return json.loads((self.path / "run.json").read_text())
+        except (OSError, ValueError) as error:
+            raise ForgefieldError(f"{self.path / 'run.json'} cannot be read: {error}.") from error
+
+    @property
+    def species(self) -> tuple[str, ...]:
+        return tuple(self.info["species"])
+
+    @property
+    def cutoff(self) -> float:
+        return float(self.info["cutoff"])
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The rows of `metrics.jsonl`."""
+        path = self.path / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def write_info(self, **changes: Any) -> None:
+        """Change keys of `run.json`, atomically."""
+        path = self.path / "run.json"
+        info = {**(self.info if path.exists() else {}), **changes}
+        partial = path.with_suffix(".json.partial")
+        partial.write_text(json.dumps(info, indent=1) + "\n")
+        os.replace(partial, path)
+
+    def load_potential(self, which: str = "best", device: str | torch.device = "cpu") -> Potential:
+        """The trained model in evaluation mode. which: `best` (by validation) or `last`."""
+        if which not in WEIGHTS:
+            raise ForgefieldError(f"Weights are 'best' or 'last', not '{which}'.")
+        path = self.checkpoints / f"{which}.safetensors"
+        if not path.exists():
+            raise ForgefieldError(
+                f"Run {self.name} has no {which} weights yet ({path} is missing); it gets them at its first validation."
+            )
+        info = self.info
+        potential = build_model(info["model"], precision=info["precision"], seed=0)
+        try:
+            potential.load_state_dict(safetensors_tensors(path.read_bytes()))
+        except Exception as error:
+            reason = str(error).splitlines()[0]
+            raise ForgefieldError(f"{path} is damaged or belongs to another model: {reason}") from error
+        return potential.to(device).eval()
+
+
+def run_exists(name: str | os.PathLike[str], *, out: str | os.PathLike[str] = "runs") -> bool:
+    """Whether there is a run of that name (or path) to load or to continue."""
+    return any((path / "run.json").is_file() for path in (Path(name), Path(out) / name))
+
+
+def create_run_from_model(
+    *, name: str, out: str | os.PathLike[str], resolved: dict[str, Any], potential: Potential, origin: str, precision: str
+) -> Run:
+    """A run folder around a model that was trained elsewhere; it can be tested, used and reported on."""
+    path = Path(out) / name
+    if path.exists():
+        raise ForgefieldError(f"{path} exists already; choose another name.")
+    run = Run(path)
+    run.checkpoints.mkdir(parents=True)
+    state = {key: tensor.detach().cpu().contiguous() for key, tensor in potential.state_dict().items()}
+    for which in WEIGHTS:
+        (run.checkpoints / f"{which}.safetensors").write_bytes(safetensors_bytes(state, metadata={"origin": origin}))
+    config = {"name": name, "model": resolved, "training": {"precision": precision}}
+    (path / "config.yaml").write_text(f"# {origin}\n" + OmegaConf.to_yaml(OmegaConf.create(config)))
+    run.write_info(
+        name=name,
+        status="imported",
+        origin=origin,
+        species=list(resolved["species"]),
+        cutoff=float(resolved["cutoff"]),
+        model=resolved,
+        precision=precision,
+        versions=versions(),
+    )
+    return run
+
+
+def versions() -> dict[str, str]:
+    """Versions that matter for repeating a run."""
+    from forgefield import __version__
+
+    found = {"forgefield": __version__, "python": platform.python_version()}
+    for package in ("torch", "lightning", "e3nn", "ase", "numpy"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "unknown"
+    return found

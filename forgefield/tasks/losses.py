@@ -1,0 +1,51 @@
+"""How far a prediction is from its label, element by element.
+
+Each function takes prediction and target of the same shape and returns an error of that shape; averaging, weighting and
+masking happen in `task.py`, so that a loss kind is one line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from forgefield.config.components import import_path
+from forgefield.errors import ForgefieldError
+
+ElementLoss = Callable[[Tensor, Tensor], Tensor]
+
+
+def mse(prediction: Tensor, target: Tensor) -> Tensor:
+    """Squared error."""
+    return (prediction - target).square()
+
+
+def mae(prediction: Tensor, target: Tensor) -> Tensor:
+    """Absolute error."""
+    return (prediction - target).abs()
+
+
+def huber(prediction: Tensor, target: Tensor, *, delta: float) -> Tensor:
+    """Quadratic below `delta`, linear above, with one slope where they meet."""
+    return torch.nn.functional.huber_loss(prediction, target, reduction="none", delta=delta)
+
+
+def element_loss(name: str, *, huber_delta: float, where: str) -> ElementLoss:
+    """The loss of that name, or the user's own function at that import path. `where` is the setting, for messages."""
+    if name == "mse":
+        return mse
+    if name == "mae":
+        return mae
+    if name == "huber":
+        if not huber_delta > 0:
+            raise ForgefieldError(f"{where.rsplit('.', 1)[0]}.huber_delta must be positive, not {huber_delta}.")
+        return partial(huber, delta=huber_delta)
+    if "." not in name:
+        raise ForgefieldError(f"{where}: unknown loss '{name}'; use mse, mae, huber or the import path of a function.")
+    function = import_path(name)
+    if not callable(function):
+        raise ForgefieldError(f"{where}: '{name}' is not a function.")
+    return function

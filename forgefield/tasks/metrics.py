@@ -1,0 +1,98 @@
+"""Errors in physical units, counted once per label: mean absolute and root mean square.
+
+The accumulators are sums on the device; nothing is read back until `compute`. They know nothing of loss kinds, loss
+weights or normalisation, so a metric means the same whatever is being minimised.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from forgefield.physics.units import EV_PER_A3_TO_GPA
+
+UNITS = {"energy": "meV/atom", "energy_total": "meV", "forces": "meV/A", "stress": "GPa"}
+"""Unit of each metric; `energy_mae`, `energy_rmse` and so on share the unit of `energy`."""
+
+_SCALE = {"energy": 1000.0, "energy_total": 1000.0, "forces": 1000.0, "stress": EV_PER_A3_TO_GPA}
+
+
+def unit_of(metric: str) -> str:
+    """The unit of a metric such as `val/forces_mae/Cu`; empty for a loss or a learning rate."""
+    name = metric.split("/")[1] if metric.split("/")[0] in ("train", "val", "test") else metric.split("/")[0]
+    return UNITS.get(name.rsplit("_", 1)[0], "")
+
+
+class ErrorMetrics:
+    """Sums of |error|, error^2 and counts for each target, and for forces also by species.
+
+    targets: which of energy, forces, stress are measured. species: symbols, in the order of the batch's indices.
+    """
+
+    def __init__(self, targets: tuple[str, ...], species: tuple[str, ...], device: torch.device | str = "cpu") -> None:
+        self.targets = targets
+        self.species = species
+        self.rows: list[str] = []
+        for target in targets:
+            self.rows.append(target)
+            if target == "energy":
+                self.rows.append("energy_total")
+            if target == "forces":
+                self.rows.extend(f"forces/{symbol}" for symbol in species)
+        self.sums = torch.zeros(len(self.rows), 3, dtype=torch.float64, device=device)
+
+    @torch.no_grad()
+    def update(self, outputs: dict[str, Tensor], batch: dict[str, Tensor]) -> None:
+        self.sums = self.sums.to(batch["species"].device)
+        added = []
+        for target in self.targets:
+            error = outputs[target].detach() - batch[target]
+            if target == "energy":
+                added += [_moments(error / batch["n_atoms"]), _moments(error)]
+            elif target == "forces":
+                by_species = _moments_by(error, batch["species"], len(self.species))
+                added += [by_species.sum(0), *by_species]
+            else:
+                added.append(_moments(error))
+        self.sums += torch.stack(added)
+
+    def compute(self) -> dict[str, float]:
+        """Metrics in the units of `UNITS`; what has no label is left out. This is the one read-back from the device."""
+        values: dict[str, float] = {}
+        for row, (absolute, square, count) in zip(self.rows, self.sums.tolist()):
+            if count == 0:
+                continue
+            name, _, symbol = row.partition("/")
+            scale, suffix = _SCALE[name], f"/{symbol}" if symbol else ""
+            values[f"{name}_mae{suffix}"] = scale * absolute / count
+            values[f"{name}_rmse{suffix}"] = scale * (square / count) ** 0.5
+        return values
+
+    def names(self) -> list[str]:
+        """All metrics `compute` can give, in order."""
+        result = []
+        for row in self.rows:
+            name, _, symbol = row.partition("/")
+            suffix = f"/{symbol}" if symbol else ""
+            result += [f"{name}_mae{suffix}", f"{name}_rmse{suffix}"]
+        return result
+
+    def reset(self) -> None:
+        self.sums = torch.zeros_like(self.sums)
+
+
+def _moments(error: Tensor) -> Tensor:
+    """(3,): sum |e|, sum e^2 and count over the elements that are labelled."""
+    labelled = ~error.isnan()
+    error = torch.where(labelled, error, 0.0)
+    return torch.stack([error.abs().sum(), error.square().sum(), labelled.sum().to(error.dtype)])
+
+
+def _moments_by(error: Tensor, group: Tensor, n_groups: int) -> Tensor:
+    """(n_groups, 3): the same for each group of rows."""
+    labelled = ~error.isnan()
+    error = torch.where(labelled, error, 0.0)
+    rows = torch.stack([error.abs().sum(1), error.square().sum(1), labelled.sum(1).to(error.dtype)], dim=1)
+    # A product with one-hot columns adds in a fixed order, on a GPU too, where an indexed add does not.
+    one_hot = torch.nn.functional.one_hot(group, n_groups).to(rows.dtype)
+    return one_hot.T @ rows

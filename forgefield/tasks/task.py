@@ -1,0 +1,155 @@
+"""Which outputs are trained and how their errors make one loss.
+
+Every term is a weighted mean over the labels that exist: `sum(weight * error) / sum(weight)`. Numerator and denominator are
+kept apart until the end, so that the mean over a batch, over an epoch or over several processes is the same formula
+applied to added sums: unequal frames and missing labels never change what "mean" means.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forgefield.config.schema import TargetOptions, TaskOptions
+from forgefield.errors import ForgefieldError
+from forgefield.tasks.losses import ElementLoss, element_loss
+
+TARGETS = ("energy", "forces", "stress")
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class LossParts:
+    """`total`: what is minimised. `sums`, `counts`: (n_targets,), numerator and denominator of each term."""
+
+    total: Tensor
+    sums: Tensor
+    counts: Tensor
+
+
+@dataclass(frozen=True)
+class Target:
+    name: str
+    weight: float
+    loss: ElementLoss
+    per_atom: bool
+    species_weights: Tensor | None
+
+
+class Task:
+    """The trained targets. `species` fixes the meaning of the batch's species indices."""
+
+    def __init__(self, options: TaskOptions | Any, species: tuple[str, ...]) -> None:
+        self.targets = [
+            _build_target(name, getattr(options, name), species)
+            for name in TARGETS
+            if getattr(options, name, None) is not None
+        ]
+        if not self.targets:
+            raise ForgefieldError("task: no target is on; give at least one of task.energy, task.forces, task.stress.")
+        if all(target.weight == 0 for target in self.targets):
+            raise ForgefieldError("task: every weight is zero, so nothing would be trained.")
+        self.names = tuple(target.name for target in self.targets)
+        self.weights = torch.tensor([target.weight for target in self.targets], dtype=torch.float64)
+
+    @property
+    def needs_forces(self) -> bool:
+        return "forces" in self.names
+
+    @property
+    def needs_stress(self) -> bool:
+        return "stress" in self.names
+
+    def loss(self, outputs: Batch, batch: Batch) -> LossParts:
+        """The loss of one batch. A target that no frame of the batch is labelled for contributes zero."""
+        pairs = [_weighted_sum(target, outputs, batch) for target in self.targets]
+        sums = torch.stack([pair[0] for pair in pairs])
+        counts = torch.stack([pair[1] for pair in pairs])
+        return LossParts(total=self.combine(sums, counts), sums=sums, counts=counts)
+
+    def combine(self, sums: Tensor, counts: Tensor) -> Tensor:
+        """The loss from (possibly added-up) sums and counts."""
+        weights = self.weights.to(sums.device)
+        return (weights * sums / torch.where(counts > 0, counts, 1.0)).sum()
+
+    def describe(self) -> list[tuple[str, str]]:
+        return [(target.name, _describe_target(target)) for target in self.targets]
+
+
+def default_task(labels: dict[str, int]) -> TaskOptions:
+    """Energy, and forces where the data has them. `labels`: how many frames carry each label."""
+    options = TaskOptions(
+        energy=TargetOptions() if labels.get("energy") else None,
+        forces=TargetOptions() if labels.get("forces") else None,
+    )
+    if options.energy is None and options.forces is None:
+        raise ForgefieldError(
+            "The training data carries neither energies nor forces, so there is nothing to learn; "
+            "if they go by unusual names, set data.labels.energy and data.labels.forces."
+        )
+    return options
+
+
+def require_labels(task: Task, labels: dict[str, int], where: str) -> None:
+    """Refuse a target that no frame is labelled for."""
+    for name in task.names:
+        if not labels.get(name):
+            raise ForgefieldError(
+                f"task.{name} is on, but no {where} frame carries {name}; remove task.{name} "
+                f"or name the label with data.labels.{name}."
+            )
+
+
+def _build_target(name: str, options: Any, species: tuple[str, ...]) -> Target:
+    if options.weight < 0:
+        raise ForgefieldError(f"task.{name}.weight must not be negative, it is {options.weight}.")
+    return Target(
+        name=name,
+        weight=float(options.weight),
+        loss=element_loss(options.loss, huber_delta=options.huber_delta, where=f"task.{name}.loss"),
+        per_atom=bool(options.per_atom),
+        species_weights=_species_weights(options.species_weights, species, f"task.{name}.species_weights"),
+    )
+
+
+def _species_weights(weights: dict[str, float] | None, species: tuple[str, ...], where: str) -> Tensor | None:
+    if weights is None:
+        return None
+    for symbol, weight in weights.items():
+        if symbol not in species:
+            raise ForgefieldError(f"{where} names {symbol}, but the model knows only {', '.join(species)}.")
+        if weight < 0:
+            raise ForgefieldError(f"{where}.{symbol} must not be negative, it is {weight}.")
+    return torch.tensor([float(weights.get(symbol, 1.0)) for symbol in species], dtype=torch.float64)
+
+
+def _weighted_sum(target: Target, outputs: Batch, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Sum of weighted element errors, and sum of the weights, over the labelled elements."""
+    label, prediction = batch[target.name], outputs[target.name]
+    weight = batch["weight"]
+    if target.name == "forces":
+        weight = weight[batch["frame"]]
+        if target.species_weights is not None:
+            weight = weight * target.species_weights.to(weight.device)[batch["species"]]
+    if target.name == "energy" and target.per_atom:
+        n_atoms = batch["n_atoms"].to(label.dtype)
+        label, prediction = label / n_atoms, prediction / n_atoms
+    weight = weight.reshape(-1, *([1] * (label.dim() - 1))).expand_as(label)
+    labelled = ~label.isnan()
+    # The prediction stands in for a missing label: the error is zero there and so is its gradient.
+    error = target.loss(prediction, torch.where(labelled, label, prediction.detach()))
+    weight = torch.where(labelled, weight, 0.0)
+    return torch.where(labelled, weight * error, 0.0).sum(), weight.sum()
+
+
+def _describe_target(target: Target) -> str:
+    loss = getattr(target.loss, "func", target.loss)
+    text = f"weight {target.weight:g}, {getattr(loss, '__name__', type(loss).__name__)}"
+    if target.name == "energy":
+        text += ", per atom" if target.per_atom else ", total"
+    if target.species_weights is not None:
+        text += ", weighted by species"
+    return text

@@ -1,0 +1,152 @@
+"""Checkpoints on disk: written whole or not at all, verified when read, loaded without executing code.
+
+A checkpoint is a torch zip archive of tensors, numbers, strings and containers of them. It is written under a temporary name,
+flushed to the disk and renamed, so that a file with a checkpoint's name is complete. On reading, the archive's own
+checksums are verified first; a damaged file is set aside and the next older one is used.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import CheckpointIO
+
+from forgefield.errors import ForgefieldError
+
+_NAME = re.compile(r"step-(\d+)\.ckpt")
+_PARTIAL = ".partial"
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file so that `path` holds either the old or the new content, whatever happens in between."""
+    partial = path.with_name(path.name + _PARTIAL)
+    try:
+        with open(partial, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise ForgefieldError(
+            f"Could not write {path}: {error.strerror}; everything saved before is untouched. "
+            "Make room or change permissions, then run the same command to go on."
+        ) from error
+    _sync_folder(path.parent)
+
+
+def save_checkpoint(path: Path, checkpoint: dict[str, Any]) -> None:
+    buffer = io.BytesIO()
+    torch.save(checkpoint, buffer)
+    write_atomically(path, buffer.getvalue())
+
+
+def load_checkpoint(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
+    """Read a checkpoint; raises `DamagedCheckpoint` when it is not exactly what was written."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            broken = archive.testzip()
+        if broken is not None:
+            raise DamagedCheckpoint(f"checksum of {broken} does not match")
+        return torch.load(path, map_location=map_location, weights_only=True)
+    except DamagedCheckpoint:
+        raise
+    except FileNotFoundError:
+        raise
+    except Exception as error:
+        raise DamagedCheckpoint(str(error).split("\n")[0]) from error
+
+
+class DamagedCheckpoint(Exception):
+    """The file is not a complete checkpoint."""
+
+
+@dataclass(frozen=True)
+class Restart:
+    """Where a run goes on: `path` of the checkpoint, optimiser `step`, `epoch` and `batch` within the epoch."""
+
+    path: Path
+    step: int
+    epoch: int
+    batch: int
+    checkpoint: dict[str, Any]
+
+
+def checkpoint_path(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:08d}.ckpt"
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Checkpoints of a run, newest first."""
+    found = [(int(match.group(1)), path) for path in folder.glob("step-*.ckpt") if (match := _NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def find_restart(folder: Path, say: Callable[[str], None]) -> Restart | None:
+    """The newest good checkpoint, or None where there is none at all. Damaged ones are set aside, and that is said."""
+    for leftover in folder.glob(f"*{_PARTIAL}"):
+        leftover.unlink(missing_ok=True)
+    paths = list_checkpoints(folder)
+    for path in paths:
+        try:
+            checkpoint = load_checkpoint(path)
+            return _restart_from(path, checkpoint)
+        except (DamagedCheckpoint, KeyError) as error:
+            aside = path.with_suffix(".damaged")
+            os.replace(path, aside)
+            say(f"Checkpoint {path.name} is damaged ({error}); it was renamed {aside.name}, trying the one before.")
+    if paths:
+        raise ForgefieldError(
+            f"None of the {len(paths)} checkpoints in {folder} can be read; start over with --fresh (the folder is kept)."
+        )
+    return None
+
+
+def prune_checkpoints(folder: Path, keep: int) -> None:
+    for path in list_checkpoints(folder)[max(keep, 1) :]:
+        path.unlink(missing_ok=True)
+
+
+class AtomicCheckpointIO(CheckpointIO):
+    """What Lightning calls to write and read checkpoints."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        if storage_options is not None:
+            raise TypeError("storage options are not supported")
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        save_checkpoint(Path(path), checkpoint)
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        return load_checkpoint(Path(path), map_location or "cpu")
+
+    def remove_checkpoint(self, path: Any) -> None:
+        Path(path).unlink(missing_ok=True)
+
+
+def _restart_from(path: Path, checkpoint: dict[str, Any]) -> Restart:
+    fit = checkpoint["loops"]["fit_loop"]
+    return Restart(
+        path=path,
+        step=int(checkpoint["global_step"]),
+        epoch=int(fit["epoch_progress"]["current"]["processed"]),
+        batch=int(fit["epoch_loop.batch_progress"]["current"]["completed"]),
+        checkpoint=checkpoint,
+    )
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError:
+        pass  # some network file systems cannot; the rename itself was atomic
+    finally:
+        os.close(descriptor)

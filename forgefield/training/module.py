@@ -1,0 +1,178 @@
+"""The Lightning module: one training step, one validation step, and the state that makes a resume exact.
+
+Nothing here reads a value back from the device during a step. Errors and loss sums are added up on the device and read when
+a row of metrics is written.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from forgefield.errors import ForgefieldError
+from forgefield.models.potential import Potential
+from forgefield.tasks.metrics import ErrorMetrics
+from forgefield.tasks.task import LossParts, Task
+from forgefield.training.ema import WeightAverage
+from forgefield.training.optimisers import build_optimiser, build_scheduler
+from forgefield.training.throughput import Throughput
+
+Batch = dict[str, Tensor]
+
+
+class LossMeter:
+    """Loss over many batches: sums and counts of each term, added on the device."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.sums = torch.zeros(2, len(task.names), dtype=torch.float64)
+
+    @torch.no_grad()
+    def update(self, parts: LossParts) -> None:
+        self.sums = self.sums.to(parts.sums.device) + torch.stack([parts.sums, parts.counts]).detach()
+
+    def value(self) -> float:
+        """The loss of all that was added; NaN where nothing was."""
+        if not bool((self.sums[1] > 0).any()):
+            return float("nan")
+        return float(self.task.combine(self.sums[0], self.sums[1]))
+
+    def reset(self) -> None:
+        self.sums = torch.zeros_like(self.sums)
+
+
+class TrainingModule(L.LightningModule):
+    """Trains `potential` on `task` with the settings of the config's `training` section."""
+
+    def __init__(self, potential: Potential, task: Task, options: Any, species: tuple[str, ...]) -> None:
+        super().__init__()
+        self.potential = potential
+        self.task = task
+        self.options = options
+        self.ema = WeightAverage(potential, options.ema) if options.ema else None
+        self.train_loss, self.val_loss = LossMeter(task), LossMeter(task)
+        self.train_errors = ErrorMetrics(task.names, species)
+        self.val_errors = ErrorMetrics(task.names, species)
+        self.throughput = Throughput()
+        self.latest: dict[str, float] = {}
+        self._steps_averaged = 0
+
+    def forward(self, batch: Batch) -> Batch:
+        return self.potential(batch, forces=self.task.needs_forces, stress=self.task.needs_stress)
+
+    # ---- training
+
+    def on_fit_start(self) -> None:
+        if self.ema is not None:
+            self.ema.to(self.device)
+
+    def on_train_start(self) -> None:
+        self._steps_averaged = self.trainer.global_step  # known only now: a resume restores it after `on_fit_start`
+
+    def on_train_epoch_start(self) -> None:
+        self.trainer.train_dataloader.set_epoch(self.trainer.current_epoch)
+        self.throughput.resume()
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        outputs = self(batch)
+        parts = self.task.loss(outputs, batch)
+        self.train_loss.update(parts)
+        self.train_errors.update(outputs, batch)
+        return parts.total
+
+    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
+        if self.ema is not None and self.trainer.global_step > self._steps_averaged:
+            self.ema.update()
+        self._steps_averaged = self.trainer.global_step
+        self.throughput.count(n_frames=batch["n_atoms"].shape[0], n_atoms=batch["positions"].shape[0])
+
+    def finish_row(self) -> None:
+        """Close a row of metrics: training loss and errors since the last row, and a fresh start for the next."""
+        values = {"train/loss": self.finite_train_loss()}
+        values.update({f"train/{name}": value for name, value in self.train_errors.compute().items()})
+        self.train_loss.reset()
+        self.train_errors.reset()
+        self._publish(values)
+
+    def _publish(self, values: dict[str, float]) -> None:
+        """Make values known to Lightning's callbacks and to whoever writes the row."""
+        self.latest.update(values)
+        self.log_dict({name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}, logger=False)
+
+    def finite_train_loss(self) -> float:
+        """The training loss since the last row; stops the run when it is not a number."""
+        loss = self.train_loss.value()
+        if bool((self.train_loss.sums[1] > 0).any()) and not abs(loss) < float("inf"):
+            raise ForgefieldError(
+                f"The training loss became {loss} by step {self.trainer.global_step}; the checkpoints before it are good. "
+                "Lower training.lr or set training.clip_norm, then train again with --fresh."
+            )
+        return loss
+
+    # ---- validation
+
+    def on_validation_epoch_start(self) -> None:
+        self.throughput.pause()
+        self.val_loss.reset()
+        self.val_errors.reset()
+        if self.ema is not None:
+            self.ema.to(self.device)
+            self.ema.exchange()
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        outputs = self(batch)
+        self.val_loss.update(self.task.loss(outputs, batch))
+        self.val_errors.update(outputs, batch)
+
+    def on_validation_epoch_end(self) -> None:
+        if self.ema is not None:
+            self.ema.exchange()
+        if not self.trainer.sanity_checking and self.trainer.state.fn == "fit":
+            self.finish_row()
+        values = {"val/loss": self.val_loss.value()}
+        values.update({f"val/{name}": value for name, value in self.val_errors.compute().items()})
+        self._publish(values)
+        self.throughput.resume()
+
+    # ---- optimiser
+
+    def configure_optimizers(self) -> Any:
+        parameters = [p for p in self.potential.parameters() if p.requires_grad]
+        optimiser = build_optimiser(self.options.optimizer, parameters, lr=self.options.lr)
+        if self.options.scheduler is None:
+            return optimiser
+        scheduler = build_scheduler(
+            self.options.scheduler,
+            optimiser,
+            monitor=self.options.monitor,
+            validate_every=self.trainer.check_val_every_n_epoch or 1,
+        )
+        return {"optimizer": optimiser, "lr_scheduler": scheduler}
+
+    # ---- state beyond weights, optimiser and loops
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["forgefield"] = {
+            "ema": self.ema.state_dict() if self.ema is not None else None,
+            "train_loss": self.train_loss.sums.clone(),
+            "train_errors": self.train_errors.sums.clone(),
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint["forgefield"]
+        if self.ema is not None:
+            self.ema.load_state_dict(state["ema"])
+        self.train_loss.sums = state["train_loss"]
+        self.train_errors.sums = state["train_errors"]
+
+    def averaged_state(self) -> dict[str, Tensor]:
+        """The potential's state with averaged weights: what is validated, and what is deployed."""
+        if self.ema is None:
+            state = self.potential.state_dict()
+        else:
+            with self.ema.applied():
+                state = {name: tensor.detach().clone() for name, tensor in self.potential.state_dict().items()}
+        return {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}

@@ -1,0 +1,72 @@
+"""Optimisers and learning-rate schedulers by name: any of torch's, or the user's own by import path."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+from forgefield.config.components import check_signature, import_path
+from forgefield.config.nearest import did_you_mean
+from forgefield.errors import ForgefieldError
+
+
+def build_optimiser(spec: Any, parameters: list[torch.nn.Parameter], *, lr: float) -> torch.optim.Optimizer:
+    """spec: a name, an import path, or {name: ..., option: value}."""
+    name, options = _name_and_options(spec, "training.optimizer")
+    cls = _find(torch.optim, name, torch.optim.Optimizer, "training.optimizer")
+    if "lr" in options:
+        raise ForgefieldError("training.optimizer.lr: set the learning rate with training.lr, in one place.")
+    check_signature(cls, options, where="training.optimizer")
+    return cls(parameters, lr=lr, **options)
+
+
+def build_scheduler(spec: Any, optimiser: torch.optim.Optimizer, *, monitor: str, validate_every: int) -> dict[str, Any]:
+    """Lightning's description of a scheduler. spec may hold `interval: epoch | step` beside the scheduler's options."""
+    name, options = _name_and_options(spec, "training.scheduler")
+    interval = options.pop("interval", "epoch")
+    if interval not in ("epoch", "step"):
+        raise ForgefieldError(f"training.scheduler.interval is epoch or step, not '{interval}'.")
+    base = torch.optim.lr_scheduler.LRScheduler
+    cls = _find(torch.optim.lr_scheduler, name, base, "training.scheduler")
+    check_signature(cls, options, where="training.scheduler")
+    try:
+        scheduler = cls(optimiser, **options)
+    except TypeError as error:
+        raise ForgefieldError(f"training.scheduler: {cls.__name__} cannot be built: {error}.") from error
+    plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+    if plateau and interval == "step":
+        raise ForgefieldError("training.scheduler: ReduceLROnPlateau follows validations; use interval: epoch.")
+    # A plateau scheduler is stepped with each validation, not with a stale value between two of them.
+    frequency = validate_every if plateau else 1
+    return {"scheduler": scheduler, "interval": interval, "frequency": frequency, "monitor": monitor, "strict": True}
+
+
+def _name_and_options(spec: Any, where: str) -> tuple[str, dict[str, Any]]:
+    if isinstance(spec, str):
+        return spec, {}
+    options = dict(spec)
+    if "name" not in options:
+        raise ForgefieldError(f"{where} needs a name, for example {where}.name=adamw.")
+    return str(options.pop("name")), options
+
+
+def _find(module: Any, name: str, base: type, where: str) -> type:
+    """A class of `module` by name, whatever the case, or of any module by import path."""
+    if "." in name:
+        found = import_path(name)
+        if not (inspect.isclass(found) and issubclass(found, base)):
+            raise ForgefieldError(f"{where}: {name} is not a {base.__name__}.")
+        return found
+    known = {
+        key.lower(): value
+        for key, value in vars(module).items()
+        if inspect.isclass(value) and issubclass(value, base) and value is not base and not key.startswith("_")
+    }
+    aliases = {"plateau": "reducelronplateau", "cosine": "cosineannealinglr"}
+    key = aliases.get(name.lower(), name.lower())
+    if key not in known:
+        names = sorted(value.__name__ for value in known.values())
+        raise ForgefieldError(f"{where}: torch has no '{name}'.{did_you_mean(name, names)} Known: {', '.join(names)}.")
+    return known[key]

@@ -1,0 +1,175 @@
+"""What a training says before its first step and after its last: plain rows in a pleasant frame.
+
+The rows are (name, value) pairs of finished text; nothing here decides anything. Text from the user's files is printed
+as it is and never read as rich's markup.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+from collections.abc import Iterable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.box import ROUNDED, SIMPLE_HEAD
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+from torch import nn
+
+from forgefield.tasks.metrics import UNITS
+
+Rows = list[tuple[str, str]]
+SPLIT_TITLES = {"train": "training", "val": "validation", "test": "test"}
+
+
+def print_summary(console: Console, sections: dict[str, Sequence[tuple[str, str]]]) -> None:
+    """One panel with a block of rows for each section, in the order given; a section without rows is left out."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    shown = [(title, rows) for title, rows in sections.items() if rows]
+    width = max((len(str(name)) for _, rows in shown for name, _ in rows), default=0)
+    for number, (title, rows) in enumerate(shown):
+        if number:
+            grid.add_row()
+        grid.add_row(Text(title, style="bold cyan"))
+        for name, value in rows:
+            grid.add_row(Text(f"  {name}".ljust(width + 2), style="dim"), Text(str(value)))
+    console.print(_panel(grid, "Forgefield"))
+
+
+def model_rows(potential: nn.Module) -> Rows:
+    """Number of parameters, whole and by part, how many are trained, and in which precision they are kept."""
+    parameters = list(potential.parameters())
+    total = sum(p.numel() for p in parameters)
+    trainable = sum(p.numel() for p in parameters if p.requires_grad)
+    rows = [("parameters", f"{total:,}" if trainable == total else f"{total:,}, {trainable:,} of them trained")]
+    for name, part in _parts(potential):
+        size = sum(p.numel() for p in part.parameters())
+        if size:
+            rows.append((f"  {name}", f"{size:,}"))
+    kinds = sorted({str(p.dtype).removeprefix("torch.") for p in parameters})
+    rows.append(("weights in", ", ".join(kinds) or "no weights"))
+    return rows
+
+
+def device_rows(trainer: Any) -> Rows:
+    """Where and with what the training runs, as Lightning decided it."""
+    device = trainer.strategy.root_device
+    rows = [
+        ("accelerator", type(trainer.accelerator).__name__.removesuffix("Accelerator")),
+        ("device", f"{device_name(device)} ({device})"),
+        ("processes", f"{trainer.world_size} on {trainer.num_nodes} node{'s' if trainer.num_nodes > 1 else ''}"),
+        ("threads", f"{torch.get_num_threads()} per process"),
+        ("trainer precision", str(trainer.precision)),
+    ]
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        rows.append(("device memory", f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"))
+    rows.append(("versions", ", ".join(f"{name} {_version(name)}" for name in ("forgefield", "torch", "lightning"))))
+    return rows
+
+
+def device_name(device: torch.device) -> str:
+    """The name of a GPU or of this machine's processor."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type != "cpu":
+        return device.type
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next((name for name in names if name), "") or platform.processor() or platform.machine()
+
+
+def end_summary(console: Console, run_path: Path, results: dict[str, Any], hints: Iterable[str]) -> None:
+    """Errors in physical units and how to use the model.
+
+    results: errors by split, {"test": {"forces_mae": 41.0, ...}, "val": {...}}; or the errors of the test alone.
+    hints: lines to copy, commands or Python.
+    """
+    by_split = results if any(isinstance(value, dict) for value in results.values()) else {"test": results}
+    by_split = {split: _bare(split, errors) for split, errors in by_split.items() if errors}
+    parts: list[RenderableType] = []
+    if by_split:
+        parts.append(errors_table(by_split))
+    else:
+        parts.append(Text("No errors were measured: there are no labelled validation or test frames."))
+    parts.append(Text.assemble(("run folder  ", "dim"), str(run_path)))
+    console.print(_panel(Group(*parts), "Result"))
+    for hint in hints:
+        # Unwrapped and outside the frame, so that a line can be copied whole.
+        console.print(Text("  " + hint), soft_wrap=True)
+
+
+def errors_table(by_split: dict[str, dict[str, float]]) -> Table:
+    """One row per quantity (and species), MAE and RMSE of each split, with units."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="dim")
+    table.add_column("error", no_wrap=True)
+    for split in by_split:
+        for kind in ("MAE", "RMSE"):
+            table.add_column(f"{SPLIT_TITLES.get(split, split)}\n{kind}", justify="right", no_wrap=True)
+    table.add_column("unit", style="dim", no_wrap=True)
+    for quantity, species in _rows_of(by_split):
+        suffix = f"/{species}" if species else ""
+        values = [errors.get(f"{quantity}_{kind}{suffix}") for errors in by_split.values() for kind in ("mae", "rmse")]
+        name = f"  {species}" if species else quantity.replace("_", ", ")
+        style = "dim" if species else "bold"
+        cells = [Text(digits(value), style=style) for value in values]
+        table.add_row(Text(name, style="dim" if species else ""), *cells, UNITS.get(quantity, ""))
+    return table
+
+
+def digits(value: float | None) -> str:
+    """Three significant digits, no exponent in the usual range: `3.21`, `41.0`, `0.0071`, `12300`."""
+    if value is None or not math.isfinite(value):
+        return "-" if value is None else str(value)
+    if value == 0:
+        return "0"
+    size = math.floor(math.log10(abs(float(f"{value:.2e}"))))
+    if size < -4 or size > 6:
+        return f"{value:.2e}"
+    return f"{round(value, 2 - size):.{max(2 - size, 0)}f}"
+
+
+def _panel(content: RenderableType, title: str) -> Panel:
+    return Panel(content, box=ROUNDED, border_style="dim", title=title, title_align="left", expand=False)
+
+
+def _rows_of(by_split: dict[str, dict[str, float]]) -> list[tuple[str, str]]:
+    """(quantity, species) in the order of `UNITS`, each quantity before its species."""
+    found: dict[tuple[str, str], None] = {}
+    for errors in by_split.values():
+        for key in errors:
+            name, _, species = key.partition("/")
+            quantity = name.removesuffix("_mae").removesuffix("_rmse")
+            if quantity != name and quantity in UNITS:
+                found[quantity, species] = None
+    order = list(UNITS)
+    return sorted(found, key=lambda row: (order.index(row[0]), row[1] != ""))
+
+
+def _bare(split: str, errors: dict[str, Any]) -> dict[str, float]:
+    return {key.removeprefix(f"{split}/"): float(value) for key, value in errors.items()}
+
+
+def _parts(potential: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The parts of the energy model; wrappers with a single child are looked through."""
+    children = list(potential.named_children())
+    while len(children) == 1 and list(children[0][1].named_children()):
+        children = list(children[0][1].named_children())
+    return children
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "(not installed)"

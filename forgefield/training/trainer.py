@@ -1,0 +1,122 @@
+"""Builds `lightning.Trainer` from the config: everything it takes is passed on; what is set in two places must agree."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import Callback, EarlyStopping, Timer
+from omegaconf import DictConfig, OmegaConf
+
+from forgefield.config.components import check_signature, import_path
+from forgefield.errors import ForgefieldError
+from forgefield.training.checkpoint import AtomicCheckpointIO
+
+DEFAULT_EPOCHS = 100
+_BUILDABLE = ("logger", "callbacks", "strategy", "plugins", "profiler")
+
+
+def take_max_seconds(trainer: dict[str, Any]) -> float | None:
+    """Remove `max_time` from the options, in any form Lightning takes, and give it in seconds.
+
+    Lightning's own timer ends an epoch in its middle; ours saves at a step and stops, so that the resume is exact.
+    """
+    limit = trainer.pop("max_time", None)
+    if limit is None:
+        return None
+    try:
+        return Timer(duration=limit)._duration
+    except Exception as error:
+        raise ForgefieldError(f"trainer.max_time: '{limit}' is not a time; write DD:HH:MM:SS or {{hours: 2}}.") from error
+
+
+def build_trainer(
+    config: DictConfig, options: dict[str, Any], *, folder: Path, callbacks: list[Callback], has_val: bool
+) -> L.Trainer:
+    """options: the config's `trainer` section as a plain dict, `max_time` already taken out."""
+    training = config.training
+    options = {key: _build(value, f"trainer.{key}") if key in _BUILDABLE else value for key, value in options.items()}
+    if options.get("max_epochs") is None and options.get("max_steps", -1) == -1:
+        options["max_epochs"] = DEFAULT_EPOCHS
+    _agree(options, "gradient_clip_val", training.clip_norm, "training.clip_norm")
+    _agree(options, "accumulate_grad_batches", training.accumulate if training.accumulate != 1 else None, "training.accumulate")
+    if options.get("precision") not in (None, 32, "32", "32-true"):
+        raise ForgefieldError(
+            f"trainer.precision={options['precision']} is not how precision is chosen here; use training.precision=float32 "
+            "or float64, which keeps geometry and energy sums in float64."
+        )
+    if options.get("inference_mode"):
+        raise ForgefieldError("trainer.inference_mode=true cannot be: forces are derivatives, also in validation.")
+    own = options.pop("callbacks", None) or []
+    plugins = options.pop("plugins", None) or []
+    defaults = {
+        "default_root_dir": str(folder),
+        "logger": False,
+        "num_sanity_val_steps": 0,
+        "enable_model_summary": False,
+        "log_every_n_steps": 10,
+    }
+    trainer = L.Trainer(
+        **{**defaults, **options},
+        inference_mode=False,
+        callbacks=[*callbacks, *(own if isinstance(own, list) else [own])],
+        plugins=[AtomicCheckpointIO(), *(plugins if isinstance(plugins, list) else [plugins])],
+    )
+    if trainer.world_size > 1:
+        raise ForgefieldError(
+            f"The trainer section asks for {trainer.world_size} processes; this version trains on one device. "
+            "Set trainer.devices=1 and trainer.num_nodes=1."
+        )
+    if not has_val and training.scheduler is not None and training.monitor.startswith("val/"):
+        raise ForgefieldError(
+            f"training.monitor={training.monitor} needs validation frames; give data.val or monitor train/loss."
+        )
+    return trainer
+
+
+def early_stopping(options: Any, monitor: str) -> EarlyStopping | None:
+    if options is None:
+        return None
+    monitor = options.monitor or monitor
+    return EarlyStopping(monitor, patience=options.patience, min_delta=options.min_delta, mode="min", check_finite=True)
+
+
+def user_callbacks(specs: Any) -> list[Callback]:
+    """The config's `callbacks`: import paths, or {name: path, argument: value}."""
+    specs = OmegaConf.to_container(specs, resolve=True) if OmegaConf.is_config(specs) else specs
+    built = [_build(spec, "callbacks") for spec in specs or []]
+    for item in built:
+        if not isinstance(item, Callback):
+            raise ForgefieldError(f"callbacks: {type(item).__name__} is not a Lightning callback.")
+    return built
+
+
+def _build(value: Any, where: str) -> Any:
+    """An object from {name: import.path, argument: value}; an import path in `callbacks`; anything else as it is."""
+    if isinstance(value, list):
+        return [_build(item, where) for item in value]
+    if isinstance(value, str) and where.endswith("callbacks"):
+        value = {"name": value}
+    if not isinstance(value, dict):
+        return value
+    if "name" not in value:
+        raise ForgefieldError(f"{where}: an object is described by {{name: import.path, argument: value}}; name is missing.")
+    arguments = {key: item for key, item in value.items() if key != "name"}
+    factory = import_path(value["name"])
+    check_signature(factory, arguments, where=where)
+    return factory(**arguments)
+
+
+def _agree(options: dict[str, Any], key: str, ours: Any, name: str) -> None:
+    theirs = options.get(key)
+    if ours is None:
+        return
+    if theirs is not None and theirs != ours:
+        raise ForgefieldError(f"{name}={ours} and trainer.{key}={theirs} contradict each other; keep one.")
+    options[key] = ours
+
+
+def seconds_text(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))

@@ -1,0 +1,39 @@
+"""Every example in docs/config.md is a config that loads, and the page names every section and resolver."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from forgefield.config import schema
+from forgefield.config.loading import load_config
+from forgefield.config.resolvers import RESOLVERS
+
+PAGE = (Path(__file__).parents[2] / "docs" / "config.md").read_text(encoding="utf-8")
+EXAMPLES = re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.DOTALL)
+OVERRIDES = [word.strip("'") for word in re.findall(r"^\| `(.*?)` \|", PAGE, flags=re.MULTILINE) if "${" not in word]
+
+
+@pytest.mark.parametrize("number", range(len(EXAMPLES)))
+def test_example_loads(folder, number):
+    (folder / "model").mkdir()
+    (folder / "model" / "small.yaml").write_text("name: nequip\npreset: S\n")
+    (folder / "my.yaml").write_text(EXAMPLES[number])
+    config = load_config("my.yaml")
+    assert config.data.train is not None
+
+
+def test_overrides_of_the_table_work_on_the_first_example(folder):
+    assert len(OVERRIDES) == 8
+    (folder / "my.yaml").write_text(EXAMPLES[0].replace("task:\n", "task:\n  stress: {}\n"))
+    for override in OVERRIDES:
+        load_config("my.yaml", [override])
+
+
+def test_the_page_names_every_section_and_resolver():
+    assert len(EXAMPLES) >= 8
+    for field in dataclasses.fields(schema.RunOptions):
+        assert f"`{field.name}`" in PAGE
+    for resolver in RESOLVERS:
+        assert resolver in PAGE

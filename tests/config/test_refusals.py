@@ -1,0 +1,236 @@
+"""Law 5, no option is ignored: every refusal names the place, the key and what would be right."""
+
+import pytest
+
+from forgefield.config.loading import load_config
+from forgefield.errors import ForgefieldError
+
+DATA = "data: {train: a.xyz}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("training:\n  lrr: 1", "my.yaml, line 2: unknown key 'training.lrr'. Did you mean 'training.lr'?"),
+        ("trainig: {lr: 1}", "my.yaml, line 1: unknown key 'trainig'. Did you mean 'training'?"),
+        (
+            "task:\n  energy:\n    weigth: 1",
+            "my.yaml, line 3: unknown key 'task.energy.weigth'. Did you mean 'task.energy.weight'?",
+        ),
+        ("data:\n  batch_size: 4", "my.yaml, line 2: unknown key 'data.batch_size'. Did you mean 'data.batch.frames'?"),
+        ("training: {cutoff: 4}", "my.yaml, line 1: unknown key 'training.cutoff'. Did you mean 'data.cutoff'?"),
+        (
+            "training: {max_epochs: 4}",
+            "my.yaml, line 1: unknown key 'training.max_epochs'. Did you mean 'trainer.max_epochs'?",
+        ),
+        (
+            "trainer:\n  max_epoch: 4",
+            "my.yaml, line 2: unknown key 'trainer.max_epoch'. Did you mean 'trainer.max_epochs'?",
+        ),
+        ("data: {batch: {zzzz: 1}}", "my.yaml, line 1: unknown key 'data.batch.zzzz'. 'data.batch' has: frames."),
+        ("data: {neighbors: vesin}", "unknown key 'data.neighbors'. Did you mean 'data.neighbours'?"),
+        ("hydra: {run: {dir: x}}", "my.yaml, line 1: 'hydra' settings have no effect in Forgefield; leave them out."),
+    ],
+)
+def test_unknown_keys_in_a_file(refused, text, sentence):
+    assert sentence in refused(text)
+
+
+def test_an_unused_variable_is_an_unknown_key(refused):
+    message = refused(DATA + "efective_batch: 32\n")
+    assert message.startswith("my.yaml, line 2: unknown key 'efective_batch'.")
+    assert "${efective_batch}" in message
+
+
+def test_a_mapping_is_no_variable(refused):
+    assert "unknown key 'dat'. Did you mean 'data'?" in refused("dat: {cutoff: 3}\nseed: ${dat.cutoff}\n")
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("training.lrr=1", "command line ('training.lrr=1'): unknown key 'training.lrr'. Did you mean 'training.lr'?"),
+        ("+training.lrr=1", "command line ('+training.lrr=1'): unknown key 'training.lrr'."),
+        ("++trainer.num_node=2", "unknown key 'trainer.num_node'. Did you mean 'trainer.num_nodes'?"),
+        ("effective_btch=3", "unknown key 'effective_btch'. Did you mean 'effective_batch'?"),
+        ("hydra.run.dir=x", "command line ('hydra.run.dir=x'): unknown key 'hydra.run.dir'."),
+        ("data.cutoff.x=1", "unknown key 'data.cutoff.x'. 'data.cutoff' has no keys below it."),
+        ("training.lr=fast", "command line ('training.lr=fast'): 'training.lr' is a number, not 'fast'."),
+        ("data.batch=8", "'data.batch' is a section with the keys frames, not 8."),
+        ("training.lr=1,2", "command line: 'training.lr=1,2' gives several values, and one run takes one"),
+        ("data.train=(", "command line: 'data.train=(' cannot be read as key=value"),
+        ("just_a_word", "command line: 'just_a_word' cannot be read as key=value"),
+        ("~training.ema", "the config does not give 'training.ema', so there is nothing to remove"),
+        ("+seed=1", "command line ('+seed=1'): Could not append to config. An item is already at 'seed'."),
+        ("model=big", "command line ('model=big'): 'model' is a section, not 'big'. Did you mean 'model.name=big'?"),
+        ("task.forces.weight=3", "the config has no 'task' section, so the data decides what is trained"),
+        ("data.train=", "command line ('data.train='): 'data.train' is the name of a file, folder or pattern"),
+    ],
+)
+def test_bad_overrides_say_that_they_come_from_the_command_line(refused, override, sentence):
+    message = refused(DATA + "effective_batch: 4\nseed: ${effective_batch}\n", override)
+    assert sentence in message
+    assert message.startswith("command line")
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("training: {lr: fast}", "my.yaml, line 1: 'training.lr' is a number, not 'fast'."),
+        ("training: {accumulate: 2.5}", "'training.accumulate' is a whole number, not 2.5."),
+        ("data: {shuffle: maybe}", "'data.shuffle' is true or false, not 'maybe'."),
+        ("data: {species: Cu}", "'data.species' is a list such as [H, O] or null, not 'Cu'."),
+        ("data: {species: [[H]]}", "'data.species' is a list such as [H, O] or null, not [['H']]."),
+        ("data: {cutoff: null}", "'data.cutoff' is a number, not null."),
+        ("training: 3", "'training' is a section with the keys lr, optimizer,"),
+        ("task: {energy: true}", "'task.energy' is a section with the keys weight, loss,"),
+        ("task: {forces: {species_weights: 3}}", "'task.forces.species_weights' is a mapping such as {H: 1.0, O: 2.0}"),
+        ("name: {a: 1}", "'name' is text or null, not {'a': 1}."),
+    ],
+)
+def test_wrong_types_say_what_is_expected(refused, text, sentence):
+    assert sentence in refused(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("training: {precision: float16}", "'training.precision' is float32 or float64, not 'float16'."),
+        ("training: {engine: fast}", "'training.engine' is eager, not 'fast'."),
+        ("training: {tensorboard: 3}", "'training.tensorboard' is 0, 1 or 2, not 3."),
+        ("data: {neighbours: matscpy}", "'data.neighbours' is auto, vesin or matscipy, not 'matscpy'. Did you mean"),
+        ("task: {forces: {loss: hubber}}", "is mse, mae, huber or an import path, not 'hubber'. Did you mean 'huber'?"),
+        ("data: {reference_energies: fitt}", "is auto, isolated, fit or none, not 'fitt'. Did you mean 'fit'?"),
+        ("data: {reference_energies: {H: high}}", "'data.reference_energies.H' is an energy in eV, not 'high'."),
+        ("training: {lr: 0}", "'training.lr' is a positive number, not 0.0."),
+        ("data: {cutoff: -5}", "'data.cutoff' is a positive number, not -5.0."),
+        ("training: {lr: .nan}", "'training.lr' is a positive number, not nan."),
+        ("training: {ema: 1.0}", "'training.ema' is a number between 0 and 1, or null for no average, not 1.0."),
+        ("data: {val: -3}", "'data.val' is a share of train (0.1), a number of frames (50) or a file, not -3."),
+        ("data: {val: 2.5}", "'data.val' is a share below 1, or a whole number of frames, not 2.5."),
+        ("data: {test: {index: a}}", "'data.test' is a share, a number, a file, or {indices: file-or-list}"),
+        ("data: {species: [H, H]}", "'data.species' is a list of different chemical symbols"),
+        ("name: a/b", "'name' is the name of a folder, without slashes (the place is 'out'), not 'a/b'."),
+        ("task: {}", "'task' trains nothing; give at least one of energy, forces, stress."),
+        ("task: {energy: null}", "'task' trains nothing"),
+        ("task: {energy: {weight: -1}}", "'task.energy.weight' is zero or positive, not -1.0."),
+        ("model: {preset: S}", "'model' needs a name, for example model: {name: nequip, preset: S}."),
+        ("model: nequip", "'model' is a section, not 'nequip'. Did you mean 'model.name=nequip'?"),
+        ("model: {name: 3}", "'model' needs a name"),
+        ("training: {optimizer: {lr: 1}}", "'training.optimizer' is a name, or a mapping such as {name: adamw,"),
+        ("callbacks: [{patience: 3}]", "'callbacks.0' is an import path, or {name: import.path, argument: value}"),
+        ("callbacks: my.Callback", "'callbacks' is a list, not 'my.Callback'."),
+        ("training: [1]", "'training' is a section with the keys lr, optimizer,"),
+        ("callbacks: {name: my.Callback}", "'callbacks' is a list, not {'name': 'my.Callback'}."),
+        ("trainer: [1]", "'trainer' is a section with what lightning.Trainer takes"),
+    ],
+)
+def test_values_without_meaning(refused, text, sentence):
+    message = refused(text)
+    assert sentence in message
+    assert message.startswith("my.yaml, line 1: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("forces: {per_atom: true}", "'task.forces.per_atom' does not apply to forces. Did you mean 'task.energy."),
+        ("stress: {per_atom: false}", "'task.stress.per_atom' does not apply to stress."),
+        ("energy: {species_weights: {H: 1}}", "'task.energy.species_weights' does not apply to energy. Did you mean"),
+        ("energy: {huber_delta: 0.1}", "'task.energy.huber_delta' applies to loss huber only"),
+    ],
+)
+def test_settings_of_a_target_that_do_not_apply(refused, text, sentence):
+    assert sentence in refused(f"task:\n  {text}")
+
+
+def test_inapplicable_settings_are_refused_in_mappings_and_overrides_too(refused):
+    with pytest.raises(ForgefieldError, match=r"task\.forces\.per_atom' does not apply"):
+        load_config({"task": {"forces": {"per_atom": False}}})
+    assert "does not apply" in refused("task: {forces: {}}", "task.forces={per_atom: true}")
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("data: [1, 2\nseed: 3", "my.yaml, line 2: this is not valid YAML: expected ',' or ']', but got ':'."),
+        ("data:\n\ttrain: a", "my.yaml, line 2: this is not valid YAML: found character '\\t'"),
+        ("seed: a: b", "my.yaml, line 1: this is not valid YAML: mapping values are not allowed here. Check the"),
+        ("training:\n  lr: 1\n  lr: 2", "my.yaml, line 3: 'training.lr' is given twice, first in line 2."),
+        ("data: {}\nseed: 1\ndata: {}", "my.yaml, line 3: 'data' is given twice, first in line 1."),
+        ("", "my.yaml is empty; `forgefield init DATA` writes a config to start from."),
+        ("# only a comment\n", "my.yaml is empty"),
+        ("- 1\n- 2", "my.yaml: a config is a mapping of sections (data: ..., training: ...), not a sequence."),
+        ("just words", "not a scalar."),
+        ("? [a, b]\n: 1", "my.yaml, line 1: a key must be a word, not a sequence."),
+    ],
+)
+def test_files_that_are_not_configs(refused, text, sentence):
+    assert sentence in refused(text)
+
+
+def test_files_that_are_not_there(folder):
+    (folder / "water.yaml").write_text(DATA)
+    (folder / "input.json").write_text("{}")
+    (folder / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    cases = {
+        "watr.yaml": r"config file watr\.yaml not found\. Did you mean 'water\.yaml'\?",
+        "nowhere/water.yaml": r"nowhere/water\.yaml not found: there is no folder nowhere",
+        "input.json": r"DeePMD-kit input files \(\.json\) are not read by this version",
+        "gone.json": r"DeePMD-kit input files \(\.json\) are not read by this version",
+        "binary.yaml": "is not a text file in UTF-8",
+        ".": "is a folder, not a config file",
+    }
+    for path, pattern in cases.items():
+        with pytest.raises(ForgefieldError, match=pattern):
+            load_config(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (
+            "seed: ${sed}",
+            "my.yaml, line 1: 'seed' refers to 'sed', which the config does not have (did you mean 'seed'?)",
+        ),
+        (
+            "seed: ${oc.env:FORGEFIELD_NOT_SET}",
+            "'seed' needs the environment variable 'FORGEFIELD_NOT_SET', which is not",
+        ),
+        ("seed: ${int_dv:4,2}", "'seed' uses the unknown resolver 'int_dv' (did you mean 'int_div'?)"),
+        ("seed: ${int_div:4.5,2}", "my.yaml, line 1: 'seed' cannot be resolved: "),
+        ("seed: ${seed}", "'seed' cannot be resolved: Recursive interpolation"),
+        ("seed: ???", "'seed' is ???, a value that must be given."),
+        ("seed: ${", "my.yaml: "),
+    ],
+)
+def test_interpolations_that_lead_nowhere(refused, text, sentence):
+    assert sentence in refused(text)
+
+
+def test_division_of_fractions_says_so(refused):
+    assert "int_div takes whole numbers, not 4.5" in refused("seed: ${int_div:4.5,2}")
+
+
+def test_errors_in_files_of_a_defaults_list_name_that_file(refused, folder):
+    (folder / "training").mkdir()
+    (folder / "training" / "slow.yaml").write_text("ema: 0.5\nlrr: 1\n")
+    (folder / "training" / "twice.yaml").write_text("lr: 1\nlr: 2\n")
+    text = "defaults: [{training: slow}, _self_]\ndata: {train: a.xyz}\n"
+    assert "slow.yaml, line 2: unknown key 'training.lrr'. Did you mean 'training.lr'?" in refused(text)
+    assert "twice.yaml, line 2: 'lr' is given twice" in refused(text.replace("slow", "twice"))
+    assert "Could not find 'training/fast'" in refused(text.replace("slow", "fast"))
+
+
+def test_a_value_left_open_by_one_file_may_come_from_another_or_from_an_override(load, refused, folder):
+    (folder / "base.yaml").write_text("seed: ???\n")
+    assert load("defaults: [base, _self_]\nseed: 3\n").seed == 3
+    assert load("seed: ???\n", "seed=4").seed == 4
+    assert "base.yaml, line 1: 'seed' is ???, a value that must be given." in refused("defaults: [base]\nname: x\n")
+
+
+def test_the_file_that_counts_is_the_one_named(refused, folder):
+    (folder / "base.yaml").write_text("training: {lr: slow}\n")
+    text = "defaults: [base, _self_]\nname: x\ntraining: {lr: fast}\n"
+    assert refused(text).startswith("my.yaml, line 3: 'training.lr' is a number, not 'fast'")
+    assert refused(text.replace("[base, _self_]", "[_self_, base]")).startswith(f"{folder / 'base.yaml'}, line 1:")

@@ -1,0 +1,179 @@
+"""Batches hold exactly their frames, whoever their batch mates are; loaders repeat, resume and clean up."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forgefield.data.batch import batch_from_frames, collate, to_device
+from forgefield.data.dataset import GraphDataset
+from forgefield.data.sampling import FrameLoader, epoch_permutation
+from forgefield.data.species import SpeciesTable
+from forgefield.errors import ForgefieldError
+
+SPECIES = SpeciesTable(["H", "O", "Cu"])
+
+
+@pytest.fixture
+def dataset(make_frame):
+    rng = np.random.default_rng(0)
+    frames = [
+        make_frame([8, 1, 1], energy=1.0, forces=rng.normal(size=(3, 3))),
+        make_frame([1], energy=None, forces=None),  # no neighbours, no labels
+        make_frame([29, 29], energy=2.0, forces=None, stress=np.eye(3), cell=3 * np.eye(3), pbc=True, weight=2.5),
+        make_frame([8, 8, 1, 29], energy=4.0),
+        make_frame([1, 1], energy=5.0),
+    ]
+    return GraphDataset(frames, SPECIES, cutoff=4.0)
+
+
+def edge_lengths(batch):
+    j, i = batch["edge_index"]
+    images = torch.einsum("es,esd->ed", batch["edge_shift"], batch["cell"][batch["frame"][i]])
+    return (batch["positions"][j] + images - batch["positions"][i]).norm(dim=1)
+
+
+def test_a_batch_is_its_frames_one_after_the_other(dataset):
+    batch = collate([dataset[i] for i in range(5)])
+    assert batch["n_atoms"].tolist() == [3, 1, 2, 4, 2]
+    assert batch["frame"].tolist() == [0, 0, 0, 1, 2, 2, 3, 3, 3, 3, 4, 4]
+    assert batch["species"].tolist() == [1, 0, 0, 0, 2, 2, 1, 1, 0, 2, 0, 0]
+    assert batch["frame_id"].tolist() == [0, 1, 2, 3, 4]
+    assert batch["weight"].tolist() == [1.0, 1.0, 2.5, 1.0, 1.0]
+    j, i = batch["edge_index"]
+    assert (i.diff() >= 0).all()
+    assert (batch["frame"][i] == batch["frame"][j]).all()
+    expected = torch.cat([edge_lengths(dataset[k]) for k in range(5)])
+    torch.testing.assert_close(edge_lengths(batch), expected, rtol=0, atol=1e-14)
+    assert (expected <= 4.0).all()
+    assert len(expected) == dataset.n_edges.sum()
+    assert {k: v.dtype for k, v in batch.items() if not v.is_floating_point()} == dict.fromkeys(
+        ("species", "frame", "n_atoms", "edge_index", "frame_id"), torch.int64
+    )
+    assert all(v.dtype == torch.float64 for v in batch.values() if v.is_floating_point())
+
+
+def test_a_missing_label_is_nan_and_never_zero(dataset):
+    batch = collate([dataset[i] for i in range(5)])
+    assert torch.isnan(batch["energy"]).tolist() == [False, True, False, False, False]
+    assert torch.isnan(batch["forces"]).all(1).tolist() == [False] * 3 + [True] * 3 + [False] * 6
+    assert torch.isnan(batch["stress"]).flatten(1).all(1).tolist() == [True, True, False, True, True]
+
+
+def test_collating_leaves_the_cached_frames_alone(dataset):
+    before = [{k: v.clone() for k, v in dataset[i].items()} for i in range(5)]
+    collate([dataset[4], dataset[0], dataset[4]])
+    for i, sample in enumerate(before):
+        for key, value in sample.items():
+            torch.testing.assert_close(dataset[i][key], value, rtol=0, atol=0, equal_nan=True)
+
+
+def test_frames_straight_to_a_batch_equal_the_dataset(dataset):
+    batch = to_device(batch_from_frames(dataset.frames, SPECIES, 4.0), "cpu")
+    for key, value in collate([dataset[i] for i in range(5)]).items():
+        torch.testing.assert_close(batch[key], value, rtol=0, atol=0, equal_nan=True)
+
+
+def test_neighbour_lists_are_built_once_and_progress_is_told(dataset):
+    calls = []
+    again = GraphDataset(dataset.frames, SPECIES, 4.0, progress=lambda done, total: calls.append((done, total)))
+    assert calls == [(i, 5) for i in range(1, 6)]
+    assert again[2]["edge_index"] is again[2]["edge_index"]
+
+
+def test_unknown_elements_and_coinciding_atoms_name_the_frame(make_frame):
+    gold = make_frame([79, 1], source="gold.xyz", index=3)
+    with pytest.raises(ForgefieldError, match=r"gold\.xyz, frame 3: it holds Au.*\(H, O, Cu\)"):
+        GraphDataset([gold], SPECIES, 4.0)
+    twice = make_frame([1, 1, 8], positions=[[0, 0, 0], [0, 0, 1], [0, 0, 1]], source="a.xyz", index=1)
+    with pytest.raises(ForgefieldError, match=r"a\.xyz, frame 1: atoms 1 and 2 are at the same place"):
+        GraphDataset([twice], SPECIES, 4.0)
+
+
+def test_species_tables_refuse_nonsense():
+    with pytest.raises(ForgefieldError, match=r"'Xx'.*not a chemical element"):
+        SpeciesTable(["Xx"])
+    with pytest.raises(ForgefieldError, match="twice"):
+        SpeciesTable(["H", "H"])
+    assert SPECIES.index(np.array([29, 1, 8])).tolist() == [2, 0, 1]
+
+
+@given(n=st.integers(1, 300), seed=st.integers(0, 2**40), epoch=st.integers(0, 10**6))
+def test_an_epoch_holds_every_frame_once_in_an_order_of_its_own(n, seed, epoch):
+    order = epoch_permutation(n, seed, epoch)
+    assert sorted(order.tolist()) == list(range(n))
+    np.testing.assert_array_equal(order, epoch_permutation(n, seed, epoch))
+    if n > 30:
+        assert (order != epoch_permutation(n, seed, epoch + 1)).any()
+        assert (order != epoch_permutation(n, seed + 1, epoch)).any()
+
+
+def test_the_order_never_changes_between_versions():
+    assert epoch_permutation(8, 1, 2).tolist() == [7, 1, 3, 0, 4, 2, 6, 5]
+
+
+def ids(loader):
+    return [batch["frame_id"].tolist() for batch in loader]
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_loader_serves_the_permutation_in_batches(dataset, ahead):
+    loader = FrameLoader(dataset, 2, shuffle=True, seed=4, ahead=ahead)
+    loader.set_epoch(3)
+    order = epoch_permutation(5, 4, 3).tolist()
+    assert ids(loader) == [order[:2], order[2:4], order[4:]]
+    assert len(loader) == 3
+    assert ids(FrameLoader(dataset, 5, ahead=ahead)) == [[0, 1, 2, 3, 4]]
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("start", [0, 1, 2, 3])
+def test_starting_inside_an_epoch_gives_the_rest_of_it_once(dataset, start, ahead):
+    loader = FrameLoader(dataset, 2, shuffle=True, seed=4, ahead=ahead)
+    whole = ids(loader)
+    loader.start_at(start)
+    assert ids(loader) == whole[start:]
+    assert ids(loader) == whole
+    with pytest.raises(ValueError, match="cannot start at batch 4"):
+        loader.start_at(4)
+
+
+def collate_threads():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("forgefield-collate")]
+
+
+def test_leaving_a_loop_early_leaves_no_thread(dataset):
+    loader = FrameLoader(dataset, 1)
+    for _ in loader:
+        assert len(collate_threads()) == 1
+        break
+    assert collate_threads() == []
+    iterator = iter(loader)
+    next(iterator)
+    del iterator
+    assert collate_threads() == []
+
+
+def test_an_error_in_the_thread_reaches_the_consumer_and_leaves_no_thread(dataset):
+    class Broken(GraphDataset):
+        def __getitem__(self, i):
+            if i == 2:
+                raise RuntimeError("frame 2 is broken")
+            return super().__getitem__(i)
+
+    loader = FrameLoader(Broken(dataset.frames, SPECIES, 4.0), 1)
+    seen = []
+    with pytest.raises(RuntimeError, match="frame 2 is broken"):
+        seen.extend(batch["frame_id"].item() for batch in loader)
+    assert seen == [0, 1]
+    assert collate_threads() == []
+
+
+def test_a_batch_of_nothing_is_refused(dataset):
+    with pytest.raises(ForgefieldError, match=r"data\.batch\.frames"):
+        FrameLoader(dataset, 0)

@@ -1,0 +1,60 @@
+"""Small real data and small configs that many tests share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import ase.io
+import numpy as np
+from ase import Atoms
+from ase.build import bulk
+from ase.calculators.emt import EMT
+from ase.calculators.singlepoint import SinglePointCalculator
+
+SHARED_DATA = Path(__file__).parents[1].parent / "shared" / "data"
+"""Real data sets that may lie beside the checkout; tests that need them skip where they do not."""
+
+
+def emt_frames(n: int, seed: int, symbols: tuple[str, ...] = ("Cu", "Au")) -> list[Atoms]:
+    """Rattled, strained fcc cells of 4 or 8 atoms with EMT energies, forces and stress."""
+    rng = np.random.default_rng(seed)
+    frames = []
+    for _ in range(n):
+        atoms = bulk("Cu", cubic=True, a=3.8 + 0.2 * rng.random()) * ((2, 1, 1) if rng.random() < 0.5 else (1, 1, 1))
+        atoms.symbols[:] = rng.choice(symbols, size=len(atoms))
+        atoms.set_cell(atoms.cell.array @ (np.eye(3) + 0.02 * rng.standard_normal((3, 3))), scale_atoms=True)
+        atoms.positions += 0.1 * rng.standard_normal(atoms.positions.shape)
+        atoms.calc = EMT()
+        results = {"energy": atoms.get_potential_energy(), "forces": atoms.get_forces(), "stress": atoms.get_stress()}
+        atoms.calc = SinglePointCalculator(atoms, **results)
+        frames.append(atoms)
+    return frames
+
+
+def write_emt(path: Path, n: int, seed: int = 0) -> Path:
+    ase.io.write(path, emt_frames(n, seed), format="extxyz")
+    return path
+
+
+def tiny_config(folder: Path, **changes: Any) -> dict[str, Any]:
+    """A config of a NequIP small enough to train for a few epochs within a second or two. changes: section -> keys."""
+    path = folder / "frames.extxyz"
+    if not path.exists():
+        write_emt(path, 14)
+    config: dict[str, Any] = {
+        "name": "tiny",
+        "out": str(folder / "runs"),
+        "seed": 3,
+        "data": {"train": str(path), "val": 4, "cutoff": 3.5, "batch": {"frames": 2}, "cache": False},
+        "model": {"name": "nequip", "num_layers": 2, "l_max": 1, "num_features": 4, "radial_mlp_width": 8},
+        "task": {"energy": {"weight": 1.0}, "forces": {"weight": 1.0}},
+        "training": {"lr": 0.01, "ema": 0.9, "tensorboard": 0},
+        "trainer": {"max_epochs": 3, "enable_progress_bar": False, "accelerator": "cpu"},
+    }
+    for section, values in changes.items():
+        if isinstance(values, dict) and isinstance(config.get(section), dict):
+            config[section] = {**config[section], **values}
+        else:
+            config[section] = values
+    return config

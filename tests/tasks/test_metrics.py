@@ -1,0 +1,57 @@
+"""Metrics are plain MAE and RMSE in physical units, whatever the batching and whatever the loss."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from ase import units as ase_units
+
+from forgefield.tasks.metrics import ErrorMetrics, unit_of
+from tests.tasks.test_task import SPECIES, random_batch
+
+TARGETS = ("energy", "forces", "stress")
+
+
+def test_errors_equal_a_plain_numpy_calculation():
+    batch, outputs = random_batch([3, 1, 4, 2], seed=5)
+    metrics = ErrorMetrics(TARGETS, SPECIES)
+    metrics.update(outputs, batch)
+    values = metrics.compute()
+    error = {name: (outputs[name].detach() - batch[name]).numpy() for name in TARGETS}
+    per_atom = error["energy"] / batch["n_atoms"].numpy()
+    assert values["energy_mae"] == pytest.approx(1000 * np.nanmean(np.abs(per_atom)), rel=1e-12)
+    assert values["energy_total_rmse"] == pytest.approx(1000 * np.sqrt(np.nanmean(error["energy"] ** 2)), rel=1e-12)
+    assert values["forces_rmse"] == pytest.approx(1000 * np.sqrt(np.nanmean(error["forces"] ** 2)), rel=1e-12)
+    assert values["stress_mae"] == pytest.approx(np.nanmean(np.abs(error["stress"])) / ase_units.GPa, rel=1e-6)
+    for index, symbol in enumerate(SPECIES):
+        mine = error["forces"][batch["species"].numpy() == index]
+        assert values[f"forces_mae/{symbol}"] == pytest.approx(1000 * np.nanmean(np.abs(mine)), rel=1e-12)
+
+
+def test_several_updates_equal_one():
+    a, b = random_batch([2, 3], seed=6), random_batch([1, 5, 2], seed=7)
+    both = ErrorMetrics(TARGETS, SPECIES)
+    for batch, outputs in (a, b):
+        both.update(outputs, batch)
+    one = ErrorMetrics(TARGETS, SPECIES)
+    joined = {key: torch.cat([a[0][key], b[0][key]]) for key in (*TARGETS, "n_atoms", "species")}
+    one.update({key: torch.cat([a[1][key], b[1][key]]) for key in TARGETS}, joined)
+    assert both.compute() == pytest.approx(one.compute(), rel=1e-12)
+
+
+def test_what_no_frame_is_labelled_for_is_absent_not_zero():
+    batch, outputs = random_batch([2, 2], seed=8, missing=0.0)
+    batch["stress"][:] = float("nan")
+    metrics = ErrorMetrics(TARGETS, SPECIES)
+    metrics.update(outputs, batch)
+    assert "stress_mae" not in metrics.compute()
+    assert "stress_mae" in metrics.names()
+
+
+@pytest.mark.parametrize(
+    ("metric", "unit"),
+    [("val/energy_mae", "meV/atom"), ("forces_rmse/Cu", "meV/A"), ("test/stress_mae", "GPa"), ("train/loss", "")],
+)
+def test_units_are_known_for_every_name(metric, unit):
+    assert unit_of(metric) == unit

@@ -1,0 +1,172 @@
+"""The loss is a weighted mean over existing labels, and sums add up to the same mean however frames are batched."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forgefield.config.schema import TargetOptions, TaskOptions
+from forgefield.errors import ForgefieldError
+from forgefield.tasks.task import Task, default_task, require_labels
+
+SPECIES = ("H", "O")
+NAN = float("nan")
+
+
+def random_batch(sizes: list[int], seed: int, missing: float = 0.3) -> tuple[dict, dict]:
+    """Labels with gaps, and predictions that require gradients."""
+    rng = torch.Generator().manual_seed(seed)
+    n_atoms, n_frames = sum(sizes), len(sizes)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=rng, dtype=torch.float64)
+
+    frame = torch.repeat_interleave(torch.arange(n_frames), torch.tensor(sizes))
+    drop = torch.rand(3, n_frames, generator=rng) < missing
+    batch = {
+        "n_atoms": torch.tensor(sizes),
+        "frame": frame,
+        "species": torch.randint(0, 2, (n_atoms,), generator=rng),
+        "weight": torch.rand(n_frames, generator=rng, dtype=torch.float64) + 0.5,
+        "energy": torch.where(drop[0], NAN, normal(n_frames)),
+        "forces": torch.where(drop[1][frame][:, None], NAN, normal(n_atoms, 3)),
+        "stress": torch.where(drop[2][:, None, None], NAN, normal(n_frames, 3, 3)),
+    }
+    outputs = {
+        "energy": normal(n_frames).requires_grad_(),
+        "forces": normal(n_atoms, 3).requires_grad_(),
+        "stress": normal(n_frames, 3, 3).requires_grad_(),
+    }
+    return batch, outputs
+
+
+def obvious_loss(batch: dict, outputs: dict, weights: dict, species_weights: dict) -> float:
+    """The definition, with loops over single numbers."""
+    total = 0.0
+    for name, weight in weights.items():
+        numerator = denominator = 0.0
+        label, prediction = batch[name].numpy(), outputs[name].detach().numpy()
+        for row in range(len(label)):
+            frame = int(batch["frame"][row]) if name == "forces" else row
+            w = float(batch["weight"][frame])
+            if name == "forces":
+                w *= species_weights.get(SPECIES[int(batch["species"][row])], 1.0)
+            n = int(batch["n_atoms"][frame]) if name == "energy" else 1
+            for a, b in zip(np.ravel(label[row]), np.ravel(prediction[row])):
+                if not np.isnan(a):
+                    numerator += w * ((a - b) / n) ** 2
+                    denominator += w
+        total += weight * (numerator / denominator if denominator else 0.0)
+    return total
+
+
+def make_task() -> Task:
+    options = TaskOptions(
+        energy=TargetOptions(weight=2.0),
+        forces=TargetOptions(weight=3.0, species_weights={"O": 5.0}),
+        stress=TargetOptions(weight=0.5),
+    )
+    return Task(options, SPECIES)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.integers(0, 1000))
+def test_loss_is_the_weighted_mean_over_existing_labels(sizes, seed):
+    batch, outputs = random_batch(sizes, seed)
+    expected = obvious_loss(batch, outputs, {"energy": 2.0, "forces": 3.0, "stress": 0.5}, {"O": 5.0})
+    assert float(make_task().loss(outputs, batch).total) == pytest.approx(expected, rel=1e-12, abs=1e-14)
+
+
+def test_missing_labels_get_no_gradient_and_no_nan():
+    batch, outputs = random_batch([2, 3, 1], seed=0, missing=0.5)
+    batch["energy"][0] = NAN
+    make_task().loss(outputs, batch).total.backward()
+    for name in ("energy", "forces", "stress"):
+        gradient = outputs[name].grad
+        assert torch.isfinite(gradient).all()
+        assert (gradient[batch[name].isnan()] == 0).all()
+        assert (gradient[~batch[name].isnan()] != 0).all()
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.integers(1, 4), min_size=2, max_size=6), st.integers(0, 100))
+def test_added_sums_of_single_frames_give_the_loss_of_the_whole_batch(sizes, seed):
+    """What makes epoch averages exact, and parallel training equal to serial training."""
+    task = make_task()
+    batch, outputs = random_batch(sizes, seed)
+    whole = task.loss(outputs, batch)
+    sums, counts = torch.zeros(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
+    for i in range(len(sizes)):
+        atoms = batch["frame"] == i
+        pick = {
+            key: value[atoms] if key in ("frame", "species", "forces") else value[i : i + 1]
+            for key, value in batch.items()
+        }
+        pick["frame"] = torch.zeros(sizes[i], dtype=torch.int64)
+        part = task.loss(
+            {key: value[atoms] if key == "forces" else value[i : i + 1] for key, value in outputs.items()}, pick
+        )
+        sums, counts = sums + part.sums, counts + part.counts
+    assert float(task.combine(sums, counts)) == pytest.approx(float(whole.total), rel=1e-12, abs=1e-14)
+
+
+def test_total_energy_loss_differs_from_per_atom_by_the_square_of_the_size():
+    batch, outputs = random_batch([4, 4], seed=1, missing=0.0)
+    per_atom = Task(TaskOptions(energy=TargetOptions(per_atom=True)), SPECIES).loss(outputs, batch).total
+    total = Task(TaskOptions(energy=TargetOptions(per_atom=False)), SPECIES).loss(outputs, batch).total
+    assert float(total) == pytest.approx(16 * float(per_atom), rel=1e-12)
+
+
+def test_huber_is_quadratic_inside_and_linear_outside():
+    batch, outputs = random_batch([1, 1], seed=2, missing=0.0)
+    batch["weight"][:] = 1.0
+    outputs["energy"] = batch["energy"] + torch.tensor([0.05, -3.0], dtype=torch.float64)
+    task = Task(TaskOptions(energy=TargetOptions(loss="huber", huber_delta=0.1)), SPECIES)
+    expected = (0.5 * 0.05**2 + 0.1 * (3.0 - 0.05)) / 2
+    assert float(task.loss(outputs, batch).total) == pytest.approx(expected, rel=1e-12)
+
+
+def fourth_power(prediction, target):
+    return (prediction - target) ** 4
+
+
+def test_own_loss_is_named_by_import_path():
+    batch, outputs = random_batch([1, 2], seed=3, missing=0.0)
+    batch["weight"][:] = 1.0
+    task = Task(TaskOptions(stress=TargetOptions(loss="tests.tasks.test_task.fourth_power")), SPECIES)
+    expected = ((outputs["stress"] - batch["stress"]) ** 4).mean()
+    assert float(task.loss(outputs, batch).total) == pytest.approx(float(expected), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (TaskOptions(), "no target is on"),
+        (TaskOptions(energy=TargetOptions(weight=0.0)), "every weight is zero"),
+        (TaskOptions(forces=TargetOptions(weight=-1.0)), r"task\.forces\.weight"),
+        (TaskOptions(forces=TargetOptions(species_weights={"Xe": 2.0})), "Xe"),
+        (TaskOptions(energy=TargetOptions(loss="msee")), r"task\.energy\.loss.*msee"),
+        (TaskOptions(energy=TargetOptions(loss="huber", huber_delta=0.0)), "huber_delta"),
+    ],
+)
+def test_impossible_tasks_are_refused_with_the_setting_named(options, message):
+    with pytest.raises(ForgefieldError, match=message):
+        Task(options, SPECIES)
+
+
+def test_default_task_follows_the_labels():
+    both = default_task({"energy": 3, "forces": 2, "stress": 1})
+    assert both.energy is not None
+    assert both.forces is not None
+    assert both.stress is None
+    assert default_task({"energy": 3, "forces": 0}).forces is None
+    with pytest.raises(ForgefieldError, match="neither energies nor forces"):
+        default_task({"energy": 0, "forces": 0})
+
+
+def test_a_target_without_labels_is_refused():
+    with pytest.raises(ForgefieldError, match=r"task\.stress is on"):
+        require_labels(make_task(), {"energy": 1, "forces": 1, "stress": 0}, "training")

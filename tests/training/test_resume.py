@@ -1,0 +1,233 @@
+"""Law 2: a run that was interrupted and continued ends bit for bit as one that was not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from forgefield.api import load_run, run_exists, train
+from forgefield.errors import ForgefieldError
+from forgefield.training.checkpoint import list_checkpoints, load_checkpoint
+from tests.helpers import tiny_config
+from tests.training.interrupting import Interrupted
+
+END = "tests.training.interrupting.EndAt"
+
+
+def leaves(value, path=""):
+    """Every number, string and tensor inside nested containers, with its place."""
+    if isinstance(value, dict):
+        for key in value:
+            yield from leaves(value[key], f"{path}/{key}")
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from leaves(item, f"{path}/{index}")
+    else:
+        yield path, value
+
+
+def assert_same_run(a: Path, b: Path) -> None:
+    """Weights, EMA, optimiser, schedulers, random state, loops and metrics are equal to the last bit."""
+    last_a, last_b = list_checkpoints(a / "checkpoints")[0], list_checkpoints(b / "checkpoints")[0]
+    assert last_a.name == last_b.name
+    first, second = dict(leaves(load_checkpoint(last_a))), dict(leaves(load_checkpoint(last_b)))
+    assert first.keys() == second.keys()
+    for place, value in first.items():
+        if "_batches_that_stepped" in place or "val_loop" in place:
+            continue  # Lightning's own tally for its loggers and of validation restarts; nothing of ours reads them
+        same = torch.equal(value, second[place]) if isinstance(value, torch.Tensor) else value == second[place]
+        assert same, f"{place}: {value} != {second[place]}"
+    for name in ("metrics.csv", "metrics.jsonl", "checkpoints/best.safetensors", "checkpoints/last.safetensors"):
+        assert (a / name).read_bytes() == (b / name).read_bytes(), name
+
+
+def interrupted_run(config: dict, steps: list[int], monkeypatch) -> Path:
+    """Train, crash at each of the steps, continue each time by the same call."""
+    monkeypatch.setenv("END_HOW", "raise")
+    for step in steps:
+        monkeypatch.setenv("END_AT", str(step))
+        with pytest.raises(Interrupted):
+            train(config)
+    monkeypatch.setenv("END_AT", "-1")
+    return train(config).path
+
+
+VARIANTS = {
+    "epoch checkpoints": {},
+    "checkpoints inside an epoch": {"training": {"checkpoint": {"every_epochs": None, "every_steps": 2}, "ema": 0.9}},
+    "no average": {"training": {"ema": None, "checkpoint": {"every_steps": 3}}},
+    "plateau scheduler": {
+        "training": {
+            "scheduler": {"name": "plateau", "patience": 0, "factor": 0.5, "threshold": 0.5},
+            "checkpoint": {"every_steps": 2},
+        }
+    },
+    "step scheduler": {
+        "training": {
+            "scheduler": {"name": "CosineAnnealingLR", "T_max": 13, "interval": "step"},
+            "checkpoint": {"every_steps": 2},
+        }
+    },
+    "accumulation and clipping": {
+        "training": {"accumulate": 2, "clip_norm": 0.1, "optimizer": {"name": "sgd", "momentum": 0.9}, "lr": 1e-3},
+        "trainer": {"max_epochs": 4, "enable_progress_bar": False, "accelerator": "cpu"},
+    },
+    "validation inside the epoch": {
+        "trainer": {"max_epochs": 3, "val_check_interval": 2, "enable_progress_bar": False, "accelerator": "cpu"},
+        "training": {"checkpoint": {"every_steps": 1, "keep": 3}},
+    },
+    "rare validation, early stopping": {
+        "trainer": {
+            "max_epochs": 6,
+            "check_val_every_n_epoch": 2,
+            "enable_progress_bar": False,
+            "accelerator": "cpu",
+        },
+        "training": {"early_stopping": {"patience": 1, "min_delta": 1e9}, "checkpoint": {"every_steps": 2}},
+    },
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_interrupted_run_equals_uninterrupted_run(variant, tmp_path, monkeypatch):
+    changes = {"callbacks": [END], **VARIANTS[variant]}
+    config = tiny_config(tmp_path, **changes)
+    config["training"] = {**tiny_config(tmp_path)["training"], **changes.get("training", {})}
+    monkeypatch.setenv("END_AT", "-1")
+    straight = train({**config, "name": "straight"}).path
+    again = interrupted_run({**config, "name": "again"}, [3, 7], monkeypatch)
+    assert_same_run(straight, again)
+
+
+def run_command(config: Path, folder: Path, *extra: str, **environment: str) -> subprocess.CompletedProcess:
+    root = Path(__file__).parents[2]
+    return subprocess.run(
+        [sys.executable, "-m", "forgefield", "train", str(config), *extra],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+
+
+def write_config(path: Path, config: dict) -> Path:
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def test_killed_with_signal_9_and_continued_by_the_same_command(tmp_path):
+    """Real processes, real kill -9, in the middle of an epoch and of a later one."""
+    changes = {"callbacks": [END], "training": {"ema": 0.9, "tensorboard": 0, "checkpoint": {"every_steps": 2}}}
+    config = write_config(tmp_path / "again.yaml", tiny_config(tmp_path, **changes, name="again"))
+    for step in ("4", "8"):
+        killed = run_command(config, tmp_path, END_AT=step, END_HOW="kill")
+        assert killed.returncode == -signal.SIGKILL, killed.stderr
+    continued = run_command(config, tmp_path)
+    assert continued.returncode == 0, continued.stderr
+    assert "Continuing run again after step 6" in continued.stdout
+    straight = write_config(tmp_path / "straight.yaml", tiny_config(tmp_path, **changes, name="straight"))
+    assert run_command(straight, tmp_path).returncode == 0
+    assert_same_run(tmp_path / "runs" / "straight", tmp_path / "runs" / "again")
+
+
+def test_sigterm_saves_and_stops_and_nothing_is_lost(tmp_path):
+    changes = {"callbacks": [END], "training": {"ema": 0.9, "tensorboard": 0, "checkpoint": {"every_epochs": 100}}}
+    config = write_config(tmp_path / "again.yaml", tiny_config(tmp_path, **changes, name="again"))
+    stopped = run_command(config, tmp_path, END_AT="7", END_HOW="term")
+    assert stopped.returncode == 128 + signal.SIGTERM, stopped.stderr
+    assert "Stopped after step 7: SIGTERM was received. Run the same command to go on." in stopped.stdout
+    continued = run_command(config, tmp_path)
+    assert "Continuing run again after step 7" in continued.stdout
+    straight = write_config(tmp_path / "straight.yaml", tiny_config(tmp_path, **changes, name="straight"))
+    assert run_command(straight, tmp_path).returncode == 0
+    assert_same_run(tmp_path / "runs" / "straight", tmp_path / "runs" / "again")
+
+
+def test_max_time_saves_and_stops_cleanly(tmp_path, capsys):
+    config = tiny_config(tmp_path)
+    config["trainer"] = {**config["trainer"], "max_epochs": 100000, "max_time": {"seconds": 1}}
+    run = train(config)
+    assert run.info["status"] == "stopped"
+    assert "trainer.max_time is over" in capsys.readouterr().out
+    steps = int(list_checkpoints(run.checkpoints)[0].stem.split("-")[1])
+    assert steps > 0
+    config["trainer"]["max_time"] = {"seconds": 2}
+    train(config)
+    assert int(list_checkpoints(run.checkpoints)[0].stem.split("-")[1]) > steps
+
+
+def test_more_epochs_later_equal_more_epochs_at_once(tmp_path):
+    config = tiny_config(tmp_path)
+    config["trainer"]["max_epochs"] = 2
+    train({**config, "name": "again"})
+    longer = {**config, "trainer": {**config["trainer"], "max_epochs": 4}}
+    assert_same_run(train({**longer, "name": "straight"}).path, train({**longer, "name": "again"}).path)
+
+
+def test_a_complete_run_is_not_trained_again_and_fresh_keeps_the_old_one(tmp_path, capsys):
+    config = tiny_config(tmp_path)
+    run = train(config)
+    before = (run.path / "metrics.csv").read_bytes()
+    train(config)
+    assert "is complete (15 steps)" in capsys.readouterr().out
+    assert (run.path / "metrics.csv").read_bytes() == before
+    train(config, fresh=True)
+    kept = run.path.with_name("tiny.before-1")
+    assert (kept / "metrics.csv").read_bytes() == before
+    assert (run.path / "metrics.csv").read_bytes() == before  # same seed, same training
+
+
+def test_run_exists_and_load_run(tmp_path):
+    config = tiny_config(tmp_path)
+    assert not run_exists("tiny", out=tmp_path / "runs")
+    train(config)
+    assert run_exists("tiny", out=tmp_path / "runs")
+    run = load_run("tiny", out=tmp_path / "runs")
+    assert [row["epoch"] for row in run.metrics()] == [0, 1, 2]
+    assert run.species == ("Cu", "Au")
+    with pytest.raises(ForgefieldError, match="no run 'tniy'.*tiny"):
+        load_run("tniy", out=tmp_path / "runs")
+
+
+def test_changed_meaning_is_refused_with_a_diff_and_changed_limits_are_not(tmp_path, capsys):
+    config = tiny_config(tmp_path)
+    train(config)
+    with pytest.raises(ForgefieldError, match=r"training\.lr.*0\.01.*0\.02"):
+        train(config, "training.lr=0.02")
+    train(config, "trainer.max_epochs=4")
+    assert "trainer.max_epochs" in capsys.readouterr().out
+
+
+def test_changed_data_is_refused(tmp_path):
+    config = tiny_config(tmp_path)
+    train(config)
+    path = Path(config["data"]["train"])
+    lines = path.read_text().splitlines(keepends=True)
+    words = lines[2].split()
+    lines[2] = lines[2].replace(words[1], f"{float(words[1]) + 1e-3:.8f}", 1)
+    path.write_text("".join(lines))
+    with pytest.raises(ForgefieldError, match="not the data it was started with"):
+        train(config, "trainer.max_epochs=4")
+
+
+def test_two_processes_cannot_train_in_one_folder(tmp_path, monkeypatch):
+    config = tiny_config(tmp_path, callbacks=["tests.training.test_resume.TrainsTheSameRun"])
+    monkeypatch.setenv("NESTED_CONFIG", yaml.safe_dump(config))
+    train(config)
+
+
+from lightning.pytorch.callbacks import Callback  # noqa: E402
+
+
+class TrainsTheSameRun(Callback):
+    def on_train_start(self, trainer, pl_module) -> None:
+        with pytest.raises(ForgefieldError, match="Another process is training"):
+            train(yaml.safe_load(os.environ["NESTED_CONFIG"]))

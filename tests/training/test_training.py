@@ -1,0 +1,241 @@
+"""A training does what its config says: it learns, measures what it claims, and refuses what it cannot do."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import nn
+
+import forgefield
+from forgefield.api import load, load_run, test, train
+from forgefield.errors import ForgefieldError
+from tests.helpers import emt_frames, tiny_config, write_emt
+
+
+def with_trainer(config: dict, **options) -> dict:
+    return {**config, "trainer": {**config["trainer"], **options}}
+
+
+def with_training(config: dict, **options) -> dict:
+    return {**config, "training": {**config["training"], **options}}
+
+
+def test_training_learns(tmp_path):
+    run = train(with_trainer(tiny_config(tmp_path), max_epochs=40))
+    rows = run.metrics()
+    assert rows[-1]["val/forces_mae"] < 0.5 * rows[0]["val/forces_mae"]
+    assert rows[-1]["train/loss"] < 0.2 * rows[0]["train/loss"]
+
+
+def test_metrics_of_the_best_epoch_equal_a_plain_evaluation_of_the_deployed_model(tmp_path):
+    """What is logged during validation (average applied) is what the user gets from the calculator, frame by frame."""
+    config = tiny_config(tmp_path)
+    write_emt(tmp_path / "val.extxyz", 5, seed=1)
+    config["data"]["val"] = str(tmp_path / "val.extxyz")
+    run = train(config)
+    best = min(run.metrics(), key=lambda row: row["val/loss"])
+    energy_errors, force_errors = [], []
+    for atoms in emt_frames(5, seed=1):
+        reference = atoms.get_potential_energy(), atoms.get_forces()
+        atoms.calc = forgefield.Calculator(run.path)
+        energy_errors.append((atoms.get_potential_energy() - reference[0]) / len(atoms))
+        force_errors.append(np.ravel(atoms.get_forces() - reference[1]))
+    forces = np.concatenate(force_errors)
+    assert best["val/energy_mae"] == pytest.approx(1000 * np.mean(np.abs(energy_errors)), rel=1e-4)
+    assert best["val/forces_mae"] == pytest.approx(1000 * np.mean(np.abs(forces)), rel=1e-4)
+    assert best["val/forces_rmse"] == pytest.approx(1000 * np.sqrt(np.mean(forces**2)), rel=1e-4)
+
+
+def test_validation_metrics_do_not_depend_on_the_batch_size(tmp_path):
+    config = with_training(tiny_config(tmp_path), precision="float64")
+    one = {**config, "name": "one", "data": {**config["data"], "eval_batch": 1}}
+    all_at_once = {**config, "name": "all", "data": {**config["data"], "eval_batch": 4}}
+    for a, b in zip(train(one).metrics(), train(all_at_once).metrics()):
+        assert a == pytest.approx(b, rel=1e-10)
+
+
+def test_files_of_a_run(tmp_path):
+    run = train(with_training(tiny_config(tmp_path), tensorboard=2))
+    rows = list(csv.DictReader((run.path / "metrics.csv").open()))
+    assert [(row["epoch"], row["step"]) for row in rows] == [("0", "5"), ("1", "10"), ("2", "15")]
+    for csv_row, json_row in zip(rows, run.metrics()):
+        assert {key: float(value) for key, value in csv_row.items()} == json_row
+    timing = list(csv.DictReader((run.path / "timing.csv").open()))
+    assert all(float(row["atoms_per_second"]) > 0 for row in timing)
+    assert run.info["status"] == "finished"
+    assert (run.path / "report.html").stat().st_size > 10_000
+    assert "tiny" in (run.path / "log.txt").read_text()
+    assert forgefield.load_run(run.path).config.training.lr == 0.01
+
+
+def test_tensorboard_levels(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    tags = {}
+    for level in (0, 1, 2):
+        config = {**with_training(tiny_config(tmp_path), tensorboard=level), "name": f"level{level}"}
+        folder = train(config).path / "tensorboard"
+        if level == 0:
+            assert not folder.exists()
+            continue
+        events = EventAccumulator(str(folder))
+        events.Reload()
+        tags[level] = events.Tags()
+        assert [event.step for event in events.Scalars("val/forces_mae")] == [5, 10, 15]
+    assert "step/loss" in tags[1]["scalars"]
+    assert not tags[1]["histograms"]
+    assert any(tag.startswith("weights/") for tag in tags[2]["histograms"])
+    assert any(tag.startswith("gradients/") for tag in tags[2]["histograms"])
+
+
+def test_errors_on_the_test_set_are_written_and_repeatable(tmp_path):
+    config = tiny_config(tmp_path)
+    config["data"]["test"] = 3
+    run = train(config)
+    stored = json.loads((run.path / "test.json").read_text())
+    assert stored["frames"] == 3
+    write_emt(tmp_path / "other.extxyz", 4, seed=9)
+    first = test(run, str(tmp_path / "other.extxyz"))
+    assert first == test(run.path, str(tmp_path / "other.extxyz"))
+    assert first.keys() >= {"energy_mae", "forces_mae", "forces_rmse/Cu", "stress_mae"}
+    assert json.loads((run.path / "test.json").read_text())["errors"] == first
+
+
+def test_stress_is_trained_when_asked(tmp_path):
+    task = {"energy": {}, "forces": {}, "stress": {"weight": 1000.0}}
+    run = train(with_trainer({**tiny_config(tmp_path), "task": task}, max_epochs=15))
+    rows = run.metrics()
+    assert rows[-1]["val/stress_mae"] < rows[0]["val/stress_mae"]
+
+
+def test_a_target_that_no_frame_has_is_refused(tmp_path):
+    config = tiny_config(tmp_path, task={"energy": {}, "stress": {}})
+    config["data"]["labels"] = {"stress": "none", "virial": "none"}
+    with pytest.raises(ForgefieldError, match=r"task\.stress is on, but no training frame carries stress"):
+        train(config)
+
+
+def test_without_validation_frames_the_training_loss_picks_the_best(tmp_path, capsys):
+    config = tiny_config(tmp_path)
+    config["data"]["val"] = 0
+    run = train(config)
+    assert "no validation frames" in capsys.readouterr().out
+    assert "val/loss" not in run.metrics()[0]
+    load(run)
+
+
+def test_early_stopping_stops(tmp_path):
+    config = with_training(tiny_config(tmp_path), early_stopping={"patience": 2, "min_delta": 1e9})
+    run = train(with_trainer(config, max_epochs=50))
+    assert len(run.metrics()) == 3
+
+
+def test_fast_dev_run_leaves_the_run_alone(tmp_path):
+    config = tiny_config(tmp_path)
+    run = train(config)
+    before = (run.path / "metrics.csv").read_bytes()
+    quick = train(with_trainer(config, fast_dev_run=True))
+    assert quick.path.name == "tiny-dev"
+    assert (run.path / "metrics.csv").read_bytes() == before
+
+
+def test_overfit_batches_drives_one_batch_down(tmp_path):
+    config = with_trainer(tiny_config(tmp_path), overfit_batches=1, max_epochs=60)
+    rows = train(config).metrics()
+    assert rows[-1]["train/forces_mae"] < 0.3 * rows[0]["train/forces_mae"]
+
+
+class Springs(nn.Module):
+    """A user's own potential: a spring of one trainable stiffness between neighbours."""
+
+    def __init__(self, species, cutoff, stiffness: float = 0.1) -> None:
+        super().__init__()
+        self.species, self.cutoff = species, cutoff
+        self.stiffness = nn.Parameter(torch.tensor(stiffness, dtype=torch.float64))
+
+    def forward(self, batch):
+        length = batch["edge_vectors"].norm(dim=1)
+        pair = 0.5 * self.stiffness * (self.cutoff - length) ** 2
+        return torch.zeros(len(batch["species"]), dtype=torch.float64).index_add(0, batch["edge_index"][1], pair)
+
+
+def test_own_model_by_import_path(tmp_path):
+    config = {**tiny_config(tmp_path), "model": {"name": "tests.training.test_training.Springs", "stiffness": 0.2}}
+    run = train(config)
+    assert load(run).state_dict() is not None
+    assert load_run(run.path).info["model"]["stiffness"] == 0.2
+    with pytest.raises(ForgefieldError, match=r"model\.stifness.*stiffness"):
+        train({**config, "name": "x", "model": {"name": "tests.training.test_training.Springs", "stifness": 1.0}})
+
+
+class CountsSteps(Callback):
+    seen = 0
+
+    def __init__(self, start: int) -> None:
+        CountsSteps.seen = start
+
+    def on_train_batch_end(self, *arguments) -> None:
+        CountsSteps.seen += 1
+
+
+def test_own_callback_by_import_path(tmp_path):
+    spec = {"name": "tests.training.test_training.CountsSteps", "start": 100}
+    train(tiny_config(tmp_path, callbacks=[spec]))
+    assert CountsSteps.seen == 115
+
+
+@pytest.mark.parametrize(
+    "optimizer", ["AdamW", {"name": "sgd", "momentum": 0.9, "nesterov": True}, "torch.optim.RAdam"]
+)
+def test_any_torch_optimiser(optimizer, tmp_path):
+    rows = train(with_training(tiny_config(tmp_path), optimizer=optimizer, lr=1e-3)).metrics()
+    assert all(math.isfinite(row["train/loss"]) for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("section", "change", "message"),
+    [
+        ("training", {"optimizer": "adamm"}, "no 'adamm'.*Adam"),
+        ("training", {"optimizer": {"name": "adam", "wieght_decay": 1}}, "wieght_decay.*weight_decay"),
+        ("training", {"scheduler": {"name": "StepLR", "step_size": 3, "interval": "hour"}}, "epoch or step"),
+        ("training", {"scheduler": "StepLR"}, "StepLR cannot be built.*step_size"),
+        ("trainer", {"max_epoch": 3}, r"trainer\.max_epoch.*max_epochs"),
+        ("trainer", {"precision": "bf16-mixed"}, r"training\.precision"),
+        ("trainer", {"devices": 2}, "one device"),
+        ("trainer", {"max_time": "soon"}, r"trainer\.max_time"),
+        ("trainer", {"gradient_clip_val": 1.0}, None),
+    ],
+)
+def test_impossible_settings_are_refused_before_training(section, change, message, tmp_path):
+    config = tiny_config(tmp_path)
+    config[section] = {**config[section], **change}
+    if message is None:
+        train(config)
+        return
+    with pytest.raises(ForgefieldError, match=message):
+        train(config)
+
+
+def test_contradicting_clipping_is_refused(tmp_path):
+    config = with_trainer(with_training(tiny_config(tmp_path), clip_norm=1.0), gradient_clip_val=2.0)
+    with pytest.raises(ForgefieldError, match="contradict"):
+        train(config)
+
+
+def test_a_diverging_training_stops_with_a_sentence_and_keeps_good_checkpoints(tmp_path):
+    config = with_training(tiny_config(tmp_path), lr=1e30, optimizer="sgd", checkpoint={"every_steps": 1})
+    with pytest.raises(ForgefieldError, match=r"training loss became (nan|inf).*training\.lr"):
+        train(config)
+
+
+def test_same_seed_same_bits_other_seed_other_model(tmp_path):
+    config = tiny_config(tmp_path)
+    a, b, c = (train({**config, "name": name, "seed": seed}) for name, seed in (("a", 1), ("b", 1), ("c", 2)))
+    assert (a.path / "metrics.csv").read_bytes() == (b.path / "metrics.csv").read_bytes()
+    assert (a.path / "metrics.csv").read_bytes() != (c.path / "metrics.csv").read_bytes()
