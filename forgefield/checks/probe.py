@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -88,7 +89,7 @@ def float64_copy(potential: Potential) -> Potential:
     return twin.eval()
 
 
-def edited(frame: Frame, **changes: np.ndarray) -> Frame:
+def edited(frame: Frame, **changes: Any) -> Frame:
     """The frame with other positions, numbers, cell or pbc, and no labels."""
     return replace(frame, energy=None, forces=None, stress=None, **changes)
 

@@ -10,8 +10,8 @@ from forgefield.config.nearest import did_you_mean
 from forgefield.errors import ForgefieldError
 
 CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
-READING = ("data.labels", "data.units", "data.eval_batch", "data.neighbours")
-"""Settings that say how a file is read; the overrides that testing and predicting take."""
+READING = ("data.labels", "data.units")
+"""Settings that say how a file is read."""
 
 
 def is_override(word: str) -> bool:
@@ -52,12 +52,13 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default=None, help="cpu, cuda, cuda:1, ... (default: cuda where there is one)")
 
 
-def add_overrides(parser: argparse.ArgumentParser) -> None:
+def add_overrides(parser: argparse.ArgumentParser, allowed: Sequence[str]) -> None:
+    """Trailing `key=value` words, of the settings that the verb uses."""
     parser.add_argument(
         "overrides",
         metavar="key=value",
         nargs="*",
-        help=f"how the file is read: {', '.join(READING)} (default: as in training)",
+        help=f"settings for this data: {', '.join(allowed)} (default: as in training)",
     )
 
 

@@ -99,7 +99,7 @@ def _from_config(args: argparse.Namespace, overrides: list[str]) -> tuple[Potent
     config = load_config(args.target, overrides)
     data = DataModule(config.data, seed=config.seed)
     data.prepare()
-    given = OmegaConf.to_container(config.model, resolve=True)
+    given: Any = OmegaConf.to_container(config.model, resolve=True)
     resolved = resolve_model(given, species=data.species.symbols, cutoff=config.data.cutoff, statistics=data.statistics)
     frames = data.train.frames
     if args.data is not None:

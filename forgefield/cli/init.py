@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "words",
         metavar="DATA | key=value",
         nargs="+",
-        help="files, folders or patterns to train on, and settings to write; data.labels and data.units say how to read",
+        help="files, folders or patterns to train on; settings to write, data.labels and data.units also to read",
     )
     parser.add_argument("-o", "--out", metavar="FILE", help="config to write (default: name of the data, .yaml)")
     parser.add_argument("--name", help="name of the run (default: name of the config)")

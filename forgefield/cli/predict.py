@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_arguments(parser)
     parser.add_argument("source", metavar="FILE", help="file, folder or pattern with structures; labels are not needed")
     parser.add_argument("-o", "--out", metavar="OUT", required=True, help="file to write (.extxyz, .traj, .db)")
-    add_overrides(parser)
+    add_overrides(parser, READING)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from forgefield.cli.arguments import READING, add_overrides, add_run_arguments, device_name, is_override, refuse_files
 
+TAKES = (*READING, "data.eval_batch", "data.neighbours")
+
 EXAMPLES = """\
 examples:
   forgefield test runs/water --data test.extxyz
@@ -21,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data", metavar="FILE", nargs="+", required=True, action="extend", help="files, folders or patterns"
     )
-    add_overrides(parser)
+    add_overrides(parser, TAKES)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -34,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     from forgefield.tasks.metrics import unit_of
 
     opened = Run.open(args.run)
-    options = override_config(opened.config, overrides, allowed=READING, verb="test").data if overrides else None
+    options = override_config(opened.config, overrides, allowed=TAKES, verb="test").data if overrides else None
     data = files[0] if len(files) == 1 else files
     errors = api.test(opened, data, options=options, which=args.which, device=device_name(args.device))
     width = max(map(len, errors), default=0)

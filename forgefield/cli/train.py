@@ -50,13 +50,11 @@ def config_and_overrides(args: argparse.Namespace) -> tuple[Path | None, list[st
     word, overrides = split_config(args.words)
     if args.name is not None:
         overrides.append(f"name={json.dumps(args.name)}")
-    if word is not None and args.config_name is not None:
-        raise ForgefieldError(f"the config is given twice: {word} and -cn {args.config_name}.")
-    name = word or args.config_name
+    name, folder = args.config_name, args.config_path
+    if word is not None and name is not None:
+        raise ForgefieldError(f"the config is given twice: {word} and -cn {name}.")
+    if folder is not None and name is None:
+        raise ForgefieldError("-cp names a folder; say which config in it with -cn NAME.")
     if name is None:
-        if args.config_path is not None:
-            raise ForgefieldError("-cp names a folder; say which config in it with -cn NAME.")
-        return None, overrides
-    if not name.endswith(CONFIG_SUFFIXES):
-        name += ".yaml"
-    return Path(args.config_path or "") / name, overrides
+        return (None if word is None else Path(word)), overrides
+    return Path(folder or "") / (name if name.endswith(CONFIG_SUFFIXES) else f"{name}.yaml"), overrides

@@ -36,7 +36,7 @@ from forgefield.config.resolvers import RESOLVERS, register_resolvers
 from forgefield.config.sources import Sources, first_line, read_text, read_yaml
 from forgefield.errors import ForgefieldError
 
-ENTRY, DEFAULTS, USER = "forgefield_entry", "forgefield_defaults", "forgefield_user"
+ENTRY, DEFAULTS, USER = "__forgefield_entry__", "__forgefield_defaults__", "__forgefield_user__"
 PRESETS = Path(__file__).parent / "presets"
 
 
@@ -131,7 +131,10 @@ def _compose(content: dict[str, Any], overrides: list[str], sources: Sources, fo
         loader = GlobalHydra.instance().config_loader()
         groups = [item for item in parsed if _is_group(loader, item)]
         try:
-            _note_files(loader, [item.input_line for item in groups], sources, folder)
+            if "defaults" in content or groups:
+                _note_files(loader, [item.input_line for item in groups], sources, folder)
+            elif sources.main is not None:
+                sources.add_text(read_text(sources.main), sources.main)
             refuse_lists(content, sources)
             if sources.given("hydra"):
                 raise ForgefieldError(
@@ -245,7 +248,7 @@ def _defaults(content: Mapping[str, Any], sources: Sources) -> dict[str, Any]:
     defaults["trainer"] = defaults["callbacks"] = None
     if content.get("model") is not None or sources.given("model") or sources.explicit("model.name"):
         defaults["model"] = None
-    return defaults
+    return {str(key): value for key, value in defaults.items()}
 
 
 @contextmanager

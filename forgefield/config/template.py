@@ -33,7 +33,7 @@ def commented_yaml(config: DictConfig, *, header: str = "", notes: Mapping[str, 
     for target, options in task.items():
         if options is not None:
             _drop_inapplicable(target, options)
-    return yaml_with_comments(plain, header=header, notes=notes)
+    return yaml_with_comments({str(key): value for key, value in plain.items()}, header=header, notes=notes)
 
 
 def yaml_with_comments(values: Mapping[str, Any], *, header: str = "", notes: Mapping[str, str] | None = None) -> str:

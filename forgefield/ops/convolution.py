@@ -20,8 +20,8 @@ from torch import Tensor
 from forgefield.ops.graph import EdgeGraph, GradientSwitch, Segments, sum_rows
 from forgefield.ops.harmonics import clebsch_gordan
 
-CACHE_FLOATS = 1 << 16
-"""Floats of one per-edge intermediate that a slice of edges may fill on a CPU: about a quarter of a megabyte."""
+CACHE_FLOATS = 1 << 17
+"""Floats of one per-edge intermediate that a slice of edges may fill on a CPU: about half a megabyte."""
 
 
 class Block(NamedTuple):
@@ -201,70 +201,35 @@ def convolve(
     return _Convolution.apply(features, couplings, weights, graph, plan, switch or GradientSwitch())
 
 
-def _parts(graph: EdgeGraph, group: _Group, on_cpu: bool) -> list[slice]:
+def _parts(graph: EdgeGraph, plan: ConvolutionPlan, on_cpu: bool) -> Iterator[_Part]:
     """Ranges of edges to work on one after another: on a CPU so short that what they need stays in the cache."""
-    if not on_cpu:
-        return [slice(0, graph.n_edges)]
-    step = max(16, CACHE_FLOATS // (group.n_out * group.channels))
-    return [slice(start, min(start + step, graph.n_edges)) for start in range(0, graph.n_edges, step)]
+    step = max(16, CACHE_FLOATS // plan.out_dim) if on_cpu else max(graph.n_edges, 1)
+    for start in range(0, graph.n_edges, step):
+        yield _Part(graph, slice(start, min(start + step, graph.n_edges)))
 
 
-class _GroupRows:
-    """One group's columns of every tensor of a convolution, cut to a range of edges with channels contiguous."""
+class _Part:
+    """Rows of a range of edges, gathered from and added to the tensors of a convolution."""
 
-    def __init__(self, group: _Group, graph: EdgeGraph, part: slice) -> None:
-        self.group, self.graph, self.part = group, graph, part
-        self.source, self.destination = graph.source[part], graph.destination[part]
+    def __init__(self, graph: EdgeGraph, edges: slice) -> None:
+        self.graph, self.edges = graph, edges
+        self.source, self.destination = graph.source[edges], graph.destination[edges]
+        self.pair = None if graph.pair is None else graph.pair[edges]
 
-    def features(self, rows: Tensor) -> Tensor:
-        """(n_atoms, in_dim) -> (edges, n_in, c), of the source atoms."""
-        picked = rows[:, self.group.features].index_select(0, self.source)
-        return picked.view(-1, self.group.n_in, self.group.channels)
+    def weights(self, weights: Tensor) -> Tensor:
+        return weights[self.edges] if self.pair is None else weights.index_select(0, self.pair)
 
-    def outputs(self, rows: Tensor) -> Tensor:
-        """(n_atoms, out_dim) -> (edges, n_out, c), of the destination atoms."""
-        picked = rows[:, self.group.outputs].index_select(0, self.destination)
-        return picked.view(-1, self.group.n_out, self.group.channels)
+    def add_to_sources(self, total: Tensor, values: Tensor) -> None:
+        _add_rows(total, values, self.graph.by_source, self.source)
 
-    def couplings(self, rows: Tensor) -> Tensor:
-        """(n_edges, n_couplings) -> (edges, n_out, n_in)."""
-        return rows[self.part, self.group.couplings].unflatten(1, (self.group.n_out, self.group.n_in))
+    def add_to_destinations(self, total: Tensor, values: Tensor) -> None:
+        _add_rows(total, values, self.graph.by_destination, self.destination)
 
-    def weights(self, rows: Tensor) -> Tensor:
-        """(n_edges or n_pairs, n_weights) -> (edges, n_out, c): every output row with the weight of its path."""
-        rows = rows[:, self.group.weights]
-        rows = rows[self.part] if self.graph.pair is None else rows.index_select(0, self.graph.pair[self.part])
-        rows = rows.unflatten(1, (-1, self.group.channels))
-        return rows.index_select(1, self.group.tables(rows)[0])
-
-    def add_features(self, total: Tensor, values: Tensor) -> None:
-        """total[source] += values, (edges, n_in, c)."""
-        _add_rows(total[:, self.group.features], values.flatten(1), self.graph.by_source, self.source)
-
-    def add_outputs(self, total: Tensor, values: Tensor) -> None:
-        """total[destination] += values, (edges, n_out, c)."""
-        _add_rows(total[:, self.group.outputs], values.flatten(1), self.graph.by_destination, self.destination)
-
-    def set_couplings(self, total: Tensor, values: Tensor) -> None:
-        total[self.part, self.group.couplings] = values.flatten(1)
-
-    def _sum_paths(self, values: Tensor) -> Tensor:
-        """(edges, n_out, c) -> (edges, n_paths, c)."""
-        n_paths = self.group.row_sum.shape[0]
-        if n_paths == self.group.n_out:
-            return values
-        if values.is_cuda:
-            return torch.matmul(self.group.tables(values)[1], values)
-        return values.new_zeros(values.shape[0], n_paths, values.shape[2]).index_add_(1, self.group.path_of_row, values)
-
-    def add_weights(self, total: Tensor, values: Tensor) -> None:
-        """Sum (edges, n_out, c) over the rows of each path into the rows of `total`, which starts at zero."""
-        summed = self._sum_paths(values).flatten(1)
-        if self.graph.by_pair is None:
-            total[self.part, self.group.weights] = summed
+    def add_to_weights(self, total: Tensor, values: Tensor) -> None:
+        if self.graph.by_pair is None or self.pair is None:
+            total[self.edges] = values
         else:
-            pair = self.graph.by_pair
-            _add_rows(total[:, self.group.weights], summed, pair, pair.index[self.part])
+            _add_rows(total, values, self.graph.by_pair, self.pair)
 
 
 def _add_rows(total: Tensor, values: Tensor, segments: Segments, index: Tensor) -> None:
@@ -273,6 +238,38 @@ def _add_rows(total: Tensor, values: Tensor, segments: Segments, index: Tensor) 
         total.copy_(sum_rows(values, segments))
     else:
         total.index_add_(0, index, values)
+
+
+def _inputs(rows: Tensor, group: _Group) -> Tensor:
+    """(edges, in_dim) -> (edges, n_in, c)."""
+    return rows[:, group.features].unflatten(1, (group.n_in, group.channels))
+
+
+def _outputs(rows: Tensor, group: _Group) -> Tensor:
+    """(edges, out_dim) -> (edges, n_out, c)."""
+    return rows[:, group.outputs].unflatten(1, (group.n_out, group.channels))
+
+
+def _couplings(rows: Tensor, group: _Group) -> Tensor:
+    """(edges, n_couplings) -> (edges, n_out, n_in)."""
+    return rows[:, group.couplings].unflatten(1, (group.n_out, group.n_in))
+
+
+def _row_weights(rows: Tensor, group: _Group) -> Tensor:
+    """(edges, n_weights) -> (edges, n_out, c), a copy: every output row with the weight of its path."""
+    return rows[:, group.weights].unflatten(1, (-1, group.channels)).index_select(1, group.tables(rows)[0])
+
+
+def _set_weights(rows: Tensor, values: Tensor, group: _Group) -> None:
+    """Sum (edges, n_out, c) over the rows of each path into the group's columns of (edges, n_weights)."""
+    n_paths = group.row_sum.shape[0]
+    target = rows[:, group.weights].unflatten(1, (n_paths, group.channels))
+    if n_paths == group.n_out:
+        target.copy_(values)
+    elif values.is_cuda:
+        target.copy_(torch.matmul(group.tables(values)[1], values))
+    else:
+        target.copy_(torch.zeros_like(target).index_add_(1, group.path_of_row, values))
 
 
 _TINY = 400
@@ -303,9 +300,13 @@ class _Convolution(torch.autograd.Function):
         ctx.save_for_backward(features, couplings, weights)
         ctx.structure = (graph, plan, switch)
         out = features.new_zeros(graph.n_atoms, plan.out_dim)
-        for rows in _walk(graph, plan, features):
-            x, m, w = rows.features(features), rows.couplings(couplings), rows.weights(weights)
-            rows.add_outputs(out, _product(m, x).mul_(w))
+        for part in _parts(graph, plan, on_cpu=not features.is_cuda):
+            x, m, w = features.index_select(0, part.source), couplings[part.edges], part.weights(weights)
+            messages = features.new_empty(x.shape[0], plan.out_dim)
+            for group in plan.groups:
+                t = _product(_couplings(m, group), _inputs(x, group))
+                torch.mul(t, _row_weights(w, group), out=_outputs(messages, group))
+            part.add_to_destinations(out, messages)
         return out
 
     @staticmethod
@@ -330,13 +331,19 @@ class _ConvolutionGradient(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         d_features, d_weights = torch.zeros_like(features), torch.zeros_like(weights)
         d_couplings = None if switch.off else torch.empty_like(couplings)
-        for rows in _walk(graph, plan, features):
-            x, m, w, g = rows.features(features), rows.couplings(couplings), rows.weights(weights), rows.outputs(grad)
-            rows.add_weights(d_weights, _product(m, x).mul_(g))
-            gw = w.mul_(g)
-            rows.add_features(d_features, _product(m.transpose(1, 2), gw))
-            if d_couplings is not None:
-                rows.set_couplings(d_couplings, _contract(gw, x))
+        for part in _parts(graph, plan, on_cpu=not features.is_cuda):
+            x, g = features.index_select(0, part.source), grad.index_select(0, part.destination)
+            m, w = couplings[part.edges], part.weights(weights)
+            dx, dw = torch.zeros_like(x), torch.empty_like(w)
+            for group in plan.groups:
+                x_g, m_g, g_g = _inputs(x, group), _couplings(m, group), _outputs(g, group)
+                _set_weights(dw, _product(m_g, x_g).mul_(g_g), group)
+                gw = _row_weights(w, group).mul_(g_g)
+                _inputs(dx, group).copy_(_product(m_g.transpose(1, 2), gw))
+                if d_couplings is not None:
+                    _couplings(d_couplings[part.edges], group).copy_(_contract(gw, x_g))
+            part.add_to_sources(d_features, dx)
+            part.add_to_weights(d_weights, dw)
         return d_features, d_couplings, d_weights
 
     @staticmethod
@@ -344,26 +351,31 @@ class _ConvolutionGradient(torch.autograd.Function):
     def backward(ctx, a_features, a_couplings, a_weights):
         graph, plan, switch = ctx.structure
         grad, features, couplings, weights = ctx.saved_tensors
-        a_features = torch.zeros_like(features) if a_features is None else a_features
-        a_couplings = torch.zeros_like(couplings) if a_couplings is None else a_couplings
-        a_weights = torch.zeros_like(weights) if a_weights is None else a_weights
+        a_features = torch.zeros_like(features) if a_features is None else a_features.contiguous()
+        a_couplings = torch.zeros_like(couplings) if a_couplings is None else a_couplings.contiguous()
+        a_weights = torch.zeros_like(weights) if a_weights is None else a_weights.contiguous()
         d_grad, d_features, d_weights = (torch.zeros_like(value) for value in (grad, features, weights))
         d_couplings = None if switch.off else torch.empty_like(couplings)
-        for rows in _walk(graph, plan, features):
-            x, m, w, g = rows.features(features), rows.couplings(couplings), rows.weights(weights), rows.outputs(grad)
-            ax, am, aw = rows.features(a_features), rows.couplings(a_couplings), rows.weights(a_weights)
-            u = _product(m, ax).add_(_product(am, x))
-            rows.add_weights(d_weights, u * g)
-            rows.add_outputs(d_grad, u.mul_(w).addcmul_(_product(m, x), aw))
-            gw, ga = w.mul_(g), aw.mul_(g)
-            rows.add_features(d_features, _product(m.transpose(1, 2), ga).add_(_product(am.transpose(1, 2), gw)))
-            if d_couplings is not None:
-                rows.set_couplings(d_couplings, _contract(ga, x).add_(_contract(gw, ax)))
+        for part in _parts(graph, plan, on_cpu=not features.is_cuda):
+            x, ax = features.index_select(0, part.source), a_features.index_select(0, part.source)
+            g = grad.index_select(0, part.destination)
+            m, am = couplings[part.edges], a_couplings[part.edges]
+            w, aw = part.weights(weights), part.weights(a_weights)
+            dx, dg, dw = torch.zeros_like(x), torch.empty_like(g), torch.empty_like(w)
+            for group in plan.groups:
+                x_g, ax_g, g_g = _inputs(x, group), _inputs(ax, group), _outputs(g, group)
+                m_g, am_g = _couplings(m, group), _couplings(am, group)
+                w_g, aw_g = _row_weights(w, group), _row_weights(aw, group)
+                u = _product(m_g, ax_g).add_(_product(am_g, x_g))
+                _set_weights(dw, u * g_g, group)
+                torch.addcmul(u.mul_(w_g), _product(m_g, x_g), aw_g, out=_outputs(dg, group))
+                gw, ga = w_g.mul_(g_g), aw_g.mul_(g_g)
+                dx_g = _product(m_g.transpose(1, 2), ga).add_(_product(am_g.transpose(1, 2), gw))
+                _inputs(dx, group).copy_(dx_g)
+                if d_couplings is not None:
+                    dm = _contract(ga, x_g).add_(_contract(gw, ax_g))
+                    _couplings(d_couplings[part.edges], group).copy_(dm)
+            part.add_to_destinations(d_grad, dg)
+            part.add_to_sources(d_features, dx)
+            part.add_to_weights(d_weights, dw)
         return d_grad, d_features, d_couplings, d_weights, None, None, None
-
-
-def _walk(graph: EdgeGraph, plan: ConvolutionPlan, like: Tensor) -> Iterator[_GroupRows]:
-    """Every group, in ranges of edges."""
-    for group in plan.groups:
-        for part in _parts(graph, group, on_cpu=not like.is_cuda):
-            yield _GroupRows(group, graph, part)

@@ -17,7 +17,7 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from forgefield.report.markup import Html, text
 from forgefield.report.numbers import significant
@@ -37,6 +37,8 @@ DENSITY = ("#a9cce9", "#8fbce1", "#72a9d6", "#5394c8", "#377db8", "#1f649f", "#0
 
 _VARIABLES = {colour: f"var(--fig-{name}, {colour})" for name, colour in COLOURS.items()}
 _VARIABLES |= {colour: f"var(--fig-density-{level}, {colour})" for level, colour in enumerate(DENSITY)}
+
+_LOG_DIGITS = ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 7), (1, 2, 3, 4, 5, 6, 7, 8, 9))
 
 _STYLE: dict[Any, Any] = {
     # Labels can hold words from the user's files; a `$` in them is a dollar sign, never mathematics.
@@ -92,15 +94,30 @@ def new_figure(width: float = 3.7, height: float = 2.9) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def log_ticks(axes: Axes, which: str = "y") -> None:
-    """Plain numbers on a logarithmic axis, also where it spans less than a decade."""
+def log_ticks(axes: Axes, which: str = "y", most: int = 6) -> None:
+    """Plain numbers on a logarithmic axis, also where it spans less than a decade; at most `most` of them."""
     axis = axes.yaxis if which == "y" else axes.xaxis
     low, high = axes.get_ylim() if which == "y" else axes.get_xlim()
-    decades = math.log10(high / low) if low > 0 and high > low else 1.0
-    steps = (1.0,) if decades > 2.5 else (1.0, 2.0, 5.0) if decades > 0.8 else tuple(float(i) for i in range(1, 10))
-    axis.set_major_locator(LogLocator(base=10, subs=steps, numticks=8))
+    axis.set_major_locator(FixedLocator(log_tick_values(low, high, most)))
     axis.set_major_formatter(FuncFormatter(lambda value, _: plain(value)))
     axis.set_minor_locator(NullLocator())
+    if which == "y":
+        axes.set_ylim(low, high)
+    else:
+        axes.set_xlim(low, high)
+
+
+def log_tick_values(low: float, high: float, most: int) -> list[float]:
+    """Round numbers between two positive limits: as many as fit, by ones, by 1-2-5 or by all digits of each decade."""
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    choices = [[digit * 10.0**decade for decade in decades for digit in digits] for digits in _LOG_DIGITS]
+    inside = [[tick for tick in ticks if low <= tick <= high] for ticks in choices]
+    fitting = [ticks for ticks in inside if 2 <= len(ticks) <= most]
+    if fitting:
+        return max(fitting, key=len)
+    fullest = inside[0] if len(inside[0]) > most else max(inside, key=len)
+    step = max(math.ceil(len(fullest) / most), 1)
+    return fullest[::step]
 
 
 def linear_ticks(axes: Axes, which: str, number: int = 5, *, whole: bool = False) -> None:

@@ -45,7 +45,7 @@ def learning_figure(
             main, axes = figure.subplots(2, 1, sharex=True, height_ratios=(3.2, 1))
             _curve(axes, learning_rate, COLOURS["green"], None)
             axes.set_ylabel("learning\nrate")
-            _finish_log(axes)
+            _finish_log(axes, most=3)
         styles = {"train": COLOURS["orange"], "validation": COLOURS["blue"]}
         spare = iter((COLOURS["green"], COLOURS["purple"]) * len(curves))
         for name, curve in curves.items():
@@ -139,7 +139,7 @@ def distribution_figure(pairs: Pairs) -> Figure:
             axes.set_axis_off()
             return figure
         low = max(positive.min(), positive.max() * 1e-5)
-        edges = np.geomspace(low, positive.max() * 1.0001, min(45, 8 + len(positive) // 4) + 1)
+        edges = np.geomspace(low, positive.max() * 1.0001, min(45, 6 + int(len(positive) ** 0.5)) + 1)
         share = np.histogram(np.maximum(positive, low), edges)[0] / len(error) * 100
         axes.stairs(share, edges, fill=True, color=COLOURS["blue"], alpha=0.28)
         axes.stairs(share, edges, color=COLOURS["blue"], linewidth=1.1)
@@ -169,6 +169,7 @@ def timing_figure(curve: Curve, *, y_label: str, x_label: str = "epoch") -> Figu
         axes.set_ylim(0, 1.15 * max(max(curve[1]), 1e-12))
         axes.yaxis.set_major_formatter(lambda value, _: plain(float(f"{value:.4g}")))
         linear_ticks(axes, "x", 6, whole=True)
+        linear_ticks(axes, "y", 5)
         axes.grid(axis="y")
         axes.set_xlabel(x_label)
         axes.set_ylabel(y_label)
@@ -184,9 +185,9 @@ def _curve(axes: Axes, curve: Curve, colour: str, label: str | None) -> None:
     axes.plot(x, y, color=colour, label=label, marker="o" if len(x) <= 12 else None, markersize=3)
 
 
-def _finish_log(axes: Axes) -> None:
+def _finish_log(axes: Axes, most: int = 6) -> None:
     axes.set_yscale("log")
-    log_ticks(axes)
+    log_ticks(axes, most=most)
     axes.grid(axis="y")
 
 

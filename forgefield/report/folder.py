@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import os
 import shlex
 import zipfile
 from dataclasses import dataclass, field
@@ -111,8 +112,9 @@ def read_run(path: Path) -> RunData:
     return run
 
 
-def predictions_from_npz(file: Path) -> Predictions:
+def predictions_from_npz(file: str | os.PathLike[str]) -> Predictions:
     """Read and check one predictions file; raises ForgefieldError that names the array that does not fit."""
+    file = Path(file)
     try:
         with np.load(file, allow_pickle=False) as stored:
             arrays = {key: stored[key] for key in stored.files}

@@ -46,21 +46,28 @@ def tag(name: str, /, *children: Child, **attributes: object) -> Html:
 
 
 def table(header: Sequence[Child], rows: Sequence[Sequence[Child]], *, caption: str | None = None) -> Html:
-    """A table whose first column is words and whose other columns are numbers, aligned to the right."""
+    """A table whose first column is words and whose other columns are numbers, aligned to the right.
 
-    def cells(kind: str, row: Sequence[Child]) -> Html:
-        return join(tag(kind, cell, class_="num" if column else None) for column, cell in enumerate(row))
+    A unit in the header (`MAE, meV/A`) and a short word are never broken over two lines.
+    """
+    names = [tag("th", _with_unit(cell), class_="num" if column else None) for column, cell in enumerate(header)]
+    body = [
+        tag("tr", *[tag("td", cell, class_=_cell_class(column, cell)) for column, cell in enumerate(row)])
+        for row in rows
+    ]
+    title = tag("caption", caption) if caption else None
+    return tag("div", tag("table", title, tag("thead", tag("tr", *names)), tag("tbody", *body)), class_="scroll")
 
-    return tag(
-        "div",
-        tag(
-            "table",
-            tag("caption", caption) if caption else None,
-            tag("thead", tag("tr", cells("th", header))),
-            tag("tbody", *[tag("tr", cells("td", row)) for row in rows]),
-        ),
-        class_="scroll",
-    )
+
+def _with_unit(header: Child) -> Child:
+    name, comma, unit = str(header).partition(", ")
+    return join([name + comma, tag("span", unit, class_="unbroken")]) if comma else header
+
+
+def _cell_class(column: int, cell: Child) -> str | None:
+    if column:
+        return "num"
+    return "unbroken" if cell is not None and len(str(cell)) <= 12 else None
 
 
 def key_values(rows: list[tuple[str, Child]]) -> Html:

@@ -130,16 +130,12 @@ def data_and_model(run: RunData) -> Html:
     else:
         statistics = run.info.get("statistics")
         statistics = statistics if isinstance(statistics, dict) else {}
-        left = [
-            _pairs_card("Data", stored_rows(run.info.get("data"))),
-            _pairs_card("Training frames in numbers", _data_rows(run, statistics)),
-            _species_card(run, statistics),
-        ]
-        right = [
-            _pairs_card("Model", _model_rows(run)),
-            _pairs_card("Task", stored_rows(run.info.get("task"))),
-            _pairs_card("Versions", stored_rows(run.info.get("versions"))),
-        ]
+        described = stored_rows(run.info.get("data"))
+        model = _model_rows(run)
+        data = _pairs_card("Data", described if len(described) > 1 else described + _data_rows(run, statistics))
+        left, right = [data, _species_card(run, statistics)], [_pairs_card("Model", model)]
+        shorter = left if len(model) > 18 else right
+        shorter += [_pairs_card(title, stored_rows(run.info.get(title.lower()))) for title in ("Task", "Versions")]
         content = stacks(left, right)
     return section("data", "Data and model", None, content)
 
@@ -220,7 +216,8 @@ def _model_rows(run: RunData) -> list[tuple[str, Child]]:
     if run.info.get("precision"):
         rows.append(("Precision", shorten(run.info["precision"], 40)))
     model = run.info.get("model")
-    return rows + (flat_rows(model) if isinstance(model, dict) else [])
+    options = model if isinstance(model, dict) else {}
+    return rows + flat_rows({key: value for key, value in options.items() if key not in ("species", "cutoff")})
 
 
 def flat_rows(values: dict[Any, Any], prefix: str = "", limit: int = 60) -> list[tuple[str, Child]]:

@@ -98,7 +98,11 @@ def _run_lightning(
         ),
         *([TensorBoardLog(run.path / "tensorboard", training.tensorboard, step)] if training.tensorboard else []),
         *([stop] if (stop := early_stopping(training.early_stopping, training.monitor)) else []),
-        *([RunProgress()] if options.get("enable_progress_bar", True) else []),
+        *(
+            [RunProgress(journal.console, monitor=training.monitor, max_seconds=max_seconds)]
+            if options.get("enable_progress_bar", True)
+            else []
+        ),
         *user_callbacks(config.callbacks),
     ]
     trainer = build_trainer(config, options, folder=run.path, callbacks=callbacks, has_val=has_val)

@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
+from forgefield import __version__
 from forgefield.tasks.metrics import UNITS
 
 Rows = list[tuple[str, str]]
@@ -49,10 +50,9 @@ def model_rows(potential: nn.Module) -> Rows:
     total = sum(p.numel() for p in parameters)
     trainable = sum(p.numel() for p in parameters if p.requires_grad)
     rows = [("parameters", f"{total:,}" if trainable == total else f"{total:,}, {trainable:,} of them trained")]
-    for name, part in _parts(potential):
-        size = sum(p.numel() for p in part.parameters())
-        if size:
-            rows.append((f"  {name}", f"{size:,}"))
+    sizes = {name: sum(p.numel() for p in part.parameters()) for name, part in _parts(potential)}
+    sizes["of its own"] = total - sum(sizes.values())
+    rows += [(f"  {name}", f"{size:,}") for name, size in sizes.items() if size]
     kinds = sorted({str(p.dtype).removeprefix("torch.") for p in parameters})
     rows.append(("weights in", ", ".join(kinds) or "no weights"))
     return rows
@@ -169,6 +169,8 @@ def _parts(potential: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _version(package: str) -> str:
+    if package == "forgefield":
+        return __version__
     try:
         return version(package)
     except PackageNotFoundError:

@@ -164,7 +164,7 @@ def test_yaml_anchors_and_merge_keys(load):
 
 
 def test_other_suffix_and_odd_file_names_work(folder):
-    for name in ("a.yml", "two words.yaml", "x=1.yaml", "forgefield_user.yaml"):
+    for name in ("a.yml", "two words.yaml", "x=1.yaml", "a.b.yaml"):
         (folder / name).write_text(MINIMAL)
         assert load_config(name).name == Path(name).stem
 
@@ -229,7 +229,7 @@ def test_the_callers_own_hydra_is_left_alone(folder):
         with pytest.raises(ForgefieldError):
             load_config("my.yaml", ["training.lrr=1"])
         assert compose("theirs").a == 1
-    assert not [name for name in ConfigStore.instance().repo if name.startswith("forgefield")]
+    assert not [name for name in ConfigStore.instance().repo if "forgefield" in name]
 
 
 def test_overrides_of_a_stored_config_are_limited_to_what_makes_sense(load):
@@ -250,7 +250,7 @@ def test_the_built_in_example_is_a_valid_config():
 TEXT = st.text(st.characters(codec="utf-8", exclude_categories=("Cc", "Cs", "Zl", "Zp")), min_size=1, max_size=12)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     lr=st.floats(1e-8, 1e3),
     frames=st.integers(1, 10**6),

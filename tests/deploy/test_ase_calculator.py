@@ -18,6 +18,8 @@ from forgefield.data.species import SpeciesTable
 from forgefield.deploy.ase import Calculator, VerletList
 from forgefield.errors import ForgefieldError
 from forgefield.models.potential import Potential
+from forgefield.models.registry import build_model, resolve_model
+from forgefield.runs import Run, create_run_from_model
 from tests.checks.toy_models import REFERENCE, Morse
 
 
@@ -242,6 +244,47 @@ def test_the_given_potential_is_left_alone():
     atoms.get_forces()
     assert potential.training
     assert all(p.requires_grad for p in potential.parameters())
+
+
+@pytest.fixture
+def run(tmp_path) -> Run:
+    """A small NequIP with random weights, trained nowhere, as a run in float32."""
+    options = {"name": "nequip", "num_layers": 2, "l_max": 1, "num_features": 8, "radial_mlp_width": 8}
+    facts = {"mean_neighbours": 14.0, "forces_rms": 1.0, "reference_energies": REFERENCE}
+    resolved = resolve_model(options, species=("Cu", "Au"), cutoff=4.0, statistics=facts)
+    potential = build_model(resolved, precision="float32", seed=1)
+    return create_run_from_model(
+        name="mine", out=tmp_path, resolved=resolved, potential=potential, origin="test", precision="float32"
+    )
+
+
+def test_run_can_be_given_as_folder_or_object_and_in_another_precision(run):
+    results = []
+    for given, options in ((run, {}), (run.path, {}), (str(run.path), {"which": "last"}), (run, {"dtype": "float64"})):
+        atoms = alloy()
+        atoms.calc = Calculator(given, **options)
+        results.append(atoms.get_forces())
+    assert np.array_equal(results[0], results[1])
+    assert np.array_equal(results[0], results[2])
+    error = np.abs(results[0] - results[3]).max() / np.abs(results[3]).max()
+    assert 1e-9 < error < 1e-5  # float32 inside the network, and not in the float64 one
+
+
+def test_nequip_in_float64_has_exact_forces(run):
+    atoms = alloy()
+    atoms.calc = Calculator(run, dtype="float64")
+    force, step, energies = atoms.get_forces()[2, 1], 1e-4, []
+    for sign in (1, -1):
+        moved = atoms.copy()
+        moved.positions[2, 1] += sign * step
+        moved.calc = atoms.calc
+        energies.append(moved.get_potential_energy())
+    assert np.isclose(-(energies[0] - energies[1]) / (2 * step), force, rtol=1e-5, atol=1e-8)
+
+
+def test_unknown_run_is_one_clear_error(tmp_path):
+    with pytest.raises(ForgefieldError, match="no run 'nothing'"):
+        Calculator("nothing")
 
 
 def test_results_survive_in_a_trajectory_file(tmp_path):

@@ -133,7 +133,13 @@ def _info() -> dict[str, Any]:
         "parameters": 612_480,
         "model": {"name": "nequip", "layers": 2, "l_max": 1, "features": [128, 64], "parity": False},
         "task": {"energy": "weight 1, mse, per atom", "forces": "weight 1, mse"},
-        "data": [["train", "360 frames of data/copper-gold.extxyz"], ["val", "40 frames"], ["split seed", 0]],
+        "data": [
+            ["source", "data/copper-gold.extxyz"],
+            ["frames", "360 to train, 40 to val (random), 60 to test (files)"],
+            ["atoms per frame", "16 to 32"],
+            ["frames with labels", "energy 360, forces 360, stress 360"],
+            ["cutoff", "5.0 A, 42.5 neighbours per atom"],
+        ],
         "statistics": {
             "n_frames": 360,
             "n_atoms": 8640,

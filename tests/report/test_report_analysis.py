@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from forgefield.report import figures
 from forgefield.report.analysis import errors, errors_by_magnitude, errors_by_species, pairs, worst_frames
-from forgefield.report.canvas import to_svg
+from forgefield.report.canvas import log_tick_values, to_svg
 from forgefield.report.folder import Predictions, predictions_from_npz
 from forgefield.report.numbers import count, duration, short_count, significant
 from forgefield.tasks.metrics import ErrorMetrics
@@ -96,6 +96,16 @@ def test_energies_far_from_zero_are_shown_about_their_mean(predictions: Predicti
     values = pairs(Predictions(**{**_fields(predictions), **moved}), "energy")
     drawing = to_svg(figures.parity_figure(values), "parity", "Energy")
     assert "reference E + 17\u2009600" in drawing
+
+
+@pytest.mark.parametrize(
+    ("low", "high"), [(0.9, 1.1), (38.0, 180.0), (2.3, 4.7), (1e-6, 1e5), (1e-40, 1e40), (0.01, 0.1)]
+)
+def test_a_logarithmic_axis_has_a_few_round_ticks_inside_it(low: float, high: float) -> None:
+    ticks = log_tick_values(low, high, 6)
+    assert 1 <= len(ticks) <= 6
+    assert ticks == sorted(ticks)
+    assert all(low <= tick <= high for tick in ticks)
 
 
 def test_figures_leave_the_users_matplotlib_settings_alone(predictions: Predictions) -> None:
