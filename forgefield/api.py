@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from forgefield.config.loading import load_config
+from forgefield.config.loading import load_config, require_training_data
 from forgefield.config.schema import DataOptions
 from forgefield.data.dataset import GraphDataset
 from forgefield.data.readers import read_frames
@@ -30,15 +30,15 @@ from forgefield.training.summary import end_summary
 __all__ = ["Calculator", "Run", "load", "load_run", "predict", "report", "run_exists", "test", "train", "train_example"]
 
 
-def train(
-    config: str | os.PathLike[str] | dict[str, Any] | DictConfig, *overrides: str, fresh: bool = False
-) -> Run:
+def train(config: str | Path | dict[str, Any] | DictConfig, *overrides: str, fresh: bool = False) -> Run:
     """Train as a config says and return the run. Calling it again continues the run where it was.
 
     config: a YAML file, a dictionary or an OmegaConf config. overrides: `key=value` strings, as on the command line.
     fresh: start over even if the run exists; the old one is moved aside.
     """
-    return train_with_outcome(load_config(config, list(overrides)), fresh=fresh).run
+    loaded = load_config(config, list(overrides))
+    require_training_data(loaded)
+    return train_with_outcome(loaded, fresh=fresh).run
 
 
 def train_with_outcome(config: DictConfig, *, fresh: bool = False) -> Fitted:
@@ -132,7 +132,7 @@ def _measure(fitted: Fitted, config: DictConfig, journal: Journal) -> None:
     for split, dataset in (("val", data.val), ("test", data.test)):
         if dataset is not None:
             results[split] = _evaluate(run, dataset, split, which="best", device=device, batch=batch)
-    if "test" in results:
+    if data.test is not None:
         _write_test(run, results["test"], source=str(config.data.test), which="best", n_frames=len(data.test))
     page = write_report(run.path)
     hints = [
@@ -145,7 +145,9 @@ def _measure(fitted: Fitted, config: DictConfig, journal: Journal) -> None:
 
 def _evaluate(run: Run, dataset: GraphDataset, split: str, *, which: str, device: str, batch: int) -> dict[str, float]:
     """Predict a data set, keep the predictions in the run, give the errors."""
-    labels = {name for name in ("energy", "forces", "stress") if any(getattr(f, name) is not None for f in dataset.frames)}
+    labels = {
+        name for name in ("energy", "forces", "stress") if any(getattr(f, name) is not None for f in dataset.frames)
+    }
     arrays = predict_dataset(
         run.load_potential(which, device),
         dataset,
@@ -156,13 +158,17 @@ def _evaluate(run: Run, dataset: GraphDataset, split: str, *, which: str, device
     )
     folder = run.path / "predictions"
     folder.mkdir(exist_ok=True)
-    np.savez_compressed(folder / f"{split}.npz", **arrays)
+    np.savez_compressed(folder / f"{split}.npz", allow_pickle=False, **arrays)
     names = tuple(name for name in ("energy", "forces", "stress") if name in labels)
     metrics = ErrorMetrics(names, run.species)
     tensors = {key: torch.from_numpy(np.ascontiguousarray(arrays[key])) for key in arrays if key != "species_symbols"}
     metrics.update(
         {name: tensors[f"{name}_pred"] for name in names},
-        {**{name: tensors[f"{name}_ref"] for name in names}, "n_atoms": tensors["n_atoms"], "species": tensors["species"]},
+        {
+            **{name: tensors[f"{name}_ref"] for name in names},
+            "n_atoms": tensors["n_atoms"],
+            "species": tensors["species"],
+        },
     )
     return metrics.compute()
 

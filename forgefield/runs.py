@@ -18,8 +18,10 @@ from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import load as safetensors_tensors
 from safetensors.torch import save as safetensors_bytes
 
+from forgefield._version import __version__
 from forgefield.config.nearest import did_you_mean
 from forgefield.errors import ForgefieldError
+from forgefield.files import write_whole
 from forgefield.models.potential import Potential
 from forgefield.models.registry import build_model
 
@@ -49,7 +51,9 @@ class Run:
     @property
     def config(self) -> DictConfig:
         """The settings the run was made with."""
-        return OmegaConf.create(OmegaConf.to_container(OmegaConf.load(self.path / "config.yaml"), resolve=False))
+        config = OmegaConf.load(self.path / "config.yaml")
+        assert isinstance(config, DictConfig)
+        return config
 
     @property
     def info(self) -> dict[str, Any]:
@@ -80,9 +84,7 @@ class Run:
         """Change keys of `run.json`, atomically."""
         path = self.path / "run.json"
         info = {**(self.info if path.exists() else {}), **changes}
-        partial = path.with_suffix(".json.partial")
-        partial.write_text(json.dumps(info, indent=1) + "\n")
-        os.replace(partial, path)
+        write_whole(path, json.dumps(info, indent=1) + "\n")
 
     def load_potential(self, which: str = "best", device: str | torch.device = "cpu") -> Potential:
         """The trained model in evaluation mode. which: `best` (by validation) or `last`."""
@@ -109,7 +111,13 @@ def run_exists(name: str | os.PathLike[str], *, out: str | os.PathLike[str] = "r
 
 
 def create_run_from_model(
-    *, name: str, out: str | os.PathLike[str], resolved: dict[str, Any], potential: Potential, origin: str, precision: str
+    *,
+    name: str,
+    out: str | os.PathLike[str],
+    resolved: dict[str, Any],
+    potential: Potential,
+    origin: str,
+    precision: str,
 ) -> Run:
     """A run folder around a model that was trained elsewhere; it can be tested, used and reported on."""
     path = Path(out) / name
@@ -137,8 +145,6 @@ def create_run_from_model(
 
 def versions() -> dict[str, str]:
     """Versions that matter for repeating a run."""
-    from forgefield import __version__
-
     found = {"forgefield": __version__, "python": platform.python_version()}
     for package in ("torch", "lightning", "e3nn", "ase", "numpy"):
         try:

@@ -8,7 +8,9 @@ from pathlib import Path
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("program", choices=["nequip"], help="program that trained the model")
-    parser.add_argument("file", help="checkpoint (.ckpt), or state dict (.pt, .pth, .npz) with its options as JSON beside it")
+    parser.add_argument(
+        "file", help="checkpoint (.ckpt), or state dict (.pt, .pth, .npz) with its options as JSON beside it"
+    )
     parser.add_argument("--name", help="name of the run; default: name of the file")
     parser.add_argument("--out", default="runs", help="folder that holds runs (default: runs)")
     parser.add_argument("--options", help="JSON file with NequIP's model section, for a state dict")

@@ -7,8 +7,6 @@ test frames come from trajectories of their own.
 
 from __future__ import annotations
 
-import os
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +17,7 @@ from ase.calculators.emt import EMT
 from ase.calculators.singlepoint import SinglePointCalculator
 from ase.io import write
 
-from forgefield.errors import ForgefieldError
+from forgefield.files import written_whole
 
 TEMPERATURES = (300.0, 600.0, 900.0, 1200.0)
 """K."""
@@ -188,13 +186,5 @@ def _labelled(atoms: Atoms, kind: str) -> Atoms:
 
 
 def _write(file: Path, frames: list[Atoms]) -> None:
-    partial = file.with_name(f".{file.name}.partial")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
+    with written_whole(file) as partial:
         write(partial, frames, format="extxyz")
-        os.replace(partial, file)
-    except OSError as error:
-        raise ForgefieldError(f"Could not write the example data to {file}: {error.strerror}.") from error
-    finally:
-        with suppress(OSError):
-            partial.unlink()

@@ -8,8 +8,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from forgefield.data.readers import plain
 from forgefield.data.references import References, compositions, resolve_references, robust_fit, unit_suspicion
 from forgefield.data.species import SpeciesTable
 from forgefield.errors import ForgefieldError
+from forgefield.files import write_whole
 
 FORMAT = 1
 """Raised whenever the meaning of a stored number changes."""
@@ -221,13 +222,5 @@ def _save(store: Path | None, statistics: Statistics) -> None:
     """Keep it, through a temporary file, so that nobody ever reads half of one. No place to keep it is no error."""
     if store is None:
         return
-    temporary = None
-    try:
-        store.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=store.parent, suffix=".tmp")
-        with os.fdopen(handle, "w") as stream:
-            stream.write(statistics.to_json())
-        os.replace(temporary, store)
-    except OSError:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
+    with suppress(ForgefieldError):
+        write_whole(store, statistics.to_json())

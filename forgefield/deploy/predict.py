@@ -7,8 +7,7 @@ as `REF_energy`, `REF_forces`, `REF_stress`. The source is only read, and the ou
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from forgefield.data.readers import read_frames
 from forgefield.data.species import SpeciesTable
 from forgefield.deploy.evaluate import evaluating
 from forgefield.errors import ForgefieldError
+from forgefield.files import written_whole
 from forgefield.models.potential import Potential
 
 
@@ -56,7 +56,7 @@ def predict_file(
         predicted += predict_frames(potential, part, device=device, neighbours=neighbours)
         if progress is not None:
             progress(len(predicted), len(frames))
-    with _written_whole(Path(out)) as partial:
+    with written_whole(Path(out)) as partial:
         write(partial, predicted)
     return Path(out)
 
@@ -134,18 +134,3 @@ def _writer(out: Path) -> Callable[[Path, Sequence[Atoms]], None]:
             f"their references; use one of {', '.join(_WRITERS)}."
         )
     return _WRITERS[out.suffix.lower()]
-
-
-@contextmanager
-def _written_whole(out: Path) -> Iterator[Path]:
-    """A temporary name beside `out`, renamed to it when the block succeeds and removed when it does not."""
-    partial = out.with_name(f".{out.stem}.partial{out.suffix}")
-    try:
-        partial.unlink(missing_ok=True)
-        yield partial
-        os.replace(partial, out)
-    except OSError as error:
-        raise ForgefieldError(f"Could not write {out}: {error.strerror or error}.") from error
-    finally:
-        with suppress(OSError):
-            partial.unlink()

@@ -1,8 +1,8 @@
 """From the `model:` section of a config to a potential: name, preset and options are checked, then made explicit.
 
-`resolve_model` turns what the user wrote and what the data says into one plain dict with every number in it; from that
-dict alone `build_model` makes the potential, so a run can be rebuilt without its data. A user's own model is named by its
-import path.
+`resolve_model` turns what the user wrote and what the data says into one plain dict with every number in it; from
+that dict alone `build_model` makes the potential, so a run can be rebuilt without its data. A user's own model is named
+by its import path.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def model_class(name: str) -> type[nn.Module]:
     module_name, _, attribute = path.rpartition(".")
     if not module_name:
         raise ForgefieldError(
-            f"model.name is '{name}', which is neither a built-in model nor an import path"
-            f"{_nearest(name, BUILT_IN)}; built in: {', '.join(BUILT_IN)}. An own model is named like my_package.MyModel."
+            f"model.name is '{name}', which is neither a built-in model ({', '.join(BUILT_IN)}) "
+            f"nor an import path like my_package.MyModel{_nearest(name, BUILT_IN)}"
         )
     try:
         found = getattr(importlib.import_module(module_name), attribute)
@@ -100,7 +100,7 @@ def _resolve_built_in(
     hints = typing.get_type_hints(found.Options)
     for key, value in given.items():
         if key not in known:
-            raise ForgefieldError(f"model.{key} is not an option of this model{_nearest(key, [*known, 'preset'])}.")
+            raise ForgefieldError(f"model.{key} is not an option of this model{_nearest(key, [*known, 'preset'])}")
         if not _matches(value, hints[key]):
             raise ForgefieldError(f"model.{key} is {value!r}; it must be {_in_words(hints[key])}.")
     options = found.Options(**{**defaults, **given})
@@ -113,7 +113,7 @@ def _resolve_own(found: type[nn.Module], name: str, given: dict[str, Any], facts
     named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     for key in given:
         if key not in named and not takes_any:
-            raise ForgefieldError(f"model.{key} is not an argument of {name}{_nearest(key, named)}.")
+            raise ForgefieldError(f"model.{key} is not an argument of {name}{_nearest(key, named)}")
     for key, parameter in named.items():
         if parameter.default is parameter.empty and key not in given and key not in _GIVEN_BY_US:
             raise ForgefieldError(f"model.{key} is missing: {name} has no default for it.")
@@ -141,7 +141,7 @@ def _build_own(found: type[nn.Module], options: dict[str, Any], dtype: torch.dty
 
 def _nearest(key: str, known: Iterable[str]) -> str:
     match = difflib.get_close_matches(key, list(known), n=1, cutoff=0.5)
-    return f", did you mean '{match[0]}'?" if match else ""
+    return f"; did you mean '{match[0]}'?" if match else ""
 
 
 def _plain(value: Any) -> Any:

@@ -1,6 +1,7 @@
 """Activation functions scaled to unit second moment, with second derivatives that cost two passes instead of ten.
 
-The scale is e3nn's `normalize2mom`: <f(z)^2> = 1 for normal z, from its fixed sample, so weights can be exchanged with it.
+The scale is e3nn's `normalize2mom`: <f(z)^2> = 1 for normal z, from its fixed sample, so that weights can be
+exchanged with it.
 """
 
 from __future__ import annotations

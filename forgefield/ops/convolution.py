@@ -1,7 +1,7 @@
 """The equivariant convolution: gather source features, couple them to edge harmonics, weight, sum over destinations.
 
-For one edge a path (l1, l2 -> l3) maps channel u of a source block to w_u sum_ij C_ijk x_iu Y_j. The harmonics are first
-contracted with the Clebsch-Gordan coefficients to one small matrix per edge and source block (`couple`), shared by all
+For one edge a path (l1, l2 -> l3) maps channel u of a source block to w_u sum_ij C_ijk x_iu Y_j. The harmonics are
+first contracted with the Clebsch-Gordan coefficients to one small matrix per edge and source block, shared by all
 layers of the same structure; what is left is a batched product with channels contiguous, a scaling, and the sum.
 `convolve` is an autograd function with a written-out second derivative: nothing of the size (edges x outputs) is kept
 between passes, and on a CPU the edges go through in slices that fit the cache.
@@ -49,8 +49,8 @@ class Path(NamedTuple):
 class _Group:
     """Source blocks of equal width that go through one batched product.
 
-    `features` is where they lie in a feature row, `couplings` in a coupling row, `weights` in a weight row and `outputs`
-    in an output row. `coupling` maps harmonics to the group's couplings; `path_of_row` (n_out,) and `row_sum`
+    `features` is where they lie in a feature row, `couplings` in a coupling row, `weights` in a weight row and
+    `outputs` in an output row. `coupling` maps harmonics to the group's couplings; `path_of_row` (n_out,) and `row_sum`
     (n_paths, n_out) say which rows belong to which path.
     """
 
@@ -99,7 +99,7 @@ class ConvolutionPlan:
         return sum(block.dim for block in self.out_blocks)
 
     def coupling_matrix(self) -> Tensor:
-        """((l_max + 1)^2, n_couplings) float64: what `couple` multiplies the harmonics with."""
+        """((l_max + 1)^2, n_couplings) float64: harmonics times this are couplings."""
         return torch.cat([group.coupling for group in self.groups], dim=1)
 
 
@@ -195,8 +195,8 @@ def convolve(
     """Sum over the edges of each atom of the weighted couplings.
 
     `features`: (n_atoms, plan.in_dim); `couplings`: (n_edges, plan.n_couplings), harmonics times
-    `plan.coupling_matrix()`; `weights`: (n_edges, plan.n_weights), or one row per pair where `graph.pair` is set. Returns
-    (n_atoms, plan.out_dim). Twice differentiable.
+    `plan.coupling_matrix()`; `weights`: (n_edges, plan.n_weights), or one row per pair where `graph.pair` is set.
+    Returns (n_atoms, plan.out_dim). Twice differentiable.
     """
     return _Convolution.apply(features, couplings, weights, graph, plan, switch or GradientSwitch())
 

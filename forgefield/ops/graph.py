@@ -56,8 +56,8 @@ class Segments:
 class EdgeGraph:
     """Edges `source` -> `destination`, both (n_edges,) int64, of `n_atoms` atoms; sorted by destination.
 
-    `pair` (n_edges,) and `pair_edge` (n_edges / 2,) number the undirected pairs, where the list holds both directions of
-    every edge and that is known: what depends on the length alone is then computed once per pair.
+    `pair` (n_edges,) and `pair_edge` (n_edges / 2,) number the undirected pairs, where the list is known to hold both
+    directions of every edge: what depends on the length alone is then computed once per pair.
     """
 
     source: Tensor

@@ -20,7 +20,7 @@ def polynomial_cutoff(x: Tensor, p: float) -> Tensor:
 
 
 def bessel_basis(x: Tensor, frequencies: Tensor, p: float) -> Tensor:
-    """sin(n pi x) / (pi x) under the envelope, for each n of `frequencies`: (n_edges,), (n_basis,) -> (n_edges, n_basis)."""
+    """sin(n pi x) / (pi x) under the envelope, n of `frequencies`: (n_edges,), (n_basis,) -> (n_edges, n_basis)."""
     if frequencies.requires_grad:
         column = x.unsqueeze(1)
         return torch.sin(column * (math.pi * frequencies)) * (polynomial_cutoff(column, p) / (math.pi * column))

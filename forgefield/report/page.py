@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import os
 from importlib.resources import files
 from pathlib import Path
 
 from forgefield.errors import ForgefieldError
+from forgefield.files import write_whole
 from forgefield.report.analysis import QUANTITIES, pairs
 from forgefield.report.canvas import house_style
 from forgefield.report.figures import parity_row
@@ -43,7 +43,7 @@ _CONTENTS = (
 def write_report(run_path: Path) -> Path:
     """Write `report.html` into the run folder and return its path. The old page, if any, is replaced in one step."""
     run = read_run(Path(run_path))
-    return _replace(run.path / "report.html", report_html(run).encode("utf-8", errors="replace"))
+    return write_whole(run.path / "report.html", report_html(run).encode("utf-8", errors="replace"))
 
 
 def write_parity_png(run_path: Path, split: str = "test") -> Path:
@@ -114,14 +114,3 @@ def _navigation() -> Html:
     links = join(tag("a", title, href=f"#{anchor}") for anchor, title in _CONTENTS)
     button = tag("button", "Light / dark", id="theme", type="button")
     return tag("nav", tag("div", links, button, class_="wrap"))
-
-
-def _replace(target: Path, content: bytes) -> Path:
-    """Write beside the target, then rename: nobody ever sees half a page."""
-    partial = target.with_name(f".{target.name}.partial")
-    try:
-        partial.write_bytes(content)
-        os.replace(partial, target)
-    except OSError as error:
-        raise ForgefieldError(f"{target} cannot be written: {error.strerror}.") from error
-    return target

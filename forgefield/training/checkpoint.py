@@ -20,33 +20,15 @@ import torch
 from lightning.fabric.plugins import CheckpointIO
 
 from forgefield.errors import ForgefieldError
+from forgefield.files import PARTIAL, write_whole
 
 _NAME = re.compile(r"step-(\d+)\.ckpt")
-_PARTIAL = ".partial"
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file so that `path` holds either the old or the new content, whatever happens in between."""
-    partial = path.with_name(path.name + _PARTIAL)
-    try:
-        with open(partial, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise ForgefieldError(
-            f"Could not write {path}: {error.strerror}; everything saved before is untouched. "
-            "Make room or change permissions, then run the same command to go on."
-        ) from error
-    _sync_folder(path.parent)
 
 
 def save_checkpoint(path: Path, checkpoint: dict[str, Any]) -> None:
     buffer = io.BytesIO()
     torch.save(checkpoint, buffer)
-    write_atomically(path, buffer.getvalue())
+    write_whole(path, buffer.getvalue())
 
 
 def load_checkpoint(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
@@ -86,13 +68,15 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Checkpoints of a run, newest first."""
-    found = [(int(match.group(1)), path) for path in folder.glob("step-*.ckpt") if (match := _NAME.fullmatch(path.name))]
+    found = [
+        (int(match.group(1)), path) for path in folder.glob("step-*.ckpt") if (match := _NAME.fullmatch(path.name))
+    ]
     return [path for _, path in sorted(found, reverse=True)]
 
 
 def find_restart(folder: Path, say: Callable[[str], None]) -> Restart | None:
     """The newest good checkpoint, or None where there is none at all. Damaged ones are set aside, and that is said."""
-    for leftover in folder.glob(f"*{_PARTIAL}"):
+    for leftover in folder.glob(f".*{PARTIAL}*"):
         leftover.unlink(missing_ok=True)
     paths = list_checkpoints(folder)
     for path in paths:
@@ -121,7 +105,6 @@ class AtomicCheckpointIO(CheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         if storage_options is not None:
             raise TypeError("storage options are not supported")
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
         save_checkpoint(Path(path), checkpoint)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
@@ -140,13 +123,3 @@ def _restart_from(path: Path, checkpoint: dict[str, Any]) -> Restart:
         batch=int(fit["epoch_loop.batch_progress"]["current"]["completed"]),
         checkpoint=checkpoint,
     )
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError:
-        pass  # some network file systems cannot; the rename itself was atomic
-    finally:
-        os.close(descriptor)

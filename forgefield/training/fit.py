@@ -9,18 +9,19 @@ import fcntl
 import os
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import lightning as L
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from forgefield.config.diff import config_diff, format_diff
 from forgefield.config.template import commented_yaml
 from forgefield.data.module import DataModule
+from forgefield.data.readers import plain
 from forgefield.data.statistics import content_hash
 from forgefield.errors import ForgefieldError
 from forgefield.models.potential import Potential
@@ -52,7 +53,7 @@ class Fitted:
 
 def fit(config: DictConfig, *, fresh: bool, journal: Journal) -> Fitted:
     """Train as `config` says. With `fresh` an existing run of that name is moved aside, else it is continued."""
-    options = OmegaConf.to_container(config.trainer, resolve=True)
+    options: dict[str, Any] = plain(config.trainer)
     quick = bool(options.get("fast_dev_run"))
     run = _open_folder(config, fresh=fresh, quick=quick, journal=journal)
     with _only_process_in(run.path):
@@ -111,7 +112,9 @@ def _run_lightning(
     if restart is not None:
         loader.set_epoch(restart.epoch)
         loader.start_at(restart.batch)
-        journal.say(f"Continuing run {run.name} after step {restart.step} (epoch {restart.epoch + 1}), {restart.path.name}.")
+        journal.say(
+            f"Continuing run {run.name} after step {restart.step} (epoch {restart.epoch + 1}), {restart.path.name}."
+        )
     _summarise(journal, run, config, data, task, potential, trainer)
     run.write_info(status="running")
     try:
@@ -196,8 +199,7 @@ def _prepare_model(run: Run, config: DictConfig, data: DataModule, journal: Jour
     task_options = config.task if config.task is not None else default_task(statistics.labels)
     task = Task(task_options, species)
     require_labels(task, statistics.labels, "training")
-    given = OmegaConf.to_container(config.model, resolve=True)
-    resolved = resolve_model(given, species=species, cutoff=config.data.cutoff, statistics=statistics)
+    resolved = resolve_model(plain(config.model), species=species, cutoff=config.data.cutoff, statistics=statistics)
     fingerprint = content_hash([*data.train.frames, *(data.val.frames if data.val is not None else [])])
     if (run.path / "run.json").exists():
         if run.info["data_fingerprint"] != fingerprint:
@@ -232,7 +234,13 @@ def _columns(module: TrainingModule, has_val: bool) -> list[str]:
 
 
 def _summarise(
-    journal: Journal, run: Run, config: DictConfig, data: DataModule, task: Task, potential: Potential, trainer: L.Trainer
+    journal: Journal,
+    run: Run,
+    config: DictConfig,
+    data: DataModule,
+    task: Task,
+    potential: Potential,
+    trainer: L.Trainer,
 ) -> None:
     training = config.training
     epochs = f"{trainer.max_epochs} epochs" if trainer.max_epochs not in (None, -1) else ""
@@ -241,13 +249,19 @@ def _summarise(
     rows = [
         ("run folder", str(run.path)),
         ("length", " or ".join(text for text in (epochs, steps) if text)),
-        ("batch", f"{config.data.batch.frames} frames" + (f" x {training.accumulate}" if training.accumulate > 1 else "")),
-        ("optimiser", f"{optimiser}, lr {training.lr:g}" + (f", clip {training.clip_norm:g}" if training.clip_norm else "")),
+        (
+            "batch",
+            f"{config.data.batch.frames} frames" + (f" x {training.accumulate}" if training.accumulate > 1 else ""),
+        ),
+        (
+            "optimiser",
+            f"{optimiser}, lr {training.lr:g}" + (f", clip {training.clip_norm:g}" if training.clip_norm else ""),
+        ),
         ("average", f"EMA {training.ema:g}" if training.ema else "none"),
         ("best by", training.monitor),
         ("engine", training.engine),
     ]
-    sections = {
+    sections: dict[str, Sequence[tuple[str, str]]] = {
         "Data": list(data.describe()),
         "Model": [("name", str(config.model.name)), *model_rows(potential)],
         "Task": list(task.describe()),

@@ -73,7 +73,8 @@ class TrainingModule(L.LightningModule):
         self._steps_averaged = self.trainer.global_step  # known only now: a resume restores it after `on_fit_start`
 
     def on_train_epoch_start(self) -> None:
-        self.trainer.train_dataloader.set_epoch(self.trainer.current_epoch)
+        loader: Any = self.trainer.train_dataloader
+        loader.set_epoch(self.trainer.current_epoch)
         self.throughput.resume()
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:

@@ -22,7 +22,9 @@ def build_optimiser(spec: Any, parameters: list[torch.nn.Parameter], *, lr: floa
     return cls(parameters, lr=lr, **options)
 
 
-def build_scheduler(spec: Any, optimiser: torch.optim.Optimizer, *, monitor: str, validate_every: int) -> dict[str, Any]:
+def build_scheduler(
+    spec: Any, optimiser: torch.optim.Optimizer, *, monitor: str, validate_every: int
+) -> dict[str, Any]:
     """Lightning's description of a scheduler. spec may hold `interval: epoch | step` beside the scheduler's options."""
     name, options = _name_and_options(spec, "training.scheduler")
     interval = options.pop("interval", "epoch")

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
-from forgefield import __version__
+from forgefield._version import __version__
 from forgefield.tasks.metrics import UNITS
 
 Rows = list[tuple[str, str]]

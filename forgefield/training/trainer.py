@@ -29,7 +29,9 @@ def take_max_seconds(trainer: dict[str, Any]) -> float | None:
     try:
         return Timer(duration=limit)._duration
     except Exception as error:
-        raise ForgefieldError(f"trainer.max_time: '{limit}' is not a time; write DD:HH:MM:SS or {{hours: 2}}.") from error
+        raise ForgefieldError(
+            f"trainer.max_time: '{limit}' is not a time; write DD:HH:MM:SS or {{hours: 2}}."
+        ) from error
 
 
 def build_trainer(
@@ -41,7 +43,12 @@ def build_trainer(
     if options.get("max_epochs") is None and options.get("max_steps", -1) == -1:
         options["max_epochs"] = DEFAULT_EPOCHS
     _agree(options, "gradient_clip_val", training.clip_norm, "training.clip_norm")
-    _agree(options, "accumulate_grad_batches", training.accumulate if training.accumulate != 1 else None, "training.accumulate")
+    _agree(
+        options,
+        "accumulate_grad_batches",
+        training.accumulate if training.accumulate != 1 else None,
+        "training.accumulate",
+    )
     if options.get("precision") not in (None, 32, "32", "32-true"):
         raise ForgefieldError(
             f"trainer.precision={options['precision']} is not how precision is chosen here; use training.precision=float32 "
@@ -102,7 +109,9 @@ def _build(value: Any, where: str) -> Any:
     if not isinstance(value, dict):
         return value
     if "name" not in value:
-        raise ForgefieldError(f"{where}: an object is described by {{name: import.path, argument: value}}; name is missing.")
+        raise ForgefieldError(
+            f"{where}: an object is described by {{name: import.path, argument: value}}; name is missing."
+        )
     arguments = {key: item for key, item in value.items() if key != "name"}
     factory = import_path(value["name"])
     check_signature(factory, arguments, where=where)

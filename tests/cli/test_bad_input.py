@@ -108,7 +108,10 @@ def test_unknown_element_at_test_time(work, capsys):
     assert main(["train", write_config(work)]) == 0
     save_as = work / "silver.extxyz"
     ase.io.write(save_as, emt_frames(2, seed=1, symbols=("Ag",)), format="extxyz")
-    for words in (["test", "runs/tiny", "--data", "silver.extxyz"], ["predict", "runs/tiny", "silver.extxyz", "-o", "o.xyz"]):
+    for words in (
+        ["test", "runs/tiny", "--data", "silver.extxyz"],
+        ["predict", "runs/tiny", "silver.extxyz", "-o", "o.xyz"],
+    ):
         message = fails(capsys, *words)
         assert "Ag" in message
         assert "Cu" in message

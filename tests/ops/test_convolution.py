@@ -1,4 +1,4 @@
-"""The convolution equals e3nn's tensor product edge by edge, differentiates exactly twice, and transforms as it must."""
+"""The convolution equals e3nn's tensor product edge by edge, differentiates exactly twice, transforms as it must."""
 
 from contextlib import contextmanager
 
@@ -49,7 +49,9 @@ def torch_default_dtype(dtype):
 def to_e3nn(rows, blocks):
     """From channels contiguous to e3nn's order."""
     parts = rows.split([block.dim for block in blocks], dim=1)
-    return torch.cat([p.unflatten(1, (2 * b.l + 1, b.mul)).transpose(1, 2).flatten(1) for p, b in zip(parts, blocks)], 1)
+    return torch.cat(
+        [p.unflatten(1, (2 * b.l + 1, b.mul)).transpose(1, 2).flatten(1) for p, b in zip(parts, blocks)], 1
+    )
 
 
 def e3nn_convolution(features, harmonics, weights, graph, plan):
@@ -59,7 +61,9 @@ def e3nn_convolution(features, harmonics, weights, graph, plan):
     instructions = [(path.source, path.l2, number, "uvu", True) for number, path in enumerate(plan.paths)]
     harmonic_irreps = o3.Irreps.spherical_harmonics(plan.l_max)
     with torch_default_dtype(torch.float64):
-        product = o3.TensorProduct(irreps, harmonic_irreps, out, instructions, shared_weights=False, internal_weights=False)
+        product = o3.TensorProduct(
+            irreps, harmonic_irreps, out, instructions, shared_weights=False, internal_weights=False
+        )
     messages = product(to_e3nn(features, plan.in_blocks)[graph.source], harmonics, weights)
     total = torch.zeros(graph.n_atoms, out.dim, dtype=features.dtype)
     for message, atom in zip(messages, graph.destination.tolist()):
@@ -177,7 +181,9 @@ def test_no_edges_give_zero():
     plan = plan_convolution((Block(2, 0, 1),), 1, frozenset({(0, 1), (1, -1)}))
     empty = torch.zeros(0, dtype=torch.int64)
     x = torch.ones(3, 2, requires_grad=True)
-    out = convolve(x, torch.zeros(0, plan.n_couplings), torch.zeros(0, plan.n_weights), EdgeGraph(empty, empty, 3), plan)
+    out = convolve(
+        x, torch.zeros(0, plan.n_couplings), torch.zeros(0, plan.n_weights), EdgeGraph(empty, empty, 3), plan
+    )
     assert torch.equal(out, torch.zeros(3, plan.out_dim))
     out.sum().backward()
     assert torch.equal(x.grad, torch.zeros(3, 2))

@@ -99,7 +99,9 @@ def test_gate_equals_e3nn():
     irreps = o3.Irreps([(b.mul, (b.l, b.p)) for b in ours.in_blocks])
     assert irreps == theirs.irreps_in
     x = normal(7, irreps.dim)
-    blocks = [x[:, s].unflatten(1, (b.mul, 2 * b.l + 1)).transpose(1, 2) for s, b in zip(irreps.slices(), ours.in_blocks)]
+    blocks = [
+        x[:, s].unflatten(1, (b.mul, 2 * b.l + 1)).transpose(1, 2) for s, b in zip(irreps.slices(), ours.in_blocks)
+    ]
     got = torch.cat([block.transpose(1, 2).flatten(1) for block in ours(blocks)], dim=1)
     torch.testing.assert_close(got, theirs(x), rtol=1e-12, atol=1e-12)
 
@@ -133,7 +135,8 @@ def test_species_linear_equals_e3nn_fully_connected_product(one_hot):
     attributes = torch.eye(3, dtype=torch.float64)[species] if one_hot else table[species]
     matrices = ours.matrices(table if one_hot else None)
     blocks = [
-        (x.unsqueeze(3) * attributes[:, None, None]).flatten(2) @ matrix for x, matrix in zip((scalars, vectors), matrices)
+        (x.unsqueeze(3) * attributes[:, None, None]).flatten(2) @ matrix
+        for x, matrix in zip((scalars, vectors), matrices)
     ]
     got = torch.cat([block.transpose(1, 2).flatten(1) for block in blocks], dim=1)
     x = torch.cat([scalars.flatten(1), vectors.transpose(1, 2).flatten(1)], dim=1)

@@ -12,6 +12,7 @@ import torch
 
 from forgefield.api import train
 from forgefield.errors import ForgefieldError
+from forgefield.files import write_whole
 from forgefield.training.checkpoint import (
     DamagedCheckpoint,
     checkpoint_path,
@@ -19,7 +20,6 @@ from forgefield.training.checkpoint import (
     list_checkpoints,
     load_checkpoint,
     save_checkpoint,
-    write_atomically,
 )
 from tests.helpers import tiny_config
 
@@ -117,4 +117,4 @@ def test_no_permission_is_one_sentence(small_disk: Path, tmp_path):
     with pytest.raises(ForgefieldError, match=r"Cannot write to the run folder .*out=FOLDER"):
         train({**tiny_config(tmp_path), "out": str(small_disk)})
     with pytest.raises(ForgefieldError, match="Could not write"):
-        write_atomically(small_disk / "file", b"x")
+        write_whole(small_disk / "file", b"x")

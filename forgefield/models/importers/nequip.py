@@ -135,7 +135,9 @@ def _model_tensors(path: Path, state: Mapping[str, Any]) -> dict[str, Tensor]:
             continue
         tensors[name] = value
     if "type_embed.embed_module.weight" not in tensors:
-        raise ForgefieldError(f"{path} holds no NequIP model (no type embedding); Allegro and others cannot be imported.")
+        raise ForgefieldError(
+            f"{path} holds no NequIP model (no type embedding); Allegro and others cannot be imported."
+        )
     return tensors
 
 
@@ -151,7 +153,9 @@ def _assemble(path: Path, settings: Mapping[str, Any], tensors: dict[str, Tensor
             raise ForgefieldError(f"{path}: {name} has no place in a model with these options.")
         value = value.reshape(-1).expand(shapes[ours].numel()) if value.numel() == 1 else value
         if value.numel() != shapes[ours].numel():
-            raise ForgefieldError(f"{path}: {name} has {value.numel()} numbers, the options ask for {shapes[ours].numel()}.")
+            raise ForgefieldError(
+                f"{path}: {name} has {value.numel()} numbers, the options ask for {shapes[ours].numel()}."
+            )
         state[ours] = value.reshape(shapes[ours].shape).to(shapes[ours].dtype).clone()
     constants = {"model.energy_scales", "model.energy_shifts", "model.bessel_frequencies"}
     for name, value in shapes.items():
@@ -227,7 +231,9 @@ def _translate_pair_potential(path: Path, value: Any, species: list[str]) -> Any
     symbols, units = settings.pop("chemical_species", species), settings.pop("units", "metal")
     unknown = set(settings) - {"polynomial_cutoff_p"}
     if kind != "ZBL" or units != "metal" or list(symbols) != species or unknown:
-        raise ForgefieldError(f"{path}: of pair potentials only ZBL in metal units for the model's own species is known.")
+        raise ForgefieldError(
+            f"{path}: of pair potentials only ZBL in metal units for the model's own species is known."
+        )
     return {"polynomial_cutoff_p": float(settings.get("polynomial_cutoff_p", 6.0))}
 
 
@@ -252,7 +258,7 @@ def _read_options(path: Path, options: str | os.PathLike[str] | None) -> dict[st
         settings = json.loads(where.read_text())
     except FileNotFoundError as error:
         raise ForgefieldError(
-            f"{path} holds weights alone; write NequIP's model section as JSON to {where}, or name its file with --options."
+            f"{path} holds weights alone; write NequIP's model section as JSON to {where} or name its file: --options."
         ) from error
     except (OSError, ValueError) as error:
         raise ForgefieldError(f"{where} cannot be read: {error}.") from error

@@ -61,7 +61,9 @@ def read_torch_file(path: str | os.PathLike[str]) -> Any:
 def _read_archive(archive: zipfile.ZipFile) -> Any:
     names = [name for name in archive.namelist() if name.count("/") == 1 and name.endswith("/data.pkl")]
     if len(names) != 1:
-        raise ValueError("it holds no single data.pkl; a packaged or compiled model cannot be read, give the checkpoint")
+        raise ValueError(
+            "it holds no single data.pkl; a packaged or compiled model cannot be read, give the checkpoint"
+        )
     root = names[0].split("/")[0]
     if f"{root}/constants.pkl" in archive.namelist():
         raise ValueError("it is a TorchScript model, give the checkpoint it was made from")

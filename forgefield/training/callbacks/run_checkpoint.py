@@ -25,12 +25,12 @@ from lightning.pytorch.callbacks import Checkpoint
 from safetensors.torch import save as safetensors_bytes
 
 from forgefield.errors import ForgefieldError
+from forgefield.files import write_whole
 from forgefield.training.checkpoint import (
     DamagedCheckpoint,
     checkpoint_path,
     load_checkpoint,
     prune_checkpoints,
-    write_atomically,
 )
 
 
@@ -70,7 +70,9 @@ class RunCheckpoint(Checkpoint):
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._handlers[number] = signal.signal(number, self._on_signal)
 
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         if self._random_state is not None:
             self._go_on(trainer)
             return
@@ -85,17 +87,17 @@ class RunCheckpoint(Checkpoint):
             self._save(trainer)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        fitting = trainer.state.fn == "fit" and not trainer.sanity_checking and not trainer.fast_dev_run
+        fitting = trainer.state.fn == "fit" and not trainer.sanity_checking and not _quick(trainer)
         if fitting and not self.monitor.startswith("train/"):
             self._keep_best(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        if self.monitor.startswith("train/") and not trainer.fast_dev_run:
+        if self.monitor.startswith("train/") and not _quick(trainer):
             self._keep_best(trainer, pl_module)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         self._restore_handlers()
-        if trainer.fast_dev_run:
+        if _quick(trainer):
             return
         self._save(trainer, finished=True)
         self._write_weights("last", trainer, pl_module)
@@ -107,7 +109,7 @@ class RunCheckpoint(Checkpoint):
 
     def _due(self, trainer: L.Trainer, batch_idx: int) -> bool:
         step = trainer.global_step
-        if trainer.fast_dev_run or step == 0 or step == self._last_saved:
+        if _quick(trainer) or step == 0 or step == self._last_saved:
             return False
         every_steps, every_epochs = self.options.every_steps, self.options.every_epochs
         if every_steps and step % every_steps == 0:
@@ -128,9 +130,10 @@ class RunCheckpoint(Checkpoint):
     # ---- what
 
     def _save(self, trainer: L.Trainer, finished: bool = False) -> None:
-        if trainer.fast_dev_run:
+        if _quick(trainer):
             return
-        trainer.lightning_module.finite_train_loss()
+        module: Any = trainer.lightning_module
+        module.finite_train_loss()
         self._finished = finished
         path = checkpoint_path(self.folder, trainer.global_step)
         trainer.save_checkpoint(path)
@@ -155,7 +158,7 @@ class RunCheckpoint(Checkpoint):
         checkpoint["forgefield_random"] = _random_state()
         checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["is_last_batch"] = False
         if self._finished:
-            _as_if_next_batch_were_about_to_start(checkpoint["loops"]["fit_loop"], trainer.num_training_batches)
+            _as_if_next_batch_were_about_to_start(checkpoint["loops"]["fit_loop"], int(trainer.num_training_batches))
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         self._random_state = checkpoint["forgefield_random"]
@@ -176,10 +179,9 @@ class RunCheckpoint(Checkpoint):
         trainer.fit_loop._restarting = False
 
     def _keep_best(self, trainer: L.Trainer, pl_module: Any) -> None:
-        value = trainer.callback_metrics.get(self.monitor)
-        if value is None:
+        if self.monitor not in trainer.callback_metrics:
             return
-        value = float(value)
+        value = float(trainer.callback_metrics[self.monitor])
         if self.best is None or value < self.best:
             self.best = value
             self._write_weights("best", trainer, pl_module)
@@ -188,11 +190,17 @@ class RunCheckpoint(Checkpoint):
         about = {"step": trainer.global_step, "epoch": trainer.current_epoch, self.monitor: self.best}
         # One entry: with several, safetensors writes them in random order, and equal runs would differ in bytes.
         content = safetensors_bytes(pl_module.averaged_state(), metadata={"about": json.dumps(about)})
-        write_atomically(self.folder / f"{which}.safetensors", content)
+        write_whole(self.folder / f"{which}.safetensors", content)
+
+
+def _quick(trainer: L.Trainer) -> bool:
+    """Whether this is a `fast_dev_run`, which leaves nothing behind."""
+    return bool(getattr(trainer, "fast_dev_run", False))
 
 
 def _random_state() -> dict[str, Any]:
-    kind, keys, position, has_gauss, cached = np.random.get_state()
+    state: Any = np.random.get_state()
+    kind, keys, position, has_gauss, cached = state
     version, internal, gauss = random.getstate()
     return {
         "torch": torch.get_rng_state(),

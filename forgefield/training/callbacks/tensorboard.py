@@ -27,7 +27,8 @@ class TensorBoardLog(Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         step = trainer.global_step
-        if step % trainer.log_every_n_steps == 0 and outputs is not None:
+        every = getattr(trainer, "log_every_n_steps", 0)
+        if every and step % every == 0 and outputs is not None:
             self._writer.add_scalar("step/loss", float(outputs["loss"]), step)
             self._writer.add_scalar("step/lr", trainer.optimizers[0].param_groups[0]["lr"], step)
 
