@@ -43,8 +43,8 @@ def config(molecule: str, data: Path, out: Path) -> dict:
         "model": {
             "name": "nequip",
             "num_layers": 4,
-            "l_max": 2,
-            "parity": True,
+            "l_max": 3,
+            "parity": False,
             "num_features": 32,
             "radial_mlp_depth": 2,
             "radial_mlp_width": 64,
@@ -53,12 +53,12 @@ def config(molecule: str, data: Path, out: Path) -> dict:
         "training": {
             "lr": 0.01,
             "ema": 0.99,
-            "clip_norm": 100.0,
-            "scheduler": {"name": "ReduceLROnPlateau", "patience": 50, "factor": 0.8},
+            "clip_norm": 10.0,
+            "scheduler": {"name": "CosineAnnealingLR", "T_max": "${trainer.max_epochs}"},
             "checkpoint": {"every_epochs": 25},
             "tensorboard": 0,
         },
-        "trainer": {"max_epochs": 1000, "check_val_every_n_epoch": 2},
+        "trainer": {"max_epochs": 1000, "check_val_every_n_epoch": 10},
     }
 
 

@@ -61,7 +61,9 @@ def train_example(overrides: list[str] | None = None, *, fresh: bool = False) ->
 
     with as_file(files("forgefield.config") / "presets" / "example.yaml") as path:
         folder = Path(OmegaConf.load(path).data.train).parent
-        make_example(folder, seed=0)
+        if not all((folder / name).exists() for name in ("train.extxyz", "test.extxyz")):
+            print(f"Making a small data set with ASE's EMT (copper-gold alloys) in {folder} ...", flush=True)
+            make_example(folder, seed=0)
         config = load_config(path, list(overrides or []))
     return train_with_outcome(config, fresh=fresh)
 

@@ -18,7 +18,6 @@ def written_whole(path: Path) -> Iterator[Path]:
     """A temporary name with the ending of `path`; it becomes `path` when the block succeeds and vanishes when not."""
     partial = path.with_name(f".{path.stem}{PARTIAL}{path.suffix}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         yield partial
         _flush(partial)
         os.replace(partial, path)

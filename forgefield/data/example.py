@@ -17,6 +17,7 @@ from ase.calculators.emt import EMT
 from ase.calculators.singlepoint import SinglePointCalculator
 from ase.io import write
 
+from forgefield.errors import ForgefieldError
 from forgefield.files import written_whole
 
 TEMPERATURES = (300.0, 600.0, 900.0, 1200.0)
@@ -186,5 +187,9 @@ def _labelled(atoms: Atoms, kind: str) -> Atoms:
 
 
 def _write(file: Path, frames: list[Atoms]) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ForgefieldError(f"Could not write the example data to {file}: {error.strerror}.") from error
     with written_whole(file) as partial:
         write(partial, frames, format="extxyz")

@@ -222,5 +222,6 @@ def _save(store: Path | None, statistics: Statistics) -> None:
     """Keep it, through a temporary file, so that nobody ever reads half of one. No place to keep it is no error."""
     if store is None:
         return
-    with suppress(ForgefieldError):
+    with suppress(ForgefieldError, OSError):
+        store.parent.mkdir(parents=True, exist_ok=True)
         write_whole(store, statistics.to_json())

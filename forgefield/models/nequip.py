@@ -15,10 +15,21 @@ import torch
 from ase.data import atomic_numbers
 from torch import Tensor, nn
 
+from forgefield.models import nequip_options
 from forgefield.models.nequip_options import PRESETS, Options, complete_options, pair_cutoff
 from forgefield.ops.activations import activate
 from forgefield.ops.convolution import Block, convolve, list_paths, plan_convolution
-from forgefield.ops.graph import EdgeGraph, GradientSwitch, Segments, barrier, gather, pair_graph, segment_sum
+from forgefield.ops.graph import (
+    EdgeGraph,
+    GradientSwitch,
+    Segments,
+    barrier,
+    cut,
+    edge_graph,
+    gather,
+    join,
+    segment_sum,
+)
 from forgefield.ops.harmonics import SphericalHarmonics
 from forgefield.ops.linear import Gate, IrrepsLinear, NormActivation, Perceptron, SpeciesLinear, unit_normal
 from forgefield.ops.radial import bessel_basis, polynomial_cutoff
@@ -29,12 +40,20 @@ class NequIP(nn.Module):
     """Atomic energies from edge vectors. Built from resolved options: every number is given."""
 
     only_edge_vectors = True
+    layers: list[Interaction]
+    bessel_frequencies: Tensor
+    energy_scales: Tensor
+    energy_shifts: Tensor
+    feature_scale: Tensor
+    inverse_cutoff: Tensor
+    identity: Tensor
+    atomic_numbers: Tensor
     Options = Options
     presets = PRESETS
 
     def __init__(
         self,
-        options: Options,
+        options: nequip_options.Options,
         *,
         species: Sequence[str],
         cutoff: float,
@@ -53,7 +72,7 @@ class NequIP(nn.Module):
         frequencies = torch.arange(1, options.num_bessels + 1, dtype=torch.float64)
         self._hold("bessel_frequencies", frequencies, options.bessel_trainable)
         self.harmonics = SphericalHarmonics(options.l_max)
-        self.layers = nn.ModuleList()
+        layers = nn.ModuleList()
         blocks: tuple[Block, ...] = (Block(n_embedding, 0, 1),)
         for number in range(options.num_layers):
             hidden = (
@@ -62,8 +81,9 @@ class NequIP(nn.Module):
                 else (Block(features[0], 0, 1),)
             )
             layer = Interaction(blocks, hidden, options, number, n_embedding, generator=generator, dtype=dtype)
-            self.layers.append(layer)
+            layers.append(layer)
             blocks = layer.out_blocks
+        self.layers = layers  # type: ignore[assignment]
         width = options.readout_mlp_width or features[0]
         sizes = [features[0], *[width] * options.readout_mlp_depth, 1]
         self.readout = Perceptron(sizes, activation=options.readout_mlp_nonlinearity, generator=generator, dtype=dtype)
@@ -101,8 +121,8 @@ class NequIP(nn.Module):
 
     @classmethod
     def complete(
-        cls, options: Options, *, species: tuple[str, ...], cutoff: float, statistics: Mapping[str, Any]
-    ) -> Options:
+        cls, options: nequip_options.Options, *, species: tuple[str, ...], cutoff: float, statistics: Mapping[str, Any]
+    ) -> nequip_options.Options:
         """Options checked and with every default explicit; numbers not given come from the statistics."""
         return complete_options(options, species, cutoff, statistics)
 
@@ -110,7 +130,7 @@ class NequIP(nn.Module):
         """(n_atoms,) atomic energies, eV, float64."""
         vectors, species = batch["edge_vectors"], batch["species"]
         switch: GradientSwitch | None = batch.get("edge_gradient")
-        graph = edge_graph(batch)
+        graph: EdgeGraph = batch.get("edge_graph") or edge_graph(batch)
         lengths = torch.linalg.vector_norm(vectors, dim=1)
         if self.inverse_cutoff.numel() == 1:
             scaled = lengths * self.inverse_cutoff
@@ -142,7 +162,8 @@ class NequIP(nn.Module):
         if graph.pair_edge is not None:
             scaled = scaled.index_select(0, graph.pair_edge)
         basis = bessel_basis(scaled, self.bessel_frequencies, self.options.polynomial_cutoff_p)
-        radial = self._radial_weights(barrier(basis.to(dtype), switch))
+        geometry_alone = None if self.bessel_frequencies.requires_grad else switch
+        radial = self._radial_weights(barrier(basis.to(dtype), geometry_alone))
 
         one_hot = self.identity.index_select(0, species)
         attributes = one_hot if self.one_hot_self_connection else one_hot @ self.type_embedding
@@ -166,13 +187,13 @@ class NequIP(nn.Module):
 
     def _radial_weights(self, basis: Tensor) -> list[Tensor]:
         """Weights of every layer, (n_edges or n_pairs, plan.n_weights); their first perceptron layers run as one."""
-        first = torch.cat([layer.radial.weights[0] for layer in self.layers], dim=1)
+        first = join([layer.radial.weights[0] for layer in self.layers], 1)
         scale = self.layers[0].radial.scales[0] * 2 * math.pi / self.cutoff**2
         hidden = basis @ (first * scale)
         sizes = [layer.radial.weights[0].shape[1] for layer in self.layers]
         if self.options.radial_mlp_depth == 0:
-            return list(hidden.split(sizes, dim=1))
-        parts = activate("silu", hidden).split(sizes, dim=1)
+            return list(cut(hidden, sizes, 1))
+        parts = cut(activate("silu", hidden), sizes, 1)
         result = []
         for layer, part in zip(self.layers, parts):
             network = layer.radial
@@ -193,6 +214,8 @@ class NequIP(nn.Module):
 class Interaction(nn.Module):
     """One layer: mix channels, convolve over edges, mix channels and add the self-connection, gate."""
 
+    coupling_matrix: Tensor
+
     def __init__(
         self,
         in_blocks: tuple[Block, ...],
@@ -205,7 +228,7 @@ class Interaction(nn.Module):
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        make = {"generator": generator, "dtype": dtype}
+        make: dict[str, Any] = {"generator": generator, "dtype": dtype}
         reachable = frozenset((block.l, block.p) for block in hidden)
         reachable = frozenset((path.l3, path.p3) for path in list_paths(in_blocks, options.l_max, reachable))
         scalars = [block for block in hidden if block.l == 0 and (0, block.p) in reachable]
@@ -225,14 +248,15 @@ class Interaction(nn.Module):
         self.in_blocks = in_blocks
         self.plan = plan_convolution(in_blocks, options.l_max, frozenset((block.l, block.p) for block in targets))
         self.register_buffer("coupling_matrix", self.plan.coupling_matrix().to(dtype), persistent=False)
-        self.neighbours = 1.0 if isinstance(options.avg_num_neighbours, Mapping) else options.avg_num_neighbours
         self.targets = tuple(
             (block.l, [i for i, out in enumerate(self.plan.out_blocks) if (out.l, out.p) == (block.l, block.p)])
             for block in targets
         )
         fan_in = [sum(self.plan.out_blocks[i].mul for i in pieces) for _, pieces in self.targets]
 
-        self.linear_in = IrrepsLinear([(block.mul, block.mul) for block in in_blocks], **make)
+        neighbours = 1.0 if isinstance(options.avg_num_neighbours, Mapping) else float(options.avg_num_neighbours or 1)
+        channels = [(block.mul, block.mul) for block in in_blocks]
+        self.linear_in = IrrepsLinear(channels, scale=1 / math.sqrt(neighbours), **make)
         widths = [options.radial_mlp_width] * options.radial_mlp_depth
         sizes = [options.num_bessels, *widths, self.plan.n_weights]
         self.radial = Perceptron(sizes, activation="silu", **make)
@@ -249,16 +273,15 @@ class Interaction(nn.Module):
 
     def enter(self, blocks: Sequence[Tensor]) -> Tensor:
         """Mixed features as rows, divided by sqrt(neighbours): blocks (n, 2l + 1, mul) -> (n, plan.in_dim)."""
-        matrices = self.linear_in.matrices(1 / math.sqrt(self.neighbours))
-        mixed = [(block @ matrix).flatten(1) for block, matrix in zip(blocks, matrices)]
-        return mixed[0] if len(mixed) == 1 else torch.cat(mixed, dim=1)
+        mixed = [(block @ matrix).flatten(1) for block, matrix in zip(blocks, self.linear_in.matrices())]
+        return join(mixed, 1)
 
     def leave(self, summed: Tensor, blocks: Sequence[Tensor], attributes: Tensor, table: Tensor | None) -> list[Tensor]:
         """New features from the convolution's rows (n, plan.out_dim) and the old blocks.
 
         `attributes` (n, a) and `table` are what `SpeciesLinear.matrices` asks for.
         """
-        pieces = summed.split([block.dim for block in self.plan.out_blocks], dim=1)
+        pieces = cut(summed, [block.dim for block in self.plan.out_blocks], 1)
         inputs = [[pieces[i].unflatten(1, (2 * l + 1, -1)) for i in numbers] for l, numbers in self.targets]  # noqa: E741
         matrices = [[matrix] for matrix in self.linear_out.matrices()]
         if self.self_connection is not None:
@@ -267,13 +290,9 @@ class Interaction(nn.Module):
                 product = blocks[i] if one_species else (blocks[i].unsqueeze(3) * attributes[:, None, None]).flatten(2)
                 inputs[target].append(product)
                 matrices[target].append(matrix)
-        mixed = [_join(parts, 2) @ _join(parts_of_matrix, 0) for parts, parts_of_matrix in zip(inputs, matrices)]
+        mixed = [join(parts, 2) @ join(parts_of_matrix, 0) for parts, parts_of_matrix in zip(inputs, matrices)]
         new = self.nonlinearity(mixed)
         return [old + update for old, update in zip(blocks, new)] if self.resnet else new
-
-
-def _join(parts: Sequence[Tensor], dim: int) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=dim)
 
 
 def _hidden_blocks(features: Sequence[int], parity: bool) -> tuple[Block, ...]:
@@ -281,16 +300,3 @@ def _hidden_blocks(features: Sequence[int], parity: bool) -> tuple[Block, ...]:
     return tuple(
         Block(mul, degree, p) for degree, mul in enumerate(features) for p in ((1, -1) if parity else ((-1) ** degree,))
     )
-
-
-PAIRS_FROM_EDGES = 20_000
-"""On an accelerator computing radial weights once per pair pays from about so many edges on; on a CPU always."""
-
-
-def edge_graph(batch: dict[str, Any]) -> EdgeGraph:
-    """Index lists of a batch; with `edge_reverse` (n_edges,), the number of every edge's reverse, also its pairs."""
-    source, destination = batch["edge_index"]
-    reverse, n_atoms = batch.get("edge_reverse"), batch["species"].shape[0]
-    if reverse is None or (source.is_cuda and source.shape[0] < PAIRS_FROM_EDGES):
-        return EdgeGraph(source, destination, n_atoms)
-    return pair_graph(source, destination, n_atoms, reverse)

@@ -6,12 +6,12 @@ them share, in float64: forces are the exact derivative of the energy, stress it
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from forgefield.ops.graph import GradientSwitch, Segments, gather, segment_sum
+from forgefield.ops.graph import GradientSwitch, Segments, edge_graph, gather, segment_sum
 
 Batch = dict[str, Tensor]
 
@@ -41,11 +41,11 @@ class Potential(nn.Module):
 
     @property
     def species(self) -> tuple[str, ...]:
-        return tuple(self.model.species)
+        return tuple(self.model.species)  # type: ignore[arg-type]
 
     @property
     def cutoff(self) -> float:
-        return float(self.model.cutoff)
+        return float(self.model.cutoff)  # type: ignore[arg-type]
 
     def forward(self, batch: Batch, *, forces: bool = True, stress: bool = False) -> dict[str, Tensor]:
         """Outputs, all float64: `energy` (n_frames,) eV, `atomic_energy` (n_atoms,) eV, and where asked `forces`
@@ -63,7 +63,7 @@ class Potential(nn.Module):
             return outputs
         return {key: value.detach() for key, value in outputs.items()}
 
-    def _atomic_energies(self, batch: Batch) -> Tensor:
+    def _atomic_energies(self, batch: dict[str, Any]) -> Tensor:
         return self.model(batch).reshape(-1).double()
 
     def _through_edges(self, batch: Batch, forces: bool, stress: bool) -> dict[str, Tensor]:
@@ -72,15 +72,14 @@ class Potential(nn.Module):
         outer = vectors.requires_grad
         vectors = vectors if outer else vectors.requires_grad_(True)
         switch = GradientSwitch()
-        atomic = self._atomic_energies(batch | {"edge_vectors": vectors, "edge_gradient": switch})
+        graph = edge_graph(batch)
+        private: dict[str, Any] = {"edge_vectors": vectors, "edge_gradient": switch, "edge_graph": graph}
+        atomic = self._atomic_energies(batch | private)
         outputs = {"energy": _frame_sum(atomic, batch), "atomic_energy": atomic}
         (slope,) = _derivatives(atomic.sum(), [vectors], self.training or outer)
         switch.off = self.training and not outer
         if forces:
-            n_atoms = atomic.shape[0]
-            source, destination = batch["edge_index"]
-            pulled = segment_sum(slope, Segments(destination, n_atoms, rows_are_sorted=True))
-            outputs["forces"] = pulled - segment_sum(slope, Segments(source, n_atoms))
+            outputs["forces"] = segment_sum(slope, graph.by_destination) - segment_sum(slope, graph.by_source)
         if stress:
             products = (vectors if outer else vectors.detach()).unsqueeze(2) * slope.unsqueeze(1)
             frame = Segments(batch["frame"][batch["edge_index"][1]], batch["n_atoms"].shape[0], rows_are_sorted=True)
@@ -132,7 +131,8 @@ def _derivatives(energy: Tensor, variables: list[Tensor], create_graph: bool) ->
 
 def _per_volume(virial: Tensor, cell: Tensor) -> Tensor:
     """Stress of each frame; NaN without a volume, and no gradient from there."""
-    volume = torch.linalg.det(cell).abs().view(-1, 1, 1)
+    a, b, c = cell.unbind(1)
+    volume = (a * torch.linalg.cross(b, c)).sum(1).abs().view(-1, 1, 1)
     has_volume = volume > 0
     stress = virial / torch.where(has_volume, volume, torch.ones_like(volume))
     return torch.where(has_volume, stress, torch.full_like(stress, float("nan")))

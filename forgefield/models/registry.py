@@ -7,18 +7,18 @@ by its import path.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from forgefield.config.nearest import did_you_mean
 from forgefield.errors import ForgefieldError
 from forgefield.models.potential import Potential
 
@@ -28,14 +28,14 @@ PRECISIONS = {"float32": torch.float32, "float64": torch.float64}
 _GIVEN_BY_US = ("species", "cutoff", "statistics")
 
 
-def model_class(name: str) -> type[nn.Module]:
+def model_class(name: str) -> Any:
     """Class of a built-in model, or of the user's own by import path."""
     path = BUILT_IN.get(name, name)
     module_name, _, attribute = path.rpartition(".")
     if not module_name:
         raise ForgefieldError(
             f"model.name is '{name}', which is neither a built-in model ({', '.join(BUILT_IN)}) "
-            f"nor an import path like my_package.MyModel{_nearest(name, BUILT_IN)}"
+            f"nor an import path like my_package.MyModel.{did_you_mean(name, BUILT_IN)}"
         )
     try:
         found = getattr(importlib.import_module(module_name), attribute)
@@ -62,7 +62,9 @@ def resolve_model(
     for key in _GIVEN_BY_US:
         if key in given:
             raise ForgefieldError(f"model.{key} cannot be set: it comes from the data section.")
-    facts = _plain(asdict(statistics) if is_dataclass(statistics) else statistics or {})
+    facts = _plain(
+        asdict(statistics) if is_dataclass(statistics) and not isinstance(statistics, type) else statistics or {}
+    )
     resolved: dict[str, Any] = {"name": name, "species": list(species), "cutoff": float(cutoff)}
     if name in BUILT_IN:
         return resolved | _resolve_built_in(found, given, tuple(species), float(cutoff), facts)
@@ -100,27 +102,27 @@ def _resolve_built_in(
     hints = typing.get_type_hints(found.Options)
     for key, value in given.items():
         if key not in known:
-            raise ForgefieldError(f"model.{key} is not an option of this model{_nearest(key, [*known, 'preset'])}")
+            raise ForgefieldError(f"model.{key} is not an option of this model.{did_you_mean(key, [*known, 'preset'])}")
         if not _matches(value, hints[key]):
             raise ForgefieldError(f"model.{key} is {value!r}; it must be {_in_words(hints[key])}.")
     options = found.Options(**{**defaults, **given})
     return _plain(asdict(found.complete(options, species=species, cutoff=cutoff, statistics=facts)))
 
 
-def _resolve_own(found: type[nn.Module], name: str, given: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
+def _resolve_own(found: Any, name: str, given: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
     parameters = list(inspect.signature(found.__init__).parameters.values())[1:]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     for key in given:
         if key not in named and not takes_any:
-            raise ForgefieldError(f"model.{key} is not an argument of {name}{_nearest(key, named)}")
+            raise ForgefieldError(f"model.{key} is not an argument of {name}.{did_you_mean(key, named)}")
     for key, parameter in named.items():
         if parameter.default is parameter.empty and key not in given and key not in _GIVEN_BY_US:
             raise ForgefieldError(f"model.{key} is missing: {name} has no default for it.")
     return given | ({"statistics": facts} if "statistics" in named else {})
 
 
-def _build_own(found: type[nn.Module], options: dict[str, Any], dtype: torch.dtype, seed: int) -> nn.Module:
+def _build_own(found: Any, options: dict[str, Any], dtype: torch.dtype, seed: int) -> nn.Module:
     """An instance of the user's class, its weights drawn from a random state of its own."""
     named = inspect.signature(found.__init__).parameters
     given = {key: value for key, value in options.items() if key not in _GIVEN_BY_US or key in named}
@@ -137,11 +139,6 @@ def _build_own(found: type[nn.Module], options: dict[str, Any], dtype: torch.dty
     if not hasattr(model, "cutoff"):
         model.cutoff = float(options["cutoff"])
     return model
-
-
-def _nearest(key: str, known: Iterable[str]) -> str:
-    match = difflib.get_close_matches(key, list(known), n=1, cutoff=0.5)
-    return f"; did you mean '{match[0]}'?" if match else ""
 
 
 def _plain(value: Any) -> Any:

@@ -65,6 +65,10 @@ class _Group:
     path_of_row: Tensor
     row_sum: Tensor
 
+    @property
+    def n_paths(self) -> int:
+        return self.row_sum.shape[0]
+
     def tables(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """`path_of_row` and `row_sum` on the device and in the precision of `like`."""
         return _tables(self, like.device, like.dtype)
@@ -256,20 +260,39 @@ def _couplings(rows: Tensor, group: _Group) -> Tensor:
 
 
 def _row_weights(rows: Tensor, group: _Group) -> Tensor:
-    """(edges, n_weights) -> (edges, n_out, c), a copy: every output row with the weight of its path."""
-    return rows[:, group.weights].unflatten(1, (-1, group.channels)).index_select(1, group.tables(rows)[0])
+    """(edges, n_weights) -> (edges, n_out, c): every output row with the weight of its path."""
+    by_path = rows[:, group.weights].unflatten(1, (-1, group.channels))
+    return by_path if group.n_paths == group.n_out else by_path.index_select(1, group.tables(rows)[0])
 
 
-def _set_weights(rows: Tensor, values: Tensor, group: _Group) -> None:
-    """Sum (edges, n_out, c) over the rows of each path into the group's columns of (edges, n_weights)."""
-    n_paths = group.row_sum.shape[0]
-    target = rows[:, group.weights].unflatten(1, (n_paths, group.channels))
-    if n_paths == group.n_out:
-        target.copy_(values)
-    elif values.is_cuda:
-        target.copy_(torch.matmul(group.tables(values)[1], values))
-    else:
-        target.copy_(torch.zeros_like(target).index_add_(1, group.path_of_row, values))
+def _sum_paths(values: Tensor, group: _Group) -> Tensor:
+    """Sum over the rows of each path: (edges, n_out, c) -> (edges, n_paths * c)."""
+    if group.n_paths == group.n_out:
+        return values.flatten(1)
+    path_of_row, row_sum = group.tables(values)
+    if values.is_cuda:
+        return torch.matmul(row_sum, values).flatten(1)
+    total = values.new_zeros(values.shape[0], group.n_paths, group.channels)
+    return total.index_add_(1, path_of_row, values).flatten(1)
+
+
+def _feature_rows(parts: list[Tensor], plan: ConvolutionPlan) -> Tensor:
+    """The groups' (edges, n_in, c) as rows (edges, in_dim), zero for blocks that no path uses."""
+    flat: list[Tensor] = []
+    column = 0
+    for group, part in zip(plan.groups, parts):
+        if group.features.start > column:
+            flat.append(part.new_zeros(part.shape[0], group.features.start - column))
+        flat.append(part.flatten(1))
+        column = group.features.stop
+    if plan.in_dim > column:
+        flat.append(parts[0].new_zeros(parts[0].shape[0], plan.in_dim - column))
+    return _rows(flat)
+
+
+def _rows(parts: list[Tensor]) -> Tensor:
+    """The groups' rows side by side."""
+    return parts[0].flatten(1) if len(parts) == 1 else torch.cat([part.flatten(1) for part in parts], dim=1)
 
 
 _TINY = 400
@@ -302,11 +325,10 @@ class _Convolution(torch.autograd.Function):
         out = features.new_zeros(graph.n_atoms, plan.out_dim)
         for part in _parts(graph, plan, on_cpu=not features.is_cuda):
             x, m, w = features.index_select(0, part.source), couplings[part.edges], part.weights(weights)
-            messages = features.new_empty(x.shape[0], plan.out_dim)
-            for group in plan.groups:
-                t = _product(_couplings(m, group), _inputs(x, group))
-                torch.mul(t, _row_weights(w, group), out=_outputs(messages, group))
-            part.add_to_destinations(out, messages)
+            messages = [
+                _product(_couplings(m, group), _inputs(x, group)).mul_(_row_weights(w, group)) for group in plan.groups
+            ]
+            part.add_to_destinations(out, _rows(messages))
         return out
 
     @staticmethod
@@ -334,16 +356,18 @@ class _ConvolutionGradient(torch.autograd.Function):
         for part in _parts(graph, plan, on_cpu=not features.is_cuda):
             x, g = features.index_select(0, part.source), grad.index_select(0, part.destination)
             m, w = couplings[part.edges], part.weights(weights)
-            dx, dw = torch.zeros_like(x), torch.empty_like(w)
+            dx, dw, dm = [], [], []
             for group in plan.groups:
                 x_g, m_g, g_g = _inputs(x, group), _couplings(m, group), _outputs(g, group)
-                _set_weights(dw, _product(m_g, x_g).mul_(g_g), group)
-                gw = _row_weights(w, group).mul_(g_g)
-                _inputs(dx, group).copy_(_product(m_g.transpose(1, 2), gw))
+                dw.append(_sum_paths(_product(m_g, x_g).mul_(g_g), group))
+                gw = g_g * _row_weights(w, group)
+                dx.append(_product(m_g.transpose(1, 2), gw))
                 if d_couplings is not None:
-                    _couplings(d_couplings[part.edges], group).copy_(_contract(gw, x_g))
-            part.add_to_sources(d_features, dx)
-            part.add_to_weights(d_weights, dw)
+                    dm.append(_contract(gw, x_g))
+            part.add_to_sources(d_features, _feature_rows(dx, plan))
+            part.add_to_weights(d_weights, _rows(dw))
+            if d_couplings is not None:
+                d_couplings[part.edges] = _rows(dm)
         return d_features, d_couplings, d_weights
 
     @staticmethod
@@ -361,21 +385,21 @@ class _ConvolutionGradient(torch.autograd.Function):
             g = grad.index_select(0, part.destination)
             m, am = couplings[part.edges], a_couplings[part.edges]
             w, aw = part.weights(weights), part.weights(a_weights)
-            dx, dg, dw = torch.zeros_like(x), torch.empty_like(g), torch.empty_like(w)
+            dx, dg, dw, dm = [], [], [], []
             for group in plan.groups:
                 x_g, ax_g, g_g = _inputs(x, group), _inputs(ax, group), _outputs(g, group)
                 m_g, am_g = _couplings(m, group), _couplings(am, group)
                 w_g, aw_g = _row_weights(w, group), _row_weights(aw, group)
                 u = _product(m_g, ax_g).add_(_product(am_g, x_g))
-                _set_weights(dw, u * g_g, group)
-                torch.addcmul(u.mul_(w_g), _product(m_g, x_g), aw_g, out=_outputs(dg, group))
-                gw, ga = w_g.mul_(g_g), aw_g.mul_(g_g)
-                dx_g = _product(m_g.transpose(1, 2), ga).add_(_product(am_g.transpose(1, 2), gw))
-                _inputs(dx, group).copy_(dx_g)
+                dw.append(_sum_paths(u * g_g, group))
+                dg.append(u.mul_(w_g).addcmul_(_product(m_g, x_g), aw_g))
+                gw, ga = g_g * w_g, g_g * aw_g
+                dx.append(_product(m_g.transpose(1, 2), ga).add_(_product(am_g.transpose(1, 2), gw)))
                 if d_couplings is not None:
-                    dm = _contract(ga, x_g).add_(_contract(gw, ax_g))
-                    _couplings(d_couplings[part.edges], group).copy_(dm)
-            part.add_to_destinations(d_grad, dg)
-            part.add_to_sources(d_features, dx)
-            part.add_to_weights(d_weights, dw)
+                    dm.append(_contract(ga, x_g).add_(_contract(gw, ax_g)))
+            part.add_to_destinations(d_grad, _rows(dg))
+            part.add_to_sources(d_features, _feature_rows(dx, plan))
+            part.add_to_weights(d_weights, _rows(dw))
+            if d_couplings is not None:
+                d_couplings[part.edges] = _rows(dm)
         return d_grad, d_features, d_couplings, d_weights, None, None, None

@@ -6,6 +6,7 @@ fixed order on every device: in place on a CPU, over row pointers (never atomics
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -99,15 +100,45 @@ def reverse_edges(edge_index: Tensor, edge_shift: Tensor) -> Tensor:
 
     `edge_index`: (2, n_edges); `edge_shift`: (n_edges, 3) integers. Raises ValueError if some edge has no reverse.
     """
-    (source, destination), shift = edge_index.cpu().numpy(), edge_shift.cpu().numpy().round().astype(np.int64)
-    order = np.lexsort((*shift.T[::-1], source, destination))
-    mirrored = np.lexsort((*-shift.T[::-1], destination, source))
+    reverse = _find_reverse(edge_index, edge_shift)
+    if reverse is None:
+        raise ValueError("the edge list does not hold both directions of every edge")
+    return reverse
+
+
+def _find_reverse(edge_index: Tensor, edge_shift: Tensor) -> Tensor | None:
+    """As `reverse_edges`, or None. Both sorted, the list and its mirror image are the same edges in the same order."""
+    (source, destination), shift = edge_index.cpu().numpy(), edge_shift.cpu().numpy()
+    x, y, z = np.rint(shift).astype(np.int64).T
+    order = np.lexsort((z, y, x, source, destination))
+    mirrored = np.lexsort((-z, -y, -x, destination, source))
+    same = (source[order] == destination[mirrored]) & (destination[order] == source[mirrored])
+    same &= (x[order] == -x[mirrored]) & (y[order] == -y[mirrored]) & (z[order] == -z[mirrored])
+    if not same.all():
+        return None
     reverse = np.empty_like(order)
     reverse[mirrored] = order
-    symmetric = (source[reverse] == destination) & (destination[reverse] == source)
-    if not (symmetric.all() and (shift[reverse] == -shift).all()):
-        raise ValueError("the edge list does not hold both directions of every edge")
     return torch.from_numpy(reverse).to(edge_index.device)
+
+
+PAIRS_FROM_EDGES = 20_000
+"""On an accelerator computing radial weights once per pair pays from about so many edges on; on a CPU always."""
+
+
+def edge_graph(batch: Mapping[str, Tensor]) -> EdgeGraph:
+    """Index lists of a batch, with its pairs where that pays and the edge list holds both directions of every edge.
+
+    The batch may bring `edge_reverse` (n_edges,), the number of every edge's reverse; on a CPU it is found here.
+    """
+    source, destination = batch["edge_index"]
+    reverse, n_atoms = batch.get("edge_reverse"), batch["species"].shape[0]
+    if source.is_cuda and source.shape[0] < PAIRS_FROM_EDGES:
+        return EdgeGraph(source, destination, n_atoms)
+    if reverse is None and not source.is_cuda:
+        reverse = _find_reverse(batch["edge_index"], batch["edge_shift"])
+    if reverse is None:
+        return EdgeGraph(source, destination, n_atoms)
+    return pair_graph(source, destination, n_atoms, reverse)
 
 
 def sum_rows(values: Tensor, segments: Segments) -> Tensor:
@@ -169,3 +200,35 @@ class _Barrier(torch.autograd.Function):
 def barrier(value: Tensor, switch: GradientSwitch | None) -> Tensor:
     """`value` itself; its gradient stops here once the switch is off."""
     return value if switch is None else _Barrier.apply(value, switch)
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, dim: int, *parts: Tensor) -> Tensor:
+        ctx.dim, ctx.sizes = dim, [part.shape[dim] for part in parts]
+        return torch.cat(parts, dim)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return None, *_Cut.apply(grad, ctx.sizes, ctx.dim)
+
+
+class _Cut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, whole: Tensor, sizes: list[int], dim: int) -> tuple[Tensor, ...]:
+        ctx.dim = dim
+        return torch.split(whole, sizes, dim)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        return _Join.apply(ctx.dim, *grads), None, None
+
+
+def join(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """`torch.cat`, whose second derivative is again one operation and not one per part."""
+    return parts[0] if len(parts) == 1 else _Join.apply(dim, *parts)
+
+
+def cut(whole: Tensor, sizes: Sequence[int], dim: int) -> tuple[Tensor, ...]:
+    """`torch.split`, likewise; inverse of `join`. The parts must not be changed in place."""
+    return (whole,) if len(sizes) == 1 else _Cut.apply(whole, list(sizes), dim)

@@ -12,6 +12,8 @@ import torch
 from e3nn import o3
 from torch import Tensor, nn
 
+from forgefield.ops.graph import join
+
 
 @cache
 def clebsch_gordan(l1: int, l2: int, l3: int) -> Tensor:
@@ -55,4 +57,4 @@ class SphericalHarmonics(nn.Module):
         for degree in range(1, self.l_max):
             product = harmonics[-1].unsqueeze(2) * unit_vectors.unsqueeze(1)
             harmonics.append(product.flatten(1) @ getattr(self, f"raise_{degree}"))
-        return torch.cat(harmonics, dim=1)
+        return join(harmonics, 1)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from forgefield.ops.activations import activate, second_moment_scale
 from forgefield.ops.convolution import Block
+from forgefield.ops.graph import cut
 
 
 def unit_normal(*shape: int, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
@@ -30,17 +31,33 @@ def unit_uniform(*shape: int, generator: torch.Generator, dtype: torch.dtype) ->
 class IrrepsLinear(nn.Module):
     """One matrix per irrep, shared by its 2l + 1 components. `weight` holds them flat, in block order."""
 
-    def __init__(self, channels: Sequence[tuple[int, int]], *, generator: torch.Generator, dtype: torch.dtype) -> None:
-        """`channels`: (in, out) of every block."""
+    norm: Tensor
+
+    def __init__(
+        self,
+        channels: Sequence[tuple[int, int]],
+        *,
+        generator: torch.Generator,
+        dtype: torch.dtype,
+        scale: float = 1.0,
+    ) -> None:
+        """`channels`: (in, out) of every block; `scale` multiplies the map."""
         super().__init__()
         self.channels = tuple(channels)
-        count = sum(n_in * n_out for n_in, n_out in channels)
-        self.weight = nn.Parameter(unit_normal(count, generator=generator, dtype=dtype))
+        self.sizes = [n_in * n_out for n_in, n_out in channels]
+        self.weight = nn.Parameter(unit_normal(sum(self.sizes), generator=generator, dtype=dtype))
+        norms = [scale / math.sqrt(n_in) for n_in, _ in channels]
+        self.register_buffer("norm", _spread(norms, self.sizes).to(dtype), persistent=False)
 
-    def matrices(self, scale: float = 1.0) -> list[Tensor]:
-        """The (in, out) matrix of each block, scaled to preserve variance and by `scale`."""
-        flat = self.weight.split([n_in * n_out for n_in, n_out in self.channels])
-        return [part.view(n_in, n_out) * (scale / math.sqrt(n_in)) for part, (n_in, n_out) in zip(flat, self.channels)]
+    def matrices(self) -> list[Tensor]:
+        """The (in, out) matrix of each block, scaled to preserve variance, and by `scale`."""
+        flat = cut(self.weight * self.norm, self.sizes, 0)
+        return [part.view(shape) for part, shape in zip(flat, self.channels)]
+
+
+def _spread(values: Sequence[float], sizes: Sequence[int]) -> Tensor:
+    """Each value as often as its size says, float64."""
+    return torch.repeat_interleave(torch.tensor(values, dtype=torch.float64), torch.tensor(sizes))
 
 
 class SpeciesLinear(nn.Module):
@@ -50,23 +67,27 @@ class SpeciesLinear(nn.Module):
     (in, embedding, out) per block.
     """
 
+    norm: Tensor
+
     def __init__(
         self, channels: Sequence[tuple[int, int]], n_embedding: int, *, generator: torch.Generator, dtype: torch.dtype
     ) -> None:
         super().__init__()
         self.channels, self.n_embedding = tuple(channels), n_embedding
-        count = sum(n_in * n_embedding * n_out for n_in, n_out in channels)
-        self.weight = nn.Parameter(unit_normal(count, generator=generator, dtype=dtype))
+        self.sizes = [n_in * n_embedding * n_out for n_in, n_out in channels]
+        self.weight = nn.Parameter(unit_normal(sum(self.sizes), generator=generator, dtype=dtype))
+        norms = [1 / math.sqrt(n_in * n_embedding) for n_in, _ in channels]
+        self.register_buffer("norm", _spread(norms, self.sizes).to(dtype), persistent=False)
 
     def matrices(self, table: Tensor | None) -> list[Tensor]:
         """(in * n, out) matrix of each block for inputs `x[u] * a[s]`, u slow and s fast.
 
         With a `table` (n_species, embedding) a is the one-hot species, n = n_species; without, a is the embedding.
         """
-        flat = self.weight.split([n_in * self.n_embedding * n_out for n_in, n_out in self.channels])
+        flat = cut(self.weight * self.norm, self.sizes, 0)
         result = []
         for part, (n_in, n_out) in zip(flat, self.channels):
-            weight = part.view(n_in, self.n_embedding, n_out) * (1 / math.sqrt(n_in * self.n_embedding))
+            weight = part.view(n_in, self.n_embedding, n_out)
             result.append((weight if table is None else torch.matmul(table, weight)).flatten(0, 1))
         return result
 
@@ -128,9 +149,9 @@ class Gate(nn.Module):
         """[(n_atoms, 2l + 1, channels)] by `in_blocks` -> the same by `out_blocks`."""
         even = blocks[self._where[0, 1]]
         if self.acts[1] == self.acts[0]:
-            scalars, *gates = activate(self.acts[1], even, self.act_scales[1]).split(self.even_split, dim=2)
+            scalars, *gates = cut(activate(self.acts[1], even, self.act_scales[1]), self.even_split, 2)
         else:
-            scalars, *gates = even.split(self.even_split, dim=2)
+            scalars, *gates = cut(even, self.even_split, 2)
             scalars = activate(self.acts[1], scalars, self.act_scales[1])
             gates = [activate(self.acts[0], part, self.act_scales[0]) for part in gates]
         result = []

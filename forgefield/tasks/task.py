@@ -30,7 +30,7 @@ class LossParts:
     counts: Tensor
 
 
-@dataclass(frozen=True)
+@dataclass
 class Target:
     name: str
     weight: float
@@ -72,8 +72,9 @@ class Task:
 
     def combine(self, sums: Tensor, counts: Tensor) -> Tensor:
         """The loss from (possibly added-up) sums and counts."""
-        weights = self.weights.to(sums.device)
-        return (weights * sums / torch.where(counts > 0, counts, 1.0)).sum()
+        if self.weights.device != sums.device:
+            self.weights = self.weights.to(sums.device)  # once: a copy to the device makes the host wait
+        return (self.weights * sums / torch.where(counts > 0, counts, 1.0)).sum()
 
     def describe(self) -> list[tuple[str, str]]:
         return [(target.name, _describe_target(target)) for target in self.targets]
@@ -133,7 +134,9 @@ def _weighted_sum(target: Target, outputs: Batch, batch: Batch) -> tuple[Tensor,
     if target.name == "forces":
         weight = weight[batch["frame"]]
         if target.species_weights is not None:
-            weight = weight * target.species_weights.to(weight.device)[batch["species"]]
+            if target.species_weights.device != weight.device:
+                target.species_weights = target.species_weights.to(weight.device)
+            weight = weight * target.species_weights[batch["species"]]
     if target.name == "energy" and target.per_atom:
         n_atoms = batch["n_atoms"].to(label.dtype)
         label, prediction = label / n_atoms, prediction / n_atoms
