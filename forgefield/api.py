@@ -136,11 +136,11 @@ def _measure(fitted: Fitted, config: DictConfig, journal: Journal) -> None:
             results[split] = _evaluate(run, dataset, split, which="best", device=device, batch=batch)
     if data.test is not None:
         _write_test(run, results["test"], source=str(config.data.test), which="best", n_frames=len(data.test))
-    page = write_report(run.path)
+    write_report(run.path)
     hints = [
         f"from forgefield import Calculator; atoms.calc = Calculator({str(run.path)!r})",
         f"forgefield predict {run.path} structures.extxyz -o predicted.extxyz",
-        f"report: {page}",
+        f"report: {run.path / 'report.html'}",
     ]
     journal.show(lambda console: end_summary(console, run.path, results, hints))
 
