@@ -176,6 +176,7 @@ def _evaluate(run: Run, dataset: GraphDataset, split: str, *, which: str, device
 
 
 def _write_test(run: Run, errors: dict[str, float], *, source: str, which: str, n_frames: int) -> None:
+    source = source.replace(f"{Path.cwd()}{os.sep}", "")  # shorter, and no business of a report's reader
     content = {"source": source, "weights": which, "frames": n_frames, "errors": errors}
     (run.path / "test.json").write_text(json.dumps(content, indent=1) + "\n")
 

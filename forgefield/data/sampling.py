@@ -1,13 +1,12 @@
 """The order of frames and the loader of batches.
 
 An order depends on (seed, epoch) and on nothing else. It is read from the raw Philox stream, which NumPy keeps
-the same in all versions. The loader puts together one batch ahead in a thread and can start at any batch of an epoch.
+the same in all versions. The loader can start at any batch of an epoch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -31,9 +30,7 @@ def epoch_permutation(n: int, seed: int, epoch: int) -> np.ndarray:
 class FrameLoader:
     """Batches of a fixed number of frames (the last one may be smaller), in order or freshly shuffled each epoch."""
 
-    def __init__(
-        self, dataset: GraphDataset, frames: int, *, shuffle: bool = False, seed: int = 0, ahead: bool = True
-    ) -> None:
+    def __init__(self, dataset: GraphDataset, frames: int, *, shuffle: bool = False, seed: int = 0) -> None:
         if frames < 1:
             raise ForgefieldError(f"data.batch.frames is {frames}; a batch holds at least one frame")
         self.dataset = dataset
@@ -41,7 +38,6 @@ class FrameLoader:
         self.shuffle = shuffle
         self.seed = seed
         self.epoch = 0
-        self._ahead = ahead
         self._start = 0
 
     def __len__(self) -> int:
@@ -69,19 +65,7 @@ class FrameLoader:
         order, start = self.order(), self._start
         self._start = 0
         groups = [order[at : at + self.frames] for at in range(start * self.frames, len(order), self.frames)]
-        yield from self._one_ahead(groups) if self._ahead else map(self._batch, groups)
+        yield from map(self._batch, groups)
 
     def _batch(self, rows: np.ndarray) -> Batch:
         return collate([self.dataset[int(i)] for i in rows])
-
-    def _one_ahead(self, groups: list[np.ndarray]) -> Iterator[Batch]:
-        if not groups:
-            return
-        # Leaving the `with`, also by closing the generator early, joins the thread; `result` raises what it raised.
-        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="forgefield-collate") as thread:
-            coming = thread.submit(self._batch, groups[0])
-            for group in groups[1:]:
-                batch = coming.result()
-                coming = thread.submit(self._batch, group)
-                yield batch
-            yield coming.result()

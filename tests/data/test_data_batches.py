@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import numpy as np
 import pytest
 import torch
@@ -121,57 +119,24 @@ def ids(loader):
     return [batch["frame_id"].tolist() for batch in loader]
 
 
-@pytest.mark.parametrize("ahead", [True, False])
-def test_loader_serves_the_permutation_in_batches(dataset, ahead):
-    loader = FrameLoader(dataset, 2, shuffle=True, seed=4, ahead=ahead)
+def test_loader_serves_the_permutation_in_batches(dataset):
+    loader = FrameLoader(dataset, 2, shuffle=True, seed=4)
     loader.set_epoch(3)
     order = epoch_permutation(5, 4, 3).tolist()
     assert ids(loader) == [order[:2], order[2:4], order[4:]]
     assert len(loader) == 3
-    assert ids(FrameLoader(dataset, 5, ahead=ahead)) == [[0, 1, 2, 3, 4]]
+    assert ids(FrameLoader(dataset, 5)) == [[0, 1, 2, 3, 4]]
 
 
-@pytest.mark.parametrize("ahead", [True, False])
 @pytest.mark.parametrize("start", [0, 1, 2, 3])
-def test_starting_inside_an_epoch_gives_the_rest_of_it_once(dataset, start, ahead):
-    loader = FrameLoader(dataset, 2, shuffle=True, seed=4, ahead=ahead)
+def test_starting_inside_an_epoch_gives_the_rest_of_it_once(dataset, start):
+    loader = FrameLoader(dataset, 2, shuffle=True, seed=4)
     whole = ids(loader)
     loader.start_at(start)
     assert ids(loader) == whole[start:]
     assert ids(loader) == whole
     with pytest.raises(ValueError, match="cannot start at batch 4"):
         loader.start_at(4)
-
-
-def collate_threads():
-    return [thread for thread in threading.enumerate() if thread.name.startswith("forgefield-collate")]
-
-
-def test_leaving_a_loop_early_leaves_no_thread(dataset):
-    loader = FrameLoader(dataset, 1)
-    for _ in loader:
-        assert len(collate_threads()) == 1
-        break
-    assert collate_threads() == []
-    iterator = iter(loader)
-    next(iterator)
-    del iterator
-    assert collate_threads() == []
-
-
-def test_an_error_in_the_thread_reaches_the_consumer_and_leaves_no_thread(dataset):
-    class Broken(GraphDataset):
-        def __getitem__(self, i):
-            if i == 2:
-                raise RuntimeError("frame 2 is broken")
-            return super().__getitem__(i)
-
-    loader = FrameLoader(Broken(dataset.frames, SPECIES, 4.0), 1)
-    seen = []
-    with pytest.raises(RuntimeError, match="frame 2 is broken"):
-        seen.extend(batch["frame_id"].item() for batch in loader)
-    assert seen == [0, 1]
-    assert collate_threads() == []
 
 
 def test_a_batch_of_nothing_is_refused(dataset):

@@ -45,7 +45,9 @@ def test_outputs_and_parameter_gradients_equal_those_of_the_cpu(model, tmp_path)
         results[device] = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
     assert results["cpu"].keys() == results["cuda"].keys()
     for name, expected in results["cpu"].items():
-        torch.testing.assert_close(results["cuda"][name], expected, rtol=1e-9, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            results["cuda"][name], expected, rtol=1e-9, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 def test_training_on_gpu_follows_training_on_cpu(tmp_path):
