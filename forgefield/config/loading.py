@@ -37,6 +37,8 @@ from forgefield.config.sources import Sources, first_line, read_text, read_yaml
 from forgefield.errors import ForgefieldError
 
 ENTRY, DEFAULTS, USER = "__forgefield_entry__", "__forgefield_defaults__", "__forgefield_user__"
+COMPONENTS = ("model", "training.optimizer", "training.scheduler")
+"""Settings that describe one object by its name and options."""
 PRESETS = Path(__file__).parent / "presets"
 
 
@@ -143,7 +145,11 @@ def _compose(content: dict[str, Any], overrides: list[str], sources: Sources, fo
             for item in parsed:
                 if item not in groups:
                     sources.add_override(item.key_or_group, item.value(), item.input_line)
-            lines = [item.input_line if item in groups else _prefixed(item, content, sources) for item in parsed]
+            lines = [
+                line
+                for item in parsed
+                for line in ([item.input_line] if item in groups else _lines(item, content, sources))
+            ]
             _store(DEFAULTS, _defaults(content, sources))
             composed = OmegaConf.to_container(compose(ENTRY, lines), resolve=False)
         except yaml.YAMLError as error:
@@ -203,6 +209,15 @@ def _note_files(loader: Any, groups: list[str], sources: Sources, folder: Path) 
         if not internal and path.is_file():
             package = default.package or ""
             sources.add_text(path.read_text(encoding="utf-8"), path, "" if package == "_global_" else package)
+
+
+def _lines(item: Any, content: Mapping[str, Any], sources: Sources) -> list[str]:
+    """What Hydra is told for one override. A named component (`scheduler={name: StepLR, ...}`) replaces the one in the
+    file; merged with its options, as Hydra merges mappings, it would be neither of the two.
+    """
+    key, value = item.key_or_group, None if item.is_delete() else item.value()
+    replaces = key in COMPONENTS and isinstance(value, dict) and "name" in map(str, value) and _in(content, key)
+    return [*([f"~{key}"] if replaces else []), _prefixed(item, content, sources)]
 
 
 def _prefixed(item: Any, content: Mapping[str, Any], sources: Sources) -> str:

@@ -9,6 +9,7 @@
 | cell       | (n_frames, 3, 3)| float64 | rows are lattice vectors, A; zeros where there is none |
 | edge_index | (2, n_edges)    | int64   | row 0 source j (neighbour), row 1 destination i (centre), ascending in i |
 | edge_shift | (n_edges, 3)    | float64 | integers S: edge vector = positions[j] + S @ cell[frame[i]] - positions[i] |
+| edge_reverse | (n_edges,)    | int64   | number of the edge that leads back: j and i exchanged, S negated |
 | energy     | (n_frames,)     | float64 | eV |
 | forces     | (n_atoms, 3)    | float64 | eV/A |
 | stress     | (n_frames, 3, 3)| float64 | eV/A^3 |
@@ -30,6 +31,7 @@ from forgefield.data.frame import Frame
 from forgefield.data.neighbours import edge_vectors, neighbour_list, squared_lengths
 from forgefield.data.species import SpeciesTable
 from forgefield.errors import ForgefieldError
+from forgefield.ops.graph import reverse_edges
 
 Batch = dict[str, Tensor]
 
@@ -46,6 +48,10 @@ def frame_to_batch(
     rows = species.index(frame.numbers, frame.where)
     source, destination, shifts = neighbour_list(frame.positions, frame.cell, frame.pbc, cutoff, neighbours)
     _refuse_coinciding_atoms(frame, source, destination, shifts)
+    edge_index, edge_shift = (
+        torch.from_numpy(np.stack([source, destination])),
+        torch.from_numpy(shifts.astype(np.float64)),
+    )
     n = len(frame)
     nan = float("nan")
     forces = np.full((n, 3), nan) if frame.forces is None else frame.forces
@@ -56,8 +62,9 @@ def frame_to_batch(
         "frame": torch.zeros(n, dtype=torch.int64),
         "n_atoms": torch.tensor([n]),
         "cell": torch.tensor(frame.cell, dtype=torch.float64).reshape(1, 3, 3),
-        "edge_index": torch.from_numpy(np.stack([source, destination])),
-        "edge_shift": torch.from_numpy(shifts.astype(np.float64)),
+        "edge_index": edge_index,
+        "edge_shift": edge_shift,
+        "edge_reverse": reverse_edges(edge_index, edge_shift),
         "energy": torch.tensor([nan if frame.energy is None else frame.energy], dtype=torch.float64),
         "forces": torch.tensor(forces, dtype=torch.float64),
         "stress": torch.tensor(stress, dtype=torch.float64).reshape(1, 3, 3),
@@ -78,7 +85,11 @@ def collate(samples: Sequence[Batch]) -> Batch:
     atoms_in = torch.tensor([len(sample["species"]) for sample in samples])
     edges_in = torch.tensor([edge.shape[1] for edge in edges])
     first_atom = atoms_in.cumsum(0) - atoms_in
-    batch["edge_index"] += torch.repeat_interleave(first_atom, edges_in, output_size=batch["edge_index"].shape[1])
+    n_edges = batch["edge_index"].shape[1]
+    batch["edge_index"] += torch.repeat_interleave(first_atom, edges_in, output_size=n_edges)
+    first_edge = edges_in.cumsum(0) - edges_in
+    batch["edge_reverse"] = torch.cat([sample["edge_reverse"] for sample in samples])
+    batch["edge_reverse"] += torch.repeat_interleave(first_edge, edges_in, output_size=n_edges)
     return batch
 
 

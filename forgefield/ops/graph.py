@@ -128,10 +128,12 @@ PAIRS_FROM_EDGES = 20_000
 def edge_graph(batch: Mapping[str, Tensor]) -> EdgeGraph:
     """Index lists of a batch, with its pairs where that pays and the edge list holds both directions of every edge.
 
-    The batch may bring `edge_reverse` (n_edges,), the number of every edge's reverse; on a CPU it is found here.
+    Batches of the data layer bring `edge_reverse`; without it, it is found here on a CPU and done without on a GPU.
     """
     source, destination = batch["edge_index"]
     reverse, n_atoms = batch.get("edge_reverse"), batch["species"].shape[0]
+    if reverse is not None and reverse.shape != source.shape:
+        raise ValueError("edge_reverse does not belong to these edges; drop it where edges are dropped")
     if source.is_cuda and source.shape[0] < PAIRS_FROM_EDGES:
         return EdgeGraph(source, destination, n_atoms)
     if reverse is None and not source.is_cuda:

@@ -276,3 +276,19 @@ def test_overrides_mean_what_the_file_means(load, lr, frames, shuffle, species, 
     assert by_file.training.lr == lr
     assert by_file.data.labels.energy == label
     assert by_file.data.species == species
+
+
+@pytest.mark.parametrize("key", ["training.scheduler", "training.optimizer", "model"])
+def test_a_named_component_on_the_command_line_replaces_the_one_in_the_file(key):
+    section, _, name = key.partition(".")
+    old, new = {"name": "old", "a": 1, "b": 2}, "{name: other, c: 3}"
+    config = load_config({section: {name: old} if name else old}, [f"{key}={new}", f"{key}.d=4"])
+    found = config[section][name] if name else config[section]
+    assert dict(found) == {"name": "other", "c": 3, "d": 4}
+
+
+def test_single_options_of_a_component_are_changed_in_place():
+    config = load_config(
+        {"training": {"scheduler": {"name": "StepLR", "step_size": 5}}}, ["training.scheduler.gamma=0.5"]
+    )
+    assert dict(config.training.scheduler) == {"name": "StepLR", "step_size": 5, "gamma": 0.5}

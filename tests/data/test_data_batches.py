@@ -51,7 +51,7 @@ def test_a_batch_is_its_frames_one_after_the_other(dataset):
     assert (expected <= 4.0).all()
     assert len(expected) == dataset.n_edges.sum()
     assert {k: v.dtype for k, v in batch.items() if not v.is_floating_point()} == dict.fromkeys(
-        ("species", "frame", "n_atoms", "edge_index", "frame_id"), torch.int64
+        ("species", "frame", "n_atoms", "edge_index", "edge_reverse", "frame_id"), torch.int64
     )
     assert all(v.dtype == torch.float64 for v in batch.values() if v.is_floating_point())
 
@@ -142,3 +142,10 @@ def test_starting_inside_an_epoch_gives_the_rest_of_it_once(dataset, start):
 def test_a_batch_of_nothing_is_refused(dataset):
     with pytest.raises(ForgefieldError, match=r"data\.batch\.frames"):
         FrameLoader(dataset, 0)
+
+
+def test_every_edge_knows_the_edge_that_leads_back(dataset):
+    batch = collate([dataset[i] for i in range(len(dataset))])
+    reverse = batch["edge_reverse"]
+    assert torch.equal(batch["edge_index"][:, reverse], batch["edge_index"].flip(0))
+    assert torch.equal(batch["edge_shift"][reverse], -batch["edge_shift"])
