@@ -19,10 +19,12 @@ from forgefield.data.species import SpeciesTable
 from forgefield.deploy.ase import Calculator
 from forgefield.deploy.evaluate import predict_dataset
 from forgefield.deploy.predict import predict_file
+from forgefield.errors import ForgefieldError
 from forgefield.models.potential import Potential
 from forgefield.report.page import write_report
 from forgefield.runs import Run, run_exists
 from forgefield.tasks.metrics import ErrorMetrics
+from forgefield.tasks.task import TARGETS
 from forgefield.training.fit import Fitted, fit
 from forgefield.training.journal import Journal
 from forgefield.training.summary import end_summary
@@ -46,7 +48,7 @@ def train_with_outcome(config: DictConfig, *, fresh: bool = False) -> Fitted:
     journal = Journal()
     try:
         fitted = fit(config, fresh=fresh, journal=journal)
-        if fitted.outcome == "finished" and not config.trainer.get("fast_dev_run"):
+        if fitted.outcome == "finished" or _is_unmeasured(fitted):
             _measure(fitted, config, journal)
         return fitted
     finally:
@@ -126,6 +128,14 @@ def report(run: str | os.PathLike[str] | Run) -> Path:
 # ---- after training
 
 
+def _is_unmeasured(fitted: Fitted) -> bool:
+    """A complete run whose measurement was interrupted, or is asked for with other test data."""
+    if fitted.outcome != "complete":
+        return False
+    needs_test = fitted.data.test is not None and not (fitted.run.path / "test.json").exists()
+    return needs_test or not (fitted.run.path / "report.html").exists() or "data.test" in fitted.changed
+
+
 def _measure(fitted: Fitted, config: DictConfig, journal: Journal) -> None:
     run, data = fitted.run, fitted.data
     batch = config.data.eval_batch or config.data.batch.frames
@@ -147,6 +157,11 @@ def _measure(fitted: Fitted, config: DictConfig, journal: Journal) -> None:
 
 def _evaluate(run: Run, dataset: GraphDataset, split: str, *, which: str, device: str, batch: int) -> dict[str, float]:
     """Predict a data set, keep the predictions in the run, give the errors."""
+    if not any(getattr(frame, name) is not None for frame in dataset.frames for name in TARGETS):
+        raise ForgefieldError(
+            "None of these frames carries energy, forces or stress, so there is nothing to compare with; "
+            "use forgefield predict."
+        )
     labels = {
         name for name in ("energy", "forces", "stress") if any(getattr(f, name) is not None for f in dataset.frames)
     }

@@ -45,6 +45,10 @@ class Run:
         raise ForgefieldError(f"There is no run '{name_or_path}', neither as a path nor in the folder {out}.{hint}")
 
     @property
+    def exists(self) -> bool:
+        return (self.path / "run.json").is_file()
+
+    @property
     def name(self) -> str:
         return self.path.resolve().name
 

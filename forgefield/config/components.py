@@ -1,7 +1,8 @@
-"""A user's own model, loss or callback by import path, and its options checked against its signature.
+"""A user's own model, loss, callback or optimiser by import path, and its options checked against its signature.
 
 Nothing is guessed: a module that is not there, a name that is not in it and an option that is not taken are errors
-that name the nearest valid one.
+that name the nearest valid one. Own modules lie in the working directory or beside the config file; `load_config` says
+where that is, with `also_look_in`.
 """
 
 from __future__ import annotations
@@ -18,17 +19,31 @@ from typing import Any
 from forgefield.config.nearest import did_you_mean
 from forgefield.errors import ForgefieldError
 
+_FOLDERS: list[Path] = []
+"""Folders of the config files that this process has loaded, the newest first. Only `also_look_in` changes it."""
+
+
+def also_look_in(folder: str | Path) -> None:
+    """From now on, and for the whole process, let `import_path` find modules in `folder` (of a config file) too."""
+    folder = Path(folder).absolute()
+    if folder in _FOLDERS:
+        _FOLDERS.remove(folder)
+    _FOLDERS.insert(0, folder)
+
 
 def import_path(path: str, *, folders: Sequence[str | Path] = ()) -> Any:
     """The object that `pkg.module.Name` names, for example `my_model.Net` for class Net of ./my_model.py.
 
-    Installed packages are looked up first, then the current working directory, then `folders`.
+    Installed packages are looked up first, then the current working directory, then `folders`, then those of
+    `also_look_in`.
     """
     parts = str(path).split(".")
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
         raise ForgefieldError(f"'{path}' is not an import path: write package.module.Name, for example my_model.Net.")
-    with _searching([Path.cwd(), *map(Path, folders)]):
-        found: Any = _module(parts[0], path)
+    places = [Path.cwd(), *map(Path, folders), *_FOLDERS]
+    with _searching(places):
+        _refuse_namesake(parts[0], path)
+        found: Any = _module(parts[0], path, places=places)
         for depth, part in enumerate(parts[1:], start=1):
             if not hasattr(found, part) and isinstance(found, ModuleType) and hasattr(found, "__path__"):
                 _module(".".join(parts[: depth + 1]), path, optional=True)
@@ -38,6 +53,17 @@ def import_path(path: str, *, folders: Sequence[str | Path] = ()) -> Any:
                 raise ForgefieldError(f"'{path}': {owner} has no '{part}'.{did_you_mean(part, names)}")
             found = getattr(found, part)
     return found
+
+
+def own_folder(path: str) -> Path | None:
+    """The folder to search for the module of an imported `path`; None where Python finds it without being told."""
+    file = getattr(sys.modules.get(str(path).split(".")[0]), "__file__", None)
+    if file is None:
+        return None
+    folder = Path(file).absolute().parent
+    folder = folder.parent if Path(file).stem == "__init__" else folder
+    known = {Path(entry or ".").absolute() for entry in sys.path}
+    return None if folder in known else folder
 
 
 def check_signature(
@@ -75,8 +101,8 @@ def _keywords(target: Callable[..., Any]) -> tuple[list[str], bool]:
     return names, any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
 
 
-def _module(name: str, path: str, *, optional: bool = False) -> ModuleType | None:
-    """Import one module; `optional` where an attribute of that name would do as well."""
+def _module(name: str, path: str, *, places: Sequence[Path] = (), optional: bool = False) -> ModuleType | None:
+    """Import one module, searched in `places`; `optional` where an attribute of that name would do as well."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -85,16 +111,30 @@ def _module(name: str, path: str, *, optional: bool = False) -> ModuleType | Non
             if optional:
                 return None
             raise ForgefieldError(
-                f"'{path}': there is no module '{name}', neither installed nor in {Path.cwd()}."
-                + did_you_mean(name, _modules_here())
+                f"'{path}': there is no module '{name}', neither installed nor in "
+                f"{' or '.join(dict.fromkeys(map(str, places)))}." + did_you_mean(name, _modules_in(places))
             ) from error
         raise ForgefieldError(f"'{path}': importing {name} failed, it needs the missing module '{missing}'.") from error
     except Exception as error:
         raise ForgefieldError(f"'{path}': importing {name} failed: {type(error).__name__}: {error}") from error
 
 
-def _modules_here() -> list[str]:
-    return [file.stem for file in Path.cwd().glob("*.py")]
+def _modules_in(places: Sequence[Path]) -> list[str]:
+    return [file.stem for place in places for file in place.glob("*.py")]
+
+
+def _refuse_namesake(name: str, path: str) -> None:
+    """Python keeps one module per name; refuse to take the one of another folder for the one that is meant here."""
+    loaded = getattr(sys.modules.get(name), "__file__", None)
+    if loaded is None:
+        return
+    specs = (finder.find_spec(name, None) for finder in sys.meta_path if hasattr(finder, "find_spec"))
+    found = next((spec.origin for spec in specs if spec is not None), None)
+    if found is not None and Path(found).is_file() and Path(found).resolve() != Path(loaded).resolve():
+        raise ForgefieldError(
+            f"'{path}': {found} is meant, but this process has already imported another module '{name}' from {loaded}; "
+            "rename one of the two, or use a process for each."
+        )
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from forgefield.config.checking import (
     typed_config,
     unknown_key,
 )
+from forgefield.config.components import also_look_in
 from forgefield.config.datapaths import absolute_data_paths
 from forgefield.config.nearest import did_you_mean
 from forgefield.config.resolvers import RESOLVERS, register_resolvers
@@ -37,8 +39,20 @@ from forgefield.config.sources import Sources, first_line, read_text, read_yaml
 from forgefield.errors import ForgefieldError
 
 ENTRY, DEFAULTS, USER = "__forgefield_entry__", "__forgefield_defaults__", "__forgefield_user__"
-COMPONENTS = ("model", "training.optimizer", "training.scheduler")
-"""Settings that describe one object by its name and options."""
+COMPONENTS = ("model", "training.optimizer", "training.scheduler", "trainer.*")
+"""Settings that describe one object by its name and options: a mapping with a name replaces what is there."""
+WHOLE = (
+    "task",
+    "task.*.species_weights",
+    "data.train",
+    "data.val",
+    "data.test",
+    "data.reference_energies",
+    "training.early_stopping",
+    "trainer.max_time",
+    "model.*",
+)
+"""Settings whose mapping is one value: given as an override, it replaces what is there. Other mappings are merged."""
 PRESETS = Path(__file__).parent / "presets"
 
 
@@ -48,7 +62,7 @@ def load_config(
     """The checked config of a file, a mapping, or (None) the defaults alone, with `overrides` as on the command line.
 
     All defaults are present, interpolations are resolved, files under `data` are absolute, and `name` is the stem
-    of the file where nothing else is said.
+    of the file where nothing else is said. From then on the user's own modules are also found beside the file.
     """
     register_resolvers()
     sources, content, folder = _read(source)
@@ -64,6 +78,8 @@ def load_config(
         config.name = sources.main.stem
     check_values(config, sources)
     absolute_data_paths(config.data, [Path.cwd(), folder])
+    if sources.main is not None:
+        also_look_in(folder)
     return config
 
 
@@ -145,10 +161,11 @@ def _compose(content: dict[str, Any], overrides: list[str], sources: Sources, fo
             for item in parsed:
                 if item not in groups:
                     sources.add_override(item.key_or_group, item.value(), item.input_line)
+            named = [name for item in parsed for name in _groups(loader, item)]
             lines = [
                 line
                 for item in parsed
-                for line in ([item.input_line] if item in groups else _lines(item, content, sources))
+                for line in ([item.input_line] if item in groups else _lines(item, content, sources, named))
             ]
             _store(DEFAULTS, _defaults(content, sources))
             composed = OmegaConf.to_container(compose(ENTRY, lines), resolve=False)
@@ -156,8 +173,10 @@ def _compose(content: dict[str, Any], overrides: list[str], sources: Sources, fo
             raise _yaml_error(error) from error
         except (HydraException, OmegaConfBaseException) as error:
             raise _composition_error(error, overrides, sources) from error
+    replaced = [key for item in parsed for key in _replaced(item)]
     for key in sources.missing:
-        if not any(name == key for name, _ in sources.overrides):
+        overridden = any(name == key for name, _ in sources.overrides)
+        if not overridden and not any(key.startswith(f"{name}.") for name in replaced):
             raise ForgefieldError(f"{sources.where(key)}: '{key}' is ???, a value that must be given.")
     assert isinstance(composed, dict)
     return {str(key): value for key, value in composed.items()}
@@ -211,13 +230,44 @@ def _note_files(loader: Any, groups: list[str], sources: Sources, folder: Path) 
             sources.add_text(path.read_text(encoding="utf-8"), path, "" if package == "_global_" else package)
 
 
-def _lines(item: Any, content: Mapping[str, Any], sources: Sources) -> list[str]:
-    """What Hydra is told for one override. A named component (`scheduler={name: StepLR, ...}`) replaces the one in the
-    file; merged with its options, as Hydra merges mappings, it would be neither of the two.
+def _lines(item: Any, content: Mapping[str, Any], sources: Sources, groups: Sequence[str]) -> list[str]:
+    """What Hydra is told for one override. Hydra merges mappings; where the result would be a mixture that nobody
+    asked for (the options of one scheduler with the name of another), the old value is taken away first.
     """
-    key, value = item.key_or_group, None if item.is_delete() else item.value()
-    replaces = key in COMPONENTS and isinstance(value, dict) and "name" in map(str, value) and _in(content, key)
-    return [*([f"~{key}"] if replaces else []), _prefixed(item, content, sources)]
+    line, lines = _prefixed(item, content, sources), []
+    for key in _replaced(item):
+        if item.is_add() and (sources.given(key) or _in(content, key)):
+            raise ForgefieldError(
+                f"command line ('{item.input_line}'): the config gives '{key}' already; leave out the + to replace it."
+            )
+        lines += _emptying(key, content, sources) if key in groups else [f"++{key}=null"]
+    return [*lines, line]
+
+
+def _replaced(item: Any) -> list[str]:
+    """Keys whose value an override replaces as a whole, whatever it was."""
+
+    def walk(key: str, value: Any) -> Iterator[str]:
+        if not isinstance(value, dict):
+            return
+        named = "name" in map(str, value) and any(fnmatchcase(key, pattern) for pattern in COMPONENTS)
+        if named or any(fnmatchcase(key, pattern) for pattern in WHOLE):
+            yield key
+        else:
+            for name, below in value.items():
+                yield from walk(f"{key}.{name}", below)
+
+    return [] if item.is_delete() else list(walk(item.key_or_group, item.value()))
+
+
+def _emptying(section: str, content: Mapping[str, Any], sources: Sources) -> list[str]:
+    """Overrides that leave nothing in a section that is a config group, too: those cannot be set to null in Hydra."""
+    given = [*sources.places, *(name for name, _ in sources.overrides)]
+    names = {name.split(".")[1] for name in given if name.startswith(f"{section}.")}
+    inside = content.get(section)
+    names |= set(map(str, inside)) if isinstance(inside, Mapping) else set()
+    # Set and then removed: what is not there, or is null, cannot be removed.
+    return [line for name in sorted(names) for line in (f"++{section}.{name}=0", f"~{section}.{name}")]
 
 
 def _prefixed(item: Any, content: Mapping[str, Any], sources: Sources) -> str:

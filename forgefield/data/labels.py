@@ -1,7 +1,7 @@
 """Which numbers in a source are the labels: found by their usual names, or by the names the settings give.
 
-Two candidates that disagree are an error that shows both and names the setting which decides. A label that is not
-there stays missing. A virial is turned into stress (virial = -V * stress); units become eV and A here and nowhere else.
+Two candidates that disagree are an error that shows both and names the setting which decides, and so are energies in
+some frames of a source and free energies in others. A label that is not there stays missing. A virial is turned into stress (virial = -V * stress); units become eV and A here and nowhere else.
 """
 
 from __future__ import annotations
@@ -23,18 +23,23 @@ USUAL_NAMES: dict[str, tuple[str, ...]] = {
     "weight": ("config_weight", "weight"),
 }
 FALLBACK_NAMES = {"energy": ("free_energy",)}
-"""Taken only where none of the usual names is there: another quantity that is often stored beside the energy."""
+"""Another quantity that is often stored beside the energy: taken only where no frame of the source has an energy."""
 CALCULATOR = "calculator"
 """As a setting, this name means the result of the attached calculator."""
 
 
 class LabelReader:
-    """Turns raw frames into frames. Remembers which names it met, so that `finish` can say what never came."""
+    """Turns the raw frames of one source (all files that one setting names) into frames.
+
+    Remembers which names it met, so that `finish` can say what never came, and that a label means one quantity.
+    """
 
     def __init__(self, labels: LabelOptions, units: UnitOptions) -> None:
         self._names: dict[str, str | None] = {label: getattr(labels, label) for label in USUAL_NAMES}
         self._found: set[str] = set()
         self._available: set[str] = set()
+        self._quantity: dict[str, tuple[bool, str, str]] = {}
+        """For labels with a fallback: whether it was taken, under which name, and in which frame first."""
         self._length = unit_table.length_factor(units.length)
         self._energy = unit_table.energy_factor(units.energy)
         self._forces = self._energy / self._length
@@ -111,13 +116,30 @@ class LabelReader:
             self._found.add(label)
             return _numbers(raw, name, value)
         usual = USUAL_NAMES[label] + raw.extra_names.get(label, ())
-        found = _candidates(raw, label, usual) or _candidates(raw, label, FALLBACK_NAMES.get(label, ()))
+        found, fallback = _candidates(raw, label, usual), False
+        if not found and label in FALLBACK_NAMES:
+            found, fallback = _candidates(raw, label, FALLBACK_NAMES[label]), True
         if not found:
             return None
+        if label in FALLBACK_NAMES:
+            self._refuse_mixture(raw, label, next(iter(found)), fallback)
         values = {key: _numbers(raw, key, value) for key, value in found.items()}
         if len(values) > 1:
             _refuse_ambiguity(raw, label, values)
         return next(iter(values.values()))
+
+    def _refuse_mixture(self, raw: RawFrame, label: str, name: str, fallback: bool) -> None:
+        """The fallback is another quantity; a source holds one or the other."""
+        first = self._quantity.setdefault(label, (fallback, name, raw.where))
+        if first[0] == fallback:
+            return
+        (_, usual, where), (_, _, where_other) = sorted([first, (fallback, name, raw.where)])
+        other = FALLBACK_NAMES[label][0]
+        raise ForgefieldError(
+            f"{where_other}: it has {other} but no {label}, while {where} has {label} ({usual}), and the two are not "
+            f"the same; set data.labels.{label}={other} to learn {other}, or data.labels.{label}={usual} to leave "
+            f"frames without it unlabelled"
+        )
 
 
 def _is_none(name: str) -> bool:

@@ -185,10 +185,11 @@ def _check_residuals(dataset: GraphDataset, statistics: Statistics, limit: float
 
 
 def content_hash(frames: Sequence[Frame]) -> str:
-    """Hash of structures and labels, in order; file names do not enter."""
+    """Hash of structures, labels and weights, in order; file names do not enter."""
     digest = hashlib.blake2b(digest_size=16)
     for frame in frames:
-        for value in (frame.numbers, frame.positions, frame.cell, frame.pbc, frame.energy, frame.forces, frame.stress):
+        structure = (frame.numbers, frame.positions, frame.cell, frame.pbc)
+        for value in (*structure, frame.energy, frame.forces, frame.stress, float(frame.weight)):
             data = b"-" if value is None else np.ascontiguousarray(value).tobytes()
             digest.update(len(data).to_bytes(8, "little") + data)
     return digest.hexdigest()

@@ -44,12 +44,13 @@ def predict_file(
 ) -> Path:
     """Predict all frames of `source` (as `data.train` names sources) and write them to `out`, whose path is returned.
 
-    batch: frames evaluated together. labels, units: how to read `source`; `out` is always in eV and A.
+    batch: frames evaluated together. labels, units: how to read `source`, which needs no labels; `out` is always in
+    eV and A.
     device: where to compute; default: where the model is. neighbours: library of the neighbour lists.
     progress: called with (frames done, frames in all). Suffixes of `out`: .extxyz, .xyz, .traj, .json, .db.
     """
     write = _writer(Path(out))
-    frames = read_frames(source, labels or LabelOptions(), units or UnitOptions())
+    frames = read_frames(source, labels or LabelOptions(), units or UnitOptions(), required=False)
     predicted: list[Atoms] = []
     for start in range(0, len(frames), batch):
         part = frames[start : start + batch]

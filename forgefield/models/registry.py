@@ -7,17 +7,18 @@ by its import path.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import types
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from forgefield.config.components import import_path, own_folder
 from forgefield.config.nearest import did_you_mean
 from forgefield.errors import ForgefieldError
 from forgefield.models.potential import Potential
@@ -25,22 +26,23 @@ from forgefield.models.potential import Potential
 BUILT_IN = {"nequip": "forgefield.models.nequip.NequIP"}
 """Models by name; each class has `Options`, `presets` and `complete`."""
 PRECISIONS = {"float32": torch.float32, "float64": torch.float64}
+MODULE_FOLDER = "module_folder"
+"""Resolved options of a user's own model: where its module was found, if Python would not find it by itself."""
 _GIVEN_BY_US = ("species", "cutoff", "statistics")
 
 
-def model_class(name: str) -> Any:
-    """Class of a built-in model, or of the user's own by import path."""
+def model_class(name: str, folder: str | None = None) -> Any:
+    """Class of a built-in model, or of the user's own by import path; its module may lie in `folder`."""
     path = BUILT_IN.get(name, name)
-    module_name, _, attribute = path.rpartition(".")
-    if not module_name:
+    if "." not in path:
         raise ForgefieldError(
             f"model.name is '{name}', which is neither a built-in model ({', '.join(BUILT_IN)}) "
             f"nor an import path like my_package.MyModel.{did_you_mean(name, BUILT_IN)}"
         )
     try:
-        found = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ForgefieldError(f"model.name: {path} cannot be imported: {error}.") from error
+        found = import_path(path, folders=[] if folder is None else [Path(folder)])
+    except ForgefieldError as error:
+        raise ForgefieldError(f"model.name: {error}") from error
     if not (inspect.isclass(found) and issubclass(found, nn.Module)):
         raise ForgefieldError(f"model.name: {path} is not a subclass of torch.nn.Module.")
     return found
@@ -62,13 +64,17 @@ def resolve_model(
     for key in _GIVEN_BY_US:
         if key in given:
             raise ForgefieldError(f"model.{key} cannot be set: it comes from the data section.")
+    if MODULE_FOLDER in given:
+        raise ForgefieldError(f"model.{MODULE_FOLDER} cannot be set: it is where the module of model.name was found.")
     facts = _plain(
         asdict(statistics) if is_dataclass(statistics) and not isinstance(statistics, type) else statistics or {}
     )
     resolved: dict[str, Any] = {"name": name, "species": list(species), "cutoff": float(cutoff)}
     if name in BUILT_IN:
         return resolved | _resolve_built_in(found, given, tuple(species), float(cutoff), facts)
-    return resolved | _resolve_own(found, name, given, facts)
+    folder = own_folder(name)
+    own = _resolve_own(found, name, given, facts)
+    return resolved | own | ({} if folder is None else {MODULE_FOLDER: str(folder)})
 
 
 def build_model(resolved: Mapping[str, Any], *, precision: str, seed: int) -> Potential:
@@ -76,7 +82,7 @@ def build_model(resolved: Mapping[str, Any], *, precision: str, seed: int) -> Po
     if precision not in PRECISIONS:
         raise ForgefieldError(f"training.precision is '{precision}'; choose one of {', '.join(PRECISIONS)}.")
     options = dict(resolved)
-    found = model_class(options.pop("name"))
+    found = model_class(options.pop("name"), options.pop(MODULE_FOLDER, None))
     if resolved["name"] in BUILT_IN:
         species, cutoff = options.pop("species"), options.pop("cutoff")
         return Potential(

@@ -87,9 +87,9 @@ def find_restart(folder: Path, say: Callable[[str], None]) -> Restart | None:
             aside = path.with_suffix(".damaged")
             os.replace(path, aside)
             say(f"Checkpoint {path.name} is damaged ({error}); it was renamed {aside.name}, trying the one before.")
-    if paths:
+    if damaged := list(folder.glob("*.damaged")):
         raise ForgefieldError(
-            f"None of the {len(paths)} checkpoints in {folder} can be read; start over with --fresh (the folder is kept)."
+            f"None of the {len(damaged)} checkpoints in {folder} can be read; start over with --fresh (the folder is kept)."
         )
     return None
 
@@ -105,6 +105,7 @@ class AtomicCheckpointIO(CheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         if storage_options is not None:
             raise TypeError("storage options are not supported")
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
         save_checkpoint(Path(path), checkpoint)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:

@@ -47,11 +47,14 @@ class LossMeter:
 class TrainingModule(L.LightningModule):
     """Trains `potential` on `task` with the settings of the config's `training` section."""
 
-    def __init__(self, potential: Potential, task: Task, options: Any, species: tuple[str, ...]) -> None:
+    def __init__(
+        self, potential: Potential, task: Task, options: Any, species: tuple[str, ...], *, monitor: str
+    ) -> None:
         super().__init__()
         self.potential = potential
         self.task = task
         self.options = options
+        self.monitor = monitor
         self.ema = WeightAverage(potential, options.ema) if options.ema else None
         self.train_loss, self.val_loss = LossMeter(task), LossMeter(task)
         self.train_errors = ErrorMetrics(task.names, species)
@@ -59,6 +62,7 @@ class TrainingModule(L.LightningModule):
         self.throughput = Throughput()
         self.latest: dict[str, float] = {}
         self._steps_averaged = 0
+        self._measured = (-1, -1)
 
     def forward(self, batch: Batch) -> Batch:
         return self.potential(batch, forces=self.task.needs_forces, stress=self.task.needs_stress)
@@ -80,8 +84,10 @@ class TrainingModule(L.LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         outputs = self(batch)
         parts = self.task.loss(outputs, batch)
-        self.train_loss.update(parts)
-        self.train_errors.update(outputs, batch)
+        if (self.current_epoch, batch_idx) != self._measured:  # some optimisers evaluate a batch several times
+            self._measured = (self.current_epoch, batch_idx)
+            self.train_loss.update(parts)
+            self.train_errors.update(outputs, batch)
         return parts.total
 
     def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
@@ -148,7 +154,7 @@ class TrainingModule(L.LightningModule):
         scheduler = build_scheduler(
             self.options.scheduler,
             optimiser,
-            monitor=self.options.monitor,
+            monitor=self.monitor,
             validate_every=self.trainer.check_val_every_n_epoch or 1,
         )
         return {"optimizer": optimiser, "lr_scheduler": scheduler}

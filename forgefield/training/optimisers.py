@@ -19,7 +19,10 @@ def build_optimiser(spec: Any, parameters: list[torch.nn.Parameter], *, lr: floa
     if "lr" in options:
         raise ForgefieldError("training.optimizer.lr: set the learning rate with training.lr, in one place.")
     check_signature(cls, options, where="training.optimizer")
-    return cls(parameters, lr=lr, **options)
+    try:
+        return cls(parameters, lr=lr, **options)
+    except (TypeError, ValueError) as error:
+        raise ForgefieldError(f"training.optimizer: {cls.__name__} cannot be built: {error}.") from error
 
 
 def build_scheduler(
@@ -35,7 +38,7 @@ def build_scheduler(
     check_signature(cls, options, where="training.scheduler")
     try:
         scheduler = cls(optimiser, **options)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise ForgefieldError(f"training.scheduler: {cls.__name__} cannot be built: {error}.") from error
     plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
     if plateau and interval == "step":

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.callbacks import Callback, EarlyStopping, Timer
+from lightning.pytorch.callbacks import Callback, Checkpoint, EarlyStopping, Timer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 
 from forgefield.config.components import check_signature, import_path
@@ -35,20 +37,53 @@ def take_max_seconds(trainer: dict[str, Any]) -> float | None:
 
 
 def build_trainer(
-    config: DictConfig, options: dict[str, Any], *, folder: Path, callbacks: list[Callback], has_val: bool
+    config: DictConfig, options: dict[str, Any], *, folder: Path, first: Callback, callbacks: list[Callback]
 ) -> L.Trainer:
-    """options: the config's `trainer` section as a plain dict, `max_time` already taken out."""
+    """options: the config's `trainer` section as a plain dict, `max_time` already taken out. first: runs before all others."""
     training = config.training
     options = {key: _build(value, f"trainer.{key}") if key in _BUILDABLE else value for key, value in options.items()}
     if options.get("max_epochs") is None and options.get("max_steps", -1) == -1:
         options["max_epochs"] = DEFAULT_EPOCHS
     _agree(options, "gradient_clip_val", training.clip_norm, "training.clip_norm")
-    _agree(
-        options,
-        "accumulate_grad_batches",
-        training.accumulate if training.accumulate != 1 else None,
-        "training.accumulate",
-    )
+    accumulate = training.accumulate if training.accumulate != 1 else None
+    _agree(options, "accumulate_grad_batches", accumulate, "training.accumulate")
+    _refuse(options)
+    own = options.pop("callbacks", None) or []
+    plugins = options.pop("plugins", None) or []
+    everyone = [first, *callbacks, *(own if isinstance(own, list) else [own])]
+    defaults = {
+        "default_root_dir": str(folder),
+        "logger": False,
+        "num_sanity_val_steps": 0,
+        "enable_model_summary": False,
+        "log_every_n_steps": 10,
+        "inference_mode": False,
+        # Our own checkpoints do not go through Lightning's callback; a user's ModelCheckpoint works beside them.
+        "enable_checkpointing": any(isinstance(callback, Checkpoint) for callback in everyone),
+    }
+    plugins = [AtomicCheckpointIO(), *(plugins if isinstance(plugins, list) else [plugins])]
+    with lightning_errors("trainer"):
+        trainer = L.Trainer(**{**defaults, **options}, callbacks=everyone, plugins=plugins)
+    if trainer.world_size > 1:
+        raise ForgefieldError(
+            f"The trainer section asks for {trainer.world_size} processes; this version trains on one device. "
+            "Set trainer.devices=1 and trainer.num_nodes=1."
+        )
+    return trainer
+
+
+@contextmanager
+def lightning_errors(where: str) -> Iterator[None]:
+    """What Lightning finds wrong with its settings becomes one sentence."""
+    try:
+        yield
+    except (MisconfigurationException, TypeError, ValueError, AssertionError) as error:
+        reason = " ".join(str(error).split()) or f"a setting has a value of the wrong type ({type(error).__name__})"
+        raise ForgefieldError(f"{where}: {reason}") from error
+
+
+def _refuse(options: dict[str, Any]) -> None:
+    """Settings of Lightning that cannot mean here what they say."""
     if options.get("precision") not in (None, 32, "32", "32-true"):
         raise ForgefieldError(
             f"trainer.precision={options['precision']} is not how precision is chosen here; use training.precision=float32 "
@@ -56,38 +91,27 @@ def build_trainer(
         )
     if options.get("inference_mode"):
         raise ForgefieldError("trainer.inference_mode=true cannot be: forces are derivatives, also in validation.")
-    own = options.pop("callbacks", None) or []
-    plugins = options.pop("plugins", None) or []
-    defaults = {
-        "default_root_dir": str(folder),
-        "logger": False,
-        "num_sanity_val_steps": 0,
-        "enable_model_summary": False,
-        "log_every_n_steps": 10,
-    }
-    trainer = L.Trainer(
-        **{**defaults, **options},
-        inference_mode=False,
-        callbacks=[*callbacks, *(own if isinstance(own, list) else [own])],
-        plugins=[AtomicCheckpointIO(), *(plugins if isinstance(plugins, list) else [plugins])],
-    )
-    if trainer.world_size > 1:
+    if options.get("enable_checkpointing") is False:
         raise ForgefieldError(
-            f"The trainer section asks for {trainer.world_size} processes; this version trains on one device. "
-            "Set trainer.devices=1 and trainer.num_nodes=1."
+            "trainer.enable_checkpointing=false cannot be: a run is its checkpoints; how often they are written is "
+            "training.checkpoint, and trainer.fast_dev_run leaves none."
         )
-    if not has_val and training.scheduler is not None and training.monitor.startswith("val/"):
-        raise ForgefieldError(
-            f"training.monitor={training.monitor} needs validation frames; give data.val or monitor train/loss."
-        )
-    return trainer
+    if options.get("barebones"):
+        raise ForgefieldError("trainer.barebones=true turns off what makes a run (metrics, checkpoints); leave it out.")
+
+
+class _Patience(EarlyStopping):
+    """Lightning's early stopping; a resume takes over the count so far, but patience from the present config."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict({**state_dict, "patience": self.patience})
 
 
 def early_stopping(options: Any, monitor: str) -> EarlyStopping | None:
     if options is None:
         return None
     monitor = options.monitor or monitor
-    return EarlyStopping(monitor, patience=options.patience, min_delta=options.min_delta, mode="min", check_finite=True)
+    return _Patience(monitor, patience=options.patience, min_delta=options.min_delta, mode="min", check_finite=True)
 
 
 def user_callbacks(specs: Any) -> list[Callback]:
@@ -125,7 +149,3 @@ def _agree(options: dict[str, Any], key: str, ours: Any, name: str) -> None:
     if theirs is not None and theirs != ours:
         raise ForgefieldError(f"{name}={ours} and trainer.{key}={theirs} contradict each other; keep one.")
     options[key] = ours
-
-
-def seconds_text(seconds: float) -> str:
-    return str(timedelta(seconds=round(seconds)))

@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from forgefield.config.components import check_signature, import_path
+from forgefield.config.components import also_look_in, check_signature, import_path, own_folder
+from forgefield.config.loading import load_config
 from forgefield.errors import ForgefieldError
 
 
@@ -35,6 +36,51 @@ def test_a_file_in_a_given_folder_is_found(here):
     folder.mkdir()
     (folder / "beside_config.py").write_text("loss = 7\n")
     assert import_path("beside_config.loss", folders=[folder]) == 7
+
+
+def test_a_file_beside_the_config_is_found_once_the_config_is_loaded(here):
+    folder = here / "configs"
+    folder.mkdir()
+    (folder / "near_config.py").write_text("loss = 7\n")
+    (folder / "a.yaml").write_text("data: {train: a.xyz}\n")
+    with pytest.raises(ForgefieldError, match="no module 'near_config'"):
+        import_path("near_config.loss")
+    load_config("configs/a.yaml")
+    before = list(sys.path)
+    assert import_path("near_config.loss") == 7
+    assert sys.path == before
+    with pytest.raises(ForgefieldError, match=r"in .* or .*configs.*Did you mean 'near_config'\?"):
+        import_path("near_cofnig.loss")
+
+
+def test_the_working_directory_comes_before_the_folder_of_the_config(here):
+    for place, value in ((here, 1), (here / "configs", 2)):
+        place.mkdir(exist_ok=True)
+        (place / "in_both_places.py").write_text(f"value = {value}\n")
+    also_look_in(here / "configs")
+    assert import_path("in_both_places.value") == 1
+
+
+def test_a_module_of_the_same_name_in_another_folder_is_not_taken_for_the_one_that_is_meant(here):
+    for name in ("first", "second"):
+        (here / name).mkdir()
+        (here / name / "same_name.py").write_text(f"value = '{name}'\n")
+    assert import_path("same_name.value", folders=["first"]) == "first"
+    assert import_path("same_name.value", folders=["first"]) == "first"
+    with pytest.raises(ForgefieldError, match=r"second/same_name\.py is meant, but .* from .*first/same_name\.py"):
+        import_path("same_name.value", folders=["second"])
+
+
+def test_the_folder_of_an_own_module_or_package_is_known(here):
+    (here / "own_single.py").write_text("x = 1\n")
+    (here / "own_package").mkdir()
+    (here / "own_package" / "__init__.py").write_text("")
+    (here / "own_package" / "part.py").write_text("x = 1\n")
+    for path in ("own_single.x", "own_package.part.x"):
+        import_path(path)
+        assert own_folder(path) == here
+    assert own_folder("inspect.Signature") is None
+    assert own_folder("sys.path") is None
 
 
 def test_missing_module_names_the_nearest_file(here):

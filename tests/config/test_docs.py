@@ -1,14 +1,18 @@
-"""Every example in docs/config.md is a config that loads, and the page names every section and resolver."""
+"""Every example in docs/config.md is a config that loads, its trainer settings and callbacks work in a training, and the
+page names every section and resolver.
+"""
 
 import dataclasses
 import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from forgefield.config import schema
 from forgefield.config.loading import load_config
 from forgefield.config.resolvers import RESOLVERS
+from tests.helpers import tiny_config
 
 PAGE = (Path(__file__).parents[2] / "docs" / "config.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.DOTALL)
@@ -25,10 +29,24 @@ def test_example_loads(folder, number):
 
 
 def test_overrides_of_the_table_work_on_the_first_example(folder):
-    assert len(OVERRIDES) == 8
+    assert len(OVERRIDES) == 9
     (folder / "my.yaml").write_text(EXAMPLES[0].replace("task:\n", "task:\n  stress: {}\n"))
     for override in OVERRIDES:
         load_config("my.yaml", [override])
+
+
+def test_trainer_settings_and_callbacks_of_the_examples_work_in_a_training(folder):
+    import forgefield
+
+    examples = [yaml.safe_load(text) for text in EXAMPLES]
+    trainer = {key: value for example in examples for key, value in example.get("trainer", {}).items()}
+    named = [entry for example in examples for entry in example.get("callbacks", []) if isinstance(entry, dict)]
+    callbacks = [entry for entry in named if entry["name"].startswith("lightning.")]
+    assert trainer
+    assert callbacks
+    short = {"max_epochs": 1, "check_val_every_n_epoch": 1, "accelerator": "cpu", "enable_progress_bar": False}
+    run = forgefield.train(tiny_config(folder, trainer={**trainer, **short}, callbacks=callbacks))
+    assert run.info["status"] == "finished"
 
 
 def test_the_page_names_every_section_and_resolver():

@@ -292,3 +292,78 @@ def test_single_options_of_a_component_are_changed_in_place():
         {"training": {"scheduler": {"name": "StepLR", "step_size": 5}}}, ["training.scheduler.gamma=0.5"]
     )
     assert dict(config.training.scheduler) == {"name": "StepLR", "step_size": 5, "gamma": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("key", "old", "new"),
+    [
+        ("data.reference_energies", {"H": -13.6, "O": -432.0}, {"H": -1.0}),
+        ("data.train", {"path": "/a.xyz", "weight": 5}, {"path": "/b.xyz"}),
+        ("data.train", ["/a.xyz", "/b.xyz"], {"path": "/c.xyz"}),
+        ("data.val", {"path": "/a.xyz"}, {"indices": [1, 2]}),
+        ("data.test", {"path": "/a.xyz", "weight": 5}, {"indices": [3]}),
+        ("trainer.max_time", {"days": 1}, {"hours": 2}),
+        ("trainer.logger", {"name": "a.Logger", "x": 1}, {"name": "b.Logger", "y": 2}),
+        ("model.energy_shifts", {"H": 1.0, "O": 2.0}, {"H": 3.0}),
+    ],
+)
+def test_a_mapping_that_is_one_value_replaces_the_old_one(load, key, old, new):
+    written = OmegaConf.create(MINIMAL + "model: {name: nequip}")
+    OmegaConf.update(written, key, old, merge=False)
+    text = OmegaConf.to_yaml(written)
+    given = json.dumps(new).replace('"', "")
+    assert OmegaConf.select(load(text, f"{key}={given}"), key) == new
+    section, _, name = key.partition(".")
+    assert OmegaConf.select(load(text, f"{section}={{{name}: {given}}}"), key) == new
+
+
+def test_a_task_on_the_command_line_is_the_whole_task(load):
+    text = MINIMAL + "task: {energy: {weight: 3}, forces: {weight: 5, species_weights: {H: 2, O: 3}}, stress: null}\n"
+    task = load(text, "task={forces: {loss: mae}}").task
+    assert (task.energy, task.forces.weight, task.forces.loss, task.forces.species_weights) == (None, 1.0, "mae", None)
+    forces = load(text, "task.forces.species_weights={O: 4}").task.forces
+    assert (forces.weight, forces.species_weights) == (5.0, {"O": 4.0})
+    # A target's options are settings of their own, so a mapping of some of them changes these alone.
+    forces = load(text, "task.forces={loss: mae, species_weights: {O: 4}}").task.forces
+    assert (forces.weight, forces.loss, forces.species_weights) == (5.0, "mae", {"O": 4.0})
+
+
+def test_early_stopping_on_the_command_line_has_its_defaults_where_nothing_is_said(load):
+    text = MINIMAL + "training: {lr: 0.5, early_stopping: {patience: 7, min_delta: 0.1}}\n"
+    for override in ("training.early_stopping={patience: 9}", "training={early_stopping: {patience: 9}}"):
+        training = load(text, override).training
+        assert (training.lr, training.early_stopping.patience, training.early_stopping.min_delta) == (0.5, 9, 0.0)
+
+
+def test_the_last_of_two_mappings_counts_alone(load):
+    config = load(MINIMAL, "training.scheduler={name: A, a: 1}", "training.scheduler={name: B, b: 2}")
+    assert config.training.scheduler == {"name": "B", "b": 2}
+
+
+def test_model_options_without_a_name_are_merged(load):
+    text = MINIMAL + "model: {name: nequip, preset: M, l_max: 2}\n"
+    assert load(text, "model={l_max: 3}").model == {"name": "nequip", "preset": "M", "l_max": 3}
+
+
+def test_a_mapping_also_replaces_what_a_config_group_gives(load, folder):
+    for group, content in (("model", "name: nequip\nnum_layers: 1\nzbl: null\n"), ("task", "energy: {}\nstress: {}\n")):
+        (folder / group).mkdir()
+        (folder / group / "mine.yaml").write_text(content)
+    text = "defaults: [model: mine, task: mine, _self_]\ndata: {train: a.xyz}\nmodel: {l_max: 2}\n"
+    assert load(text).model == {"name": "nequip", "num_layers": 1, "zbl": None, "l_max": 2}
+    config = load(text, "model.x=5", "model={name: my.Net, width: 3}", "model.depth=4", "task={forces: {}}")
+    assert config.model == {"name": "my.Net", "width": 3, "depth": 4}
+    assert (config.task.energy, config.task.stress) == (None, None)
+    assert config.task.forces is not None
+
+
+def test_a_replaced_mapping_takes_its_missing_values_with_it(load):
+    text = MINIMAL + "training: {scheduler: {name: StepLR, step_size: '???'}}\n"
+    assert load(text, "training.scheduler={name: B}").training.scheduler == {"name": "B"}
+
+
+def test_a_plus_does_not_replace(load):
+    text = MINIMAL + "training: {scheduler: {name: StepLR, step_size: 5}}\n"
+    with pytest.raises(ForgefieldError, match=r"the config gives 'training\.scheduler' already"):
+        load(text, "+training.scheduler={name: B}")
+    assert load(MINIMAL, "+training.scheduler={name: B}").training.scheduler == {"name": "B"}

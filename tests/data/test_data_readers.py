@@ -213,6 +213,25 @@ def test_free_energy_is_taken_only_where_there_is_no_energy_or_when_named():
     assert frames_from_atoms([labelled(free_energy=2.9)])[0].energy == 2.9
 
 
+def test_energies_and_free_energies_are_not_mixed_within_a_source(tmp_path):
+    mixed = [labelled(free_energy=2.9), labelled(), labelled(dft_energy=3.0, free_energy=2.8)]
+    for images, free, usual in ((mixed, 0, 2), (mixed[::-1], 2, 0)):
+        with pytest.raises(ForgefieldError) as caught:
+            frames_from_atoms(images, source="s")
+        message = str(caught.value)
+        assert f"s, frame {free}: it has free_energy but no energy" in message
+        assert f"s, frame {usual} has energy (dft_energy)" in message
+        assert "data.labels.energy=free_energy" in message
+        assert "data.labels.energy=dft_energy" in message
+    assert [f.energy for f in frames_from_atoms(mixed, LabelOptions(energy="free_energy"))] == [2.9, None, 2.8]
+    assert [f.energy for f in frames_from_atoms(mixed, LabelOptions(energy="dft_energy"))] == [None, None, 3.0]
+    # A list of files is one source.
+    for name, image in (("a.extxyz", mixed[0]), ("b.extxyz", mixed[2])):
+        ase.io.write(tmp_path / name, image, format="extxyz")
+    with pytest.raises(ForgefieldError, match=r"a\.extxyz, frame 0: it has free_energy.*b\.extxyz, frame 0 has energy"):
+        read_frames([str(tmp_path / "a.extxyz"), str(tmp_path / "b.extxyz")])
+
+
 def test_virial_is_minus_volume_times_stress():
     virial = np.arange(9.0).reshape(3, 3) + np.arange(9.0).reshape(3, 3).T
     (frame,) = frames_from_atoms([labelled(virial=virial)])
@@ -231,6 +250,15 @@ def test_a_named_key_may_be_missing_in_some_frames_but_not_in_all():
     assert [f.energy for f in frames] == [1.0, None]
     with pytest.raises(ForgefieldError, match=r"data\.labels\.energy=z.*keys found there: x, y"):
         frames_from_atoms([labelled(x=1.0), labelled(y=2.0)], LabelOptions(energy="z"))
+
+
+def test_a_named_key_may_be_missing_altogether_where_labels_are_not_required(tmp_path):
+    ase.io.write(tmp_path / "a.extxyz", labelled(energy=1.0), format="extxyz")
+    labels = LabelOptions(energy="my_E")
+    with pytest.raises(ForgefieldError, match=r"data\.labels\.energy=my_E: no frame"):
+        read_frames(tmp_path / "a.extxyz", labels)
+    (frame,) = read_frames(tmp_path / "a.extxyz", labels, required=False)
+    assert frame.energy is None  # not the one of another name
 
 
 GOOD = 'Lattice="4 0 0 0 4 0 0 0 4" Properties=species:S:1:pos:R:3:forces:R:3 energy=1 pbc="T T T"\n'

@@ -200,8 +200,10 @@ def test_kept_by_a_hash_of_all_it_depends_on(molecules, monkeypatch):
         patch.setattr(statistics_module, "_measure", unexpected)
         assert compute_statistics(graphs(molecules), DataOptions()) == first
         moved = replace(molecules[0], positions=molecules[0].positions + 1e-12)
+        heavier = replace(molecules[0], weight=2.0)
         for dataset, options in (
             (graphs([moved, *molecules[1:]]), DataOptions()),
+            (graphs([heavier, *molecules[1:]]), DataOptions()),
             (graphs(molecules, cutoff=3.1), DataOptions()),
             (graphs(molecules), DataOptions(reference_energies="none")),
             (graphs(molecules), DataOptions(cache=False)),

@@ -203,3 +203,10 @@ def test_frames_in_memory_are_not_modified(source, potential):
     images = predict.predict_frames(potential, frames)
     images[0].positions += 1.0
     assert all(np.array_equal(frame.positions, copy.positions) for frame, copy in zip(frames, copies))
+
+
+def test_a_file_without_the_labels_of_the_training_is_predicted(source, potential, tmp_path):
+    out = predict_file(potential, source, tmp_path / "out.extxyz", labels=LabelOptions(energy="my_E", forces="my_F"))
+    images = ase.io.read(out, ":")
+    assert len(images) == 6
+    assert all("REF_energy" not in image.info and "energy" in image.calc.results for image in images)

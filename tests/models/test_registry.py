@@ -1,10 +1,13 @@
 """The model section: checked against the model it names, completed from data, enough to rebuild the model."""
 
 import json
+import sys
 
 import pytest
 import torch
 
+from forgefield.config import components
+from forgefield.config.loading import load_config
 from forgefield.errors import ForgefieldError
 from forgefield.models import build_model, model_class, resolve_model
 from forgefield.models.nequip import NequIP
@@ -111,3 +114,28 @@ def test_an_own_model_by_import_path():
 def test_model_class_finds_built_in_and_own():
     assert model_class("nequip") is NequIP
     assert model_class(OWN).__name__ == "Springs"
+
+
+def test_an_own_model_beside_the_config_is_found_again_by_its_resolved_options(tmp_path, monkeypatch):
+    configs = tmp_path / "configs"
+    configs.mkdir()
+    monkeypatch.chdir(tmp_path)
+    (configs / "net_beside_config.py").write_text(
+        "import torch\n\n\nclass Net(torch.nn.Module):\n    def __init__(self, width=2):\n        super().__init__()\n"
+    )
+    (configs / "a.yaml").write_text("data: {train: a.xyz}\nmodel: {name: net_beside_config.Net}\n")
+    config = load_config("configs/a.yaml")
+    resolved = resolve(dict(config.model))
+    assert resolved["module_folder"] == str(configs)
+    # As in a process that has not loaded the config.
+    monkeypatch.setattr(components, "_FOLDERS", [])
+    monkeypatch.delitem(sys.modules, "net_beside_config")
+    with pytest.raises(ForgefieldError, match="net_beside_config"):
+        model_class("net_beside_config.Net")
+    assert type(build_model(resolved, precision="float32", seed=0).model).__name__ == "Net"
+    with pytest.raises(ForgefieldError, match=r"model\.module_folder cannot be set"):
+        resolve({"name": "net_beside_config.Net", "module_folder": str(configs)})
+
+
+def test_an_installed_model_needs_no_folder():
+    assert "module_folder" not in resolve({"name": OWN, "stiffness": 2.0})

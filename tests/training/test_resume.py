@@ -40,8 +40,8 @@ def assert_same_run(a: Path, b: Path) -> None:
     first, second = dict(leaves(load_checkpoint(last_a))), dict(leaves(load_checkpoint(last_b)))
     assert first.keys() == second.keys()
     for place, value in first.items():
-        if "_batches_that_stepped" in place or "val_loop" in place:
-            continue  # Lightning's own tally for its loggers and of validation restarts; nothing of ours reads them
+        if "val_loop" in place:
+            continue  # Lightning's own tally of validation restarts; nothing reads it when training starts at a batch
         same = torch.equal(value, second[place]) if isinstance(value, torch.Tensor) else value == second[place]
         assert same, f"{place}: {value} != {second[place]}"
     for name in ("metrics.csv", "metrics.jsonl", "checkpoints/best.safetensors", "checkpoints/last.safetensors"):
@@ -83,6 +83,21 @@ VARIANTS = {
         "trainer": {"max_epochs": 3, "val_check_interval": 2, "enable_progress_bar": False, "accelerator": "cpu"},
         "training": {"checkpoint": {"every_steps": 1, "keep": 3}},
     },
+    "validation by steps across epochs": {
+        "trainer": {
+            "max_epochs": 3,
+            "val_check_interval": 3,
+            "check_val_every_n_epoch": None,
+            "enable_progress_bar": False,
+            "accelerator": "cpu",
+        },
+        "training": {"checkpoint": {"every_steps": 2}},
+    },
+    "several validations within one accumulation": {
+        "trainer": {"max_epochs": 4, "val_check_interval": 1, "enable_progress_bar": False, "accelerator": "cpu"},
+        "training": {"accumulate": 2, "checkpoint": {"every_steps": 1}},
+    },
+    "no validation": {"data": {"val": 0}, "training": {"checkpoint": {"every_steps": 2}}},
     "rare validation, early stopping": {
         "trainer": {
             "max_epochs": 6,
@@ -100,6 +115,7 @@ def test_interrupted_run_equals_uninterrupted_run(variant, tmp_path, monkeypatch
     changes = {"callbacks": [END], **VARIANTS[variant]}
     config = tiny_config(tmp_path, **changes)
     config["training"] = {**tiny_config(tmp_path)["training"], **changes.get("training", {})}
+    config["callbacks"] = [END, "tests.training.interrupting.CountsBatchStarts"]
     monkeypatch.setenv("END_AT", "-1")
     straight = train({**config, "name": "straight"}).path
     again = interrupted_run({**config, "name": "again"}, [3, 7], monkeypatch)
@@ -172,6 +188,68 @@ def test_more_epochs_later_equal_more_epochs_at_once(tmp_path):
     assert_same_run(train({**longer, "name": "straight"}).path, train({**longer, "name": "again"}).path)
 
 
+@pytest.mark.parametrize("val", [4, 0])
+def test_more_steps_later_pick_the_same_best_model_as_more_steps_at_once(val, tmp_path):
+    """`max_steps` cuts an epoch short; the half epoch must neither be judged nor lost."""
+    config = tiny_config(tmp_path)
+    config["data"]["val"] = val
+    limits = {**config["trainer"], "max_epochs": -1}
+    train({**config, "name": "again", "trainer": {**limits, "max_steps": 8}})
+    longer = {**config, "trainer": {**limits, "max_steps": 17}}
+    assert_same_run(train({**longer, "name": "straight"}).path, train({**longer, "name": "again"}).path)
+
+
+def test_patience_is_taken_from_the_present_config(tmp_path):
+    config = tiny_config(tmp_path)
+    config["trainer"]["max_epochs"] = 30
+    stops = {"patience": 1, "min_delta": 1e9}
+    run = train({**config, "training": {**config["training"], "early_stopping": stops}})
+    assert len(run.metrics()) == 2
+    run = train({**config, "training": {**config["training"], "early_stopping": {**stops, "patience": 4}}})
+    assert len(run.metrics()) == 5
+
+
+def test_settings_of_a_run_that_never_took_a_step_can_be_corrected(tmp_path):
+    config = tiny_config(tmp_path)
+    with pytest.raises(ForgefieldError, match="weight_decy"):
+        train({**config, "training": {**config["training"], "optimizer": {"name": "adam", "weight_decy": 1.0}}})
+    train({**config, "training": {**config["training"], "optimizer": {"name": "adam", "weight_decay": 1.0}}})
+
+
+def test_a_measurement_that_was_interrupted_is_made_up_for(tmp_path):
+    config = tiny_config(tmp_path)
+    config["data"]["test"] = 2
+    run = train(config)
+    (run.path / "test.json").unlink()
+    (run.path / "report.html").unlink()
+    train(config)
+    assert (run.path / "test.json").exists()
+    assert (run.path / "report.html").exists()
+
+
+def test_overfit_batches_can_be_resumed(tmp_path, monkeypatch):
+    config = tiny_config(tmp_path, callbacks=[END])
+    config["trainer"].update(overfit_batches=2, max_epochs=6)
+    monkeypatch.setenv("END_AT", "-1")
+    straight = train({**config, "name": "straight"}).path
+    assert_same_run(straight, interrupted_run({**config, "name": "again"}, [5], monkeypatch))
+
+
+def test_sigterm_before_the_first_step_is_not_taken_for_success(tmp_path):
+    config = write_config(tmp_path / "early.yaml", tiny_config(tmp_path, callbacks=[END], name="early"))
+    stopped = run_command(config, tmp_path, END_HOW="term at start")
+    assert stopped.returncode == 128 + signal.SIGTERM, stopped.stdout + stopped.stderr
+    assert "SIGTERM was received" in stopped.stdout
+
+
+def test_fresh_does_not_take_a_folder_from_a_living_process(tmp_path, monkeypatch):
+    config = tiny_config(tmp_path, callbacks=["tests.training.test_resume.TrainsTheSameRun"])
+    train(config)
+    monkeypatch.setenv("NESTED_CONFIG", yaml.safe_dump(config))
+    monkeypatch.setenv("NESTED_FRESH", "1")
+    train(config, "trainer.max_epochs=4")
+
+
 def test_a_complete_run_is_not_trained_again_and_fresh_keeps_the_old_one(tmp_path, capsys):
     config = tiny_config(tmp_path)
     run = train(config)
@@ -229,5 +307,7 @@ from lightning.pytorch.callbacks import Callback  # noqa: E402
 
 class TrainsTheSameRun(Callback):
     def on_train_start(self, trainer, pl_module) -> None:
+        if "NESTED_CONFIG" not in os.environ:
+            return
         with pytest.raises(ForgefieldError, match="Another process is training"):
-            train(yaml.safe_load(os.environ["NESTED_CONFIG"]))
+            train(yaml.safe_load(os.environ["NESTED_CONFIG"]), fresh="NESTED_FRESH" in os.environ)

@@ -6,6 +6,7 @@ import csv
 import json
 import math
 
+import ase.io
 import numpy as np
 import pytest
 import torch
@@ -126,7 +127,7 @@ def test_without_validation_frames_the_training_loss_picks_the_best(tmp_path, ca
     config = tiny_config(tmp_path)
     config["data"]["val"] = 0
     run = train(config)
-    assert "no validation frames" in capsys.readouterr().out
+    assert "There is no validation" in capsys.readouterr().out
     assert "val/loss" not in run.metrics()[0]
     load(run)
 
@@ -142,7 +143,7 @@ def test_fast_dev_run_leaves_the_run_alone(tmp_path):
     run = train(config)
     before = (run.path / "metrics.csv").read_bytes()
     quick = train(with_trainer(config, fast_dev_run=True))
-    assert quick.path.name == "tiny-dev"
+    assert quick.path.name == ".tiny-quick"
     assert (run.path / "metrics.csv").read_bytes() == before
 
 
@@ -240,3 +241,63 @@ def test_same_seed_same_bits_other_seed_other_model(tmp_path):
     a, b, c = (train({**config, "name": name, "seed": seed}) for name, seed in (("a", 1), ("b", 1), ("c", 2)))
     assert (a.path / "metrics.csv").read_bytes() == (b.path / "metrics.csv").read_bytes()
     assert (a.path / "metrics.csv").read_bytes() != (c.path / "metrics.csv").read_bytes()
+
+
+def test_a_batch_that_is_evaluated_several_times_is_measured_once(tmp_path):
+    """LBFGS calls the model up to max_iter times per batch; the first row must be the error of the starting weights."""
+    config = with_trainer(tiny_config(tmp_path), max_epochs=1, limit_train_batches=1)
+    lbfgs = train({**with_training(config, optimizer={"name": "lbfgs", "max_iter": 3}, lr=1e-2), "name": "lbfgs"})
+    adam = train({**config, "name": "adam"})
+    assert lbfgs.metrics()[0]["train/forces_mae"] == pytest.approx(adam.metrics()[0]["train/forces_mae"], rel=1e-12)
+
+
+def test_lightning_loggers_get_the_rows(tmp_path):
+    logger = {"name": "lightning.pytorch.loggers.CSVLogger", "save_dir": str(tmp_path / "logs")}
+    run = train(with_trainer(tiny_config(tmp_path), logger=logger))
+    (written,) = (tmp_path / "logs").rglob("metrics.csv")
+    rows = list(csv.DictReader(written.open()))
+    assert [float(row["val/loss"]) for row in rows] == [row["val/loss"] for row in run.metrics()]
+
+
+def test_a_users_model_checkpoint_works_beside_ours(tmp_path):
+    spec = {"name": "lightning.pytorch.callbacks.ModelCheckpoint", "dirpath": str(tmp_path / "mine"), "save_last": True}
+    train(tiny_config(tmp_path, callbacks=[spec]))
+    assert (tmp_path / "mine" / "last.ckpt").exists()
+
+
+@pytest.mark.parametrize(
+    ("section", "change", "message"),
+    [
+        ("training", {"monitor": "val/force_mae"}, r"training\.monitor=val/force_mae.*val/forces_mae"),
+        ("training", {"early_stopping": {"monitor": "val/los"}}, r"early_stopping\.monitor=val/los.*val/loss"),
+        ("training", {"optimizer": {"name": "adam", "betas": 3}}, "Adam cannot be built"),
+        ("trainer", {"accelerator": "gpu"}, "trainer"),
+        ("trainer", {"enable_checkpointing": False}, "enable_checkpointing"),
+        ("trainer", {"barebones": True}, "barebones"),
+        ("trainer", {"max_epochs": "abc"}, "trainer"),
+        ("data", {"val": "unlabelled.extxyz"}, r"data\.val"),
+        ("data", {"test": "unlabelled.extxyz"}, r"data\.test"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(section, change, message, tmp_path, monkeypatch):
+    if change.get("accelerator") == "gpu" and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    monkeypatch.chdir(tmp_path)
+    bare = emt_frames(2, seed=5)
+    for atoms in bare:
+        atoms.calc = None
+    ase.io.write("unlabelled.extxyz", bare, format="extxyz")
+    config = tiny_config(tmp_path)
+    config[section] = {**config[section], **change}
+    with pytest.raises(ForgefieldError, match=message):
+        train(config)
+
+
+def test_inference_mode_false_is_what_we_do_anyway(tmp_path):
+    train(with_trainer(tiny_config(tmp_path), inference_mode=False, max_epochs=1))
+
+
+def test_without_validation_batches_nothing_waits_for_a_validation(tmp_path):
+    config = with_training(tiny_config(tmp_path), scheduler={"name": "plateau", "patience": 0})
+    run = train(with_trainer(config, limit_val_batches=0))
+    assert "val/loss" not in run.metrics()[0]

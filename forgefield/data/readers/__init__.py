@@ -19,14 +19,21 @@ from forgefield.errors import ForgefieldError
 __all__ = ["SourceFile", "frames_from_atoms", "plain", "read_frames", "source_files"]
 
 
-def read_frames(spec: Any, labels: LabelOptions | None = None, units: UnitOptions | None = None) -> list[Frame]:
-    """All frames `spec` names: a path, folder, glob, {path, weight}, or a list of these. In eV and A, checked."""
+def read_frames(
+    spec: Any, labels: LabelOptions | None = None, units: UnitOptions | None = None, *, required: bool = True
+) -> list[Frame]:
+    """All frames `spec` names: a path, folder, glob, {path, weight}, or a list of these. In eV and A, checked.
+
+    required: a label that `labels` names must be in at least one frame. False where a model is used: labels named for
+    its training may be missing then.
+    """
     labels, units = labels or LabelOptions(), units or UnitOptions()
     reader = LabelReader(labels, units)
     frames: list[Frame] = []
     for file in source_files(spec):
         frames.extend(_read_file(file, reader, units))
-    reader.finish(str(plain(spec)))
+    if required:
+        reader.finish(str(plain(spec)))
     return frames
 
 

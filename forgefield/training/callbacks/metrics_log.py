@@ -1,7 +1,8 @@
 """Writes `metrics.csv`, `metrics.jsonl` and `timing.csv`: one row per validation, or per epoch where there is none.
 
 Metrics hold no wall-clock value, so that a resumed run writes the same bytes as an uninterrupted one; how long things took is
-in `timing.csv`. On a resume, rows behind the checkpoint are cut off before training goes on.
+in `timing.csv`. A checkpoint knows how many rows had been written; on a resume, rows behind it are cut off. Lightning's own
+loggers, if the user has any, get the same rows.
 """
 
 from __future__ import annotations
@@ -15,6 +16,10 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.callbacks import Callback
 
+from forgefield.errors import ForgefieldError
+from forgefield.files import write_whole
+from forgefield.training.callbacks.best_model import epoch_is_whole
+
 _TIMING = ["epoch", "step", "seconds", "frames", "atoms", "frames_per_second", "atoms_per_second"]
 
 
@@ -24,23 +29,30 @@ class MetricsLog(Callback):
     def __init__(self, folder: Path, columns: list[str]) -> None:
         self.folder = folder
         self.columns = ["epoch", "step", "lr", *columns]
+        self._rows = 0
         self._row_step = -1
 
-    def start(self, step: int) -> None:
-        """Begin new files (step 0), or keep of the old ones what was written up to `step`."""
+    def start(self, checkpoint: dict[str, Any] | None) -> None:
+        """Begin new files, or keep of the old ones the rows that had been written when the checkpoint was taken."""
+        rows = checkpoint["callbacks"][self.state_key]["rows"] if checkpoint else 0
         for name, header in (("metrics.csv", self.columns), ("timing.csv", _TIMING)):
-            _keep_rows(self.folder / name, header, step)
-        lines = self.folder / "metrics.jsonl"
-        kept = [line for line in _lines(lines) if step and json.loads(line)["step"] <= step]
-        lines.write_text("".join(line + "\n" for line in kept))
-        self._row_step = json.loads(kept[-1])["step"] if kept else -1
+            kept = _lines(self.folder / name)[1 : rows + 1]
+            write_whole(self.folder / name, _csv_line(header) + "".join(line + "\n" for line in kept))
+        path = self.folder / "metrics.jsonl"
+        write_whole(path, "".join(line + "\n" for line in _lines(path)[:rows]))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rows": self._rows, "row_step": self._row_step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._rows, self._row_step = state_dict["rows"], state_dict["row_step"]
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._write(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        if trainer.global_step != self._row_step:
+        if trainer.global_step != self._row_step and epoch_is_whole(trainer):
             pl_module.finish_row()
             self._write(trainer, pl_module)
 
@@ -55,13 +67,23 @@ class MetricsLog(Callback):
         _append(self.folder / "metrics.jsonl", json.dumps({k: row[k] for k in self.columns if k in row}) + "\n")
         timing = {"epoch": trainer.current_epoch, "step": trainer.global_step, **pl_module.throughput.take()}
         _append(self.folder / "timing.csv", _csv_line([timing[name] for name in _TIMING]))
+        for logger in trainer.loggers:
+            logger.log_metrics({key: float(value) for key, value in row.items()}, step=trainer.global_step)
+            logger.save()
+        self._rows += 1
         self._row_step = trainer.global_step
         pl_module.latest.clear()
 
 
 def _append(path: Path, text: str) -> None:
-    with open(path, "a") as file:
-        file.write(text)
+    try:
+        with open(path, "a") as file:
+            file.write(text)
+    except OSError as error:
+        raise ForgefieldError(
+            f"Could not write {path}: {error.strerror}; the checkpoints are untouched. Make room, then run the same command "
+            "to go on."
+        ) from error
 
 
 def _csv_line(values: list[Any]) -> str:
@@ -76,14 +98,3 @@ def _lines(path: Path) -> list[str]:
         return []
     text = path.read_text()
     return [line for line in text[: text.rfind("\n") + 1].splitlines() if line]
-
-
-def _keep_rows(path: Path, header: list[str], step: int) -> None:
-    first = _csv_line(header)
-    lines = _lines(path)
-    at = header.index("step")
-    if step and lines and lines[0] + "\n" == first:
-        kept = [line for line in lines[1:] if int(next(csv.reader([line]))[at]) <= step]
-    else:
-        kept = []
-    path.write_text(first + "".join(line + "\n" for line in kept))

@@ -29,7 +29,8 @@ class TensorBoardLog(Callback):
         step = trainer.global_step
         every = getattr(trainer, "log_every_n_steps", 0)
         if every and step % every == 0 and outputs is not None:
-            self._writer.add_scalar("step/loss", float(outputs["loss"]), step)
+            loss = float(outputs["loss"]) * trainer.accumulate_grad_batches  # Lightning gives the share of this batch
+            self._writer.add_scalar("step/loss", loss, step)
             self._writer.add_scalar("step/lr", trainer.optimizers[0].param_groups[0]["lr"], step)
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: Any, optimizer: Any) -> None:

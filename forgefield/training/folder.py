@@ -1,0 +1,90 @@
+"""The run folder at the start of a training: made, locked, moved aside, and compared with what is asked for now."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from forgefield.config.diff import Change, config_diff, format_diff
+from forgefield.errors import ForgefieldError
+from forgefield.runs import Run
+from forgefield.training.journal import Journal
+
+
+@contextmanager
+def run_folder(config: DictConfig, *, fresh: bool, quick: bool, journal: Journal) -> Iterator[Run]:
+    """The folder of the run, held by this process alone. With `fresh` an existing run is moved aside first.
+
+    quick: for `trainer.fast_dev_run`, a hidden folder of its own, so that the real run stays as it is.
+    """
+    path = Path(config.out) / (f".{config.name}-quick" if quick else config.name)
+    try:
+        if fresh and (path / "run.json").exists():
+            with _only_process_in(path):
+                aside = _unused_name(path)
+                os.rename(path, aside)
+            journal.say(f"Starting over; the run before is kept as {aside}.")
+        (path / "checkpoints").mkdir(parents=True, exist_ok=True)
+        with open(path / "log.txt", "a"):
+            pass
+    except OSError as error:
+        raise ForgefieldError(
+            f"Cannot write to the run folder {path}: {error.strerror}; choose another place with out=FOLDER."
+        ) from error
+    with _only_process_in(path):
+        if quick:
+            journal.say(f"trainer.fast_dev_run is set: a quick pass in {path}; the run {config.name} is not touched.")
+            for item in path.iterdir():
+                if item.name != ".lock":
+                    shutil.rmtree(item) if item.is_dir() else item.unlink()
+        yield Run(path)
+
+
+def has_begun(run: Run) -> bool:
+    """Whether the run has taken a step that is kept; until then its settings can still be changed."""
+    return any(run.checkpoints.glob("step-*"))
+
+
+def compare_with_stored_config(run: Run, config: DictConfig, journal: Journal) -> list[Change]:
+    """What changed since the run was started. Refuses to continue it with settings that change its meaning."""
+    if run.exists and run.info.get("status") == "imported":
+        raise ForgefieldError(f"Run {run.name} was imported, not trained here; give the new run its own name=NAME.")
+    if not has_begun(run):
+        return []
+    changes = config_diff(run.config, config)
+    refused = [change for change in changes if change.meaning]
+    if refused:
+        raise ForgefieldError(
+            f"Run {run.name} was made with other settings, so continuing it would not be the same training:\n"
+            f"{format_diff(refused)}\n"
+            "Undo the change, start over with --fresh, or give the new run its own name with name=NAME."
+        )
+    if changes:
+        journal.say(f"Settings changed since run {run.name} was started:\n{format_diff(changes)}")
+    return changes
+
+
+def _unused_name(path: Path) -> Path:
+    number = 1
+    while (aside := path.with_name(f"{path.name}.before-{number}")).exists():
+        number += 1
+    return aside
+
+
+@contextmanager
+def _only_process_in(path: Path) -> Iterator[None]:
+    """Two trainings in one folder would overwrite each other. The lock ends with the process, however it ends."""
+    with open(path / ".lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ForgefieldError(
+                f"Another process is training in {path}; wait for it, or give this run another name with name=NAME."
+            ) from error
+        yield
