@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from forgefield.deploy.ase import Calculator
 from forgefield.deploy.evaluate import predict_dataset
 from forgefield.deploy.predict import predict_file
 from forgefield.errors import ForgefieldError
+from forgefield.files import write_whole
 from forgefield.models.potential import Potential
 from forgefield.report.page import write_report
 from forgefield.runs import Run, run_exists
@@ -87,18 +89,21 @@ def test(
     options: DataOptions | DictConfig | None = None,
     which: str = "best",
     device: str = "cpu",
+    labels_required: bool = False,
 ) -> dict[str, float]:
     """Errors of a run's model on labelled frames, in meV/atom, meV/A and GPa; also kept in the run and its report.
 
     data: a file, folder, glob or list of them. options: labels and units of that data; default: as in training.
+    labels_required: whether every label that `options` names must be found in the data.
     """
     run = run if isinstance(run, Run) else Run.open(run)
     options = options if options is not None else _data_options(run)
-    frames = read_frames(data, options.labels, options.units)
+    frames = read_frames(data, options.labels, options.units, required=labels_required)
     dataset = GraphDataset(frames, SpeciesTable(run.species), run.cutoff, options.neighbours)
     batch = options.eval_batch or options.batch.frames
-    errors = _evaluate(run, dataset, "test", which=which, device=device, batch=batch)
-    _write_test(run, errors, source=str(data), which=which, n_frames=len(frames))
+    name = _test_name(run, data)
+    errors = _evaluate(run, dataset, name, which=which, device=device, batch=batch)
+    _write_test(run, errors, name=name, source=str(data), which=which, n_frames=len(frames))
     write_report(run.path)
     return errors
 
@@ -145,7 +150,9 @@ def _measure(fitted: Fitted, config: DictConfig, journal: Journal) -> None:
         if dataset is not None:
             results[split] = _evaluate(run, dataset, split, which="best", device=device, batch=batch)
     if data.test is not None:
-        _write_test(run, results["test"], source=str(config.data.test), which="best", n_frames=len(data.test))
+        _write_test(
+            run, results["test"], name="test", source=str(config.data.test), which="best", n_frames=len(data.test)
+        )
     write_report(run.path)
     hints = [
         f"from forgefield import Calculator; atoms.calc = Calculator({str(run.path)!r})",
@@ -190,10 +197,18 @@ def _evaluate(run: Run, dataset: GraphDataset, split: str, *, which: str, device
     return metrics.compute()
 
 
-def _write_test(run: Run, errors: dict[str, float], *, source: str, which: str, n_frames: int) -> None:
+def _test_name(run: Run, data: Any) -> str:
+    """`test` for a run without test frames of its own, so that its report has them; else the name of the file."""
+    if run.config.get("data", {}).get("test") in (None, 0):
+        return "test"
+    first = data[0] if isinstance(data, (list, tuple)) else data
+    return f"test-{re.sub(r'[^A-Za-z0-9_.-]+', '-', Path(str(first)).stem)}"
+
+
+def _write_test(run: Run, errors: dict[str, float], *, name: str, source: str, which: str, n_frames: int) -> None:
     source = source.replace(f"{Path.cwd()}{os.sep}", "")  # shorter, and no business of a report's reader
     content = {"source": source, "weights": which, "frames": n_frames, "errors": errors}
-    (run.path / "test.json").write_text(json.dumps(content, indent=1) + "\n")
+    write_whole(run.path / f"{name}.json", json.dumps(content, indent=1) + "\n")
 
 
 def _data_options(run: Run) -> Any:

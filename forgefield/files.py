@@ -24,6 +24,8 @@ def written_whole(path: Path) -> Iterator[Path]:
         _flush(path.parent)
     except OSError as error:
         reason = error.strerror or error
+        if not path.parent.is_dir():
+            raise ForgefieldError(f"Could not write {path}: the folder {path.parent} does not exist.") from error
         raise ForgefieldError(
             f"Could not write {path}: {reason}; what was there before is untouched. Make room or change permissions, then "
             "run the same command again."

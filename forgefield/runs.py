@@ -34,6 +34,9 @@ class Run:
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
 
+    def __repr__(self) -> str:
+        return f"Run({str(self.path)!r})"
+
     @classmethod
     def open(cls, name_or_path: str | os.PathLike[str], *, out: str | os.PathLike[str] = "runs") -> Run:
         """The run of that name in the folder `out`, or at that path."""
@@ -94,12 +97,17 @@ class Run:
         """The trained model in evaluation mode. which: `best` (by validation) or `last`."""
         if which not in WEIGHTS:
             raise ForgefieldError(f"Weights are 'best' or 'last', not '{which}'.")
+        try:
+            device = torch.device(device)
+        except RuntimeError as error:
+            raise ForgefieldError(f"'{device}' is not a device of torch; use cpu, cuda or cuda:0.") from error
         path = self.checkpoints / f"{which}.safetensors"
         if not path.exists():
             raise ForgefieldError(
                 f"Run {self.name} has no {which} weights yet ({path} is missing); it gets them at its first validation."
             )
         info = self.info
+        self._refuse_code_from_the_folder(info)
         potential = build_model(info["model"], precision=info["precision"], seed=0)
         try:
             potential.load_state_dict(safetensors_tensors(path.read_bytes()))
@@ -107,6 +115,14 @@ class Run:
             reason = str(error).splitlines()[0]
             raise ForgefieldError(f"{path} is damaged or belongs to another model: {reason}") from error
         return potential.to(device).eval()
+
+    def _refuse_code_from_the_folder(self, info: dict[str, Any]) -> None:
+        """A run is data: a user's own model comes from the user's own folders, never out of the run."""
+        folder = info["model"].get("module_folder")
+        if folder is not None and Path(folder).resolve().is_relative_to(self.path.resolve()):
+            raise ForgefieldError(
+                f"Run {self.name} names a model inside its own folder; code in a run is not executed."
+            )
 
 
 def run_exists(name: str | os.PathLike[str], *, out: str | os.PathLike[str] = "runs") -> bool:

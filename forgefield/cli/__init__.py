@@ -31,7 +31,7 @@ EXAMPLES = """\
 examples:
   forgefield train                                   the built-in example, about two minutes on two cores
   forgefield init water.extxyz                       writes water.yaml
-  forgefield train water.yaml training.lr=3e-3 ++trainer.num_nodes=2
+  forgefield train water.yaml training.lr=3e-3 ++trainer.max_epochs=200
   forgefield test runs/water --data test.extxyz
   forgefield predict runs/water new.extxyz -o out.extxyz
 

@@ -84,7 +84,7 @@ def _from_run(args: argparse.Namespace, overrides: list[str]) -> tuple[Potential
     if source is None:
         raise ForgefieldError(f"Run {opened.name} does not know its training data; name a file with --data FILE.")
     potential = opened.load_potential(args.which)
-    return potential, read_frames(source, data.labels, data.units), opened.info["model"]
+    return potential, read_frames(source, data.labels, data.units, required=False), opened.info["model"]
 
 
 def _from_config(args: argparse.Namespace, overrides: list[str]) -> tuple[Potential, list[Frame], Mapping[str, Any]]:
@@ -103,7 +103,7 @@ def _from_config(args: argparse.Namespace, overrides: list[str]) -> tuple[Potent
     resolved = resolve_model(given, species=data.species.symbols, cutoff=config.data.cutoff, statistics=data.statistics)
     frames = data.train.frames
     if args.data is not None:
-        frames = read_frames(args.data, config.data.labels, config.data.units)
+        frames = read_frames(args.data, config.data.labels, config.data.units, required=False)
     return build_model(resolved, precision="float64", seed=config.seed), frames, resolved
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from forgefield.cli.arguments import READING, add_overrides, add_run_arguments, device_name, is_override, refuse_files
 
+SUSPICIOUS = 20_000.0
+"""Energy error, meV/atom, that no model makes and a wrong unit does."""
 TAKES = (*READING, "data.eval_batch", "data.neighbours")
 
 EXAMPLES = """\
@@ -30,17 +32,28 @@ def run(args: argparse.Namespace) -> int:
     # An override right behind the files of --data is taken for one of them.
     files = [word for word in args.data if Path(word).exists() or not is_override(word)]
     overrides = refuse_files([*(word for word in args.data if word not in files), *args.overrides])
+    from rich.console import Console
+
     from forgefield import api
-    from forgefield.config.loading import override_config
+    from forgefield.config.loading import override_config, override_keys
     from forgefield.runs import Run
-    from forgefield.tasks.metrics import unit_of
+    from forgefield.training.summary import end_summary
 
     opened = Run.open(args.run)
     options = override_config(opened.config, overrides, allowed=TAKES, verb="test").data if overrides else None
     data = files[0] if len(files) == 1 else files
-    errors = api.test(opened, data, options=options, which=args.which, device=device_name(args.device))
-    width = max(map(len, errors), default=0)
-    for name, value in errors.items():
-        print(f"{name:<{width}}  {value:10.3f} {unit_of(name)}")
-    print(f"report: {opened.path / 'report.html'}")
+    errors = api.test(
+        opened,
+        data,
+        options=options,
+        which=args.which,
+        device=device_name(args.device),
+        labels_required=any(key.startswith("data.labels") for key in override_keys(overrides)),
+    )
+    hints = [f"{len(files)} source{'s' if len(files) > 1 else ''}: {', '.join(files)}; {args.which} weights"]
+    if errors.get("energy_mae", 0.0) > SUSPICIOUS:
+        hints.append("energies are off by more than 20 eV/atom: are units and reference those of the training data?")
+    end_summary(
+        Console(highlight=False), opened.path, {"test": errors}, [*hints, f"report: {opened.path / 'report.html'}"]
+    )
     return 0

@@ -16,7 +16,7 @@ EXAMPLES = """\
 examples:
   forgefield train
   forgefield train my.yaml
-  forgefield train my.yaml training.lr=3e-3 ++trainer.num_nodes=2 '~task.stress'
+  forgefield train my.yaml training.lr=3e-3 ++trainer.max_epochs=200 '~task.stress'
   forgefield train -cp configs -cn water --name water-2 --fresh
 """
 

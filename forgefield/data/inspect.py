@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from ase.data import chemical_symbols, covalent_radii
@@ -137,7 +137,7 @@ def _duplicates(frames: Sequence[Frame]) -> list[Frame]:
     seen: set[str] = set()
     repeated = []
     for frame in frames:
-        key = content_hash([frame])
+        key = content_hash([replace(frame, weight=1.0)])
         if key in seen:
             repeated.append(frame)
         seen.add(key)

@@ -1,7 +1,8 @@
 """Which numbers in a source are the labels: found by their usual names, or by the names the settings give.
 
 Two candidates that disagree are an error that shows both and names the setting which decides, and so are energies in
-some frames of a source and free energies in others. A label that is not there stays missing. A virial is turned into stress (virial = -V * stress); units become eV and A here and nowhere else.
+some frames of a source and free energies in others. A label that is not there stays missing. A virial is turned into
+stress (virial = -V * stress); units become eV and A here and nowhere else.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import lightning
 
 from forgefield.config.schema import DataOptions
+from forgefield.config.starter import LARGE_FORCES
 from forgefield.data.dataset import GraphDataset, Progress
 from forgefield.data.readers import plain
 from forgefield.data.sampling import FrameLoader
@@ -102,7 +103,10 @@ class DataModule(lightning.LightningDataModule):
         if found.energy_residual_std is not None:
             rows.append(("energy spread", f"{1000 * found.energy_residual_std:.1f} meV/atom"))
         if found.forces_rms is not None:
-            rows.append(("force rms", f"{found.forces_rms:.3f} eV/A, largest component {found.max_force:.2f}"))
+            doubt = (
+                "; that is much: is the file in other units (data.units)?" if found.forces_rms > LARGE_FORCES else ""
+            )
+            rows.append(("force rms", f"{found.forces_rms:.3f} eV/A, largest component {found.max_force:.2f}{doubt}"))
         if found.min_distance is not None:
             rows.append(("closest pair", f"{found.min_distance:.3f} A"))
         return rows

@@ -16,7 +16,7 @@ from ase.data import atomic_numbers
 from torch import Tensor, nn
 
 from forgefield.models import nequip_options
-from forgefield.models.nequip_options import PRESETS, Options, complete_options, pair_cutoff
+from forgefield.models.nequip_options import PRESETS, Options, complete_options, pair_cutoff, preset_options
 from forgefield.ops.activations import activate
 from forgefield.ops.convolution import Block, convolve, list_paths, plan_convolution
 from forgefield.ops.graph import (
@@ -50,6 +50,7 @@ class NequIP(nn.Module):
     atomic_numbers: Tensor
     Options = Options
     presets = PRESETS
+    preset_options = staticmethod(preset_options)
 
     def __init__(
         self,

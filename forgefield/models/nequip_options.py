@@ -90,6 +90,16 @@ PRESETS: dict[str, dict[str, Any]] = {
 """Sizes of the NequIP foundation models."""
 
 
+def preset_options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a preset beside those given: with another l_max, higher orders get as many channels as the highest."""
+    options = dict(PRESETS[name])
+    l_max = given.get("l_max")
+    if isinstance(l_max, int) and "num_features" not in given:
+        features = options["num_features"]
+        options["num_features"] = (features + [features[-1]] * max(l_max, 0))[: l_max + 1]
+    return options
+
+
 def complete_options(
     options: Options, species: tuple[str, ...], cutoff: float, statistics: Mapping[str, Any]
 ) -> Options:

@@ -103,7 +103,7 @@ def _resolve_built_in(
     preset = given.pop("preset", None)
     if preset is not None and str(preset).upper() not in found.presets:
         raise ForgefieldError(f"model.preset is '{preset}'; choose one of {', '.join(found.presets)}.")
-    defaults = found.presets[str(preset).upper()] if preset is not None else {}
+    defaults = found.preset_options(str(preset).upper(), given) if preset is not None else {}
     known = [field.name for field in fields(found.Options)]
     hints = typing.get_type_hints(found.Options)
     for key, value in given.items():

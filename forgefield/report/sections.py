@@ -217,7 +217,9 @@ def _model_rows(run: RunData) -> list[tuple[str, Child]]:
         rows.append(("Precision", shorten(run.info["precision"], 40)))
     model = run.info.get("model")
     options = model if isinstance(model, dict) else {}
-    return rows + flat_rows({key: value for key, value in options.items() if key not in ("species", "cutoff")})
+    return rows + flat_rows(
+        {key: value for key, value in options.items() if key not in ("species", "cutoff", "module_folder")}
+    )
 
 
 def flat_rows(values: dict[Any, Any], prefix: str = "", limit: int = 60) -> list[tuple[str, Child]]:

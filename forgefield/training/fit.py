@@ -10,7 +10,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import lightning as L
+import torch
 from omegaconf import DictConfig
+from torch import nn
 
 from forgefield.config.nearest import did_you_mean
 from forgefield.config.template import commented_yaml
@@ -34,6 +36,7 @@ from forgefield.training.checkpoint import Restart, find_restart
 from forgefield.training.folder import compare_with_stored_config, has_begun, run_folder
 from forgefield.training.journal import Journal
 from forgefield.training.module import TrainingModule
+from forgefield.training.optimisers import build_optimiser
 from forgefield.training.signals import StopRequested, StopWish
 from forgefield.training.summary import device_rows, model_rows, print_summary
 from forgefield.training.trainer import (
@@ -61,23 +64,59 @@ class Fitted:
     changed: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class _Record:
+    """What `run.json` says about a run beside its settings."""
+
+    task: Task
+    model: dict[str, Any]
+    fingerprint: str
+    parameters: int
+
+    def write(self, run: Run, config: DictConfig, data: DataModule) -> None:
+        """Store settings and record, when it is certain that they will be used."""
+        status = run.info["status"] if has_begun(run) else "new"
+        write_whole(run.path / "config.yaml", commented_yaml(config))
+        run.write_info(
+            name=run.name,
+            status=status,
+            versions=versions(),
+            species=list(data.species.symbols),
+            cutoff=float(config.data.cutoff),
+            precision=config.training.precision,
+            seed=config.seed,
+            model=self.model,
+            parameters=self.parameters,
+            task=dict(self.task.describe()),
+            statistics=asdict(data.statistics),
+            data=[list(row) for row in data.describe()],
+            data_fingerprint=self.fingerprint,
+        )
+
+
 def fit(config: DictConfig, *, fresh: bool, journal: Journal) -> Fitted:
     """Train as `config` says. With `fresh` an existing run of that name is moved aside, else it is continued."""
     options: dict[str, Any] = plain(config.trainer)
     quick = bool(options.get("fast_dev_run"))
+    build_optimiser(
+        config.training.optimizer, [nn.Parameter(torch.zeros(2, 2))], lr=config.training.lr
+    )  # a typo shows now
     with run_folder(config, fresh=fresh, quick=quick, journal=journal) as run:
         journal.keep_in(run.path / "log.txt")
         changed = [change.key for change in compare_with_stored_config(run, config, journal)]
         data = DataModule(config.data, seed=config.seed)
         data.prepare()
         L.seed_everything(config.seed, verbose=False)
-        task, potential = _prepare_model(run, config, data)
+        task, resolved, fingerprint = _prepare_model(run, config, data)
+        potential = build_model(resolved, precision=config.training.precision, seed=config.seed)
+        record = _Record(task, resolved, fingerprint, sum(p.numel() for p in potential.parameters()))
         restart = find_restart(run.checkpoints, journal.say)
         limits_changed = any(key.startswith(_LIMITS) for key in changed)
         if restart is not None and run.info["status"] == "finished" and not limits_changed:
             journal.say(f"Run {run.name} is complete ({restart.step} steps); start over with --fresh.")
+            record.write(run, config, data)
             return Fitted(run, data, "complete", changed=changed)
-        return _run_lightning(run, config, options, data, task, potential, restart, journal)
+        return _run_lightning(run, config, options, data, record, potential, restart, journal)
 
 
 def _run_lightning(
@@ -85,11 +124,12 @@ def _run_lightning(
     config: DictConfig,
     options: dict[str, Any],
     data: DataModule,
-    task: Task,
+    record: _Record,
     potential: Potential,
     restart: Restart | None,
     journal: Journal,
 ) -> Fitted:
+    task = record.task
     training, quick = config.training, bool(options.get("fast_dev_run"))
     has_val = data.val is not None and options.get("limit_val_batches") != 0
     columns = _columns(task, data.species.symbols, has_val)
@@ -114,6 +154,11 @@ def _run_lightning(
     ]
     first = RunCheckpoint(run.checkpoints, training.checkpoint, stop, enabled=not quick)
     trainer = build_trainer(config, options, folder=run.path, first=first, callbacks=callbacks)
+    if restart is not None and trainer.max_epochs not in (None, -1) and restart.epoch > trainer.max_epochs:
+        raise ForgefieldError(
+            f"Run {run.name} has {restart.epoch} epochs behind it already, more than trainer.max_epochs={trainer.max_epochs}."
+        )
+    record.write(run, config, data)
     metrics_log.start(restart.checkpoint if restart else None)
     loader = data.train_dataloader()
     if options.get("overfit_batches"):
@@ -162,8 +207,8 @@ def _monitor(training: Any, columns: list[str], has_val: bool, journal: Journal)
     return monitor
 
 
-def _prepare_model(run: Run, config: DictConfig, data: DataModule) -> tuple[Task, Potential]:
-    """Task and model for this data; until the run has begun also its `config.yaml` and `run.json`."""
+def _prepare_model(run: Run, config: DictConfig, data: DataModule) -> tuple[Task, dict[str, Any], str]:
+    """Task, model options in full and fingerprint of the data. A run that has begun keeps the options it has."""
     statistics, species = data.statistics, data.species.symbols
     task_options = config.task if config.task is not None else default_task(statistics.labels)
     task = Task(task_options, species)
@@ -172,32 +217,14 @@ def _prepare_model(run: Run, config: DictConfig, data: DataModule) -> tuple[Task
         _require_any_label(task, name, dataset)
     resolved = resolve_model(plain(config.model), species=species, cutoff=config.data.cutoff, statistics=statistics)
     fingerprint = content_hash([*data.train.frames, *(data.val.frames if data.val is not None else [])])
-    begun = has_begun(run)
-    if begun:
+    if has_begun(run):
         if run.info["data_fingerprint"] != fingerprint:
             raise ForgefieldError(
                 f"The data of run {run.name} is not the data it was started with (a file or the split changed); "
                 "restore it, or start over with --fresh."
             )
         resolved = run.info["model"]
-    potential = build_model(resolved, precision=config.training.precision, seed=config.seed)
-    write_whole(run.path / "config.yaml", commented_yaml(config))
-    run.write_info(
-        name=run.name,
-        status=run.info["status"] if begun else "new",
-        versions=versions(),
-        species=list(species),
-        cutoff=float(config.data.cutoff),
-        precision=config.training.precision,
-        seed=config.seed,
-        model=resolved,
-        parameters=sum(p.numel() for p in potential.parameters()),
-        task=dict(task.describe()),
-        statistics=asdict(statistics),
-        data=[list(row) for row in data.describe()],
-        data_fingerprint=fingerprint,
-    )
-    return task, potential
+    return task, resolved, fingerprint
 
 
 def _require_any_label(task: Task, split: str, dataset: GraphDataset | None) -> None:

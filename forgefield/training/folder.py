@@ -24,6 +24,7 @@ def run_folder(config: DictConfig, *, fresh: bool, quick: bool, journal: Journal
     quick: for `trainer.fast_dev_run`, a hidden folder of its own, so that the real run stays as it is.
     """
     path = Path(config.out) / (f".{config.name}-quick" if quick else config.name)
+    is_new = not path.exists()
     try:
         if fresh and (path / "run.json").exists():
             with _only_process_in(path):
@@ -43,7 +44,12 @@ def run_folder(config: DictConfig, *, fresh: bool, quick: bool, journal: Journal
             for item in path.iterdir():
                 if item.name != ".lock":
                     shutil.rmtree(item) if item.is_dir() else item.unlink()
-        yield Run(path)
+        try:
+            yield Run(path)
+        except ForgefieldError:
+            if is_new and not has_begun(Run(path)):
+                shutil.rmtree(path, ignore_errors=True)  # a command that was refused leaves nothing behind
+            raise
 
 
 def has_begun(run: Run) -> bool:

@@ -6,6 +6,7 @@ a row of metrics is written.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import lightning as L
@@ -156,6 +157,8 @@ class TrainingModule(L.LightningModule):
             optimiser,
             monitor=self.monitor,
             validate_every=self.trainer.check_val_every_n_epoch or 1,
+            epochs=self.trainer.max_epochs if self.trainer.max_epochs is not None else -1,
+            steps=int(steps) if math.isfinite(steps := self.trainer.estimated_stepping_batches) else -1,
         )
         return {"optimizer": optimiser, "lr_scheduler": scheduler}
 

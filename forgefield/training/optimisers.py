@@ -26,9 +26,12 @@ def build_optimiser(spec: Any, parameters: list[torch.nn.Parameter], *, lr: floa
 
 
 def build_scheduler(
-    spec: Any, optimiser: torch.optim.Optimizer, *, monitor: str, validate_every: int
+    spec: Any, optimiser: torch.optim.Optimizer, *, monitor: str, validate_every: int, epochs: int, steps: int
 ) -> dict[str, Any]:
-    """Lightning's description of a scheduler. spec may hold `interval: epoch | step` beside the scheduler's options."""
+    """Lightning's description of a scheduler. spec may hold `interval: epoch | step` beside the scheduler's options.
+
+    epochs, steps: length of the run, -1 where it has no limit; `CosineAnnealingLR` takes its T_max from it if not told.
+    """
     name, options = _name_and_options(spec, "training.scheduler")
     interval = options.pop("interval", "epoch")
     if interval not in ("epoch", "step"):
@@ -36,6 +39,8 @@ def build_scheduler(
     base = torch.optim.lr_scheduler.LRScheduler
     cls = _find(torch.optim.lr_scheduler, name, base, "training.scheduler")
     check_signature(cls, options, where="training.scheduler")
+    if cls is torch.optim.lr_scheduler.CosineAnnealingLR and "T_max" not in options:
+        options["T_max"] = _length(interval, epochs, steps)
     try:
         scheduler = cls(optimiser, **options)
     except (TypeError, ValueError) as error:
@@ -46,6 +51,13 @@ def build_scheduler(
     # A plateau scheduler is stepped with each validation, not with a stale value between two of them.
     frequency = validate_every if plateau else 1
     return {"scheduler": scheduler, "interval": interval, "frequency": frequency, "monitor": monitor, "strict": True}
+
+
+def _length(interval: str, epochs: int, steps: int) -> int:
+    length = epochs if interval == "epoch" else steps
+    if length is None or length <= 0:
+        raise ForgefieldError(f"training.scheduler: the run has no fixed number of {interval}s; set T_max.")
+    return int(length)
 
 
 def _name_and_options(spec: Any, where: str) -> tuple[str, dict[str, Any]]:

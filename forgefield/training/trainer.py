@@ -96,6 +96,8 @@ def _refuse(options: dict[str, Any]) -> None:
             "trainer.enable_checkpointing=false cannot be: a run is its checkpoints; how often they are written is "
             "training.checkpoint, and trainer.fast_dev_run leaves none."
         )
+    if options.get("limit_train_batches") == 0:
+        raise ForgefieldError("trainer.limit_train_batches=0 leaves nothing to train on.")
     if options.get("barebones"):
         raise ForgefieldError("trainer.barebones=true turns off what makes a run (metrics, checkpoints); leave it out.")
 

@@ -21,7 +21,7 @@ def test_overview_has_one_line_per_verb_and_examples(capsys):
     shown = capsys.readouterr().out
     for verb, (_, text) in cli.VERBS.items():
         assert f"  {verb:<7}  {text}\n" in shown
-    assert "forgefield train water.yaml training.lr=3e-3 ++trainer.num_nodes=2" in shown
+    assert "forgefield train water.yaml training.lr=3e-3 ++trainer.max_epochs=200" in shown
     assert cli.main([]) == 0
     assert capsys.readouterr().out == shown
 

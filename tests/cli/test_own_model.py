@@ -1,4 +1,4 @@
-"""A user's own model, loss, optimiser and callback in files of their own, on the command line: in the working directory or beside the config."""
+"""A user's own model, loss, optimiser and callback on the command line, in the working directory or beside the config."""
 
 from __future__ import annotations
 

@@ -139,3 +139,11 @@ def test_an_own_model_beside_the_config_is_found_again_by_its_resolved_options(t
 
 def test_an_installed_model_needs_no_folder():
     assert "module_folder" not in resolve({"name": OWN, "stiffness": 2.0})
+
+
+@pytest.mark.parametrize(("l_max", "features"), [(0, [128]), (1, [128, 64]), (3, [128, 64, 64, 64])])
+def test_a_preset_follows_another_l_max(l_max, features):
+    given = {"name": "nequip", "preset": "S", "l_max": l_max}
+    statistics = {"mean_neighbours": 10.0, "forces_rms": 1.0, "reference_energies": {"H": 0.0, "O": 0.0}}
+    resolved = resolve_model(given, species=("H", "O"), cutoff=4.0, statistics=statistics)
+    assert resolved["num_features"] == features

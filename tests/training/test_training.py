@@ -106,7 +106,8 @@ def test_errors_on_the_test_set_are_written_and_repeatable(tmp_path):
     first = api.test(run, str(tmp_path / "other.extxyz"))
     assert first == api.test(run.path, str(tmp_path / "other.extxyz"))
     assert first.keys() >= {"energy_mae", "forces_mae", "forces_rmse/Cu", "stress_mae"}
-    assert json.loads((run.path / "test.json").read_text())["errors"] == first
+    assert json.loads((run.path / "test-other.json").read_text())["errors"] == first
+    assert json.loads((run.path / "test.json").read_text()) == stored  # another test does not overwrite the run's own
 
 
 def test_stress_is_trained_when_asked(tmp_path):
@@ -301,3 +302,34 @@ def test_without_validation_batches_nothing_waits_for_a_validation(tmp_path):
     config = with_training(tiny_config(tmp_path), scheduler={"name": "plateau", "patience": 0})
     run = train(with_trainer(config, limit_val_batches=0))
     assert "val/loss" not in run.metrics()[0]
+
+
+def test_a_command_that_was_refused_leaves_no_folder(tmp_path):
+    for section, change in (("trainer", {"devices": 2}), ("model", {"lmax": 2}), ("training", {"optimizer": "adamm"})):
+        config = tiny_config(tmp_path)
+        config[section] = {**config[section], **change}
+        with pytest.raises(ForgefieldError):
+            train(config)
+    assert not (tmp_path / "runs" / "tiny").exists()
+
+
+def test_fewer_epochs_than_were_trained_is_one_sentence_and_changes_nothing(tmp_path):
+    config = tiny_config(tmp_path)
+    run = train(config)
+    before = (run.path / "config.yaml").read_bytes()
+    with pytest.raises(ForgefieldError, match=r"3 epochs behind it.*max_epochs=1"):
+        train(config, "trainer.max_epochs=1")
+    assert (run.path / "config.yaml").read_bytes() == before
+
+
+def test_cosine_takes_its_length_from_the_run(tmp_path):
+    rows = train(with_training(tiny_config(tmp_path), scheduler="cosine")).metrics()
+    assert [row["lr"] for row in rows] == pytest.approx([0.0075, 0.0025, 0.0], abs=1e-12)
+
+
+def test_code_inside_a_run_is_not_executed(tmp_path):
+    run = train(with_trainer(tiny_config(tmp_path), max_epochs=1))
+    (run.path / "sneaky.py").write_text("open('executed', 'w')")
+    run.write_info(model={**run.info["model"], "name": "sneaky.Model", "module_folder": str(run.path)})
+    with pytest.raises(ForgefieldError, match="code in a run is not executed"):
+        load(run)
