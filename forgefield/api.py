@@ -23,7 +23,7 @@ from forgefield.deploy.predict import predict_file
 from forgefield.errors import ForgefieldError
 from forgefield.files import write_whole
 from forgefield.models.potential import Potential
-from forgefield.report.page import write_report
+from forgefield.report.page import write_parity_png, write_report
 from forgefield.runs import Run, run_exists
 from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.task import TARGETS
@@ -91,7 +91,7 @@ def test(
     device: str = "cpu",
     labels_required: bool = False,
 ) -> dict[str, float]:
-    """Errors of a run's model on labelled frames, in meV/atom, meV/A and GPa; also kept in the run and its report.
+    """Errors of a run's model on labelled frames, in meV/atom, meV/A and GPa, with a parity plot, kept in the run.
 
     data: a file, folder, glob or list of them. options: labels and units of that data; default: as in training.
     labels_required: whether every label that `options` names must be found in the data.
@@ -104,6 +104,7 @@ def test(
     name = _test_name(run, data)
     errors = _evaluate(run, dataset, name, which=which, device=device, batch=batch)
     _write_test(run, errors, name=name, source=str(data), which=which, n_frames=len(frames))
+    write_parity_png(run.path, name)
     write_report(run.path)
     return errors
 

@@ -1,4 +1,4 @@
-"""Errors of a trained model on labelled data, in meV/atom, meV/A and GPa. They are also kept in the run's report."""
+"""Errors of a trained model on labelled data, in meV/atom, meV/A and GPa. They are kept in the run, with a parity plot."""
 
 from __future__ import annotations
 

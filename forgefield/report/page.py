@@ -48,9 +48,10 @@ def write_report(run_path: Path) -> Path:
 
 def write_parity_png(run_path: Path, split: str = "test") -> Path:
     """Write `parity-SPLIT.png` (energy, forces, stress, as far as labelled) into the run folder and return its path."""
-    if split not in SPLITS:
-        raise ForgefieldError(f"There is no split `{split}`; the splits with predictions are: {', '.join(SPLITS)}.")
     run_path = Path(run_path)
+    known = sorted(path.stem for path in (run_path / "predictions").glob("*.npz"))
+    if split not in known and split not in SPLITS:
+        raise ForgefieldError(f"There is no split `{split}`; the splits with predictions are: {', '.join(known)}.")
     source = run_path / "predictions" / f"{split}.npz"
     if not source.exists():
         raise ForgefieldError(f"{source} is not there; `forgefield test {run_path}` makes predictions.")

@@ -107,6 +107,7 @@ def test_errors_on_the_test_set_are_written_and_repeatable(tmp_path):
     assert first == api.test(run.path, str(tmp_path / "other.extxyz"))
     assert first.keys() >= {"energy_mae", "forces_mae", "forces_rmse/Cu", "stress_mae"}
     assert json.loads((run.path / "test-other.json").read_text())["errors"] == first
+    assert (run.path / "parity-test-other.png").stat().st_size > 10_000
     assert json.loads((run.path / "test.json").read_text()) == stored  # another test does not overwrite the run's own
 
 
