@@ -247,7 +247,9 @@ def test_fresh_does_not_take_a_folder_from_a_living_process(tmp_path, monkeypatc
     train(config)
     monkeypatch.setenv("NESTED_CONFIG", yaml.safe_dump(config))
     monkeypatch.setenv("NESTED_FRESH", "1")
+    monkeypatch.setattr(TrainsTheSameRun, "refused", 0)
     train(config, "trainer.max_epochs=4")
+    assert TrainsTheSameRun.refused == 1
 
 
 def test_a_complete_run_is_not_trained_again_and_fresh_keeps_the_old_one(tmp_path, capsys):
@@ -299,15 +301,20 @@ def test_changed_data_is_refused(tmp_path):
 def test_two_processes_cannot_train_in_one_folder(tmp_path, monkeypatch):
     config = tiny_config(tmp_path, callbacks=["tests.training.test_resume.TrainsTheSameRun"])
     monkeypatch.setenv("NESTED_CONFIG", yaml.safe_dump(config))
+    monkeypatch.setattr(TrainsTheSameRun, "refused", 0)
     train(config)
+    assert TrainsTheSameRun.refused == 1
 
 
 from lightning.pytorch.callbacks import Callback  # noqa: E402
 
 
 class TrainsTheSameRun(Callback):
+    refused = 0
+
     def on_train_start(self, trainer, pl_module) -> None:
         if "NESTED_CONFIG" not in os.environ:
             return
         with pytest.raises(ForgefieldError, match="Another process is training"):
             train(yaml.safe_load(os.environ["NESTED_CONFIG"]), fresh="NESTED_FRESH" in os.environ)
+        TrainsTheSameRun.refused += 1

@@ -296,7 +296,8 @@ def test_what_cannot_be_is_one_sentence(section, change, message, tmp_path, monk
 
 
 def test_inference_mode_false_is_what_we_do_anyway(tmp_path):
-    train(with_trainer(tiny_config(tmp_path), inference_mode=False, max_epochs=1))
+    run = train(with_trainer(tiny_config(tmp_path), inference_mode=False, max_epochs=1))
+    assert run.metrics()[0]["val/forces_mae"] > 0
 
 
 def test_without_validation_batches_nothing_waits_for_a_validation(tmp_path):
