@@ -48,14 +48,8 @@ def model_class(name: str, folder: str | None = None) -> Any:
     return found
 
 
-def resolve_model(
-    options: Mapping[str, Any], *, species: Sequence[str], cutoff: float, statistics: Any = None
-) -> dict[str, Any]:
-    """The model section with everything explicit: checked options, presets and numbers from the data filled in.
-
-    `cutoff`: A; `statistics`: of the training data (an object or a dict), needed where options leave a number to it.
-    The result is JSON-able.
-    """
+def check_model(options: Mapping[str, Any]) -> tuple[str, Any, dict[str, Any]]:
+    """Name, class and options of a model section; refuses all that can be seen to be wrong without the data."""
     given = _plain(options)
     name = given.pop("name", None)
     if not isinstance(name, str):
@@ -66,6 +60,20 @@ def resolve_model(
             raise ForgefieldError(f"model.{key} cannot be set: it comes from the data section.")
     if MODULE_FOLDER in given:
         raise ForgefieldError(f"model.{MODULE_FOLDER} cannot be set: it is where the module of model.name was found.")
+    if name in BUILT_IN:
+        _check_built_in(found, given)
+    return name, found, given
+
+
+def resolve_model(
+    options: Mapping[str, Any], *, species: Sequence[str], cutoff: float, statistics: Any = None
+) -> dict[str, Any]:
+    """The model section with everything explicit: checked options, presets and numbers from the data filled in.
+
+    `cutoff`: A; `statistics`: of the training data (an object or a dict), needed where options leave a number to it.
+    The result is JSON-able.
+    """
+    name, found, given = check_model(options)
     facts = _plain(
         asdict(statistics) if is_dataclass(statistics) and not isinstance(statistics, type) else statistics or {}
     )
@@ -97,20 +105,26 @@ def build_model(resolved: Mapping[str, Any], *, precision: str, seed: int) -> Po
     return Potential(_build_own(found, options, PRECISIONS[precision], seed))
 
 
-def _resolve_built_in(
-    found: Any, given: dict[str, Any], species: tuple[str, ...], cutoff: float, facts: dict[str, Any]
-) -> dict[str, Any]:
-    preset = given.pop("preset", None)
+def _check_built_in(found: Any, given: Mapping[str, Any]) -> None:
+    preset = given.get("preset")
     if preset is not None and str(preset).upper() not in found.presets:
         raise ForgefieldError(f"model.preset is '{preset}'; choose one of {', '.join(found.presets)}.")
-    defaults = found.preset_options(str(preset).upper(), given) if preset is not None else {}
     known = [field.name for field in fields(found.Options)]
     hints = typing.get_type_hints(found.Options)
     for key, value in given.items():
+        if key == "preset":
+            continue
         if key not in known:
             raise ForgefieldError(f"model.{key} is not an option of this model.{did_you_mean(key, [*known, 'preset'])}")
         if not _matches(value, hints[key]):
             raise ForgefieldError(f"model.{key} is {value!r}; it must be {_in_words(hints[key])}.")
+
+
+def _resolve_built_in(
+    found: Any, given: dict[str, Any], species: tuple[str, ...], cutoff: float, facts: dict[str, Any]
+) -> dict[str, Any]:
+    preset = given.pop("preset", None)
+    defaults = found.preset_options(str(preset).upper(), given) if preset is not None else {}
     options = found.Options(**{**defaults, **given})
     return _plain(asdict(found.complete(options, species=species, cutoff=cutoff, statistics=facts)))
 

@@ -23,7 +23,7 @@ from forgefield.data.statistics import content_hash
 from forgefield.errors import ForgefieldError
 from forgefield.files import write_whole
 from forgefield.models.potential import Potential
-from forgefield.models.registry import build_model, resolve_model
+from forgefield.models.registry import build_model, check_model, resolve_model
 from forgefield.runs import Run, versions
 from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.task import TARGETS, Task, default_task, require_labels
@@ -98,9 +98,10 @@ def fit(config: DictConfig, *, fresh: bool, journal: Journal) -> Fitted:
     """Train as `config` says. With `fresh` an existing run of that name is moved aside, else it is continued."""
     options: dict[str, Any] = plain(config.trainer)
     quick = bool(options.get("fast_dev_run"))
+    check_model(plain(config.model))
     build_optimiser(
         config.training.optimizer, [nn.Parameter(torch.zeros(2, 2))], lr=config.training.lr
-    )  # a typo shows now
+    )  # built here only so that a typo shows before any work is done
     with run_folder(config, fresh=fresh, quick=quick, journal=journal) as run:
         journal.keep_in(run.path / "log.txt")
         changed = [change.key for change in compare_with_stored_config(run, config, journal)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+from pathlib import Path
 
 import ase.io
 import numpy as np
@@ -335,3 +336,19 @@ def test_code_inside_a_run_is_not_executed(tmp_path):
     run.write_info(model={**run.info["model"], "name": "sneaky.Model", "module_folder": str(run.path)})
     with pytest.raises(ForgefieldError, match="code in a run is not executed"):
         load(run)
+
+
+def test_a_typo_on_an_existing_run_is_named_as_a_typo(tmp_path):
+    config = tiny_config(tmp_path)
+    train(config)
+    with pytest.raises(ForgefieldError, match=r"model\.lmax.*l_max"):
+        train(config, "model.lmax=2")
+
+
+def test_the_model_of_the_docs_trains(tmp_path, monkeypatch):
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    (tmp_path / "springs_of_the_docs.py").write_text(page.split("```python\n")[1].split("```")[0])
+    monkeypatch.chdir(tmp_path)
+    run = train({**tiny_config(tmp_path), "model": {"name": "springs_of_the_docs.Net", "power": 2}})
+    rows = run.metrics()
+    assert rows[-1]["train/loss"] < rows[0]["train/loss"]
