@@ -21,7 +21,7 @@ from forgefield.deploy.ase import Calculator
 from forgefield.deploy.evaluate import predict_dataset
 from forgefield.deploy.predict import predict_file
 from forgefield.errors import ForgefieldError
-from forgefield.files import write_whole
+from forgefield.files import write_whole, written_whole
 from forgefield.models.potential import Potential
 from forgefield.report.page import write_parity_png, write_report
 from forgefield.runs import Run, run_exists
@@ -117,12 +117,19 @@ def predict(
     options: DataOptions | DictConfig | None = None,
     which: str = "best",
     device: str = "cpu",
+    labels_required: bool = False,
 ) -> Path:
-    """Write the structures of `source` with predicted energies, forces and stress to `out`."""
+    """Write the structures of `source` with predicted energies, forces and stress to `out`.
+
+    options: units and labels of `source`, which needs none; labels that are there are kept beside the predictions.
+    labels_required: whether every label that `options` names must be there.
+    """
     run = run if isinstance(run, Run) else Run.open(run)
     options = options if options is not None else _data_options(run)
     potential = run.load_potential(which, device)
-    return predict_file(potential, source, Path(out), labels=options.labels, units=options.units)
+    return predict_file(
+        potential, source, Path(out), labels=options.labels, units=options.units, labels_required=labels_required
+    )
 
 
 def report(run: str | os.PathLike[str] | Run) -> Path:
@@ -181,9 +188,9 @@ def _evaluate(run: Run, dataset: GraphDataset, split: str, *, which: str, device
         device=device,
         batch=batch,
     )
-    folder = run.path / "predictions"
-    folder.mkdir(exist_ok=True)
-    np.savez_compressed(folder / f"{split}.npz", allow_pickle=False, **arrays)
+    (run.path / "predictions").mkdir(exist_ok=True)
+    with written_whole(run.path / "predictions" / f"{split}.npz") as partial:
+        np.savez_compressed(partial, allow_pickle=False, **arrays)
     names = tuple(name for name in ("energy", "forces", "stress") if name in labels)
     metrics = ErrorMetrics(names, run.species)
     tensors = {key: torch.from_numpy(np.ascontiguousarray(arrays[key])) for key in arrays if key != "species_symbols"}

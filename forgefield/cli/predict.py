@@ -23,12 +23,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     overrides = refuse_files(args.overrides)
     from forgefield import api
-    from forgefield.config.loading import override_config
+    from forgefield.config.loading import override_config, override_keys
     from forgefield.runs import Run
 
     opened = Run.open(args.run)
     options = override_config(opened.config, overrides, allowed=READING, verb="predict").data if overrides else None
     device = device_name(args.device)
-    written = api.predict(opened, args.source, args.out, options=options, which=args.which, device=device)
+    written = api.predict(
+        opened,
+        args.source,
+        args.out,
+        options=options,
+        which=args.which,
+        device=device,
+        labels_required=any(key.startswith("data.labels") for key in override_keys(overrides)),
+    )
     print(f"wrote {written}")
     return 0

@@ -38,6 +38,7 @@ def predict_file(
     *,
     labels: LabelOptions | None = None,
     units: UnitOptions | None = None,
+    labels_required: bool = False,
     device: str | torch.device | None = None,
     neighbours: str = "auto",
     progress: Callable[[int, int], None] | None = None,
@@ -45,12 +46,12 @@ def predict_file(
     """Predict all frames of `source` (as `data.train` names sources) and write them to `out`, whose path is returned.
 
     batch: frames evaluated together. labels, units: how to read `source`, which needs no labels; `out` is always in
-    eV and A.
+    eV and A. labels_required: whether every label that `labels` names must be found, to be kept beside the predictions.
     device: where to compute; default: where the model is. neighbours: library of the neighbour lists.
     progress: called with (frames done, frames in all). Suffixes of `out`: .extxyz, .xyz, .traj, .json, .db.
     """
     write = _writer(Path(out))
-    frames = read_frames(source, labels or LabelOptions(), units or UnitOptions(), required=False)
+    frames = read_frames(source, labels or LabelOptions(), units or UnitOptions(), required=labels_required)
     predicted: list[Atoms] = []
     for start in range(0, len(frames), batch):
         part = frames[start : start + batch]

@@ -47,9 +47,14 @@ def run_folder(config: DictConfig, *, fresh: bool, quick: bool, journal: Journal
         try:
             yield Run(path)
         except ForgefieldError:
-            if is_new and not has_begun(Run(path)):
+            if is_new and not _was_started(Run(path)):
                 shutil.rmtree(path, ignore_errors=True)  # a command that was refused leaves nothing behind
             raise
+
+
+def _was_started(run: Run) -> bool:
+    """Whether Lightning was let loose on the run: from then on, whatever is in the folder stays."""
+    return run.exists and run.info.get("status") not in (None, "new")
 
 
 def has_begun(run: Run) -> bool:

@@ -62,7 +62,7 @@ def build_trainer(
         "enable_checkpointing": any(isinstance(callback, Checkpoint) for callback in everyone),
     }
     plugins = [AtomicCheckpointIO(), *(plugins if isinstance(plugins, list) else [plugins])]
-    with lightning_errors("trainer"):
+    with lightning_errors("trainer", TypeError, ValueError, AssertionError):
         trainer = L.Trainer(**{**defaults, **options}, callbacks=everyone, plugins=plugins)
     if trainer.world_size > 1:
         raise ForgefieldError(
@@ -73,17 +73,25 @@ def build_trainer(
 
 
 @contextmanager
-def lightning_errors(where: str) -> Iterator[None]:
-    """What Lightning finds wrong with its settings becomes one sentence."""
+def lightning_errors(where: str, *also: type[Exception]) -> Iterator[None]:
+    """What Lightning finds wrong with its settings becomes one sentence.
+
+    also: further exceptions that can only come from settings. Around a training there are none: a `TypeError` in there may be a
+    mistake in the user's own model, and its traceback is what the user needs.
+    """
+    expected: tuple[type[Exception], ...] = (MisconfigurationException, *also)
     try:
         yield
-    except (MisconfigurationException, TypeError, ValueError, AssertionError) as error:
+    except expected as error:
         reason = " ".join(str(error).split()) or f"a setting has a value of the wrong type ({type(error).__name__})"
         raise ForgefieldError(f"{where}: {reason}") from error
 
 
 def _refuse(options: dict[str, Any]) -> None:
-    """Settings of Lightning that cannot mean here what they say."""
+    """Settings of Lightning that cannot mean here what they say, or that it would stumble over in the middle of a training."""
+    for key in ("max_epochs", "max_steps", "min_epochs", "min_steps"):
+        if not isinstance(options.get(key, 0), (int, type(None))):
+            raise ForgefieldError(f"trainer.{key} is a whole number, not {options[key]!r}.")
     if options.get("precision") not in (None, 32, "32", "32-true"):
         raise ForgefieldError(
             f"trainer.precision={options['precision']} is not how precision is chosen here; use training.precision=float32 "

@@ -140,3 +140,14 @@ def test_a_run_that_failed_leaves_the_earlier_run_as_it_was(work, capsys):
     message = fails(capsys, "train", config, "training.lr=0.5")
     assert "other settings" in message
     assert {p.relative_to(work): p.read_bytes() for p in (work / "runs/tiny/checkpoints").iterdir()} == before
+
+
+def test_a_label_that_was_typed_and_is_nowhere_is_an_error_also_where_labels_are_not_needed(work, capsys):
+    assert main(["train", write_config(work)]) == 0
+    for words in (
+        ["predict", "runs/tiny", "frames.extxyz", "-o", "out.extxyz"],
+        ["test", "runs/tiny", "--data", "frames.extxyz"],
+    ):
+        assert main(words) == 0
+        message = fails(capsys, *words, "data.labels.energy=my_energy")
+        assert "my_energy" in message

@@ -237,6 +237,9 @@ def test_a_diverging_training_stops_with_a_sentence_and_keeps_good_checkpoints(t
     config = with_training(tiny_config(tmp_path), lr=1e30, optimizer="sgd", checkpoint={"every_steps": 1})
     with pytest.raises(ForgefieldError, match=r"training loss became (nan|inf).*training\.lr"):
         train(config)
+    assert (
+        "lr 1e+30" in (tmp_path / "runs" / "tiny" / "log.txt").read_text()
+    )  # a training that failed can be looked into
 
 
 def test_same_seed_same_bits_other_seed_other_model(tmp_path):
@@ -277,7 +280,7 @@ def test_a_users_model_checkpoint_works_beside_ours(tmp_path):
         ("trainer", {"accelerator": "gpu"}, "trainer"),
         ("trainer", {"enable_checkpointing": False}, "enable_checkpointing"),
         ("trainer", {"barebones": True}, "barebones"),
-        ("trainer", {"max_epochs": "abc"}, "trainer"),
+        ("trainer", {"max_epochs": "abc"}, r"trainer\.max_epochs is a whole number"),
         ("data", {"val": "unlabelled.extxyz"}, r"data\.val"),
         ("data", {"test": "unlabelled.extxyz"}, r"data\.test"),
     ],
@@ -352,3 +355,16 @@ def test_the_model_of_the_docs_trains(tmp_path, monkeypatch):
     run = train({**tiny_config(tmp_path), "model": {"name": "springs_of_the_docs.Net", "power": 2}})
     rows = run.metrics()
     assert rows[-1]["train/loss"] < rows[0]["train/loss"]
+
+
+class Mistaken(Springs):
+    """A user's own model with a mistake in it."""
+
+    def forward(self, batch):
+        return super().forward(batch) + "energy"
+
+
+def test_a_mistake_in_an_own_model_keeps_its_traceback(tmp_path):
+    config = {**tiny_config(tmp_path), "model": {"name": "tests.training.test_training.Mistaken"}}
+    with pytest.raises(TypeError, match="unsupported operand"):
+        train(config)
