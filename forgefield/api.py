@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +14,25 @@ import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
 
+from forgefield.config.components import LOOK_IN, module_folders
 from forgefield.config.loading import load_config, require_training_data
 from forgefield.config.schema import DataOptions
+from forgefield.config.template import commented_yaml
 from forgefield.data.dataset import GraphDataset
 from forgefield.data.readers import read_frames
+from forgefield.data.sampling import FrameLoader
 from forgefield.data.species import SpeciesTable
 from forgefield.deploy.ase import Calculator
-from forgefield.deploy.evaluate import predict_dataset
+from forgefield.deploy.evaluate import in_order, predict_batches
 from forgefield.deploy.predict import predict_file
 from forgefield.errors import ForgefieldError
 from forgefield.files import write_whole, written_whole
 from forgefield.models.potential import Potential
+from forgefield.models.registry import build_model
+from forgefield.parallel.faults import failing_together
+from forgefield.parallel.group import Ranks
+from forgefield.parallel.session import this_group
+from forgefield.parallel.spawn import run_ranks
 from forgefield.report.page import write_parity_png, write_report
 from forgefield.runs import Run, run_exists
 from forgefield.tasks.metrics import ErrorMetrics
@@ -30,6 +40,7 @@ from forgefield.tasks.task import TARGETS
 from forgefield.training.fit import Fitted, fit
 from forgefield.training.journal import Journal
 from forgefield.training.summary import end_summary
+from forgefield.training.trainer import processes_wanted
 
 __all__ = ["Calculator", "Run", "load", "load_run", "predict", "report", "run_exists", "test", "train", "train_example"]
 
@@ -42,34 +53,76 @@ def train(config: str | Path | dict[str, Any] | DictConfig, *overrides: str, fre
     """
     loaded = load_config(config, list(overrides))
     require_training_data(loaded)
-    return train_with_outcome(loaded, fresh=fresh).run
+    fitted = train_with_outcome(loaded, fresh=fresh)
+    if fitted.outcome == "failed":
+        raise ForgefieldError(
+            f"The training in several processes ended with exit code {fitted.exit_code}; what went wrong is said above."
+        )
+    return fitted.run
 
 
-def train_with_outcome(config: DictConfig, *, fresh: bool = False) -> Fitted:
-    """Train, measure the best model on validation and test frames, write the report."""
-    journal = Journal()
-    try:
-        fitted = fit(config, fresh=fresh, journal=journal)
-        if fitted.outcome == "finished" or _is_unmeasured(fitted):
-            _measure(fitted, config, journal)
-        return fitted
-    finally:
-        journal.close()
+def train_with_outcome(
+    config: DictConfig, *, fresh: bool = False, log: Path | None = None, log_mode: str = "master"
+) -> Fitted:
+    """Train, measure the best model on validation and test frames, write the report.
+
+    Under a launcher (torchrun, srun, mpirun) every process calls this. In one process with `trainer.devices` above one, the
+    processes are started here. log: a file for what is said, beside the one in the run folder. log_mode: whose words go there,
+    `master`, `collect` or `workers`.
+    """
+    ranks = this_group()
+    n = processes_wanted(config) if ranks.launch.launcher == "none" else 1
+    if n > 1:
+        return _train_in_processes(config, n, fresh=fresh, log=log, log_mode=log_mode)
+    with failing_together(ranks):
+        journal = Journal(ranks=ranks, file=log, mode=log_mode)
+        try:
+            fitted = fit(config, fresh=fresh, journal=journal, ranks=ranks)
+            if ranks.share(fitted.outcome == "finished" or _is_unmeasured(fitted)):
+                _measure(fitted, config, journal, ranks)
+            return fitted
+        finally:
+            journal.close()
+
+
+def _train_in_processes(config: DictConfig, n: int, *, fresh: bool, log: Path | None, log_mode: str) -> Fitted:
+    """Start n processes on this machine that train together, and wait for them."""
+    with tempfile.TemporaryDirectory(prefix="forgefield-") as folder:
+        path = Path(folder) / f"{config.name}.yaml"
+        path.write_text(commented_yaml(config))
+        command = [sys.executable, "-m", "forgefield", "train", str(path), "-m", log_mode]
+        command += ["--fresh"] if fresh else []
+        command += ["-l", str(log)] if log is not None else []
+        environ = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(place or os.getcwd() for place in sys.path),
+            LOOK_IN: os.pathsep.join(str(place) for place in module_folders()),
+        }
+        code = run_ranks(command, n, environ=environ)
+    run = Run(Path(config.out) / config.name)
+    status = run.info.get("status") if run.exists else None
+    if code == 0:
+        return Fitted(run, None, "finished" if status == "finished" else "quick")
+    return Fitted(run, None, "stopped" if status == "stopped" else "failed", exit_code=code)
 
 
 def train_example(overrides: list[str] | None = None, *, fresh: bool = False) -> Fitted:
     """The built-in example: make a small data set from real physics and train on it."""
+    return train_with_outcome(example_config(overrides or [], make=this_group().is_first), fresh=fresh)
+
+
+def example_config(overrides: list[str], *, make: bool) -> DictConfig:
+    """Config of the built-in example. make: whether to make its data where it is not there yet."""
     from importlib.resources import as_file, files
 
     from forgefield.data.example import make_example
 
     with as_file(files("forgefield.config") / "presets" / "example.yaml") as path:
         folder = Path(OmegaConf.load(path).data.train).parent
-        if not all((folder / name).exists() for name in ("train.extxyz", "test.extxyz")):
+        if make and not all((folder / name).exists() for name in ("train.extxyz", "test.extxyz")):
             print(f"Making a small data set with ASE's EMT (copper-gold alloys) in {folder} ...", flush=True)
             make_example(folder, seed=0)
-        config = load_config(path, list(overrides or []))
-    return train_with_outcome(config, fresh=fresh)
+        return load_config(path, overrides)
 
 
 def load(run: str | os.PathLike[str] | Run, *, which: str = "best", device: str = "cpu") -> Potential:
@@ -102,11 +155,14 @@ def test(
     dataset = GraphDataset(frames, SpeciesTable(run.species), run.cutoff, options.neighbours)
     batch = options.eval_batch or options.batch.frames
     name = _test_name(run, data)
-    errors = _evaluate(run, dataset, name, which=which, device=device, batch=batch)
+    ranks = this_group()
+    errors = _evaluate(run, dataset, name, which=which, device=device, batch=batch, ranks=ranks)
+    if not ranks.is_first:
+        return ranks.share(None)
     _write_test(run, errors, name=name, source=str(data), which=which, n_frames=len(frames))
     write_parity_png(run.path, name)
     write_report(run.path)
-    return errors
+    return ranks.share(errors)
 
 
 def predict(
@@ -143,20 +199,25 @@ def report(run: str | os.PathLike[str] | Run) -> Path:
 
 def _is_unmeasured(fitted: Fitted) -> bool:
     """A complete run whose measurement was interrupted, or is asked for with other test data."""
-    if fitted.outcome != "complete":
+    if fitted.outcome != "complete" or fitted.data is None:
         return False
     needs_test = fitted.data.test is not None and not (fitted.run.path / "test.json").exists()
     return needs_test or not (fitted.run.path / "report.html").exists() or "data.test" in fitted.changed
 
 
-def _measure(fitted: Fitted, config: DictConfig, journal: Journal) -> None:
+def _measure(fitted: Fitted, config: DictConfig, journal: Journal, ranks: Ranks) -> None:
+    """Errors of the best model on validation and test frames, each frame predicted by one rank; rank 0 writes."""
     run, data = fitted.run, fitted.data
+    assert data is not None
     batch = config.data.eval_batch or config.data.batch.frames
-    device = "cuda" if torch.cuda.is_available() and config.trainer.get("accelerator", "auto") != "cpu" else "cpu"
+    on_gpu = torch.cuda.is_available() and config.trainer.get("accelerator", "auto") != "cpu"
+    device = f"cuda:{torch.cuda.current_device()}" if on_gpu else "cpu"
     results: dict[str, dict[str, float]] = {}
     for split, dataset in (("val", data.val), ("test", data.test)):
         if dataset is not None:
-            results[split] = _evaluate(run, dataset, split, which="best", device=device, batch=batch)
+            results[split] = _evaluate(run, dataset, split, which="best", device=device, batch=batch, ranks=ranks)
+    if not ranks.is_first:
+        return
     if data.test is not None:
         _write_test(
             run, results["test"], name="test", source=str(config.data.test), which="best", n_frames=len(data.test)
@@ -170,28 +231,33 @@ def _measure(fitted: Fitted, config: DictConfig, journal: Journal) -> None:
     journal.show(lambda console: end_summary(console, run.path, results, hints))
 
 
-def _evaluate(run: Run, dataset: GraphDataset, split: str, *, which: str, device: str, batch: int) -> dict[str, float]:
-    """Predict a data set, keep the predictions in the run, give the errors."""
-    if not any(getattr(frame, name) is not None for frame in dataset.frames for name in TARGETS):
+def _evaluate(
+    run: Run, dataset: GraphDataset, split: str, *, which: str, device: str, batch: int, ranks: Ranks
+) -> dict[str, float]:
+    """Predict a data set, keep the predictions in the run, give the errors (on rank 0; the others only predict)."""
+    labels = {name for name in TARGETS if any(getattr(frame, name) is not None for frame in dataset.frames)}
+    if not labels:
         raise ForgefieldError(
             "None of these frames carries energy, forces or stress, so there is nothing to compare with; "
             "use forgefield predict."
         )
-    labels = {
-        name for name in ("energy", "forces", "stress") if any(getattr(f, name) is not None for f in dataset.frames)
-    }
-    arrays = predict_dataset(
-        run.load_potential(which, device),
-        dataset,
+    loader = FrameLoader(dataset, batch, rank=ranks.rank, world_size=ranks.world_size)
+    parts = predict_batches(
+        load_shared(run, which, device, ranks),
+        loader,
         forces="forces" in labels,
         stress="stress" in labels,
         device=device,
-        batch=batch,
     )
+    everyone = ranks.gather(parts)
+    if not ranks.is_first:
+        return {}
+    arrays = in_order([part for of_rank in everyone for part in of_rank])
+    arrays["species_symbols"] = np.array(run.species)
     (run.path / "predictions").mkdir(exist_ok=True)
     with written_whole(run.path / "predictions" / f"{split}.npz") as partial:
         np.savez_compressed(partial, allow_pickle=False, **arrays)
-    names = tuple(name for name in ("energy", "forces", "stress") if name in labels)
+    names = tuple(name for name in TARGETS if name in labels)
     metrics = ErrorMetrics(names, run.species)
     tensors = {key: torch.from_numpy(np.ascontiguousarray(arrays[key])) for key in arrays if key != "species_symbols"}
     metrics.update(
@@ -203,6 +269,18 @@ def _evaluate(run: Run, dataset: GraphDataset, split: str, *, which: str, device
         },
     )
     return metrics.compute()
+
+
+def load_shared(run: Run, which: str, device: str, ranks: Ranks) -> Potential:
+    """The trained model on every rank, read from the disk by rank 0 alone."""
+    if ranks.world_size == 1:
+        return run.load_potential(which, device)
+    potential = run.load_potential(which, "cpu") if ranks.is_first else None
+    recipe = ranks.share((run.info["model"], run.info["precision"], potential.state_dict()) if potential else None)
+    if potential is None:
+        potential = build_model(recipe[0], precision=recipe[1], seed=0)
+        potential.load_state_dict(recipe[2])
+    return potential.to(device).eval()
 
 
 def _test_name(run: Run, data: Any) -> str:

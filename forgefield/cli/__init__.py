@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -23,6 +24,7 @@ VERBS = {
     "predict": ("predict", "energies, forces and stress for structures in a file"),
     "check": ("check", "symmetry, exact derivatives and smoothness of your own model on your own data"),
     "data": ("data", "look at data: what is in a file and what will be read from it"),
+    "bench": ("bench", "how fast training is here, and how it scales with the number of processes"),
     "report": ("report", "write the report of a run anew, one self-contained HTML page"),
     "import": ("import_", "turn a model of another program into a run"),
 }
@@ -72,11 +74,30 @@ def _dispatch(words: list[str]) -> int:
         kind = "option" if verb.startswith("-") else "verb"
         hint = did_you_mean(verb, VERBS) or f" Verbs: {', '.join(VERBS)}."
         raise ForgefieldError(f"unknown {kind} '{verb}'.{hint}")
+    _refuse_company(verb)
     name, description = VERBS[verb]
     module = importlib.import_module(f"forgefield.cli.{name}")
     parser = Parser(prog=f"forgefield {verb}", description=module.__doc__ or description)
     module.add_arguments(parser)
     return module.run(parser.parse(words[1:]))
+
+
+TOGETHER = ("train", "test", "bench")
+"""Verbs that several processes can run as one."""
+
+
+def _refuse_company(verb: str) -> None:
+    """A verb that runs in one process would be run once by every process of a launcher, all writing the same files."""
+    if verb in TOGETHER:
+        return
+    from forgefield.parallel.launch import detect_launch
+
+    launch = detect_launch(os.environ)
+    if launch.world_size > 1:
+        raise ForgefieldError(
+            f"forgefield {verb} runs in one process, and {launch.world_size} were started by {launch.launcher}; "
+            f"{', '.join(TOGETHER)} can use them."
+        )
 
 
 def _overview() -> str:

@@ -62,13 +62,14 @@ def add_overrides(parser: argparse.ArgumentParser, allowed: Sequence[str]) -> No
     )
 
 
-def device_name(asked: str | None) -> str:
-    """The device asked for, or the fastest there is, said aloud."""
+def device_name(asked: str | None, *, local_rank: int = 0) -> str:
+    """The device asked for, or the fastest there is, said aloud by the first process of each node."""
     import torch
 
     if asked is None:
-        asked = "cuda" if torch.cuda.is_available() else "cpu"
-        print(f"device: {asked}")
+        asked = f"cuda:{local_rank % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
+        if local_rank == 0:
+            print(f"device: {asked}")
     try:
         device = torch.device(asked)
     except RuntimeError as error:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from forgefield.cli.arguments import READING, add_overrides, add_run_arguments, device_name, is_override, refuse_files
+
+if TYPE_CHECKING:
+    from forgefield.parallel.group import Ranks
 
 SUSPICIOUS = 20_000.0
 """Energy error, meV/atom, that no model makes and a wrong unit does."""
@@ -29,6 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from forgefield.parallel.session import run_as_one
+
+    return run_as_one(lambda ranks: _run(args, ranks))
+
+
+def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     # An override right behind the files of --data is taken for one of them.
     files = [word for word in args.data if Path(word).exists() or not is_override(word)]
     overrides = refuse_files([*(word for word in args.data if word not in files), *args.overrides])
@@ -47,9 +57,11 @@ def run(args: argparse.Namespace) -> int:
         data,
         options=options,
         which=args.which,
-        device=device_name(args.device),
+        device=device_name(args.device, local_rank=ranks.launch.local_rank),
         labels_required=any(key.startswith("data.labels") for key in override_keys(overrides)),
     )
+    if not ranks.is_first:
+        return 0
     hints = [f"{len(files)} source{'s' if len(files) > 1 else ''}: {', '.join(files)}; {args.which} weights"]
     if errors.get("energy_mae", 0.0) > SUSPICIOUS:
         hints.append("energies are off by more than 20 eV/atom: are units and reference those of the training data?")

@@ -1,16 +1,22 @@
 """Train as a config says. The same command again continues the run where it was; --fresh starts over.
 
 Without a config the built-in example runs: it makes a small data set, trains on it and writes a report.
+With torchrun, srun or mpirun in front, all processes train one model together.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from forgefield.cli.arguments import CONFIG_SUFFIXES, split_config
 from forgefield.errors import ForgefieldError
+
+if TYPE_CHECKING:
+    from forgefield.parallel.group import Ranks
 
 EXAMPLES = """\
 examples:
@@ -18,6 +24,7 @@ examples:
   forgefield train my.yaml
   forgefield train my.yaml training.lr=3e-3 ++trainer.max_epochs=200 '~task.stress'
   forgefield train -cp configs -cn water --name water-2 --fresh
+  torchrun --nproc-per-node 4 --no-python forgefield train my.yaml -l train.log -m collect
 """
 
 
@@ -30,19 +37,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-cp", "--config-path", metavar="DIR", help="folder of the config (default: this one)")
     parser.add_argument("--name", help="name of the run (default: that of the config)")
     parser.add_argument("--fresh", action="store_true", help="start over; the old run of that name is moved aside")
+    parser.add_argument("-l", "--log", metavar="FILE", type=Path, help="write what is said to this file too")
+    parser.add_argument(
+        "-m",
+        "--log-mode",
+        choices=("master", "collect", "workers"),
+        default="master",
+        help="whose words go into the log: those of rank 0, those of all ranks, or of each rank into its own file",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
+    from forgefield.parallel.session import run_as_one
+
+    return run_as_one(lambda ranks: _run(args, ranks))
+
+
+def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     config, overrides = config_and_overrides(args)
     from forgefield import api
+    from forgefield.config.components import LOOK_IN, also_look_in
 
+    for folder in reversed([place for place in os.environ.get(LOOK_IN, "").split(os.pathsep) if place]):
+        also_look_in(folder)
     if config is None:
-        return api.train_example(overrides=overrides, fresh=args.fresh).exit_code
-    from forgefield.config.loading import load_config, require_training_data
+        loaded = api.example_config(overrides, make=ranks.is_first)
+        ranks.barrier()
+    else:
+        from forgefield.config.loading import load_config, require_training_data
 
-    loaded = load_config(config, overrides)
-    require_training_data(loaded, config)
-    return api.train_with_outcome(loaded, fresh=args.fresh).exit_code
+        loaded = load_config(config, overrides)
+        require_training_data(loaded, config)
+    return api.train_with_outcome(loaded, fresh=args.fresh, log=args.log, log_mode=args.log_mode).exit_code
 
 
 def config_and_overrides(args: argparse.Namespace) -> tuple[Path | None, list[str]]:

@@ -23,12 +23,21 @@ _FOLDERS: list[Path] = []
 """Folders of the config files that this process has loaded, the newest first. Only `also_look_in` changes it."""
 
 
+LOOK_IN = "FORGEFIELD_LOOK_IN"
+"""Variable by which a process tells those it starts where the modules named in its config are."""
+
+
 def also_look_in(folder: str | Path) -> None:
     """From now on, and for the whole process, let `import_path` find modules in `folder` (of a config file) too."""
     folder = Path(folder).absolute()
     if folder in _FOLDERS:
         _FOLDERS.remove(folder)
     _FOLDERS.insert(0, folder)
+
+
+def module_folders() -> list[Path]:
+    """The folders of `also_look_in`, the newest first."""
+    return list(_FOLDERS)
 
 
 def import_path(path: str, *, folders: Sequence[str | Path] = ()) -> Any:

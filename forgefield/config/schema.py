@@ -17,7 +17,7 @@ from typing import Any, Optional
 @dataclass
 class BatchOptions:
     frames: int = 8
-    """Frames per optimiser step."""
+    """Frames per batch, on each process."""
 
 
 @dataclass
@@ -115,6 +115,8 @@ class CheckpointOptions:
     """Save after every so many optimiser steps, also inside an epoch."""
     keep: int = 2
     """How many of the newest checkpoints stay on disk."""
+    requeue_exit: int = 75
+    """Exit code of a training that a batch system stopped (SIGTERM, SIGUSR1) and that is to be started again."""
 
 
 @dataclass
@@ -131,6 +133,8 @@ class EarlyStoppingOptions:
 class TrainingOptions:
     lr: float = 0.01
     """Learning rate."""
+    scale_lr: str = "none"
+    """What several processes do to every learning rate: none, sqrt (times the root of their number) or linear."""
     optimizer: Any = "adam"
     """Name of a torch optimiser, an import path, or {name: adamw, weight_decay: 1e-3, ...}."""
     scheduler: Any = None

@@ -14,7 +14,7 @@
 | forces     | (n_atoms, 3)    | float64 | eV/A |
 | stress     | (n_frames, 3, 3)| float64 | eV/A^3 |
 | weight     | (n_frames,)     | float64 | weight in the loss |
-| frame_id   | (n_frames,)     | int64   | position in the dataset |
+| frame_id   | (n_frames,)     | int64   | position in the dataset; -1: a blank frame that counts for nothing |
 
 NaN in a label means that the frame does not carry it; readers refuse NaN in data, so it means nothing else.
 """
@@ -91,6 +91,17 @@ def collate(samples: Sequence[Batch]) -> Batch:
     batch["edge_reverse"] = torch.cat([sample["edge_reverse"] for sample in samples])
     batch["edge_reverse"] += torch.repeat_interleave(first_edge, edges_in, output_size=n_edges)
     return batch
+
+
+def without_labels(batch: Batch) -> Batch:
+    """The same structures with nothing to learn from or to measure: no label, no weight, no place in a data set."""
+    blank = {name: torch.full_like(batch[name], torch.nan) for name in ("energy", "forces", "stress")}
+    return {
+        **batch,
+        **blank,
+        "weight": torch.zeros_like(batch["weight"]),
+        "frame_id": torch.full_like(batch["frame_id"], -1),
+    }
 
 
 def to_device(batch: Batch, device: torch.device | str) -> Batch:

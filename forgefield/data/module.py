@@ -16,7 +16,10 @@ from forgefield.errors import ForgefieldError
 
 
 class DataModule(lightning.LightningDataModule):
-    """`options` is a `DataOptions` or an OmegaConf section of the same shape; `seed` orders frames and draws splits."""
+    """`options` is a `DataOptions` or an OmegaConf section of the same shape; `seed` orders frames and draws splits.
+
+    rank, world_size: whose share of the batches is served.
+    """
 
     train: GraphDataset
     val: GraphDataset | None
@@ -25,10 +28,11 @@ class DataModule(lightning.LightningDataModule):
     statistics: Statistics
     split_description: str
 
-    def __init__(self, options: DataOptions, seed: int) -> None:
+    def __init__(self, options: DataOptions, seed: int, *, rank: int = 0, world_size: int = 1) -> None:
         super().__init__()
         self.options = options
         self.seed = int(seed)
+        self.rank, self.world_size = rank, world_size
         self._ready = False
 
     def prepare(self, progress: Progress | None = None) -> None:
@@ -67,7 +71,7 @@ class DataModule(lightning.LightningDataModule):
 
     def train_dataloader(self) -> FrameLoader:
         self.prepare()
-        return FrameLoader(self.train, self.options.batch.frames, shuffle=self.options.shuffle, seed=self.seed)
+        return self._loader(self.train, self.options.batch.frames, shuffle=self.options.shuffle)
 
     def val_dataloader(self) -> FrameLoader | list:
         return self._evaluation_loader("val")
@@ -81,7 +85,10 @@ class DataModule(lightning.LightningDataModule):
         if dataset is None:
             return []
         frames = self.options.eval_batch if self.options.eval_batch is not None else self.options.batch.frames
-        return FrameLoader(dataset, frames)
+        return self._loader(dataset, frames, shuffle=False)
+
+    def _loader(self, dataset: GraphDataset, frames: int, *, shuffle: bool) -> FrameLoader:
+        return FrameLoader(dataset, frames, shuffle=shuffle, seed=self.seed, rank=self.rank, world_size=self.world_size)
 
     def describe(self) -> list[tuple[str, str]]:
         """Rows (label, value) of a summary table."""

@@ -37,11 +37,22 @@ def predict_dataset(
         species_symbols: (n_species,)
     """
     batches = _batches(loader_or_dataset, batch) if isinstance(loader_or_dataset, GraphDataset) else loader_or_dataset
-    with evaluating(potential, device) as place:
-        parts = [_predict_batch(potential, to_device(part, place), forces=forces, stress=stress) for part in batches]
-    merged = _in_order(parts)
+    merged = in_order(predict_batches(potential, batches, forces=forces, stress=stress, device=device))
     merged["species_symbols"] = np.array(potential.species)
     return merged
+
+
+def predict_batches(
+    potential: Potential,
+    batches: Iterable[Batch],
+    *,
+    forces: bool,
+    stress: bool,
+    device: str | torch.device | None = None,
+) -> list[dict[str, np.ndarray]]:
+    """Predictions beside labels, batch by batch; `in_order` makes one of them, also of those of several processes."""
+    with evaluating(potential, device) as place:
+        return [_predict_batch(potential, to_device(part, place), forces=forces, stress=stress) for part in batches]
 
 
 @contextmanager
@@ -78,11 +89,13 @@ def _predict_batch(potential: Potential, batch: Batch, *, forces: bool, stress: 
     return {name: value.detach().cpu().numpy() for name, value in part.items()}
 
 
-def _in_order(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Join the batches and sort frames, and their atoms with them, by `frame_id`."""
+def in_order(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Join the batches and sort frames, and their atoms with them, by `frame_id`; blank frames are dropped."""
     joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     frame_id = joined.pop("frame_id")
-    frames = np.argsort(frame_id, kind="stable")
-    atoms = np.argsort(np.repeat(frame_id, joined["n_atoms"]), kind="stable")
+    of_atom = np.repeat(frame_id, joined["n_atoms"])
+    blank_frames, blank_atoms = int((frame_id < 0).sum()), int((of_atom < 0).sum())
+    frames = np.argsort(frame_id, kind="stable")[blank_frames:]
+    atoms = np.argsort(of_atom, kind="stable")[blank_atoms:]
     of_atoms = ("forces_pred", "forces_ref", "species")
     return {name: value[atoms if name in of_atoms else frames] for name, value in joined.items()}

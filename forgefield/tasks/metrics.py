@@ -56,10 +56,13 @@ class ErrorMetrics:
                 added.append(_moments(error))
         self.sums += torch.stack(added)
 
-    def compute(self) -> dict[str, float]:
-        """Metrics in the units of `UNITS`; what has no label is left out. This is the one read-back from the device."""
+    def compute(self, sums: Tensor | None = None) -> dict[str, float]:
+        """Metrics in the units of `UNITS`; what has no label is left out. This is the one read-back from the device.
+
+        sums: accumulators added up over several processes, in place of this one's own.
+        """
         values: dict[str, float] = {}
-        for row, (absolute, square, count) in zip(self.rows, self.sums.tolist()):
+        for row, (absolute, square, count) in zip(self.rows, (self.sums if sums is None else sums).tolist()):
             if count == 0:
                 continue
             name, _, symbol = row.partition("/")

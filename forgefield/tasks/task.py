@@ -65,10 +65,16 @@ class Task:
 
     def loss(self, outputs: Batch, batch: Batch) -> LossParts:
         """The loss of one batch. A target that no frame of the batch is labelled for contributes zero."""
-        pairs = [_weighted_sum(target, outputs, batch) for target in self.targets]
-        sums = torch.stack([pair[0] for pair in pairs])
-        counts = torch.stack([pair[1] for pair in pairs])
+        weights = [_element_weights(target, batch) for target in self.targets]
+        sums = torch.stack(
+            [_weighted_error(target, outputs, batch, weight).sum() for target, weight in zip(self.targets, weights)]
+        )
+        counts = torch.stack([weight.sum() for weight in weights])
         return LossParts(total=self.combine(sums, counts), sums=sums, counts=counts)
+
+    def counts(self, batch: Batch) -> Tensor:
+        """(n_targets,): the denominators of the loss. They depend on labels and weights alone, not on any output."""
+        return torch.stack([_element_weights(target, batch).sum() for target in self.targets])
 
     def combine(self, sums: Tensor, counts: Tensor) -> Tensor:
         """The loss from (possibly added-up) sums and counts."""
@@ -127,25 +133,29 @@ def _species_weights(weights: dict[str, float] | None, species: tuple[str, ...],
     return torch.tensor([float(weights.get(symbol, 1.0)) for symbol in species], dtype=torch.float64)
 
 
-def _weighted_sum(target: Target, outputs: Batch, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Sum of weighted element errors, and sum of the weights, over the labelled elements."""
-    label, prediction = batch[target.name], outputs[target.name]
-    weight = batch["weight"]
+def _element_weights(target: Target, batch: Batch) -> Tensor:
+    """Weight of every element of the label, zero where it is missing."""
+    label, weight = batch[target.name], batch["weight"]
     if target.name == "forces":
         weight = weight[batch["frame"]]
         if target.species_weights is not None:
             if target.species_weights.device != weight.device:
                 target.species_weights = target.species_weights.to(weight.device)
             weight = weight * target.species_weights[batch["species"]]
+    weight = weight.reshape(-1, *([1] * (label.dim() - 1))).expand_as(label)
+    return torch.where(label.isnan(), 0.0, weight)
+
+
+def _weighted_error(target: Target, outputs: Batch, batch: Batch, weight: Tensor) -> Tensor:
+    """Weighted error of every element, zero where the label is missing."""
+    label, prediction = batch[target.name], outputs[target.name]
     if target.name == "energy" and target.per_atom:
         n_atoms = batch["n_atoms"].to(label.dtype)
         label, prediction = label / n_atoms, prediction / n_atoms
-    weight = weight.reshape(-1, *([1] * (label.dim() - 1))).expand_as(label)
     labelled = ~label.isnan()
     # The prediction stands in for a missing label: the error is zero there and so is its gradient.
     error = target.loss(prediction, torch.where(labelled, label, prediction.detach()))
-    weight = torch.where(labelled, weight, 0.0)
-    return torch.where(labelled, weight * error, 0.0).sum(), weight.sum()
+    return torch.where(labelled, weight * error, 0.0)
 
 
 def _describe_target(target: Target) -> str:

@@ -21,6 +21,7 @@ from lightning.fabric.plugins import CheckpointIO
 
 from forgefield.errors import ForgefieldError
 from forgefield.files import PARTIAL, write_whole
+from forgefield.parallel.group import Ranks
 
 _NAME = re.compile(r"step-(\d+)\.ckpt")
 
@@ -53,13 +54,17 @@ class DamagedCheckpoint(Exception):
 
 @dataclass(frozen=True)
 class Restart:
-    """Where a run goes on: `path` of the checkpoint, optimiser `step`, `epoch` and `batch` within the epoch."""
+    """Where a run goes on: `path` of the checkpoint, optimiser `step`, `epoch`, and how many frames of it were seen.
+
+    rows: rows of metrics written by then.
+    """
 
     path: Path
     step: int
     epoch: int
-    batch: int
-    checkpoint: dict[str, Any]
+    sample: int
+    world_size: int
+    rows: int
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -100,7 +105,10 @@ def prune_checkpoints(folder: Path, keep: int) -> None:
 
 
 class AtomicCheckpointIO(CheckpointIO):
-    """What Lightning calls to write and read checkpoints."""
+    """What Lightning calls to write and read checkpoints. Rank 0 alone touches the disk; the others get what it reads."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         if storage_options is not None:
@@ -109,18 +117,20 @@ class AtomicCheckpointIO(CheckpointIO):
         save_checkpoint(Path(path), checkpoint)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        return load_checkpoint(Path(path), map_location or "cpu")
+        checkpoint = load_checkpoint(Path(path), map_location or "cpu") if self.ranks.is_first else {}
+        return self.ranks.share(checkpoint)
 
     def remove_checkpoint(self, path: Any) -> None:
         Path(path).unlink(missing_ok=True)
 
 
 def _restart_from(path: Path, checkpoint: dict[str, Any]) -> Restart:
-    fit = checkpoint["loops"]["fit_loop"]
+    place = checkpoint["forgefield_place"]
     return Restart(
         path=path,
         step=int(checkpoint["global_step"]),
-        epoch=int(fit["epoch_progress"]["current"]["processed"]),
-        batch=int(fit["epoch_loop.batch_progress"]["current"]["completed"]),
-        checkpoint=checkpoint,
+        epoch=int(checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]),
+        sample=int(place["sample"]),
+        world_size=int(place["world_size"]),
+        rows=int(checkpoint["callbacks"]["MetricsLog"]["rows"]),
     )

@@ -1,11 +1,12 @@
 """One training from config to trained weights: open or continue the run folder, prepare data and model, run Lightning.
 
-Read top to bottom, `fit` is the whole story. Whether a run is new, continued or already complete is decided here, and said.
+Read top to bottom, `fit` is the whole story. Whether a run is new, continued or already complete is decided here, and said. With
+several processes all of them run it; rank 0 decides and writes, the others are told.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import signal
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -24,11 +25,17 @@ from forgefield.errors import ForgefieldError
 from forgefield.files import write_whole
 from forgefield.models.potential import Potential
 from forgefield.models.registry import build_model, check_model, resolve_model
+from forgefield.parallel.exchange import StepExchange
+from forgefield.parallel.group import Ranks
+from forgefield.parallel.launch import check_trainer_options
+from forgefield.parallel.learning_rate import learning_rate_factor
+from forgefield.parallel.registry import check_strategy
 from forgefield.runs import Run, versions
 from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.task import TARGETS, Task, default_task, require_labels
 from forgefield.training.callbacks.best_model import BestModel
 from forgefield.training.callbacks.metrics_log import MetricsLog
+from forgefield.training.callbacks.pace import Pace
 from forgefield.training.callbacks.progress import RunProgress
 from forgefield.training.callbacks.run_checkpoint import RunCheckpoint
 from forgefield.training.callbacks.tensorboard import TensorBoardLog
@@ -37,8 +44,9 @@ from forgefield.training.folder import compare_with_stored_config, has_begun, ru
 from forgefield.training.journal import Journal
 from forgefield.training.module import TrainingModule
 from forgefield.training.optimisers import build_optimiser
+from forgefield.training.requeue import ask_slurm_to_requeue
 from forgefield.training.signals import StopRequested, StopWish
-from forgefield.training.summary import device_rows, model_rows, print_summary
+from forgefield.training.start_summary import summarise
 from forgefield.training.trainer import (
     build_trainer,
     early_stopping,
@@ -52,16 +60,26 @@ _LIMITS = ("trainer.max_epochs", "trainer.max_steps", "training.early_stopping")
 
 @dataclass(frozen=True)
 class Fitted:
-    """run: the folder. data: what it was trained on. outcome: `finished`, `complete` (it was so before), `stopped`, `quick`.
+    """run: the folder. data: what it was trained on, None where other processes did it. outcome: `finished`, `complete` (it was
+    so before), `stopped`, `quick`, or `failed` in other processes.
 
     changed: settings that differ from when the run was started.
     """
 
     run: Run
-    data: DataModule
+    data: DataModule | None
     outcome: str
     exit_code: int = 0
     changed: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Party:
+    """Who trains, and how they tell the user. lr_factor: what their number does to learning rates."""
+
+    ranks: Ranks
+    journal: Journal
+    lr_factor: float
 
 
 @dataclass(frozen=True)
@@ -73,8 +91,10 @@ class _Record:
     fingerprint: str
     parameters: int
 
-    def write(self, run: Run, config: DictConfig, data: DataModule) -> None:
+    def write(self, run: Run, config: DictConfig, data: DataModule, ranks: Ranks) -> None:
         """Store settings and record, when it is certain that they will be used."""
+        if not ranks.is_first:
+            return
         status = run.info["status"] if has_begun(run) else "new"
         write_whole(run.path / "config.yaml", commented_yaml(config))
         run.write_info(
@@ -91,33 +111,65 @@ class _Record:
             statistics=asdict(data.statistics),
             data=[list(row) for row in data.describe()],
             data_fingerprint=self.fingerprint,
+            world_size=ranks.world_size,
         )
 
 
-def fit(config: DictConfig, *, fresh: bool, journal: Journal) -> Fitted:
+def fit(config: DictConfig, *, fresh: bool, journal: Journal, ranks: Ranks) -> Fitted:
     """Train as `config` says. With `fresh` an existing run of that name is moved aside, else it is continued."""
     options: dict[str, Any] = plain(config.trainer)
     quick = bool(options.get("fast_dev_run"))
-    check_model(plain(config.model))
-    build_optimiser(
-        config.training.optimizer, [nn.Parameter(torch.zeros(2, 2))], lr=config.training.lr
-    )  # built here only so that a typo shows before any work is done
-    with run_folder(config, fresh=fresh, quick=quick, journal=journal) as run:
-        journal.keep_in(run.path / "log.txt")
-        changed = [change.key for change in compare_with_stored_config(run, config, journal)]
-        data = DataModule(config.data, seed=config.seed)
+    party = Party(ranks, journal, learning_rate_factor(config.training.scale_lr, ranks.world_size))
+    _check_settings(config, options, ranks)
+    with run_folder(config, fresh=fresh, quick=quick, journal=journal, ranks=ranks) as run:
+        journal.keep_in(run.path)
+        changed = ranks.share(_changed_settings(run, config, party) if ranks.is_first else None)
+        data = DataModule(config.data, seed=config.seed, rank=ranks.rank, world_size=ranks.world_size)
         data.prepare()
         L.seed_everything(config.seed, verbose=False)
-        task, resolved, fingerprint = _prepare_model(run, config, data)
+        task, resolved, fingerprint = _prepare_model(run, config, data, ranks)
         potential = build_model(resolved, precision=config.training.precision, seed=config.seed)
         record = _Record(task, resolved, fingerprint, sum(p.numel() for p in potential.parameters()))
-        restart = find_restart(run.checkpoints, journal.say)
+        restart, status = ranks.share(_where_to_go_on(run, journal) if ranks.is_first else None)
         limits_changed = any(key.startswith(_LIMITS) for key in changed)
-        if restart is not None and run.info["status"] == "finished" and not limits_changed:
+        if restart is not None and status == "finished" and not limits_changed:
             journal.say(f"Run {run.name} is complete ({restart.step} steps); start over with --fresh.")
-            record.write(run, config, data)
+            record.write(run, config, data, ranks)
             return Fitted(run, data, "complete", changed=changed)
-        return _run_lightning(run, config, options, data, record, potential, restart, journal)
+        return _run_lightning(run, config, options, data, record, potential, restart, party)
+
+
+def _check_settings(config: DictConfig, options: dict[str, Any], ranks: Ranks) -> None:
+    """Whatever can be known to be wrong before any work is done."""
+    check_model(plain(config.model))
+    optimiser = build_optimiser(config.training.optimizer, [nn.Parameter(torch.zeros(2, 2))], lr=config.training.lr)
+    if ranks.world_size > 1 and isinstance(optimiser, torch.optim.LBFGS):
+        raise ForgefieldError(
+            "training.optimizer: LBFGS decides by the loss how often it evaluates a step, which each of several processes "
+            "would do differently; train in one process or with another optimiser."
+        )
+    check_strategy(options.get("strategy"), world_size=ranks.world_size)
+    check_trainer_options(
+        ranks.launch,
+        devices=options.get("devices"),
+        num_nodes=options.get("num_nodes"),
+        accelerator=options.get("accelerator"),
+    )
+
+
+def _changed_settings(run: Run, config: DictConfig, party: Party) -> list[str]:
+    before = int(run.info.get("world_size", 1)) if run.exists else party.ranks.world_size
+    return [
+        change.key
+        for change in compare_with_stored_config(
+            run, config, party.journal, world_sizes=(before, party.ranks.world_size)
+        )
+    ]
+
+
+def _where_to_go_on(run: Run, journal: Journal) -> tuple[Restart | None, str | None]:
+    restart = find_restart(run.checkpoints, journal.say)
+    return restart, run.info.get("status") if run.exists else None
 
 
 def _run_lightning(
@@ -128,51 +180,67 @@ def _run_lightning(
     record: _Record,
     potential: Potential,
     restart: Restart | None,
-    journal: Journal,
+    party: Party,
 ) -> Fitted:
-    task = record.task
+    task, ranks, journal = record.task, party.ranks, party.journal
     training, quick = config.training, bool(options.get("fast_dev_run"))
     has_val = data.val is not None and options.get("limit_val_batches") != 0
     columns = _columns(task, data.species.symbols, has_val)
     monitor = _monitor(training, columns, has_val, journal)
-    module = TrainingModule(potential, task, training, data.species.symbols, monitor=monitor)
     max_seconds = take_max_seconds(options)
-    metrics_log = MetricsLog(run.path, columns)
     stop = StopWish(max_seconds)
+    exchange = StepExchange(stop.flags) if ranks.world_size > 1 else None
+    module = TrainingModule(
+        potential,
+        task,
+        training,
+        data.species.symbols,
+        monitor=monitor,
+        ranks=ranks,
+        exchange=exchange,
+        lr_factor=party.lr_factor,
+    )
+    metrics_log = MetricsLog(run.path, columns)
     step = restart.step if restart else 0
-    kept = [] if quick else [BestModel(run.checkpoints, monitor)]
+    shows_progress = ranks.is_first and options.get("enable_progress_bar", True)
+    progress = [RunProgress(journal.console, monitor=monitor, max_seconds=max_seconds)] if shows_progress else []
+    if not ranks.is_first:
+        options["enable_progress_bar"] = False
     callbacks = [
         metrics_log,
-        *kept,
+        *([] if quick else [BestModel(run.checkpoints, monitor)]),
         *([TensorBoardLog(run.path / "tensorboard", training.tensorboard, step)] if training.tensorboard else []),
         *([early] if (early := early_stopping(training.early_stopping, monitor)) else []),
-        *(
-            [RunProgress(journal.console, monitor=monitor, max_seconds=max_seconds)]
-            if options.get("enable_progress_bar", True)
-            else []
-        ),
+        *([Pace(ranks, journal)] if ranks.world_size > 1 else []),
+        *progress,
         *user_callbacks(config.callbacks),
     ]
-    first = RunCheckpoint(run.checkpoints, training.checkpoint, stop, enabled=not quick)
-    trainer = build_trainer(config, options, folder=run.path, first=first, callbacks=callbacks)
+    first = RunCheckpoint(run.checkpoints, training.checkpoint, stop, ranks=ranks, exchange=exchange, enabled=not quick)
+    trainer = build_trainer(config, options, folder=run.path, first=first, callbacks=callbacks, ranks=ranks)
     if restart is not None and trainer.max_epochs not in (None, -1) and restart.epoch > trainer.max_epochs:
         raise ForgefieldError(
             f"Run {run.name} has {restart.epoch} epochs behind it already, more than trainer.max_epochs={trainer.max_epochs}."
         )
-    record.write(run, config, data)
-    metrics_log.start(restart.checkpoint if restart else None)
+    record.write(run, config, data, ranks)
+    if ranks.is_first:
+        metrics_log.start(restart.rows if restart else 0)
     loader = data.train_dataloader()
     if options.get("overfit_batches"):
         journal.say("trainer.overfit_batches is set: the same frames are used every epoch, without shuffling.")
         loader.shuffle = False
     if restart is not None:
         loader.set_epoch(restart.epoch)
-        loader.start_at(restart.batch)
+        first.first_batch = loader.start_at(restart.sample)
         journal.say(
             f"Continuing run {run.name} after step {restart.step} (epoch {restart.epoch + 1}), {restart.path.name}."
         )
-    _summarise(journal, run, config, data, task, potential, trainer, monitor)
-    run.write_info(status="running")
+        if restart.world_size != ranks.world_size:
+            journal.say(
+                f"It was saved on {restart.world_size} ranks and goes on with {ranks.world_size}: what is left of the epoch "
+                "is seen exactly once."
+            )
+    summarise(journal, run, config, data, task, potential, trainer, monitor, ranks, party.lr_factor)
+    _write_status(run, ranks, status="running")
     try:
         with stop, lightning_errors("trainer or training"):
             trainer.fit(
@@ -183,13 +251,29 @@ def _run_lightning(
                 weights_only=True,
             )
     except StopRequested as stopped:
-        run.write_info(status="stopped")
+        _write_status(run, ranks, status="stopped")
         journal.say(f"Stopped after step {trainer.global_step}: {stopped.reason}. Run the same command to go on.")
-        return Fitted(run, data, "stopped", exit_code=stopped.exit_code)
+        return Fitted(run, data, "stopped", exit_code=_exit_code(stopped, training.checkpoint.requeue_exit, party))
     if quick:
         return Fitted(run, data, "quick")
-    run.write_info(status="finished", steps=trainer.global_step, epochs=trainer.current_epoch)
+    _write_status(run, ranks, status="finished", steps=trainer.global_step, epochs=trainer.current_epoch)
     return Fitted(run, data, "finished")
+
+
+def _write_status(run: Run, ranks: Ranks, **values: Any) -> None:
+    if ranks.is_first:
+        run.write_info(**values)
+
+
+def _exit_code(stopped: StopRequested, requeue_exit: int, party: Party) -> int:
+    """A time limit the user set is a success, Ctrl-C is what a shell reports, a batch system gets the code to start again."""
+    if stopped.signal_number is None:
+        return 0
+    if stopped.signal_number == signal.SIGINT:
+        return 128 + signal.SIGINT
+    if stopped.signal_number == signal.SIGUSR1 and party.ranks.is_first:
+        ask_slurm_to_requeue(party.journal.say)
+    return requeue_exit
 
 
 def _monitor(training: Any, columns: list[str], has_val: bool, journal: Journal) -> str:
@@ -208,24 +292,38 @@ def _monitor(training: Any, columns: list[str], has_val: bool, journal: Journal)
     return monitor
 
 
-def _prepare_model(run: Run, config: DictConfig, data: DataModule) -> tuple[Task, dict[str, Any], str]:
+def _prepare_model(run: Run, config: DictConfig, data: DataModule, ranks: Ranks) -> tuple[Task, dict[str, Any], str]:
     """Task, model options in full and fingerprint of the data. A run that has begun keeps the options it has."""
+    data.statistics = ranks.share(data.statistics)
     statistics, species = data.statistics, data.species.symbols
     task_options = config.task if config.task is not None else default_task(statistics.labels)
     task = Task(task_options, species)
     require_labels(task, statistics.labels, "training")
     for name, dataset in (("val", data.val), ("test", data.test)):
         _require_any_label(task, name, dataset)
-    resolved = resolve_model(plain(config.model), species=species, cutoff=config.data.cutoff, statistics=statistics)
     fingerprint = content_hash([*data.train.frames, *(data.val.frames if data.val is not None else [])])
-    if has_begun(run):
-        if run.info["data_fingerprint"] != fingerprint:
+    _require_same_data(fingerprint, ranks)
+    resolved: dict[str, Any] = {}
+    if ranks.is_first:
+        resolved = resolve_model(plain(config.model), species=species, cutoff=config.data.cutoff, statistics=statistics)
+        if has_begun(run):
+            if run.info["data_fingerprint"] != fingerprint:
+                raise ForgefieldError(
+                    f"The data of run {run.name} is not the data it was started with (a file or the split changed); "
+                    "restore it, or start over with --fresh."
+                )
+            resolved = run.info["model"]
+    return task, ranks.share(resolved), fingerprint
+
+
+def _require_same_data(fingerprint: str, ranks: Ranks) -> None:
+    """Ranks divide one list of frames among themselves; on another list the division would mean nothing."""
+    everyone = ranks.everyone(fingerprint)
+    for rank, other in enumerate(everyone):
+        if other != everyone[0]:
             raise ForgefieldError(
-                f"The data of run {run.name} is not the data it was started with (a file or the split changed); "
-                "restore it, or start over with --fresh."
+                f"{ranks.describe(rank)} reads other data than {ranks.describe(0)}: the files must be the same on all nodes."
             )
-        resolved = run.info["model"]
-    return task, resolved, fingerprint
 
 
 def _require_any_label(task: Task, split: str, dataset: GraphDataset | None) -> None:
@@ -242,42 +340,3 @@ def _columns(task: Task, species: tuple[str, ...], has_val: bool) -> list[str]:
     """Every metric a row may hold."""
     names = ["loss", *ErrorMetrics(task.names, species).names()]
     return [f"{split}/{name}" for split in (("train", "val") if has_val else ("train",)) for name in names]
-
-
-def _summarise(
-    journal: Journal,
-    run: Run,
-    config: DictConfig,
-    data: DataModule,
-    task: Task,
-    potential: Potential,
-    trainer: L.Trainer,
-    monitor: str,
-) -> None:
-    training = config.training
-    epochs = f"{trainer.max_epochs} epochs" if trainer.max_epochs not in (None, -1) else ""
-    steps = f"{trainer.max_steps} steps" if trainer.max_steps != -1 else ""
-    optimiser = training.optimizer if isinstance(training.optimizer, str) else training.optimizer["name"]
-    rows = [
-        ("run folder", str(run.path)),
-        ("length", " or ".join(text for text in (epochs, steps) if text)),
-        (
-            "batch",
-            f"{config.data.batch.frames} frames" + (f" x {training.accumulate}" if training.accumulate > 1 else ""),
-        ),
-        (
-            "optimiser",
-            f"{optimiser}, lr {training.lr:g}" + (f", clip {training.clip_norm:g}" if training.clip_norm else ""),
-        ),
-        ("average", f"EMA {training.ema:g}" if training.ema else "none"),
-        ("best by", monitor),
-        ("engine", training.engine),
-    ]
-    sections: dict[str, Sequence[tuple[str, str]]] = {
-        "Data": list(data.describe()),
-        "Model": [("name", str(config.model.name)), *model_rows(potential)],
-        "Task": list(task.describe()),
-        "Training": rows,
-        "Devices": device_rows(trainer),
-    }
-    journal.show(lambda console: print_summary(console, sections))

@@ -13,12 +13,24 @@ from omegaconf import DictConfig
 
 from forgefield.config.diff import Change, config_diff, format_diff
 from forgefield.errors import ForgefieldError
+from forgefield.parallel.group import Ranks
 from forgefield.runs import Run
 from forgefield.training.journal import Journal
 
 
 @contextmanager
-def run_folder(config: DictConfig, *, fresh: bool, quick: bool, journal: Journal) -> Iterator[Run]:
+def run_folder(config: DictConfig, *, fresh: bool, quick: bool, journal: Journal, ranks: Ranks) -> Iterator[Run]:
+    """The folder of the run, made and held by rank 0 alone; the others enter when it is ready."""
+    if ranks.is_first:
+        with _own_folder(config, fresh=fresh, quick=quick, journal=journal) as run:
+            ranks.share(str(run.path))
+            yield run
+    else:
+        yield Run(Path(ranks.share(None)))
+
+
+@contextmanager
+def _own_folder(config: DictConfig, *, fresh: bool, quick: bool, journal: Journal) -> Iterator[Run]:
     """The folder of the run, held by this process alone. With `fresh` an existing run is moved aside first.
 
     quick: for `trainer.fast_dev_run`, a hidden folder of its own, so that the real run stays as it is.
@@ -62,14 +74,26 @@ def has_begun(run: Run) -> bool:
     return any(run.checkpoints.glob("step-*"))
 
 
-def compare_with_stored_config(run: Run, config: DictConfig, journal: Journal) -> list[Change]:
-    """What changed since the run was started. Refuses to continue it with settings that change its meaning."""
+def compare_with_stored_config(
+    run: Run, config: DictConfig, journal: Journal, *, world_sizes: tuple[int, int] = (1, 1)
+) -> list[Change]:
+    """What changed since the run was started. Refuses to continue it with settings that change its meaning.
+
+    world_sizes: number of ranks before and now. A batch per rank that changed with it, such that all ranks together take as
+    many frames as before, means the same.
+    """
     if run.exists and run.info.get("status") == "imported":
         raise ForgefieldError(f"Run {run.name} was imported, not trained here; give the new run its own name=NAME.")
     if not has_begun(run):
         return []
     changes = config_diff(run.config, config)
-    refused = [change for change in changes if change.meaning]
+    before, now = world_sizes
+    refused = [
+        change
+        for change in changes
+        if change.meaning
+        and not (change.key == "data.batch.frames" and int(change.old) * before == int(change.new) * now)
+    ]
     if refused:
         raise ForgefieldError(
             f"Run {run.name} was made with other settings, so continuing it would not be the same training:\n"

@@ -1,8 +1,15 @@
-"""What a run says: to the terminal and, the same words with a time stamp, to `log.txt` in the run folder."""
+"""What a run says: to the terminal and, the same words with a time stamp, to `log.txt` in the run folder and to files asked for.
+
+With several processes only rank 0 has the terminal and the run folder. `mode` says what becomes of the words of the others:
+`master`: nothing; `collect`: they are sent to rank 0 and written to its files with their rank in front; `workers`: every rank
+writes a file of its own.
+"""
 
 from __future__ import annotations
 
+import io
 import logging
+import os
 import warnings
 from datetime import datetime
 from pathlib import Path
@@ -10,15 +17,39 @@ from typing import Any, TextIO
 
 from rich.console import Console
 
+from forgefield.errors import ForgefieldError
+from forgefield.parallel.group import Ranks, alone
+
+MODES = ("master", "collect", "workers")
+_LOGGERS = ("lightning.pytorch", "lightning.fabric", "py.warnings")
+
 
 class Journal:
-    """Prints to the terminal; once `keep_in` was called, also to a file. Ends with `close`."""
+    """console: the terminal. ranks: who speaks. file: a log beside the one of the run folder. Ends with `close`."""
 
-    def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Console(highlight=False)
+    def __init__(
+        self,
+        console: Console | None = None,
+        *,
+        ranks: Ranks | None = None,
+        file: Path | None = None,
+        mode: str = "master",
+    ) -> None:
+        if mode not in MODES:
+            raise ForgefieldError(f"a log is kept by {', '.join(MODES)}, not '{mode}'.")
+        self.ranks = ranks if ranks is not None else alone()
+        self.mode = mode
+        if console is None:
+            silent = None if self.ranks.is_first else open(os.devnull, "w")  # noqa: SIM115  as long as the process
+            console = Console(highlight=False, file=silent)
+        self.console = console
         self._early: list[str] = []
-        self._file: TextIO | None = None
+        self._files: list[TextIO] = []
         self._handler: logging.Handler | None = None
+        if file is not None and (self.ranks.is_first or mode == "workers"):
+            self._open(own_name(file, self.ranks.rank) if mode == "workers" else file)
+        if mode == "collect" and self.ranks.is_first:
+            self.ranks.on_line = lambda rank, text: self._write(f"[rank {rank}] {text}\n")
 
     def say(self, text: str) -> None:
         """One sentence for the user."""
@@ -26,20 +57,22 @@ class Journal:
         self._record(text)
 
     def show(self, render: Any) -> None:
-        """`render(console)` prints something larger, a table for instance, to the terminal and to the file."""
+        """`render(console)` prints something larger, a table for instance, to the terminal and to the files."""
         render(self.console)
-        if self._file is not None:
-            render(Console(file=self._file, width=120, highlight=False, force_terminal=False, no_color=True))
-            self._file.flush()
+        copy = io.StringIO()
+        render(Console(file=copy, width=120, highlight=False, force_terminal=False, no_color=True))
+        self._record(copy.getvalue().rstrip("\n"), stamp=False)
 
-    def keep_in(self, path: Path) -> None:
-        self._file = open(path, "a")  # noqa: SIM115  closed in close()
-        for line in self._early:
-            self._file.write(line)
-        self._handler = logging.StreamHandler(self._file)
-        self._handler.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s", "%Y-%m-%d %H:%M:%S"))
+    def keep_in(self, folder: Path) -> None:
+        """From now on also write `log.txt` in the run folder, everything said so far included."""
+        if self.ranks.is_first:
+            self._open(folder / "log.txt").write("".join(self._early))
+        elif self.mode == "workers" and not self._files:
+            self._open(own_name(folder / "log.txt", self.ranks.rank)).write("".join(self._early))
+        self._early.clear()
+        self._handler = _Remarks(self)
         logging.captureWarnings(True)
-        for name in ("lightning.pytorch", "lightning.fabric", "py.warnings"):
+        for name in _LOGGERS:
             logger = logging.getLogger(name)
             logger.addHandler(self._handler)
             logger.propagate = False
@@ -48,20 +81,36 @@ class Journal:
     def close(self) -> None:
         logging.captureWarnings(False)
         if self._handler is not None:
-            for name in ("lightning.pytorch", "lightning.fabric", "py.warnings"):
+            for name in _LOGGERS:
                 logging.getLogger(name).removeHandler(self._handler)
             self._handler = None
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self.ranks.on_line = None
+        for file in self._files:
+            file.close()
+        self._files.clear()
 
-    def _record(self, text: str) -> None:
-        line = f"{datetime.now():%Y-%m-%d %H:%M:%S} {text}\n"
-        if self._file is None:
-            self._early.append(line)
-        else:
-            self._file.write(line)
-            self._file.flush()
+    def _open(self, path: Path) -> TextIO:
+        try:
+            file = open(path, "a")  # noqa: SIM115  closed in close()
+        except OSError as error:
+            raise ForgefieldError(f"The log {path} cannot be written: {error.strerror}.") from error
+        self._files.append(file)
+        return file
+
+    def _record(self, text: str, *, stamp: bool = True) -> None:
+        line = f"{datetime.now():%Y-%m-%d %H:%M:%S} {text}" if stamp else text
+        if self._handler is None:
+            self._early.append(line + "\n")
+        if self.mode == "collect" and not self.ranks.is_first and self.ranks.watch is not None:
+            for part in line.splitlines():
+                self.ranks.watch.line(part)
+        self._write(line + "\n")
+
+    def _write(self, text: str) -> None:
+        for file in self._files:
+            if not file.closed:
+                file.write(text)
+                file.flush()
 
     def _quiet_terminal(self) -> None:
         """Lightning's remarks about itself go to the file only; ours say what matters to the user."""
@@ -70,3 +119,23 @@ class Journal:
                 if handler is not self._handler:
                     handler.setLevel(logging.ERROR)
         warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+        warnings.filterwarnings("ignore", message=".*It is recommended to use `self.log.*sync_dist=True`.*")
+
+
+class _Remarks(logging.Handler):
+    """Takes Lightning's remarks and Python's warnings into the journal's files."""
+
+    def __init__(self, journal: Journal) -> None:
+        super().__init__()
+        self._journal = journal
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._journal._record(f"{record.name}: {record.getMessage()}")
+        except Exception:
+            self.handleError(record)
+
+
+def own_name(path: Path, rank: int) -> Path:
+    """`train.log` of rank 3 is `train.3.log`."""
+    return path.with_name(f"{path.stem}.{rank}{path.suffix}")

@@ -1,7 +1,7 @@
 """The Lightning module: one training step, one validation step, and the state that makes a resume exact.
 
-Nothing here reads a value back from the device during a step. Errors and loss sums are added up on the device and read when
-a row of metrics is written.
+Nothing here reads a value back from the device during a step. Errors and loss sums are added up on the device, each rank its
+own, and added over ranks and read when a row of metrics is written.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from torch import Tensor
 
 from forgefield.errors import ForgefieldError
 from forgefield.models.potential import Potential
+from forgefield.parallel.exchange import StepExchange
+from forgefield.parallel.group import Ranks, alone
 from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.task import LossParts, Task
 from forgefield.training.ema import WeightAverage
-from forgefield.training.optimisers import build_optimiser, build_scheduler
+from forgefield.training.optimisers import build_optimiser, build_scheduler, rescale_learning_rates
 from forgefield.training.throughput import Throughput
 
 Batch = dict[str, Tensor]
@@ -35,11 +37,12 @@ class LossMeter:
     def update(self, parts: LossParts) -> None:
         self.sums = self.sums.to(parts.sums.device) + torch.stack([parts.sums, parts.counts]).detach()
 
-    def value(self) -> float:
-        """The loss of all that was added; NaN where nothing was."""
-        if not bool((self.sums[1] > 0).any()):
+    def value(self, sums: Tensor | None = None) -> float:
+        """The loss of all that was added, here or, given its sums, on all ranks; NaN where nothing was."""
+        sums = self.sums if sums is None else sums
+        if not bool((sums[1] > 0).any()):
             return float("nan")
-        return float(self.task.combine(self.sums[0], self.sums[1]))
+        return float(self.task.combine(sums[0], sums[1]))
 
     def reset(self) -> None:
         self.sums = torch.zeros_like(self.sums)
@@ -49,13 +52,26 @@ class TrainingModule(L.LightningModule):
     """Trains `potential` on `task` with the settings of the config's `training` section."""
 
     def __init__(
-        self, potential: Potential, task: Task, options: Any, species: tuple[str, ...], *, monitor: str
+        self,
+        potential: Potential,
+        task: Task,
+        options: Any,
+        species: tuple[str, ...],
+        *,
+        monitor: str,
+        ranks: Ranks | None = None,
+        exchange: StepExchange | None = None,
+        lr_factor: float = 1.0,
     ) -> None:
+        """ranks: who trains together. exchange: their message of every batch. lr_factor: multiplies every learning rate."""
         super().__init__()
         self.potential = potential
         self.task = task
         self.options = options
         self.monitor = monitor
+        self.ranks = ranks if ranks is not None else alone()
+        self.exchange = exchange
+        self.lr_factor = lr_factor
         self.ema = WeightAverage(potential, options.ema) if options.ema else None
         self.train_loss, self.val_loss = LossMeter(task), LossMeter(task)
         self.train_errors = ErrorMetrics(task.names, species)
@@ -73,6 +89,8 @@ class TrainingModule(L.LightningModule):
     def on_fit_start(self) -> None:
         if self.ema is not None:
             self.ema.to(self.device)
+        if self.ranks.rank > 0:  # weights were drawn alike everywhere; what is drawn from now on differs by rank
+            torch.manual_seed(torch.initial_seed() + 7919 * self.ranks.rank)
 
     def on_train_start(self) -> None:
         self._steps_averaged = self.trainer.global_step  # known only now: a resume restores it after `on_fit_start`
@@ -83,42 +101,70 @@ class TrainingModule(L.LightningModule):
         self.throughput.resume()
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        if self.exchange is not None:
+            self.exchange.send(self.task.counts(batch))
         outputs = self(batch)
         parts = self.task.loss(outputs, batch)
         if (self.current_epoch, batch_idx) != self._measured:  # some optimisers evaluate a batch several times
             self._measured = (self.current_epoch, batch_idx)
             self.train_loss.update(parts)
             self.train_errors.update(outputs, batch)
-        return parts.total
+        if self.exchange is None:
+            return parts.total
+        # This rank's share of the loss of all ranks. Strategies average gradients, hence the factor.
+        return self.task.combine(parts.sums, self.exchange.counts()) * self.ranks.world_size
 
     def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
         if self.ema is not None and self.trainer.global_step > self._steps_averaged:
             self.ema.update()
         self._steps_averaged = self.trainer.global_step
-        self.throughput.count(n_frames=batch["n_atoms"].shape[0], n_atoms=batch["positions"].shape[0])
+        loader: Any = self.trainer.train_dataloader
+        n_frames = loader.own_frames(batch_idx)
+        self.throughput.count(n_frames=n_frames, n_atoms=batch["positions"].shape[0] if n_frames else 0)
 
     def finish_row(self) -> None:
         """Close a row of metrics: training loss and errors since the last row, and a fresh start for the next."""
-        values = {"train/loss": self.finite_train_loss()}
-        values.update({f"train/{name}": value for name, value in self.train_errors.compute().items()})
+        loss_sums, error_sums = self._over_ranks(self.train_loss.sums, self.train_errors.sums)
+        values = {"train/loss": self.finite_train_loss(loss_sums)}
+        values.update({f"train/{name}": value for name, value in self.train_errors.compute(error_sums).items()})
         self.train_loss.reset()
         self.train_errors.reset()
         self._publish(values)
+
+    def take_throughput(self) -> dict[str, float | int | None]:
+        """Frames, atoms and their rates since the last call, over all ranks."""
+        row = self.throughput.take()
+        if self.ranks.world_size > 1:
+            counts = torch.tensor([row["frames"], row["atoms"]], dtype=torch.float64, device=self.device)
+            row["frames"], row["atoms"] = (int(n) for n in self.ranks.sum(counts).tolist())
+            seconds = row["seconds"] or 0.0
+            for name in ("frames", "atoms"):
+                row[f"{name}_per_second"] = row[name] / seconds if row[name] and seconds > 0 else None  # type: ignore[operator]
+        return row
 
     def _publish(self, values: dict[str, float]) -> None:
         """Make values known to Lightning's callbacks and to whoever writes the row."""
         self.latest.update(values)
         self.log_dict({name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}, logger=False)
 
-    def finite_train_loss(self) -> float:
-        """The training loss since the last row; stops the run when it is not a number."""
-        loss = self.train_loss.value()
-        if bool((self.train_loss.sums[1] > 0).any()) and not abs(loss) < float("inf"):
+    def finite_train_loss(self, sums: Tensor | None = None) -> float:
+        """The training loss of all ranks since the last row; stops the run, on all ranks, when it is not a number."""
+        sums = self._over_ranks(self.train_loss.sums)[0] if sums is None else sums
+        loss = self.train_loss.value(sums)
+        if bool((sums[1] > 0).any()) and not abs(loss) < float("inf"):
             raise ForgefieldError(
                 f"The training loss became {loss} by step {self.trainer.global_step}; the checkpoints before it are good. "
                 "Lower training.lr or set training.clip_norm, then train again with --fresh."
             )
         return loss
+
+    def _over_ranks(self, *sums: Tensor) -> list[Tensor]:
+        """Accumulators added up over ranks, in one message."""
+        if self.ranks.world_size == 1:
+            return list(sums)
+        total = self.ranks.sum(torch.cat([part.reshape(-1).to(self.device) for part in sums]))
+        parts = total.split([part.numel() for part in sums])
+        return [part.reshape(like.shape) for part, like in zip(parts, sums)]
 
     # ---- validation
 
@@ -140,8 +186,9 @@ class TrainingModule(L.LightningModule):
             self.ema.exchange()
         if not self.trainer.sanity_checking and self.trainer.state.fn == "fit":
             self.finish_row()
-        values = {"val/loss": self.val_loss.value()}
-        values.update({f"val/{name}": value for name, value in self.val_errors.compute().items()})
+        loss_sums, error_sums = self._over_ranks(self.val_loss.sums, self.val_errors.sums)
+        values = {"val/loss": self.val_loss.value(loss_sums)}
+        values.update({f"val/{name}": value for name, value in self.val_errors.compute(error_sums).items()})
         self._publish(values)
         self.throughput.resume()
 
@@ -149,7 +196,7 @@ class TrainingModule(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         parameters = [p for p in self.potential.parameters() if p.requires_grad]
-        optimiser = build_optimiser(self.options.optimizer, parameters, lr=self.options.lr)
+        optimiser = build_optimiser(self.options.optimizer, parameters, lr=self.options.lr * self.lr_factor)
         if self.options.scheduler is None:
             return optimiser
         scheduler = build_scheduler(
@@ -159,24 +206,27 @@ class TrainingModule(L.LightningModule):
             validate_every=self.trainer.check_val_every_n_epoch or 1,
             epochs=self.trainer.max_epochs if self.trainer.max_epochs is not None else -1,
             steps=int(steps) if math.isfinite(steps := self.trainer.estimated_stepping_batches) else -1,
+            lr_factor=self.lr_factor,
         )
         return {"optimizer": optimiser, "lr_scheduler": scheduler}
 
     # ---- state beyond weights, optimiser and loops
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        sums = {"train_loss": self.train_loss.sums.cpu().clone(), "train_errors": self.train_errors.sums.cpu().clone()}
         checkpoint["forgefield"] = {
             "ema": self.ema.state_dict() if self.ema is not None else None,
-            "train_loss": self.train_loss.sums.clone(),
-            "train_errors": self.train_errors.sums.clone(),
+            "sums": self.ranks.gather(sums),
+            "lr_factor": self.lr_factor,
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         state = checkpoint["forgefield"]
         if self.ema is not None:
             self.ema.load_state_dict(state["ema"])
-        self.train_loss.sums = state["train_loss"]
-        self.train_errors.sums = state["train_errors"]
+        own = _own_sums(state["sums"], self.ranks)
+        self.train_loss.sums, self.train_errors.sums = own["train_loss"], own["train_errors"]
+        rescale_learning_rates(checkpoint, self.lr_factor / state["lr_factor"])
 
     def averaged_state(self) -> dict[str, Tensor]:
         """The potential's state with averaged weights: what is validated, and what is deployed."""
@@ -186,3 +236,11 @@ class TrainingModule(L.LightningModule):
             with self.ema.applied():
                 state = {name: tensor.detach().clone() for name, tensor in self.potential.state_dict().items()}
         return {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+
+
+def _own_sums(stored: list[dict[str, Tensor]], ranks: Ranks) -> dict[str, Tensor]:
+    """What this rank had added up. Where the number of ranks has changed, rank 0 takes over the sums of all."""
+    if len(stored) == ranks.world_size:
+        return stored[ranks.rank]
+    total = {name: torch.stack([part[name] for part in stored]).sum(0) for name in stored[0]}
+    return total if ranks.is_first else {name: torch.zeros_like(tensor) for name, tensor in total.items()}

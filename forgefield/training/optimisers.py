@@ -26,11 +26,19 @@ def build_optimiser(spec: Any, parameters: list[torch.nn.Parameter], *, lr: floa
 
 
 def build_scheduler(
-    spec: Any, optimiser: torch.optim.Optimizer, *, monitor: str, validate_every: int, epochs: int, steps: int
+    spec: Any,
+    optimiser: torch.optim.Optimizer,
+    *,
+    monitor: str,
+    validate_every: int,
+    epochs: int,
+    steps: int,
+    lr_factor: float = 1.0,
 ) -> dict[str, Any]:
     """Lightning's description of a scheduler. spec may hold `interval: epoch | step` beside the scheduler's options.
 
     epochs, steps: length of the run, -1 where it has no limit; `CosineAnnealingLR` takes its T_max from it if not told.
+    lr_factor: multiplies every option that is itself a learning rate, as it does the optimiser's.
     """
     name, options = _name_and_options(spec, "training.scheduler")
     interval = options.pop("interval", "epoch")
@@ -41,6 +49,7 @@ def build_scheduler(
     check_signature(cls, options, where="training.scheduler")
     if cls is torch.optim.lr_scheduler.CosineAnnealingLR and "T_max" not in options:
         options["T_max"] = _length(interval, epochs, steps)
+    options = {key: _scaled(item, lr_factor) if key in _RATES else item for key, item in options.items()}
     try:
         scheduler = cls(optimiser, **options)
     except (TypeError, ValueError) as error:
@@ -51,6 +60,29 @@ def build_scheduler(
     # A plateau scheduler is stepped with each validation, not with a stale value between two of them.
     frequency = validate_every if plateau else 1
     return {"scheduler": scheduler, "interval": interval, "frequency": frequency, "monitor": monitor, "strict": True}
+
+
+_RATES = ("eta_min", "min_lr", "max_lr", "base_lr")
+"""Options of torch's schedulers that are learning rates."""
+_STORED_RATES = ("lr", "initial_lr", "min_lr", "max_lr", "base_lrs", "_last_lr", "eta_min", "min_lrs", "max_lrs")
+"""The same as torch stores them in the state of optimisers and schedulers."""
+
+
+def rescale_learning_rates(checkpoint: dict[str, Any], ratio: float) -> None:
+    """Multiply every learning rate that a checkpoint holds: the run goes on with another factor than it was saved with."""
+    if ratio == 1.0:
+        return
+    groups = [group for state in checkpoint["optimizer_states"] for group in state["param_groups"]]
+    for holder in [*groups, *checkpoint["lr_schedulers"]]:
+        for key in _STORED_RATES:
+            if key in holder:
+                holder[key] = _scaled(holder[key], ratio)
+
+
+def _scaled(value: Any, factor: float) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)(_scaled(item, factor) for item in value)
+    return value * factor
 
 
 def _length(interval: str, epochs: int, steps: int) -> int:

@@ -1,12 +1,22 @@
-"""Being asked to stop: SIGTERM (a batch system, a shutdown) or Ctrl-C set a flag that is looked at between two batches."""
+"""Being asked to stop: SIGTERM or SIGUSR1 (a batch system, a shutdown) or Ctrl-C set a flag that is looked at between batches.
+
+With several processes the signal may reach one of them only. The flag then travels with the message that every batch sends
+anyway, and all ranks act on it at the same batch.
+"""
 
 from __future__ import annotations
 
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Any
+
+STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+"""Signals that ask for a stop. SIGUSR1 is what batch systems send ahead of a time limit."""
+REQUEUE = 75
+"""Exit code of a run that a batch system stopped and that should be started again; EX_TEMPFAIL of sysexits.h."""
 
 
 class StopRequested(Exception):
@@ -16,11 +26,6 @@ class StopRequested(Exception):
         super().__init__(reason)
         self.reason = reason
         self.signal_number = signal_number
-
-    @property
-    def exit_code(self) -> int:
-        """As a shell reports it: 128 + signal; a time limit the user set is a success."""
-        return 0 if self.signal_number is None else 128 + self.signal_number
 
 
 class StopWish:
@@ -36,7 +41,7 @@ class StopWish:
 
     def __enter__(self) -> StopWish:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+            self._before = {number: signal.getsignal(number) for number in STOPPING}
         self.listen()
         return self
 
@@ -53,11 +58,31 @@ class StopWish:
     def look(self) -> StopRequested | None:
         """The reason to stop now, if there is one."""
         if self._wish is None and self._deadline is not None and time.monotonic() > self._deadline:
-            self._wish = StopRequested("trainer.max_time is over", None)
+            self._wish = _request(None)
         return self._wish
+
+    def flags(self) -> tuple[float, ...]:
+        """The wish as numbers that can be added up over ranks: one for each signal, one for the time limit."""
+        wish = self.look()
+        if wish is None:
+            return (0.0,) * (len(STOPPING) + 1)
+        return tuple(float(wish.signal_number == number) for number in (*STOPPING, None))
+
+    def look_together(self, flags: Sequence[float]) -> StopRequested | None:
+        """The reason to stop that follows from the flags of all ranks, the same on each."""
+        for number, wishes in zip((*STOPPING, None), flags):
+            if wishes > 0:
+                return _request(number)
+        return None
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self._wish is not None and number == signal.SIGINT:
             raise KeyboardInterrupt  # asked twice: do not wait for the step to end
-        name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-        self._wish = StopRequested(f"{name} was received", int(number))
+        self._wish = _request(number)
+
+
+def _request(number: int | None) -> StopRequested:
+    if number is None:
+        return StopRequested("trainer.max_time is over", None)
+    name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+    return StopRequested(f"{name} was received", int(number))

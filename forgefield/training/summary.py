@@ -58,21 +58,8 @@ def model_rows(potential: nn.Module) -> Rows:
     return rows
 
 
-def device_rows(trainer: Any) -> Rows:
-    """Where and with what the training runs, as Lightning decided it."""
-    device = trainer.strategy.root_device
-    rows = [
-        ("accelerator", type(trainer.accelerator).__name__.removesuffix("Accelerator")),
-        ("device", f"{device_name(device)} ({device})"),
-        ("processes", f"{trainer.world_size} on {trainer.num_nodes} node{'s' if trainer.num_nodes > 1 else ''}"),
-        ("threads", f"{torch.get_num_threads()} per process"),
-        ("trainer precision", str(trainer.precision)),
-    ]
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        rows.append(("device memory", f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"))
-    rows.append(("versions", ", ".join(f"{name} {_version(name)}" for name in ("forgefield", "torch", "lightning"))))
-    return rows
+def package_versions() -> str:
+    return ", ".join(f"{name} {_version(name)}" for name in ("forgefield", "torch", "lightning"))
 
 
 def device_name(device: torch.device) -> str:

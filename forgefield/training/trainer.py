@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.pytorch.callbacks import Callback, Checkpoint, EarlyStopping, Timer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 
 from forgefield.config.components import check_signature, import_path
 from forgefield.errors import ForgefieldError
+from forgefield.parallel.environment import LaunchedEnvironment
+from forgefield.parallel.group import Ranks, free_port
+from forgefield.parallel.launch import Launch
+from forgefield.parallel.registry import DEFAULT, register_strategies
 from forgefield.training.checkpoint import AtomicCheckpointIO
 
 DEFAULT_EPOCHS = 100
@@ -36,10 +42,35 @@ def take_max_seconds(trainer: dict[str, Any]) -> float | None:
         ) from error
 
 
+def processes_wanted(config: DictConfig) -> int:
+    """How many processes `trainer.devices` asks for on this machine: all GPUs where it is not given, one on a CPU."""
+    options: Any = OmegaConf.to_container(config.trainer, resolve=True)
+    devices, accelerator = options.get("devices"), options.get("accelerator", "auto")
+    if isinstance(devices, (list, tuple)):
+        return len(devices)
+    if isinstance(devices, str) and "," in devices:
+        return len([part for part in devices.split(",") if part.strip()])
+    if devices in (None, "auto", -1, "-1"):
+        return max(torch.cuda.device_count(), 1) if accelerator in ("auto", "gpu", "cuda") else 1
+    try:
+        return max(int(devices), 1)
+    except (TypeError, ValueError):
+        return 1  # Lightning will say what is wrong with it
+
+
 def build_trainer(
-    config: DictConfig, options: dict[str, Any], *, folder: Path, first: Callback, callbacks: list[Callback]
+    config: DictConfig,
+    options: dict[str, Any],
+    *,
+    folder: Path,
+    first: Callback,
+    callbacks: list[Callback],
+    ranks: Ranks,
 ) -> L.Trainer:
-    """options: the config's `trainer` section as a plain dict, `max_time` already taken out. first: runs before all others."""
+    """options: the config's `trainer` section as a plain dict, `max_time` already taken out. first: runs before all others.
+    ranks: who trains; they exist already, and Lightning is told so.
+    """
+    register_strategies()
     training = config.training
     options = {key: _build(value, f"trainer.{key}") if key in _BUILDABLE else value for key, value in options.items()}
     if options.get("max_epochs") is None and options.get("max_steps", -1) == -1:
@@ -61,15 +92,33 @@ def build_trainer(
         # Our own checkpoints do not go through Lightning's callback; a user's ModelCheckpoint works beside them.
         "enable_checkpointing": any(isinstance(callback, Checkpoint) for callback in everyone),
     }
-    plugins = [AtomicCheckpointIO(), *(plugins if isinstance(plugins, list) else [plugins])]
+    plugins = plugins if isinstance(plugins, list) else [plugins]
+    environment = _place_among_ranks(options, ranks.launch)
+    plugins = [AtomicCheckpointIO(ranks), environment, *plugins]
     with lightning_errors("trainer", TypeError, ValueError, AssertionError):
-        trainer = L.Trainer(**{**defaults, **options}, callbacks=everyone, plugins=plugins)
-    if trainer.world_size > 1:
-        raise ForgefieldError(
-            f"The trainer section asks for {trainer.world_size} processes; this version trains on one device. "
-            "Set trainer.devices=1 and trainer.num_nodes=1."
-        )
-    return trainer
+        return L.Trainer(**{**defaults, **options}, callbacks=everyone, plugins=plugins)
+
+
+def _place_among_ranks(options: dict[str, Any], launch: Launch) -> LaunchedEnvironment:
+    """Tell Lightning which devices and nodes there are, and which of them is ours; `options` is completed in place."""
+    if launch.world_size == 1:
+        return LaunchedEnvironment(replace(launch, master_port=launch.master_port or free_port()))
+    if options.get("strategy") in (None, "auto"):
+        options["strategy"] = DEFAULT
+    options["num_nodes"] = launch.n_nodes
+    if isinstance(options.get("devices"), list):
+        return LaunchedEnvironment(launch)
+    gpus = torch.cuda.device_count() if options.get("accelerator", "auto") in ("auto", "gpu", "cuda") else 0
+    if 0 < gpus < launch.local_size:
+        if gpus > 1:
+            raise ForgefieldError(
+                f"{launch.local_size} processes were started on this node, which has {gpus} GPUs; start one per GPU, or "
+                "train on the CPU with trainer.accelerator=cpu."
+            )
+        options["devices"] = 1  # the launcher shows each process its own GPU only
+        return LaunchedEnvironment(launch, device_index=0)
+    options["devices"] = launch.local_size
+    return LaunchedEnvironment(launch)
 
 
 @contextmanager

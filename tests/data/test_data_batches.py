@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from forgefield.data.batch import batch_from_frames, collate, to_device
@@ -132,11 +132,67 @@ def test_loader_serves_the_permutation_in_batches(dataset):
 def test_starting_inside_an_epoch_gives_the_rest_of_it_once(dataset, start):
     loader = FrameLoader(dataset, 2, shuffle=True, seed=4)
     whole = ids(loader)
-    loader.start_at(start)
+    assert loader.start_at(min(2 * start, 5)) == start
     assert ids(loader) == whole[start:]
     assert ids(loader) == whole
-    with pytest.raises(ValueError, match="cannot start at batch 4"):
-        loader.start_at(4)
+    with pytest.raises(ValueError, match="cannot start behind frame 6"):
+        loader.start_at(6)
+
+
+def frames_of(batches) -> list[int]:
+    return [i for batch in batches for i in batch if i >= 0]
+
+
+@given(frames=st.integers(1, 3), world_size=st.integers(1, 7), epoch=st.integers(0, 3))
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_ranks_together_see_what_one_rank_with_the_larger_batch_sees(dataset, frames, world_size, epoch):
+    alone = FrameLoader(dataset, frames * world_size, shuffle=True, seed=4)
+    loaders = [
+        FrameLoader(dataset, frames, shuffle=True, seed=4, rank=rank, world_size=world_size)
+        for rank in range(world_size)
+    ]
+    for loader in (alone, *loaders):
+        loader.set_epoch(epoch)
+    shares = [ids(loader) for loader in loaders]
+    assert {len(share) for share in shares} == {len(alone)} == {len(loader) for loader in loaders}
+    for step, expected in enumerate(ids(alone)):
+        assert frames_of(share[step] for share in shares) == expected
+        counts = [len(frames_of([share[step]])) for share in shares]
+        assert max(counts) - min(counts) <= 1
+        assert counts == [loader.own_frames(step) for loader in loaders]
+
+
+@given(before=st.integers(1, 4), after=st.integers(1, 4), frames=st.integers(1, 2), stop=st.integers(0, 5))
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_an_epoch_begun_on_some_ranks_and_finished_on_others_sees_every_frame_once(dataset, before, after, frames, stop):
+    def loaders(world_size):
+        return [
+            FrameLoader(dataset, frames, shuffle=True, seed=4, rank=rank, world_size=world_size)
+            for rank in range(world_size)
+        ]
+
+    first, second = loaders(before), loaders(after)
+    stop = min(stop, len(first[0]))
+    seen = [i for loader in first for i in frames_of(ids(loader)[:stop])]
+    sample = first[0].position(stop)
+    assert sample == len(seen)
+    begins = {loader.start_at(sample) for loader in second}
+    assert len(begins) == 1
+    rest = [ids(loader) for loader in second]
+    assert begins.pop() + len(rest[0]) == len(second[0])
+    assert sorted(seen + [i for share in rest for i in frames_of(share)]) == list(range(len(dataset)))
+    again = len(second[0]) - len(rest[0]) + min(1, len(rest[0]))
+    assert second[0].position(again) == min(sample + frames * after * min(1, len(rest[0])), len(dataset))
+
+
+def test_a_rank_without_a_frame_gets_one_that_counts_for_nothing(dataset):
+    loader = FrameLoader(dataset, 1, rank=0, world_size=7)
+    (batch,) = loader
+    assert batch["frame_id"].tolist() == [-1]
+    assert batch["weight"].tolist() == [0.0]
+    for label in ("energy", "forces", "stress"):
+        assert batch[label].isnan().all()
+    assert not dataset[0]["energy"].isnan().any()  # the data set itself is as before
 
 
 def test_a_batch_of_nothing_is_refused(dataset):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 
+import torch
 from lightning.pytorch.callbacks import Callback
 
 
@@ -13,18 +14,45 @@ class Interrupted(Exception):
 
 
 class EndAt(Callback):
-    """At the end of the batch that makes optimiser step $END_AT: $END_HOW is raise, kill (-9), term or sleep."""
+    """At the end of the batch that makes optimiser step $END_AT: $END_HOW is raise, kill (-9), term, usr1 or memory.
+
+    With several processes on the ranks in $END_RANKS only, and with $END_ONCE, the name of a file, only the first time.
+    """
 
     def on_train_start(self, trainer, pl_module) -> None:
         if os.environ.get("END_HOW") == "term at start":
             os.kill(os.getpid(), signal.SIGTERM)
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
-        if trainer.global_step == int(os.environ.get("END_AT", "-1")):
+        ranks = os.environ.get("END_RANKS")
+        if ranks is not None and str(trainer.global_rank) not in ranks.split(","):
+            return
+        if trainer.global_step == int(os.environ.get("END_AT", "-1")) and _first_time():
             how = os.environ["END_HOW"]
             if how == "raise":
-                raise Interrupted
-            os.kill(os.getpid(), {"kill": signal.SIGKILL, "term": signal.SIGTERM}[how])
+                raise Interrupted("a crash that a test asked for")
+            if how == "memory":
+                torch.empty(2**55)
+            os.kill(os.getpid(), {"kill": signal.SIGKILL, "term": signal.SIGTERM, "usr1": signal.SIGUSR1}[how])
+
+
+class RecordsFrames(Callback):
+    """Appends a line `epoch step frame frame ...` to a file of its own for every batch that was trained on."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        with open(f"frames-{os.getpid()}-{trainer.global_rank}.txt", "a") as file:
+            frames = " ".join(str(i) for i in batch["frame_id"].tolist() if i >= 0)
+            file.write(f"{trainer.current_epoch} {trainer.global_step} {frames}\n")
+
+
+def _first_time() -> bool:
+    marker = os.environ.get("END_ONCE")
+    if marker is None:
+        return True
+    if os.path.exists(marker):
+        return False
+    open(marker, "w").close()
+    return True
 
 
 class CountsBatchStarts(Callback):

@@ -15,6 +15,7 @@ import yaml
 from forgefield.api import load_run, run_exists, train
 from forgefield.errors import ForgefieldError
 from forgefield.training.checkpoint import list_checkpoints, load_checkpoint
+from forgefield.training.signals import REQUEUE
 from tests.helpers import tiny_config
 from tests.training.interrupting import Interrupted
 
@@ -158,7 +159,7 @@ def test_sigterm_saves_and_stops_and_nothing_is_lost(tmp_path):
     changes = {"callbacks": [END], "training": {"ema": 0.9, "tensorboard": 0, "checkpoint": {"every_epochs": 100}}}
     config = write_config(tmp_path / "again.yaml", tiny_config(tmp_path, **changes, name="again"))
     stopped = run_command(config, tmp_path, END_AT="7", END_HOW="term")
-    assert stopped.returncode == 128 + signal.SIGTERM, stopped.stderr
+    assert stopped.returncode == REQUEUE, stopped.stderr
     assert "Stopped after step 7: SIGTERM was received. Run the same command to go on." in stopped.stdout
     continued = run_command(config, tmp_path)
     assert "Continuing run again after step 7" in continued.stdout
@@ -238,7 +239,7 @@ def test_overfit_batches_can_be_resumed(tmp_path, monkeypatch):
 def test_sigterm_before_the_first_step_is_not_taken_for_success(tmp_path):
     config = write_config(tmp_path / "early.yaml", tiny_config(tmp_path, callbacks=[END], name="early"))
     stopped = run_command(config, tmp_path, END_HOW="term at start")
-    assert stopped.returncode == 128 + signal.SIGTERM, stopped.stdout + stopped.stderr
+    assert stopped.returncode == REQUEUE, stopped.stdout + stopped.stderr
     assert "SIGTERM was received" in stopped.stdout
 
 

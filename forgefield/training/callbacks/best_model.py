@@ -35,7 +35,7 @@ class BestModel(Callback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         self._write("last", trainer, pl_module)
-        if not (self.folder / "best.safetensors").exists():
+        if trainer.is_global_zero and not (self.folder / "best.safetensors").exists():
             self._write("best", trainer, pl_module)
 
     def state_dict(self) -> dict[str, Any]:
@@ -51,6 +51,8 @@ class BestModel(Callback):
             self._write("best", trainer, pl_module)
 
     def _write(self, which: str, trainer: L.Trainer, pl_module: Any) -> None:
+        if not trainer.is_global_zero:
+            return
         about = {"step": trainer.global_step, "epoch": trainer.current_epoch, self.monitor: self.best}
         # One entry: with several, safetensors writes them in random order, and equal runs would differ in bytes.
         content = safetensors_bytes(pl_module.averaged_state(), metadata={"about": json.dumps(about)})

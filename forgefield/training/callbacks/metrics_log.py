@@ -24,7 +24,7 @@ _TIMING = ["epoch", "step", "seconds", "frames", "atoms", "frames_per_second", "
 
 
 class MetricsLog(Callback):
-    """folder: the run. columns: every metric a row may hold, in order."""
+    """folder: the run. columns: every metric a row may hold, in order. All ranks keep count of the rows; rank 0 writes them."""
 
     def __init__(self, folder: Path, columns: list[str]) -> None:
         self.folder = folder
@@ -32,9 +32,8 @@ class MetricsLog(Callback):
         self._rows = 0
         self._row_step = -1
 
-    def start(self, checkpoint: dict[str, Any] | None) -> None:
+    def start(self, rows: int) -> None:
         """Begin new files, or keep of the old ones the rows that had been written when the checkpoint was taken."""
-        rows = checkpoint["callbacks"][self.state_key]["rows"] if checkpoint else 0
         for name, header in (("metrics.csv", self.columns), ("timing.csv", _TIMING)):
             kept = _lines(self.folder / name)[1 : rows + 1]
             write_whole(self.folder / name, _csv_line(header) + "".join(line + "\n" for line in kept))
@@ -57,22 +56,26 @@ class MetricsLog(Callback):
             self._write(trainer, pl_module)
 
     def _write(self, trainer: L.Trainer, pl_module: Any) -> None:
+        timing = {"epoch": trainer.current_epoch, "step": trainer.global_step, **pl_module.take_throughput()}
         row: dict[str, Any] = {
             "epoch": trainer.current_epoch,
             "step": trainer.global_step,
             "lr": trainer.optimizers[0].param_groups[0]["lr"],
             **pl_module.latest,
         }
+        if trainer.is_global_zero:
+            self._write_row(trainer, row, timing)
+        self._rows += 1
+        self._row_step = trainer.global_step
+        pl_module.latest.clear()
+
+    def _write_row(self, trainer: L.Trainer, row: dict[str, Any], timing: dict[str, Any]) -> None:
         _append(self.folder / "metrics.csv", _csv_line([row.get(name) for name in self.columns]))
         _append(self.folder / "metrics.jsonl", json.dumps({k: row[k] for k in self.columns if k in row}) + "\n")
-        timing = {"epoch": trainer.current_epoch, "step": trainer.global_step, **pl_module.throughput.take()}
         _append(self.folder / "timing.csv", _csv_line([timing[name] for name in _TIMING]))
         for logger in trainer.loggers:
             logger.log_metrics({key: float(value) for key, value in row.items()}, step=trainer.global_step)
             logger.save()
-        self._rows += 1
-        self._row_step = trainer.global_step
-        pl_module.latest.clear()
 
 
 def _append(path: Path, text: str) -> None:

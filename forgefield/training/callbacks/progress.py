@@ -102,7 +102,7 @@ class RunProgress(ProgressBar):
             # The first step pays for warming up and says little about the rest.
             self._pace = (time.monotonic(), self._done)
         if self._batch == self._batches:
-            self._read_speed(pl_module)
+            self._read_speed(trainer, pl_module)
         self._refresh(trainer)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -120,7 +120,7 @@ class RunProgress(ProgressBar):
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.state.fn == "fit":
-            self._read_speed(pl_module)
+            self._read_speed(trainer, pl_module)
         self._begin("validate", _whole(trainer.num_val_batches))
 
     def on_validation_batch_end(
@@ -201,13 +201,13 @@ class RunProgress(ProgressBar):
             if name.startswith(("train/", "val/", "test/")):
                 self._values[name] = float(value)
 
-    def _read_speed(self, pl_module: L.LightningModule) -> None:
-        """Kept, because the counters begin anew with every row of metrics."""
+    def _read_speed(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Kept, because the counters begin anew with every row of metrics. All ranks are taken to be as fast as this one."""
         throughput = getattr(pl_module, "throughput", None)
         for name in ("atoms_per_second", "frames_per_second"):
             value = getattr(throughput, name, None)
             if value is not None:
-                self._speed[name] = float(value)
+                self._speed[name] = float(value) * trainer.world_size
 
     def _keep_best(self, trainer: L.Trainer) -> None:
         value = self._values.get(self.monitor)
@@ -286,7 +286,7 @@ class RunProgress(ProgressBar):
         self._next_refresh = moment + self.interval
         self._read_values(trainer)
         if self._phase == "train":
-            self._read_speed(trainer.lightning_module)
+            self._read_speed(trainer, trainer.lightning_module)
         self._live.update(self.display(trainer), refresh=True)
 
     def _finish(self) -> None:

@@ -3,7 +3,8 @@
 Contract. A checkpoint is taken at the start of a batch, before anything of that batch has happened: everything before it
 (optimiser step, average, schedulers, validation, rows of metrics) is complete, nothing after it has begun. A resume therefore
 repeats nothing and leaves nothing out. At the end of training one more is written in the same form, as if the next batch were
-about to start. With gradient accumulation, checkpoints wait for the end of an accumulation. The callback must be the first one:
+about to start. All ranks come here at the same batch: whether to stop is a question they answered together one batch before. Rank
+0 writes; what each rank holds for itself (random state, sums) is gathered into the file. With gradient accumulation, checkpoints wait for the end of an accumulation. The callback must be the first one:
 what other callbacks do at the start of a batch belongs behind the checkpoint.
 """
 
@@ -19,17 +20,32 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from forgefield.errors import ForgefieldError
+from forgefield.parallel.exchange import StepExchange
+from forgefield.parallel.group import Ranks, alone
+from forgefield.parallel.strategies import first_rank_that_differs
 from forgefield.training.checkpoint import DamagedCheckpoint, checkpoint_path, load_checkpoint, prune_checkpoints
 from forgefield.training.signals import StopWish
 
 
 class RunCheckpoint(Callback):
     """folder: where checkpoints go. options: the config's `training.checkpoint`. stop: whether to stop. enabled: whether
-    anything is written at all.
+    anything is written at all. first_batch: number of the batch that a resumed epoch begins with.
     """
 
-    def __init__(self, folder: Path, options: Any, stop: StopWish, *, enabled: bool = True) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        options: Any,
+        stop: StopWish,
+        *,
+        ranks: Ranks | None = None,
+        exchange: StepExchange | None = None,
+        enabled: bool = True,
+    ) -> None:
         self.enabled = enabled
+        self.ranks = ranks if ranks is not None else alone()
+        self.exchange = exchange
+        self.first_batch = 0
         self.folder = folder
         self.options = options
         self.stop = stop
@@ -52,7 +68,7 @@ class RunCheckpoint(Callback):
             self._resumed = None
         if batch_idx % trainer.accumulate_grad_batches:
             return
-        wish = self.stop.look()
+        wish = self.stop.look() if self.exchange is None else self.stop.look_together(self.exchange.wishes())
         if self._due(trainer, batch_idx) or (wish is not None and trainer.global_step != self._last_saved):
             self._save(trainer)
         if wish is not None:
@@ -78,12 +94,23 @@ class RunCheckpoint(Callback):
             return
         module: Any = trainer.lightning_module
         module.finite_train_loss()
+        self._require_agreement(module)
         path = checkpoint_path(self.folder, trainer.global_step)
         trainer.save_checkpoint(path)
-        if not self._verified:
+        if trainer.is_global_zero and not self._verified:
             self._verify(path)
         self._last_saved = trainer.global_step
-        prune_checkpoints(self.folder, self.options.keep)
+        if trainer.is_global_zero:
+            prune_checkpoints(self.folder, self.options.keep)
+
+    def _require_agreement(self, module: Any) -> None:
+        """Weights are never sent again after the start: if ranks computed different ones, that must not go on."""
+        differs = first_rank_that_differs(module.potential)
+        if differs is not None:
+            raise ForgefieldError(
+                f"{self.ranks.describe(differs)} has other weights than rank 0 at step {module.trainer.global_step}; the "
+                "checkpoints before it are good. A callback or a model of your own may act differently on different ranks."
+            )
 
     def _verify(self, path: Path) -> None:
         """Read the first checkpoint back: a state that cannot be loaded must be known now, not at the resume."""
@@ -98,18 +125,33 @@ class RunCheckpoint(Callback):
         self._verified = True
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        checkpoint["forgefield_random"] = _random_state()
+        checkpoint["forgefield_random"] = self.ranks.gather(_random_state())
         loops = checkpoint["loops"]["fit_loop"]
         loops["epoch_loop.batch_progress"]["is_last_batch"] = False
         if self._finished:
             _as_if_next_batch_were_about_to_start(loops, int(trainer.num_training_batches))
+        batch = loops["epoch_loop.batch_progress"]["current"]["completed"]
+        loader: Any = trainer.train_dataloader
+        checkpoint["forgefield_place"] = {
+            "sample": loader.position(batch) if batch else 0,
+            "world_size": self.ranks.world_size,
+        }
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        self._resumed = {"random": checkpoint["forgefield_random"], "loops": checkpoint["loops"]["fit_loop"]}
+        loops = checkpoint["loops"]["fit_loop"]
+        if checkpoint["forgefield_place"]["world_size"] != self.ranks.world_size:
+            done = self.first_batch
+            loops["epoch_loop.batch_progress"]["current"].update(
+                ready=done + 1, started=done, processed=done, completed=done
+            )
+        states = checkpoint["forgefield_random"]
+        own = states[self.ranks.rank] if self.ranks.rank < len(states) else None
+        self._resumed = {"random": own, "loops": loops}
 
     def _go_on(self, trainer: L.Trainer, resumed: dict[str, Any]) -> None:
         """The first batch after a resume: all as it was at this very point when the checkpoint was taken."""
-        _set_random_state(resumed["random"])
+        if resumed["random"] is not None:
+            _set_random_state(resumed["random"])
         self._last_saved = trainer.global_step
         # Lightning counts the batch it is about to run a second time, takes the whole first epoch for a restart, and would
         # leave out its plateau scheduler.
@@ -125,7 +167,7 @@ def _random_state() -> dict[str, Any]:
     version, internal, gauss = random.getstate()
     return {
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
         "numpy": [str(kind), torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(cached)],
         "python": [version, list(internal), gauss],
     }
@@ -133,8 +175,8 @@ def _random_state() -> dict[str, Any]:
 
 def _set_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
-    if state["cuda"] and len(state["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(state["cuda"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
     kind, keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
     version, internal, gauss = state["python"]

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import Callback
 
 
 class TensorBoardLog(Callback):
-    """folder: where event files go. from_step: events behind this step, left by a crash, are hidden."""
+    """folder: where event files go. from_step: events behind this step, left by a crash, are hidden. Rank 0 alone writes."""
 
     def __init__(self, folder: Path, level: int, from_step: int) -> None:
         self.folder = folder
@@ -21,6 +21,8 @@ class TensorBoardLog(Callback):
         self._gradients: dict[str, torch.Tensor] = {}
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        if not trainer.is_global_zero:
+            return
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(self.folder), purge_step=self.from_step + 1 if self.from_step else None)
@@ -29,13 +31,16 @@ class TensorBoardLog(Callback):
         step = trainer.global_step
         every = getattr(trainer, "log_every_n_steps", 0)
         if every and step % every == 0 and outputs is not None:
-            loss = float(outputs["loss"]) * trainer.accumulate_grad_batches  # Lightning gives the share of this batch
-            self._writer.add_scalar("step/loss", loss, step)
+            # Lightning gives the share of this batch in an accumulation, and each rank has its share of the whole.
+            loss = trainer.strategy.reduce(outputs["loss"] * trainer.accumulate_grad_batches, reduce_op="mean")
+            if self._writer is None:
+                return
+            self._writer.add_scalar("step/loss", float(loss), step)
             self._writer.add_scalar("step/lr", trainer.optimizers[0].param_groups[0]["lr"], step)
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: Any, optimizer: Any) -> None:
         last_of_epoch = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
-        if self.level >= 2 and last_of_epoch:
+        if self._writer is not None and self.level >= 2 and last_of_epoch:
             self._gradients = {
                 name: parameter.grad.detach().clone()
                 for name, parameter in pl_module.potential.named_parameters()
@@ -43,6 +48,8 @@ class TensorBoardLog(Callback):
             }
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        if self._writer is None:
+            return
         for name, value in trainer.callback_metrics.items():
             self._writer.add_scalar(name, float(value), trainer.global_step)
         if self.level >= 2:

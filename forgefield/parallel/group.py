@@ -1,0 +1,227 @@
+"""The processes that train together: who they are, and the few ways in which they talk outside of the gradient.
+
+`connect` is called once per process, before anything else is done, so that an error on any rank can be told to all of them. A
+process that trains alone is a group of one: the same calls return at once.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from forgefield.errors import ForgefieldError
+from forgefield.parallel.launch import Launch
+from forgefield.parallel.watch import Loss, Watch
+
+MEETING_MINUTES = 10
+"""How long the first ranks wait for the last one to start."""
+
+
+class Ranks:
+    """This process among `world_size`. hosts: name of the node of every rank. backend: what carries the messages."""
+
+    def __init__(self, launch: Launch, *, hosts: Sequence[str], backend: str) -> None:
+        self.launch = launch
+        self.rank, self.world_size = launch.rank, launch.world_size
+        self.hosts = list(hosts)
+        self.backend = backend
+        self.watch: Watch | None = None
+        self.own_error: str | None = None
+        """What went wrong in this process, once something has."""
+        self.on_line: Any = None
+        """On rank 0: called with (rank, text) for each line of log that another rank sends."""
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def nodes(self) -> list[str]:
+        """Names of the nodes, in the order of their first ranks."""
+        return list(dict.fromkeys(self.hosts))
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over ranks, the same bits on each."""
+        if self.world_size == 1:
+            return tensor
+        total = tensor.clone()
+        dist.all_reduce(total)
+        return total
+
+    def share(self, value: Any) -> Any:
+        """What rank 0 has. The others may pass anything."""
+        if self.world_size == 1:
+            return value
+        box = [value if self.is_first else None]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """What every rank has, in the order of ranks; empty on all ranks but the first."""
+        if self.world_size == 1:
+            return [value]
+        boxes: list[Any] | None = [None] * self.world_size if self.is_first else None
+        dist.gather_object(value, boxes, dst=0)
+        return boxes or []
+
+    def everyone(self, value: Any) -> list[Any]:
+        """What every rank has, in the order of ranks, on every rank."""
+        if self.world_size == 1:
+            return [value]
+        boxes: list[Any] = [None] * self.world_size
+        dist.all_gather_object(boxes, value)
+        return boxes
+
+    def barrier(self) -> None:
+        """Wait until all ranks are here."""
+        self.everyone(None)
+
+    def describe(self, rank: int) -> str:
+        """`rank 3 on gpu007`."""
+        return f"rank {rank} on {self.hosts[rank]}" if self.world_size > 1 else "this process"
+
+    def leave(self) -> None:
+        """The end in good order, on all ranks."""
+        if self.world_size == 1:
+            return
+        self.barrier()
+        if self.watch is not None:
+            self.watch.leave()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def alone(launch: Launch | None = None) -> Ranks:
+    """A group of one process."""
+    if launch is None:
+        launch = Launch(
+            launcher="none",
+            rank=0,
+            world_size=1,
+            local_rank=0,
+            local_size=1,
+            node_rank=0,
+            n_nodes=1,
+            master_address="127.0.0.1",
+            master_port=0,
+            restarts=0,
+            job="",
+            note="",
+        )
+    return Ranks(launch, hosts=[socket.gethostname()], backend="none")
+
+
+def connect(launch: Launch, *, on_loss: Any) -> Ranks:
+    """Meet the other processes. on_loss(ranks, loss): called in a thread of its own when another rank has gone."""
+    if launch.world_size == 1:
+        return alone(launch)
+    _tell_libraries(launch)
+    backend = backends()
+    try:
+        store, _, _ = next(
+            dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timedelta(minutes=MEETING_MINUTES))
+        )
+        # An agent that starts the processes again may offer the same store: what the dead ones left there must not be met.
+        store = dist.PrefixStore(f"forgefield/{launch.restarts}/{launch.world_size}", store)
+        dist.init_process_group(
+            backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timedelta(minutes=30)
+        )
+    except (RuntimeError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise ForgefieldError(
+            f"Rank {launch.rank} could not meet the other {launch.world_size - 1} processes at {launch.master_address}:"
+            f"{launch.master_port} ({reason}). Did all of them start, can this node reach that address, is the port free? "
+            "MASTER_ADDR and MASTER_PORT set another one."
+        ) from error
+    host = socket.gethostname()
+    ranks = Ranks(launch, hosts=[host], backend=backend)
+    ranks.hosts = ranks.everyone(host)
+    ranks.watch = Watch.start(
+        rank=launch.rank,
+        world_size=launch.world_size,
+        host=host,
+        address=launch.master_address,
+        store=store,
+        on_loss=lambda loss: on_loss(ranks, loss),
+        on_line=lambda rank, text: ranks.on_line(rank, text) if ranks.on_line is not None else None,
+    )
+    return ranks
+
+
+def backends() -> str:
+    """What carries messages of each kind of device here, in torch's notation."""
+    found = ["cpu:gloo"]
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        found.append("cuda:nccl")
+    if hasattr(torch, "xpu") and torch.xpu.is_available() and dist.is_xccl_available():
+        found.append("xpu:xccl")
+    return ",".join(found)
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on at the moment."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def usable_threads(launch: Launch) -> int:
+    """Threads for this process when nobody has said: its share of the cores it may run on."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    bound_by_launcher = cores < (os.cpu_count() or 1)
+    return max(1, cores if bound_by_launcher else cores // launch.local_size)
+
+
+def _tell_libraries(launch: Launch) -> None:
+    """Say in the variables that torch and Lightning read what was detected."""
+    os.environ.update(
+        MASTER_ADDR=launch.master_address,
+        MASTER_PORT=str(launch.master_port),
+        RANK=str(launch.rank),
+        WORLD_SIZE=str(launch.world_size),
+        LOCAL_RANK=str(launch.local_rank),
+        LOCAL_WORLD_SIZE=str(launch.local_size),
+    )
+    if "GLOO_SOCKET_IFNAME" not in os.environ:
+        interface = interface_towards(launch.master_address)
+        if interface is not None:
+            os.environ["GLOO_SOCKET_IFNAME"] = interface
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(usable_threads(launch))
+
+
+def interface_towards(address: str) -> str | None:
+    """Name of the network interface from which that address is reached.
+
+    Left alone, gloo listens where the machine's own name points to, which on many systems is the loopback interface: then
+    ranks of other nodes never find it.
+    """
+    try:
+        import fcntl
+
+        family, _, _, _, target = socket.getaddrinfo(address, 9, socket.AF_INET, socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)  # sends nothing: a datagram socket only learns its route
+            own = probe.getsockname()[0]
+            for _, name in socket.if_nameindex():
+                try:
+                    request = struct.pack("256s", name.encode()[:15])
+                    found = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR
+                except OSError:
+                    continue
+                if socket.inet_ntoa(found[20:24]) == own:
+                    return name
+    except (OSError, ImportError):
+        return None
+    return None
+
+
+__all__ = ["Loss", "Ranks", "alone", "backends", "connect", "free_port", "interface_towards", "usable_threads"]

@@ -1,0 +1,48 @@
+"""The group this process belongs to: joined once, kept until the process ends, left in good order."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import traceback
+from collections.abc import Callable
+
+from forgefield.errors import ForgefieldError
+from forgefield.parallel.faults import failing_together, leave_at_once, on_loss
+from forgefield.parallel.group import Ranks, connect
+from forgefield.parallel.launch import detect_launch
+
+_joined: Ranks | None = None
+
+
+def this_group() -> Ranks:
+    """The group, found by the variables that the launcher has set. The first call meets the other processes."""
+    global _joined
+    if _joined is None:
+        _joined = connect(detect_launch(os.environ), on_loss=on_loss)
+        atexit.register(_leave)
+    return _joined
+
+
+def run_as_one(command: Callable[[Ranks], int]) -> int:
+    """Run a command on all ranks: its exit code, or the end of all of them with the message of the one that failed."""
+    ranks = this_group()
+    if ranks.world_size == 1:
+        return command(ranks)
+    try:
+        with failing_together(ranks):
+            return command(ranks)
+    except ForgefieldError as error:
+        print(f"error: {error}", file=sys.stderr)
+        leave_at_once(2)
+    except BaseException:
+        traceback.print_exc()
+        leave_at_once(1)
+
+
+def _leave() -> None:
+    global _joined
+    ranks, _joined = _joined, None
+    if ranks is not None and ranks.watch is not None and ranks.watch.loss is None and ranks.own_error is None:
+        ranks.leave()

@@ -1,0 +1,355 @@
+"""How fast real training steps are, for the processes that run them: one training through `fit`, with a stopwatch.
+
+A measurement has its own temporary folder and leaves nothing behind. Model, data, optimiser and batch are those of the config;
+validation, logs and checkpoints are left out. Steps before the measured ones warm up; epochs repeat as often as needed, and the
+smaller last batch of an epoch is not measured. What happens between two epochs is not part of a step.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, astuple, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback
+from omegaconf import DictConfig
+from rich.console import Console
+
+from forgefield.data.readers import plain
+from forgefield.files import write_whole
+from forgefield.parallel.group import Ranks
+from forgefield.parallel.strategies import SimpleDDPStrategy
+from forgefield.training.callbacks.pace import StepTimes
+from forgefield.training.fit import fit
+from forgefield.training.journal import Journal
+from forgefield.training.summary import device_name
+
+PARTS = tuple(field.name for field in fields(StepTimes))
+"""Where the time of a step goes: data, compute, communication, update."""
+TRAINER_KEYS = (
+    "accelerator",
+    "strategy",
+    "devices",
+    "num_nodes",
+    "precision",
+    "accumulate_grad_batches",
+    "gradient_clip_val",
+    "gradient_clip_algorithm",
+    "deterministic",
+    "benchmark",
+    "use_distributed_sampler",
+    "sync_batchnorm",
+    "detect_anomaly",
+    "plugins",
+)
+"""Settings of the trainer that say how a step is done; the others have no part in a measurement."""
+NOT_MEASURED = ("logger", "callbacks", "profiler", "overfit_batches")
+"""Settings that would cost time in a training, which a measurement does not count."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Times of `steps` optimiser steps of `ranks` processes. Counts are over all ranks; times of parts are in ms per step.
+
+    seconds: of all steps, on the slowest rank. mean_ms, max_ms: by part, over ranks. waiting_ms: how much of the communication
+    is waiting for the rank that comes last, mean over ranks. marks_synchronised: whether the parts were timed in steps of their
+    own, see `StepTimer`. message_bytes: gradients of one step. full_batches: whether every rank had as many frames in a step as
+    the config asks for. memory_bytes: most memory in use on the GPU of rank 0.
+    """
+
+    ranks: int
+    steps: int
+    seconds: float
+    samples: int
+    atoms: int
+    edges: int
+    mean_ms: dict[str, float]
+    max_ms: dict[str, float]
+    waiting_ms: float
+    communication_in_compute: bool
+    marks_synchronised: bool
+    message_bytes: int
+    parameters: int
+    frames_per_rank: int
+    accumulate: int
+    full_batches: bool
+    strategy: str
+    backend: str
+    threads: int
+    device: str
+    nodes: int
+    memory_bytes: int | None
+
+    @property
+    def step_ms(self) -> float:
+        return 1000 * self.seconds / self.steps
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.samples / self.seconds
+
+    @property
+    def atoms_per_second(self) -> float:
+        return self.atoms / self.seconds
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, with the rates, as JSON takes it."""
+        return {
+            **asdict(self),
+            "step_ms": self.step_ms,
+            "samples_per_second": self.samples_per_second,
+            "atoms_per_second": self.atoms_per_second,
+            "seconds_per_100_samples": 100 / self.samples_per_second,
+        }
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Measurement:
+        return cls(**{field.name: values[field.name] for field in fields(cls)})
+
+
+def measure(
+    config: DictConfig, ranks: Ranks, *, steps: int, warmup: int, folder: Path
+) -> tuple[Measurement | None, int]:
+    """Train some steps in `folder` and time them. Every rank calls this; rank 0 gets the result.
+
+    Second: exit code, not 0 where the training was asked to stop; then there is no result.
+    """
+    file = folder / "measured.json"
+    journal = Journal(Console(quiet=True), ranks=ranks)
+    try:
+        fitted = fit(
+            measured_config(config, steps=steps, warmup=warmup, folder=folder),
+            fresh=False,
+            journal=journal,
+            ranks=ranks,
+        )
+    finally:
+        journal.close()
+    if fitted.outcome != "finished" or not ranks.is_first:
+        return None, fitted.exit_code
+    return Measurement.from_dict(json.loads(file.read_text())), 0
+
+
+def measured_config(config: DictConfig, *, steps: int, warmup: int, folder: Path) -> DictConfig:
+    """The same training, but for what is not part of a step. It ends by itself when enough has been measured."""
+    changed = copy.deepcopy(config)
+    changed.name, changed.out = "bench", str(folder / "runs")
+    for split in ("val", "test"):
+        if isinstance(plain(changed.data[split]), (str, list)):  # files of their own: nothing of them is trained on
+            changed.data[split] = 0
+    training: Any = changed.training
+    training.tensorboard, training.early_stopping, training.monitor = 0, None, "train/loss"
+    training.checkpoint.every_epochs = training.checkpoint.every_steps = None
+    # On a GPU the steps are run twice, and every epoch may have one step that is not full.
+    enough = 2 * (warmup + 2 * steps)
+    changed.trainer = {
+        **{key: value for key, value in plain(changed.trainer).items() if key in TRAINER_KEYS},
+        "max_steps": enough,
+        "max_epochs": enough,  # an epoch has at least one step
+        "limit_val_batches": 0,
+        "enable_progress_bar": False,
+    }
+    timer = f"{StepTimer.__module__}.{StepTimer.__qualname__}"
+    changed.callbacks = [
+        {"name": timer, "file": str(folder / "measured.json"), "steps": steps, "warmup": warmup},
+    ]
+    return changed
+
+
+def not_measured(config: DictConfig) -> list[str]:
+    """Settings of a config that cost time in a training and have no part in a measurement."""
+    given = [f"trainer.{key}" for key in NOT_MEASURED if config.trainer.get(key)]
+    return [*given, "callbacks"] if config.callbacks else given
+
+
+class StepTimer(Callback):
+    """Times `steps` steps after `warmup` others, ends the training, and has rank 0 write the measurement to `file`.
+
+    The host runs ahead of a GPU, so that a moment on its clock says nothing about the device. There, steps are first timed as a
+    whole, undisturbed, and then as many again with the device brought to a halt at each mark, to see the parts. On a CPU one
+    pass gives both.
+    """
+
+    def __init__(self, file: str, steps: int, warmup: int) -> None:
+        self.file = Path(file)
+        self.steps, self.warmup = steps, warmup
+        self.on_cpu = True
+        self.full_batches = True
+        self.seconds = 0.0
+        self.n_timed = self.frames = self.atoms = self.edges = 0
+        self.parts: list[StepTimes] = []
+        self.message_bytes = 0
+        self._n_warm = 0
+        self._is_timed = self._is_marked = False
+        self._since: float | None = None
+        self._mark = 0.0
+        self._present = StepTimes(0.0, 0.0, 0.0, 0.0)
+
+    # ---- marks
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        strategy, loader = trainer.strategy, _loader(trainer)
+        self.on_cpu = strategy.root_device.type == "cpu"
+        self.full_batches = len(loader.dataset) >= loader.frames_per_step * trainer.accumulate_grad_batches
+        if isinstance(strategy, SimpleDDPStrategy):
+            strategy.before_reduction = _both(strategy.before_reduction, lambda: self._charge("compute"))
+            strategy.after_reduction = _both(strategy.after_reduction, lambda: self._charge("communication"))
+        # The module's hook comes behind those of callbacks, and what it does (the average of weights) is part of the update.
+        own_end = pl_module.on_train_batch_end
+
+        def and_then_look(outputs: Any, batch: Any, batch_idx: int) -> None:
+            own_end(outputs, batch, batch_idx)
+            self._end_batch(trainer, batch, batch_idx)
+
+        pl_module.on_train_batch_end = and_then_look  # type: ignore[method-assign]
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        ranks: Any = pl_module.ranks
+        ranks.barrier()  # a rank that has written files must not look slow in its next step
+        self._begin_step(trainer, 0)
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._charge("data")
+
+    def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._charge("compute")
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
+        if not self.message_bytes:
+            gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
+            self.message_bytes = sum(gradient.numel() * gradient.element_size() for gradient in gradients)
+
+    def _charge(self, part: str) -> None:
+        """Count the time since the last mark as this part of the step."""
+        if not self._is_marked:
+            return
+        now = self._now()
+        self._present = replace(self._present, **{part: getattr(self._present, part) + now - self._mark})
+        self._mark = now
+
+    def _now(self) -> float:
+        """The time when the device has done all it was given."""
+        if not self.on_cpu:
+            torch.accelerator.synchronize()
+        return time.perf_counter()
+
+    # ---- steps
+
+    def _begin_step(self, trainer: L.Trainer, batch: int) -> None:
+        """Decide what is measured of the step that begins with this batch of the epoch."""
+        is_due = self._n_warm >= self.warmup and (not self.full_batches or _is_full(trainer, batch))
+        self._is_timed = is_due and self.n_timed < self.steps
+        self._is_marked = is_due and (self._is_timed if self.on_cpu else not self._is_timed)
+        if not self._is_timed:
+            self._stop_clock()
+        elif self._since is None:
+            self._since = self._now()
+        if self._is_marked:
+            self._present = StepTimes(0.0, 0.0, 0.0, 0.0)
+            self._mark = self._now()
+
+    def _end_batch(self, trainer: L.Trainer, batch: Any, batch_idx: int) -> None:
+        self._charge("update")
+        if self._is_timed:
+            n_frames = _loader(trainer).own_frames(batch_idx)
+            self.frames += n_frames
+            self.atoms += batch["positions"].shape[0] if n_frames else 0
+            self.edges += batch["edge_index"].shape[1] if n_frames else 0
+        epoch_ends = trainer.is_last_batch
+        if (batch_idx + 1) % trainer.accumulate_grad_batches and not epoch_ends:
+            return
+        self._n_warm += self._n_warm < self.warmup
+        self.n_timed += self._is_timed
+        if self._is_marked:
+            self.parts.append(self._present)
+        if len(self.parts) == self.steps:
+            trainer.should_stop = True
+        if trainer.should_stop or epoch_ends:
+            self._stop_clock()
+        else:
+            self._begin_step(trainer, batch_idx + 1)
+
+    def _stop_clock(self) -> None:
+        if self._since is not None:
+            self.seconds += self._now() - self._since
+            self._since = None
+
+    # ---- result
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        ranks: Any = pl_module.ranks
+        counts = (self.frames, self.atoms, self.edges)
+        everyone = ranks.gather((self.seconds, counts, [astuple(times) for times in self.parts]))
+        if ranks.is_first:
+            measurement = self._measurement(trainer, pl_module, everyone)
+            write_whole(self.file, json.dumps(measurement.as_dict(), indent=1) + "\n")
+
+    def _measurement(self, trainer: L.Trainer, pl_module: Any, everyone: Sequence[Any]) -> Measurement:
+        """everyone: what each rank has counted, (seconds, (frames, atoms, edges), parts of each step)."""
+        strategy, ranks = trainer.strategy, pl_module.ranks
+        device = strategy.root_device
+        frames, atoms, edges = (sum(counts[i] for _, counts, _ in everyone) for i in range(3))
+        by_rank = [[1000 * statistics.fmean(column) for column in zip(*parts)] for _, _, parts in everyone]
+        averages_itself = ranks.world_size > 1 and not isinstance(strategy, SimpleDDPStrategy)
+        kinds = dict(kind.split(":") for kind in ranks.backend.split(",") if ":" in kind)
+        return Measurement(
+            ranks=ranks.world_size,
+            steps=self.n_timed,
+            seconds=max(seconds for seconds, _, _ in everyone),
+            samples=frames,
+            atoms=atoms,
+            edges=edges,
+            mean_ms={part: statistics.fmean(row[i] for row in by_rank) for i, part in enumerate(PARTS)},
+            max_ms={part: max(row[i] for row in by_rank) for i, part in enumerate(PARTS)},
+            waiting_ms=1000
+            * _waiting([[step[PARTS.index("communication")] for step in row] for _, _, row in everyone]),
+            communication_in_compute=averages_itself,
+            marks_synchronised=not self.on_cpu,
+            message_bytes=self.message_bytes,
+            parameters=sum(p.numel() for p in pl_module.potential.parameters()),
+            frames_per_rank=_loader(trainer).frames,
+            accumulate=trainer.accumulate_grad_batches,
+            full_batches=self.full_batches,
+            strategy=type(strategy).__name__,
+            backend=kinds.get(device.type, "none") if ranks.world_size > 1 else "none",
+            threads=torch.get_num_threads(),
+            device=device_name(device),
+            nodes=len(ranks.nodes),
+            memory_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+        )
+
+
+def _waiting(communication: Sequence[Sequence[float]]) -> float:
+    """Mean over ranks and steps of the time that a rank was in the exchange before the last one came.
+
+    communication: (ranks, steps). The rank that comes last finds all others there and is in it for the shortest time.
+    """
+    return statistics.fmean(statistics.fmean(step) - min(step) for step in zip(*communication))
+
+
+def _both(first: Callable[[], None] | None, second: Callable[[], None]) -> Callable[[], None]:
+    def both() -> None:
+        if first is not None:
+            first()
+        second()
+
+    return both
+
+
+def _loader(trainer: L.Trainer) -> Any:
+    return trainer.train_dataloader
+
+
+def _is_full(trainer: L.Trainer, batch: int) -> bool:
+    """Whether all ranks have as many frames as the config asks for, in every batch of the step that begins with this one."""
+    loader, accumulate = _loader(trainer), trainer.accumulate_grad_batches
+    return loader.position(batch + accumulate) - loader.position(batch) == accumulate * loader.frames_per_step

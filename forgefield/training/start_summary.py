@@ -1,0 +1,136 @@
+"""The table that a training prints before its first step: data, model, task, training, and who trains where."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import lightning as L
+import torch
+from omegaconf import DictConfig
+
+from forgefield.data.module import DataModule
+from forgefield.models.potential import Potential
+from forgefield.parallel.group import Ranks
+from forgefield.runs import Run
+from forgefield.tasks.task import Task
+from forgefield.training.journal import Journal
+from forgefield.training.summary import Rows, device_name, model_rows, package_versions, print_summary
+
+
+def summarise(
+    journal: Journal,
+    run: Run,
+    config: DictConfig,
+    data: DataModule,
+    task: Task,
+    potential: Potential,
+    trainer: L.Trainer,
+    monitor: str,
+    ranks: Ranks,
+    lr_factor: float,
+) -> None:
+    sections: dict[str, Sequence[tuple[str, str]]] = {
+        "Data": list(data.describe()),
+        "Model": [("name", str(config.model.name)), *model_rows(potential)],
+        "Task": list(task.describe()),
+        "Training": _training_rows(run, config, trainer, monitor, ranks, lr_factor),
+        "Summary of the training": process_rows(trainer, ranks),
+    }
+    journal.show(lambda console: print_summary(console, sections))
+
+
+def _training_rows(
+    run: Run, config: DictConfig, trainer: L.Trainer, monitor: str, ranks: Ranks, lr_factor: float
+) -> Rows:
+    training = config.training
+    epochs = f"{trainer.max_epochs} epochs" if trainer.max_epochs not in (None, -1) else ""
+    steps = f"{trainer.max_steps} steps" if trainer.max_steps != -1 else ""
+    optimiser = training.optimizer if isinstance(training.optimizer, str) else training.optimizer["name"]
+    return [
+        ("run folder", str(run.path)),
+        ("length", " or ".join(text for text in (epochs, steps) if text)),
+        ("batch", effective_batch(config.data.batch.frames, ranks.world_size, trainer.accumulate_grad_batches)),
+        (
+            "optimiser",
+            f"{optimiser}, {learning_rate(training, ranks.world_size, lr_factor)}"
+            + (f", clip {training.clip_norm:g}" if training.clip_norm else ""),
+        ),
+        *schedule_rows(training.scheduler, ranks.world_size),
+        ("average", f"EMA {training.ema:g}" if training.ema else "none"),
+        ("best by", monitor),
+        ("engine", training.engine),
+    ]
+
+
+def effective_batch(frames: int, world_size: int, accumulate: int) -> str:
+    """`8 frames`, or `8 frames x 4 ranks x 2 batches a step = 64 frames a step`."""
+    factors = [f"{frames} frame{'s' if frames > 1 else ''}"]
+    if world_size > 1:
+        factors.append(f"{world_size} ranks")
+    if accumulate > 1:
+        factors.append(f"{accumulate} batches a step")
+    text = " x ".join(factors)
+    return text if len(factors) == 1 else f"{text} = {frames * world_size * accumulate} frames a step"
+
+
+def learning_rate(training: Any, world_size: int, factor: float) -> str:
+    """`lr 0.01`, or `lr 0.01 x 2 (scale_lr=sqrt, 4 ranks) = 0.02`."""
+    if training.scale_lr == "none":
+        return f"lr {training.lr:g}"
+    return f"lr {training.lr:g} x {factor:.4g} (scale_lr={training.scale_lr}, {world_size} ranks) = {training.lr * factor:.4g}"
+
+
+def schedule_rows(scheduler: Any, world_size: int) -> Rows:
+    if scheduler is None:
+        return []
+    name = scheduler if isinstance(scheduler, str) else scheduler["name"]
+    by_steps = not isinstance(scheduler, str) and scheduler.get("interval", "epoch") == "step"
+    note = ", counted in steps as written: with more ranks an epoch has fewer" if by_steps and world_size > 1 else ""
+    return [("schedule", f"{name}{note}")]
+
+
+def process_rows(trainer: L.Trainer, ranks: Ranks) -> Rows:
+    """Where and with what the training runs, as it was detected and decided."""
+    device, launch = trainer.strategy.root_device, ranks.launch
+    together = ranks.world_size > 1
+    started = launch.launcher + (f", {launch.job}" if launch.job else "")
+    visible = {name: os.environ[name] for name in _VISIBLE if name in os.environ}
+    rows = [
+        ("distributed", f"yes, {type(trainer.strategy).__name__}" if together else "no, one process"),
+        ("launcher", started + (f", restart {launch.restarts}" if launch.restarts else "")),
+        ("world size", str(ranks.world_size)),
+        ("my rank", str(ranks.rank)),
+        ("node list", _nodes(ranks)),
+        ("device", f"{device_name(device)} ({device})"),
+        ("visible devices", ", ".join(f"{key}={item}" for key, item in visible.items()) or _counted()),
+        ("threads", f"{torch.get_num_threads()} per process"),
+        ("backend", ranks.backend if together else "none needed"),
+        ("trainer precision", str(trainer.precision)),
+    ]
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        rows.append(("device memory", f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"))
+    rows.append(("versions", package_versions()))
+    if launch.note:
+        rows.append(("note", launch.note))
+    return rows
+
+
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+
+
+def _counted() -> str:
+    n = torch.cuda.device_count()
+    return f"all ({n} GPU{'s' if n > 1 else ''})" if n else "no GPU"
+
+
+def _nodes(ranks: Ranks) -> str:
+    """`gpu001 (4), gpu002 (4)`, shortened in the middle where there are many."""
+    counts = [f"{node} ({ranks.hosts.count(node)})" for node in ranks.nodes]
+    if ranks.world_size == 1:
+        return ranks.nodes[0]
+    if len(counts) > 8:
+        counts = [*counts[:4], "...", *counts[-2:]]
+    return f"{len(ranks.nodes)}: {', '.join(counts)}" if len(ranks.nodes) > 1 else counts[0]

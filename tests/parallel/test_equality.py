@@ -1,0 +1,175 @@
+"""Law 1: W ranks with b frames each take the steps of one rank with W * b frames, whatever the loss and the labels."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import ase.io
+import pytest
+import torch
+from ase.calculators.singlepoint import SinglePointCalculator
+
+from forgefield.config.loading import load_config
+from forgefield.data.batch import collate
+from forgefield.data.module import DataModule
+from forgefield.data.readers import plain
+from forgefield.data.sampling import epoch_permutation
+from forgefield.models.registry import build_model, resolve_model
+from forgefield.tasks.task import Task
+from tests.helpers import emt_frames, tiny_config
+from tests.parallel.launching import average, start, torchrun, weights, write_config
+from tests.parallel.train_many import train_only
+
+FRAMES_A_STEP = 4
+
+LOSSES: dict[str, dict[str, Any]] = {
+    "energy": {"energy": {}},
+    "total energy": {"energy": {"per_atom": False, "weight": 0.01}},
+    "forces": {"forces": {}},
+    "stress": {"energy": {}, "stress": {"weight": 100.0}},
+    "all three": {"energy": {}, "forces": {"weight": 10.0}, "stress": {"weight": 5.0}},
+    "mae": {"energy": {"loss": "mae"}, "forces": {"loss": "mae"}},
+    "huber": {"energy": {"loss": "huber", "huber_delta": 0.1}, "forces": {"loss": "huber", "huber_delta": 0.3}},
+    "by species": {"energy": {}, "forces": {"species_weights": {"Cu": 3.0, "Au": 0.25}}},
+    "one species only": {"forces": {"species_weights": {"Au": 0.0}}},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """10 frames of 4 or 8 atoms, some without energy, some without forces, some without stress, with different weights."""
+    path = tmp_path_factory.mktemp("equality")
+    frames = emt_frames(18, seed=11)
+    for number, atoms in enumerate(frames):
+        missing = {1: ("energy",), 2: ("forces",), 5: ("stress", "forces"), 6: ("energy", "stress")}.get(number % 8, ())
+        known = {name: value for name, value in atoms.calc.results.items() if name not in missing}
+        atoms.calc = SinglePointCalculator(atoms, **known)
+        atoms.info["config_weight"] = 0.5 + number % 3
+    ase.io.write(path / "frames.extxyz", frames[:10], format="extxyz")
+    ase.io.write(path / "val.extxyz", frames[10:], format="extxyz")
+    return path
+
+
+def make_config(folder: Path, name: str, world_size: int, **changes: Any) -> dict[str, Any]:
+    config = tiny_config(folder, name=name, **changes)
+    config["data"] = {**config["data"], "val": 0, **changes.get("data", {}), "train": str(folder / "frames.extxyz")}
+    config["data"]["batch"] = {"frames": FRAMES_A_STEP // world_size}
+    config["training"] = {
+        "precision": "float64",
+        "optimizer": "sgd",
+        "lr": 1.0,
+        "ema": None,
+        "tensorboard": 0,
+        **changes.get("training", {}),
+    }
+    return config
+
+
+def one_step(folder: Path, loss: str, world_size: int, strategy: str | None) -> dict[str, Any]:
+    """Plain gradient descent with learning rate 1: the weights move by exactly the gradient."""
+    trainer = {"max_steps": 1, "max_epochs": -1, "enable_progress_bar": False, "accelerator": "cpu"}
+    if strategy is not None:
+        trainer["strategy"] = strategy
+    name = f"{loss.replace(' ', '-')}-{world_size}-{strategy or 'serial'}"
+    return make_config(folder, name, world_size, task=LOSSES[loss], trainer=trainer)
+
+
+@pytest.fixture(scope="module")
+def gradients(folder) -> dict[str, torch.Tensor]:
+    """The weights after one step, of every loss, in one process."""
+    return {loss: weights(train_only(one_step(folder, loss, 1, None)).path) for loss in LOSSES}
+
+
+@pytest.mark.parametrize(("world_size", "strategy"), [(2, "simple_ddp"), (4, "simple_ddp"), (2, "ddp")])
+def test_gradient_is_that_of_one_process(world_size, strategy, folder, gradients):
+    configs = [one_step(folder, loss, world_size, strategy) for loss in LOSSES]
+    path = write_config(folder / f"steps-{world_size}-{strategy}.yaml", configs)
+    done = start([*torchrun(world_size), "-m", "tests.parallel.train_many", str(path)], folder, timeout=280)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    distances = {
+        loss: float((weights(folder / "runs" / config["name"]) - gradients[loss]).abs().max())
+        for loss, config in zip(LOSSES, configs)
+    }
+    assert max(distances.values()) < 1e-12, distances
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_mean_of_the_ranks_own_means_is_another_gradient(loss, folder):
+    """So the frames of these tests can tell a right average from the usual wrong one."""
+    config = load_config(one_step(folder, loss, 1, None))
+    data = DataModule(config.data, seed=config.seed)
+    data.prepare()
+    task = Task(config.task, data.species.symbols)
+    resolved = resolve_model(
+        plain(config.model), species=data.species.symbols, cutoff=config.data.cutoff, statistics=data.statistics
+    )
+    potential = build_model(resolved, precision="float64", seed=config.seed).train()
+    rows = epoch_permutation(len(data.train), config.seed, 0)[:FRAMES_A_STEP]
+
+    def gradient(rows) -> torch.Tensor:
+        batch = collate([data.train[int(i)] for i in rows])
+        outputs = potential(batch, forces=task.needs_forces, stress=task.needs_stress)
+        total = task.loss(outputs, batch).total
+        found = torch.autograd.grad(total, list(potential.parameters()), allow_unused=True)
+        return torch.cat([g.reshape(-1) for g in found if g is not None])
+
+    whole = gradient(rows)
+    mean_of_means = (gradient(rows[:2]) + gradient(rows[2:])) / 2
+    assert float((whole - mean_of_means).norm() / whole.norm()) > 1e-3
+
+
+def training(folder: Path, name: str, world_size: int, val: Any) -> dict[str, Any]:
+    """Two epochs with everything that accumulates: momentum, average, clipping, schedule, several rows of metrics."""
+    return make_config(
+        folder,
+        name,
+        world_size,
+        task=copy.deepcopy(LOSSES["all three"]),
+        data={"val": val, "eval_batch": 1},
+        trainer={"max_epochs": 2, "enable_progress_bar": False, "accelerator": "cpu"},
+        training={
+            "optimizer": {"name": "sgd", "momentum": 0.9},
+            "lr": 1e-4,
+            "ema": 0.9,
+            "clip_norm": 1.0,
+            "scheduler": {"name": "plateau", "patience": 0, "factor": 0.5, "threshold": 0.2},
+        },
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world_size", "strategy"), [(2, "ddp"), (4, "simple_ddp")])
+def test_whole_trainings_and_their_metrics_are_those_of_one_process(world_size, strategy, folder):
+    """Validation sets of 1 to 8 frames: fewer than ranks, as many, more; each frame counts once."""
+    sizes = range(1, 9)
+    val = {n: write_first(folder, n) for n in sizes}
+    configs = [training(folder, f"val-{n}-{world_size}", world_size, val[n]) for n in sizes]
+    for config in configs:
+        config["trainer"]["strategy"] = strategy
+    path = write_config(folder / f"trainings-{world_size}.yaml", configs)
+    done = start([*torchrun(world_size), "-m", "tests.parallel.train_many", str(path)], folder, timeout=280)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    for n in sizes:
+        serial = train_only(training(folder, f"val-{n}-serial-{world_size}", 1, val[n])).path
+        parallel = folder / "runs" / f"val-{n}-{world_size}"
+        assert_same_rows(serial, parallel)
+        assert float((weights(serial) - weights(parallel)).abs().max()) < 1e-12
+        assert float((average(serial) - average(parallel)).abs().max()) < 1e-12
+
+
+def write_first(folder: Path, n: int) -> str:
+    path = folder / f"val-{n}.extxyz"
+    ase.io.write(path, ase.io.read(folder / "val.extxyz", f":{n}"), format="extxyz")
+    return str(path)
+
+
+def assert_same_rows(a: Path, b: Path) -> None:
+    rows_a, rows_b = ([json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in (a, b))
+    assert len(rows_a) == len(rows_b) > 0
+    for row_a, row_b in zip(rows_a, rows_b):
+        assert row_a.keys() == row_b.keys()
+        for name, value in row_a.items():
+            assert row_b[name] == pytest.approx(value, rel=1e-9, abs=1e-12), name

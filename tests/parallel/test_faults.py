@@ -1,0 +1,132 @@
+"""Law 2 with several processes, and what happens when one of them is lost. Real processes, real signals."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forgefield.training.signals import REQUEUE
+from tests.helpers import tiny_config
+from tests.parallel.launching import start, torchrun, train_command, write_config
+from tests.training.test_resume import END, assert_same_run
+
+RECORD = "tests.training.interrupting.RecordsFrames"
+
+
+def parallel_config(folder: Path, name: str, **trainer: Any) -> Path:
+    config = tiny_config(folder, name=name, callbacks=[END, RECORD])
+    config["training"] = {**config["training"], "checkpoint": {"every_epochs": None, "every_steps": 2}}
+    config["trainer"] = {**config["trainer"], "max_epochs": 3, **trainer}
+    return write_config(folder / f"{name}.yaml", config)
+
+
+def own_processes(folder: Path, config: Path, **environment: str):
+    """`trainer.devices=2` without any launcher: the processes are started by the command itself."""
+    return start([sys.executable, *train_command(config, "++trainer.devices=2")], folder, **environment)
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory) -> Path:
+    """A run on two ranks that nothing has disturbed: 9 steps."""
+    folder = tmp_path_factory.mktemp("straight")
+    done = own_processes(folder, parallel_config(folder, "straight"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "launcher" in done.stdout
+    assert done.stdout.count("Summary of the training") == 1  # rank 0 alone speaks
+    return folder / "runs" / "straight"
+
+
+@pytest.mark.parametrize(
+    ("how", "rank", "says"),
+    [
+        ("kill", "1", "rank 1 on {host} ended without a word"),
+        ("kill", "0", "rank 0 on {host} ended without a word"),
+        ("raise", "1", "a crash that a test asked for"),
+        ("memory", "1", "rank 1 on {host} failed with the error above"),
+    ],
+)
+def test_a_lost_rank_ends_the_job_and_the_same_command_goes_on_exactly(how, rank, says, tmp_path, straight):
+    config = parallel_config(tmp_path, "again")
+    broken = own_processes(tmp_path, config, END_AT="5", END_HOW=how, END_RANKS=rank)
+    assert broken.returncode != 0
+    says = says.format(host=socket.gethostname())
+    assert says in broken.stderr, broken.stdout + broken.stderr
+    assert "gloo" not in broken.stderr.split(says)[0]  # the cause comes before its consequences
+    continued = own_processes(tmp_path, config)
+    assert continued.returncode == 0, continued.stdout + continued.stderr
+    assert "Continuing run again after step 4" in continued.stdout
+    assert_same_run(straight, tmp_path / "runs" / "again")
+
+
+def test_the_end_comes_within_seconds(tmp_path):
+    """Rank 1 is killed while rank 0 waits for its gradient; the time from the kill to the end of the command counts."""
+    marker = tmp_path / "killed"
+    config = parallel_config(tmp_path, "again", max_epochs=1000)
+    began = time.time()
+    own_processes(tmp_path, config, END_AT="5", END_HOW="kill", END_RANKS="1", END_ONCE=str(marker))
+    assert marker.exists()
+    assert began < marker.stat().st_mtime
+    assert time.time() - marker.stat().st_mtime < 8
+
+
+@pytest.mark.parametrize("how", ["term", "usr1"])
+def test_a_stop_signal_on_one_rank_stops_all_at_the_same_step_and_saves_once(how, tmp_path, straight):
+    config = parallel_config(tmp_path, "again")
+    stopped = own_processes(tmp_path, config, END_AT="5", END_HOW=how, END_RANKS="1")
+    assert stopped.returncode == REQUEUE, stopped.stdout + stopped.stderr
+    name = {"term": signal.SIGTERM, "usr1": signal.SIGUSR1}[how].name
+    assert f"Stopped after step 6: {name} was received. Run the same command to go on." in stopped.stdout
+    assert stopped.stdout.count("Stopped after") == 1
+    assert "Continuing run again after step 6" in own_processes(tmp_path, config).stdout
+    assert_same_run(straight, tmp_path / "runs" / "again")
+
+
+def test_an_elastic_restart_of_torchrun_ends_as_if_nothing_had_happened(tmp_path, straight):
+    config = parallel_config(tmp_path, "again")
+    once = {"END_AT": "5", "END_HOW": "kill", "END_RANKS": "1", "END_ONCE": str(tmp_path / "killed")}
+    done = start([*torchrun(2, "--max-restarts=1"), *train_command(config)], tmp_path, **once)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Continuing run again after step 4" in done.stdout
+    assert_same_run(straight, tmp_path / "runs" / "again")
+
+
+def recorded(folder: Path, epoch: int) -> Counter[int]:
+    """How often each frame was trained on in an epoch, by all processes that ever wrote to the folder."""
+    counts: Counter[int] = Counter()
+    for path in folder.glob("frames-*.txt"):
+        for line in path.read_text().splitlines():
+            of_epoch, _, *frames = map(int, line.split())
+            if of_epoch == epoch:
+                counts.update(frames)
+    return counts
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 3), (3, 2)])
+def test_resumed_on_another_number_of_ranks_every_frame_is_seen_once(before, after, tmp_path):
+    """10 frames; the run stops in the middle of the second epoch, saved at the step where it stops."""
+    config = parallel_config(tmp_path, "again")
+    per_epoch = -(-10 // (2 * before))
+    at = per_epoch + 1
+    stop = {"END_AT": str(at), "END_HOW": "term", "END_RANKS": "0"}
+    stopped = start([*torchrun(before), *train_command(config)], tmp_path, **stop)
+    assert "Stopped after" in stopped.stdout, stopped.stdout + stopped.stderr
+    continued = start([*torchrun(after), *train_command(config)], tmp_path)
+    assert continued.returncode == 0, continued.stdout + continued.stderr
+    assert f"saved on {before} ranks and goes on with {after}" in continued.stdout
+    for epoch in range(3):
+        assert recorded(tmp_path, epoch) == Counter(range(10)), epoch
+
+
+def test_an_error_of_all_ranks_is_said_once(tmp_path):
+    config = parallel_config(tmp_path, "wrong")
+    done = start([*torchrun(2), *train_command(config, "training.scale_lr=lineer")], tmp_path)
+    assert done.returncode != 0
+    assert done.stderr.count("error: training.scale_lr is none, sqrt, linear, not 'lineer'") == 1, done.stderr
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,640 @@
+"""The watch, with real processes: whatever ends a rank, all others know which one it was, and nothing else is a loss."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import socket
+import socketserver
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forgefield.errors import ForgefieldError
+from forgefield.parallel.watch import KEY, Loss, Watch
+
+PATIENCE = 20.0
+"""Seconds after which a test gives up; how fast the news must be is asserted apart from that."""
+
+on_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
+
+
+class StoreServer(socketserver.ThreadingTCPServer):
+    """Keys and values for several processes: one JSON request per connection; `get` waits for its key."""
+
+    daemon_threads = True
+    allow_reuse_address = True
+    request_queue_size = 128
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Answer)
+        self.values: dict[str, str] = {}
+        self.changed = threading.Condition()
+
+
+class _Answer(socketserver.StreamRequestHandler):
+    server: StoreServer
+
+    def handle(self) -> None:
+        request = json.loads(self.rfile.readline())
+        with self.server.changed:
+            if "value" in request:
+                self.server.values[request["key"]] = request["value"]
+                self.server.changed.notify_all()
+            self.server.changed.wait_for(lambda: request["key"] in self.server.values, PATIENCE)
+            self.wfile.write(json.dumps(self.server.values[request["key"]]).encode() + b"\n")
+
+
+CLIENT = """
+import json, socket
+
+class Store:
+    def __init__(self, port):
+        self.port = port
+
+    def _ask(self, request):
+        with socket.create_connection(("127.0.0.1", self.port)) as connection:
+            connection.sendall(json.dumps(request).encode() + b"\\n")
+            return json.loads(connection.makefile().readline())
+
+    def set(self, key, value):
+        self._ask({"key": key, "value": value})
+
+    def get(self, key):
+        return self._ask({"key": key}).encode()
+"""
+
+RANK = (
+    CLIENT
+    + """
+import os, sys, threading, time
+from forgefield.parallel.watch import Watch
+
+ranks, world_size, port = json.loads(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+speaking = threading.Lock()
+
+def say(**event):
+    with speaking:
+        print(json.dumps({**event, "time": time.time()}), flush=True)
+
+ends_on_loss = threading.Event()
+
+def lost(rank, loss):
+    say(event="loss", by=rank, rank=loss.rank, host=loss.host, text=loss.text)
+    if ends_on_loss.is_set():
+        os._exit(1)
+
+def started(rank):
+    return Watch.start(
+        rank=rank, world_size=world_size, host=f"node{rank}", address="127.0.0.1", store=Store(port), timeout=20,
+        on_loss=lambda loss: lost(rank, loss),
+        on_line=lambda source, text: say(event="line", rank=source, text=text),
+    )
+
+watches = []
+threads = [threading.Thread(target=lambda r=r: watches.append(started(r))) for r in ranks]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+watch = watches[0]
+say(event="started")
+for command in sys.stdin:
+    name, argument = json.loads(command)
+    if name == "fork" and os.fork() == 0:
+        time.sleep(30)
+        os._exit(0)
+    if name == "lines":
+        for i in range(argument):
+            watch.line(f"{i} of rank {ranks[0]}")
+    if name in ("line", "fail"):
+        getattr(watch, name)(argument)
+    if name == "leave":
+        watch.leave()
+    if name == "end_on_loss":
+        ends_on_loss.set()
+    if name == "end":
+        os._exit(argument)
+    say(event=name, loss=None if watch.loss is None else watch.loss.rank)
+"""
+)
+
+
+class Process:
+    """A process that holds some of the ranks; it says what happens to it and does what it is told."""
+
+    def __init__(self, ranks: list[int], world_size: int, store: StoreServer) -> None:
+        arguments = [json.dumps(ranks), str(world_size), str(store.server_address[1])]
+        self.popen = subprocess.Popen(
+            [sys.executable, "-c", RANK, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self.events: queue.Queue[dict[str, Any]] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.popen.stdout is not None
+        for line in self.popen.stdout:
+            self.events.put(json.loads(line))
+
+    def tell(self, name: str, argument: Any = None) -> None:
+        assert self.popen.stdin is not None
+        self.popen.stdin.write(json.dumps([name, argument]) + "\n")
+        self.popen.stdin.flush()
+
+    def expect(self, event: str) -> dict[str, Any]:
+        found = self.events.get(timeout=PATIENCE)
+        assert found["event"] == event, found
+        return found
+
+    def expect_loss(self, rank: int, text: str | None, *, since: float, within: float = 2.0) -> None:
+        loss = self.expect("loss")
+        assert (loss["rank"], loss["host"], loss["text"]) == (rank, f"node{rank}", text)
+        assert loss["time"] - since < within
+
+    def do(self, name: str, argument: Any = None) -> dict[str, Any]:
+        self.tell(name, argument)
+        return self.expect(name)
+
+    def kill(self) -> float:
+        now = time.time()
+        os.kill(self.popen.pid, signal.SIGKILL)
+        self.popen.wait()
+        return now
+
+    def stop(self) -> None:
+        """Return when all threads of the process stand still; the signal alone lets them run on for a moment."""
+        self.popen.send_signal(signal.SIGSTOP)
+        tasks = Path(f"/proc/{self.popen.pid}/task")
+        while any((task / "stat").read_text().rsplit(")", 1)[1].split()[0] != "T" for task in tasks.iterdir()):
+            time.sleep(0.01)
+
+    def nothing_more(self, seconds: float = 0.3) -> None:
+        with pytest.raises(queue.Empty):
+            pytest.fail(f"unexpected: {self.events.get(timeout=seconds)}")
+
+
+@pytest.fixture
+def store() -> Iterator[StoreServer]:
+    with StoreServer() as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+Begin = Callable[..., list[Process]]
+
+
+@pytest.fixture
+def begin(store: StoreServer) -> Iterator[Begin]:
+    """begin(3): ranks 0, 1 and 2 in a process each, all started. begin([0], [1, 2]): in the processes named."""
+    begun: list[Process] = []
+
+    def begin(*groups: Any, wait: bool = True, world_size: int | None = None) -> list[Process]:
+        if isinstance(groups[0], int):
+            groups = tuple([rank] for rank in range(groups[0]))
+        new = [Process(list(ranks), world_size or sum(map(len, groups)), store) for ranks in groups]
+        begun.extend(new)
+        if wait:
+            for process in new:
+                process.expect("started")
+        return new
+
+    yield begin
+    for process in begun:
+        with suppress(ProcessLookupError):
+            os.killpg(process.popen.pid, signal.SIGKILL)  # with what it has forked
+        process.popen.wait()
+        for pipe in (process.popen.stdin, process.popen.stdout):
+            with suppress(OSError):
+                pipe.close()
+
+
+def test_killed_rank_is_noticed_by_all_others(begin: Begin) -> None:
+    first, second, third = begin(3)
+    now = second.kill()
+    first.expect_loss(1, None, since=now)
+    third.expect_loss(1, None, since=now)
+
+
+def test_killed_rank_0_is_noticed_by_all_others(begin: Begin) -> None:
+    first, second, third = begin(3)
+    now = first.kill()
+    second.expect_loss(0, None, since=now)
+    third.expect_loss(0, None, since=now)
+
+
+def test_rank_that_ends_without_leaving_is_a_loss_whatever_its_exit_code(begin: Begin) -> None:
+    first, second = begin(2)
+    now = time.time()
+    second.tell("end", 0)
+    first.expect_loss(1, None, since=now)
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_killed_rank_is_noticed_although_a_forked_child_of_it_lives_on(begin: Begin, killed: int) -> None:
+    processes = begin(3)
+    for process in processes[:2]:
+        process.do("fork")
+    now = processes[killed].kill()
+    processes[1 - killed].expect_loss(killed, None, since=now)
+    processes[2].expect_loss(killed, None, since=now)
+
+
+def test_all_know_the_first_loss_although_each_ends_as_soon_as_it_knows(begin: Begin) -> None:
+    processes = begin(4)
+    for process in processes:
+        process.do("end_on_loss")
+    now = processes[2].kill()
+    for rank in (0, 1, 3):
+        processes[rank].expect_loss(2, None, since=now)
+        assert processes[rank].popen.wait(PATIENCE) == 1
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_error_reaches_everyone_in_its_own_words(begin: Begin, failing: int) -> None:
+    processes = begin(3)
+    text = 'out of memory:\n  "20 GB", 5 Å³ \U0001f525 \ud800 \\n'
+    now = time.time()
+    assert processes[failing].do("fail", text)["loss"] == failing
+    for rank, process in enumerate(processes):
+        if rank != failing:
+            process.expect_loss(failing, text, since=now)
+    processes[failing].tell("end", 1)
+    for rank, process in enumerate(processes):
+        if rank != failing:
+            process.nothing_more()
+    assert processes[failing].events.empty()
+
+
+def test_first_loss_counts(begin: Begin) -> None:
+    first, second, third, fourth = begin(4)
+    now = time.time()
+    third.do("fail", "the cause")
+    for process in (first, second, fourth):
+        process.expect_loss(2, "the cause", since=now)
+    assert second.do("fail", "a consequence")["loss"] == 2
+    fourth.kill()
+    third.kill()
+    first.nothing_more()
+    assert first.do("leave")["loss"] == 2
+
+
+def test_of_two_errors_at_once_all_ranks_know_the_same_one(begin: Begin) -> None:
+    processes = begin(4)
+    for process in processes[:3]:
+        process.tell("fail", "mine")
+    seen = set()
+    for process in processes[:3]:
+        event = process.events.get(timeout=PATIENCE)
+        event = process.expect("fail") if event["event"] == "loss" else event
+        seen.add(event["loss"])
+    seen.add(processes[3].expect("loss")["rank"])
+    assert len(seen) == 1
+    assert seen < {0, 1, 2}
+
+
+def test_fail_does_not_wait_for_a_rank_0_that_is_gone(begin: Begin) -> None:
+    first, second = begin(2)
+    first.kill()
+    second.expect("loss")
+    now = time.time()
+    second.do("fail", "too late")
+    assert time.time() - now < 1.0
+
+
+@on_linux
+def test_fail_waits_two_seconds_for_a_rank_0_that_does_not_answer(begin: Begin) -> None:
+    first, second = begin(2)
+    first.stop()
+    now = time.time()
+    second.do("fail", "hello?")
+    assert 1.9 < time.time() - now < 4.0
+    now = time.time()
+    first.popen.send_signal(signal.SIGCONT)
+    first.expect_loss(1, "hello?", since=now)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
+def test_leaving_is_no_loss_in_any_order(begin: Begin, order: tuple[int, ...]) -> None:
+    processes = begin(3)
+    for rank in order:
+        assert processes[rank].do("leave")["loss"] is None
+        assert processes[rank].do("leave")["loss"] is None
+        processes[rank].tell("end", 0)
+        assert processes[rank].popen.wait(PATIENCE) == 0
+    for process in processes:
+        process.nothing_more(0.1)
+
+
+def test_leaving_all_at_once_is_quick_and_no_loss(begin: Begin) -> None:
+    processes = begin(4)
+    now = time.time()
+    for process in processes:
+        process.tell("leave")
+        process.tell("end", 0)
+    for process in processes:
+        assert process.expect("leave")["loss"] is None
+        assert process.popen.wait(PATIENCE) == 0
+        process.nothing_more(0.05)
+    assert time.time() - now < 3.0
+
+
+def test_the_others_are_still_watched_when_one_has_left(begin: Begin) -> None:
+    first, second, third = begin(3)
+    second.do("leave")
+    now = third.kill()
+    first.expect_loss(2, None, since=now)
+    second.nothing_more()
+
+
+def test_lines_arrive_in_order_and_before_the_error(begin: Begin) -> None:
+    first, second, third = begin(3)
+    long = "ü" * 100_000
+    for process in (second, third):
+        process.tell("lines", 3000)
+    second.tell("line", long)
+    second.tell("fail", "the end")
+    events = [first.events.get(timeout=PATIENCE) for _ in range(6002)]
+    said = {rank: [e["text"] for e in events if e["rank"] == rank] for rank in (1, 2)}
+    assert said[1] == [f"{i} of rank 1" for i in range(3000)] + [long, "the end"]
+    assert said[2] == [f"{i} of rank 2" for i in range(3000)]
+    assert [e["text"] for e in events if e["event"] == "loss"] == ["the end"]
+
+
+@pytest.mark.parametrize("leaving", [0, 1])
+def test_lines_sent_before_leaving_are_not_lost(begin: Begin, leaving: int) -> None:
+    processes = begin(2)
+    processes[1].tell("lines", 2000)
+    if leaving == 1:
+        processes[1].tell("leave")
+        processes[1].tell("end", 0)
+    else:
+        processes[1].expect("lines")
+        processes[0].tell("leave")
+    for i in range(2000):
+        event = processes[0].expect("line")
+        assert (event["rank"], event["text"]) == (1, f"{i} of rank 1")
+
+
+@on_linux
+def test_lines_of_a_rank_0_that_is_busy_wait_without_blocking_anybody(begin: Begin) -> None:
+    first, second = begin(2)
+    first.stop()
+    now = time.time()
+    second.do("lines", 20_000)
+    assert time.time() - now < 3.0
+    first.popen.send_signal(signal.SIGCONT)
+    for i in range(20_000):
+        assert first.expect("line")["text"] == f"{i} of rank 1"
+
+
+def where(store: StoreServer) -> tuple[int, str]:
+    """Port and token of rank 0."""
+    with store.changed:
+        assert store.changed.wait_for(lambda: KEY in store.values, PATIENCE)
+        port, token = store.values[KEY].split()
+    return int(port), token
+
+
+def hello(**changes: Any) -> bytes:
+    message = {"kind": "hello", "token": "", "rank": 1, "host": "node1", "world_size": 2, **changes}
+    return json.dumps(message).encode() + b"\n"
+
+
+def is_closed(connection: socket.socket) -> bool:
+    connection.settimeout(PATIENCE)
+    try:
+        return connection.recv(1000) == b""
+    except ConnectionError:
+        return True
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        hello(token="0" * 32),
+        hello(token="ü"),
+        b'{"kind": "fail", "text": "I am rank 1"}\n',
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"x" * 100_000,
+        b"[" * 4000 + b"\n",
+        b"\xff\xfe\n",
+        b"17\n",
+        b"null\n",
+    ],
+    ids=["wrong-token", "odd-token", "no-hello", "http", "endless", "nested", "bytes", "number", "null"],
+)
+def test_stranger_is_dropped_and_harmless(begin: Begin, store: StoreServer, words: bytes) -> None:
+    (first,) = begin([0], wait=False, world_size=2)
+    port, _ = where(store)
+    with (
+        socket.create_connection(("127.0.0.1", port)) as silent,
+        socket.create_connection(("127.0.0.1", port)) as stranger,
+    ):
+        stranger.sendall(words)
+        assert is_closed(stranger)
+        (second,) = begin([1], world_size=2)
+        first.expect("started")
+        assert is_closed(silent)  # nobody but the ranks is connected once they have met
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))
+    second.do("line", "still here")
+    assert first.expect("line")["text"] == "still here"
+    first.nothing_more(0.1)
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"no message\n",
+        b'{"kind": "line"}\n',
+        b'{"kind": "line", "text": 3}\n',
+        b'{"kind": "loss", "rank": 2, "host": "", "text": "invented"}\n',
+        b'{"kind": "__import__", "text": "os"}\n',
+        b'{"kind": ["line"]}\n',
+        hello(),
+    ],
+)
+def test_rank_that_sends_garbage_is_lost(begin: Begin, store: StoreServer, garbage: bytes) -> None:
+    (first,) = begin([0], wait=False, world_size=3)
+    port, token = where(store)
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.sendall(hello(token=token, world_size=3))
+        assert json.loads(connection.makefile().readline()) == {"kind": "welcome", "host": "node0"}
+        (third,) = begin([2], world_size=3)
+        first.expect("started")
+        connection.sendall(b'{"kind": "line", "text": "last')
+        time.sleep(0.05)
+        connection.sendall(b' words"}\n' + garbage)
+        now = time.time()
+        assert first.expect("line")["text"] == "last words"
+        first.expect_loss(1, None, since=now)
+        third.expect_loss(1, None, since=now)
+
+
+def test_second_process_with_the_same_rank_or_another_world_size_is_refused(begin: Begin, store: StoreServer) -> None:
+    (first,) = begin([0], wait=False, world_size=3)
+    port, token = where(store)
+    begin([1], world_size=3)
+    for rank, world_size in ((1, 3), (2, 4), (0, 3), (7, 3), (-1, 3)):
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            connection.sendall(hello(token=token, rank=rank, world_size=world_size))
+            answer = json.loads(connection.makefile().readline())
+            assert answer["kind"] == "refused"
+            assert f"rank {rank} of {world_size}" in answer["text"]
+    begin([2], world_size=3)
+    first.expect("started")
+    first.nothing_more(0.1)
+
+
+def test_rank_that_goes_while_others_are_on_their_way_is_a_loss_for_all(begin: Begin) -> None:
+    first, second = begin([0], [1], wait=False, world_size=3)
+    second.expect("started")
+    now = second.kill()
+    events = [first.events.get(timeout=PATIENCE) for _ in range(2)]
+    assert {e["event"] for e in events} == {"started", "loss"}
+    assert all(e["time"] - now < 2.0 for e in events)
+    (third,) = begin([2], wait=False, world_size=3)
+    assert {third.events.get(timeout=PATIENCE)["event"] for _ in range(2)} == {"started", "loss"}
+
+
+class Dictionary:
+    """A store inside this process."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+
+    def set(self, key: str, value: str) -> None:
+        self.values[key] = value
+
+    def get(self, key: str) -> bytes:
+        return self.values[key].encode()
+
+
+def test_missing_rank_is_named_on_every_rank() -> None:
+    store, losses = Dictionary(), queue.Queue[Loss]()
+    errors: list[str] = []
+
+    def centre() -> None:
+        with pytest.raises(ForgefieldError) as raised:
+            Watch.start(
+                rank=0, world_size=3, host="a", address="", store=store, on_loss=losses.put, on_line=None, timeout=1.0
+            )
+        errors.append(str(raised.value))
+
+    thread = threading.Thread(target=centre)
+    thread.start()
+    while KEY not in store.values:
+        time.sleep(0.01)
+    member = Watch.start(rank=1, world_size=3, host="b", address="localhost", store=store, on_loss=losses.put)
+    thread.join(PATIENCE)
+    assert "Rank 2 of 3 did not reach rank 0" in errors[0]
+    assert losses.get(timeout=PATIENCE) == member.loss == Loss(0, "a", errors[0])
+    assert losses.empty()
+
+
+def test_rank_0_that_cannot_be_reached_is_an_error_that_says_where() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        port = gone.getsockname()[1]
+    store = Dictionary()
+    store.set(KEY, f"{port} token")
+    with pytest.raises(ForgefieldError, match=rf"Rank 1 \(b\) did not reach rank 0 \(127.0.0.1, port {port}\)"):
+        Watch.start(rank=1, world_size=2, host="b", address="127.0.0.1", store=store, on_loss=print, timeout=0.5)
+    with pytest.raises(ForgefieldError, match="did not learn where rank 0 listens"):
+        Watch.start(rank=1, world_size=2, host="b", address="127.0.0.1", store=Dictionary(), on_loss=print)
+
+
+def test_one_rank_alone_needs_nothing() -> None:
+    lines: list[tuple[int, str]] = []
+    before = threading.active_count()
+    watch = Watch.start(
+        rank=0,
+        world_size=1,
+        host="a",
+        address="",
+        store=None,
+        on_loss=pytest.fail,
+        on_line=lambda r, t: lines.append((r, t)),
+    )
+    watch.line("one")
+    watch.fail("nobody is there")
+    watch.leave()
+    watch.leave()
+    assert lines == [(0, "one")]
+    assert watch.loss is None
+    assert threading.active_count() == before
+
+
+def test_callbacks_that_raise_do_not_end_the_watch(capfd: pytest.CaptureFixture[str]) -> None:
+    store, called = Dictionary(), queue.Queue[Any]()
+
+    def broken(*arguments: Any) -> None:
+        called.put(arguments)
+        raise OSError("disk full")
+
+    watches: list[Watch] = []
+    thread = threading.Thread(
+        target=lambda: watches.append(
+            Watch.start(rank=0, world_size=2, host="a", address="", store=store, on_loss=broken, on_line=broken)
+        )
+    )
+    thread.start()
+    while KEY not in store.values:
+        time.sleep(0.01)
+    member = Watch.start(rank=1, world_size=2, host="b", address="localhost", store=store, on_loss=pytest.fail)
+    thread.join(PATIENCE)
+    watches[0].line("mine")
+    member.line("yours")
+    member.fail("why")
+    member.leave()
+    watches[0].leave()
+    assert [called.get(timeout=PATIENCE) for _ in range(3)] == [(0, "mine"), (1, "yours"), (Loss(1, "b", "why"),)]
+    assert capfd.readouterr().err.count("OSError: disk full") == 3
+
+
+def test_torchs_store_serves() -> None:
+    dist = pytest.importorskip("torch.distributed")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    losses = queue.Queue[Loss]()
+    watches: list[Watch] = []
+
+    def one(rank: int) -> None:
+        own = dist.TCPStore("127.0.0.1", store.port, is_master=False)
+        watches.append(
+            Watch.start(rank=rank, world_size=3, host=f"node{rank}", address="127.0.0.1", store=own, on_loss=losses.put)
+        )
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    watches[0].fail("why")
+    assert losses.get(timeout=PATIENCE) == losses.get(timeout=PATIENCE) == watches[0].loss
+    for watch in watches:
+        watch.leave()
+
+
+def test_64_ranks_all_learn_of_the_same_first_loss(begin: Begin) -> None:
+    groups = [[0], list(range(1, 22)), list(range(22, 43)), list(range(43, 64))]
+    centre, *others = begin(*groups)
+    now = others[1].kill()
+    loss = centre.expect("loss")
+    assert loss["rank"] in groups[2]
+    assert loss["time"] - now < 2.0
+    for process, ranks in zip([others[0], others[2]], [groups[1], groups[3]], strict=True):
+        told = [process.expect("loss") for _ in ranks]
+        assert sorted(event["by"] for event in told) == ranks
+        assert {event["rank"] for event in told} == {loss["rank"]}
+        assert all(event["time"] - now < 2.0 for event in told)
