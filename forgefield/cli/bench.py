@@ -137,6 +137,8 @@ def _measure_group(config: DictConfig, ranks: Ranks, args: argparse.Namespace) -
 
 def _measure_here(config: DictConfig, args: argparse.Namespace) -> int:
     """Start the processes of each measurement on this machine, one measurement after the other."""
+    from forgefield.training.summary import digits
+
     places, kind = _places(config)
     numbers = numbers_of_ranks(args.ranks) if args.ranks is not None else _doubling(places)
     if kind == "GPU" and max(numbers) > places:
@@ -155,10 +157,12 @@ def _measure_here(config: DictConfig, args: argparse.Namespace) -> int:
         measurement, code = _spawn(_on_devices(config, n, kind), n, args, threads=threads)
         if measurement is None:
             console.print("no result")
-            if code not in (2, 130):  # those two have said what they have to say
+            if code == 130:
+                raise KeyboardInterrupt
+            if code != 2:  # the processes have said it already
                 raise ForgefieldError(f"The measurement with {_processes(n)} ended with exit code {code}.")
             return code
-        console.print(f"{measurement.samples_per_second:.3g} samples/s", markup=False)
+        console.print(f"{digits(measurement.samples_per_second)} samples/s", markup=False)
         measurements.append(measurement)
     _conclude(console, measurements, config, args, warnings)
     return 0
@@ -318,14 +322,16 @@ def efficiency(one: Measurement, first: Measurement) -> float:
 
 
 def scaling_table(measured: Sequence[Measurement]) -> Table:
+    from forgefield.training.summary import digits
+
     table = _table("ranks", "s per 100 samples", "samples/s", "atoms/s", "speed-up", "efficiency")
     first = measured[0]
     for one in measured:
         table.add_row(
             str(one.ranks),
-            f"{100 / one.samples_per_second:.3f}",
-            f"{one.samples_per_second:.1f}",
-            f"{one.atoms_per_second:.0f}",
+            digits(100 / one.samples_per_second),
+            digits(one.samples_per_second),
+            digits(one.atoms_per_second),
             f"{speed_up(one, first):.2f}",
             f"{100 * efficiency(one, first):.0f} %",
         )
@@ -374,7 +380,9 @@ def parts_notes(measured: Sequence[Measurement]) -> list[str]:
     strategies = ", ".join(dict.fromkeys(f"{m.strategy} ({m.backend})" for m in measured if m.ranks > 1))
     notes = ["Mean over ranks / slowest rank. Waiting is time spent in the exchange before the last rank has come."]
     if any(one.marks_synchronised for one in measured):
-        notes.append("Parts are timed with the GPU halted at each mark, the step without: they add up to more than it.")
+        notes.append(
+            "Parts are timed in steps of their own, with the GPU halted at each mark: they do not add up to the step."
+        )
     notes += [
         f"gradient message   {last.message_bytes / 1e6:.3g} MB a step, {last.parameters:,} parameters",
         f"exchange           {strategies or 'none, one process'}",

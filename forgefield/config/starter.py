@@ -69,7 +69,7 @@ def starter_config(facts: DataFacts, *, name: str) -> tuple[dict[str, Any], dict
     notes = {
         "data.train": describe(facts),
         "data.cutoff": f"Radius of the neighbour list, A: {neighbours:.0f} neighbours per atom on average.",
-        "data.batch.frames": f"Frames per optimiser step: about {frames * facts.mean_atoms:.0f} atoms.",
+        "data.batch.frames": f"Frames per batch on each process: about {frames * facts.mean_atoms:.0f} atoms.",
         "data.species": "Chemical species the model knows, in order: those in the data.",
         "data.units": unit_note(facts),
         "trainer.max_epochs": f"{steps} batches make an epoch; {epochs * steps} optimiser steps in all.",

@@ -24,6 +24,8 @@ class StepExchange:
         self._message: Tensor | None = None
         self._work: Any = None
         self._n_counts = 0
+        self.mark: Callable[[str], None] = lambda moment: None
+        """Called with `wait begins` and `wait ends` around the wait for the counts, for whoever measures it."""
 
     def send(self, counts: Tensor) -> None:
         """Start adding up `counts`, (n,) float64, over all ranks."""
@@ -36,7 +38,9 @@ class StepExchange:
 
     def counts(self) -> Tensor:
         """The counts of all ranks together. On a GPU the stream waits for them, not the host."""
+        self.mark("wait begins")
         self._wait()
+        self.mark("wait ends")
         assert self._message is not None
         return self._message[: self._n_counts]
 

@@ -78,7 +78,6 @@ def failing_together(ranks: Ranks) -> Iterator[None]:
             watch.fail(text)
             if ranks.is_first:
                 raise
-            time.sleep(MOMENT)  # rank 0 must have read the news before this process, and its sockets, go away
             leave_at_once(exit_code(text))
         # `on_loss` has been called, or is being called in its thread, and prints; a moment later nothing is left to say.
         time.sleep(MOMENT)

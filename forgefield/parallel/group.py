@@ -124,13 +124,13 @@ def connect(launch: Launch, *, on_loss: Any) -> Ranks:
     if launch.world_size == 1:
         return alone(launch)
     _tell_libraries(launch)
-    backend = backends()
     try:
         store, _, _ = next(
             dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timedelta(minutes=MEETING_MINUTES))
         )
         # An agent that starts the processes again may offer the same store: what the dead ones left there must not be met.
         store = dist.PrefixStore(f"forgefield/{launch.restarts}/{launch.world_size}", store)
+        backend = backends(shared_gpus=_share_gpus(launch, store))
         dist.init_process_group(
             backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timedelta(minutes=30)
         )
@@ -156,14 +156,33 @@ def connect(launch: Launch, *, on_loss: Any) -> Ranks:
     return ranks
 
 
-def backends() -> str:
-    """What carries messages of each kind of device here, in torch's notation."""
+def backends(*, shared_gpus: bool = False) -> str:
+    """What carries messages of each kind of device here, in torch's notation. nccl wants a GPU for each process."""
     found = ["cpu:gloo"]
     if torch.cuda.is_available() and dist.is_nccl_available():
-        found.append("cuda:nccl")
+        found.append("cuda:gloo" if shared_gpus else "cuda:nccl")
     if hasattr(torch, "xpu") and torch.xpu.is_available() and dist.is_xccl_available():
         found.append("xpu:xccl")
     return ",".join(found)
+
+
+def gpu_index(launch: Launch) -> int:
+    """Which of the GPUs that this process sees is its own; the only one, where the launcher shows each process its own."""
+    return launch.local_rank % max(torch.cuda.device_count(), 1)
+
+
+def _share_gpus(launch: Launch, store: dist.Store) -> bool:
+    """Whether any two processes of a node have the same GPU, found out through the store; the same answer on all ranks."""
+    own = ""
+    if torch.cuda.is_available():
+        own = str(torch.cuda.get_device_properties(gpu_index(launch)).uuid)
+    place = f"gpu/{socket.gethostname()}"
+    store.set(f"{place}/{launch.local_rank}", own)
+    neighbours = [store.get(f"{place}/{number}").decode() for number in range(launch.local_size)]
+    store.add("sharing", int(own != "" and neighbours.count(own) > 1))
+    if store.add("compared", 1) == launch.world_size:
+        store.set("result", str(store.add("sharing", 0)))
+    return store.get("result") != b"0"
 
 
 def free_port() -> int:
@@ -224,4 +243,4 @@ def interface_towards(address: str) -> str | None:
     return None
 
 
-__all__ = ["Loss", "Ranks", "alone", "backends", "connect", "free_port", "interface_towards", "usable_threads"]
+__all__ = ["Loss", "Ranks", "alone", "backends", "connect", "free_port", "gpu_index", "interface_towards", "usable_threads"]

@@ -1,6 +1,6 @@
 """Starts the ranks of one machine where no launcher did, and looks after them until the last one has ended.
 
-No process is left behind: not when one rank fails, not when a rank does not want to end, not when this process is killed.
+No rank is left behind: not when one fails, not when one does not want to end, not when this process is killed.
 """
 
 from __future__ import annotations

@@ -58,8 +58,8 @@ class SimpleDDPStrategy(DDPStrategy):
             raise ForgefieldError(f"SimpleDDPStrategy: bucket_mb is positive, not {bucket_mb}.")
         self.bucket_bytes = int(bucket_mb * 2**20)
         self.buckets: GradientBuckets | None = None
-        self.before_reduction: Callable[[], None] | None = None
-        self.after_reduction: Callable[[], None] | None = None
+        self.mark: Callable[[str], None] = lambda moment: None
+        """Called with `reduction begins` and `reduction ends`, for whoever measures it."""
         self._held = False
 
     def configure_ddp(self) -> None:
@@ -84,11 +84,9 @@ class SimpleDDPStrategy(DDPStrategy):
     def average_gradients(self) -> None:
         """Replace every gradient by its mean over ranks."""
         assert self.buckets is not None
-        if self.before_reduction is not None:
-            self.before_reduction()
+        self.mark("reduction begins")
         self.buckets.average()
-        if self.after_reduction is not None:
-            self.after_reduction()
+        self.mark("reduction ends")
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

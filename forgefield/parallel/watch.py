@@ -1,17 +1,16 @@
-"""Every rank learns at once that another rank is gone, however it went: each keeps one TCP connection to rank 0, and the
-operating system closes it when the process ends. Rank 0 tells all the others which rank went first.
+"""Every rank learns at once that another rank is gone, however it went: each keeps one TCP connection to rank 0, and
+the operating system closes it when the process ends. Rank 0 tells all the others which rank went first.
 
 Contract. One daemon thread per process owns all sockets; other threads only hand it requests, without locks, so that
-`line` may be called from anywhere. Messages are JSON objects, one per line: hello, line, fail, leave to rank 0; welcome,
-refused, loss, leave from rank 0. Those in `POSTED` arrive in order, and the other side says `got` (so many bytes) when it
-has dealt with them. That is how `fail` and `leave` know that they were heard, and it keeps so little under way that a
-rank 0 that is busy for long does not look like a broken network.
+`line` may be called from anywhere. Messages are JSON objects, one per line: hello, line, fail, leave to rank 0;
+welcome, refused, loss, leave from rank 0. Those in `POSTED` arrive in order, and the other side says `got` (so many
+bytes) when it has dealt with them. That is how `fail` and `leave` know that they were heard, and it keeps so little
+under way that a rank 0 that is busy for long does not look like a broken network.
 """
 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import secrets
 import selectors
@@ -28,29 +27,25 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from forgefield.errors import ForgefieldError
+from forgefield.parallel.wire import (
+    MESSAGE_LIMIT,
+    Connection,
+    Unreadable,
+    allow_open_files,
+    decode,
+    encode,
+    listen,
+    shortened,
+)
 
 KEY = "forgefield/watch"
 """Where rank 0 leaves "port token" in the store."""
 FAIL_PATIENCE, LEAVE_PATIENCE = 2.0, 5.0
 """Seconds to wait until `fail` and `leave` are heard."""
 SPREAD = 1.0
-"""At most so many seconds rank 0 makes sure that all others know of a loss before `on_loss`, which may end it, is called."""
-WINDOW = 32 * 1024
-"""Bytes under way on one connection; one longer message goes alone."""
+"""Seconds at most in which rank 0 has all others know of a loss before it calls its own `on_loss`, which may exit."""
 PENDING_LIMIT = 16 * 1024**2
 """Bytes of lines that wait for a busy rank 0; what comes on top is counted and left out."""
-MESSAGE_LIMIT, STRANGER_LIMIT, TEXT_LIMIT = 16 * 1024**2, 4096, 1_000_000
-FIELDS: dict[str, dict[str, Any]] = {
-    "hello": {"token": str, "rank": int, "host": str, "world_size": int},
-    "welcome": {"host": str},
-    "refused": {"text": str},
-    "line": {"text": str},
-    "fail": {"text": str},
-    "loss": {"rank": int, "host": str, "text": (str, type(None))},
-    "leave": {},
-    "got": {"bytes": int},
-}
-POSTED = frozenset({"line", "fail", "loss", "leave"})
 
 
 @dataclass(frozen=True)
@@ -62,79 +57,10 @@ class Loss:
     text: str | None
 
 
-class _Unreadable(Exception):
-    """The other side sent what is no message of ours."""
-
-
 class _Wait(NamedTuple):
     until: float
     ready: Callable[[], bool]
     then: Callable[[], None]
-
-
-class _Connection:
-    """One end of a connection: whole messages in and out, and how much of what was posted is dealt with over there."""
-
-    def __init__(
-        self, sock: socket.socket, *, rank: int = -1, host: str = "", received: bytearray | None = None
-    ) -> None:
-        sock.setblocking(False)
-        _keep_alive(sock)
-        self.sock, self.rank, self.host = sock, rank, host
-        self.events = selectors.EVENT_READ
-        self.spoken = self.left = self.closed = self.deaf = False
-        self.received, self.handled = received or bytearray(), 0
-        self.queue: deque[bytes] = deque()
-        self.out, self.queued, self.unconfirmed = bytearray(), 0, 0
-
-    @property
-    def confirmed(self) -> bool:
-        return self.closed or self.deaf or not (self.queue or self.unconfirmed)
-
-    def post(self, message: dict[str, Any]) -> None:
-        self.queue.append(data := _encode(message))
-        self.queued += len(data)
-
-    def send(self) -> None:
-        """Hand the operating system what it takes now."""
-        while self.queue and (self.left or self.unconfirmed < WINDOW):
-            data = self.queue.popleft()
-            self.queued -= len(data)
-            self.unconfirmed += len(data)
-            self.out += data
-        try:
-            while self.out and not self.deaf:
-                del self.out[: self.sock.send(self.out)]
-        except (BlockingIOError, InterruptedError):
-            return
-        except OSError:
-            self.deaf = True  # what the other side said before it went may still be there to be read
-        if self.deaf:
-            self.out.clear()
-            self.queue.clear()
-            self.queued = 0
-
-    def receive(self) -> Iterator[dict[str, Any]]:
-        """The messages that one read completes."""
-        try:
-            data = self.sock.recv(65536)
-        except (BlockingIOError, InterruptedError):
-            return
-        except OSError:
-            data = b""
-        self.closed = not data
-        self.received += data
-        if b"\n" in data:
-            yield from self.messages()
-        if len(self.received) > (STRANGER_LIMIT if self.rank < 0 else MESSAGE_LIMIT):
-            raise _Unreadable
-
-    def messages(self) -> Iterator[dict[str, Any]]:
-        *lines, self.received = self.received.split(b"\n")
-        for line in lines:
-            message = _decode(line)
-            self.handled += len(line) + 1 if message["kind"] in POSTED else 0
-            yield message
 
 
 class Watch:
@@ -146,8 +72,8 @@ class Watch:
         self._rank, self._host, self._on_loss, self._on_line = rank, host, on_loss, on_line
         self._loss: Loss | None = None
         self._spoken = self._left = self._stop = self._over = False
-        self._connections: set[_Connection] = set()
-        self._dirty: set[_Connection] = set()
+        self._connections: set[Connection] = set()
+        self._dirty: set[Connection] = set()
         self._waits: list[_Wait] = []
         self._requests: deque[Callable[[], None]] = deque()
         self._askers: list[threading.Event] = []
@@ -176,9 +102,9 @@ class Watch:
     ) -> Watch:
         """Meet the other ranks: rank 0 returns when all have said hello, the others when rank 0 has answered.
 
-        address: where the others find rank 0. store: anything with `set(key, value)` and a `get(key)` that waits for the
-        key; fresh for each attempt of a job. timeout: seconds. on_loss: called once, in the watch thread, also when a
-        rank goes while others are still on their way (rank 0 then waits no longer). on_line: called on rank 0, in the
+        address: where the others find rank 0. store: anything with `set(key, value)` and a `get(key)` that waits for
+        the key; fresh for each attempt of a job. timeout: seconds. on_loss: called once, in the watch thread, also when
+        a rank goes while others are still on their way (rank 0 then waits no longer). on_line: called on rank 0, in the
         watch thread for the lines of other ranks and in the calling thread for its own.
         """
         if rank == 0:
@@ -191,7 +117,7 @@ class Watch:
         return self._loss
 
     def line(self, text: str) -> None:
-        """Send one line of log to rank 0. Never raises and does not wait; after the end of the watch it does nothing."""
+        """Send one line of log to rank 0. Never raises, does not wait, does nothing after the end of the watch."""
         raise NotImplementedError
 
     def fail(self, text: str) -> None:
@@ -201,7 +127,7 @@ class Watch:
         """
         if not (self._spoken or self._left):
             self._spoken = True
-            self._ask(partial(self._tell, _shortened(text)), lambda: None, FAIL_PATIENCE)
+            self._ask(partial(self._tell, shortened(text)), lambda: None, FAIL_PATIENCE)
 
     def leave(self) -> None:
         """End the watch in good order, after all that was sent: that this connection closes is no loss to anybody."""
@@ -213,10 +139,10 @@ class Watch:
         """Have everybody know that this rank fails."""
         raise NotImplementedError
 
-    def _handle(self, connection: _Connection, message: dict[str, Any]) -> None:
+    def _handle(self, connection: Connection, message: dict[str, Any]) -> None:
         raise NotImplementedError
 
-    def _lost(self, connection: _Connection) -> None:
+    def _lost(self, connection: Connection) -> None:
         raise NotImplementedError
 
     def _ask(self, begin: Callable[[], None], then: Callable[[], None], patience: float) -> None:
@@ -276,41 +202,41 @@ class Watch:
                 self._waits.remove(wait)
                 wait.then()
 
-    def _ready(self, connection: _Connection, events: int) -> None:
+    def _ready(self, connection: Connection, events: int) -> None:
         if events & selectors.EVENT_WRITE:
             self._dirty.add(connection)
         if events & selectors.EVENT_READ and not connection.closed:
             self._hear(connection, connection.receive())
 
-    def _hear(self, connection: _Connection, messages: Iterator[dict[str, Any]]) -> None:
+    def _hear(self, connection: Connection, messages: Iterator[dict[str, Any]]) -> None:
         try:
             for message in messages:
                 if message["kind"] == "got":
                     connection.unconfirmed = max(0, connection.unconfirmed - message["bytes"])
                 else:
                     self._handle(connection, message)
-        except _Unreadable:
+        except Unreadable:
             connection.closed = True
         if connection.closed:
             self._drop(connection)
             self._lost(connection)
             return
         if connection.handled:
-            connection.out += _encode({"kind": "got", "bytes": connection.handled})
+            connection.out += encode({"kind": "got", "bytes": connection.handled})
             connection.handled = 0
         self._dirty.add(connection)
 
-    def _add(self, connection: _Connection) -> None:
+    def _add(self, connection: Connection) -> None:
         self._connections.add(connection)
         self._selector.register(connection.sock, connection.events, partial(self._ready, connection))
 
-    def _drop(self, connection: _Connection) -> None:
+    def _drop(self, connection: Connection) -> None:
         connection.closed = True
         self._connections.discard(connection)
         self._selector.unregister(connection.sock)
         connection.sock.close()
 
-    def _peers(self) -> list[_Connection]:
+    def _peers(self) -> list[Connection]:
         return [c for c in self._connections if c.rank >= 0 and not c.left]
 
     def _all_confirmed(self) -> bool:
@@ -365,8 +291,8 @@ class _Centre(Watch):
         if self._world_size == 1:
             self._close()
             return self
-        _allow_open_files(self._world_size + 512)
-        self._listener = _listen()
+        allow_open_files(self._world_size + 512)
+        self._listener = listen()
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         port = self._listener.getsockname()[1]
         self._thread.start()
@@ -374,8 +300,9 @@ class _Centre(Watch):
             store.set(KEY, f"{port} {self._token}")
             if not self._met.wait(timeout):
                 self._trouble = (
-                    f"{_ranks(self._missing)} of {self._world_size} did not reach rank 0 ({self._host}, port {port}) within "
-                    f"{timeout:g} s: look for their errors, and whether the network lets these machines connect on any port."
+                    f"{_ranks(self._missing)} of {self._world_size} did not reach rank 0 ({self._host}, port {port}) "
+                    f"within {timeout:g} s: look for their errors, and whether the network lets these machines connect "
+                    "on any port."
                 )
             if self._trouble is not None:
                 self.fail(self._trouble)
@@ -396,7 +323,7 @@ class _Centre(Watch):
         if self._listener is None:
             return
         try:
-            self._add(_Connection(self._listener.accept()[0]))
+            self._add(Connection(self._listener.accept()[0]))
         except OSError as error:
             if error.errno not in (errno.EMFILE, errno.ENFILE):
                 return  # the one that knocked went away again
@@ -413,10 +340,10 @@ class _Centre(Watch):
             self._listener.close()
             self._listener = None
 
-    def _handle(self, connection: _Connection, message: dict[str, Any]) -> None:
+    def _handle(self, connection: Connection, message: dict[str, Any]) -> None:
         kind = message["kind"]
         if (connection.rank < 0) != (kind == "hello"):
-            raise _Unreadable
+            raise Unreadable
         if kind == "hello":
             self._greet(connection, message)
         elif kind == "line":
@@ -428,21 +355,21 @@ class _Centre(Watch):
         elif kind == "leave":
             connection.left = True
         else:
-            raise _Unreadable
+            raise Unreadable
 
-    def _greet(self, connection: _Connection, hello: dict[str, Any]) -> None:
+    def _greet(self, connection: Connection, hello: dict[str, Any]) -> None:
         rank, world_size = hello["rank"], hello["world_size"]
         if not secrets.compare_digest(hello["token"].encode("utf-8", "replace"), self._token.encode()):
-            raise _Unreadable
+            raise Unreadable
         if world_size != self._world_size or rank not in self._missing:
             text = (
                 f"Rank 0 expects {self._world_size} ranks and each of them once, but rank {rank} of {world_size} came"
             )
-            connection.out += _encode({"kind": "refused", "text": f"{text} from {hello['host']}: compare their start."})
+            connection.out += encode({"kind": "refused", "text": f"{text} from {hello['host']}: compare their start."})
             connection.send()
-            raise _Unreadable
+            raise Unreadable
         connection.rank, connection.host = rank, hello["host"]
-        connection.out += _encode({"kind": "welcome", "host": self._host})
+        connection.out += encode({"kind": "welcome", "host": self._host})
         if self._loss is not None:
             connection.post(_message(self._loss))
         self._missing.discard(rank)
@@ -452,7 +379,7 @@ class _Centre(Watch):
                 self._drop(stranger)
             self._met.set()
 
-    def _lost(self, connection: _Connection) -> None:
+    def _lost(self, connection: Connection) -> None:
         if connection.rank > 0 and not (connection.left or connection.spoken):
             self._learn(Loss(connection.rank, connection.host, None))
 
@@ -469,7 +396,7 @@ class _Centre(Watch):
 class _Member(Watch):
     """The watch of any other rank, with one connection: that to rank 0."""
 
-    def begin(self, centre: _Connection) -> Watch:
+    def begin(self, centre: Connection) -> Watch:
         self._centre, self._left_out = centre, 0
         self._add(centre)
         self._request(lambda: self._hear(centre, centre.messages()))  # what came together with the welcome
@@ -478,7 +405,7 @@ class _Member(Watch):
 
     def line(self, text: str) -> None:
         if not (self._over or self._left):
-            self._request(partial(self._post_line, _shortened(text)))
+            self._request(partial(self._post_line, shortened(text)))
 
     def _post_line(self, text: str) -> None:
         if self._centre.queued > PENDING_LIMIT:
@@ -493,22 +420,22 @@ class _Member(Watch):
     def _tell(self, text: str) -> None:
         self._post_to_all({"kind": "fail", "text": text})
 
-    def _handle(self, connection: _Connection, message: dict[str, Any]) -> None:
+    def _handle(self, connection: Connection, message: dict[str, Any]) -> None:
         if message["kind"] == "loss":
             self._learn(Loss(message["rank"], message["host"], message["text"]))
         elif message["kind"] == "leave":
             connection.left = True  # nothing is held back any more, so that it goes out before our confirmation
             connection.send()
         else:
-            raise _Unreadable
+            raise Unreadable
 
-    def _lost(self, connection: _Connection) -> None:
+    def _lost(self, connection: Connection) -> None:
         if not connection.left:
             self._learn(Loss(0, connection.host, None))
         self._finish()
 
 
-def _connect(hello: dict[str, Any], address: str, store: Any, timeout: float) -> _Connection:
+def _connect(hello: dict[str, Any], address: str, store: Any, timeout: float) -> Connection:
     """Say hello to rank 0 until it answers."""
     deadline = time.monotonic() + timeout
     where, reason = address, "no time left"
@@ -527,15 +454,15 @@ def _connect(hello: dict[str, Any], address: str, store: Any, timeout: float) ->
             reason = str(error)
             time.sleep(min(0.2, left))
     raise ForgefieldError(
-        f"Rank {hello['rank']} ({hello['host']}) did not reach rank 0 ({where}) within {timeout:g} s ({reason}): look for "
-        "the error of rank 0, and whether the network lets these machines connect on any port."
+        f"Rank {hello['rank']} ({hello['host']}) did not reach rank 0 ({where}) within {timeout:g} s ({reason}): look "
+        "for the error of rank 0, and whether the network lets these machines connect on any port."
     )
 
 
-def _greeted(sock: socket.socket, hello: dict[str, Any], deadline: float) -> _Connection:
+def _greeted(sock: socket.socket, hello: dict[str, Any], deadline: float) -> Connection:
     """A connection over which rank 0 said welcome; OSError where nobody of ours is at the other end."""
     try:
-        sock.sendall(_encode(hello))
+        sock.sendall(encode(hello))
         received = bytearray()
         while b"\n" not in received:
             sock.settimeout(max(0.001, deadline - time.monotonic()))
@@ -543,13 +470,13 @@ def _greeted(sock: socket.socket, hello: dict[str, Any], deadline: float) -> _Co
             if not data or len(received) > MESSAGE_LIMIT:
                 raise ConnectionError("it closed the connection")
         first, _, rest = received.partition(b"\n")
-        answer = _decode(first)
+        answer = decode(first)
         if answer["kind"] == "refused":
             raise ForgefieldError(answer["text"])
         if answer["kind"] != "welcome":
-            raise _Unreadable
-        return _Connection(sock, rank=0, host=answer["host"], received=rest)
-    except _Unreadable:
+            raise Unreadable
+        return Connection(sock, rank=0, host=answer["host"], received=rest)
+    except Unreadable:
         sock.close()
         raise ConnectionError("another program listens there") from None
     except BaseException:
@@ -559,28 +486,6 @@ def _greeted(sock: socket.socket, hello: dict[str, Any], deadline: float) -> _Co
 
 def _message(loss: Loss) -> dict[str, Any]:
     return {"kind": "loss", "rank": loss.rank, "host": loss.host, "text": loss.text}
-
-
-def _encode(message: dict[str, Any]) -> bytes:
-    return json.dumps(message).encode("ascii") + b"\n"
-
-
-def _decode(line: bytes | bytearray) -> dict[str, Any]:
-    try:
-        message = json.loads(line)
-        if all(isinstance(message[name], kind) for name, kind in FIELDS[message["kind"]].items()):
-            return message
-    except (ValueError, TypeError, KeyError, RecursionError):
-        pass
-    raise _Unreadable
-
-
-def _shortened(text: str) -> str:
-    """The beginning and the end of an immense text."""
-    half = TEXT_LIMIT // 2
-    if len(text) <= TEXT_LIMIT:
-        return text
-    return f"{text[:half]} ... ({len(text) - 2 * half} characters left out) ... {text[-half:]}"
 
 
 def _ranks(ranks: set[int]) -> str:
@@ -595,33 +500,3 @@ def _call(function: Callable[..., None], *arguments: Any) -> None:
     except Exception:
         with suppress(Exception):
             traceback.print_exc()
-
-
-def _listen() -> socket.socket:
-    """A free port of all interfaces, for IPv4 and, where the machine has it, IPv6."""
-    try:
-        listener = socket.create_server(("", 0), family=socket.AF_INET6, backlog=4096, dualstack_ipv6=True)
-    except (OSError, ValueError):
-        listener = socket.create_server(("", 0), backlog=4096)
-    listener.setblocking(False)
-    return listener
-
-
-def _keep_alive(sock: socket.socket) -> None:
-    """Have the operating system close a connection whose other end has not answered for about 30 s."""
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    idle = {"TCP_KEEPIDLE": 10, "TCP_KEEPALIVE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
-    for name, value in {"TCP_NODELAY": 1, **idle}.items():
-        if hasattr(socket, name):
-            with suppress(OSError):
-                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
-def _allow_open_files(n: int) -> None:
-    import resource
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < n:
-        with suppress(ValueError, OSError):
-            wanted = n if hard == resource.RLIM_INFINITY else min(n, hard)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

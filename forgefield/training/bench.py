@@ -198,9 +198,10 @@ class StepTimer(Callback):
         strategy, loader = trainer.strategy, _loader(trainer)
         self.on_cpu = strategy.root_device.type == "cpu"
         self.full_batches = len(loader.dataset) >= loader.frames_per_step * trainer.accumulate_grad_batches
-        if isinstance(strategy, SimpleDDPStrategy):
-            strategy.before_reduction = _both(strategy.before_reduction, lambda: self._charge("compute"))
-            strategy.after_reduction = _both(strategy.after_reduction, lambda: self._charge("communication"))
+        sources: list[Any] = [strategy, getattr(pl_module, "exchange", None)]
+        for source in sources:
+            if hasattr(source, "mark"):
+                source.mark = _both(source.mark, self._at)
         # The module's hook comes behind those of callbacks, and what it does (the average of weights) is part of the update.
         own_end = pl_module.on_train_batch_end
 
@@ -227,6 +228,10 @@ class StepTimer(Callback):
         if not self.message_bytes:
             gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
             self.message_bytes = sum(gradient.numel() * gradient.element_size() for gradient in gradients)
+
+    def _at(self, moment: str) -> None:
+        """A moment that the strategy or the exchange tells of: what it ends is communication, what it begins ends compute."""
+        self._charge("communication" if moment.endswith("ends") else "compute")
 
     def _charge(self, part: str) -> None:
         """Count the time since the last mark as this part of the step."""
@@ -336,11 +341,10 @@ def _waiting(communication: Sequence[Sequence[float]]) -> float:
     return statistics.fmean(statistics.fmean(step) - min(step) for step in zip(*communication))
 
 
-def _both(first: Callable[[], None] | None, second: Callable[[], None]) -> Callable[[], None]:
-    def both() -> None:
-        if first is not None:
-            first()
-        second()
+def _both(first: Callable[[str], None], second: Callable[[str], None]) -> Callable[[str], None]:
+    def both(moment: str) -> None:
+        first(moment)
+        second(moment)
 
     return both
 

@@ -211,7 +211,7 @@ def _run_lightning(
         *([] if quick else [BestModel(run.checkpoints, monitor)]),
         *([TensorBoardLog(run.path / "tensorboard", training.tensorboard, step)] if training.tensorboard else []),
         *([early] if (early := early_stopping(training.early_stopping, monitor)) else []),
-        *([Pace(ranks, journal)] if ranks.world_size > 1 else []),
+        *([Pace(ranks, journal, exchange)] if ranks.world_size > 1 else []),
         *progress,
         *user_callbacks(config.callbacks),
     ]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import threading
 import warnings
 from datetime import datetime
 from pathlib import Path
@@ -45,6 +46,7 @@ class Journal:
         self.console = console
         self._early: list[str] = []
         self._files: list[TextIO] = []
+        self._writing = threading.Lock()
         self._handler: logging.Handler | None = None
         if file is not None and (self.ranks.is_first or mode == "workers"):
             self._open(own_name(file, self.ranks.rank) if mode == "workers" else file)
@@ -107,10 +109,11 @@ class Journal:
         self._write(line + "\n")
 
     def _write(self, text: str) -> None:
-        for file in self._files:
-            if not file.closed:
-                file.write(text)
-                file.flush()
+        with self._writing:  # lines of other ranks come from the thread that hears them
+            for file in self._files:
+                if not file.closed:
+                    file.write(text)
+                    file.flush()
 
     def _quiet_terminal(self) -> None:
         """Lightning's remarks about itself go to the file only; ours say what matters to the user."""

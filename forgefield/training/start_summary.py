@@ -106,7 +106,7 @@ def process_rows(trainer: L.Trainer, ranks: Ranks) -> Rows:
         ("device", f"{device_name(device)} ({device})"),
         ("visible devices", ", ".join(f"{key}={item}" for key, item in visible.items()) or _counted()),
         ("threads", f"{torch.get_num_threads()} per process"),
-        ("backend", ranks.backend if together else "none needed"),
+        ("backend", _backend(ranks) if together else "none needed"),
         ("trainer precision", str(trainer.precision)),
     ]
     if device.type == "cuda":
@@ -119,6 +119,11 @@ def process_rows(trainer: L.Trainer, ranks: Ranks) -> Rows:
 
 
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+
+
+def _backend(ranks: Ranks) -> str:
+    shared = "cuda:gloo" in ranks.backend
+    return ranks.backend + (" (several processes share a GPU, which nccl does not allow)" if shared else "")
 
 
 def _counted() -> str:

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from forgefield.config.components import check_signature, import_path
 from forgefield.errors import ForgefieldError
 from forgefield.parallel.environment import LaunchedEnvironment
-from forgefield.parallel.group import Ranks, free_port
+from forgefield.parallel.group import Ranks, free_port, gpu_index
 from forgefield.parallel.launch import Launch
 from forgefield.parallel.registry import DEFAULT, register_strategies
 from forgefield.training.checkpoint import AtomicCheckpointIO
@@ -109,14 +109,9 @@ def _place_among_ranks(options: dict[str, Any], launch: Launch) -> LaunchedEnvir
     if isinstance(options.get("devices"), list):
         return LaunchedEnvironment(launch)
     gpus = torch.cuda.device_count() if options.get("accelerator", "auto") in ("auto", "gpu", "cuda") else 0
-    if 0 < gpus < launch.local_size:
-        if gpus > 1:
-            raise ForgefieldError(
-                f"{launch.local_size} processes were started on this node, which has {gpus} GPUs; start one per GPU, or "
-                "train on the CPU with trainer.accelerator=cpu."
-            )
-        options["devices"] = 1  # the launcher shows each process its own GPU only
-        return LaunchedEnvironment(launch, device_index=0)
+    if 0 < gpus < launch.local_size:  # the launcher shows each process its own, or several share one
+        options["devices"] = gpus
+        return LaunchedEnvironment(launch, device_index=gpu_index(launch))
     options["devices"] = launch.local_size
     return LaunchedEnvironment(launch)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 START = Path(__file__).with_name("start-slurm.sh")
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
 
 
 class Slurm:
@@ -23,22 +24,14 @@ class Slurm:
         return done.stdout.strip().split(";")[0]
 
     def state(self, job: str) -> str:
-        done = subprocess.run(
-            ["scontrol", "--oneliner", "show", "job", job], capture_output=True, text=True, timeout=60
-        )
+        command = ["scontrol", "--oneliner", "show", "job", job]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
         return next((word[9:] for word in done.stdout.split() if word.startswith("JobState=")), "UNKNOWN")
 
-    def wait(self, job: str, folder: Path, timeout: float = 120) -> str:
+    def wait(self, job: str, folder: Path, timeout: float = 200) -> str:
         """What the finished job printed; fails if it does not end well in `timeout` seconds."""
         deadline = time.monotonic() + timeout
-        while (state := self.state(job)) in (
-            "PENDING",
-            "CONFIGURING",
-            "RUNNING",
-            "COMPLETING",
-            "SUSPENDED",
-            "REQUEUED",
-        ):
+        while (state := self.state(job)) not in ENDED:
             if time.monotonic() > deadline:
                 subprocess.run(["scancel", job], timeout=60)
                 break

@@ -22,7 +22,8 @@ def clean_environment(**extra: str) -> dict[str, str]:
     """The variables of this process without anything that a launcher or an earlier test may have left."""
     kept = {key: value for key, value in os.environ.items() if key not in LAUNCHER_VARIABLES and "SLURM" not in key}
     path = os.pathsep.join([str(Path(sys.executable).parent), kept.get("PATH", "")])
-    return {**kept, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **extra}
+    modules = os.pathsep.join([str(ROOT), *filter(None, [kept.get("PYTHONPATH")])])
+    return {**kept, "PATH": path, "PYTHONPATH": modules, "OMP_NUM_THREADS": "1", **extra}
 
 
 def torchrun(n: int, *options: str) -> list[str]:

@@ -35,7 +35,9 @@ LOSSES: dict[str, dict[str, Any]] = {
     "huber": {"energy": {"loss": "huber", "huber_delta": 0.1}, "forces": {"loss": "huber", "huber_delta": 0.3}},
     "by species": {"energy": {}, "forces": {"species_weights": {"Cu": 3.0, "Au": 0.25}}},
     "one species only": {"forces": {"species_weights": {"Au": 0.0}}},
+    "two batches a step": {"energy": {}, "forces": {"weight": 10.0}, "stress": {"weight": 5.0}},
 }
+TRAINING: dict[str, dict[str, Any]] = {"two batches a step": {"accumulate": 2}}
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +76,7 @@ def one_step(folder: Path, loss: str, world_size: int, strategy: str | None) -> 
     if strategy is not None:
         trainer["strategy"] = strategy
     name = f"{loss.replace(' ', '-')}-{world_size}-{strategy or 'serial'}"
-    return make_config(folder, name, world_size, task=LOSSES[loss], trainer=trainer)
+    return make_config(folder, name, world_size, task=LOSSES[loss], trainer=trainer, training=TRAINING.get(loss, {}))
 
 
 @pytest.fixture(scope="module")

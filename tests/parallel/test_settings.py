@@ -69,7 +69,13 @@ def test_a_resume_with_another_factor_goes_on_with_the_scaled_curve(spec):
     def stepped(factor, n, state=None):
         optimiser = build_optimiser("sgd", [torch.nn.Parameter(torch.zeros(1))], lr=0.1 * factor)
         made = build_scheduler(
-            {**spec, "interval": "step"}, optimiser, monitor="x", validate_every=1, epochs=-1, steps=12, lr_factor=factor
+            {**spec, "interval": "step"},
+            optimiser,
+            monitor="x",
+            validate_every=1,
+            epochs=-1,
+            steps=12,
+            lr_factor=factor,
         )["scheduler"]
         if state is not None:
             optimiser.load_state_dict(state["optimizer_states"][0])

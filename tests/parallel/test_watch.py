@@ -1,4 +1,4 @@
-"""The watch, with real processes: whatever ends a rank, all others know which one it was, and nothing else is a loss."""
+"""The watch, with real processes: whatever ends a rank, all others know which one it was; nothing else is a loss."""
 
 from __future__ import annotations
 

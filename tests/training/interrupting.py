@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 import torch
 from lightning.pytorch.callbacks import Callback
@@ -69,3 +70,12 @@ class CountsBatchStarts(Callback):
 
     def load_state_dict(self, state_dict: dict) -> None:
         self.count = state_dict["count"]
+
+
+class Slow(Callback):
+    """Sleeps $SLOW seconds in every batch, on the ranks in $SLOW_RANKS (default: all)."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
+        ranks = os.environ.get("SLOW_RANKS")
+        if ranks is None or str(trainer.global_rank) in ranks.split(","):
+            time.sleep(float(os.environ.get("SLOW", "0")))

@@ -1,8 +1,9 @@
 """Where the time of a step goes on each rank, and which rank keeps the others waiting.
 
-A step is divided at four moments: the batch is there, the gradients are complete, they are averaged, the weights are updated. What
-lies before the second is a rank's own work; a rank that needs longer for it than the others is named in the log. On a GPU the
-moments are events in its stream, read when a row of metrics is written, so that nothing waits for them.
+A step is divided at these moments: the batch is there, the counts of all ranks are waited for, the gradients are complete, they
+are averaged, the weights are updated. What is not waiting or averaging is a rank's own work; a rank that needs longer for it
+than the others is named in the log. On a GPU the moments are events in its stream, read when a row of metrics is written, so that
+nothing waits for them.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
 
+from forgefield.parallel.exchange import StepExchange
 from forgefield.parallel.group import Ranks
 from forgefield.parallel.strategies import SimpleDDPStrategy
 from forgefield.training.journal import Journal
@@ -45,23 +47,26 @@ class StepTimes:
 
 
 class Pace(Callback):
-    """ranks, journal: who is compared and who is told."""
+    """ranks, journal: who is compared and who is told. exchange: the message of every batch, whose wait is not own work."""
 
-    def __init__(self, ranks: Ranks, journal: Journal) -> None:
+    def __init__(self, ranks: Ranks, journal: Journal, exchange: StepExchange | None = None) -> None:
         self.ranks = ranks
         self.journal = journal
+        self.exchange = exchange
         self._on_gpu = False
         self._ready_at: float | None = None
-        self._marks: list[Any] = []
+        self._marks: dict[str, Any] = {}
         self._data = 0.0
-        self._steps: list[tuple[float, list[Any]]] = []
+        self._steps: list[tuple[float, dict[str, Any]]] = []
         self._told: dict[int, float] = {}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         strategy = trainer.strategy
         self._on_gpu = strategy.root_device.type == "cuda"
         if isinstance(strategy, SimpleDDPStrategy):
-            strategy.before_reduction = strategy.after_reduction = self._mark
+            strategy.mark = self._mark
+        if self.exchange is not None:
+            self.exchange.mark = self._mark
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._ready_at = time.perf_counter()
@@ -70,19 +75,20 @@ class Pace(Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         self._data = time.perf_counter() - self._ready_at if self._ready_at is not None else 0.0
-        self._marks = []
-        self._mark()
+        self._marks = {}
+        self._mark("begins")
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Any) -> None:
         if not isinstance(trainer.strategy, SimpleDDPStrategy):
-            self._mark()  # Lightning's ddp sends gradients while the backward pass runs: only what is before it is our own
-            self._mark()
+            # Lightning's ddp sends gradients while the backward pass runs; only what lies before it is certainly our own.
+            self._mark("reduction begins")
+            self._marks["reduction ends"] = self._marks["reduction begins"]
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._mark()
-        if len(self._marks) == 4 and len(self._steps) < KEPT:
+        self._mark("ends")
+        if "reduction ends" in self._marks and len(self._steps) < KEPT:
             self._steps.append((self._data, self._marks))
         self._ready_at = time.perf_counter()
 
@@ -101,16 +107,15 @@ class Pace(Callback):
             return None
         if self._on_gpu:
             torch.cuda.synchronize()
-        parts = [[data, *(_between(a, b) for a, b in zip(marks, marks[1:]))] for data, marks in steps]
-        return StepTimes(*(statistics.fmean(column) for column in zip(*parts)))
+        return StepTimes(*(statistics.fmean(column) for column in zip(*(_parts(*step) for step in steps))))
 
-    def _mark(self) -> None:
+    def _mark(self, moment: str) -> None:
         if self._on_gpu:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
-            self._marks.append(event)
+            self._marks[moment] = event
         else:
-            self._marks.append(time.perf_counter())
+            self._marks[moment] = time.perf_counter()
 
     def _compare(self) -> None:
         times = self.take()
@@ -129,6 +134,17 @@ class Pace(Callback):
                     f"{self.ranks.describe(rank)} falls behind: its own work takes {1000 * value:.0f} ms a step, "
                     f"{ratio:.1f} times as long as the middle rank's; all others wait for it."
                 )
+
+
+def _parts(data: float, marks: dict[str, Any]) -> tuple[float, float, float, float]:
+    """data, compute, communication, update of one step."""
+
+    def since(earlier: str, later: str) -> float:
+        return _between(marks[earlier], marks[later]) if earlier in marks else 0.0
+
+    waiting = since("wait begins", "wait ends")
+    compute = since("begins", "reduction begins") - waiting
+    return data, compute, waiting + since("reduction begins", "reduction ends"), since("reduction ends", "ends")
 
 
 def _between(a: Any, b: Any) -> float:

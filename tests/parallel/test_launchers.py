@@ -1,0 +1,248 @@
+"""One command, every launcher: what comes out is the training of one process. The launchers are real."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import tiny_config
+from tests.parallel.launching import clean_environment, start, torchrun, train_command, weights, write_config
+from tests.parallel.train_many import train_only
+
+SLOW = "tests.training.interrupting.Slow"
+
+
+def make(folder: Path, name: str, frames: int, **trainer) -> dict:
+    config = tiny_config(folder, name=name, callbacks=[SLOW])
+    config["data"] = {**config["data"], "batch": {"frames": frames}}
+    config["training"] = {**config["training"], "precision": "float64", "checkpoint": {"every_steps": 1}}
+    config["trainer"] = {**config["trainer"], "max_epochs": 2, **trainer}
+    return config
+
+
+@pytest.fixture(scope="module")
+def serial(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("serial")
+    return train_only(make(folder, "serial", 4)).path
+
+
+def assert_same_training(folder: Path, serial: Path, name: str = "launched") -> None:
+    """Adam divides by the root of the squared gradient, so the last bits of a sum grow a little within these six steps."""
+    assert float((weights(folder / "runs" / name) - weights(serial)).abs().max()) < 1e-9
+
+
+def need(program: str) -> str:
+    found = shutil.which(program)
+    if found is None:
+        pytest.skip(f"{program} is not installed")
+    return found
+
+
+def test_torchrun_and_all_that_is_said(tmp_path, serial):
+    """Through the installed command, with a log of all ranks, a scaled learning rate and a rank that falls behind."""
+    config = write_config(tmp_path / "launched.yaml", make(tmp_path, "launched", 2))
+    command = [*torchrun(2, "--no-python"), str(Path(sys.executable).with_name("forgefield")), "train", str(config)]
+    done = start([*command, "-l", "all.log", "-m", "collect"], tmp_path, SLOW="0.3", SLOW_RANKS="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert_same_training(tmp_path, serial)
+    for words in ("distributed", "yes, SimpleDDPStrategy", "torchrun", "world size", "node list", "cpu:gloo"):
+        assert words in done.stdout
+    assert done.stdout.count("epoch 2/2") <= 1
+    assert "2 frames x 2 ranks = 4 frames a step" in done.stdout
+    assert "rank 1 on" in done.stdout
+    assert "falls behind" in done.stdout
+    log = (tmp_path / "all.log").read_text()
+    assert "[rank 1]" in log
+    assert any("my rank" in line and " 1 " in line for line in log.splitlines() if line.startswith("[rank 1]"))
+    assert "[rank 0]" not in log
+
+
+@pytest.mark.parametrize("program", ["mpirun.openmpi", "mpirun.mpich"])
+def test_mpirun(program, tmp_path, serial):
+    options = {"mpirun.openmpi": ["--allow-run-as-root", "--oversubscribe"], "mpirun.mpich": []}[program]
+    config = write_config(tmp_path / "launched.yaml", make(tmp_path, "launched", 2))
+    command = [need(program), *options, "-n", "2", sys.executable, *train_command(config, "-m", "workers")]
+    done = start(command, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert_same_training(tmp_path, serial)
+    assert {"mpirun.openmpi": "Open MPI", "mpirun.mpich": "MPICH or Intel MPI"}[program] in done.stdout
+    assert done.stdout.count("Summary of the training") == 1
+    assert re.search(r"my rank +1 ", (tmp_path / "runs" / "launched" / "log.1.txt").read_text())
+
+
+def test_mpirun_by_the_strategy_of_that_name(tmp_path, serial):
+    """`ddp_with_mpi`: Lightning's DDP in processes that MPI has started."""
+    config = write_config(tmp_path / "launched.yaml", make(tmp_path, "launched", 2, strategy="ddp_with_mpi"))
+    done = start([need("mpirun.mpich"), "-n", "2", sys.executable, *train_command(config)], tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "MPIDDPStrategy" in done.stdout
+    assert_same_training(tmp_path, serial)
+
+
+def test_a_contradiction_is_an_error_before_any_work(tmp_path):
+    config = write_config(tmp_path / "launched.yaml", make(tmp_path, "launched", 2, devices=4))
+    done = start([*torchrun(2), *train_command(config)], tmp_path)
+    assert done.returncode != 0
+    assert "trainer.devices=4" in done.stderr
+    assert done.stderr.count("error: ") == 1
+    assert not (tmp_path / "runs").exists()
+
+
+def test_verbs_for_one_process_refuse_several(tmp_path):
+    done = start([*torchrun(2), "-m", "forgefield", "report", "x"], tmp_path)
+    assert "forgefield report runs in one process, and 2 were started by torchrun" in done.stderr
+
+
+# ---- SLURM
+
+
+def submit(slurm, folder: Path, *options: str, config: Path, **environment: str) -> str:
+    script = f"srun --overlap {sys.executable} -m forgefield train {config}"
+    return slurm.submit(script, folder, "-n", "2", *options, environ=clean_environment(**environment))
+
+
+def output(folder: Path, job: str) -> str:
+    path = folder / f"job-{job}.out"
+    return path.read_text() if path.exists() else ""
+
+
+def wait_for(condition, seconds: float = 90) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it took too long"
+        time.sleep(0.2)
+
+
+def test_srun(slurm, tmp_path, serial):
+    config = write_config(tmp_path / "launched.yaml", make(tmp_path, "launched", 2))
+    job = submit(slurm, tmp_path, config=config)
+    text = slurm.wait(job, tmp_path)
+    assert "srun" in text
+    assert f"job {job}" in text
+    assert_same_training(tmp_path, serial)
+
+
+@pytest.mark.parametrize("how", ["preempted", "warned"])
+def test_a_job_that_slurm_starts_again_ends_as_if_nothing_had_happened(how, slurm, tmp_path, serial):
+    """preempted: `scontrol requeue` takes the job away. warned: SIGUSR1, upon which the job asks to be requeued itself."""
+    config = write_config(tmp_path / "launched.yaml", make(tmp_path, "launched", 2))
+    job = submit(slurm, tmp_path, "--requeue", "--open-mode=append", config=config, SLOW="1.5")
+    wait_for(lambda: any((tmp_path / "runs").glob("launched/checkpoints/step-*2.ckpt")))
+    if how == "preempted":
+        subprocess.run(["scontrol", "requeue", job], check=True, timeout=60)
+    else:
+        subprocess.run(["scancel", "--signal=USR1", job], check=True, timeout=60)
+    wait_for(lambda: "Stopped after step" in output(tmp_path, job))
+    # A job that was requeued waits two minutes before SLURM looks at it again, unless it is asked to.
+    wait_for(lambda: slurm.state(job) == "PENDING")
+    subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now"], timeout=60)
+    text = slurm.wait(job, tmp_path, timeout=200)
+    name = {"preempted": "SIGTERM", "warned": "SIGUSR1"}[how]
+    assert f"{name} was received. Run the same command to go on." in text
+    assert ("SLURM was asked to requeue job" in text) == (how == "warned")
+    assert text.count("Continuing run launched after step") == 1
+    assert "restart 1" in text
+    assert_same_training(tmp_path, serial)
+
+
+# ---- two nodes
+
+
+@pytest.fixture
+def two_nodes():
+    """Two network namespaces with a cable between them: each has its own interfaces, ports and loopback."""
+    ip = shutil.which("ip")
+    names = ("ffnode0", "ffnode1")
+    if ip is None:
+        pytest.skip("ip (iproute2) is not installed")
+
+    def call(*words: str) -> bool:
+        return subprocess.run([ip, *words], capture_output=True, timeout=30).returncode == 0
+
+    for name in names:
+        call("netns", "del", name)
+    if not call("netns", "add", names[0]):
+        pytest.skip("no right to make network namespaces")
+    call("netns", "add", names[1])
+    call("link", "add", "ffcable0", "netns", names[0], "type", "veth", "peer", "name", "ffcable1", "netns", names[1])
+    for number, name in enumerate(names):
+        call("-n", name, "addr", "add", f"10.231.7.{number + 1}/24", "dev", f"ffcable{number}")
+        call("-n", name, "link", "set", f"ffcable{number}", "up")
+        call("-n", name, "link", "set", "lo", "up")
+    yield [
+        [ip, "netns", "exec", name, "unshare", "--uts", "sh", "-c", f'hostname {name}; exec "$@"', "_"]
+        for name in names
+    ]
+    for name in names:
+        call("netns", "del", name)
+
+
+def test_two_nodes(two_nodes, tmp_path, serial):
+    """torchrun on each of two machines that share a file system; the nodes find each other over the cable alone."""
+    config = write_config(tmp_path / "launched.yaml", make(tmp_path, "launched", 1))
+    rendezvous = ["--nnodes=2", "--nproc-per-node=2", "--master-addr=10.231.7.1", "--master-port=29655"]
+    nodes = [
+        subprocess.Popen(
+            [
+                *node,
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                *rendezvous,
+                f"--node-rank={rank}",
+                *train_command(config),
+            ],
+            cwd=tmp_path,
+            env=clean_environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank, node in enumerate(two_nodes)
+    ]
+    outputs = [node.communicate(timeout=200)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], outputs[0] + outputs[1]
+    assert "2: ffnode0 (2), ffnode1 (2)" in outputs[0]
+    assert "Summary of the training" not in outputs[1]
+    assert_same_training(tmp_path, serial)
+
+
+@pytest.mark.parametrize("program", ["mpirun.openmpi", "mpirun.mpich"])
+def test_two_nodes_by_a_host_file(program, two_nodes, tmp_path, serial):
+    """MPI starts the processes of the other node through an agent, for which ssh is the usual choice."""
+    agent = tmp_path / "agent"
+    agent.write_text(
+        "#!/bin/bash\nwhile [[ $1 == -* ]]; do shift; done\nshift\n"  # options and the name of the host: there is only one
+        'exec ip netns exec ffnode1 unshare --uts sh -c "hostname ffnode1; $*"\n'
+    )
+    agent.chmod(0o755)
+    hosts = tmp_path / "hosts"
+    if program == "mpirun.openmpi":
+        hosts.write_text("10.231.7.1 slots=1\n10.231.7.2 slots=1\n")
+        network = ["--mca", "oob_tcp_if_include", "10.231.7.0/24", "--mca", "plm_rsh_agent", str(agent)]
+        options = ["--allow-run-as-root", *network, "--hostfile", str(hosts), "-x", "MASTER_ADDR=10.231.7.1"]
+    else:
+        hosts.write_text("10.231.7.1:1\n10.231.7.2:1\n")
+        options = [
+            "-launcher",
+            "rsh",
+            "-launcher-exec",
+            str(agent),
+            "-f",
+            str(hosts),
+            "-genv",
+            "MASTER_ADDR",
+            "10.231.7.1",
+        ]
+    config = write_config(tmp_path / "launched.yaml", make(tmp_path, "launched", 2))
+    words = [need(program), *options, "-n", "2", sys.executable, *train_command(config)]
+    done = start([*two_nodes[0], *words], tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2: ffnode0 (1), ffnode1 (1)" in done.stdout
+    assert_same_training(tmp_path, serial)

@@ -1,0 +1,31 @@
+"""The strategy in a Lightning script of one's own, where Lightning starts the processes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.parallel.launching import start
+
+SCRIPT = Path(__file__).with_name("own_script.py")
+
+
+def final_weights(folder: Path, *words: str) -> torch.Tensor:
+    done = start([sys.executable, str(SCRIPT), *words], folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    line = next(line for line in done.stdout.splitlines() if line.startswith("WEIGHTS"))
+    values = json.loads(line.removeprefix("WEIGHTS"))
+    return torch.cat([torch.tensor(value, dtype=torch.float64).reshape(-1) for value in values])
+
+
+@pytest.mark.parametrize(("strategy", "accumulate"), [("simple_ddp", "1"), ("small buckets", "3")])
+def test_two_processes_train_as_one(strategy, accumulate, tmp_path):
+    """Equal batches, so that the mean over ranks is the mean over frames; a parameter that nothing uses stays as it is."""
+    alone = final_weights(tmp_path, "1", "auto", accumulate)
+    together = final_weights(tmp_path, "2", strategy, accumulate)
+    assert float((alone - together).abs().max()) < 1e-14
+    assert together[:2].tolist() == [1.0, 1.0]
