@@ -243,4 +243,14 @@ def interface_towards(address: str) -> str | None:
     return None
 
 
-__all__ = ["Loss", "Ranks", "alone", "backends", "connect", "free_port", "gpu_index", "interface_towards", "usable_threads"]
+__all__ = [
+    "Loss",
+    "Ranks",
+    "alone",
+    "backends",
+    "connect",
+    "free_port",
+    "gpu_index",
+    "interface_towards",
+    "usable_threads",
+]

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 from forgefield.errors import ForgefieldError
 
@@ -360,89 +359,3 @@ def _job(v: _Variables, launcher: str) -> str:
     step = f" step {v.text('SLURM_STEP_ID', 'SLURM_STEPID')}" if launcher == "srun" else ""
     jobs = {"SLURM": v.text("SLURM_JOB_ID", "SLURM_JOBID"), "PBS": v.text("PBS_JOBID"), "LSF": v.text("LSB_JOBID")}
     return next((f"{scheduler} job {job}{step}" for scheduler, job in jobs.items() if job), "")
-
-
-def check_trainer_options(launch: Launch, *, devices: Any, num_nodes: Any, accelerator: Any) -> None:
-    """Raise ForgefieldError where the trainer's options say something else than the launcher did.
-
-    devices: None, "auto", -1 (whatever there is), a number, "2", a list of indices or "0,1". num_nodes: None or a number.
-    """
-    n_devices, n_nodes = _number_of_devices(devices), _number_of_nodes(num_nodes)
-    if launch.launcher == "none":
-        if n_nodes is not None and n_nodes > 1:
-            raise ForgefieldError(_how_to_start_on_nodes(n_nodes, n_devices))
-        return
-    tasks = "task" if launch.launcher == "srun" else "process"
-    if n_devices is not None and n_devices != launch.local_size:
-        raise ForgefieldError(
-            f"{_started(launch)}, but trainer.devices={devices}: leave trainer.devices out, or start"
-            f" {_count(n_devices, tasks)} per node{_option(launch, n_devices)}."
-        )
-    if n_nodes is not None and n_nodes != launch.n_nodes:
-        raise ForgefieldError(
-            f"{_started(launch)}, but trainer.num_nodes={num_nodes}: leave trainer.num_nodes out, or start on"
-            f" {_count(n_nodes, 'node')}."
-        )
-    if accelerator == "mps" and launch.local_size > 1:
-        raise ForgefieldError(f"{_started(launch)}, but trainer.accelerator=mps has one device: start one process.")
-
-
-def _number_of_devices(devices: Any) -> int | None:
-    """How many devices on each node were asked for; None if whatever there is."""
-    if devices is None or devices in ("auto", -1, "-1"):
-        return None
-    if isinstance(devices, str) and re.fullmatch(r"\s*[0-9]+\s*(,\s*[0-9]+\s*)*,?\s*", devices):
-        # As in Lightning "2" is a number of devices and "2," the device with that index.
-        indices = [int(piece) for piece in devices.split(",") if piece.strip()]
-        devices = indices if "," in devices else indices[0]
-    if isinstance(devices, Sequence) and devices and all(type(index) is int and index >= 0 for index in devices):
-        return len(devices)
-    if type(devices) is int and devices > 0:
-        return devices
-    raise ForgefieldError(
-        f"trainer.devices={devices!r} is neither a number of devices from 1 up, nor a list of indices such as [0, 1], nor auto."
-    )
-
-
-def _number_of_nodes(num_nodes: Any) -> int | None:
-    if num_nodes is None or (type(num_nodes) is int and num_nodes > 0):
-        return num_nodes
-    raise ForgefieldError(f"trainer.num_nodes={num_nodes!r} is not a whole number from 1 up.")
-
-
-def _count(n: int, noun: str) -> str:
-    return f"1 {noun}" if n == 1 else f"{n} {noun}{'es' if noun.endswith('s') else 's'}"
-
-
-def _started(launch: Launch) -> str:
-    """The launcher's side of a contradiction: 8 tasks were started by srun on 2 nodes, 4 on each."""
-    noun = _count(launch.world_size, "task" if launch.launcher == "srun" else "process")
-    by_hand = launch.launcher == "environment variables"
-    how = "announced by RANK and WORLD_SIZE" if by_hand else f"started by {launch.launcher}"
-    text = f"{noun} {'was' if launch.world_size == 1 else 'were'} {how}"
-    if launch.n_nodes > 1:
-        share = "each" if launch.local_size * launch.n_nodes == launch.world_size else "this one"
-        return f"{text} on {launch.n_nodes} nodes, {launch.local_size} on {share}"
-    return f"{text} on one node" if launch.world_size > 1 else text
-
-
-def _option(launch: Launch, n: int) -> str:
-    options = {
-        "srun": f"srun --ntasks-per-node={n}",
-        "torchrun": f"torchrun --nproc-per-node={n}",
-        "Open MPI": f"mpirun --map-by ppr:{n}:node",
-        "MPICH or Intel MPI": f"mpirun -ppn {n}",
-        "PALS": f"mpiexec --ppn {n}",
-    }
-    return f" ({options[launch.launcher]})" if launch.launcher in options else ""
-
-
-def _how_to_start_on_nodes(n_nodes: int, n_devices: int | None) -> str:
-    each = n_devices or 4
-    example = "" if n_devices else f", here with {each} devices on each"
-    return (
-        f"trainer.num_nodes={n_nodes}, but one process was started, on one node. Start one process per device on every node"
-        f"{example}: srun --nodes={n_nodes} --ntasks-per-node={each} forgefield train ..., or"
-        f" mpirun -n {n_nodes * each} --hostfile HOSTS forgefield train ..., or on every node"
-        f" torchrun --nnodes={n_nodes} --nproc-per-node={each} --node-rank=... --master-addr=... -m forgefield train ..."
-    )

@@ -25,9 +25,9 @@ from forgefield.errors import ForgefieldError
 from forgefield.files import write_whole
 from forgefield.models.potential import Potential
 from forgefield.models.registry import build_model, check_model, resolve_model
+from forgefield.parallel.contradictions import check_trainer_options
 from forgefield.parallel.exchange import StepExchange
 from forgefield.parallel.group import Ranks
-from forgefield.parallel.launch import check_trainer_options
 from forgefield.parallel.learning_rate import learning_rate_factor
 from forgefield.parallel.registry import check_strategy
 from forgefield.runs import Run, versions

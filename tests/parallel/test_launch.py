@@ -19,7 +19,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from forgefield.errors import ForgefieldError
-from forgefield.parallel.launch import Launch, check_trainer_options, detect_launch, expand_node_list
+from forgefield.parallel.contradictions import check_trainer_options
+from forgefield.parallel.launch import Launch, detect_launch, expand_node_list
 
 Place = tuple[int, int, int, int, int, int]  # rank, world_size, local_rank, local_size, node_rank, n_nodes
 ALONE: Place = (0, 1, 0, 1, 0, 1)
