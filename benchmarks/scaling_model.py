@@ -28,7 +28,7 @@ from forgefield.parallel.strategies import BUCKET_MB
 
 _H200 = (
     "`forgefield bench --steps 50 --warmup 10 --json`, one NVIDIA H200, torch 2.11, engine eager; aspirin of revised MD17, "
-    "64 frames of 21 atoms, cutoff 5 A, float32; times scatter by about 10 %"
+    "64 frames of 21 atoms, cutoff 5 A, float32; times scatter by 10 to 15 %"
 )
 MEASURED = {
     "S": {"data_ms": 6.52, "compute_ms": 22.78, "update_ms": 1.23, "frames": 64, "origin": _H200},
@@ -57,20 +57,18 @@ SPECIES = ("H", "C", "O")
 STATE_BYTES = 14_575
 """Random states of one rank in a checkpoint, as they are sent: counted by pickling them."""
 SMALL_BYTES = 100
-"""The message of every batch: 8 bytes for each loss term and each of four wishes; at most about this."""
+"""The message of every batch, at most: 8 bytes for each term of the loss and each of four wishes to stop."""
 BYTES_PER_PARAMETER = 16
 """In a checkpoint: weight, its average, and two moments of Adam, in float32."""
 GATHERS, ALL_GATHERS = 2, 4
 """What a checkpoint sends over all ranks: two gathers of objects, one comparison of weights, each with its sizes ahead."""
-BROADCASTS = 1
-"""Small blocking broadcasts before each batch: Lightning 2.6 has rank 0 tell the others whether it was asked to stop."""
 
 LIMITS = """\
 Where this model would break:
 - The step was measured on one rank; no network was. Nothing was run on as many ranks as the table goes to.
 - Slow or noisy ranks: one GPU that runs 5 % slower costs 5 %, at any number of ranks; random delays grow like a maximum does.
 - The network is empty and non-blocking. Other jobs, a tapered fat tree or one card per node make it slower.
-- With steps of a few ms the host is the limit: Lightning's loop, and the device is waited for once a batch (the broadcast).
+- With steps of a few ms the host is the limit: Lightning's loop takes about a millisecond of it a step.
 - Start-up is left out: every rank reads all data, and thousands of them do so at once; so is validation.
 - Thousands of ranks make large batches. How well those train is another matter: that is accuracy, not speed."""
 
@@ -158,15 +156,6 @@ def all_reduce_seconds(world: int, n_bytes: float, network: Network) -> float:
     return network.start + inside + between
 
 
-def broadcast_seconds(world: int, network: Network) -> float:
-    """A few bytes from rank 0 to all, down a tree."""
-    if world == 1:
-        return 0.0
-    members, nodes = min(world, network.per_node), network.nodes(world)
-    hops_inside, hops_between = math.ceil(math.log2(members)), math.ceil(math.log2(nodes))
-    return network.start + hops_inside * network.latency_inside + hops_between * network.latency_between
-
-
 def buckets(message_bytes: int) -> list[int]:
     """Sizes of the messages into which the gradient is divided."""
     full, rest = divmod(message_bytes, int(BUCKET_MB * 2**20))
@@ -218,8 +207,7 @@ def costs(
     packing = 4 * step.message_bytes / memory  # into the bucket and its division: both read and write all of it
     reduction = packing + sum(all_reduce_seconds(world, size, network) for size in buckets(step.message_bytes))
     hidden = max(0.0, all_reduce_seconds(world, SMALL_BYTES, network) - forward_share * step.compute)
-    small = hidden + BROADCASTS * broadcast_seconds(world, network)
-    return Costs(excess * step.compute, reduction, small, checkpoint)
+    return Costs(excess * step.compute, reduction, hidden, checkpoint)
 
 
 # ---- inputs

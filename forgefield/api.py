@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from forgefield.config.components import LOOK_IN, module_folders
+from forgefield.config.components import environment_of_children
 from forgefield.config.loading import load_config, require_training_data
 from forgefield.config.schema import DataOptions
 from forgefield.config.template import commented_yaml
@@ -93,12 +93,7 @@ def _train_in_processes(config: DictConfig, n: int, *, fresh: bool, log: Path | 
         command = [sys.executable, "-m", "forgefield", "train", str(path), "-m", log_mode]
         command += ["--fresh"] if fresh else []
         command += ["-l", str(log)] if log is not None else []
-        environ = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(place or os.getcwd() for place in sys.path),
-            LOOK_IN: os.pathsep.join(str(place) for place in module_folders()),
-        }
-        code = run_ranks(command, n, environ=environ)
+        code = run_ranks(command, n, environ=environment_of_children())
     run = Run(Path(config.out) / config.name)
     status = run.info.get("status") if run.exists else None
     if code == 0:

@@ -16,7 +16,7 @@ PARTIAL = ".partial"
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
     """A temporary name with the ending of `path`; it becomes `path` when the block succeeds and vanishes when not."""
-    partial = path.with_name(f".{path.stem}{PARTIAL}{path.suffix}")
+    partial = path.with_name(f".{path.stem}{PARTIAL}-{os.getpid()}{path.suffix}")  # of our own: others may write it too
     try:
         yield partial
         _flush(partial)

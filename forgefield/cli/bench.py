@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from forgefield.training.bench import Measurement
 
 STEPS, WARMUP = 20, 5
+DISTURBED = 0.9
+"""Share of a core below which a process that only computes must have been interrupted by others."""
 EXAMPLES = """\
 examples:
   forgefield bench my.yaml
@@ -86,14 +88,13 @@ def numbers_of_ranks(text: str) -> list[int]:
 
 
 def _run(args: argparse.Namespace, ranks: Ranks) -> int:
-    from forgefield.config.components import LOOK_IN, also_look_in
+    from forgefield.config.components import look_where_the_parent_did
     from forgefield.config.loading import load_config, require_training_data
 
     file, overrides = split_config(args.words)
     if file is None:
         raise ForgefieldError("say which training is to be measured: forgefield bench CONFIG.")
-    for folder in reversed([place for place in os.environ.get(LOOK_IN, "").split(os.pathsep) if place]):
-        also_look_in(folder)
+    look_where_the_parent_did()
     config = load_config(file, overrides)
     require_training_data(config, file)
     if args.worker is not None:
@@ -141,12 +142,6 @@ def _measure_here(config: DictConfig, args: argparse.Namespace) -> int:
 
     places, kind = _places(config)
     numbers = numbers_of_ranks(args.ranks) if args.ranks is not None else _doubling(places)
-    if kind == "GPU" and max(numbers) > places:
-        raise ForgefieldError(
-            f"--ranks {args.ranks}: {_processes(max(numbers))} need as many GPUs, and there "
-            f"{'is 1' if places == 1 else f'are {places}'}; processes that train together cannot share one. "
-            "On the CPU they can: trainer.accelerator=cpu."
-        )
     console, warnings = _console(), _warnings(max(numbers), places, kind)
     _say(console, _announcement(config, args), *warnings)
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, _cores() // max(numbers)))  # the same in every row
@@ -169,7 +164,7 @@ def _measure_here(config: DictConfig, args: argparse.Namespace) -> int:
 
 
 def _spawn(config: DictConfig, n: int, args: argparse.Namespace, *, threads: str) -> tuple[Measurement | None, int]:
-    from forgefield.config.components import LOOK_IN, module_folders
+    from forgefield.config.components import environment_of_children
     from forgefield.config.template import commented_yaml
     from forgefield.parallel.spawn import run_ranks
     from forgefield.training.bench import Measurement
@@ -179,13 +174,7 @@ def _spawn(config: DictConfig, n: int, args: argparse.Namespace, *, threads: str
         path.write_text(commented_yaml(config))
         command = [sys.executable, "-m", "forgefield", "bench", str(path), "--worker", str(result)]
         command += ["--steps", str(args.steps), "--warmup", str(args.warmup)]
-        environ = {
-            **os.environ,
-            "OMP_NUM_THREADS": threads,
-            "PYTHONPATH": os.pathsep.join(place or os.getcwd() for place in sys.path),
-            LOOK_IN: os.pathsep.join(str(place) for place in module_folders()),
-        }
-        code = run_ranks(command, n, environ=environ)
+        code = run_ranks(command, n, environ={**environment_of_children(), "OMP_NUM_THREADS": threads})
         if not result.exists():
             return None, code or 1
         return Measurement.from_dict(json.loads(result.read_text())), code
@@ -231,8 +220,13 @@ def _doubling(limit: int) -> list[int]:
 
 
 def _warnings(n: int, places: int, kind: str) -> list[str]:
-    if n <= places or kind == "GPU":
+    if n <= places:
         return []
+    if kind == "GPU":
+        return [
+            f"Warning: {_processes(n)} are asked for and there {'is 1 GPU' if places == 1 else f'are {places} GPUs'}. "
+            "Processes that share a GPU talk through gloo; it pays only where a step is too small to keep the GPU busy."
+        ]
     return [
         f"Warning: {_processes(n)} are asked for and there {'is 1 core' if places == 1 else f'are {places} cores'}. "
         "Processes that share a core take turns, so no speed-up can be expected from more of them."
@@ -352,6 +346,12 @@ def scaling_notes(measured: Sequence[Measurement]) -> list[str]:
             f"Warning: the data has fewer training frames than {_processes(short.ranks)} take in a step, so that a rank had "
             f"{had:.1f} frames a step; this row cannot be compared with the others."
         )
+    notes += [
+        f"Warning: with ranks={one.ranks} a process had a core for only {100 * one.core_share:.0f} % of the time it computed. "
+        "Something else was at work on this machine; measure again when it is idle."
+        for one in measured
+        if one.core_share is not None and one.core_share < DISTURBED
+    ]
     return notes
 
 

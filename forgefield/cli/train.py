@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,10 +55,9 @@ def run(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     config, overrides = config_and_overrides(args)
     from forgefield import api
-    from forgefield.config.components import LOOK_IN, also_look_in
+    from forgefield.config.components import look_where_the_parent_did
 
-    for folder in reversed([place for place in os.environ.get(LOOK_IN, "").split(os.pathsep) if place]):
-        also_look_in(folder)
+    look_where_the_parent_did()
     if config is None:
         loaded = api.example_config(overrides, make=ranks.is_first)
         ranks.barrier()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,9 +36,19 @@ def also_look_in(folder: str | Path) -> None:
     _FOLDERS.insert(0, folder)
 
 
-def module_folders() -> list[Path]:
-    """The folders of `also_look_in`, the newest first."""
-    return list(_FOLDERS)
+def environment_of_children() -> dict[str, str]:
+    """This process' variables, with what lets the processes it starts find the same modules."""
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(place or os.getcwd() for place in sys.path),
+        LOOK_IN: os.pathsep.join(str(folder) for folder in _FOLDERS),
+    }
+
+
+def look_where_the_parent_did() -> None:
+    """In a process that was started with `environment_of_children`: find the same modules."""
+    for folder in reversed([place for place in os.environ.get(LOOK_IN, "").split(os.pathsep) if place]):
+        also_look_in(folder)
 
 
 def import_path(path: str, *, folders: Sequence[str | Path] = ()) -> Any:

@@ -24,6 +24,9 @@ class StepExchange:
         self._message: Tensor | None = None
         self._work: Any = None
         self._n_counts = 0
+        self._heard: Tensor | None = None
+        self._pinned = torch.empty(0)
+        self._arrived: torch.cuda.Event | None = None
         self.mark: Callable[[str], None] = lambda moment: None
         """Called with `wait begins` and `wait ends` around the wait for the counts, for whoever measures it."""
 
@@ -38,20 +41,24 @@ class StepExchange:
 
     def counts(self) -> Tensor:
         """The counts of all ranks together. On a GPU the stream waits for them, not the host."""
-        self.mark("wait begins")
-        self._wait()
-        self.mark("wait ends")
         assert self._message is not None
+        self.mark("wait begins")
+        self._work.wait()
+        self.mark("wait ends")
+        self._heard = self._message[self._n_counts :]
+        if self._heard.is_cuda:
+            # On its way to the host while the step is computed, so that nobody has to wait for the whole step to read it.
+            if self._arrived is None:
+                self._pinned = torch.empty(self._heard.shape, dtype=self._heard.dtype, pin_memory=True)
+                self._arrived = torch.cuda.Event()
+            self._heard = self._pinned.copy_(self._heard, non_blocking=True)
+            self._arrived.record()
         return self._message[: self._n_counts]
 
     def wishes(self) -> list[float]:
         """Flags of the latest message, added up over all ranks: the same on each. Empty before the first message."""
-        if self._message is None:
+        if self._heard is None:
             return []
-        self._wait()
-        return self._message[self._n_counts :].tolist()
-
-    def _wait(self) -> None:
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._heard.tolist()

@@ -1,8 +1,8 @@
 """Lightning strategies for training in several processes.
 
-`SimpleDDPStrategy` takes Lightning's `DDPStrategy` and leaves out the wrapper around the model: gradients are averaged once, after
-the complete backward pass. That is exact for models that differentiate inside their forward pass, adds no hooks that a compiled
-or captured step would trip over, and needs nothing but what the launcher provides, on CPU as well as on GPU.
+`SimpleDDPStrategy` takes Lightning's `DDPStrategy` and leaves out the wrapper around the model: gradients are averaged once,
+after the complete backward pass. That is exact for models that differentiate inside their forward pass, adds no hooks that a
+compiled or captured step would trip over, and needs nothing but what the launcher provides, on CPU as well as on GPU.
 """
 
 from __future__ import annotations

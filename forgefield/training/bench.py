@@ -61,7 +61,8 @@ class Measurement:
     seconds: of all steps, on the slowest rank. mean_ms, max_ms: by part, over ranks. waiting_ms: how much of the communication
     is waiting for the rank that comes last, mean over ranks. marks_synchronised: whether the parts were timed in steps of their
     own, see `StepTimer`. message_bytes: gradients of one step. full_batches: whether every rank had as many frames in a step as
-    the config asks for. memory_bytes: most memory in use on the GPU of rank 0.
+    the config asks for. core_share: processor time over time of own work, of the rank that has the least; below one, others
+    were at work on its cores; None with a GPU. memory_bytes: most memory in use on the GPU of rank 0.
     """
 
     ranks: int
@@ -85,6 +86,7 @@ class Measurement:
     threads: int
     device: str
     nodes: int
+    core_share: float | None
     memory_bytes: int | None
 
     @property
@@ -182,13 +184,13 @@ class StepTimer(Callback):
         self.steps, self.warmup = steps, warmup
         self.on_cpu = True
         self.full_batches = True
-        self.seconds = 0.0
+        self.seconds = self.processor_seconds = 0.0
         self.n_timed = self.frames = self.atoms = self.edges = 0
         self.parts: list[StepTimes] = []
         self.message_bytes = 0
         self._n_warm = 0
         self._is_timed = self._is_marked = False
-        self._since: float | None = None
+        self._since: tuple[float, float] | None = None
         self._mark = 0.0
         self._present = StepTimes(0.0, 0.0, 0.0, 0.0)
 
@@ -257,7 +259,7 @@ class StepTimer(Callback):
         if not self._is_timed:
             self._stop_clock()
         elif self._since is None:
-            self._since = self._now()
+            self._since = self._now(), time.process_time()
         if self._is_marked:
             self._present = StepTimes(0.0, 0.0, 0.0, 0.0)
             self._mark = self._now()
@@ -285,7 +287,8 @@ class StepTimer(Callback):
 
     def _stop_clock(self) -> None:
         if self._since is not None:
-            self.seconds += self._now() - self._since
+            self.seconds += self._now() - self._since[0]
+            self.processor_seconds += time.process_time() - self._since[1]
             self._since = None
 
     # ---- result
@@ -293,30 +296,33 @@ class StepTimer(Callback):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         ranks: Any = pl_module.ranks
         counts = (self.frames, self.atoms, self.edges)
-        everyone = ranks.gather((self.seconds, counts, [astuple(times) for times in self.parts]))
+        own_work = sum(times.total - times.communication for times in self.parts)
+        parts = [astuple(times) for times in self.parts]
+        everyone = ranks.gather((self.seconds, counts, parts, self.processor_seconds / own_work))
         if ranks.is_first:
             measurement = self._measurement(trainer, pl_module, everyone)
             write_whole(self.file, json.dumps(measurement.as_dict(), indent=1) + "\n")
 
     def _measurement(self, trainer: L.Trainer, pl_module: Any, everyone: Sequence[Any]) -> Measurement:
-        """everyone: what each rank has counted, (seconds, (frames, atoms, edges), parts of each step)."""
+        """everyone: what each rank has counted, (seconds, (frames, atoms, edges), parts of each step, share of a core)."""
         strategy, ranks = trainer.strategy, pl_module.ranks
         device = strategy.root_device
-        frames, atoms, edges = (sum(counts[i] for _, counts, _ in everyone) for i in range(3))
-        by_rank = [[1000 * statistics.fmean(column) for column in zip(*parts)] for _, _, parts in everyone]
+        seconds, counts, steps, shares = zip(*everyone)
+        frames, atoms, edges = (sum(column) for column in zip(*counts))
+        by_rank = [[1000 * statistics.fmean(column) for column in zip(*parts)] for parts in steps]
+        exchanges = [[step[PARTS.index("communication")] for step in parts] for parts in steps]
         averages_itself = ranks.world_size > 1 and not isinstance(strategy, SimpleDDPStrategy)
         kinds = dict(kind.split(":") for kind in ranks.backend.split(",") if ":" in kind)
         return Measurement(
             ranks=ranks.world_size,
             steps=self.n_timed,
-            seconds=max(seconds for seconds, _, _ in everyone),
+            seconds=max(seconds),
             samples=frames,
             atoms=atoms,
             edges=edges,
             mean_ms={part: statistics.fmean(row[i] for row in by_rank) for i, part in enumerate(PARTS)},
             max_ms={part: max(row[i] for row in by_rank) for i, part in enumerate(PARTS)},
-            waiting_ms=1000
-            * _waiting([[step[PARTS.index("communication")] for step in row] for _, _, row in everyone]),
+            waiting_ms=1000 * _waiting(exchanges),
             communication_in_compute=averages_itself,
             marks_synchronised=not self.on_cpu,
             message_bytes=self.message_bytes,
@@ -329,6 +335,7 @@ class StepTimer(Callback):
             threads=torch.get_num_threads(),
             device=device_name(device),
             nodes=len(ranks.nodes),
+            core_share=min(shares) if self.on_cpu else None,
             memory_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
         )
 

@@ -1,7 +1,7 @@
 """One training from config to trained weights: open or continue the run folder, prepare data and model, run Lightning.
 
-Read top to bottom, `fit` is the whole story. Whether a run is new, continued or already complete is decided here, and said. With
-several processes all of them run it; rank 0 decides and writes, the others are told.
+Read top to bottom, `fit` is the whole story. Whether a run is new, continued or already complete is decided here, and said.
+With several processes all of them run it; rank 0 decides and writes, the others are told.
 """
 
 from __future__ import annotations

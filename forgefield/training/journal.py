@@ -1,4 +1,4 @@
-"""What a run says: to the terminal and, the same words with a time stamp, to `log.txt` in the run folder and to files asked for.
+"""What a run says: to the terminal and, the same words with a time stamp, to `log.txt` of the run and to a file asked for.
 
 With several processes only rank 0 has the terminal and the run folder. `mode` says what becomes of the words of the others:
 `master`: nothing; `collect`: they are sent to rank 0 and written to its files with their rank in front; `workers`: every rank

@@ -96,7 +96,11 @@ def build_trainer(
     environment = _place_among_ranks(options, ranks.launch)
     plugins = [AtomicCheckpointIO(ranks), environment, *plugins]
     with lightning_errors("trainer", TypeError, ValueError, AssertionError):
-        return L.Trainer(**{**defaults, **options}, callbacks=everyone, plugins=plugins)
+        trainer = L.Trainer(**{**defaults, **options}, callbacks=everyone, plugins=plugins)
+    # Lightning asks rank 0 before every batch whether it got SIGTERM, and has all ranks wait for the answer, the GPU included.
+    # Here a wish to stop, of any rank, travels with the message that every batch sends anyway.
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+    return trainer
 
 
 def _place_among_ranks(options: dict[str, Any], launch: Launch) -> LaunchedEnvironment:

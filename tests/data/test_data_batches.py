@@ -164,7 +164,9 @@ def test_ranks_together_see_what_one_rank_with_the_larger_batch_sees(dataset, fr
 
 @given(before=st.integers(1, 4), after=st.integers(1, 4), frames=st.integers(1, 2), stop=st.integers(0, 5))
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_an_epoch_begun_on_some_ranks_and_finished_on_others_sees_every_frame_once(dataset, before, after, frames, stop):
+def test_an_epoch_begun_on_some_ranks_and_finished_on_others_sees_every_frame_once(
+    dataset, before, after, frames, stop
+):
     def loaders(world_size):
         return [
             FrameLoader(dataset, frames, shuffle=True, seed=4, rank=rank, world_size=world_size)

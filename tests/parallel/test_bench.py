@@ -10,6 +10,7 @@ import math
 import sys
 import tempfile
 from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -203,6 +204,15 @@ def test_more_processes_than_cores_is_warned_of() -> None:
     assert verb._warnings(2, 2, "core") == []
 
 
+def test_disturbed_measurement_is_warned_of(measured: SimpleNamespace) -> None:
+    row = Measurement.from_dict(measured.rows[1])
+    assert row.core_share is not None
+    assert row.core_share > 0
+    (_, warning) = verb.scaling_notes([replace(row, core_share=0.42)])
+    assert "42 % of the time" in warning
+    assert len(verb.scaling_notes([replace(row, core_share=0.97)])) == 1
+
+
 def test_default_is_doubling_up_to_what_there_is() -> None:
     assert [verb._doubling(n) for n in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4], [1, 2, 4, 8]]
 
@@ -281,7 +291,6 @@ def test_one_rank_sends_nothing(model: ModuleType) -> None:
     for algorithm in (model.ring_seconds, model.tree_seconds):
         assert algorithm(1, 1e9, 1e-5, 1e10) == 0
     assert model.all_reduce_seconds(1, 1e9, network(model, start=1e-5)) == 0
-    assert model.broadcast_seconds(1, network(model)) == 0
 
 
 def test_every_byte_leaves_a_rank_twice_in_the_limit(model: ModuleType) -> None:

@@ -2,8 +2,8 @@
 
 A step is divided at these moments: the batch is there, the counts of all ranks are waited for, the gradients are complete, they
 are averaged, the weights are updated. What is not waiting or averaging is a rank's own work; a rank that needs longer for it
-than the others is named in the log. On a GPU the moments are events in its stream, read when a row of metrics is written, so that
-nothing waits for them.
+than the others is named in the log. On a GPU the moments are events in its stream, read when a row of metrics is written, so
+that nothing waits for them.
 """
 
 from __future__ import annotations

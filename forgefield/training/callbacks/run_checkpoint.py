@@ -3,9 +3,10 @@
 Contract. A checkpoint is taken at the start of a batch, before anything of that batch has happened: everything before it
 (optimiser step, average, schedulers, validation, rows of metrics) is complete, nothing after it has begun. A resume therefore
 repeats nothing and leaves nothing out. At the end of training one more is written in the same form, as if the next batch were
-about to start. All ranks come here at the same batch: whether to stop is a question they answered together one batch before. Rank
-0 writes; what each rank holds for itself (random state, sums) is gathered into the file. With gradient accumulation, checkpoints wait for the end of an accumulation. The callback must be the first one:
-what other callbacks do at the start of a batch belongs behind the checkpoint.
+about to start. All ranks come here at the same batch: whether to stop is a question they answered together one batch before.
+Rank 0 writes; what each rank holds for itself (random state, sums) is gathered into the file. With gradient accumulation,
+checkpoints wait for the end of an accumulation. The callback must be the first one: what other callbacks do at the start of a
+batch belongs behind the checkpoint.
 """
 
 from __future__ import annotations
