@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -22,6 +23,7 @@ from forgefield.data.dataset import GraphDataset
 from forgefield.data.readers import read_frames
 from forgefield.data.sampling import FrameLoader
 from forgefield.data.species import SpeciesTable
+from forgefield.data.statistics import content_hash
 from forgefield.deploy.ase import Calculator
 from forgefield.deploy.evaluate import in_order, predict_batches
 from forgefield.deploy.predict import predict_file
@@ -31,14 +33,16 @@ from forgefield.models.potential import Potential
 from forgefield.models.registry import build_model
 from forgefield.parallel.faults import failing_together
 from forgefield.parallel.group import Ranks
+from forgefield.parallel.launch import detect_launch
 from forgefield.parallel.session import this_group
 from forgefield.parallel.spawn import run_ranks
 from forgefield.report.page import write_parity_png, write_report
 from forgefield.runs import Run, run_exists
 from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.task import TARGETS
-from forgefield.training.fit import Fitted, fit
+from forgefield.training.fit import Fitted, fit, require_same_data
 from forgefield.training.journal import Journal
+from forgefield.training.signals import StopWish
 from forgefield.training.summary import end_summary
 from forgefield.training.trainer import processes_wanted
 
@@ -51,9 +55,10 @@ def train(config: str | Path | dict[str, Any] | DictConfig, *overrides: str, fre
     config: a YAML file, a dictionary or an OmegaConf config. overrides: `key=value` strings, as on the command line.
     fresh: start over even if the run exists; the old one is moved aside.
     """
-    loaded = load_config(config, list(overrides))
-    require_training_data(loaded)
-    fitted = train_with_outcome(loaded, fresh=fresh)
+    with failing_together(this_group()):
+        loaded = load_config(config, list(overrides))
+        require_training_data(loaded)
+        fitted = train_with_outcome(loaded, fresh=fresh)
     if fitted.outcome == "failed":
         raise ForgefieldError(
             f"The training in several processes ended with exit code {fitted.exit_code}; what went wrong is said above."
@@ -79,7 +84,8 @@ def train_with_outcome(
         try:
             fitted = fit(config, fresh=fresh, journal=journal, ranks=ranks)
             if ranks.share(fitted.outcome == "finished" or _is_unmeasured(fitted)):
-                _measure(fitted, config, journal, ranks)
+                with StopWish(None):  # a stop now would only have the measurement made again
+                    _measure(fitted, config, journal, ranks)
             return fitted
         finally:
             journal.close()
@@ -95,10 +101,10 @@ def _train_in_processes(config: DictConfig, n: int, *, fresh: bool, log: Path | 
         command += ["-l", str(log)] if log is not None else []
         code = run_ranks(command, n, environ=environment_of_children())
     run = Run(Path(config.out) / config.name)
-    status = run.info.get("status") if run.exists else None
     if code == 0:
-        return Fitted(run, None, "finished" if status == "finished" else "quick")
-    return Fitted(run, None, "stopped" if status == "stopped" else "failed", exit_code=code)
+        return Fitted(run, None, "quick" if config.trainer.get("fast_dev_run") else "finished")
+    stopped = code in (config.training.checkpoint.requeue_exit, 128 + signal.SIGINT)
+    return Fitted(run, None, "stopped" if stopped else "failed", exit_code=code)
 
 
 def train_example(overrides: list[str] | None = None, *, fresh: bool = False) -> Fitted:
@@ -144,20 +150,21 @@ def test(
     data: a file, folder, glob or list of them. options: labels and units of that data; default: as in training.
     labels_required: whether every label that `options` names must be found in the data.
     """
-    run = run if isinstance(run, Run) else Run.open(run)
-    options = options if options is not None else _data_options(run)
-    frames = read_frames(data, options.labels, options.units, required=labels_required)
-    dataset = GraphDataset(frames, SpeciesTable(run.species), run.cutoff, options.neighbours)
-    batch = options.eval_batch or options.batch.frames
-    name = _test_name(run, data)
     ranks = this_group()
-    errors = _evaluate(run, dataset, name, which=which, device=device, batch=batch, ranks=ranks)
-    if not ranks.is_first:
-        return ranks.share(None)
-    _write_test(run, errors, name=name, source=str(data), which=which, n_frames=len(frames))
-    write_parity_png(run.path, name)
-    write_report(run.path)
-    return ranks.share(errors)
+    with failing_together(ranks):
+        run = run if isinstance(run, Run) else Run.open(run)
+        options = options if options is not None else _data_options(run)
+        frames = read_frames(data, options.labels, options.units, required=labels_required)
+        require_same_data(content_hash(frames), ranks)
+        dataset = GraphDataset(frames, SpeciesTable(run.species), run.cutoff, options.neighbours)
+        batch = options.eval_batch or options.batch.frames
+        name = _test_name(run, data)
+        errors = _evaluate(run, dataset, name, which=which, device=device, batch=batch, ranks=ranks)
+        if ranks.is_first:
+            _write_test(run, errors, name=name, source=str(data), which=which, n_frames=len(frames))
+            write_parity_png(run.path, name)
+            write_report(run.path)
+        return ranks.share(errors)
 
 
 def predict(
@@ -175,6 +182,7 @@ def predict(
     options: units and labels of `source`, which needs none; labels that are there are kept beside the predictions.
     labels_required: whether every label that `options` names must be there.
     """
+    _refuse_company("predict")
     run = run if isinstance(run, Run) else Run.open(run)
     options = options if options is not None else _data_options(run)
     potential = run.load_potential(which, device)
@@ -185,8 +193,15 @@ def predict(
 
 def report(run: str | os.PathLike[str] | Run) -> Path:
     """Write `report.html` of a run anew."""
+    _refuse_company("report")
     run = run if isinstance(run, Run) else Run.open(run)
     return write_report(run.path)
+
+
+def _refuse_company(verb: str) -> None:
+    launch = detect_launch(os.environ)
+    if launch.rank > 0:
+        raise ForgefieldError(f"{verb} runs in one process: call it on rank 0 alone (this is rank {launch.rank}).")
 
 
 # ---- after training

@@ -17,7 +17,7 @@ from forgefield.errors import ForgefieldError
 
 
 class GradientBuckets:
-    """parameters: those that are trained, in the same order on all ranks. bucket_bytes: about how much goes into a message."""
+    """parameters: all of them, in the same order on all ranks. bucket_bytes: about how much goes into a message."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], *, bucket_bytes: int) -> None:
         self.parameters = list(parameters)

@@ -29,7 +29,8 @@ _ERROR = "error: "
 
 def on_loss(ranks: Ranks, loss: Loss) -> None:
     """Called on every remaining rank: say it once, then see to it that this process ends."""
-    if ranks.rank == (1 if loss.rank == 0 else 0):
+    # Rank 0 speaks for all. Of its own error it speaks itself; that it ended without a word is for rank 1 to say.
+    if ranks.rank == (0 if loss.rank > 0 else 1) and (loss.rank > 0 or loss.text is None):
         if exit_code(loss.text) == 2:  # a wrong setting is met by all ranks at about the same time
             _wait_until(lambda: ranks.own_error is not None, MOMENT / 2)
         text = loss.text if loss.text is not None and loss.text == ranks.own_error else describe_loss(ranks, loss)
@@ -56,9 +57,24 @@ def exit_code(text: str | None) -> int:
     return 2 if text is not None and text.startswith(_ERROR) else 1
 
 
+def tell_failure(ranks: Ranks, error: BaseException) -> None:
+    """Have all ranks know that this one is about to end, unless another one has gone before. Once per process."""
+    if ranks.watch is None or ranks.own_error is not None:
+        return
+    watch = ranks.watch
+    expected = isinstance(error, ForgefieldError)
+    text = f"{_ERROR}{error}" if expected else "".join(traceback.format_exception(error))
+    if not expected:
+        _wait_until(lambda: watch.loss is not None, MOMENT)
+    ranks.failed_first = watch.loss is None
+    ranks.own_error = text
+    if ranks.failed_first:
+        watch.fail(text)
+
+
 @contextmanager
 def failing_together(ranks: Ranks) -> Iterator[None]:
-    """Inside the block an exception on one rank ends all ranks. It is raised on rank 0 if it happened there; every other
+    """Inside the block an exception on one rank ends all ranks. It is raised on rank 0 if it happened there first; every other
     rank ends here, in silence, because rank 0 speaks for all."""
     if ranks.watch is None:
         yield
@@ -66,22 +82,12 @@ def failing_together(ranks: Ranks) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if ranks.own_error is not None:
-            raise  # it has been told already, further inside
-        watch = ranks.watch
-        expected = isinstance(error, ForgefieldError)
-        text = ranks.own_error = f"{_ERROR}{error}" if expected else traceback.format_exc()
-        if not expected:
-            _wait_until(lambda: watch.loss is not None, MOMENT)
-        loss = watch.loss
-        if loss is None:
-            watch.fail(text)
-            if ranks.is_first:
-                raise
-            leave_at_once(exit_code(text))
-        # `on_loss` has been called, or is being called in its thread, and prints; a moment later nothing is left to say.
-        time.sleep(MOMENT)
-        leave_at_once(exit_code(loss.text))
+        tell_failure(ranks, error)
+        if ranks.failed_first and ranks.is_first:
+            raise
+        time.sleep(MOMENT)  # rank 0 is printing; once this process has gone, a launcher may kill it
+        loss = ranks.watch.loss
+        leave_at_once(exit_code(loss.text if loss is not None else ranks.own_error))
 
 
 def leave_at_once(code: int) -> NoReturn:

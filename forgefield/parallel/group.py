@@ -7,8 +7,10 @@ process that trains alone is a group of one: the same calls return at once.
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import struct
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -36,6 +38,7 @@ class Ranks:
         self.watch: Watch | None = None
         self.own_error: str | None = None
         """What went wrong in this process, once something has."""
+        self.failed_first = False
         self.on_line: Any = None
         """On rank 0: called with (rank, text) for each line of log that another rank sends."""
 
@@ -89,10 +92,9 @@ class Ranks:
         return f"rank {rank} on {self.hosts[rank]}" if self.world_size > 1 else "this process"
 
     def leave(self) -> None:
-        """The end in good order, on all ranks."""
+        """The end of this process in good order; the others may go on for a while."""
         if self.world_size == 1:
             return
-        self.barrier()
         if self.watch is not None:
             self.watch.leave()
         if dist.is_initialized():
@@ -128,8 +130,7 @@ def connect(launch: Launch, *, on_loss: Any) -> Ranks:
         store, _, _ = next(
             dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timedelta(minutes=MEETING_MINUTES))
         )
-        # An agent that starts the processes again may offer the same store: what the dead ones left there must not be met.
-        store = dist.PrefixStore(f"forgefield/{launch.restarts}/{launch.world_size}", store)
+        store = dist.PrefixStore(f"forgefield/{_fresh_token(launch, store)}", store)
         backend = backends(shared_gpus=_share_gpus(launch, store))
         dist.init_process_group(
             backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timedelta(minutes=30)
@@ -156,14 +157,47 @@ def connect(launch: Launch, *, on_loss: Any) -> Ranks:
     return ranks
 
 
+def _fresh_token(launch: Launch, store: dist.Store) -> str:
+    """A word that the processes which are alive now agree on.
+
+    An agent that starts processes again offers the same store: what dead ones left there must not be met. Every rank asks with
+    a word of its own, which nobody can have answered before, and rank 0 answers until all have said that they heard it.
+    """
+    own = secrets.token_hex(8)
+    if launch.launcher != "torchrun":
+        return "0"
+    if launch.rank > 0:
+        store.set(f"forgefield/ask/{launch.rank}", own)
+        token = store.get(f"forgefield/answer/{launch.rank}/{own}").decode()
+        store.set(f"forgefield/heard/{launch.rank}/{token}", "yes")
+        return token
+    deadline = time.monotonic() + 60 * MEETING_MINUTES
+    missing, answered = set(range(1, launch.world_size)), dict[int, str]()
+    while missing:
+        for rank in sorted(missing):
+            if not store.check([f"forgefield/ask/{rank}"]):
+                continue
+            word = store.get(f"forgefield/ask/{rank}").decode()
+            if answered.get(rank) != word:
+                answered[rank] = word
+                store.set(f"forgefield/answer/{rank}/{word}", own)
+            if store.check([f"forgefield/heard/{rank}/{own}"]):
+                missing.discard(rank)
+        if missing and time.monotonic() > deadline:
+            raise RuntimeError(f"ranks {sorted(missing)[:8]} did not come")
+        if missing:
+            time.sleep(0.02)
+    return own
+
+
 def backends(*, shared_gpus: bool = False) -> str:
-    """What carries messages of each kind of device here, in torch's notation. nccl wants a GPU for each process."""
-    found = ["cpu:gloo"]
-    if torch.cuda.is_available() and dist.is_nccl_available():
-        found.append("cuda:gloo" if shared_gpus else "cuda:nccl")
+    """What carries messages here, in torch's notation: by kind of device where there are several. nccl wants a GPU for each
+    process."""
+    if torch.cuda.is_available() and dist.is_nccl_available() and not shared_gpus:
+        return "cpu:gloo,cuda:nccl"
     if hasattr(torch, "xpu") and torch.xpu.is_available() and dist.is_xccl_available():
-        found.append("xpu:xccl")
-    return ",".join(found)
+        return "cpu:gloo,xpu:xccl"
+    return "gloo"
 
 
 def gpu_index(launch: Launch) -> int:
@@ -211,6 +245,10 @@ def _tell_libraries(launch: Launch) -> None:
     )
     if "GLOO_SOCKET_IFNAME" not in os.environ:
         interface = interface_towards(launch.master_address)
+        if (
+            interface == "lo" and launch.n_nodes > 1
+        ):  # rank 0's node whose own name means loopback: what leads outwards is meant
+            interface = interface_towards("192.0.2.1")
         if interface is not None:
             os.environ["GLOO_SOCKET_IFNAME"] = interface
     if "OMP_NUM_THREADS" not in os.environ:

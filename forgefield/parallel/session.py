@@ -7,9 +7,11 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
+from types import TracebackType
 
 from forgefield.errors import ForgefieldError
-from forgefield.parallel.faults import failing_together, leave_at_once, on_loss
+from forgefield.parallel.faults import failing_together, leave_at_once, on_loss, tell_failure
 from forgefield.parallel.group import Ranks, connect
 from forgefield.parallel.launch import detect_launch
 
@@ -21,7 +23,9 @@ def this_group() -> Ranks:
     global _joined
     if _joined is None:
         _joined = connect(detect_launch(os.environ), on_loss=on_loss)
-        atexit.register(_leave)
+        if _joined.world_size > 1:
+            atexit.register(_leave)
+            sys.excepthook = partial(_end_of_script, _joined)
     return _joined
 
 
@@ -32,13 +36,29 @@ def run_as_one(command: Callable[[Ranks], int]) -> int:
         return command(ranks)
     try:
         with failing_together(ranks):
-            return command(ranks)
+            code = command(ranks)
+            ranks.barrier()  # some launchers end a job soon after its first process has ended
+            return code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        leave_at_once(130)
     except ForgefieldError as error:
+        if "--debug" in sys.argv:
+            traceback.print_exc()
         print(f"error: {error}", file=sys.stderr)
         leave_at_once(2)
     except BaseException:
         traceback.print_exc()
         leave_at_once(1)
+
+
+def _end_of_script(ranks: Ranks, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """An error in a script of the user's own, outside of any call of ours: the other ranks must not wait for this one."""
+    if ranks.own_error is None:
+        tell_failure(ranks, error)
+    if ranks.is_first and ranks.failed_first:
+        sys.__excepthook__(kind, error, trace)
+    leave_at_once(1)
 
 
 def _leave() -> None:

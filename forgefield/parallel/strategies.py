@@ -67,8 +67,7 @@ class SimpleDDPStrategy(DDPStrategy):
         model = self.lightning_module
         assert model is not None
         same_everywhere(model)
-        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.buckets = GradientBuckets(parameters, bucket_bytes=self.bucket_bytes)
+        self.buckets = GradientBuckets(list(model.parameters()), bucket_bytes=self.bucket_bytes)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         module: Any = self.lightning_module
@@ -123,12 +122,12 @@ def same_everywhere(module: nn.Module) -> None:
 
 @torch.no_grad()
 def first_rank_that_differs(module: nn.Module) -> int | None:
-    """The first rank whose parameters are not, bit for bit, those of rank 0; None where all agree."""
+    """The first rank whose weights and buffers are not, bit for bit, those of rank 0; None where all agree."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     digest = hashlib.sha256()
-    for parameter in module.parameters():
-        digest.update(parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    for tensor in (*module.parameters(), *module.buffers()):
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, digest.hexdigest())
     return next((rank for rank, seen in enumerate(everyone) if seen != everyone[0]), None)

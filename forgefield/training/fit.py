@@ -6,6 +6,7 @@ With several processes all of them run it; rank 0 decides and writes, the others
 
 from __future__ import annotations
 
+import hashlib
 import signal
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -26,6 +27,7 @@ from forgefield.files import write_whole
 from forgefield.models.potential import Potential
 from forgefield.models.registry import build_model, check_model, resolve_model
 from forgefield.parallel.contradictions import check_trainer_options
+from forgefield.parallel.environment import MPI_LAUNCHERS
 from forgefield.parallel.exchange import StepExchange
 from forgefield.parallel.group import Ranks
 from forgefield.parallel.learning_rate import learning_rate_factor
@@ -120,8 +122,13 @@ def fit(config: DictConfig, *, fresh: bool, journal: Journal, ranks: Ranks) -> F
     options: dict[str, Any] = plain(config.trainer)
     quick = bool(options.get("fast_dev_run"))
     party = Party(ranks, journal, learning_rate_factor(config.training.scale_lr, ranks.world_size))
+    _require_same("the same settings", commented_yaml(config), ranks)
     _check_settings(config, options, ranks)
-    with run_folder(config, fresh=fresh, quick=quick, journal=journal, ranks=ranks) as run:
+    stop = StopWish(take_max_seconds(options))
+    if fresh and ranks.launch.restarts:
+        journal.say("The job was started again by its launcher: the run goes on, --fresh held for the first start.")
+        fresh = False
+    with stop, run_folder(config, fresh=fresh, quick=quick, journal=journal, ranks=ranks) as run:
         journal.keep_in(run.path)
         changed = ranks.share(_changed_settings(run, config, party) if ranks.is_first else None)
         data = DataModule(config.data, seed=config.seed, rank=ranks.rank, world_size=ranks.world_size)
@@ -136,7 +143,7 @@ def fit(config: DictConfig, *, fresh: bool, journal: Journal, ranks: Ranks) -> F
             journal.say(f"Run {run.name} is complete ({restart.step} steps); start over with --fresh.")
             record.write(run, config, data, ranks)
             return Fitted(run, data, "complete", changed=changed)
-        return _run_lightning(run, config, options, data, record, potential, restart, party)
+        return _run_lightning(run, config, options, data, record, potential, restart, party, stop)
 
 
 def _check_settings(config: DictConfig, options: dict[str, Any], ranks: Ranks) -> None:
@@ -148,7 +155,18 @@ def _check_settings(config: DictConfig, options: dict[str, Any], ranks: Ranks) -
             "training.optimizer: LBFGS decides by the loss how often it evaluates a step, which each of several processes "
             "would do differently; train in one process or with another optimiser."
         )
-    check_strategy(options.get("strategy"), world_size=ranks.world_size)
+    strategy = options.get("strategy")
+    check_strategy(strategy, world_size=ranks.world_size)
+    if strategy == "ddp_with_mpi" and ranks.launch.launcher not in MPI_LAUNCHERS:
+        raise ForgefieldError(
+            f"trainer.strategy={strategy} is for processes started by mpirun or mpiexec (found: {ranks.launch.launcher}); "
+            "leave it out."
+        )
+    if ranks.world_size > 1 and not isinstance(options.get("val_check_interval"), (int, float, type(None))):
+        raise ForgefieldError(
+            "trainer.val_check_interval as a time: the clocks of several processes would not agree on when to validate; "
+            "give a number of batches."
+        )
     check_trainer_options(
         ranks.launch,
         devices=options.get("devices"),
@@ -181,14 +199,13 @@ def _run_lightning(
     potential: Potential,
     restart: Restart | None,
     party: Party,
+    stop: StopWish,
 ) -> Fitted:
     task, ranks, journal = record.task, party.ranks, party.journal
     training, quick = config.training, bool(options.get("fast_dev_run"))
     has_val = data.val is not None and options.get("limit_val_batches") != 0
     columns = _columns(task, data.species.symbols, has_val)
     monitor = _monitor(training, columns, has_val, journal)
-    max_seconds = take_max_seconds(options)
-    stop = StopWish(max_seconds)
     exchange = StepExchange(stop.flags) if ranks.world_size > 1 else None
     module = TrainingModule(
         potential,
@@ -203,7 +220,9 @@ def _run_lightning(
     metrics_log = MetricsLog(run.path, columns)
     step = restart.step if restart else 0
     shows_progress = ranks.is_first and options.get("enable_progress_bar", True)
-    progress = [RunProgress(journal.console, monitor=monitor, max_seconds=max_seconds)] if shows_progress else []
+    progress = (
+        [RunProgress(journal.console, monitor=monitor, max_seconds=stop.seconds_left())] if shows_progress else []
+    )
     if not ranks.is_first:
         options["enable_progress_bar"] = False
     callbacks = [
@@ -238,11 +257,12 @@ def _run_lightning(
             journal.say(
                 f"It was saved on {restart.world_size} ranks and goes on with {ranks.world_size}: what is left of the epoch "
                 "is seen exactly once."
+                + (" Learning rates follow training.scale_lr." if training.scale_lr != "none" else "")
             )
     summarise(journal, run, config, data, task, potential, trainer, monitor, ranks, party.lr_factor)
     _write_status(run, ranks, status="running")
     try:
-        with stop, lightning_errors("trainer or training"):
+        with lightning_errors("trainer or training"):
             trainer.fit(
                 module,
                 train_dataloaders=loader,
@@ -302,7 +322,9 @@ def _prepare_model(run: Run, config: DictConfig, data: DataModule, ranks: Ranks)
     for name, dataset in (("val", data.val), ("test", data.test)):
         _require_any_label(task, name, dataset)
     fingerprint = content_hash([*data.train.frames, *(data.val.frames if data.val is not None else [])])
-    _require_same_data(fingerprint, ranks)
+    require_same_data(fingerprint, ranks)
+    if data.test is not None:
+        require_same_data(content_hash(data.test.frames), ranks)
     resolved: dict[str, Any] = {}
     if ranks.is_first:
         resolved = resolve_model(plain(config.model), species=species, cutoff=config.data.cutoff, statistics=statistics)
@@ -316,14 +338,16 @@ def _prepare_model(run: Run, config: DictConfig, data: DataModule, ranks: Ranks)
     return task, ranks.share(resolved), fingerprint
 
 
-def _require_same_data(fingerprint: str, ranks: Ranks) -> None:
+def require_same_data(fingerprint: str, ranks: Ranks) -> None:
     """Ranks divide one list of frames among themselves; on another list the division would mean nothing."""
-    everyone = ranks.everyone(fingerprint)
+    _require_same("the same data (files must be alike on all nodes)", fingerprint, ranks)
+
+
+def _require_same(what: str, text: str, ranks: Ranks) -> None:
+    everyone = ranks.everyone(hashlib.sha256(text.encode()).hexdigest())
     for rank, other in enumerate(everyone):
         if other != everyone[0]:
-            raise ForgefieldError(
-                f"{ranks.describe(rank)} reads other data than {ranks.describe(0)}: the files must be the same on all nodes."
-            )
+            raise ForgefieldError(f"{ranks.describe(rank)} does not have {what} as {ranks.describe(0)}.")
 
 
 def _require_any_label(task: Task, split: str, dataset: GraphDataset | None) -> None:

@@ -92,7 +92,11 @@ def compare_with_stored_config(
         change
         for change in changes
         if change.meaning
-        and not (change.key == "data.batch.frames" and int(change.old) * before == int(change.new) * now)
+        and not (
+            change.key == "data.batch.frames"
+            and int(change.old) * before == int(change.new) * now
+            and config.training.scale_lr == "none"
+        )
     ]
     if refused:
         raise ForgefieldError(

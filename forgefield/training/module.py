@@ -20,7 +20,7 @@ from forgefield.parallel.group import Ranks, alone
 from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.task import LossParts, Task
 from forgefield.training.ema import WeightAverage
-from forgefield.training.optimisers import build_optimiser, build_scheduler, rescale_learning_rates
+from forgefield.training.optimisers import build_optimiser, build_scheduler, fit_length, rescale_learning_rates
 from forgefield.training.throughput import Throughput
 
 Batch = dict[str, Tensor]
@@ -80,6 +80,8 @@ class TrainingModule(L.LightningModule):
         self.latest: dict[str, float] = {}
         self._steps_averaged = 0
         self._measured = (-1, -1)
+        self._world_size_before: int | None = None
+        self._schedule_length: int | None = None
 
     def forward(self, batch: Batch) -> Batch:
         return self.potential(batch, forces=self.task.needs_forces, stress=self.task.needs_stress)
@@ -94,6 +96,8 @@ class TrainingModule(L.LightningModule):
 
     def on_train_start(self) -> None:
         self._steps_averaged = self.trainer.global_step  # known only now: a resume restores it after `on_fit_start`
+        if self._schedule_length is not None and self._world_size_before not in (None, self.ranks.world_size):
+            fit_length(self.trainer.lr_scheduler_configs[0].scheduler, self._schedule_length)
 
     def on_train_epoch_start(self) -> None:
         loader: Any = self.trainer.train_dataloader
@@ -208,6 +212,8 @@ class TrainingModule(L.LightningModule):
             steps=int(steps) if math.isfinite(steps := self.trainer.estimated_stepping_batches) else -1,
             lr_factor=self.lr_factor,
         )
+        if "T_max" not in self.options.scheduler:
+            self._schedule_length = getattr(scheduler["scheduler"], "T_max", None)
         return {"optimizer": optimiser, "lr_scheduler": scheduler}
 
     # ---- state beyond weights, optimiser and loops
@@ -224,6 +230,7 @@ class TrainingModule(L.LightningModule):
         state = checkpoint["forgefield"]
         if self.ema is not None:
             self.ema.load_state_dict(state["ema"])
+        self._world_size_before = len(state["sums"])
         own = _own_sums(state["sums"], self.ranks)
         self.train_loss.sums, self.train_errors.sums = own["train_loss"], own["train_errors"]
         rescale_learning_rates(checkpoint, self.lr_factor / state["lr_factor"])

@@ -62,6 +62,13 @@ def build_scheduler(
     return {"scheduler": scheduler, "interval": interval, "frequency": frequency, "monitor": monitor, "strict": True}
 
 
+def fit_length(scheduler: Any, length: int) -> None:
+    """A schedule as long as the run, resumed where the run has another number of steps: the same place of the same curve."""
+    if scheduler.T_max != length:
+        scheduler.last_epoch = round(scheduler.last_epoch * length / scheduler.T_max)
+        scheduler.T_max = length
+
+
 _RATES = ("eta_min", "min_lr", "max_lr", "base_lr")
 """Options of torch's schedulers that are learning rates."""
 _STORED_RATES = ("lr", "initial_lr", "min_lr", "max_lr", "base_lrs", "_last_lr", "eta_min", "min_lrs", "max_lrs")

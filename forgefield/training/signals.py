@@ -50,6 +50,10 @@ class StopWish:
             signal.signal(number, handler)
         self._before.clear()
 
+    def seconds_left(self) -> float | None:
+        """Until the time limit; None where there is none."""
+        return None if self._deadline is None else self._deadline - time.monotonic()
+
     def listen(self) -> None:
         """Take over the signals, also from whoever put a handler in place since."""
         for number in self._before:

@@ -122,7 +122,9 @@ _VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 
 
 def _backend(ranks: Ranks) -> str:
-    shared = "cuda:gloo" in ranks.backend
+    shared = (
+        ranks.backend == "gloo" and torch.cuda.is_available() and torch.cuda.device_count() < ranks.launch.local_size
+    )
     return ranks.backend + (" (several processes share a GPU, which nccl does not allow)" if shared else "")
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback, Checkpoint, EarlyStopping, Timer
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 
@@ -99,13 +100,38 @@ def build_trainer(
         trainer = L.Trainer(**{**defaults, **options}, callbacks=everyone, plugins=plugins)
     # Lightning asks rank 0 before every batch whether it got SIGTERM, and has all ranks wait for the answer, the GPU included.
     # Here a wish to stop, of any rank, travels with the message that every batch sends anyway.
+    # Its signal handlers send messages too, wherever the process happens to be; ours only take note.
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+    trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
+    if ranks.world_size > 1:
+        _require_togetherness(trainer, ranks)
     return trainer
+
+
+def _require_togetherness(trainer: L.Trainer, ranks: Ranks) -> None:
+    """Refuse what would let ranks go their own ways."""
+    strategy = trainer.strategy
+    if not isinstance(strategy, DDPStrategy):
+        raise ForgefieldError(
+            f"trainer.strategy: {type(strategy).__name__} does not average gradients over the {ranks.world_size} processes "
+            "that were started; use simple_ddp (the default), ddp or a strategy derived from Lightning's DDPStrategy."
+        )
+    backend = strategy.process_group_backend
+    if backend is not None and backend not in ranks.backend:
+        raise ForgefieldError(
+            f"trainer.strategy: process_group_backend={backend} cannot be had, the processes talk through {ranks.backend}; "
+            "leave it out. In a Lightning script of your own the strategy can choose."
+        )
 
 
 def _place_among_ranks(options: dict[str, Any], launch: Launch) -> LaunchedEnvironment:
     """Tell Lightning which devices and nodes there are, and which of them is ours; `options` is completed in place."""
+    devices = options.get("devices")
+    if isinstance(devices, str) and "," in devices:
+        options["devices"] = [int(part) for part in devices.split(",") if part.strip()]
     if launch.world_size == 1:
+        if launch.launcher != "none" and devices in (None, "auto", -1, "-1"):
+            options["devices"] = 1  # the launcher has started one process, so one device is used
         return LaunchedEnvironment(replace(launch, master_port=launch.master_port or free_port()))
     if options.get("strategy") in (None, "auto"):
         options["strategy"] = DEFAULT

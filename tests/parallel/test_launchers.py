@@ -37,6 +37,11 @@ def assert_same_training(folder: Path, serial: Path, name: str = "launched") -> 
     assert float((weights(folder / "runs" / name) - weights(serial)).abs().max()) < 1e-9
 
 
+def train_many(config: Path) -> list[str]:
+    """The training alone: what comes after it is looked at under torchrun and srun."""
+    return ["-m", "tests.parallel.train_many", str(config)]
+
+
 def need(program: str) -> str:
     found = shutil.which(program)
     if found is None:
@@ -51,7 +56,7 @@ def test_torchrun_and_all_that_is_said(tmp_path, serial):
     done = start([*command, "-l", "all.log", "-m", "collect"], tmp_path, SLOW="0.3", SLOW_RANKS="1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert_same_training(tmp_path, serial)
-    for words in ("distributed", "yes, SimpleDDPStrategy", "torchrun", "world size", "node list", "cpu:gloo"):
+    for words in ("distributed", "yes, SimpleDDPStrategy", "torchrun", "world size", "node list", "gloo"):
         assert words in done.stdout
     assert done.stdout.count("epoch 2/2") <= 1
     assert "2 frames x 2 ranks = 4 frames a step" in done.stdout
@@ -67,8 +72,8 @@ def test_torchrun_and_all_that_is_said(tmp_path, serial):
 def test_mpirun(program, tmp_path, serial):
     options = {"mpirun.openmpi": ["--allow-run-as-root", "--oversubscribe"], "mpirun.mpich": []}[program]
     config = write_config(tmp_path / "launched.yaml", make(tmp_path, "launched", 2))
-    command = [need(program), *options, "-n", "2", sys.executable, *train_command(config, "-m", "workers")]
-    done = start(command, tmp_path)
+    command = [need(program), *options, "-n", "2", sys.executable, *train_many(config)]
+    done = start(command, tmp_path, LOG_MODE="workers")
     assert done.returncode == 0, done.stdout + done.stderr
     assert_same_training(tmp_path, serial)
     assert {"mpirun.openmpi": "Open MPI", "mpirun.mpich": "MPICH or Intel MPI"}[program] in done.stdout
@@ -79,7 +84,7 @@ def test_mpirun(program, tmp_path, serial):
 def test_mpirun_by_the_strategy_of_that_name(tmp_path, serial):
     """`ddp_with_mpi`: Lightning's DDP in processes that MPI has started."""
     config = write_config(tmp_path / "launched.yaml", make(tmp_path, "launched", 2, strategy="ddp_with_mpi"))
-    done = start([need("mpirun.mpich"), "-n", "2", sys.executable, *train_command(config)], tmp_path)
+    done = start([need("mpirun.mpich"), "-n", "2", sys.executable, *train_many(config)], tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "MPIDDPStrategy" in done.stdout
     assert_same_training(tmp_path, serial)
@@ -185,8 +190,8 @@ def two_nodes():
 
 def test_two_nodes(two_nodes, tmp_path, serial):
     """torchrun on each of two machines that share a file system; the nodes find each other over the cable alone."""
-    config = write_config(tmp_path / "launched.yaml", make(tmp_path, "launched", 1))
-    rendezvous = ["--nnodes=2", "--nproc-per-node=2", "--master-addr=10.231.7.1", "--master-port=29655"]
+    config = write_config(tmp_path / "launched.yaml", make(tmp_path, "launched", 2))
+    rendezvous = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=10.231.7.1", "--master-port=29655"]
     nodes = [
         subprocess.Popen(
             [
@@ -196,7 +201,7 @@ def test_two_nodes(two_nodes, tmp_path, serial):
                 "torch.distributed.run",
                 *rendezvous,
                 f"--node-rank={rank}",
-                *train_command(config),
+                *train_many(config),
             ],
             cwd=tmp_path,
             env=clean_environment(),
@@ -208,7 +213,7 @@ def test_two_nodes(two_nodes, tmp_path, serial):
     ]
     outputs = [node.communicate(timeout=200)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], outputs[0] + outputs[1]
-    assert "2: ffnode0 (2), ffnode1 (2)" in outputs[0]
+    assert "2: ffnode0 (1), ffnode1 (1)" in outputs[0]
     assert "Summary of the training" not in outputs[1]
     assert_same_training(tmp_path, serial)
 
@@ -241,7 +246,7 @@ def test_two_nodes_by_a_host_file(program, two_nodes, tmp_path, serial):
             "10.231.7.1",
         ]
     config = write_config(tmp_path / "launched.yaml", make(tmp_path, "launched", 2))
-    words = [need(program), *options, "-n", "2", sys.executable, *train_command(config)]
+    words = [need(program), *options, "-n", "2", sys.executable, *train_many(config)]
     done = start([*two_nodes[0], *words], tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2: ffnode0 (1), ffnode1 (1)" in done.stdout

@@ -22,7 +22,7 @@ def final_weights(folder: Path, *words: str) -> torch.Tensor:
     return torch.cat([torch.tensor(value, dtype=torch.float64).reshape(-1) for value in values])
 
 
-@pytest.mark.parametrize(("strategy", "accumulate"), [("simple_ddp", "1"), ("small buckets", "3")])
+@pytest.mark.parametrize(("strategy", "accumulate"), [("small buckets", "3")])
 def test_two_processes_train_as_one(strategy, accumulate, tmp_path):
     """Equal batches, so that the mean over ranks is the mean over frames; a parameter that nothing uses stays as it is."""
     alone = final_weights(tmp_path, "1", "auto", accumulate)

@@ -5,6 +5,7 @@ Only the training itself: predictions, report and summary at the end are left ou
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -14,24 +15,28 @@ from forgefield.config.loading import load_config
 from forgefield.parallel.faults import failing_together
 from forgefield.parallel.session import this_group
 from forgefield.runs import Run
-from forgefield.training.fit import fit
+from forgefield.training.fit import Fitted, fit
 from forgefield.training.journal import Journal
 
 
 def train_only(config: dict) -> Run:
+    return _fit(config).run
+
+
+def _fit(config: dict) -> Fitted:
     ranks = this_group()
-    journal = Journal(ranks=ranks)
+    journal = Journal(ranks=ranks, mode=os.environ.get("LOG_MODE", "master"))
     try:
         with failing_together(ranks):
-            return fit(load_config(config), fresh=False, journal=journal, ranks=ranks).run
+            return fit(load_config(config), fresh=False, journal=journal, ranks=ranks)
     finally:
         journal.close()
 
 
-def main() -> None:
-    for config in yaml.safe_load(Path(sys.argv[1]).read_text()):
-        train_only(config)
+def main() -> int:
+    configs = yaml.safe_load(Path(sys.argv[1]).read_text())
+    return max(_fit(config).exit_code for config in (configs if isinstance(configs, list) else [configs]))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -212,7 +212,7 @@ def test_any_torch_optimiser(optimizer, tmp_path):
         ("training", {"scheduler": "StepLR"}, "StepLR cannot be built.*step_size"),
         ("trainer", {"max_epoch": 3}, r"trainer\.max_epoch.*max_epochs"),
         ("trainer", {"precision": "bf16-mixed"}, r"training\.precision"),
-        ("trainer", {"devices": 2}, "one device"),
+        ("trainer", {"num_nodes": 2}, "one process was started, on one node"),
         ("trainer", {"max_time": "soon"}, r"trainer\.max_time"),
         ("trainer", {"gradient_clip_val": 1.0}, None),
     ],
@@ -311,7 +311,11 @@ def test_without_validation_batches_nothing_waits_for_a_validation(tmp_path):
 
 
 def test_a_command_that_was_refused_leaves_no_folder(tmp_path):
-    for section, change in (("trainer", {"devices": 2}), ("model", {"lmax": 2}), ("training", {"optimizer": "adamm"})):
+    for section, change in (
+        ("trainer", {"num_nodes": 2}),
+        ("model", {"lmax": 2}),
+        ("training", {"optimizer": "adamm"}),
+    ):
         config = tiny_config(tmp_path)
         config[section] = {**config[section], **change}
         with pytest.raises(ForgefieldError):

@@ -47,10 +47,14 @@ class MetricsLog(Callback):
         self._rows, self._row_step = state_dict["rows"], state_dict["row_step"]
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        _ = (
+            trainer.callback_metrics
+        )  # reading reduces a user's own metrics over ranks, so all ranks read at the same time
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._write(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        _ = trainer.callback_metrics
         if trainer.global_step != self._row_step and epoch_is_whole(trainer):
             pl_module.finish_row()
             self._write(trainer, pl_module)

@@ -22,10 +22,11 @@ from lightning.pytorch.callbacks import Callback
 
 from forgefield.errors import ForgefieldError
 from forgefield.parallel.exchange import StepExchange
+from forgefield.parallel.faults import tell_failure
 from forgefield.parallel.group import Ranks, alone
 from forgefield.parallel.strategies import first_rank_that_differs
 from forgefield.training.checkpoint import DamagedCheckpoint, checkpoint_path, load_checkpoint, prune_checkpoints
-from forgefield.training.signals import StopWish
+from forgefield.training.signals import StopRequested, StopWish
 
 
 class RunCheckpoint(Callback):
@@ -75,6 +76,11 @@ class RunCheckpoint(Callback):
         if wish is not None:
             raise wish
 
+    def on_exception(self, trainer: L.Trainer, pl_module: Any, exception: BaseException) -> None:
+        # Before any other callback acts on it: one that saves something would wait for ranks that know of nothing.
+        if not isinstance(exception, (StopRequested, KeyboardInterrupt)):
+            tell_failure(self.ranks, exception)
+
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         self._finished = True
         self._save(trainer)
@@ -109,7 +115,8 @@ class RunCheckpoint(Callback):
         differs = first_rank_that_differs(module.potential)
         if differs is not None:
             raise ForgefieldError(
-                f"{self.ranks.describe(differs)} has other weights than rank 0 at step {module.trainer.global_step}; the "
+                f"{self.ranks.describe(differs)} has other weights or buffers than rank 0 at step "
+                f"{module.trainer.global_step}; the "
                 "checkpoints before it are good. A callback or a model of your own may act differently on different ranks."
             )
 

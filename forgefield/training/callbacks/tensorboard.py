@@ -48,9 +48,10 @@ class TensorBoardLog(Callback):
             }
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        metrics = dict(trainer.callback_metrics)
         if self._writer is None:
             return
-        for name, value in trainer.callback_metrics.items():
+        for name, value in metrics.items():
             self._writer.add_scalar(name, float(value), trainer.global_step)
         if self.level >= 2:
             for name, parameter in pl_module.potential.named_parameters():
