@@ -331,7 +331,7 @@ class StepTimer(Callback):
             accumulate=trainer.accumulate_grad_batches,
             full_batches=self.full_batches,
             strategy=type(strategy).__name__,
-            backend=kinds.get(device.type, "none") if ranks.world_size > 1 else "none",
+            backend=kinds.get(device.type, ranks.backend),
             threads=torch.get_num_threads(),
             device=device_name(device),
             nodes=len(ranks.nodes),

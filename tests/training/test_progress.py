@@ -12,8 +12,10 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from rich.console import Console
 
+from forgefield.parallel.group import alone
 from forgefield.training.callbacks.progress import RunProgress, clock, line_is_due, short
-from forgefield.training.summary import device_rows, digits, end_summary, model_rows, print_summary
+from forgefield.training.start_summary import process_rows
+from forgefield.training.summary import digits, end_summary, model_rows, print_summary
 
 SHOW_CURSOR, HIDE_CURSOR = "\x1b[?25h", "\x1b[?25l"
 
@@ -253,12 +255,13 @@ def test_model_rows_count_parameters_by_part() -> None:
     assert rows["weights in"] == "float32"
 
 
-def test_device_rows_say_what_lightning_chose() -> None:
+def test_the_table_says_who_trains_where() -> None:
     trainer = L.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
-    rows = dict(device_rows(trainer))
-    assert rows["accelerator"] == "CPU"
+    rows = dict(process_rows(trainer, alone()))
+    assert rows["distributed"] == "no, one process"
+    assert rows["launcher"] == "none"
+    assert rows["world size"] == "1"
     assert rows["device"].endswith("(cpu)")
-    assert rows["processes"] == "1 on 1 node"
     assert rows["threads"] == f"{torch.get_num_threads()} per process"
     assert f"torch {torch.__version__.partition('+')[0]}" in rows["versions"]
 
