@@ -50,8 +50,11 @@ def need(program: str) -> str:
 
 
 def test_torchrun_and_all_that_is_said(tmp_path, serial):
-    """Through the installed command, with a log of all ranks, a scaled learning rate and a rank that falls behind."""
-    config = write_config(tmp_path / "launched.yaml", make(tmp_path, "launched", 2))
+    """Through the installed command, with a log of all ranks, a metric of the user's own and a rank that falls behind."""
+    settings = make(tmp_path, "launched", 2)
+    settings["callbacks"].append("tests.training.interrupting.LogsTogether")
+    settings["training"]["tensorboard"] = 1
+    config = write_config(tmp_path / "launched.yaml", settings)
     command = [*torchrun(2, "--no-python"), str(Path(sys.executable).with_name("forgefield")), "train", str(config)]
     done = start([*command, "-l", "all.log", "-m", "collect"], tmp_path, SLOW="0.3", SLOW_RANKS="1")
     assert done.returncode == 0, done.stdout + done.stderr

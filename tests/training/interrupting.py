@@ -79,3 +79,10 @@ class Slow(Callback):
         ranks = os.environ.get("SLOW_RANKS")
         if ranks is None or str(trainer.global_rank) in ranks.split(","):
             time.sleep(float(os.environ.get("SLOW", "0")))
+
+
+class LogsTogether(Callback):
+    """A metric of the user's own that Lightning averages over ranks when it is read."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        pl_module.log("mine", float(trainer.global_rank), on_step=False, on_epoch=True, sync_dist=True)
