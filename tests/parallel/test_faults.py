@@ -136,3 +136,13 @@ def test_an_error_of_all_ranks_is_said_once(tmp_path):
     assert done.returncode != 0
     assert done.stderr.count("error: training.scale_lr is none, sqrt, linear, not 'lineer'") == 1, done.stderr
     assert not (tmp_path / "runs").exists()
+
+
+def test_ranks_with_different_settings_are_refused(tmp_path):
+    """A variable of the environment may differ between nodes, and with it what the config means there."""
+    config = parallel_config(tmp_path, "wrong")
+    config.write_text(config.read_text().replace("seed: 3", "seed: ${oc.env:RANK}"))
+    done = start([*torchrun(2), *train_command(config)], tmp_path)
+    assert done.returncode != 0
+    assert "does not have the same settings as rank 0" in done.stderr, done.stderr
+    assert not (tmp_path / "runs").exists()

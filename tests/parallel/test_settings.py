@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import logging
 import math
+from dataclasses import replace
 from pathlib import Path
 
+import lightning as L
 import pytest
 import torch
 
 from forgefield.api import train
 from forgefield.config.loading import load_config
 from forgefield.errors import ForgefieldError
-from forgefield.parallel.group import alone, interface_towards, usable_threads
+from forgefield.parallel.group import Ranks, alone, interface_towards, usable_threads
 from forgefield.parallel.learning_rate import learning_rate_factor
 from forgefield.parallel.registry import MPIDDPStrategy, check_strategy, register_strategies
 from forgefield.training.journal import Journal
-from forgefield.training.optimisers import build_optimiser, build_scheduler, rescale_learning_rates
+from forgefield.training.optimisers import build_optimiser, build_scheduler, fit_length, rescale_learning_rates
 from forgefield.training.start_summary import effective_batch, learning_rate, schedule_rows
-from forgefield.training.trainer import processes_wanted
+from forgefield.training.trainer import _place_among_ranks, _require_togetherness, processes_wanted
 from tests.helpers import tiny_config
 
 # ---- learning rate
@@ -168,9 +170,6 @@ def test_names_are_registered_with_lightning_once():
 
 
 def test_an_optimiser_that_follows_the_loss_is_refused_on_several_ranks(tmp_path):
-    from dataclasses import replace
-
-    from forgefield.parallel.group import Ranks
     from forgefield.training.fit import _check_settings
 
     config = load_config(tiny_config(tmp_path), ["training.optimizer=lbfgs"])
@@ -196,8 +195,6 @@ def test_how_many_processes_the_devices_ask_for(devices, accelerator, n, tmp_pat
 
 
 def test_threads_are_shared_among_the_ranks_of_a_node(monkeypatch):
-    from dataclasses import replace
-
     monkeypatch.setattr("os.cpu_count", lambda: 16)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
     assert usable_threads(replace(alone().launch, local_size=4)) == 4
@@ -227,3 +224,47 @@ def test_a_journal_writes_the_file_that_was_asked_for(tmp_path):
 def test_a_log_that_cannot_be_written_is_a_sentence(tmp_path):
     with pytest.raises(ForgefieldError, match=r"The log .*train\.log cannot be written"):
         Journal(file=Path(tmp_path / "nowhere" / "train.log"))
+
+
+def test_a_schedule_as_long_as_the_run_goes_on_at_the_same_place_when_the_run_has_fewer_steps():
+    """12 steps on two ranks become 24 on one: after a quarter of the run the learning rate is where it was."""
+
+    def at(n: int, length: int):
+        optimiser = build_optimiser("sgd", [torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, T_max=length)
+        for _ in range(n):
+            optimiser.step()
+            scheduler.step()
+        return optimiser, scheduler
+
+    optimiser, scheduler = at(3, 12)
+    fit_length(scheduler, 24)
+    rates_left = []
+    for _ in range(18):
+        optimiser.step()
+        scheduler.step()
+        rates_left.append(optimiser.param_groups[0]["lr"])
+    assert rates_left[5] == pytest.approx(at(12, 24)[0].param_groups[0]["lr"], rel=1e-9)
+    assert rates_left == sorted(rates_left, reverse=True)
+    assert rates_left[-1] == pytest.approx(0.0, abs=1e-12)
+
+
+def test_devices_written_as_text_are_the_devices_that_are_used():
+    launch = replace(alone().launch, launcher="torchrun", world_size=2, local_size=2, master_port=1)
+    options = {"devices": "2,3", "accelerator": "gpu"}
+    _place_among_ranks(options, launch)
+    assert options["devices"] == [2, 3]
+    assert options["strategy"] == "simple_ddp"
+
+
+def test_one_process_of_a_launcher_uses_one_device():
+    options: dict = {}
+    _place_among_ranks(options, replace(alone().launch, launcher="srun", master_port=1))
+    assert options["devices"] == 1
+
+
+def test_a_strategy_that_does_not_average_is_refused_also_as_an_object():
+    trainer = L.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+    two = Ranks(replace(alone().launch, world_size=2, local_size=2), hosts=["a", "a"], backend="gloo")
+    with pytest.raises(ForgefieldError, match="SingleDeviceStrategy does not average gradients over the 2 processes"):
+        _require_togetherness(trainer, two)
