@@ -40,8 +40,9 @@ from forgefield.report.page import write_parity_png, write_report
 from forgefield.runs import Run, run_exists
 from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.task import TARGETS
-from forgefield.training.fit import Fitted, fit, require_same_data
+from forgefield.training.fit import Fitted, fit
 from forgefield.training.journal import Journal
+from forgefield.training.preflight import require_same_data
 from forgefield.training.signals import StopWish
 from forgefield.training.summary import end_summary
 from forgefield.training.trainer import processes_wanted
@@ -71,24 +72,23 @@ def train_with_outcome(
 ) -> Fitted:
     """Train, measure the best model on validation and test frames, write the report.
 
-    Under a launcher (torchrun, srun, mpirun) every process calls this. In one process with `trainer.devices` above one, the
-    processes are started here. log: a file for what is said, beside the one in the run folder. log_mode: whose words go there,
-    `master`, `collect` or `workers`.
+    Under a launcher (torchrun, srun, mpirun) every process calls this, inside `failing_together`. In one process with
+    `trainer.devices` above one, the processes are started here. log: a file for what is said, beside the one in the run
+    folder. log_mode: whose words go there, `master`, `collect` or `workers`.
     """
     ranks = this_group()
     n = processes_wanted(config) if ranks.launch.launcher == "none" else 1
     if n > 1:
         return _train_in_processes(config, n, fresh=fresh, log=log, log_mode=log_mode)
-    with failing_together(ranks):
-        journal = Journal(ranks=ranks, file=log, mode=log_mode)
-        try:
-            fitted = fit(config, fresh=fresh, journal=journal, ranks=ranks)
-            if ranks.share(fitted.outcome == "finished" or _is_unmeasured(fitted)):
-                with StopWish(None):  # a stop now would only have the measurement made again
-                    _measure(fitted, config, journal, ranks)
-            return fitted
-        finally:
-            journal.close()
+    journal = Journal(ranks=ranks, file=log, mode=log_mode)
+    try:
+        fitted = fit(config, fresh=fresh, journal=journal, ranks=ranks)
+        if ranks.share(fitted.outcome == "finished" or _is_unmeasured(fitted)):
+            with StopWish(None):  # what a batch system asks for now would only have the measurement made again
+                _measure(fitted, config, journal, ranks)
+        return fitted
+    finally:
+        journal.close()
 
 
 def _train_in_processes(config: DictConfig, n: int, *, fresh: bool, log: Path | None, log_mode: str) -> Fitted:
@@ -109,7 +109,11 @@ def _train_in_processes(config: DictConfig, n: int, *, fresh: bool, log: Path | 
 
 def train_example(overrides: list[str] | None = None, *, fresh: bool = False) -> Fitted:
     """The built-in example: make a small data set from real physics and train on it."""
-    return train_with_outcome(example_config(overrides or [], make=this_group().is_first), fresh=fresh)
+    ranks = this_group()
+    with failing_together(ranks):
+        config = example_config(overrides or [], make=ranks.is_first)
+        ranks.barrier()
+        return train_with_outcome(config, fresh=fresh)
 
 
 def example_config(overrides: list[str], *, make: bool) -> DictConfig:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from forgefield.errors import ForgefieldError
-from forgefield.parallel.launch import Launch
+from forgefield.parallel.launch import Launch, detect_launch
 from forgefield.parallel.watch import Loss, Watch
 
 MEETING_MINUTES = 10
@@ -103,21 +103,7 @@ class Ranks:
 
 def alone(launch: Launch | None = None) -> Ranks:
     """A group of one process."""
-    if launch is None:
-        launch = Launch(
-            launcher="none",
-            rank=0,
-            world_size=1,
-            local_rank=0,
-            local_size=1,
-            node_rank=0,
-            n_nodes=1,
-            master_address="127.0.0.1",
-            master_port=0,
-            restarts=0,
-            job="",
-            note="",
-        )
+    launch = detect_launch({}) if launch is None else launch
     return Ranks(launch, hosts=[socket.gethostname()], backend="none")
 
 
@@ -245,9 +231,8 @@ def _tell_libraries(launch: Launch) -> None:
     )
     if "GLOO_SOCKET_IFNAME" not in os.environ:
         interface = interface_towards(launch.master_address)
-        if (
-            interface == "lo" and launch.n_nodes > 1
-        ):  # rank 0's node whose own name means loopback: what leads outwards is meant
+        if interface == "lo" and launch.n_nodes > 1:
+            # Rank 0's node, whose own name means loopback: what leads outwards is meant.
             interface = interface_towards("192.0.2.1")
         if interface is not None:
             os.environ["GLOO_SOCKET_IFNAME"] = interface

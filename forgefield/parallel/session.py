@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable
 from functools import partial
 from types import TracebackType
+from typing import NoReturn
 
 from forgefield.errors import ForgefieldError
 from forgefield.parallel.faults import failing_together, leave_at_once, on_loss, tell_failure
@@ -38,7 +39,7 @@ def run_as_one(command: Callable[[Ranks], int]) -> int:
         with failing_together(ranks):
             code = command(ranks)
             ranks.barrier()  # some launchers end a job soon after its first process has ended
-            return code
+        _end_of_command(code)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         leave_at_once(130)
@@ -50,6 +51,13 @@ def run_as_one(command: Callable[[Ranks], int]) -> int:
     except BaseException:
         traceback.print_exc()
         leave_at_once(1)
+
+
+def _end_of_command(code: int) -> NoReturn:
+    """What an ordinary end does in Python, then out: torch's communication threads now and then abort a process that is taken
+    down piece by piece."""
+    atexit._run_exitfuncs()
+    leave_at_once(code)
 
 
 def _end_of_script(ranks: Ranks, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

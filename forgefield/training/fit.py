@@ -6,32 +6,28 @@ With several processes all of them run it; rank 0 decides and writes, the others
 
 from __future__ import annotations
 
-import hashlib
 import signal
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import lightning as L
-import torch
+from lightning.pytorch.callbacks import Callback
 from omegaconf import DictConfig
-from torch import nn
 
 from forgefield.config.nearest import did_you_mean
 from forgefield.config.template import commented_yaml
 from forgefield.data.dataset import GraphDataset
 from forgefield.data.module import DataModule
 from forgefield.data.readers import plain
+from forgefield.data.sampling import FrameLoader
 from forgefield.data.statistics import content_hash
 from forgefield.errors import ForgefieldError
 from forgefield.files import write_whole
 from forgefield.models.potential import Potential
-from forgefield.models.registry import build_model, check_model, resolve_model
-from forgefield.parallel.contradictions import check_trainer_options
-from forgefield.parallel.environment import MPI_LAUNCHERS
+from forgefield.models.registry import build_model, resolve_model
 from forgefield.parallel.exchange import StepExchange
 from forgefield.parallel.group import Ranks
 from forgefield.parallel.learning_rate import learning_rate_factor
-from forgefield.parallel.registry import check_strategy
 from forgefield.runs import Run, versions
 from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.task import TARGETS, Task, default_task, require_labels
@@ -45,7 +41,7 @@ from forgefield.training.checkpoint import Restart, find_restart
 from forgefield.training.folder import compare_with_stored_config, has_begun, run_folder
 from forgefield.training.journal import Journal
 from forgefield.training.module import TrainingModule
-from forgefield.training.optimisers import build_optimiser
+from forgefield.training.preflight import check_settings, require_same_data, require_same_settings
 from forgefield.training.requeue import ask_slurm_to_requeue
 from forgefield.training.signals import StopRequested, StopWish
 from forgefield.training.start_summary import summarise
@@ -77,10 +73,12 @@ class Fitted:
 
 @dataclass(frozen=True)
 class Party:
-    """Who trains, and how they tell the user. lr_factor: what their number does to learning rates."""
+    """Who trains, how they tell the user, and whether they are asked to stop. lr_factor: what their number does to learning
+    rates."""
 
     ranks: Ranks
     journal: Journal
+    stop: StopWish
     lr_factor: float
 
 
@@ -117,18 +115,43 @@ class _Record:
         )
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """What is trained, on what, with which settings. options: the config's `trainer` section, completed on the way."""
+
+    run: Run
+    config: DictConfig
+    options: dict[str, Any]
+    data: DataModule
+    record: _Record
+
+    @property
+    def quick(self) -> bool:
+        return bool(self.options.get("fast_dev_run"))
+
+    @property
+    def has_val(self) -> bool:
+        return self.data.val is not None and self.options.get("limit_val_batches") != 0
+
+    @property
+    def columns(self) -> list[str]:
+        """Every metric that a row may hold."""
+        names = ["loss", *ErrorMetrics(self.record.task.names, self.data.species.symbols).names()]
+        return [f"{split}/{name}" for split in (("train", "val") if self.has_val else ("train",)) for name in names]
+
+
 def fit(config: DictConfig, *, fresh: bool, journal: Journal, ranks: Ranks) -> Fitted:
     """Train as `config` says. With `fresh` an existing run of that name is moved aside, else it is continued."""
     options: dict[str, Any] = plain(config.trainer)
-    quick = bool(options.get("fast_dev_run"))
-    party = Party(ranks, journal, learning_rate_factor(config.training.scale_lr, ranks.world_size))
-    _require_same("the same settings", commented_yaml(config), ranks)
-    _check_settings(config, options, ranks)
-    stop = StopWish(take_max_seconds(options))
-    if fresh and ranks.launch.restarts:
+    require_same_settings(config, ranks)
+    lr_factor = learning_rate_factor(config.training.scale_lr, ranks.world_size)
+    check_settings(config, options, ranks)
+    party = Party(ranks, journal, StopWish(take_max_seconds(options)), lr_factor)
+    if fresh and max(ranks.everyone(ranks.launch.restarts)):  # not every agent of torchrun counts every restart
         journal.say("The job was started again by its launcher: the run goes on, --fresh held for the first start.")
         fresh = False
-    with stop, run_folder(config, fresh=fresh, quick=quick, journal=journal, ranks=ranks) as run:
+    quick = bool(options.get("fast_dev_run"))
+    with party.stop, run_folder(config, fresh=fresh, quick=quick, journal=journal, ranks=ranks) as run:
         journal.keep_in(run.path)
         changed = ranks.share(_changed_settings(run, config, party) if ranks.is_first else None)
         data = DataModule(config.data, seed=config.seed, rank=ranks.rank, world_size=ranks.world_size)
@@ -137,42 +160,23 @@ def fit(config: DictConfig, *, fresh: bool, journal: Journal, ranks: Ranks) -> F
         task, resolved, fingerprint = _prepare_model(run, config, data, ranks)
         potential = build_model(resolved, precision=config.training.precision, seed=config.seed)
         record = _Record(task, resolved, fingerprint, sum(p.numel() for p in potential.parameters()))
+        plan = _Plan(run, config, options, data, record)
         restart, status = ranks.share(_where_to_go_on(run, journal) if ranks.is_first else None)
         limits_changed = any(key.startswith(_LIMITS) for key in changed)
         if restart is not None and status == "finished" and not limits_changed:
             journal.say(f"Run {run.name} is complete ({restart.step} steps); start over with --fresh.")
             record.write(run, config, data, ranks)
             return Fitted(run, data, "complete", changed=changed)
-        return _run_lightning(run, config, options, data, record, potential, restart, party, stop)
+        if (stopped := _asked_already(party)) is not None:
+            record.write(run, config, data, ranks)
+            return _stopped(plan, stopped, "Stopped before the first step", party)
+        return _run_lightning(plan, potential, restart, party)
 
 
-def _check_settings(config: DictConfig, options: dict[str, Any], ranks: Ranks) -> None:
-    """Whatever can be known to be wrong before any work is done."""
-    check_model(plain(config.model))
-    optimiser = build_optimiser(config.training.optimizer, [nn.Parameter(torch.zeros(2, 2))], lr=config.training.lr)
-    if ranks.world_size > 1 and isinstance(optimiser, torch.optim.LBFGS):
-        raise ForgefieldError(
-            "training.optimizer: LBFGS decides by the loss how often it evaluates a step, which each of several processes "
-            "would do differently; train in one process or with another optimiser."
-        )
-    strategy = options.get("strategy")
-    check_strategy(strategy, world_size=ranks.world_size)
-    if strategy == "ddp_with_mpi" and ranks.launch.launcher not in MPI_LAUNCHERS:
-        raise ForgefieldError(
-            f"trainer.strategy={strategy} is for processes started by mpirun or mpiexec (found: {ranks.launch.launcher}); "
-            "leave it out."
-        )
-    if ranks.world_size > 1 and not isinstance(options.get("val_check_interval"), (int, float, type(None))):
-        raise ForgefieldError(
-            "trainer.val_check_interval as a time: the clocks of several processes would not agree on when to validate; "
-            "give a number of batches."
-        )
-    check_trainer_options(
-        ranks.launch,
-        devices=options.get("devices"),
-        num_nodes=options.get("num_nodes"),
-        accelerator=options.get("accelerator"),
-    )
+def _asked_already(party: Party) -> StopRequested | None:
+    """Whether any rank was asked to stop while data was read; the same answer on all."""
+    flags = party.ranks.everyone(party.stop.flags())
+    return party.stop.look_together([sum(column) for column in zip(*flags)])
 
 
 def _changed_settings(run: Run, config: DictConfig, party: Party) -> list[str]:
@@ -190,94 +194,103 @@ def _where_to_go_on(run: Run, journal: Journal) -> tuple[Restart | None, str | N
     return restart, run.info.get("status") if run.exists else None
 
 
-def _run_lightning(
-    run: Run,
-    config: DictConfig,
-    options: dict[str, Any],
-    data: DataModule,
-    record: _Record,
-    potential: Potential,
-    restart: Restart | None,
-    party: Party,
-    stop: StopWish,
-) -> Fitted:
-    task, ranks, journal = record.task, party.ranks, party.journal
-    training, quick = config.training, bool(options.get("fast_dev_run"))
-    has_val = data.val is not None and options.get("limit_val_batches") != 0
-    columns = _columns(task, data.species.symbols, has_val)
-    monitor = _monitor(training, columns, has_val, journal)
-    exchange = StepExchange(stop.flags) if ranks.world_size > 1 else None
+def _run_lightning(plan: _Plan, potential: Potential, restart: Restart | None, party: Party) -> Fitted:
+    run, config, data, ranks, journal = plan.run, plan.config, plan.data, party.ranks, party.journal
+    monitor = _monitor(config.training, plan.columns, plan.has_val, journal)
+    exchange = StepExchange(party.stop.flags) if ranks.world_size > 1 else None
     module = TrainingModule(
         potential,
-        task,
-        training,
+        plan.record.task,
+        config.training,
         data.species.symbols,
         monitor=monitor,
         ranks=ranks,
         exchange=exchange,
         lr_factor=party.lr_factor,
     )
-    metrics_log = MetricsLog(run.path, columns)
-    step = restart.step if restart else 0
-    shows_progress = ranks.is_first and options.get("enable_progress_bar", True)
-    progress = (
-        [RunProgress(journal.console, monitor=monitor, max_seconds=stop.seconds_left())] if shows_progress else []
+    first = RunCheckpoint(
+        run.checkpoints,
+        config.training.checkpoint,
+        party.stop,
+        ranks=ranks,
+        exchange=exchange,
+        enabled=not plan.quick,
     )
-    if not ranks.is_first:
-        options["enable_progress_bar"] = False
-    callbacks = [
-        metrics_log,
-        *([] if quick else [BestModel(run.checkpoints, monitor)]),
-        *([TensorBoardLog(run.path / "tensorboard", training.tensorboard, step)] if training.tensorboard else []),
-        *([early] if (early := early_stopping(training.early_stopping, monitor)) else []),
-        *([Pace(ranks, journal, exchange)] if ranks.world_size > 1 else []),
-        *progress,
-        *user_callbacks(config.callbacks),
-    ]
-    first = RunCheckpoint(run.checkpoints, training.checkpoint, stop, ranks=ranks, exchange=exchange, enabled=not quick)
-    trainer = build_trainer(config, options, folder=run.path, first=first, callbacks=callbacks, ranks=ranks)
+    metrics_log = MetricsLog(run.path, plan.columns)
+    callbacks = [metrics_log, *_callbacks(plan, monitor, restart.step if restart else 0, party, exchange)]
+    trainer = build_trainer(config, plan.options, folder=run.path, first=first, callbacks=callbacks, ranks=ranks)
     if restart is not None and trainer.max_epochs not in (None, -1) and restart.epoch > trainer.max_epochs:
         raise ForgefieldError(
             f"Run {run.name} has {restart.epoch} epochs behind it already, more than trainer.max_epochs={trainer.max_epochs}."
         )
-    record.write(run, config, data, ranks)
+    plan.record.write(run, config, data, ranks)
     if ranks.is_first:
         metrics_log.start(restart.rows if restart else 0)
     loader = data.train_dataloader()
-    if options.get("overfit_batches"):
+    if plan.options.get("overfit_batches"):
         journal.say("trainer.overfit_batches is set: the same frames are used every epoch, without shuffling.")
         loader.shuffle = False
     if restart is not None:
-        loader.set_epoch(restart.epoch)
-        first.first_batch = loader.start_at(restart.sample)
-        journal.say(
-            f"Continuing run {run.name} after step {restart.step} (epoch {restart.epoch + 1}), {restart.path.name}."
-        )
-        if restart.world_size != ranks.world_size:
-            journal.say(
-                f"It was saved on {restart.world_size} ranks and goes on with {ranks.world_size}: what is left of the epoch "
-                "is seen exactly once."
-                + (" Learning rates follow training.scale_lr." if training.scale_lr != "none" else "")
-            )
-    summarise(journal, run, config, data, task, potential, trainer, monitor, ranks, party.lr_factor)
+        first.first_batch = _go_on(loader, restart, plan, party)
+    summarise(journal, run, config, data, plan.record.task, potential, trainer, monitor, ranks, party.lr_factor)
     _write_status(run, ranks, status="running")
     try:
         with lightning_errors("trainer or training"):
             trainer.fit(
                 module,
                 train_dataloaders=loader,
-                val_dataloaders=data.val_dataloader() if has_val else None,
+                val_dataloaders=data.val_dataloader() if plan.has_val else None,
                 ckpt_path=str(restart.path) if restart else None,
                 weights_only=True,
             )
     except StopRequested as stopped:
-        _write_status(run, ranks, status="stopped")
-        journal.say(f"Stopped after step {trainer.global_step}: {stopped.reason}. Run the same command to go on.")
-        return Fitted(run, data, "stopped", exit_code=_exit_code(stopped, training.checkpoint.requeue_exit, party))
-    if quick:
+        return _stopped(plan, stopped, f"Stopped after step {trainer.global_step}", party)
+    if plan.quick:
         return Fitted(run, data, "quick")
     _write_status(run, ranks, status="finished", steps=trainer.global_step, epochs=trainer.current_epoch)
     return Fitted(run, data, "finished")
+
+
+def _callbacks(plan: _Plan, monitor: str, step: int, party: Party, exchange: StepExchange | None) -> list[Callback]:
+    """All but the two that must be there and come first, in the order in which they act. step: where a run goes on."""
+    run, training, ranks = plan.run, plan.config.training, party.ranks
+    shows_progress = ranks.is_first and plan.options.get("enable_progress_bar", True)
+    if not ranks.is_first:
+        plan.options["enable_progress_bar"] = False
+    return [
+        *([] if plan.quick else [BestModel(run.checkpoints, monitor)]),
+        *([TensorBoardLog(run.path / "tensorboard", training.tensorboard, step)] if training.tensorboard else []),
+        *([early] if (early := early_stopping(training.early_stopping, monitor)) else []),
+        *([Pace(ranks, party.journal, exchange)] if ranks.world_size > 1 else []),
+        *(
+            [RunProgress(party.journal.console, monitor=monitor, max_seconds=party.stop.seconds_left())]
+            if shows_progress
+            else []
+        ),
+        *user_callbacks(plan.config.callbacks),
+    ]
+
+
+def _go_on(loader: FrameLoader, restart: Restart, plan: _Plan, party: Party) -> int:
+    """Let the loader begin where the run was saved. Returns the number of the batch it begins with."""
+    say, n = party.journal.say, party.ranks.world_size
+    loader.set_epoch(restart.epoch)
+    first_batch = loader.start_at(restart.sample)
+    say(f"Continuing run {plan.run.name} after step {restart.step} (epoch {restart.epoch + 1}), {restart.path.name}.")
+    if restart.world_size != n:
+        rates = " Learning rates follow training.scale_lr." if plan.config.training.scale_lr != "none" else ""
+        say(
+            f"It was saved on {restart.world_size} ranks and goes on with {n}: what is left of the epoch is seen exactly "
+            f"once.{rates}"
+        )
+    return first_batch
+
+
+def _stopped(plan: _Plan, stopped: StopRequested, when: str, party: Party) -> Fitted:
+    _write_status(plan.run, party.ranks, status="stopped")
+    party.journal.say(f"{when}: {stopped.reason}. Run the same command to go on.")
+    code = _exit_code(stopped, plan.config.training.checkpoint.requeue_exit, party)
+    return Fitted(plan.run, plan.data, "stopped", exit_code=code)
 
 
 def _write_status(run: Run, ranks: Ranks, **values: Any) -> None:
@@ -338,18 +351,6 @@ def _prepare_model(run: Run, config: DictConfig, data: DataModule, ranks: Ranks)
     return task, ranks.share(resolved), fingerprint
 
 
-def require_same_data(fingerprint: str, ranks: Ranks) -> None:
-    """Ranks divide one list of frames among themselves; on another list the division would mean nothing."""
-    _require_same("the same data (files must be alike on all nodes)", fingerprint, ranks)
-
-
-def _require_same(what: str, text: str, ranks: Ranks) -> None:
-    everyone = ranks.everyone(hashlib.sha256(text.encode()).hexdigest())
-    for rank, other in enumerate(everyone):
-        if other != everyone[0]:
-            raise ForgefieldError(f"{ranks.describe(rank)} does not have {what} as {ranks.describe(0)}.")
-
-
 def _require_any_label(task: Task, split: str, dataset: GraphDataset | None) -> None:
     """Refuse frames that are meant to measure the model and carry nothing to measure it with."""
     names = task.names if split == "val" else TARGETS
@@ -358,9 +359,3 @@ def _require_any_label(task: Task, split: str, dataset: GraphDataset | None) -> 
             f"None of the frames of data.{split} carries {', '.join(names)}, so nothing could be measured on them; "
             f"give labelled frames or data.{split}=0."
         )
-
-
-def _columns(task: Task, species: tuple[str, ...], has_val: bool) -> list[str]:
-    """Every metric a row may hold."""
-    names = ["loss", *ErrorMetrics(task.names, species).names()]
-    return [f"{split}/{name}" for split in (("train", "val") if has_val else ("train",)) for name in names]

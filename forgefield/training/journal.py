@@ -55,7 +55,7 @@ class Journal:
 
     def say(self, text: str) -> None:
         """One sentence for the user."""
-        self.console.print(text, markup=False)
+        self.console.print(text, markup=False, soft_wrap=True)
         self._record(text)
 
     def show(self, render: Any) -> None:

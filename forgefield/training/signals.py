@@ -37,6 +37,7 @@ class StopWish:
     def __init__(self, max_seconds: float | None) -> None:
         self._deadline = time.monotonic() + max_seconds if max_seconds is not None else None
         self._wish: StopRequested | None = None
+        self._can_save = False
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopWish:
@@ -59,6 +60,11 @@ class StopWish:
         for number in self._before:
             signal.signal(number, self._note)
 
+    def can_save_now(self) -> None:
+        """Training begins: from now on Ctrl-C waits for the end of a step, too. Before, there is nothing to wait for."""
+        self._can_save = True
+        self.listen()
+
     def look(self) -> StopRequested | None:
         """The reason to stop now, if there is one."""
         if self._wish is None and self._deadline is not None and time.monotonic() > self._deadline:
@@ -80,8 +86,8 @@ class StopWish:
         return None
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._wish is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt  # asked twice: do not wait for the step to end
+        if number == signal.SIGINT and (self._wish is not None or not self._can_save):
+            raise KeyboardInterrupt  # asked twice, or nothing to save: do not wait for the step to end
         self._wish = _request(number)
 
 

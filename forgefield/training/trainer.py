@@ -132,7 +132,8 @@ def _place_among_ranks(options: dict[str, Any], launch: Launch) -> LaunchedEnvir
     if launch.world_size == 1:
         if launch.launcher != "none" and devices in (None, "auto", -1, "-1"):
             options["devices"] = 1  # the launcher has started one process, so one device is used
-        return LaunchedEnvironment(replace(launch, master_port=launch.master_port or free_port()))
+        port = free_port() if launch.launcher == "none" else launch.master_port
+        return LaunchedEnvironment(replace(launch, master_port=port))
     if options.get("strategy") in (None, "auto"):
         options["strategy"] = DEFAULT
     options["num_nodes"] = launch.n_nodes

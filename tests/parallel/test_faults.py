@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -12,9 +13,10 @@ from typing import Any
 
 import pytest
 
+from forgefield.parallel.group import free_port
 from forgefield.training.signals import REQUEUE
-from tests.helpers import tiny_config
-from tests.parallel.launching import start, torchrun, train_command, write_config
+from tests.helpers import tiny_config, write_emt
+from tests.parallel.launching import clean_environment, start, torchrun, train_command, write_config
 from tests.training.test_resume import END, assert_same_run
 
 RECORD = "tests.training.interrupting.RecordsFrames"
@@ -92,14 +94,46 @@ def test_a_stop_signal_on_one_rank_stops_all_at_the_same_step_and_saves_once(how
     assert_same_run(straight, tmp_path / "runs" / "again")
 
 
-def test_an_elastic_restart_of_torchrun_ends_as_if_nothing_had_happened(tmp_path, straight):
+def test_an_elastic_restart_ends_as_if_nothing_had_happened(tmp_path, straight):
+    """Two agents, as on two nodes. The one whose process is killed counts a restart, the other does not; and `--fresh` must
+    not throw away what the first attempt has saved."""
     config = parallel_config(tmp_path, "again")
     once = {"END_AT": "5", "END_HOW": "kill", "END_RANKS": "1", "END_ONCE": str(tmp_path / "killed")}
-    many = ["-m", "tests.parallel.train_many", str(config)]
-    done = start([*torchrun(2, "--max-restarts=1"), *many], tmp_path, **once)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "Continuing run again after step 4" in done.stdout
+    place = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=test"]
+    agent = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes=2",
+        "--nproc-per-node=1",
+        "--max-restarts=3",
+        *place,
+    ]
+    agents = [
+        subprocess.Popen(
+            [*agent, *train_command(config, "--fresh")],
+            cwd=tmp_path,
+            env=clean_environment(**once),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    output = "".join(agent.communicate(timeout=200)[0] for agent in agents)
+    assert [agent.returncode for agent in agents] == [0, 0], output
+    assert "Continuing run again after step 4" in output
+    assert not list((tmp_path / "runs").glob("again.before-*"))
     assert_same_run(straight, tmp_path / "runs" / "again")
+
+
+def test_a_signal_on_one_rank_while_data_is_read_stops_all_before_the_first_step(tmp_path):
+    config = parallel_config(tmp_path, "early")
+    text = config.read_text().replace("energy:\n", "energy:\n    loss: tests.training.signal_on_import.squared\n")
+    config.write_text(text)
+    stopped = own_processes(tmp_path, config, SIGNAL_ON_IMPORT="SIGTERM", SIGNAL_RANK="1")
+    assert stopped.returncode == REQUEUE, stopped.stdout + stopped.stderr
+    assert "Stopped before the first step: SIGTERM was received" in stopped.stdout
 
 
 def recorded(folder: Path, epoch: int) -> Counter[int]:
@@ -146,3 +180,16 @@ def test_ranks_with_different_settings_are_refused(tmp_path):
     assert done.returncode != 0
     assert "does not have the same settings as rank 0" in done.stderr, done.stderr
     assert not (tmp_path / "runs").exists()
+
+
+def test_ranks_that_read_other_test_data_are_refused(tmp_path):
+    """The same path leads to different files on different nodes: here through the working directory of each process."""
+    config = parallel_config(tmp_path, "wrong")
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+        write_emt(tmp_path / str(rank) / "test.extxyz", 3 + rank)
+    config.write_text(config.read_text().replace("data:\n", "data:\n  test: /proc/self/cwd/test.extxyz\n"))
+    shell = f'cd "$RANK" && exec {sys.executable} -m tests.parallel.train_many {config}'
+    done = start([*torchrun(2, "--no-python"), "sh", "-c", shell], tmp_path)
+    assert done.returncode != 0
+    assert "does not have the same data" in done.stderr, done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -11,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import tiny_config
+from forgefield import api
+from tests.helpers import tiny_config, write_emt
 from tests.parallel.launching import clean_environment, start, torchrun, train_command, weights, write_config
 from tests.parallel.train_many import train_only
 
@@ -65,10 +67,23 @@ def test_torchrun_and_all_that_is_said(tmp_path, serial):
     assert "2 frames x 2 ranks = 4 frames a step" in done.stdout
     assert "rank 1 on" in done.stdout
     assert "falls behind" in done.stdout
+    assert_test_counts_each_frame_once(tmp_path)
     log = (tmp_path / "all.log").read_text()
     assert "[rank 1]" in log
     assert any("my rank" in line and " 1 " in line for line in log.splitlines() if line.startswith("[rank 1]"))
     assert "[rank 0]" not in log
+
+
+def assert_test_counts_each_frame_once(folder: Path) -> None:
+    """`forgefield test` on two ranks, with a number of frames that does not divide, gives the errors of one process."""
+    data = write_emt(folder / "test.extxyz", 5, seed=7)
+    words = ["-m", "forgefield", "test", "runs/launched", "--data", str(data)]
+    done = start([*torchrun(2), *words], folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    together = json.loads((folder / "runs" / "launched" / "test.json").read_text())
+    alone = api.test(folder / "runs" / "launched", str(data))
+    assert together["frames"] == 5
+    assert together["errors"] == pytest.approx(alone, rel=1e-9)
 
 
 @pytest.mark.parametrize("program", ["mpirun.openmpi", "mpirun.mpich"])

@@ -19,6 +19,7 @@ from forgefield.parallel.learning_rate import learning_rate_factor
 from forgefield.parallel.registry import MPIDDPStrategy, check_strategy, register_strategies
 from forgefield.training.journal import Journal
 from forgefield.training.optimisers import build_optimiser, build_scheduler, fit_length, rescale_learning_rates
+from forgefield.training.preflight import check_settings
 from forgefield.training.start_summary import effective_batch, learning_rate, schedule_rows
 from forgefield.training.trainer import _place_among_ranks, _require_togetherness, processes_wanted
 from tests.helpers import tiny_config
@@ -170,13 +171,11 @@ def test_names_are_registered_with_lightning_once():
 
 
 def test_an_optimiser_that_follows_the_loss_is_refused_on_several_ranks(tmp_path):
-    from forgefield.training.fit import _check_settings
-
     config = load_config(tiny_config(tmp_path), ["training.optimizer=lbfgs"])
     two = Ranks(replace(alone().launch, world_size=2, local_size=2, launcher="torchrun"), hosts=["a", "a"], backend="x")
     with pytest.raises(ForgefieldError, match="LBFGS decides by the loss"):
-        _check_settings(config, {}, two)
-    _check_settings(config, {}, alone())
+        check_settings(config, {}, two)
+    check_settings(config, {}, alone())
 
 
 @pytest.mark.parametrize(

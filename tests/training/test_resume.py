@@ -243,6 +243,24 @@ def test_sigterm_before_the_first_step_is_not_taken_for_success(tmp_path):
     assert "SIGTERM was received" in stopped.stdout
 
 
+LOSS = {"energy": {"loss": "tests.training.signal_on_import.squared"}}
+
+
+def test_a_stop_signal_while_data_is_read_ends_before_the_first_step(tmp_path):
+    config = write_config(tmp_path / "early.yaml", tiny_config(tmp_path, task=LOSS, name="early"))
+    stopped = run_command(config, tmp_path, SIGNAL_ON_IMPORT="SIGUSR1")
+    assert stopped.returncode == REQUEUE, stopped.stdout + stopped.stderr
+    assert "Stopped before the first step: SIGUSR1 was received. Run the same command to go on." in stopped.stdout
+    assert run_command(config, tmp_path).returncode == 0
+
+
+def test_ctrl_c_while_data_is_read_ends_at_once(tmp_path):
+    config = write_config(tmp_path / "early.yaml", tiny_config(tmp_path, task=LOSS, name="early"))
+    ended = run_command(config, tmp_path, SIGNAL_ON_IMPORT="SIGINT")
+    assert ended.returncode == 130, ended.stdout + ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
 def test_fresh_does_not_take_a_folder_from_a_living_process(tmp_path, monkeypatch):
     config = tiny_config(tmp_path, callbacks=["tests.training.test_resume.TrainsTheSameRun"])
     train(config)

@@ -59,8 +59,7 @@ class RunCheckpoint(Callback):
     # ---- when
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        # Lightning has put its own handlers in place by now; those would stop at a place that is not a clean boundary.
-        self.stop.listen()
+        self.stop.can_save_now()
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int

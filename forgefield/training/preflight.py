@@ -1,0 +1,66 @@
+"""Whatever can be known to be wrong before any work is done, and whether all ranks were given the same."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from torch import nn
+
+from forgefield.config.template import commented_yaml
+from forgefield.data.readers import plain
+from forgefield.errors import ForgefieldError
+from forgefield.models.registry import check_model
+from forgefield.parallel.contradictions import check_trainer_options
+from forgefield.parallel.environment import MPI_LAUNCHERS
+from forgefield.parallel.group import Ranks
+from forgefield.parallel.registry import check_strategy
+from forgefield.training.optimisers import build_optimiser
+
+
+def check_settings(config: DictConfig, options: dict[str, Any], ranks: Ranks) -> None:
+    """Refuse settings that cannot work. options: the config's `trainer` section as a plain dict."""
+    check_model(plain(config.model))
+    optimiser = build_optimiser(config.training.optimizer, [nn.Parameter(torch.zeros(2, 2))], lr=config.training.lr)
+    if ranks.world_size > 1 and isinstance(optimiser, torch.optim.LBFGS):
+        raise ForgefieldError(
+            "training.optimizer: LBFGS decides by the loss how often it evaluates a step, which each of several processes "
+            "would do differently; train in one process or with another optimiser."
+        )
+    strategy = options.get("strategy")
+    check_strategy(strategy, world_size=ranks.world_size)
+    if strategy == "ddp_with_mpi" and ranks.launch.launcher not in MPI_LAUNCHERS:
+        raise ForgefieldError(
+            f"trainer.strategy={strategy} is for processes started by mpirun or mpiexec (found: {ranks.launch.launcher}); "
+            "leave it out."
+        )
+    if ranks.world_size > 1 and not isinstance(options.get("val_check_interval"), (int, float, type(None))):
+        raise ForgefieldError(
+            "trainer.val_check_interval as a time: the clocks of several processes would not agree on when to validate; "
+            "give a number of batches."
+        )
+    check_trainer_options(
+        ranks.launch,
+        devices=options.get("devices"),
+        num_nodes=options.get("num_nodes"),
+        accelerator=options.get("accelerator"),
+    )
+
+
+def require_same_settings(config: DictConfig, ranks: Ranks) -> None:
+    """A variable of the environment may differ between nodes, and with it what a config means there."""
+    _require_same("the same settings", commented_yaml(config), ranks)
+
+
+def require_same_data(fingerprint: str, ranks: Ranks) -> None:
+    """Ranks divide one list of frames among themselves; on another list the division would mean nothing."""
+    _require_same("the same data (files must be alike on all nodes)", fingerprint, ranks)
+
+
+def _require_same(what: str, text: str, ranks: Ranks) -> None:
+    everyone = ranks.everyone(hashlib.sha256(text.encode()).hexdigest())
+    for rank, other in enumerate(everyone):
+        if other != everyone[0]:
+            raise ForgefieldError(f"{ranks.describe(rank)} does not have {what} as {ranks.describe(0)}.")
