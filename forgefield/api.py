@@ -19,11 +19,13 @@ from forgefield.config.components import environment_of_children
 from forgefield.config.loading import load_config, require_training_data
 from forgefield.config.schema import DataOptions
 from forgefield.config.template import commented_yaml
+from forgefield.data.batching import evaluation_budget
 from forgefield.data.dataset import GraphDataset
-from forgefield.data.readers import read_frames
+from forgefield.data.plan import Budget
+from forgefield.data.reading import read_table
 from forgefield.data.sampling import FrameLoader
 from forgefield.data.species import SpeciesTable
-from forgefield.data.statistics import content_hash
+from forgefield.data.splits import is_lazy
 from forgefield.deploy.ase import Calculator
 from forgefield.deploy.evaluate import in_order, predict_batches
 from forgefield.deploy.predict import predict_file
@@ -157,11 +159,11 @@ def test(
     ranks = this_group()
     with failing_together(ranks):
         run = run if isinstance(run, Run) else Run.open(run)
-        options = options if options is not None else _data_options(run)
-        frames = read_frames(data, options.labels, options.units, required=labels_required)
-        require_same_data(content_hash(frames), ranks)
-        dataset = GraphDataset(frames, SpeciesTable(run.species), run.cutoff, options.neighbours)
-        batch = options.eval_batch or options.batch.frames
+        settings: Any = options if options is not None else _data_options(run)
+        frames = read_table(data, settings.labels, settings.units, lazy=is_lazy(settings), required=labels_required)
+        require_same_data(frames.fingerprint, ranks)
+        dataset = GraphDataset(frames, SpeciesTable(run.species), run.graph)
+        batch = evaluation_budget(settings)
         name = _test_name(run, data)
         errors = _evaluate(run, dataset, name, which=which, device=device, batch=batch, ranks=ranks)
         if ranks.is_first:
@@ -223,7 +225,7 @@ def _measure(fitted: Fitted, config: DictConfig, journal: Journal, ranks: Ranks)
     """Errors of the best model on validation and test frames, each frame predicted by one rank; rank 0 writes."""
     run, data = fitted.run, fitted.data
     assert data is not None
-    batch = config.data.eval_batch or config.data.batch.frames
+    batch = evaluation_budget(config.data)
     on_gpu = torch.cuda.is_available() and config.trainer.get("accelerator", "auto") != "cpu"
     device = f"cuda:{torch.cuda.current_device()}" if on_gpu else "cpu"
     results: dict[str, dict[str, float]] = {}
@@ -246,10 +248,10 @@ def _measure(fitted: Fitted, config: DictConfig, journal: Journal, ranks: Ranks)
 
 
 def _evaluate(
-    run: Run, dataset: GraphDataset, split: str, *, which: str, device: str, batch: int, ranks: Ranks
+    run: Run, dataset: GraphDataset, split: str, *, which: str, device: str, batch: Budget, ranks: Ranks
 ) -> dict[str, float]:
     """Predict a data set, keep the predictions in the run, give the errors (on rank 0; the others only predict)."""
-    labels = {name for name in TARGETS if any(getattr(frame, name) is not None for frame in dataset.frames)}
+    labels = {name for name in TARGETS if dataset.frames.carries(name).any()}
     if not labels:
         raise ForgefieldError(
             "None of these frames carries energy, forces or stress, so there is nothing to compare with; "
@@ -313,5 +315,6 @@ def _write_test(run: Run, errors: dict[str, float], *, name: str, source: str, w
 
 def _data_options(run: Run) -> Any:
     """The data section of the run; for an imported model, the defaults."""
+    defaults = OmegaConf.structured(DataOptions)  # a run of an earlier version lacks what came later
     stored = run.config.get("data")
-    return stored if stored is not None else OmegaConf.structured(DataOptions)
+    return OmegaConf.merge(defaults, stored) if stored is not None else defaults

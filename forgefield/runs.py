@@ -20,6 +20,7 @@ from safetensors.torch import save as safetensors_bytes
 
 from forgefield._version import __version__
 from forgefield.config.nearest import did_you_mean
+from forgefield.data.graph import GraphOptions
 from forgefield.errors import ForgefieldError
 from forgefield.files import write_whole
 from forgefield.models.potential import Potential
@@ -77,6 +78,14 @@ class Run:
     @property
     def cutoff(self) -> float:
         return float(self.info["cutoff"])
+
+    @property
+    def graph(self) -> GraphOptions:
+        """Which pairs of atoms its model sees."""
+        model = self.info["model"]
+        return GraphOptions(
+            self.cutoff, adaptive_cutoff=model.get("adaptive_cutoff"), max_neighbours=model.get("max_neighbours")
+        )
 
     @property
     def checkpoints(self) -> Path:

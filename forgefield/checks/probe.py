@@ -15,6 +15,7 @@ import torch
 
 from forgefield.data.batch import batch_from_frames, to_device
 from forgefield.data.frame import Frame
+from forgefield.data.graph import graph_of
 from forgefield.data.species import SpeciesTable
 from forgefield.models.potential import Potential
 
@@ -51,11 +52,12 @@ class Probe:
         self.potential = float64_copy(potential)
         self.species = species
         self.cutoff = float(cutoff)
+        self.graph = replace(graph_of(potential), cutoff=self.cutoff)
         tensors = [*self.potential.parameters(), *self.potential.buffers()]
         self.device = tensors[0].device if tensors else torch.device("cpu")
 
     def batch(self, frames: Sequence[Frame]) -> dict[str, torch.Tensor]:
-        return to_device(batch_from_frames(list(frames), self.species, self.cutoff), self.device)
+        return to_device(batch_from_frames(list(frames), self.species, self.graph), self.device)
 
     def outputs(self, frames: Sequence[Frame]) -> list[Outputs]:
         """Energy, forces and stress of the frames, evaluated together in one batch."""

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from forgefield.data.frame import Frame
+    from forgefield.data.table import FrameTable
     from forgefield.models.potential import Potential
 
 EXAMPLES = """\
@@ -52,13 +53,13 @@ def run(args: argparse.Namespace) -> int:
     random = np.random.default_rng(args.seed)
     is_config = Path(args.target).is_file() or args.target.endswith(CONFIG_SUFFIXES)
     potential, frames, options = (_from_config if is_config else _from_run)(args, overrides)
-    frames = _pick(frames, args.frames, random)
+    chosen = _pick(frames, args.frames, random)
     console = Console()
     what = "a freshly initialised model" if is_config else f"the {args.which} model"
-    console.print(f"Checking {what} of {args.target} on {len(frames)} frames, in float64", highlight=False)
+    console.print(f"Checking {what} of {args.target} on {len(chosen)} frames, in float64", highlight=False)
     results = run_checks(
         potential,
-        frames,
+        chosen,
         SpeciesTable(potential.species),
         potential.cutoff,
         generator=random,
@@ -68,13 +69,13 @@ def run(args: argparse.Namespace) -> int:
     return 0 if all(result.passed for result in results) else 1
 
 
-def _from_run(args: argparse.Namespace, overrides: list[str]) -> tuple[Potential, list[Frame], Mapping[str, Any]]:
+def _from_run(args: argparse.Namespace, overrides: list[str]) -> tuple[Potential, FrameTable, Mapping[str, Any]]:
     """Trained model, frames to pick from, and the model's resolved options."""
     from omegaconf import OmegaConf
 
     from forgefield.config.loading import override_config
     from forgefield.config.schema import DataOptions
-    from forgefield.data.readers import read_frames
+    from forgefield.data.reading import read_table
     from forgefield.runs import Run
 
     opened = Run.open(args.target)
@@ -84,16 +85,16 @@ def _from_run(args: argparse.Namespace, overrides: list[str]) -> tuple[Potential
     if source is None:
         raise ForgefieldError(f"Run {opened.name} does not know its training data; name a file with --data FILE.")
     potential = opened.load_potential(args.which)
-    return potential, read_frames(source, data.labels, data.units, required=False), opened.info["model"]
+    return potential, read_table(source, data.labels, data.units, required=False), opened.info["model"]
 
 
-def _from_config(args: argparse.Namespace, overrides: list[str]) -> tuple[Potential, list[Frame], Mapping[str, Any]]:
+def _from_config(args: argparse.Namespace, overrides: list[str]) -> tuple[Potential, FrameTable, Mapping[str, Any]]:
     """Fresh model for the data of a config, frames to pick from, and the model's resolved options."""
     from omegaconf import OmegaConf
 
     from forgefield.config.loading import load_config
     from forgefield.data.module import DataModule
-    from forgefield.data.readers import read_frames
+    from forgefield.data.reading import read_table
     from forgefield.models.registry import build_model, resolve_model
 
     config = load_config(args.target, overrides)
@@ -103,15 +104,16 @@ def _from_config(args: argparse.Namespace, overrides: list[str]) -> tuple[Potent
     resolved = resolve_model(given, species=data.species.symbols, cutoff=config.data.cutoff, statistics=data.statistics)
     frames = data.train.frames
     if args.data is not None:
-        frames = read_frames(args.data, config.data.labels, config.data.units, required=False)
+        frames = read_table(args.data, config.data.labels, config.data.units, required=False)
     return build_model(resolved, precision="float64", seed=config.seed), frames, resolved
 
 
-def _pick(frames: list[Frame], count: int, random: np.random.Generator) -> list[Frame]:
+def _pick(frames: FrameTable, count: int, random: np.random.Generator) -> list[Frame]:
     """Random frames in file order; single atoms only where there is nothing else."""
-    several = [frame for frame in frames if len(frame) > 1] or frames
-    chosen = random.permutation(len(several))[:count]
-    return [several[i] for i in sorted(chosen)]
+    several = (frames.n_atoms > 1).nonzero()[0]
+    rows = several if len(several) else (frames.n_atoms > 0).nonzero()[0]
+    chosen = random.permutation(len(rows))[:count]
+    return list(frames.frames(rows[sorted(chosen)]))
 
 
 def _isolated_atoms(options: Mapping[str, Any]) -> Mapping[str, float] | None:

@@ -26,7 +26,9 @@ from forgefield.errors import ForgefieldError
 TARGETS = tuple(field.name for field in dataclasses.fields(schema.TaskOptions))
 
 CHOICES = {
-    "data.neighbours": ("auto", "vesin", "matscipy"),
+    "data.neighbours": ("auto", "vesin", "matscipy", "device"),
+    "data.lazy": ("auto", True, False, None),
+    "data.batch.oversized": ("error", "alone", "skip"),
     "training.engine": ("eager",),
     "training.precision": ("float32", "float64"),
     "training.tensorboard": (0, 1, 2),
@@ -37,7 +39,11 @@ REFERENCES = ("auto", "isolated", "fit", "none")
 POSITIVE = (
     "data.cutoff",
     "data.batch.frames",
-    "data.eval_batch",
+    "data.batch.atoms",
+    "data.batch.edges",
+    "data.adaptive_cutoff",
+    "data.max_neighbours",
+    "data.devset",
     "data.max_force",
     "data.max_energy_deviation",
     "training.lr",
@@ -302,9 +308,41 @@ def _check_data(data: DictConfig, sources: Sources) -> None:
             raise _wrong(sources, f"data.{key}", value, "a share below 1, or a whole number of frames")
         if isinstance(value, Mapping) and set(value) != {"indices"}:
             raise _wrong(sources, f"data.{key}", dict(value), "a share, a number, a file, or {indices: file-or-list}")
+    _check_batch(data, sources)
+    for key in ("workers", "prefetch"):
+        if data[key] is not None and data[key] < 0:
+            raise _wrong(sources, f"data.{key}", data[key], "zero or more")
+    if data.adaptive_cutoff is not None and not data.adaptive_cutoff > data.cutoff:
+        raise _wrong(
+            sources, "data.adaptive_cutoff", data.adaptive_cutoff, f"a radius above data.cutoff={data.cutoff:g}"
+        )
     species = data.species
     if species is not None and (not species or len(set(species)) != len(species)):
         raise _wrong(sources, "data.species", list(species), "a list of different chemical symbols")
+
+
+def _check_batch(data: DictConfig, sources: Sources) -> None:
+    counted = [name for name in ("frames", "atoms", "edges") if data.batch[name] is not None]
+    if len(counted) > 1:
+        raise ForgefieldError(
+            f"{sources.where(f'data.batch.{counted[-1]}')}: 'data.batch' gives {' and '.join(counted)}; a batch is counted "
+            f"in one of them (data.batch.{counted[0]}=null takes one back)."
+        )
+    if data.batch.oversized != "error" and counted not in (["atoms"], ["edges"]):
+        raise ForgefieldError(
+            f"{sources.where('data.batch.oversized')}: 'data.batch.oversized' is for batches counted in atoms or edges; no "
+            "frame is too large for a number of frames."
+        )
+    value = data.eval_batch
+    if isinstance(value, Mapping):
+        sizes = list(value.values())
+        if len(value) != 1 or next(iter(value)) not in ("frames", "atoms", "edges"):
+            raise _wrong(sources, "data.eval_batch", dict(value), "a number of frames, or {frames|atoms|edges: number}")
+    else:
+        sizes = [] if value is None else [value]
+    for size in sizes:
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise _wrong(sources, "data.eval_batch", size, "a positive whole number")
 
 
 def _check_task(task: DictConfig, sources: Sources) -> None:

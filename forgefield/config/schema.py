@@ -16,8 +16,16 @@ from typing import Any, Optional
 
 @dataclass
 class BatchOptions:
-    frames: int = 8
-    """Frames per batch, on each process."""
+    """How much one batch holds, on each process; one of the three. Nothing given: 8 frames."""
+
+    frames: Optional[int] = None
+    """Frames per batch."""
+    atoms: Optional[int] = None
+    """Atoms per batch at most: as many frames as fit, so that batches cost alike where frames differ in size."""
+    edges: Optional[int] = None
+    """Edges per batch at most: the same, by what costs time and memory most directly."""
+    oversized: str = "error"
+    """A frame that exceeds atoms or edges by itself: error, alone (a batch of its own) or skip (never trained on)."""
 
 
 @dataclass
@@ -47,7 +55,7 @@ class UnitOptions:
 @dataclass
 class DataOptions:
     train: Any = None
-    """File, folder, glob, or a list of them; or a list of {path: ..., weight: ...}."""
+    """File, folder, store, glob, or a list of them; or a list of {path: ..., weight: (in the loss), share: (of the draws)}."""
     val: Any = 0.1
     """A share of train (0.1), a number of its frames (50), a file (list, glob), or {indices: file-or-list}."""
     test: Any = None
@@ -56,10 +64,19 @@ class DataOptions:
     """Use only these frames of `train` (list, file of integers, or 'start:stop'), before val and test are split off."""
     cutoff: float = 5.0
     """Radius of the neighbour list, A."""
+    adaptive_cutoff: Optional[float] = None
+    """Where an atom has no neighbour within `cutoff` its radius grows smoothly up to this one, A. Default: it does not."""
+    max_neighbours: Optional[int] = None
+    """Only so many nearest neighbours of each atom: cheaper, but the energy jumps when neighbours change ranks."""
     batch: BatchOptions = field(default_factory=BatchOptions)
-    """How many frames make a batch."""
-    eval_batch: Optional[int] = None
-    """Frames per batch in validation and test. Default: as in training."""
+    """How much makes a batch: {frames: 8}, {atoms: 4096} or {edges: 400000}."""
+    eval_batch: Any = None
+    """The same for validation and test: a number of frames, or {atoms: ...}. Default: as in training."""
+    sampling: Any = None
+    """Default: every frame once an epoch. uniform or size: sources are drawn alike or by size; a list of weights; DeePMD-kit's
+    blocks ('prob_sys_size;0:2:0.5;2:5:0.5'); or {rule: uniform, frames: 10000}, the draws of an epoch."""
+    devset: Optional[int] = None
+    """Train on so many representative frames of `train` only, to try things out."""
     species: Optional[list[str]] = None
     """Chemical species the model knows, in order. Default: those in the data, by atomic number."""
     labels: LabelOptions = field(default_factory=LabelOptions)
@@ -69,7 +86,13 @@ class DataOptions:
     shuffle: bool = True
     """A fresh permutation of all training frames every epoch."""
     neighbours: str = "auto"
-    """Neighbour-list library: auto, vesin or matscipy."""
+    """Neighbour-list library: auto, vesin or matscipy; device: made on the GPU, batch by batch."""
+    lazy: Any = "auto"
+    """Leave the data on disk: auto (stores yes, files no), true (files are converted once, into a cache), false."""
+    workers: Optional[int] = None
+    """Threads that prepare batches ahead. Default: NUM_WORKERS, else 2 with a GPU and 0 without."""
+    prefetch: Optional[int] = None
+    """How many batches are prepared ahead. Default: two for each worker."""
     reference_energies: Any = "auto"
     """Energy of an isolated atom per species: {H: -13.6, ...}, `isolated` (from single-atom frames), `fit` (least
     squares), `none` (zero), or `auto`: isolated where every species has such a frame, else fit."""

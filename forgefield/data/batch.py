@@ -16,7 +16,8 @@
 | weight     | (n_frames,)     | float64 | weight in the loss |
 | frame_id   | (n_frames,)     | int64   | position in the dataset; -1: a blank frame that counts for nothing |
 
-NaN in a label means that the frame does not carry it; readers refuse NaN in data, so it means nothing else.
+`edge_reverse` is left out where an edge need not have a reverse (`data.max_neighbours`). NaN in a label means that the
+frame does not carry it; readers refuse NaN in data, so it means nothing else.
 """
 
 from __future__ import annotations
@@ -27,70 +28,88 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from forgefield.data.edges import EdgeBlock, Geometry, build_block
 from forgefield.data.frame import Frame
-from forgefield.data.neighbours import edge_vectors, neighbour_list, squared_lengths
+from forgefield.data.graph import GraphOptions
 from forgefield.data.species import SpeciesTable
-from forgefield.errors import ForgefieldError
-from forgefield.ops.graph import reverse_edges
+from forgefield.ops.neighbours import batched_neighbours
 
 Batch = dict[str, Tensor]
 
-_PER_ATOM = ("positions", "species", "forces")
-_PER_FRAME = ("n_atoms", "cell", "energy", "stress", "weight", "frame_id")
-CLOSEST_PAIR = 1e-3
-"""Atoms closer than this, A, are taken to be one atom entered twice: a pair without a direction has no physics."""
+
+def frame_to_batch(frame: Frame, species: SpeciesTable, graph: GraphOptions | float, frame_id: int = 0) -> Batch:
+    """A batch of this one frame, its neighbour list included. graph: options, or just the cutoff in A."""
+    return batch_from_frames([frame], species, graph, first_id=frame_id)
 
 
-def frame_to_batch(
-    frame: Frame, species: SpeciesTable, cutoff: float, neighbours: str = "auto", frame_id: int = 0
+def batch_from_frames(
+    frames: Sequence[Frame], species: SpeciesTable, graph: GraphOptions | float, first_id: int = 0
 ) -> Batch:
-    """A batch of this one frame, its neighbour list included."""
-    rows = species.index(frame.numbers, frame.where)
-    source, destination, shifts = neighbour_list(frame.positions, frame.cell, frame.pbc, cutoff, neighbours)
-    _refuse_coinciding_atoms(frame, source, destination, shifts)
-    edge_index, edge_shift = (
-        torch.from_numpy(np.stack([source, destination])),
-        torch.from_numpy(shifts.astype(np.float64)),
+    """Frames straight to one batch, for use outside training."""
+    options = graph if isinstance(graph, GraphOptions) else GraphOptions(float(graph))
+    geometry = Geometry(
+        n_atoms=np.array([len(frame) for frame in frames], dtype=np.int64),
+        positions=np.concatenate([frame.positions for frame in frames]),
+        cell=np.stack([frame.cell for frame in frames]),
+        pbc=np.stack([frame.pbc for frame in frames]),
     )
-    n = len(frame)
-    nan = float("nan")
-    forces = np.full((n, 3), nan) if frame.forces is None else frame.forces
-    stress = np.full((3, 3), nan) if frame.stress is None else frame.stress
-    return {
-        "positions": torch.tensor(frame.positions, dtype=torch.float64),
-        "species": torch.from_numpy(rows.copy()),
-        "frame": torch.zeros(n, dtype=torch.int64),
-        "n_atoms": torch.tensor([n]),
-        "cell": torch.tensor(frame.cell, dtype=torch.float64).reshape(1, 3, 3),
-        "edge_index": edge_index,
-        "edge_shift": edge_shift,
-        "edge_reverse": reverse_edges(edge_index, edge_shift),
-        "energy": torch.tensor([nan if frame.energy is None else frame.energy], dtype=torch.float64),
-        "forces": torch.tensor(forces, dtype=torch.float64),
-        "stress": torch.tensor(stress, dtype=torch.float64).reshape(1, 3, 3),
-        "weight": torch.tensor([frame.weight], dtype=torch.float64),
-        "frame_id": torch.tensor([frame_id]),
+    edges, _ = build_block(geometry, options, lambda i: frames[i].where)
+    return assemble(
+        geometry,
+        edges,
+        species=np.concatenate([species.index(frame.numbers, frame.where) for frame in frames]),
+        energy=np.array([np.nan if frame.energy is None else frame.energy for frame in frames]),
+        forces=np.concatenate([np.full((len(f), 3), np.nan) if f.forces is None else f.forces for f in frames]),
+        stress=np.stack([np.full((3, 3), np.nan) if f.stress is None else f.stress for f in frames]),
+        weight=np.array([frame.weight for frame in frames], dtype=np.float64),
+        frame_id=first_id + np.arange(len(frames)),
+    )
+
+
+def assemble(geometry: Geometry, edges: EdgeBlock | None, **values: np.ndarray) -> Batch:
+    """A batch from arrays of its frames. values: the keys of the table above that are neither geometry nor edges.
+
+    Without edges it carries `pbc` instead, from which `with_edges` makes them.
+    """
+    n_atoms = geometry.n_atoms
+    arrays = {
+        "positions": geometry.positions,
+        "frame": np.repeat(np.arange(len(n_atoms)), n_atoms),
+        "n_atoms": n_atoms,
+        "cell": geometry.cell,
+        **({"pbc": geometry.pbc} if edges is None else _edges_in_batch(n_atoms, edges)),
+        **values,
     }
+    return {name: torch.from_numpy(_own(array)) for name, array in arrays.items()}
 
 
-def collate(samples: Sequence[Batch]) -> Batch:
-    """One batch from several; frames keep their order and their `frame_id`."""
-    if len(samples) == 1:
-        return dict(samples[0])
-    batch = {key: torch.cat([sample[key] for sample in samples]) for key in (*_PER_ATOM, *_PER_FRAME, "edge_shift")}
-    n_atoms = batch["n_atoms"]
-    batch["frame"] = torch.repeat_interleave(n_atoms, output_size=len(batch["species"]))
-    edges = [sample["edge_index"] for sample in samples]
-    batch["edge_index"] = torch.cat(edges, dim=1)
-    atoms_in = torch.tensor([len(sample["species"]) for sample in samples])
-    edges_in = torch.tensor([edge.shape[1] for edge in edges])
-    first_atom = atoms_in.cumsum(0) - atoms_in
-    n_edges = batch["edge_index"].shape[1]
-    batch["edge_index"] += torch.repeat_interleave(first_atom, edges_in, output_size=n_edges)
-    first_edge = edges_in.cumsum(0) - edges_in
-    batch["edge_reverse"] = torch.cat([sample["edge_reverse"] for sample in samples])
-    batch["edge_reverse"] += torch.repeat_interleave(first_edge, edges_in, output_size=n_edges)
-    return batch
+def _edges_in_batch(n_atoms: np.ndarray, edges: EdgeBlock) -> dict[str, np.ndarray]:
+    """Edges numbered through the whole batch."""
+    n_edges = edges.n_edges
+    first_atom, first_edge = n_atoms.cumsum() - n_atoms, n_edges.cumsum() - n_edges
+    edge_index = np.empty((2, len(edges.source)), dtype=np.int64)
+    np.add(edges.source, np.repeat(first_atom, n_edges), out=edge_index[0])
+    edge_index[1] = np.repeat(np.arange(len(edges.degree)), edges.degree)
+    arrays = {"edge_index": edge_index, "edge_shift": edges.shift.astype(np.float64)}
+    if edges.reverse is not None:
+        arrays["edge_reverse"] = edges.reverse + np.repeat(first_edge, n_edges)
+    return arrays
+
+
+def with_edges(batch: Batch, cutoff: float) -> Batch:
+    """The batch with its edges; those that it lacks are made on its device. cutoff: A."""
+    if "edge_index" in batch:
+        return batch
+    edge_index, edge_shift, edge_reverse = batched_neighbours(
+        batch["positions"], batch["n_atoms"], batch["cell"], batch["pbc"], cutoff
+    )
+    return {**batch, "edge_index": edge_index, "edge_shift": edge_shift.double(), "edge_reverse": edge_reverse}
+
+
+def _own(array: np.ndarray) -> np.ndarray:
+    """The numbers in an array that belongs to nobody else."""
+    array = np.ascontiguousarray(array)
+    return array if array.flags.owndata and array.flags.writeable else array.copy()
 
 
 def without_labels(batch: Batch) -> Batch:
@@ -107,20 +126,3 @@ def without_labels(batch: Batch) -> Batch:
 def to_device(batch: Batch, device: torch.device | str) -> Batch:
     """The batch with every tensor on `device`."""
     return {key: value.to(device, non_blocking=True) for key, value in batch.items()}
-
-
-def batch_from_frames(frames: Sequence[Frame], species: SpeciesTable, cutoff: float, neighbours: str = "auto") -> Batch:
-    """Frames straight to one batch, for use outside training."""
-    return collate([frame_to_batch(frame, species, cutoff, neighbours, i) for i, frame in enumerate(frames)])
-
-
-def _refuse_coinciding_atoms(frame: Frame, source: np.ndarray, destination: np.ndarray, shifts: np.ndarray) -> None:
-    if len(source) == 0:
-        return
-    squares = squared_lengths(edge_vectors(frame.positions, frame.cell, source, destination, shifts))
-    worst = int(squares.argmin())
-    if squares[worst] < CLOSEST_PAIR**2:
-        i, j = sorted((int(source[worst]), int(destination[worst])))
-        raise ForgefieldError(
-            f"{frame.where}: atoms {i} and {j} are at the same place ({squares[worst] ** 0.5:.1e} A apart)"
-        )

@@ -1,42 +1,101 @@
-"""Frames with their neighbour lists, built once at construction and kept as tensors."""
+"""Frames with their neighbour lists, put together as batches straight from columns."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from forgefield.data.batch import Batch, frame_to_batch
+from forgefield.data.batch import Batch, assemble
+from forgefield.data.edges import BuiltEdges, DeviceEdges, Geometry, MemoryEdges, Neighbourhoods, Progress, StoredEdges
 from forgefield.data.frame import Frame
+from forgefield.data.graph import GraphOptions
 from forgefield.data.species import SpeciesTable
-
-Progress = Callable[[int, int], None]
+from forgefield.data.store import StoreColumns, holds_graph
+from forgefield.data.table import FrameTable
+from forgefield.errors import ForgefieldError
 
 
 class GraphDataset:
-    """Single-frame batches by position. A batch of one frame shares these tensors: treat them as read-only."""
+    """Batches of any rows of a table.
+
+    Neighbour lists are made at once and kept for frames in memory, read for stores that hold them, and made batch by batch for
+    stores that do not. on_device: batches come without edges, which are then made where the model runs (`with_edges`).
+    """
 
     def __init__(
         self,
-        frames: Sequence[Frame],
+        frames: FrameTable | Sequence[Frame],
         species: SpeciesTable,
-        cutoff: float,
-        neighbours: str = "auto",
+        graph: GraphOptions | float,
         progress: Progress | None = None,
+        *,
+        threads: int = 1,
+        on_device: bool = False,
     ) -> None:
-        self.frames = list(frames)
+        self.frames = frames if isinstance(frames, FrameTable) else FrameTable.from_frames(frames)
         self.species = species
-        self.cutoff = float(cutoff)
-        self._samples: list[Batch] = []
-        for i, frame in enumerate(self.frames):
-            self._samples.append(frame_to_batch(frame, species, self.cutoff, neighbours, i))
-            if progress is not None:
-                progress(i + 1, len(self.frames))
-        self.n_atoms = np.array([len(frame) for frame in self.frames], dtype=np.int64)
-        self.n_edges = np.array([sample["edge_index"].shape[1] for sample in self._samples], dtype=np.int64)
+        self.graph = graph if isinstance(graph, GraphOptions) else GraphOptions(float(graph))
+        self._refuse_foreign_species()
+        if on_device and (self.graph.adaptive_cutoff is not None or self.graph.max_neighbours is not None):
+            raise ForgefieldError(
+                "data.neighbours=device makes plain neighbour lists only; leave out data.adaptive_cutoff and "
+                "data.max_neighbours, or use data.neighbours=auto"
+            )
+        self.on_device = on_device
+        self.edges = DeviceEdges() if on_device else _neighbourhoods(self.frames, self.graph, progress, threads)
+
+    @property
+    def cutoff(self) -> float:
+        return self.graph.cutoff
+
+    @property
+    def n_atoms(self) -> np.ndarray:
+        """(n_frames,)."""
+        return self.frames.n_atoms
+
+    @property
+    def n_edges(self) -> np.ndarray | None:
+        """(n_frames,), where known before the lists are made."""
+        return self.edges.n_edges
 
     def __len__(self) -> int:
         return len(self.frames)
 
-    def __getitem__(self, i: int) -> Batch:
-        return self._samples[i]
+    def __getitem__(self, row: int) -> Batch:
+        """The batch of one frame."""
+        return self.batch(np.array([row]))
+
+    def batch(self, rows: np.ndarray | Sequence[int]) -> Batch:
+        """These frames in this order; `frame_id` is their row."""
+        rows = np.asarray(rows, dtype=np.int64)
+        table = self.frames
+        n_atoms = table.n_atoms[rows]
+        geometry = Geometry(
+            n_atoms, table.atoms("positions", rows), table.column("cell", rows), table.column("pbc", rows)
+        )
+        return assemble(
+            geometry,
+            None if self.on_device else self.edges.read(rows, geometry),
+            species=self.species.index(table.atoms("numbers", rows)),
+            energy=table.column("energy", rows),
+            forces=table.atoms("forces", rows),
+            stress=table.column("stress", rows),
+            weight=table.column("weight", rows),
+            frame_id=rows,
+        )
+
+    def _refuse_foreign_species(self) -> None:
+        found = self.frames.components
+        strange = ~np.isin(found.number, self.species.numbers)
+        if strange.any():
+            first = int(np.flatnonzero(strange)[0])
+            self.species.index(found.number[first : first + 1], self.frames.where(int(found.frame[first])))
+
+
+def _neighbourhoods(table: FrameTable, graph: GraphOptions, progress: Progress | None, threads: int) -> Neighbourhoods:
+    if holds_graph(table, graph):
+        return StoredEdges(table)
+    if any(isinstance(part.columns, StoreColumns) for part in table.parts):
+        return BuiltEdges(table, graph)
+    return MemoryEdges(table, graph, progress, threads)

@@ -1,23 +1,39 @@
-"""A look at data before training on it: what is there, in which ranges, and what looks wrong."""
+"""A look at data before training on it: what is there, in which ranges, and what looks wrong.
+
+Whatever is a number per frame is looked at for all frames; atoms are read in blocks, so that a store of any size takes little
+memory. What was looked at in a part of the frames only, or not at all, is said.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
-from ase.data import chemical_symbols, covalent_radii
+from ase.data import atomic_numbers, chemical_symbols
 
+from forgefield.config.starter import LARGE_FORCES
 from forgefield.data.frame import Frame
-from forgefield.data.neighbours import edge_vectors, neighbour_list, squared_lengths
+from forgefield.data.moments import Moments
 from forgefield.data.references import unit_suspicion
 from forgefield.data.species import SpeciesTable
-from forgefield.data.statistics import content_hash, energy_deviations
+from forgefield.data.statistics import energy_deviations, robust_energies
+from forgefield.data.survey import Progress, Survey, row_blocks, survey_table
+from forgefield.data.table import FrameTable
+from forgefield.errors import ForgefieldError
 from forgefield.physics.units import EV_PER_A3_TO_GPA
 
 SHOWN = 5
 """How many frames a remark names."""
+COMPARED = 200_000
+"""Most frames among which repeated ones are looked for."""
+LARGE_SCATTER = 2.0
+"""Median distance of energies from the fit by composition, eV/atom, above which another unit is likely."""
+BONDS = (0.5, 1.6)
+"""Distances to nearest neighbours are between these multiples of the covalent radii, in the middle, if lengths are in A."""
+RARE_GASES = ("He", "Ne", "Ar", "Kr", "Xe", "Rn")
+"""Not bound to their neighbours: their distances say nothing about units."""
 
 
 @dataclass(frozen=True)
@@ -40,142 +56,224 @@ class Inspection:
     periodicity: dict[str, int]
     """Frames by periodic axes: `xyz`, `xy`, `none`."""
     labels: list[LabelRange]
-    closest: tuple[float, str] | None
-    """Distance, A, and a description of the closest pair within the cutoff."""
-    neighbours: tuple[int, float, int]
-    """Fewest, mean and most neighbours of an atom."""
-    cutoff: float
+    systems: list[tuple[str, int]]
+    """Sources and how many frames each has."""
+    survey: Survey
+    """Neighbours and distances."""
     remarks: list[str] = field(default_factory=list)
+    """What looks wrong."""
+    limits: list[str] = field(default_factory=list)
+    """What was not looked at."""
+
+
+def inspect_table(table: FrameTable, cutoff: float = 5.0, progress: Progress | None = None) -> Inspection:
+    """All that `forgefield data info` shows. cutoff: A. progress: called with frames looked at, and frames in all."""
+    if len(table) == 0:
+        raise ForgefieldError("there is no frame to look at")
+    survey = survey_table(table, cutoff, _within(progress, 0.0, 0.5))
+    labels, repeated, relabelled = _read_all(table, _within(progress, 0.5, 1.0))
+    remarks = [
+        *_named(table, survey.too_close, "with atoms closer than half the sum of their covalent radii"),
+        *_named(table, repeated, "that repeat an earlier one"),
+        *_named(table, relabelled, "with the structure of an earlier one but other labels"),
+        *_force_outliers(table),
+        *_energy_outliers(table),
+        *_partial_labels(table),
+        *_unit_doubts(table, survey),
+    ]
+    systems = _systems(table)
+    return Inspection(
+        n_frames=len(table),
+        n_files=len(systems),
+        atoms=(int(table.n_atoms.min()), int(table.n_atoms.max()), int(table.n_atoms.sum())),
+        species=_species(table),
+        periodicity=_periodicity(table),
+        labels=labels,
+        systems=systems,
+        survey=survey,
+        remarks=remarks,
+        limits=_limits(table, survey),
+    )
 
 
 def inspect_frames(frames: Sequence[Frame], cutoff: float = 5.0) -> Inspection:
-    """All that `forgefield data info` shows. `cutoff`: A."""
-    sizes = np.array([len(frame) for frame in frames])
-    closest, neighbours, too_close = _distances(frames, cutoff)
-    remarks = [
-        *_named(too_close, "with atoms closer than half the sum of their covalent radii"),
-        *_named(_duplicates(frames), "that repeat an earlier one"),
-        *_force_outliers(frames),
-        *_energy_outliers(frames),
-        *_partial_labels(frames),
+    """The same of frames held in memory."""
+    return inspect_table(FrameTable.from_frames(frames), cutoff)
+
+
+def _within(progress: Progress | None, begin: float, end: float) -> Progress | None:
+    """Report a part of the work as that share of all of it, in thousandths."""
+    if progress is None:
+        return None
+    return lambda done, total: progress(round(1000 * (begin + (end - begin) * done / total)), 1000)
+
+
+def _limits(table: FrameTable, survey: Survey) -> list[str]:
+    limits = []
+    if len(survey.rows) < len(table):
+        limits.append(
+            f"distances and neighbours: looked at in {len(survey.rows)} of {len(table)} frames, evenly spread"
+        )
+    if len(table) > COMPARED:
+        limits.append(f"repeated frames: not looked for among more than {COMPARED} frames")
+    return limits
+
+
+# ---- what is there
+
+
+def _systems(table: FrameTable) -> list[tuple[str, int]]:
+    """By source, in the order of the data; those of which no frame is here are left out."""
+    names: dict[str, int] = {}
+    counts: list[int] = []
+    for part, _, local in table.located(np.arange(len(table))):
+        sources = part.columns.sources
+        for number, count in enumerate(np.bincount(part.columns.column("source")[local], minlength=len(sources))):
+            place = names.setdefault(sources[number], len(names))
+            counts += [0] * (place + 1 - len(counts))
+            counts[place] += int(count)
+    return [(name, count) for name, count in zip(names, counts) if count]
+
+
+def _species(table: FrameTable) -> dict[str, tuple[int, int]]:
+    found = table.components
+    atoms = np.bincount(found.number, weights=found.count).astype(np.int64)
+    holders = np.bincount(found.number)
+    return {chemical_symbols[z]: (int(atoms[z]), int(holders[z])) for z in np.flatnonzero(holders)}
+
+
+def _periodicity(table: FrameTable) -> dict[str, int]:
+    counts = np.bincount(table.column("pbc") @ np.array([1, 2, 4]), minlength=8)
+    names = ["".join(axis for bit, axis in enumerate("xyz") if kind >> bit & 1) or "none" for kind in range(8)]
+    return {names[kind]: int(counts[kind]) for kind in np.argsort(-counts, kind="stable") if counts[kind]}
+
+
+def _read_all(table: FrameTable, progress: Progress | None) -> tuple[list[LabelRange], np.ndarray, np.ndarray]:
+    """Ranges of the labels, frames that repeat an earlier one, frames that repeat an earlier structure with other labels."""
+    forces, stress = Moments(), Moments()
+    seen: set[bytes] = set()
+    structures: set[bytes] = set()
+    repeated, relabelled = [], []
+    compare = len(table) <= COMPARED
+    any_forces = table.carries("forces").any()
+    for rows in row_blocks(table.n_atoms):
+        block = {"stress": table.column("stress", rows)}
+        block["forces"] = table.atoms("forces", rows) if any_forces else np.full((0, 3), np.nan)
+        forces, stress = forces.merge(Moments.of(block["forces"])), stress.merge(Moments.of(block["stress"]))
+        if compare:
+            for row, (structure, whole) in zip(rows, _digests(table, rows, block)):
+                if whole in seen:
+                    repeated.append(row)
+                elif structure in structures:
+                    relabelled.append(row)
+                seen.add(whole)
+                structures.add(structure)
+        if progress is not None:
+            progress(int(rows[-1]) + 1, len(table))
+    energy = Moments.of(table.column("energy") / table.n_atoms)
+    ranges = [
+        LabelRange(name, int(table.carries(name).sum()), found.low * factor, found.high * factor, unit)
+        for name, found, factor, unit in (
+            ("energy", energy, 1.0, "eV/atom"),
+            ("forces", forces, 1.0, "eV/A"),
+            ("stress", stress, EV_PER_A3_TO_GPA, "GPa"),
+        )
+        if found.low is not None and found.high is not None
     ]
-    return Inspection(
-        n_frames=len(frames),
-        n_files=len({frame.source for frame in frames}),
-        atoms=(int(sizes.min()), int(sizes.max()), int(sizes.sum())),
-        species=_species(frames),
-        periodicity=dict(Counter(_axes(frame) for frame in frames).most_common()),
-        labels=_ranges(frames),
-        closest=closest,
-        neighbours=neighbours,
-        cutoff=cutoff,
-        remarks=remarks,
-    )
+    return ranges, np.array(repeated, dtype=np.int64), np.array(relabelled, dtype=np.int64)
 
 
-def _axes(frame: Frame) -> str:
-    return "".join(axis for axis, periodic in zip("xyz", frame.pbc) if periodic) or "none"
+def _digests(table: FrameTable, rows: np.ndarray, block: dict[str, np.ndarray]) -> Iterator[tuple[bytes, bytes]]:
+    """For each frame a hash of its structure, and one of structure and labels; weights and names do not count."""
+    positions, numbers, forces = table.atoms("positions", rows), table.atoms("numbers", rows), block["forces"]
+    cell, pbc, energy = (table.column(name, rows) for name in ("cell", "pbc", "energy"))
+    cell, energy, positions = cell + 0.0, energy + 0.0, positions + 0.0  # zero has one sign
+    ends = table.n_atoms[rows].cumsum()
+    for i, (first, end) in enumerate(zip(ends - table.n_atoms[rows], ends)):
+        digest = hashlib.blake2b(numbers[first:end].data, digest_size=16)
+        for values in (positions[first:end], cell[i], pbc[i]):
+            digest.update(np.ascontiguousarray(values).data)
+        structure = digest.digest()
+        for values in (energy[i : i + 1], forces[first:end], block["stress"][i]):
+            digest.update(np.ascontiguousarray(values).data)
+        yield structure, digest.digest()
 
 
-def _species(frames: Sequence[Frame]) -> dict[str, tuple[int, int]]:
-    atoms = np.zeros(len(chemical_symbols), dtype=np.int64)
-    holders = np.zeros_like(atoms)
-    for frame in frames:
-        counts = np.bincount(frame.numbers, minlength=len(atoms))
-        atoms += counts
-        holders += counts > 0
-    return {chemical_symbols[z]: (int(atoms[z]), int(holders[z])) for z in np.flatnonzero(atoms)}
+# ---- what looks wrong
 
 
-def _ranges(frames: Sequence[Frame]) -> list[LabelRange]:
-    columns = {
-        ("energy", "eV/atom"): [np.array([f.energy / len(f)]) for f in frames if f.energy is not None],
-        ("forces", "eV/A"): [f.forces.reshape(-1) for f in frames if f.forces is not None],
-        ("stress", "GPa"): [f.stress.reshape(-1) * EV_PER_A3_TO_GPA for f in frames if f.stress is not None],
-    }
-    ranges = []
-    for (name, unit), values in columns.items():
-        if values:
-            low, high = min(float(v.min()) for v in values), max(float(v.max()) for v in values)
-            ranges.append(LabelRange(name, len(values), low, high, unit))
-    return ranges
-
-
-def _distances(
-    frames: Sequence[Frame], cutoff: float
-) -> tuple[tuple[float, str] | None, tuple[int, float, int], list[Frame]]:
-    best, closest, too_close = np.inf, None, []
-    fewest, most, edges, atoms = np.inf, 0, 0, 0
-    for frame in frames:
-        source, destination, shifts = neighbour_list(frame.positions, frame.cell, frame.pbc, cutoff)
-        counts = np.bincount(destination, minlength=len(frame))
-        fewest, most = min(fewest, counts.min()), max(most, counts.max())
-        edges, atoms = edges + len(source), atoms + len(frame)
-        if not len(source):
-            continue
-        lengths = np.sqrt(squared_lengths(edge_vectors(frame.positions, frame.cell, source, destination, shifts)))
-        z_source, z_destination = frame.numbers[source], frame.numbers[destination]
-        if (lengths < 0.5 * (covalent_radii[z_source] + covalent_radii[z_destination])).any():
-            too_close.append(frame)
-        at = int(lengths.argmin())
-        if lengths[at] < best:
-            best = float(lengths[at])
-            pair = sorted((chemical_symbols[z_source[at]], chemical_symbols[z_destination[at]]))
-            closest = (best, f"{'-'.join(pair)}, {frame.where}")
-    return closest, (int(fewest), edges / atoms, int(most)), too_close
-
-
-def _named(frames: Sequence[Frame], what: str) -> list[str]:
-    if not frames:
+def _named(table: FrameTable, rows: np.ndarray, what: str) -> list[str]:
+    if not len(rows):
         return []
-    shown = "; ".join(frame.where for frame in frames[:SHOWN]) + (" ..." if len(frames) > SHOWN else "")
-    noun = "frame" if len(frames) == 1 else "frames"
-    return [f"{len(frames)} {noun} {what}: {shown}"]
+    shown = "; ".join(table.where(int(row)) for row in rows[:SHOWN]) + (" ..." if len(rows) > SHOWN else "")
+    noun = "frame" if len(rows) == 1 else "frames"
+    return [f"{len(rows)} {noun} {what}: {shown}"]
 
 
-def _duplicates(frames: Sequence[Frame]) -> list[Frame]:
-    seen: set[str] = set()
-    repeated = []
-    for frame in frames:
-        key = content_hash([replace(frame, weight=1.0)])
-        if key in seen:
-            repeated.append(frame)
-        seen.add(key)
-    return repeated
+def _largest_first(values: np.ndarray, limit: float) -> np.ndarray:
+    """Places of the values above the limit, the largest first."""
+    above = np.flatnonzero(values > limit)
+    return above[np.argsort(-values[above], kind="stable")]
 
 
-def _force_outliers(frames: Sequence[Frame]) -> list[str]:
+def _force_outliers(table: FrameTable) -> list[str]:
     """Frames whose largest force is far beyond the usual one: 20 times the median over frames, and above 10 eV/A."""
-    with_forces = [frame for frame in frames if frame.forces is not None]
-    if len(with_forces) < 3:
+    largest = np.asarray(table.column("max_force"))
+    known = largest[~np.isnan(largest)]
+    if len(known) < 3:
         return []
-    largest = np.array([np.abs(frame.forces).max() for frame in with_forces])  # type: ignore[arg-type]
-    limit = max(10.0, 20 * float(np.median(largest)))
-    order = np.argsort(-largest)
-    return _named(
-        [with_forces[i] for i in order if largest[i] > limit], f"with a force component above {limit:.0f} eV/A"
-    )
+    limit = max(10.0, 20 * float(np.median(known)))
+    return _named(table, _largest_first(largest, limit), f"with a force component above {limit:.0f} eV/A")
 
 
-def _energy_outliers(frames: Sequence[Frame]) -> list[str]:
+def _energy_outliers(table: FrameTable) -> list[str]:
     """Frames far from the fit by composition: 20 times the median deviation, and above 1 eV/atom."""
-    labelled = [frame for frame in frames if frame.energy is not None and len(frame) > 1]
+    labelled = table.select(np.flatnonzero(table.carries("energy") & (table.n_atoms > 1)))
     if len(labelled) < 3:
         return []
-    deviations, expected = energy_deviations(labelled, SpeciesTable.from_frames(labelled))
+    species = SpeciesTable.from_frames(labelled)
+    deviations, expected = energy_deviations(labelled, species, robust_energies([labelled], species))
     deviations = np.abs(deviations)
-    limit = max(1.0, 20 * float(np.median(deviations)))
-    order = np.argsort(-deviations)
+    median = float(np.median(deviations))
+    limit = max(1.0, 20 * median)
+    worst = _largest_first(deviations, limit)
     what = f"with an energy more than {limit:.1f} eV/atom off the fit by composition"
-    remarks = _named([labelled[i] for i in order if deviations[i] > limit], what)
-    worst = order[0]
-    return [remark + unit_suspicion(labelled[worst].energy or 0.0, float(expected[worst])) for remark in remarks]
+    remarks = _named(labelled, worst, what)
+    if remarks:
+        energy = float(labelled.column("energy", worst[:1])[0])
+        remarks[0] += unit_suspicion(energy, float(expected[worst[0]]))
+    if median > LARGE_SCATTER:
+        remarks.append(
+            f"energies are {median:.3g} eV/atom off the fit by composition in the middle, which is much: are they in eV, "
+            "and total energies of frames?"
+        )
+    return remarks
 
 
-def _partial_labels(frames: Sequence[Frame]) -> list[str]:
+def _partial_labels(table: FrameTable) -> list[str]:
     remarks = []
     for name in ("energy", "forces", "stress"):
-        without = [frame for frame in frames if getattr(frame, name) is None]
-        if 0 < len(without) < len(frames):
-            remarks += _named(without, f"without {name}")
+        without = np.flatnonzero(~table.carries(name))
+        if 0 < len(without) < len(table):
+            remarks += _named(table, without, f"without {name}")
     return remarks
+
+
+def _unit_doubts(table: FrameTable, survey: Survey) -> list[str]:
+    """Typical sizes that are strange in eV and A."""
+    doubts = []
+    found = table.components
+    known = ~np.isnan(found.force_squares)
+    if known.any():
+        rms = float(np.sqrt(found.force_squares[known].sum() / (3 * found.count[known].sum())))
+        if rms > LARGE_FORCES:
+            doubts.append(f"forces have a root mean square of {rms:.3g} eV/A, which is much: are they in kcal/mol/A?")
+    unbound = np.isin(found.number, [atomic_numbers[symbol] for symbol in RARE_GASES]).any()
+    bond = survey.typical_bond
+    if bond is not None and not unbound and not BONDS[0] <= bond <= BONDS[1]:
+        guess = "nm" if bond < 1 else "Bohr"
+        doubts.append(
+            f"nearest neighbours are {bond:.2f} times the sum of their covalent radii apart in the middle: are lengths "
+            f"in {guess}?"
+        )
+    return doubts

@@ -7,6 +7,8 @@ stress (virial = -V * stress); units become eV and A here and nowhere else.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -36,35 +38,36 @@ class LabelReader:
     """
 
     def __init__(self, labels: LabelOptions, units: UnitOptions) -> None:
-        self._names: dict[str, str | None] = {label: getattr(labels, label) for label in USUAL_NAMES}
+        self.names: dict[str, str | None] = {label: getattr(labels, label) for label in USUAL_NAMES}
+        """The settings: label -> key."""
         self._found: set[str] = set()
         self._available: set[str] = set()
         self._quantity: dict[str, tuple[bool, str, str]] = {}
         """For labels with a fallback: whether it was taken, under which name, and in which frame first."""
-        self._length = unit_table.length_factor(units.length)
-        self._energy = unit_table.energy_factor(units.energy)
-        self._forces = self._energy / self._length
+        self.length = unit_table.length_factor(units.length)
+        self.energy = unit_table.energy_factor(units.energy)
+        self.forces = self.energy / self.length
         if units.forces is not None:
-            self._forces = unit_table.force_factor(units.forces)
-        self._stress = self._energy / self._length**3
+            self.forces = unit_table.force_factor(units.forces)
+        self.stress = self.energy / self.length**3
         if units.stress is not None:
-            self._stress = unit_table.stress_factor(units.stress)
+            self.stress = unit_table.stress_factor(units.stress)
 
     def frame(self, raw: RawFrame) -> Frame:
         """`raw` with its labels chosen, in eV and A, checked."""
         self._available.update(raw.info, raw.arrays, raw.results)
-        cell = np.asarray(raw.cell, dtype=np.float64) * self._length
+        cell = np.asarray(raw.cell, dtype=np.float64) * self.length
         energy = self._find(raw, "energy")
         forces = self._find(raw, "forces")
         weight = self._find(raw, "weight")
         return check_frame(
             Frame(
-                positions=np.asarray(raw.positions, dtype=np.float64) * self._length,
+                positions=np.asarray(raw.positions, dtype=np.float64) * self.length,
                 numbers=np.asarray(raw.numbers, dtype=np.int64),
                 cell=cell,
                 pbc=np.asarray(raw.pbc, dtype=bool),
-                energy=None if energy is None else _scalar(raw, "energy", energy) * self._energy,
-                forces=None if forces is None else forces * self._forces,
+                energy=None if energy is None else _scalar(raw, "energy", energy) * self.energy,
+                forces=None if forces is None else forces * self.forces,
                 stress=self._find_stress(raw, cell),
                 weight=1.0 if weight is None else _scalar(raw, "weight", weight),
                 source=raw.source,
@@ -72,10 +75,43 @@ class LabelReader:
             )
         )
 
+    def stored(self, frame: Frame) -> Frame:
+        """A frame of a store, whose labels were chosen when it was written: `none` in the settings leaves one out."""
+        for label in USUAL_NAMES:
+            if label == "weight" or getattr(frame, "stress" if label == "virial" else label) is not None:
+                self._found.add(label)
+        dropped = {label: None for label in ("energy", "forces", "stress") if is_none(self.names[label] or "")}
+        if is_none(self.names["weight"] or ""):
+            frame = replace(frame, weight=1.0)
+        return replace(frame, **dropped) if dropped else frame  # type: ignore[arg-type]
+
+    def notes(self) -> dict[str, Any]:
+        """What was met so far, for `merge` in another process; plain containers only."""
+        return {
+            "found": sorted(self._found),
+            "available": sorted(self._available),
+            "quantity": {label: list(first) for label, first in self._quantity.items()},
+        }
+
+    def note(self, where: str, keys: Iterable[str], energy: tuple[bool, str] | None) -> None:
+        """Remember the keys met at `where`; `energy`: whether its fallback was taken there, and under which name."""
+        keys = set(keys)
+        self._available |= keys
+        self._found.update(label for label, name in self.names.items() if name in keys)
+        if energy is not None:
+            self._refuse_mixture(where, "energy", energy[1], energy[0])
+
+    def merge(self, notes: dict[str, Any]) -> None:
+        """Take over what another reader of the same source met, as if this one had read those frames too."""
+        self._found.update(notes["found"])
+        self._available.update(notes["available"])
+        for label, (fallback, name, where) in notes["quantity"].items():
+            self._refuse_mixture(where, label, name, fallback)
+
     def finish(self, what: str) -> None:
         """Raise if a name given in the settings was in none of the frames of `what`."""
-        for label, name in self._names.items():
-            if name is not None and not _is_none(name) and label not in self._found:
+        for label, name in self.names.items():
+            if name is not None and not is_none(name) and label not in self._found:
                 keys = ", ".join(sorted(self._available)) or "none at all"
                 raise ForgefieldError(
                     f"data.labels.{label}={name}: no frame of {what} has that key; keys found there: {keys}"
@@ -83,15 +119,15 @@ class LabelReader:
 
     def _find_stress(self, raw: RawFrame, cell: np.ndarray) -> np.ndarray | None:
         # A name given for one of the two decides between them.
-        named = {label: self._names[label] for label in ("stress", "virial") if self._names[label] is not None}
-        chosen = [label for label, name in named.items() if not _is_none(str(name))]
+        named = {label: self.names[label] for label in ("stress", "virial") if self.names[label] is not None}
+        chosen = [label for label, name in named.items() if not is_none(str(name))]
         stress = virial = None
         if not chosen or "stress" in chosen:
             stress = self._find(raw, "stress")
         if not chosen or "virial" in chosen:
             virial = self._find(raw, "virial")
         if stress is not None:
-            stress = _matrix(raw, "stress", stress) * self._stress
+            stress = _matrix(raw, "stress", stress) * self.stress
         if virial is None:
             return stress
         volume = abs(np.linalg.det(cell))
@@ -100,7 +136,7 @@ class LabelReader:
                 f"{raw.where}: it carries a virial but its cell has no volume, so there is no stress to learn; "
                 "remove it, or set data.labels.virial=none"
             )
-        from_virial = -_matrix(raw, "virial", virial) * self._energy / volume
+        from_virial = -_matrix(raw, "virial", virial) * self.energy / volume
         if stress is not None and not np.allclose(stress, from_virial, rtol=1e-4, atol=1e-6):
             raise ForgefieldError(
                 f"{raw.where}: it carries a stress and a virial that disagree (virial should be -volume * stress); "
@@ -109,9 +145,9 @@ class LabelReader:
         return from_virial if stress is None else stress
 
     def _find(self, raw: RawFrame, label: str) -> np.ndarray | None:
-        name = self._names[label]
+        name = self.names[label]
         if name is not None:
-            value = None if _is_none(name) else _named(raw, label, name)
+            value = None if is_none(name) else _named(raw, label, name)
             if value is None:
                 return None
             self._found.add(label)
@@ -123,18 +159,18 @@ class LabelReader:
         if not found:
             return None
         if label in FALLBACK_NAMES:
-            self._refuse_mixture(raw, label, next(iter(found)), fallback)
+            self._refuse_mixture(raw.where, label, next(iter(found)), fallback)
         values = {key: _numbers(raw, key, value) for key, value in found.items()}
         if len(values) > 1:
             _refuse_ambiguity(raw, label, values)
         return next(iter(values.values()))
 
-    def _refuse_mixture(self, raw: RawFrame, label: str, name: str, fallback: bool) -> None:
+    def _refuse_mixture(self, place: str, label: str, name: str, fallback: bool) -> None:
         """The fallback is another quantity; a source holds one or the other."""
-        first = self._quantity.setdefault(label, (fallback, name, raw.where))
+        first = self._quantity.setdefault(label, (fallback, name, place))
         if first[0] == fallback:
             return
-        (_, usual, where), (_, _, where_other) = sorted([first, (fallback, name, raw.where)])
+        (_, usual, where), (_, _, where_other) = sorted([first, (fallback, name, place)])
         other = FALLBACK_NAMES[label][0]
         raise ForgefieldError(
             f"{where_other}: it has {other} but no {label}, while {where} has {label} ({usual}), and the two are not "
@@ -143,7 +179,7 @@ class LabelReader:
         )
 
 
-def _is_none(name: str) -> bool:
+def is_none(name: str) -> bool:
     return name.strip().lower() == "none"
 
 

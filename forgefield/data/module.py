@@ -6,12 +6,16 @@ import lightning
 
 from forgefield.config.schema import DataOptions
 from forgefield.config.starter import LARGE_FORCES
-from forgefield.data.dataset import GraphDataset, Progress
+from forgefield.data.batching import Order, batch_threads, evaluation_budget, training_budget, training_order
+from forgefield.data.dataset import GraphDataset
+from forgefield.data.edges import Progress
+from forgefield.data.plan import Budget
 from forgefield.data.readers import plain
 from forgefield.data.sampling import FrameLoader
 from forgefield.data.species import SpeciesTable
-from forgefield.data.splits import Splits, resolve_splits
+from forgefield.data.splits import ON_DEVICE, Splits, graph_options, resolve_splits
 from forgefield.data.statistics import Statistics, compute_statistics
+from forgefield.data.store import StoreColumns
 from forgefield.errors import ForgefieldError
 
 
@@ -33,14 +37,19 @@ class DataModule(lightning.LightningDataModule):
         self.options = options
         self.seed = int(seed)
         self.rank, self.world_size = rank, world_size
+        self.on_gpu = False
+        """Whether batches will be copied to a GPU; set before loaders are asked for."""
         self._ready = False
 
     def prepare(self, progress: Progress | None = None) -> None:
         """Do all the work, once. `progress(done, total)` counts neighbour lists over all frames."""
         if self._ready:
             return
+        training_budget(self.options), evaluation_budget(self.options)  # refused before data is read
         splits = resolve_splits(self.options, self.seed)
         self.split_description = splits.description
+        if len(splits.train) == 0:
+            raise ForgefieldError("data.train holds no frame")
         names = plain(self.options.species)
         self.species = SpeciesTable(names) if names is not None else SpeciesTable.from_frames(splits.train)
         self._build_graphs(splits, progress)
@@ -56,14 +65,13 @@ class DataModule(lightning.LightningDataModule):
             if progress is not None:
                 progress(done + within, total)
 
+        graph, on_device = graph_options(self.options), self.options.neighbours == ON_DEVICE
         parts: list[GraphDataset | None] = []
         for frames in (splits.train, splits.val, splits.test):
-            graphs = GraphDataset(frames, self.species, self.options.cutoff, self.options.neighbours, count)
-            parts.append(graphs if frames else None)
+            parts.append(GraphDataset(frames, self.species, graph, count, on_device=on_device) if len(frames) else None)
             done += len(frames)
         train, self.val, self.test = parts
-        if train is None:
-            raise ForgefieldError("data.train holds no frame")
+        assert train is not None
         self.train = train
 
     def setup(self, stage: str | None = None) -> None:
@@ -71,7 +79,8 @@ class DataModule(lightning.LightningDataModule):
 
     def train_dataloader(self) -> FrameLoader:
         self.prepare()
-        return self._loader(self.train, self.options.batch.frames, shuffle=self.options.shuffle)
+        order = training_order(self.options, self.train.frames, self.seed)
+        return self._loader(self.train, training_budget(self.options), order)
 
     def val_dataloader(self) -> FrameLoader | list:
         return self._evaluation_loader("val")
@@ -82,13 +91,19 @@ class DataModule(lightning.LightningDataModule):
     def _evaluation_loader(self, name: str) -> FrameLoader | list:
         self.prepare()
         dataset = getattr(self, name)
-        if dataset is None:
-            return []
-        frames = self.options.eval_batch if self.options.eval_batch is not None else self.options.batch.frames
-        return self._loader(dataset, frames, shuffle=False)
+        return [] if dataset is None else self._loader(dataset, evaluation_budget(self.options), None)
 
-    def _loader(self, dataset: GraphDataset, frames: int, *, shuffle: bool) -> FrameLoader:
-        return FrameLoader(dataset, frames, shuffle=shuffle, seed=self.seed, rank=self.rank, world_size=self.world_size)
+    def _loader(self, dataset: GraphDataset, budget: Budget, order: Order | None) -> FrameLoader:
+        return FrameLoader(
+            dataset,
+            budget,
+            order=order,
+            rank=self.rank,
+            world_size=self.world_size,
+            workers=batch_threads(self.options, self.on_gpu),
+            prefetch=self.options.prefetch,
+            pin=self.on_gpu,
+        )
 
     def describe(self) -> list[tuple[str, str]]:
         """Rows (label, value) of a summary table."""
@@ -102,7 +117,8 @@ class DataModule(lightning.LightningDataModule):
             ("atoms per frame", f"{atoms.min()}" if atoms.min() == atoms.max() else f"{atoms.min()} to {atoms.max()}"),
             ("species", ", ".join(f"{symbol} {count}" for symbol, count in found.species_counts.items())),
             ("frames with labels", labels),
-            ("cutoff", f"{self.options.cutoff:g} A, {found.mean_neighbours:.1f} neighbours per atom"),
+            ("cutoff", self._describe_graph()),
+            *([("data", stored)] if (stored := self._describe_store()) else []),
             ("reference energies", f"{found.reference_kind}: {energies} eV"),
         ]
         if found.reference_note:
@@ -117,3 +133,27 @@ class DataModule(lightning.LightningDataModule):
         if found.min_distance is not None:
             rows.append(("closest pair", f"{found.min_distance:.3f} A"))
         return rows
+
+    def _describe_graph(self) -> str:
+        graph, found = self.train.graph, self.statistics
+        words = f"{graph.cutoff:g} A, {found.mean_neighbours:.1f} neighbours per atom"
+        if found.neighbours_note:
+            words += f" ({found.neighbours_note})"
+        if graph.adaptive_cutoff is not None:
+            words += f"; up to {graph.adaptive_cutoff:g} A where an atom would be isolated"
+        if graph.max_neighbours is not None:
+            words += (
+                f"; at most {graph.max_neighbours} neighbours of an atom (data.max_neighbours): energies jump where "
+                "neighbours change ranks, and molecular dynamics drifts"
+            )
+        return words
+
+    def _describe_store(self) -> str:
+        """Where data on disk is and how neighbour lists come about; empty for data in memory."""
+        stored = sum(isinstance(part.columns, StoreColumns) for part in self.train.frames.parts)
+        kind = self.train.edges.kind
+        return (
+            ""
+            if not stored and self.options.neighbours != ON_DEVICE
+            else (f"{'on disk' if stored else 'in memory'}, neighbour lists {kind}")
+        )

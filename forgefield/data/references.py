@@ -6,14 +6,14 @@ serves to find them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from ase.data import chemical_symbols
 
-from forgefield.data.frame import Frame
 from forgefield.data.species import SpeciesTable
+from forgefield.data.table import FrameTable
 from forgefield.errors import ForgefieldError
 
 UNIT_RATIOS = {
@@ -26,6 +26,9 @@ UNIT_RATIOS = {
     "eV and meV": 1000.0,
 }
 
+BLOCK = 20_000
+"""Frames that enter a fit at a time."""
+
 
 @dataclass(frozen=True)
 class References:
@@ -37,20 +40,34 @@ class References:
     """What a user should know about how they came about."""
 
 
-def compositions(frames: Sequence[Frame], species: SpeciesTable) -> np.ndarray:
+def compositions(table: FrameTable, species: SpeciesTable) -> np.ndarray:
     """Atoms of each species in each frame, (n_frames, n_species)."""
-    return np.stack(
-        [np.bincount(species.index(frame.numbers, frame.where), minlength=len(species)) for frame in frames]
-    ).astype(np.float64)
+    counts = np.zeros((len(table), len(species)))
+    found = table.components
+    counts[found.frame, species.index(found.number)] = found.count
+    return counts
 
 
-def fit_by_composition(counts: np.ndarray, energies: np.ndarray) -> tuple[np.ndarray, int]:
+def energy_by_composition(table: FrameTable, species: SpeciesTable, energies: np.ndarray) -> np.ndarray:
+    """Sum of the energies of its atoms for each frame, eV. energies: (n_species,), eV."""
+    found = table.components
+    return np.bincount(found.frame, weights=found.count * energies[species.index(found.number)], minlength=len(table))
+
+
+def fit_by_composition(table: FrameTable, species: SpeciesTable) -> tuple[np.ndarray, int]:
     """Species energies, (n_species,) eV, that minimise the squared error per atom, and the rank of the problem.
 
-    Where compositions do not tell species apart the solution of smallest norm is taken.
+    All frames carry an energy. Where compositions do not tell species apart the solution of smallest norm is taken. Blocks of
+    frames are reduced to triangles by orthogonal transformations, so that any number of frames takes little memory.
     """
-    n_atoms = counts.sum(axis=1, keepdims=True)
-    solution, _, rank, _ = np.linalg.lstsq(counts / n_atoms, energies / n_atoms[:, 0], rcond=None)
+    triangle: np.ndarray = np.zeros((0, len(species) + 1))
+    for begin in range(0, len(table), BLOCK):
+        block = table[begin : begin + BLOCK]
+        counts = compositions(block, species)
+        n_atoms = counts.sum(axis=1, keepdims=True)
+        rows = np.hstack([counts, block.column("energy")[:, None]]) / n_atoms
+        triangle = np.asarray(np.linalg.qr(np.vstack([triangle, rows]), mode="r")) if len(table) > BLOCK else rows
+    solution, _, rank, _ = np.linalg.lstsq(triangle[:, :-1], triangle[:, -1], rcond=None)
     return solution, int(rank)
 
 
@@ -65,20 +82,23 @@ def robust_fit(counts: np.ndarray, energies: np.ndarray, iterations: int = 30) -
     return solution
 
 
-def isolated_energies(frames: Sequence[Frame], has_neighbours: np.ndarray) -> dict[str, float]:
-    """Energy of each species that has a labelled frame of one atom without neighbours, eV."""
-    found: dict[str, Frame] = {}
-    for frame, bound in zip(frames, has_neighbours):
-        if len(frame) != 1 or bound or frame.energy is None:
-            continue
-        symbol = chemical_symbols[int(frame.numbers[0])]
-        first = found.setdefault(symbol, frame)
-        if abs(first.energy - frame.energy) > 1e-3:  # type: ignore[operator]
+def isolated_energies(table: FrameTable, is_bound: Callable[[np.ndarray], np.ndarray]) -> dict[str, float]:
+    """Energy of each species that has a labelled frame of one atom without neighbours, eV.
+
+    is_bound: whether each of the frames with these rows has an edge.
+    """
+    rows = np.flatnonzero((table.n_atoms == 1) & table.carries("energy"))
+    rows = rows[~is_bound(rows)] if len(rows) else rows
+    found: dict[str, tuple[float, int]] = {}
+    for row, number, energy in zip(rows, table.atoms("numbers", rows), table.column("energy", rows)):
+        symbol = chemical_symbols[int(number)]
+        first, at = found.setdefault(symbol, (float(energy), int(row)))
+        if abs(first - energy) > 1e-3:
             raise ForgefieldError(
-                f"{frame.where}: the isolated {symbol} atom has energy {frame.energy:.4f} eV, but {first.where} says "
-                f"{first.energy:.4f} eV; keep one, or give data.reference_energies"
+                f"{table.where(int(row))}: the isolated {symbol} atom has energy {energy:.4f} eV, but {table.where(at)} says "
+                f"{first:.4f} eV; keep one, or give data.reference_energies"
             )
-    return {symbol: float(frame.energy) for symbol, frame in found.items()}  # type: ignore[arg-type]
+    return {symbol: energy for symbol, (energy, _) in found.items()}
 
 
 def unit_suspicion(value: float, expected: float) -> str:
@@ -94,9 +114,12 @@ def unit_suspicion(value: float, expected: float) -> str:
 
 
 def resolve_references(
-    setting: object, frames: Sequence[Frame], species: SpeciesTable, has_neighbours: np.ndarray, counts: np.ndarray
+    setting: object, table: FrameTable, species: SpeciesTable, is_bound: Callable[[np.ndarray], np.ndarray]
 ) -> References:
-    """Reference energies as `data.reference_energies` asks: a dict, isolated, fit, none or auto."""
+    """Reference energies as `data.reference_energies` asks: a dict, isolated, fit, none or auto.
+
+    is_bound: whether each of the frames with these rows has an edge.
+    """
     if isinstance(setting, dict):
         return _given(setting, species)
     if setting is None or setting == "none":
@@ -105,8 +128,8 @@ def resolve_references(
         raise ForgefieldError(
             f"data.reference_energies={setting!r} should be auto, isolated, fit, none, or {{symbol: energy}}"
         )
-    labelled = np.array([frame.energy is not None for frame in frames], dtype=bool)
-    isolated = isolated_energies(frames, has_neighbours) if setting != "fit" else {}
+    labelled = table.carries("energy")
+    isolated = isolated_energies(table, is_bound) if setting != "fit" else {}
     missing = [symbol for symbol in species.symbols if symbol not in isolated]
     if setting == "isolated" or (setting == "auto" and not missing):
         if missing:
@@ -119,7 +142,7 @@ def resolve_references(
         if setting == "fit":
             raise ForgefieldError("data.reference_energies=fit: no training frame carries an energy")
         return References(dict.fromkeys(species.symbols, 0.0), "none", "no training frame carries an energy")
-    return _fitted(frames, species, counts, labelled)
+    return _fitted(table if labelled.all() else table.select(np.flatnonzero(labelled)), species)
 
 
 def _given(setting: dict, species: SpeciesTable) -> References:
@@ -141,9 +164,8 @@ def _given(setting: dict, species: SpeciesTable) -> References:
     return References({symbol: float(setting[symbol]) for symbol in species.symbols}, "given")
 
 
-def _fitted(frames: Sequence[Frame], species: SpeciesTable, counts: np.ndarray, labelled: np.ndarray) -> References:
-    energies = np.array([frame.energy for frame in frames if frame.energy is not None])
-    solution, rank = fit_by_composition(counts[labelled], energies)
+def _fitted(table: FrameTable, species: SpeciesTable) -> References:
+    solution, rank = fit_by_composition(table, species)
     note = ""
     if rank < len(species):
         note = (

@@ -1,71 +1,135 @@
-"""The order of frames and the loader of batches.
+"""The loader: batches of this rank, step by step, prepared ahead by threads where that pays.
 
-An order depends on (seed, epoch) and on nothing else. It is read from the raw Philox stream, which NumPy keeps
-the same in all versions; ranks divide it among themselves. The loader can start anywhere in an epoch.
+Which frames a step holds is fixed by (seed, epoch) and the plan (`order.py`, `plan.py`); this file turns rows into batches. The
+loader can start anywhere in an epoch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
 
 import numpy as np
 
-from forgefield.data.batch import Batch, collate, without_labels
+from forgefield.data.batch import Batch, without_labels
 from forgefield.data.dataset import GraphDataset
+from forgefield.data.order import EpochOrder, EveryFrameOnce
+from forgefield.data.plan import Budget, StepPlan, fitting
 from forgefield.errors import ForgefieldError
 
-
-def seeded_permutation(n: int, *key: int) -> np.ndarray:
-    """A permutation of 0..n-1 fixed by the integers in `key`."""
-    entropy = [int(k) & (2**64 - 1) for k in key]
-    stream = np.random.Philox(np.random.SeedSequence(entropy))
-    return np.argsort(stream.random_raw(n), kind="stable")
-
-
-def epoch_permutation(n: int, seed: int, epoch: int) -> np.ndarray:
-    """Order of n frames in an epoch, (n,) int64."""
-    return seeded_permutation(n, seed, epoch)
+T = TypeVar("T")
 
 
 class FrameLoader:
-    """Batches of `frames` frames for each of `world_size` ranks, in order or freshly shuffled each epoch.
+    """Batches for one of `world_size` ranks.
 
-    Step k of an epoch takes the next `world_size * frames` frames of the epoch's one global order; rank r gets its share of
-    them, in order. The last step divides what is left evenly; a rank that is left without a frame gets a blank one, which
-    counts for nothing. So every frame is seen exactly once per epoch by exactly one rank, all ranks take equally many steps,
-    and what the ranks together see in a step is what one rank with the larger batch would see.
+    Step k of an epoch takes the next stretch of the epoch's one global order and deals it out to the ranks; a rank that is
+    left without a frame gets a blank one, which counts for nothing. So every frame is seen exactly once per epoch by
+    exactly one rank (with an order of weighted draws: as often as it was drawn), all ranks take equally many steps, and what
+    the ranks together see in a step is what one rank with the larger batch would see.
+
+    batch: the budget of a rank; a number means frames. order: of the rows that fit the budget; each once, if None.
+    workers: threads that prepare batches ahead, 0 for none. prefetch: how many batches ahead. pin: put them into memory from
+    which they are copied to a GPU without waiting.
     """
 
     def __init__(
         self,
         dataset: GraphDataset,
-        frames: int,
+        batch: Budget | int,
         *,
+        order: Callable[[np.ndarray], EpochOrder] | None = None,
         shuffle: bool = False,
         seed: int = 0,
         rank: int = 0,
         world_size: int = 1,
+        workers: int = 0,
+        prefetch: int | None = None,
+        pin: bool = False,
     ) -> None:
-        if frames < 1:
-            raise ForgefieldError(f"data.batch.frames is {frames}; a batch holds at least one frame")
         if not 0 <= rank < world_size:
             raise ValueError(f"there is no rank {rank} among {world_size}")
         self.dataset = dataset
-        self.frames = int(frames)
-        self.shuffle = shuffle
-        self.seed = seed
+        self.budget = batch if isinstance(batch, Budget) else Budget("frames", batch)
         self.rank, self.world_size = rank, world_size
+        self.workers, self.pin = workers, pin
+        self.prefetch = 2 * workers if prefetch is None else prefetch
         self.epoch = 0
-        self._begin = 0
-        self._origin = (-1, 0, 0)
+        self._costs = self._cost_of_frames()
+        self._rows = np.arange(len(dataset))
+        if self.budget.oversized == "skip":
+            self._rows = np.flatnonzero(fitting(self._costs, self.budget))
+        if len(self._rows) == 0:
+            raise ForgefieldError(
+                f"every frame has more {self.budget.kind} than {self.budget.setting}.{self.budget.kind}="
+                f"{self.budget.size}; raise it"
+            )
+        self._order = EveryFrameOnce(len(self._rows), seed, shuffle) if order is None else order(self._rows)
+        self._planned: tuple[int, np.ndarray, StepPlan] | None = None
+        self._rest: tuple[int, int, StepPlan] | None = None
+        """After `start_at`: epoch, number of its first batch, and the plan of what is left."""
+        self._start_at_rest = False
+
+    def _cost_of_frames(self) -> np.ndarray:
+        if self.budget.kind != "edges":
+            return self.dataset.n_atoms
+        if self.dataset.n_edges is None:
+            raise ForgefieldError(
+                f"{self.budget.setting}.edges needs the number of edges of every frame, and this store holds no neighbour "
+                f"lists for these settings; convert it with --cutoff {self.dataset.cutoff:g}, or give atoms"
+            )
+        return self.dataset.n_edges
+
+    # ---- the plan
 
     @property
-    def frames_per_step(self) -> int:
-        """Frames of all ranks in a full step."""
-        return self.frames * self.world_size
+    def skipped(self) -> int:
+        """Frames left out because they exceed the budget."""
+        return len(self.dataset) - len(self._rows)
+
+    @property
+    def draws(self) -> int:
+        """Frames of an epoch, over all ranks."""
+        return self._order.draws
+
+    def _plan(self) -> tuple[np.ndarray, StepPlan]:
+        """Rows of the present epoch in their order, and its whole plan."""
+        if self._planned is None or self._planned[0] != self.epoch:
+            self._planned = self.epoch, *self._planned_epoch(self.epoch)
+        return self._planned[1], self._planned[2]
+
+    def _planned_epoch(self, epoch: int) -> tuple[np.ndarray, StepPlan]:
+        rows = self._rows[self._order.rows(epoch)]
+        balance = self.dataset.n_atoms if self.dataset.n_edges is None else self.dataset.n_edges
+        plan = StepPlan(
+            self._costs[rows],
+            self.budget,
+            self.world_size,
+            balance[rows],
+            name_of=lambda position: self.dataset.frames.where(int(rows[position])),
+        )
+        return rows, plan
+
+    @property
+    def epochs_are_alike(self) -> bool:
+        """Whether all epochs have equally many batches."""
+        return self.budget.kind == "frames"
+
+    def batches_in(self, epoch: int) -> int:
+        """Batches of that epoch."""
+        return len(self._planned_epoch(epoch)[1])
+
+    def _rest_of_epoch(self) -> tuple[int, StepPlan]:
+        """Number of the first batch and the plan from there on: the whole epoch, unless `start_at` said otherwise."""
+        if self._rest is not None and self._rest[0] == self.epoch:
+            return self._rest[1:]
+        return 0, self._plan()[1]
 
     def __len__(self) -> int:
-        return -(-len(self.dataset) // self.frames_per_step)
+        first_batch, plan = self._rest_of_epoch()
+        return first_batch + len(plan)
 
     def set_epoch(self, epoch: int) -> None:
         """Which epoch's order the next iteration takes."""
@@ -74,50 +138,79 @@ class FrameLoader:
     def start_at(self, sample: int) -> int:
         """Let the next iteration, and only that one, begin behind the first `sample` frames of its epoch's order.
 
-        Returns the number of the batch it begins with, such that the epoch ends with batch `len(self) - 1` as any other. The
-        place need not be one where this number of ranks would have stopped.
+        Returns the number of the batch it begins with. The place need not be one where this number of ranks would have
+        stopped.
         """
-        n = len(self.dataset)
-        if not 0 <= sample <= n:
-            raise ValueError(f"an epoch has {n} frames; it cannot start behind frame {sample}")
-        first_batch = len(self) - -(-(n - sample) // self.frames_per_step)
-        self._begin = int(sample)
-        self._origin = (self.epoch, self._begin, first_batch)
+        _, plan = self._plan()
+        rest = plan.from_position(sample)
+        first_batch = max(len(plan) - len(rest), 0)
+        self._rest, self._start_at_rest = (self.epoch, first_batch, rest), True
         return first_batch
 
     def position(self, batch: int) -> int:
         """How many frames of the present epoch's order come before this batch, over all ranks."""
-        epoch, sample, first_batch = self._origin
-        if epoch != self.epoch:
-            sample, first_batch = 0, 0
-        return min(sample + (batch - first_batch) * self.frames_per_step, len(self.dataset))
+        first_batch, plan = self._rest_of_epoch()
+        return int(plan.bounds[min(max(batch - first_batch, 0), len(plan))])
 
     def own_frames(self, batch: int) -> int:
         """How many real frames this rank has in that batch; 0 where it only keeps step with the others."""
-        first, last = self._share(self.position(batch + 1) - self.position(batch))
-        return last - first
+        first_batch, plan = self._rest_of_epoch()
+        return plan.n_own(batch - first_batch, self.rank)
 
-    def order(self) -> np.ndarray:
-        """Frames of the present epoch in the order in which they come."""
-        if self.shuffle:
-            return epoch_permutation(len(self.dataset), self.seed, self.epoch)
-        return np.arange(len(self.dataset))
+    def is_full(self, batch: int) -> bool:
+        """Whether that batch is no smaller than others: only the last of an epoch is."""
+        if self.budget.kind == "frames":
+            size = self.position(batch + 1) - self.position(batch)
+            return size == self.budget.size * self.world_size
+        return batch + 1 < len(self)
+
+    def keep_order(self) -> None:
+        """From now on frames come as they lie, each once, the same in every epoch."""
+        self._order, self._planned = EveryFrameOnce(len(self._rows), shuffle=False), None
+
+    @property
+    def frames_per_rank(self) -> int:
+        """Frames of a rank in a full step; the average, where they differ."""
+        if self.budget.kind == "frames":
+            return self.budget.size
+        return max(1, round(self.draws / (len(self._plan()[1]) * self.world_size)))
+
+    # ---- batches
 
     def __iter__(self) -> Iterator[Batch]:
         # A generator: nothing is taken from `start_at` until the first batch is asked for. Lightning makes an iterator
         # just to see that it can.
-        order, begin = self.order(), self._begin
-        self._begin = 0
-        for at in range(begin, len(order), self.frames_per_step):
-            step = order[at : at + self.frames_per_step]
-            first, last = self._share(len(step))
-            yield self._batch(step[first:last])
+        rows, plan = self._plan()
+        if self._start_at_rest:
+            plan = self._rest_of_epoch()[1]
+        self._start_at_rest = False
 
-    def _share(self, n: int) -> tuple[int, int]:
-        """First and last + 1 of this rank's frames among the n of a step; ranks differ by one frame at most."""
-        return n * self.rank // self.world_size, n * (self.rank + 1) // self.world_size
+        def prepare(step: int) -> Batch:
+            return self._batch(rows[plan.share(step, self.rank)])
+
+        if self.workers == 0:
+            yield from map(prepare, range(len(plan)))
+        else:
+            yield from prepared_ahead(prepare, len(plan), self.workers, max(self.prefetch, 1))
 
     def _batch(self, rows: np.ndarray) -> Batch:
         if len(rows) == 0:
-            return without_labels(self.dataset[int(self.dataset.n_atoms.argmin())])
-        return collate([self.dataset[int(i)] for i in rows])
+            batch = without_labels(self.dataset[int(self.dataset.n_atoms.argmin())])
+        else:
+            batch = self.dataset.batch(rows)
+        return {name: tensor.pin_memory() for name, tensor in batch.items()} if self.pin else batch
+
+
+def prepared_ahead(prepare: Callable[[int], T], n: int, workers: int, ahead: int) -> Iterator[T]:
+    """prepare(0), prepare(1), ... in this order, made by `workers` threads up to `ahead` before they are asked for."""
+    waiting: deque[Future[T]] = deque()
+    pool = ThreadPoolExecutor(workers, thread_name_prefix="batch")
+    try:
+        for step in range(n):
+            waiting.append(pool.submit(prepare, step))
+            if len(waiting) > ahead:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)

@@ -8,6 +8,7 @@ import numpy as np
 from ase.data import atomic_numbers, chemical_symbols
 
 from forgefield.data.frame import Frame
+from forgefield.data.table import FrameTable
 from forgefield.errors import ForgefieldError
 
 
@@ -28,10 +29,10 @@ class SpeciesTable:
         self._row_of_number[self.numbers] = np.arange(len(self.symbols))
 
     @classmethod
-    def from_frames(cls, frames: Sequence[Frame]) -> SpeciesTable:
+    def from_frames(cls, frames: FrameTable | Sequence[Frame]) -> SpeciesTable:
         """The species that occur in `frames`, by atomic number."""
-        present = np.unique(np.concatenate([frame.numbers for frame in frames]))
-        return cls(chemical_symbols[z] for z in present)
+        table = frames if isinstance(frames, FrameTable) else FrameTable.from_frames(frames)
+        return cls(chemical_symbols[z] for z in np.unique(table.components.number))
 
     def __len__(self) -> int:
         return len(self.symbols)

@@ -10,17 +10,23 @@ from typing import Any
 import numpy as np
 
 from forgefield.config.schema import DataOptions
-from forgefield.data.frame import Frame
-from forgefield.data.readers import plain, read_frames, source_files
-from forgefield.data.sampling import seeded_permutation
+from forgefield.data.devset import representative_rows
+from forgefield.data.graph import GraphOptions
+from forgefield.data.order import seeded_permutation
+from forgefield.data.readers import plain, source_files
+from forgefield.data.reading import Progress, read_table
+from forgefield.data.table import FrameTable
 from forgefield.errors import ForgefieldError
+
+ON_DEVICE = "device"
+"""As `data.neighbours`: neighbour lists are made where the model runs."""
 
 
 @dataclass(frozen=True)
 class Splits:
-    train: list[Frame]
-    val: list[Frame]
-    test: list[Frame]
+    train: FrameTable
+    val: FrameTable
+    test: FrameTable
     description: str
 
 
@@ -69,14 +75,14 @@ def parse_indices(spec: Any, n: int, setting: str) -> np.ndarray:
     return rows
 
 
-def resolve_splits(options: DataOptions, seed: int) -> Splits:
-    """Read all sources of `options` and divide them."""
+def resolve_splits(options: DataOptions, seed: int, progress: Progress | None = None) -> Splits:
+    """Read all sources of `options` and divide them. progress: told about frames that are converted on the way."""
     if plain(options.train) is None:
         raise ForgefieldError("data.train is not set; give a file, folder or glob of structures to train on")
     wanted = {name: plain(getattr(options, name)) for name in ("val", "test")}
     kinds = {name: _kind(value, name) for name, value in wanted.items()}
     _refuse_shared_files(options, wanted, kinds)
-    frames = read_frames(options.train, options.labels, options.units)
+    frames = _read(options.train, options, progress)
     pool = np.arange(len(frames))
     if plain(options.indices) is not None:
         pool = np.sort(parse_indices(options.indices, len(frames), "data.indices"))
@@ -91,28 +97,56 @@ def resolve_splits(options: DataOptions, seed: int) -> Splits:
         pool = np.setdiff1d(pool, rows)
     pool, drawn = _draw(frames, pool, wanted, kinds, options.split_seed if options.split_seed is not None else seed)
     chosen.update(drawn)
-    parts = {name: [frames[i] for i in rows] for name, rows in chosen.items()}
+    parts = {name: frames.select(rows) for name, rows in chosen.items()}
     for name, kind in kinds.items():
         if kind == "files":
-            parts[name] = read_frames(wanted[name], options.labels, options.units)
+            parts[name] = _read(wanted[name], options, progress)
     if len(pool) == 0:
         raise ForgefieldError("no frame is left to train on: data.val and data.test take all of data.train")
-    train = [frames[i] for i in pool]
-    val, test = parts.get("val", []), parts.get("test", [])
+    train, of = frames.select(pool), ""
+    if options.devset is not None:
+        train, of = train.select(representative_rows(train, options.devset)), f" of {len(train)} (data.devset)"
     description = ", ".join(
-        [f"{len(train)} to train", *(f"{len(parts[name])} to {name} ({kinds[name]})" for name in parts)]
+        [f"{len(train)}{of} to train", *(f"{len(parts[name])} to {name} ({kinds[name]})" for name in parts)]
     )
-    return Splits(train, val, test, description)
+    empty = FrameTable([])
+    return Splits(train, parts.get("val", empty), parts.get("test", empty), description)
+
+
+def graph_options(options: DataOptions) -> GraphOptions:
+    """What makes two atoms neighbours, from the settings."""
+    library = "auto" if options.neighbours == ON_DEVICE else options.neighbours
+    return GraphOptions(float(options.cutoff), library, options.adaptive_cutoff, options.max_neighbours)
+
+
+def is_lazy(options: DataOptions) -> bool | None:
+    """Whether data stays on disk, as `data.lazy` says; None: stores do, files do not."""
+    if options.lazy in (True, False):
+        return bool(options.lazy)
+    if options.lazy in ("auto", None):
+        return None
+    raise ForgefieldError(f"data.lazy={options.lazy!r} should be auto, true or false")
+
+
+def _read(spec: Any, options: DataOptions, progress: Progress | None) -> FrameTable:
+    return read_table(
+        spec,
+        options.labels,
+        options.units,
+        lazy=is_lazy(options),
+        graph=graph_options(options),
+        progress=progress,
+    )
 
 
 def _draw(
-    frames: list[Frame], pool: np.ndarray, wanted: dict[str, Any], kinds: dict[str, str], seed: int
+    frames: FrameTable, pool: np.ndarray, wanted: dict[str, Any], kinds: dict[str, str], seed: int
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Take random parts off the pool. Single atoms stay in training: they are reference points, not structures."""
     sizes = {name: wanted[name] for name, kind in kinds.items() if kind == "random"}
     if not sizes:
         return pool, {}
-    structures = pool[[len(frames[i]) > 1 for i in pool]] if len(pool) else pool
+    structures = pool[frames.n_atoms[pool] > 1]
     candidates = structures if len(structures) else pool
     alone = np.setdiff1d(pool, candidates)
     train, val, test = split_frames(len(candidates), sizes.get("val", 0), sizes.get("test", 0), seed)
@@ -137,13 +171,13 @@ def _kind(value: Any, name: str) -> str:
 
 def _refuse_shared_files(options: DataOptions, wanted: dict[str, Any], kinds: dict[str, str]) -> None:
     specs = {"train": plain(options.train), **{name: wanted[name] for name, kind in kinds.items() if kind == "files"}}
-    owner: dict[Path, str] = {}
+    owner: dict[str, str] = {}
     for name, spec in specs.items():
         for file in source_files(spec):
-            other = owner.setdefault(file.path.resolve(), name)
+            other = owner.setdefault(file.identity, name)
             if other != name:
                 raise ForgefieldError(
-                    f"{file.path} is in data.{other} and in data.{name}, so errors would be measured on known frames; "
+                    f"{file.name} is in data.{other} and in data.{name}, so errors would be measured on known frames; "
                     f"use another file, or data.{name}=0.1 to split it"
                 )
 

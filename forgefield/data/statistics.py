@@ -7,27 +7,40 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from forgefield.config.schema import DataOptions
+from forgefield.data.cache import cache_folder
 from forgefield.data.dataset import GraphDataset
-from forgefield.data.frame import Frame
-from forgefield.data.neighbours import edge_vectors, squared_lengths
+from forgefield.data.edges import build_block, read_geometry, same_graph
+from forgefield.data.order import seeded_permutation
 from forgefield.data.readers import plain
-from forgefield.data.references import References, compositions, resolve_references, robust_fit, unit_suspicion
+from forgefield.data.references import (
+    References,
+    compositions,
+    energy_by_composition,
+    resolve_references,
+    robust_fit,
+    unit_suspicion,
+)
 from forgefield.data.species import SpeciesTable
+from forgefield.data.table import FrameTable
 from forgefield.errors import ForgefieldError
 from forgefield.files import write_whole
 
-FORMAT = 1
+FORMAT = 2
 """Raised whenever the meaning of a stored number changes."""
+FITTED = 20_000
+"""Frames, evenly spaced, that the fit which finds wrong energies looks at."""
+SAMPLED = 1000
+"""Frames of which neighbours are counted, where no neighbour list is at hand."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +55,8 @@ class Statistics:
     mean_neighbours: float
     """Neighbours per atom, averaged over all atoms."""
     mean_neighbours_by_species: dict[str, float]
+    neighbours_note: str
+    """From how many frames they were counted, if not from all."""
     reference_energies: dict[str, float]
     reference_kind: str
     reference_note: str
@@ -67,85 +82,95 @@ class Statistics:
 
 def compute_statistics(dataset: GraphDataset, options: DataOptions, others: Sequence[GraphDataset] = ()) -> Statistics:
     """Statistics of the training data. Labels of `others` (validation, test) are checked together with it."""
-    frames = [frame for part in (dataset, *others) for frame in part.frames]
-    store = _store_path(dataset, frames, options) if options.cache else None
+    store = _store_path(dataset, others, options) if options.cache else None
     known = _load(store)
     if known is not None:
         return known
-    check_labels(frames, dataset.species, options.max_force, options.max_energy_deviation)
+    tables = [part.frames for part in (dataset, *others)]
+    for table in tables:
+        check_forces(table, options.max_force)
+    check_energies(tables, dataset.species, options.max_energy_deviation)
     statistics = _measure(dataset, plain(options.reference_energies))
     _check_residuals(dataset, statistics, options.max_energy_deviation)
     _save(store, statistics)
     return statistics
 
 
-def check_labels(frames: Sequence[Frame], species: SpeciesTable, max_force: float, max_energy_deviation: float) -> None:
-    """Refuse force components above `max_force`, eV/A, and energies over `max_energy_deviation`, eV/atom, off a fit."""
-    for frame in frames:
-        if frame.forces is not None and np.abs(frame.forces).max() > max_force:
-            atom, axis = np.unravel_index(np.abs(frame.forces).argmax(), frame.forces.shape)
-            raise ForgefieldError(
-                f"{frame.where}: force component {'xyz'[axis]} of atom {atom} is {frame.forces[atom, axis]:.4g} eV/A, "
-                f"above data.max_force={max_force:g}; check data.units.forces, remove the frame, or raise the limit"
-            )
-    labelled = [frame for frame in frames if frame.energy is not None]
-    if not labelled:
-        return
-    deviations, expected = energy_deviations(labelled, species)
-    worst = int(np.abs(deviations).argmax())
-    if abs(deviations[worst]) > max_energy_deviation:
-        frame = labelled[worst]
-        hint = unit_suspicion(float(frame.energy), float(expected[worst]))  # type: ignore[arg-type]
+def check_forces(table: FrameTable, limit: float) -> None:
+    """Refuse force components above `limit`, eV/A."""
+    too_large = np.flatnonzero(table.column("max_force") > limit)
+    if len(too_large):
+        frame = table[int(too_large[0])]
+        assert frame.forces is not None
+        atom, axis = np.unravel_index(np.abs(frame.forces).argmax(), frame.forces.shape)
         raise ForgefieldError(
-            f"{frame.where}: its energy {frame.energy:.6g} eV is {abs(deviations[worst]):.4g} eV/atom away from what "
-            f"its composition says ({expected[worst]:.6g} eV), above data.max_energy_deviation={max_energy_deviation:g}"
-            f"{hint}"
+            f"{frame.where}: force component {'xyz'[axis]} of atom {atom} is {frame.forces[atom, axis]:.4g} eV/A, "
+            f"above data.max_force={limit:g}; check data.units.forces, remove the frame, or raise the limit"
         )
 
 
-def energy_deviations(frames: Sequence[Frame], species: SpeciesTable) -> tuple[np.ndarray, np.ndarray]:
-    """(energy less fit) per atom, eV/atom, and the fit by composition, eV, of frames that all carry an energy."""
-    counts = compositions(frames, species)
-    energies = np.array([frame.energy for frame in frames])
-    expected = counts @ robust_fit(counts, energies)
-    return (energies - expected) / counts.sum(axis=1), expected
+def check_energies(tables: Sequence[FrameTable], species: SpeciesTable, limit: float) -> None:
+    """Refuse energies over `limit`, eV/atom, off a fit to all of them."""
+    labelled = [table.select(np.flatnonzero(table.carries("energy"))) for table in tables]
+    labelled = [table for table in labelled if len(table)]
+    if not labelled:
+        return
+    energies = robust_energies(labelled, species)
+    for table in labelled:
+        deviations, expected = energy_deviations(table, species, energies)
+        worst = int(np.abs(deviations).argmax())
+        if abs(deviations[worst]) > limit:
+            found = float(table.column("energy")[worst])
+            raise ForgefieldError(
+                f"{table.where(worst)}: its energy {found:.6g} eV is {abs(deviations[worst]):.4g} eV/atom away from what "
+                f"its composition says ({expected[worst]:.6g} eV), above data.max_energy_deviation={limit:g}"
+                f"{unit_suspicion(found, float(expected[worst]))}"
+            )
+
+
+def robust_energies(tables: Sequence[FrameTable], species: SpeciesTable) -> np.ndarray:
+    """Species energies, eV, that a few wrong frames do not move, from frames that all carry an energy."""
+    counts, energies = [], []
+    total = sum(len(table) for table in tables)
+    every = -(-total // FITTED)
+    for table in tables:
+        part = table[::every]
+        counts.append(compositions(part, species))
+        energies.append(part.column("energy"))
+    return robust_fit(np.concatenate(counts), np.concatenate(energies))
+
+
+def energy_deviations(table: FrameTable, species: SpeciesTable, energies: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(energy less fit) per atom, eV/atom, and the fit, eV, of frames that all carry an energy."""
+    expected = energy_by_composition(table, species, energies)
+    return (table.column("energy") - expected) / table.n_atoms, expected
 
 
 def _measure(dataset: GraphDataset, setting: Any) -> Statistics:
-    symbols = dataset.species.symbols
-    n_species = len(symbols)
-    atoms = np.zeros(n_species, dtype=np.int64)
-    neighbours = np.zeros(n_species, dtype=np.int64)
-    force_atoms = np.zeros(n_species, dtype=np.int64)
-    force_squares = np.zeros(n_species)
-    max_force, closest = None, np.inf
-    counts = np.zeros((len(dataset), n_species))
-    for row, frame in enumerate(dataset.frames):
-        sample = dataset[row]
-        species = sample["species"].numpy()
-        source, destination = sample["edge_index"].numpy()
-        counts[row] = np.bincount(species, minlength=n_species)
-        atoms += np.bincount(species, minlength=n_species)
-        neighbours += np.bincount(species[destination], minlength=n_species)
-        if len(source):
-            vectors = edge_vectors(frame.positions, frame.cell, source, destination, sample["edge_shift"].numpy())
-            closest = min(closest, float(squared_lengths(vectors).min()))
-        if frame.forces is not None:
-            force_atoms += np.bincount(species, minlength=n_species)
-            force_squares += np.bincount(species, weights=(frame.forces**2).sum(axis=1), minlength=n_species)
-            max_force = max(max_force or 0.0, float(np.abs(frame.forces).max()))
-    references = resolve_references(setting, dataset.frames, dataset.species, dataset.n_edges > 0, counts)
-    residuals = _residuals(dataset.frames, counts, references, symbols)
+    table, species = dataset.frames, dataset.species
+    symbols, n_species = species.symbols, len(species)
+    found = table.components
+    row = species.index(found.number)
+
+    def by_species(values: np.ndarray, chosen: slice | np.ndarray = slice(None)) -> np.ndarray:
+        return np.bincount(row[chosen], weights=values[chosen], minlength=n_species)
+
+    atoms = by_species(found.count).astype(np.int64)
+    neighbours, neighbour_atoms, closest, note = _surroundings(dataset, by_species)
+    with_forces = ~np.isnan(found.force_squares)
+    force_atoms, force_squares = by_species(found.count, with_forces), by_species(found.force_squares, with_forces)
+    references = resolve_references(setting, table, species, lambda rows: _is_bound(dataset, rows))
+    residuals = _residuals(table, species, references)
     return Statistics(
         n_frames=len(dataset),
         n_atoms=int(atoms.sum()),
         species_counts=dict(zip(symbols, map(int, atoms))),
-        labels={
-            name: sum(getattr(frame, name) is not None for frame in dataset.frames)
-            for name in ("energy", "forces", "stress")
+        labels={name: int(table.carries(name).sum()) for name in ("energy", "forces", "stress")},
+        mean_neighbours=float(neighbours.sum() / neighbour_atoms.sum()),
+        mean_neighbours_by_species={
+            s: float(k / n) if n else 0.0 for s, k, n in zip(symbols, neighbours, neighbour_atoms)
         },
-        mean_neighbours=float(neighbours.sum() / atoms.sum()),
-        mean_neighbours_by_species={s: float(k / n) if n else 0.0 for s, k, n in zip(symbols, neighbours, atoms)},
+        neighbours_note=note,
         reference_energies=references.energies,
         reference_kind=references.kind,
         reference_note=references.note,
@@ -155,60 +180,84 @@ def _measure(dataset: GraphDataset, setting: Any) -> Statistics:
         forces_rms_by_species={
             s: float(np.sqrt(total / (3 * n))) for s, total, n in zip(symbols, force_squares, force_atoms) if n
         },
-        max_force=max_force,
-        min_distance=float(np.sqrt(closest)) if np.isfinite(closest) else None,
+        max_force=float(np.nanmax(table.column("max_force"))) if force_atoms.any() else None,
+        min_distance=float(closest) if np.isfinite(closest) else None,
     )
 
 
-def _residuals(
-    frames: Sequence[Frame], counts: np.ndarray, references: References, symbols: tuple[str, ...]
-) -> np.ndarray:
+def _surroundings(
+    dataset: GraphDataset, by_species: Callable[[np.ndarray], np.ndarray]
+) -> tuple[np.ndarray, np.ndarray, float, str]:
+    """Neighbours of all atoms of each species, atoms of each, closest pair, and a note if not all frames were looked at."""
+    edges = dataset.edges
+    if edges.neighbours is not None and edges.closest is not None:
+        return by_species(edges.neighbours), by_species(dataset.frames.components.count), float(edges.closest.min()), ""
+    n = min(len(dataset), SAMPLED)
+    rows = np.sort(seeded_permutation(len(dataset), 0)[:n])
+    neighbours, atoms, closest = np.zeros(len(dataset.species)), np.zeros(len(dataset.species)), np.inf
+    for begin in range(0, n, 64):
+        chosen = rows[begin : begin + 64]
+        geometry = read_geometry(dataset.frames, chosen)
+        block, shortest = build_block(geometry, dataset.graph, partial(_where, dataset.frames, chosen))
+        species = dataset.species.index(dataset.frames.atoms("numbers", chosen))
+        neighbours += np.bincount(species, weights=block.degree, minlength=len(neighbours))
+        atoms += np.bincount(species, minlength=len(atoms))
+        closest = min(closest, float(shortest.min()))
+    return neighbours, atoms, closest, "" if n == len(dataset) else f"from {n} frames drawn at random"
+
+
+def _where(table: FrameTable, rows: np.ndarray, i: int) -> str:
+    return table.where(int(rows[i]))
+
+
+def _is_bound(dataset: GraphDataset, rows: np.ndarray) -> np.ndarray:
+    """Whether these frames of one atom have an edge: to images of that atom."""
+    if dataset.n_edges is not None:
+        return dataset.n_edges[rows] > 0
+    bound = np.zeros(len(rows), dtype=bool)
+    periodic = np.flatnonzero(dataset.frames.column("pbc", rows).any(axis=1))
+    for begin in range(0, len(periodic), 256):
+        places = periodic[begin : begin + 256]
+        block = dataset.edges.read(rows[places], read_geometry(dataset.frames, rows[places]))
+        bound[places] = block.n_edges > 0
+    return bound
+
+
+def _residuals(table: FrameTable, species: SpeciesTable, references: References) -> np.ndarray:
     """(energy less references) per atom of the frames that carry an energy, eV/atom."""
-    per_species = np.array([references.energies[symbol] for symbol in symbols])
-    rows = [row for row, frame in enumerate(frames) if frame.energy is not None]
-    energies = np.array([frames[row].energy for row in rows], dtype=np.float64)
-    return (energies - counts[rows] @ per_species) / counts[rows].sum(axis=1)
+    energies = np.array([references.energies[symbol] for symbol in species.symbols])
+    residuals = (table.column("energy") - energy_by_composition(table, species, energies)) / table.n_atoms
+    return residuals[~np.isnan(residuals)]
 
 
 def _check_residuals(dataset: GraphDataset, statistics: Statistics, limit: float) -> None:
     mean = statistics.energy_residual_mean
     if mean is None or statistics.reference_kind not in ("given", "isolated") or abs(mean) <= limit:
         return
-    labelled = max((frame for frame in dataset.frames if frame.energy is not None), key=len)
-    rows = dataset.species.index(labelled.numbers)
-    expected = sum(statistics.reference_energies[dataset.species.symbols[row]] for row in rows)
+    table = dataset.frames
+    row = int(np.where(table.carries("energy"), table.n_atoms, 0).argmax())
+    found = float(table.column("energy", np.array([row]))[0])
+    energies = np.array([statistics.reference_energies[symbol] for symbol in dataset.species.symbols])
+    expected = float(energy_by_composition(table[row : row + 1], dataset.species, energies)[0])
     raise ForgefieldError(
         f"the {statistics.reference_kind} reference energies do not match the data: energies are on average {mean:.4g} "
-        f"eV/atom away from them, above data.max_energy_deviation={limit:g} ({labelled.where}: {labelled.energy:.6g} "
-        f"eV against {expected:.6g} eV){unit_suspicion(float(labelled.energy), float(expected))}"  # type: ignore[arg-type]
+        f"eV/atom away from them, above data.max_energy_deviation={limit:g} ({table.where(row)}: {found:.6g} "
+        f"eV against {expected:.6g} eV){unit_suspicion(found, expected)}"
     )
 
 
-def content_hash(frames: Sequence[Frame]) -> str:
-    """Hash of structures, labels and weights, in order; file names do not enter."""
-    digest = hashlib.blake2b(digest_size=16)
-    for frame in frames:
-        structure = (frame.numbers, frame.positions, frame.cell, frame.pbc)
-        for value in (*structure, frame.energy, frame.forces, frame.stress, float(frame.weight)):
-            data = b"-" if value is None else np.ascontiguousarray(value).tobytes()
-            digest.update(len(data).to_bytes(8, "little") + data)
-    return digest.hexdigest()
-
-
-def _store_path(dataset: GraphDataset, frames: Sequence[Frame], options: DataOptions) -> Path:
+def _store_path(dataset: GraphDataset, others: Sequence[GraphDataset], options: DataOptions) -> Path:
     settings = {
         "format": FORMAT,
-        "frames": content_hash(frames),
-        "n_train": len(dataset),
+        "frames": [part.frames.fingerprint for part in (dataset, *others)],
         "species": dataset.species.symbols,
-        "cutoff": dataset.cutoff,
+        "graph": asdict(same_graph(dataset.graph)),
         "reference_energies": plain(options.reference_energies),
         "max_force": options.max_force,
         "max_energy_deviation": options.max_energy_deviation,
     }
     name = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=16).hexdigest()
-    folder = os.environ.get("FORGEFIELD_CACHE") or "~/.cache/forgefield"
-    return Path(folder).expanduser() / "statistics" / f"{name}.json"
+    return cache_folder() / "statistics" / f"{name}.json"
 
 
 def _load(store: Path | None) -> Statistics | None:

@@ -18,8 +18,9 @@ from ase.calculators.calculator import PropertyNotImplementedError, all_changes
 from ase.stress import full_3x3_to_voigt_6_stress
 from torch import nn
 
-from forgefield.data.batch import CLOSEST_PAIR
+from forgefield.data.edges import CLOSEST_PAIR
 from forgefield.data.frame import Frame, check_frame
+from forgefield.data.graph import GraphOptions, build_edges, graph_of
 from forgefield.data.neighbours import neighbour_list
 from forgefield.data.species import SpeciesTable
 from forgefield.errors import ForgefieldError
@@ -29,12 +30,15 @@ from forgefield.runs import Run
 
 
 class VerletList:
-    """Neighbours within `cutoff` (A), found again only when an atom moved more than half of `skin` (A)."""
+    """Edges of `graph`, found again only when an atom moved more than half of `skin` (A).
 
-    def __init__(self, cutoff: float, skin: float) -> None:
+    A graph that is not simply all pairs within the cutoff is made anew each time.
+    """
+
+    def __init__(self, graph: GraphOptions, skin: float) -> None:
         if not skin >= 0:
             raise ForgefieldError(f"The skin of the neighbour list is {skin}; it should be 0 or more, in A.")
-        self.cutoff = float(cutoff)
+        self.graph, self.cutoff = graph, graph.cutoff
         self.skin = float(skin)
         self.builds = 0
         """How often the list has been built."""
@@ -42,6 +46,10 @@ class VerletList:
 
     def edges(self, frame: Frame) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Source and destination atoms (n_edges,) and image shifts (n_edges, 3) of all pairs within the cutoff."""
+        if self.graph.adaptive_cutoff is not None or self.graph.max_neighbours is not None:
+            self.builds += 1
+            edges = build_edges(frame.positions, frame.cell, frame.pbc, self.graph)
+            return edges.source, edges.destination, edges.shifts
         if not self._still_valid(frame):
             self._edges = neighbour_list(frame.positions, frame.cell, frame.pbc, self.cutoff + self.skin)
             self._frame = frame
@@ -98,7 +106,7 @@ class Calculator(AseCalculator):
         self.device = torch.device(device)
         self.potential = _potential(run, which, self.device, dtype)
         self.species = SpeciesTable(self.potential.species)
-        self.neighbours = VerletList(self.potential.cutoff, skin)
+        self.neighbours = VerletList(graph_of(self.potential), skin)
 
     def calculate(
         self,

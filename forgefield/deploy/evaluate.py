@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from forgefield.data.batch import collate, to_device
+from forgefield.data.batch import to_device, with_edges
 from forgefield.data.dataset import GraphDataset
 from forgefield.models.potential import Potential
 
@@ -52,7 +52,8 @@ def predict_batches(
 ) -> list[dict[str, np.ndarray]]:
     """Predictions beside labels, batch by batch; `in_order` makes one of them, also of those of several processes."""
     with evaluating(potential, device) as place:
-        return [_predict_batch(potential, to_device(part, place), forces=forces, stress=stress) for part in batches]
+        here = (with_edges(to_device(part, place), potential.cutoff) for part in batches)
+        return [_predict_batch(potential, part, forces=forces, stress=stress) for part in here]
 
 
 @contextmanager
@@ -74,7 +75,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 def _batches(dataset: GraphDataset, frames: int) -> Iterator[Batch]:
     for start in range(0, len(dataset), frames):
-        yield collate([dataset[i] for i in range(start, min(start + frames, len(dataset)))])
+        yield dataset.batch(range(start, min(start + frames, len(dataset))))
 
 
 def _predict_batch(potential: Potential, batch: Batch, *, forces: bool, stress: bool) -> dict[str, np.ndarray]:

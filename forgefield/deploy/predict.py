@@ -22,7 +22,8 @@ from ase.stress import full_3x3_to_voigt_6_stress
 from forgefield.config.schema import LabelOptions, UnitOptions
 from forgefield.data.batch import batch_from_frames, to_device
 from forgefield.data.frame import Frame
-from forgefield.data.readers import read_frames
+from forgefield.data.graph import graph_of
+from forgefield.data.reading import read_table
 from forgefield.data.species import SpeciesTable
 from forgefield.deploy.evaluate import evaluating
 from forgefield.errors import ForgefieldError
@@ -51,7 +52,7 @@ def predict_file(
     progress: called with (frames done, frames in all). Suffixes of `out`: .extxyz, .xyz, .traj, .json, .db.
     """
     write = _writer(Path(out))
-    frames = read_frames(source, labels or LabelOptions(), units or UnitOptions(), required=labels_required)
+    frames = read_table(source, labels or LabelOptions(), units or UnitOptions(), required=labels_required)
     predicted: list[Atoms] = []
     for start in range(0, len(frames), batch):
         part = frames[start : start + batch]
@@ -67,7 +68,7 @@ def predict_frames(
     potential: Potential, frames: Sequence[Frame], *, device: str | torch.device | None = None, neighbours: str = "auto"
 ) -> list[Atoms]:
     """New `Atoms` with the predictions of one batch as calculator results and the frames' labels under REF_ names."""
-    batch = batch_from_frames(list(frames), SpeciesTable(potential.species), potential.cutoff, neighbours)
+    batch = batch_from_frames(list(frames), SpeciesTable(potential.species), graph_of(potential, neighbours))
     any_volume = any(frame.volume > 0 for frame in frames)
     with evaluating(potential, device) as place:
         result = potential(to_device(batch, place), forces=True, stress=any_volume)

@@ -15,7 +15,9 @@ import torch
 from ase.data import atomic_numbers
 from torch import Tensor, nn
 
+from forgefield.errors import ForgefieldError
 from forgefield.models import nequip_options
+from forgefield.models.adaptive import adaptive_bessel_basis, pair_radii
 from forgefield.models.nequip_options import PRESETS, Options, complete_options, pair_cutoff, preset_options
 from forgefield.ops.activations import activate
 from forgefield.ops.convolution import Block, convolve, list_paths, plan_convolution
@@ -58,11 +60,13 @@ class NequIP(nn.Module):
         *,
         species: Sequence[str],
         cutoff: float,
+        adaptive_cutoff: float | None = None,
         dtype: torch.dtype = torch.float32,
         generator: torch.Generator,
     ) -> None:
         super().__init__()
         self.species, self.cutoff, self.options = tuple(species), float(cutoff), options
+        self.adaptive_cutoff = adaptive_cutoff
         n_species = len(self.species)
         features = options.num_features
         features = [features] * (options.l_max + 1) if isinstance(features, int) else list(features)
@@ -122,9 +126,19 @@ class NequIP(nn.Module):
 
     @classmethod
     def complete(
-        cls, options: nequip_options.Options, *, species: tuple[str, ...], cutoff: float, statistics: Mapping[str, Any]
+        cls,
+        options: nequip_options.Options,
+        *,
+        species: tuple[str, ...],
+        cutoff: float,
+        adaptive_cutoff: float | None = None,
+        statistics: Mapping[str, Any],
     ) -> nequip_options.Options:
         """Options checked and with every default explicit; numbers not given come from the statistics."""
+        if adaptive_cutoff is not None and options.per_edge_type_cutoff is not None:
+            raise ForgefieldError(
+                "model.per_edge_type_cutoff and data.adaptive_cutoff cannot be used together; set one of them to null."
+            )
         return complete_options(options, species, cutoff, statistics)
 
     def forward(self, batch: dict[str, Any]) -> Tensor:
@@ -133,14 +147,19 @@ class NequIP(nn.Module):
         switch: GradientSwitch | None = batch.get("edge_gradient")
         graph: EdgeGraph = batch.get("edge_graph") or edge_graph(batch)
         lengths = torch.linalg.vector_norm(vectors, dim=1)
-        if self.inverse_cutoff.numel() == 1:
+        radii: Tensor | None = None
+        if self.adaptive_cutoff is not None:
+            radii = pair_radii(lengths, graph, self.cutoff, self.adaptive_cutoff)
+            scaled = lengths / radii
+        elif self.inverse_cutoff.numel() == 1:
             scaled = lengths * self.inverse_cutoff
         else:
             graph = EdgeGraph(graph.source, graph.destination, graph.n_atoms)
             kinds = species[graph.destination] * len(self.species) + species[graph.source]
             scaled = lengths * self.inverse_cutoff.index_select(0, kinds)
 
-        atomic = self._network_energies(vectors, lengths, scaled, species, graph, switch)
+        basis = self._radial_basis(lengths, scaled, radii, graph)
+        atomic = self._network_energies(vectors, lengths, basis, species, graph, switch)
         kind = Segments(species, len(self.species))
         scales, shifts = gather(self.energy_scales, kind), gather(self.energy_shifts, kind)
         energies = torch.addcmul(shifts, scales, atomic.double())
@@ -148,11 +167,22 @@ class NequIP(nn.Module):
             energies = energies + self._repulsion(lengths, scaled, species, graph)
         return energies
 
+    def _radial_basis(self, lengths: Tensor, scaled: Tensor, radii: Tensor | None, graph: EdgeGraph) -> Tensor:
+        """(n_edges or n_pairs, num_bessels) float64; `scaled`: lengths over the radius where the interaction ends."""
+        p = float(self.options.polynomial_cutoff_p)
+        if graph.pair_edge is not None:
+            scaled = scaled.index_select(0, graph.pair_edge)
+        if radii is None or self.adaptive_cutoff is None:
+            return bessel_basis(scaled, self.bessel_frequencies, p)
+        if graph.pair_edge is not None:
+            lengths, radii = lengths.index_select(0, graph.pair_edge), radii.index_select(0, graph.pair_edge)
+        return adaptive_bessel_basis(lengths, radii, self.adaptive_cutoff, self.bessel_frequencies, p)
+
     def _network_energies(
         self,
         vectors: Tensor,
         lengths: Tensor,
-        scaled: Tensor,
+        basis: Tensor,
         species: Tensor,
         graph: EdgeGraph,
         switch: GradientSwitch | None,
@@ -160,9 +190,6 @@ class NequIP(nn.Module):
         """(n_atoms,) in units of the energy scale, in the interior precision."""
         dtype = self.type_embedding.dtype
         harmonics = self.harmonics(vectors / lengths.unsqueeze(1)).to(dtype)
-        if graph.pair_edge is not None:
-            scaled = scaled.index_select(0, graph.pair_edge)
-        basis = bessel_basis(scaled, self.bessel_frequencies, self.options.polynomial_cutoff_p)
         geometry_alone = None if self.bessel_frequencies.requires_grad else switch
         radial = self._radial_weights(barrier(basis.to(dtype), geometry_alone))
 
@@ -189,7 +216,8 @@ class NequIP(nn.Module):
     def _radial_weights(self, basis: Tensor) -> list[Tensor]:
         """Weights of every layer, (n_edges or n_pairs, plan.n_weights); their first perceptron layers run as one."""
         first = join([layer.radial.weights[0] for layer in self.layers], 1)
-        scale = self.layers[0].radial.scales[0] * 2 * math.pi / self.cutoff**2
+        reach = self.cutoff if self.adaptive_cutoff is None else self.adaptive_cutoff
+        scale = self.layers[0].radial.scales[0] * 2 * math.pi / reach**2
         hidden = basis @ (first * scale)
         sizes = [layer.radial.weights[0].shape[1] for layer in self.layers]
         if self.options.radial_mlp_depth == 0:

@@ -47,6 +47,12 @@ class Potential(nn.Module):
     def cutoff(self) -> float:
         return float(self.model.cutoff)  # type: ignore[arg-type]
 
+    @property
+    def adaptive_cutoff(self) -> float | None:
+        """Radius up to which isolated atoms look for neighbours, A; edge lists have to be made with it."""
+        limit = getattr(self.model, "adaptive_cutoff", None)
+        return None if limit is None else float(limit)  # type: ignore[arg-type]
+
     def forward(self, batch: Batch, *, forces: bool = True, stress: bool = False) -> dict[str, Tensor]:
         """Outputs, all float64: `energy` (n_frames,) eV, `atomic_energy` (n_atoms,) eV, and where asked `forces`
         (n_atoms, 3) eV/A and `stress` (n_frames, 3, 3) eV/A^3, (1/V) dE/dstrain; NaN for a frame without a volume.

@@ -28,7 +28,7 @@ BUILT_IN = {"nequip": "forgefield.models.nequip.NequIP"}
 PRECISIONS = {"float32": torch.float32, "float64": torch.float64}
 MODULE_FOLDER = "module_folder"
 """Resolved options of a user's own model: where its module was found, if Python would not find it by itself."""
-_GIVEN_BY_US = ("species", "cutoff", "statistics")
+_GIVEN_BY_US = ("species", "cutoff", "adaptive_cutoff", "statistics")
 
 
 def model_class(name: str, folder: str | None = None) -> Any:
@@ -66,20 +66,28 @@ def check_model(options: Mapping[str, Any]) -> tuple[str, Any, dict[str, Any]]:
 
 
 def resolve_model(
-    options: Mapping[str, Any], *, species: Sequence[str], cutoff: float, statistics: Any = None
+    options: Mapping[str, Any],
+    *,
+    species: Sequence[str],
+    cutoff: float,
+    adaptive_cutoff: float | None = None,
+    statistics: Any = None,
 ) -> dict[str, Any]:
     """The model section with everything explicit: checked options, presets and numbers from the data filled in.
 
-    `cutoff`: A; `statistics`: of the training data (an object or a dict), needed where options leave a number to it.
-    The result is JSON-able.
+    `cutoff`, `adaptive_cutoff`: A, as in the data section; `statistics`: of the training data (an object or a dict),
+    needed where options leave a number to it. The result is JSON-able.
     """
     name, found, given = check_model(options)
     facts = _plain(
         asdict(statistics) if is_dataclass(statistics) and not isinstance(statistics, type) else statistics or {}
     )
     resolved: dict[str, Any] = {"name": name, "species": list(species), "cutoff": float(cutoff)}
+    if adaptive_cutoff is not None:
+        _check_adaptive(found, name, float(cutoff), adaptive_cutoff)
+        resolved["adaptive_cutoff"] = float(adaptive_cutoff)
     if name in BUILT_IN:
-        return resolved | _resolve_built_in(found, given, tuple(species), float(cutoff), facts)
+        return resolved | _resolve_built_in(found, given, resolved, facts)
     folder = own_folder(name)
     own = _resolve_own(found, name, given, facts)
     return resolved | own | ({} if folder is None else {MODULE_FOLDER: str(folder)})
@@ -92,12 +100,11 @@ def build_model(resolved: Mapping[str, Any], *, precision: str, seed: int) -> Po
     options = dict(resolved)
     found = model_class(options.pop("name"), options.pop(MODULE_FOLDER, None))
     if resolved["name"] in BUILT_IN:
-        species, cutoff = options.pop("species"), options.pop("cutoff")
+        told = {key: options.pop(key) for key in _GIVEN_BY_US if key in options}
         return Potential(
             found(
                 found.Options(**options),
-                species=species,
-                cutoff=cutoff,
+                **told,
                 dtype=PRECISIONS[precision],
                 generator=torch.Generator().manual_seed(seed),
             )
@@ -120,13 +127,25 @@ def _check_built_in(found: Any, given: Mapping[str, Any]) -> None:
             raise ForgefieldError(f"model.{key} is {value!r}; it must be {_in_words(hints[key])}.")
 
 
+def _check_adaptive(found: Any, name: str, cutoff: float, adaptive_cutoff: float) -> None:
+    if "adaptive_cutoff" not in inspect.signature(found.__init__).parameters:
+        raise ForgefieldError(
+            f"data.adaptive_cutoff is {adaptive_cutoff:g}, but the model {name} has no argument adaptive_cutoff: "
+            "its interactions would end at the cutoff all the same; set data.adaptive_cutoff to null."
+        )
+    if not adaptive_cutoff > cutoff:
+        raise ForgefieldError(f"data.adaptive_cutoff is {adaptive_cutoff}; it must be above data.cutoff={cutoff:g}.")
+
+
 def _resolve_built_in(
-    found: Any, given: dict[str, Any], species: tuple[str, ...], cutoff: float, facts: dict[str, Any]
+    found: Any, given: dict[str, Any], resolved: Mapping[str, Any], facts: dict[str, Any]
 ) -> dict[str, Any]:
     preset = given.pop("preset", None)
     defaults = found.preset_options(str(preset).upper(), given) if preset is not None else {}
     options = found.Options(**{**defaults, **given})
-    return _plain(asdict(found.complete(options, species=species, cutoff=cutoff, statistics=facts)))
+    told = {key: value for key, value in resolved.items() if key in ("cutoff", "adaptive_cutoff")}
+    species = tuple(resolved["species"])
+    return _plain(asdict(found.complete(options, species=species, statistics=facts, **told)))
 
 
 def _resolve_own(found: Any, name: str, given: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
@@ -145,6 +164,7 @@ def _resolve_own(found: Any, name: str, given: dict[str, Any], facts: dict[str, 
 def _build_own(found: Any, options: dict[str, Any], dtype: torch.dtype, seed: int) -> nn.Module:
     """An instance of the user's class, its weights drawn from a random state of its own."""
     named = inspect.signature(found.__init__).parameters
+    options = {"adaptive_cutoff": None} | options
     given = {key: value for key, value in options.items() if key not in _GIVEN_BY_US or key in named}
     default = torch.get_default_dtype()
     with torch.random.fork_rng(devices=[]):

@@ -197,9 +197,9 @@ class StepTimer(Callback):
     # ---- marks
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        strategy, loader = trainer.strategy, _loader(trainer)
+        strategy = trainer.strategy
         self.on_cpu = strategy.root_device.type == "cpu"
-        self.full_batches = len(loader.dataset) >= loader.frames_per_step * trainer.accumulate_grad_batches
+        self.full_batches = _is_full(trainer, 0)
         sources: list[Any] = [strategy, getattr(pl_module, "exchange", None)]
         for source in sources:
             if hasattr(source, "mark"):
@@ -327,7 +327,7 @@ class StepTimer(Callback):
             marks_synchronised=not self.on_cpu,
             message_bytes=self.message_bytes,
             parameters=sum(p.numel() for p in pl_module.potential.parameters()),
-            frames_per_rank=_loader(trainer).frames,
+            frames_per_rank=_loader(trainer).frames_per_rank,
             accumulate=trainer.accumulate_grad_batches,
             full_batches=self.full_batches,
             strategy=type(strategy).__name__,
@@ -363,4 +363,5 @@ def _loader(trainer: L.Trainer) -> Any:
 def _is_full(trainer: L.Trainer, batch: int) -> bool:
     """Whether all ranks have as many frames as the config asks for, in every batch of the step that begins with this one."""
     loader, accumulate = _loader(trainer), trainer.accumulate_grad_batches
-    return loader.position(batch + accumulate) - loader.position(batch) == accumulate * loader.frames_per_step
+    steps = range(batch, batch + accumulate)
+    return steps[-1] < len(loader) and all(loader.is_full(step) for step in steps)

@@ -20,7 +20,6 @@ from forgefield.data.dataset import GraphDataset
 from forgefield.data.module import DataModule
 from forgefield.data.readers import plain
 from forgefield.data.sampling import FrameLoader
-from forgefield.data.statistics import content_hash
 from forgefield.errors import ForgefieldError
 from forgefield.files import write_whole
 from forgefield.models.potential import Potential
@@ -226,10 +225,11 @@ def _run_lightning(plan: _Plan, potential: Potential, restart: Restart | None, p
     plan.record.write(run, config, data, ranks)
     if ranks.is_first:
         metrics_log.start(restart.rows if restart else 0)
+    data.on_gpu = trainer.strategy.root_device.type == "cuda"
     loader = data.train_dataloader()
     if plan.options.get("overfit_batches"):
         journal.say("trainer.overfit_batches is set: the same frames are used every epoch, without shuffling.")
-        loader.shuffle = False
+        loader.keep_order()
     if restart is not None:
         first.first_batch = _go_on(loader, restart, plan, party)
     summarise(journal, run, config, data, plan.record.task, potential, trainer, monitor, ranks, party.lr_factor)
@@ -334,10 +334,10 @@ def _prepare_model(run: Run, config: DictConfig, data: DataModule, ranks: Ranks)
     require_labels(task, statistics.labels, "training")
     for name, dataset in (("val", data.val), ("test", data.test)):
         _require_any_label(task, name, dataset)
-    fingerprint = content_hash([*data.train.frames, *(data.val.frames if data.val is not None else [])])
+    fingerprint = " ".join(part.frames.fingerprint for part in (data.train, data.val) if part is not None)
     require_same_data(fingerprint, ranks)
     if data.test is not None:
-        require_same_data(content_hash(data.test.frames), ranks)
+        require_same_data(data.test.frames.fingerprint, ranks)
     resolved: dict[str, Any] = {}
     if ranks.is_first:
         resolved = resolve_model(plain(config.model), species=species, cutoff=config.data.cutoff, statistics=statistics)
@@ -354,7 +354,7 @@ def _prepare_model(run: Run, config: DictConfig, data: DataModule, ranks: Ranks)
 def _require_any_label(task: Task, split: str, dataset: GraphDataset | None) -> None:
     """Refuse frames that are meant to measure the model and carry nothing to measure it with."""
     names = task.names if split == "val" else TARGETS
-    if dataset is not None and not any(getattr(frame, name) is not None for frame in dataset.frames for name in names):
+    if dataset is not None and not any(dataset.frames.carries(name).any() for name in names):
         raise ForgefieldError(
             f"None of the frames of data.{split} carries {', '.join(names)}, so nothing could be measured on them; "
             f"give labelled frames or data.{split}=0."

@@ -12,6 +12,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from forgefield.config.diff import Change, config_diff, format_diff
+from forgefield.data.batching import DEFAULT_FRAMES
 from forgefield.errors import ForgefieldError
 from forgefield.parallel.group import Ranks
 from forgefield.runs import Run
@@ -94,7 +95,7 @@ def compare_with_stored_config(
         if change.meaning
         and not (
             change.key == "data.batch.frames"
-            and int(change.old) * before == int(change.new) * now
+            and int(change.old or DEFAULT_FRAMES) * before == int(change.new or DEFAULT_FRAMES) * now
             and config.training.scale_lr == "none"
         )
     ]

@@ -6,13 +6,13 @@ own, and added over ranks and read when a row of metrics is written.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import lightning as L
 import torch
 from torch import Tensor
 
+from forgefield.data.batch import with_edges
 from forgefield.errors import ForgefieldError
 from forgefield.models.potential import Potential
 from forgefield.parallel.exchange import StepExchange
@@ -20,6 +20,7 @@ from forgefield.parallel.group import Ranks, alone
 from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.task import LossParts, Task
 from forgefield.training.ema import WeightAverage
+from forgefield.training.epoch_length import fit_epoch_length, steps_of_fit
 from forgefield.training.optimisers import build_optimiser, build_scheduler, fit_length, rescale_learning_rates
 from forgefield.training.throughput import Throughput
 
@@ -86,6 +87,9 @@ class TrainingModule(L.LightningModule):
     def forward(self, batch: Batch) -> Batch:
         return self.potential(batch, forces=self.task.needs_forces, stress=self.task.needs_stress)
 
+    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        return with_edges(batch, self.potential.cutoff)
+
     # ---- training
 
     def on_fit_start(self) -> None:
@@ -102,6 +106,7 @@ class TrainingModule(L.LightningModule):
     def on_train_epoch_start(self) -> None:
         loader: Any = self.trainer.train_dataloader
         loader.set_epoch(self.trainer.current_epoch)
+        fit_epoch_length(self.trainer, loader)
         self.throughput.resume()
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -209,7 +214,7 @@ class TrainingModule(L.LightningModule):
             monitor=self.monitor,
             validate_every=self.trainer.check_val_every_n_epoch or 1,
             epochs=self.trainer.max_epochs if self.trainer.max_epochs is not None else -1,
-            steps=int(steps) if math.isfinite(steps := self.trainer.estimated_stepping_batches) else -1,
+            steps=steps_of_fit(self.trainer),
             lr_factor=self.lr_factor,
         )
         if "T_max" not in self.options.scheduler:

@@ -10,7 +10,9 @@ import lightning as L
 import torch
 from omegaconf import DictConfig
 
+from forgefield.data.batching import training_budget
 from forgefield.data.module import DataModule
+from forgefield.data.plan import Budget
 from forgefield.models.potential import Potential
 from forgefield.parallel.group import Ranks
 from forgefield.runs import Run
@@ -51,7 +53,7 @@ def _training_rows(
     return [
         ("run folder", str(run.path)),
         ("length", " or ".join(text for text in (epochs, steps) if text)),
-        ("batch", effective_batch(config.data.batch.frames, ranks.world_size, trainer.accumulate_grad_batches)),
+        ("batch", effective_batch(training_budget(config.data), ranks.world_size, trainer.accumulate_grad_batches)),
         (
             "optimiser",
             f"{optimiser}, {learning_rate(training, ranks.world_size, lr_factor)}"
@@ -64,15 +66,17 @@ def _training_rows(
     ]
 
 
-def effective_batch(frames: int, world_size: int, accumulate: int) -> str:
-    """`8 frames`, or `8 frames x 4 ranks x 2 batches a step = 64 frames a step`."""
-    factors = [f"{frames} frame{'s' if frames > 1 else ''}"]
+def effective_batch(budget: Budget, world_size: int, accumulate: int) -> str:
+    """`8 frames`, or `8 frames x 4 ranks x 2 batches a step = 64 frames a step`; `up to 4096 atoms ...`."""
+    kind, size = budget.kind, budget.size
+    at_most = "" if kind == "frames" else "up to "
+    factors = [f"{at_most}{size} {kind if size > 1 else kind[:-1]}"]
     if world_size > 1:
         factors.append(f"{world_size} ranks")
     if accumulate > 1:
         factors.append(f"{accumulate} batches a step")
     text = " x ".join(factors)
-    return text if len(factors) == 1 else f"{text} = {frames * world_size * accumulate} frames a step"
+    return text if len(factors) == 1 else f"{text} = {at_most}{size * world_size * accumulate} {kind} a step"
 
 
 def learning_rate(training: Any, world_size: int, factor: float) -> str:

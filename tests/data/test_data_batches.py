@@ -8,11 +8,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from forgefield.data.batch import batch_from_frames, collate, to_device
+from forgefield.data.batch import batch_from_frames, to_device
 from forgefield.data.dataset import GraphDataset
-from forgefield.data.sampling import FrameLoader, epoch_permutation
+from forgefield.data.order import epoch_permutation
+from forgefield.data.sampling import FrameLoader
 from forgefield.data.species import SpeciesTable
 from forgefield.errors import ForgefieldError
+from tests.data.collating import collate
 
 SPECIES = SpeciesTable(["H", "O", "Cu"])
 
@@ -27,7 +29,7 @@ def dataset(make_frame):
         make_frame([8, 8, 1, 29], energy=4.0),
         make_frame([1, 1], energy=5.0),
     ]
-    return GraphDataset(frames, SPECIES, cutoff=4.0)
+    return GraphDataset(frames, SPECIES, 4.0)
 
 
 def edge_lengths(batch):
@@ -36,8 +38,21 @@ def edge_lengths(batch):
     return (batch["positions"][j] + images - batch["positions"][i]).norm(dim=1)
 
 
+def assert_same(one, other):
+    assert set(one) == set(other)
+    for key, value in one.items():
+        torch.testing.assert_close(other[key], value, rtol=0, atol=0, equal_nan=True)
+        assert other[key].dtype == value.dtype
+
+
+@given(rows=st.lists(st.integers(0, 4), min_size=1, max_size=9))
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_batch_from_columns_equals_the_frames_put_together_one_by_one(dataset, rows):
+    assert_same(dataset.batch(rows), collate([dataset[i] for i in rows]))
+
+
 def test_a_batch_is_its_frames_one_after_the_other(dataset):
-    batch = collate([dataset[i] for i in range(5)])
+    batch = dataset.batch(range(5))
     assert batch["n_atoms"].tolist() == [3, 1, 2, 4, 2]
     assert batch["frame"].tolist() == [0, 0, 0, 1, 2, 2, 3, 3, 3, 3, 4, 4]
     assert batch["species"].tolist() == [1, 0, 0, 0, 2, 2, 1, 1, 0, 2, 0, 0]
@@ -57,31 +72,38 @@ def test_a_batch_is_its_frames_one_after_the_other(dataset):
 
 
 def test_a_missing_label_is_nan_and_never_zero(dataset):
-    batch = collate([dataset[i] for i in range(5)])
+    batch = dataset.batch(range(5))
     assert torch.isnan(batch["energy"]).tolist() == [False, True, False, False, False]
     assert torch.isnan(batch["forces"]).all(1).tolist() == [False] * 3 + [True] * 3 + [False] * 6
     assert torch.isnan(batch["stress"]).flatten(1).all(1).tolist() == [True, True, False, True, True]
 
 
-def test_collating_leaves_the_cached_frames_alone(dataset):
+def test_changing_a_batch_leaves_the_data_alone(dataset):
     before = [{k: v.clone() for k, v in dataset[i].items()} for i in range(5)]
-    collate([dataset[4], dataset[0], dataset[4]])
+    for rows in ([4, 0, 4], [2]):
+        for value in dataset.batch(rows).values():
+            value.zero_()
     for i, sample in enumerate(before):
-        for key, value in sample.items():
-            torch.testing.assert_close(dataset[i][key], value, rtol=0, atol=0, equal_nan=True)
+        assert_same(sample, dataset[i])
 
 
 def test_frames_straight_to_a_batch_equal_the_dataset(dataset):
-    batch = to_device(batch_from_frames(dataset.frames, SPECIES, 4.0), "cpu")
-    for key, value in collate([dataset[i] for i in range(5)]).items():
-        torch.testing.assert_close(batch[key], value, rtol=0, atol=0, equal_nan=True)
+    assert_same(to_device(batch_from_frames(list(dataset.frames), SPECIES, 4.0), "cpu"), dataset.batch(range(5)))
 
 
 def test_neighbour_lists_are_built_once_and_progress_is_told(dataset):
     calls = []
-    again = GraphDataset(dataset.frames, SPECIES, 4.0, progress=lambda done, total: calls.append((done, total)))
-    assert calls == [(i, 5) for i in range(1, 6)]
-    assert again[2]["edge_index"] is again[2]["edge_index"]
+    many = dataset.frames.select(np.arange(200) % 5)
+    GraphDataset(many, SPECIES, 4.0, progress=lambda done, total: calls.append((done, total)))
+    assert calls[-1] == (200, 200)
+    assert len(calls) > 1
+    assert calls == sorted(calls)
+
+
+def test_threads_make_the_same_neighbour_lists(dataset):
+    many = dataset.frames.select(np.arange(200) % 5)
+    rows = np.arange(200)
+    assert_same(GraphDataset(many, SPECIES, 4.0, threads=3).batch(rows), GraphDataset(many, SPECIES, 4.0).batch(rows))
 
 
 def test_unknown_elements_and_coinciding_atoms_name_the_frame(make_frame):
@@ -156,7 +178,7 @@ def test_ranks_together_see_what_one_rank_with_the_larger_batch_sees(dataset, fr
     shares = [ids(loader) for loader in loaders]
     assert {len(share) for share in shares} == {len(alone)} == {len(loader) for loader in loaders}
     for step, expected in enumerate(ids(alone)):
-        assert frames_of(share[step] for share in shares) == expected
+        assert sorted(frames_of(share[step] for share in shares)) == sorted(expected)
         counts = [len(frames_of([share[step]])) for share in shares]
         assert max(counts) - min(counts) <= 1
         assert counts == [loader.own_frames(step) for loader in loaders]
@@ -188,7 +210,7 @@ def test_an_epoch_begun_on_some_ranks_and_finished_on_others_sees_every_frame_on
 
 
 def test_a_rank_without_a_frame_gets_one_that_counts_for_nothing(dataset):
-    loader = FrameLoader(dataset, 1, rank=0, world_size=7)
+    loader = FrameLoader(dataset, 1, rank=6, world_size=7)
     (batch,) = loader
     assert batch["frame_id"].tolist() == [-1]
     assert batch["weight"].tolist() == [0.0]
@@ -203,7 +225,7 @@ def test_a_batch_of_nothing_is_refused(dataset):
 
 
 def test_every_edge_knows_the_edge_that_leads_back(dataset):
-    batch = collate([dataset[i] for i in range(len(dataset))])
+    batch = dataset.batch(range(len(dataset)))
     reverse = batch["edge_reverse"]
     assert torch.equal(batch["edge_index"][:, reverse], batch["edge_index"].flip(0))
     assert torch.equal(batch["edge_shift"][reverse], -batch["edge_shift"])

@@ -34,7 +34,8 @@ def test_options_as_dataclass_or_omegaconf(file, wrap):
     module = DataModule(options, seed=1)
     calls = []
     module.prepare(lambda done, total: calls.append((done, total)))
-    assert calls == [(i, 12) for i in range(1, 13)]
+    assert calls[-1] == (12, 12)
+    assert calls == sorted(calls)
     assert module.species.symbols == ("H", "O")
     assert (len(module.train), len(module.val), module.test) == (9, 3, None)
     assert [len(b["energy"]) for b in module.train_dataloader()] == [4, 4, 1]

@@ -13,7 +13,6 @@ import torch
 from ase.calculators.singlepoint import SinglePointCalculator
 
 from forgefield.config.loading import load_config
-from forgefield.data.batch import collate
 from forgefield.data.module import DataModule
 from forgefield.data.readers import plain
 from forgefield.data.sampling import epoch_permutation
@@ -112,7 +111,7 @@ def test_the_mean_of_the_ranks_own_means_is_another_gradient(loss, folder):
     rows = epoch_permutation(len(data.train), config.seed, 0)[:FRAMES_A_STEP]
 
     def gradient(rows) -> torch.Tensor:
-        batch = collate([data.train[int(i)] for i in rows])
+        batch = data.train.batch(rows)
         outputs = potential(batch, forces=task.needs_forces, stress=task.needs_stress)
         total = task.loss(outputs, batch).total
         found = torch.autograd.grad(total, list(potential.parameters()), allow_unused=True)

@@ -98,6 +98,18 @@ VARIANTS = {
         "trainer": {"max_epochs": 4, "val_check_interval": 1, "enable_progress_bar": False, "accelerator": "cpu"},
         "training": {"accumulate": 2, "checkpoint": {"every_steps": 1}},
     },
+    "batches by atoms, epochs of different length": {
+        "data": {"batch": {"atoms": 18}},
+        "training": {
+            "scheduler": {"name": "CosineAnnealingLR", "interval": "step"},
+            "checkpoint": {"every_steps": 2},
+        },
+        "trainer": {"max_epochs": 5, "enable_progress_bar": False, "accelerator": "cpu"},
+    },
+    "weighted draws, prepared ahead": {
+        "data": {"sampling": {"rule": "uniform", "frames": 7}, "workers": 2},
+        "training": {"checkpoint": {"every_steps": 1}},
+    },
     "no validation": {"data": {"val": 0}, "training": {"checkpoint": {"every_steps": 2}}},
     "rare validation, early stopping": {
         "trainer": {

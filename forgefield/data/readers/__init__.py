@@ -1,22 +1,27 @@
-"""Frames from files: extxyz, npz, ASE databases, and everything else ASE reads."""
+"""Frames from files: extxyz, npz, DeePMD systems, LMDB, HDF5, ASE databases, stores, and everything else ASE reads.
+
+`read_frames` gives all frames of a setting; `frames_of` streams a part of one source and never holds the file; `chunks`
+says which parts of a source can be read by themselves.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
+from itertools import islice
 from typing import Any
 
 from forgefield.config.schema import LabelOptions, UnitOptions
 from forgefield.data.frame import Frame, RawFrame
 from forgefield.data.labels import LabelReader
-from forgefield.data.readers.ase_files import raw_from_atoms, read_ase_database, read_ase_file
-from forgefield.data.readers.extxyz import read_extxyz
-from forgefield.data.readers.npz import read_npz
+from forgefield.data.readers.block_labels import block_frames
+from forgefield.data.readers.blocks import RawBlock, even_ranges
 from forgefield.data.readers.sources import SourceFile, file_format, plain, source_files
 from forgefield.errors import ForgefieldError
 
-__all__ = ["SourceFile", "frames_from_atoms", "plain", "read_frames", "source_files"]
+__all__ = ["SourceFile", "chunks", "frames_from_atoms", "frames_of", "plain", "read_frames", "source_files"]
+
+Raw = Iterator[RawFrame | RawBlock] | Iterator[RawFrame] | Iterator[RawBlock]
 
 
 def read_frames(
@@ -31,7 +36,7 @@ def read_frames(
     reader = LabelReader(labels, units)
     frames: list[Frame] = []
     for file in source_files(spec):
-        frames.extend(_read_file(file, reader, units))
+        frames.extend(frames_of(file, reader, units))
     if required:
         reader.finish(str(plain(spec)))
     return frames
@@ -39,36 +44,135 @@ def read_frames(
 
 def frames_from_atoms(images: list[Any], labels: LabelOptions | None = None, source: str = "") -> list[Frame]:
     """ASE structures held in memory as frames."""
+    from forgefield.data.readers.ase_files import raw_from_atoms
+
     reader = LabelReader(labels or LabelOptions(), UnitOptions())
     frames = [reader.frame(raw_from_atoms(atoms, source or "structures", i)) for i, atoms in enumerate(images)]
     reader.finish(source or "the given structures")
     return frames
 
 
-def _read_file(file: SourceFile, reader: LabelReader, units: UnitOptions) -> list[Frame]:
-    path = file.path
+def frames_of(
+    file: SourceFile, reader: LabelReader, units: UnitOptions, start: int = 0, stop: int | None = None
+) -> Iterator[Frame]:
+    """Frames start to stop of one source, one after the other. An empty source is an error, an empty part is not."""
+    n_frames = 0
     try:
-        with path.open("rb") as stream:  # also keeps libraries from creating or repairing a file in place
-            if not stream.read(1):
-                raise ForgefieldError(f"{path}: the file is empty")
-        frames = [reader.frame(raw) for raw in _raw_frames(path, units)]
+        _refuse_empty(file)
+        for frame in _frames(file, reader, units, start, stop):
+            n_frames += 1
+            yield frame if file.weight == 1.0 else replace(frame, weight=frame.weight * file.weight)
     except PermissionError:
-        raise ForgefieldError(f"{path}: no permission to read this file") from None
+        raise ForgefieldError(f"{file.name}: no permission to read this file") from None
     except OSError as error:
-        raise ForgefieldError(f"{path}: it could not be read ({error.strerror or error})") from error
-    if not frames:
-        raise ForgefieldError(f"{path}: there are no frames in this file")
-    if file.weight != 1.0:
-        frames = [replace(frame, weight=frame.weight * file.weight) for frame in frames]
-    return frames
+        raise ForgefieldError(f"{file.name}: it could not be read ({error.strerror or error})") from error
+    if n_frames == 0 and start == 0 and stop is None:
+        raise ForgefieldError(f"{file.name}: there are no frames in this file")
 
 
-def _raw_frames(path: Path, units: UnitOptions) -> Iterator[RawFrame]:
-    kind = file_format(path)
+def chunks(file: SourceFile, size: int) -> list[tuple[int, int | None]]:
+    """Ranges (start, stop) of about `size` frames, each of which `frames_of` reads without reading what is before.
+
+    [(0, None)] where a format cannot be divided. The last range is open.
+    """
+    if size < 1:
+        raise ForgefieldError(f"chunks of {size} frames were asked for; it should be at least 1")
+    try:
+        _refuse_empty(file)
+        count = _count(file)
+    except PermissionError:
+        raise ForgefieldError(f"{file.name}: no permission to read this file") from None
+    except OSError as error:
+        raise ForgefieldError(f"{file.name}: it could not be read ({error.strerror or error})") from error
+    return [(0, None)] if count is None else even_ranges(count, size)
+
+
+def _refuse_empty(file: SourceFile) -> None:
+    if file.path.is_dir():
+        return
+    with file.path.open("rb") as stream:  # also keeps libraries from creating or repairing a file in place
+        if not stream.read(1):
+            raise ForgefieldError(f"{file.path}: the file is empty")
+
+
+def _frames(file: SourceFile, reader: LabelReader, units: UnitOptions, start: int, stop: int | None) -> Iterator[Frame]:
+    if file_format(file.path) == "store":
+        from forgefield.data.store import open_store
+
+        table = open_store(file.path).table()
+        for row in range(start, len(table) if stop is None else min(stop, len(table))):
+            yield reader.stored(table[row])
+        return
+    for raw in _raw(file, units, start, stop):
+        if isinstance(raw, RawFrame):
+            yield reader.frame(raw)
+            continue
+        block = block_frames(raw, reader)
+        yield from map(reader.frame, raw.frames()) if block is None else block
+
+
+def _raw(file: SourceFile, units: UnitOptions, start: int, stop: int | None) -> Raw:
+    """Frames start to stop as they stand in the file. Readers are imported when a file needs them."""
+    path, kind = file.path, file_format(file.path)
     if kind == "extxyz":
-        return read_extxyz(path)
+        from forgefield.data.readers.extxyz import read_extxyz
+
+        return read_extxyz(path, start, stop)
     if kind == "npz":
-        return read_npz(path, units)
-    if kind == "db":
-        return read_ase_database(path)
-    return read_ase_file(path, kind)
+        from forgefield.data.readers.npz import read_npz
+
+        return read_npz(path, units, start, stop)
+    if kind == "deepmd":
+        from forgefield.data.readers.deepmd import open_folder, read_system
+
+        return read_system(open_folder(path, file.type_map), start, stop)
+    if kind == "hdf5":
+        from forgefield.data.readers.hdf5 import read_hdf5
+
+        return read_hdf5(path, units, start, stop, group=file.group, type_map=file.type_map)
+    if kind == "lmdb":
+        from forgefield.data.readers.matsciml import read_matsciml
+
+        return read_matsciml(path, start, stop)
+    if kind == "aselmdb":
+        from forgefield.data.readers.aselmdb import read_aselmdb
+
+        return read_aselmdb(path, start, stop)
+    from forgefield.data.readers.ase_files import read_ase_database, read_ase_file
+
+    return islice(read_ase_database(path) if kind == "db" else read_ase_file(path, kind), start, stop)
+
+
+def _count(file: SourceFile) -> int | None:
+    """Number of frames where it is known quickly and any part can be read by itself; else None."""
+    path, kind = file.path, file_format(file.path)
+    if kind == "extxyz":
+        from forgefield.data.readers.extxyz import count_extxyz
+
+        return count_extxyz(path)
+    if kind == "npz":
+        from forgefield.data.readers.npz import count_npz
+
+        return count_npz(path)
+    if kind == "deepmd":
+        from forgefield.data.readers.deepmd import open_folder
+
+        return sum(open_folder(path, file.type_map).lengths())
+    if kind == "hdf5":
+        from forgefield.data.readers.hdf5 import count_hdf5
+
+        return count_hdf5(path, group=file.group, type_map=file.type_map)
+    if kind == "lmdb":
+        from forgefield.data.readers.lmdb_files import frame_keys, open_lmdb
+
+        with open_lmdb(path) as transaction:
+            return len(frame_keys(transaction))
+    if kind == "aselmdb":
+        from forgefield.data.readers.aselmdb import count_aselmdb
+
+        return count_aselmdb(path)
+    if kind == "store":
+        from forgefield.data.store import open_store
+
+        return len(open_store(path).table())
+    return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 from ase.data import atomic_numbers
 
 from forgefield.data.frame import RawFrame
+from forgefield.data.readers.xyz_index import text_lines, xyz_index
 from forgefield.errors import ForgefieldError
 
 _ITEM = re.compile(
@@ -28,21 +30,46 @@ _LOGICAL = {"t": True, "true": True, "1": True, "f": False, "false": False, "0":
 _KINDS = {"R": np.float64, "I": np.int64}
 
 
-def read_extxyz(path: Path) -> Iterator[RawFrame]:
-    """Every frame of `path`, in order."""
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    end = len(lines)
-    while end and not lines[end - 1].strip():
-        end -= 1
-    at = index = 0
-    while at < end:
+def read_extxyz(path: Path, start: int = 0, stop: int | None = None) -> Iterator[RawFrame]:
+    """Frames start to stop of `path`, in order; one frame at a time is in memory."""
+    index, offset, number = 0, 0, 0
+    if start:
+        known = xyz_index(path)
+        if known is not None:
+            if start >= len(known.offsets):
+                return
+            index, offset, number = start, int(known.offsets[start]), int(known.lines[start])
+    lines = text_lines(path, offset)
+    while stop is None or index < stop:
+        count_line = next(lines, None)
+        if count_line is None or (not count_line.strip() and not any(line.strip() for line in lines)):
+            return
         where = f"{path}, frame {index}"
-        n_atoms = _atom_count(lines[at], where, at + 1)
-        if at + 2 + n_atoms > end:
-            raise ForgefieldError(f"{where}: it is truncated: {n_atoms} atoms announced, {max(end - at - 2, 0)} there")
-        yield _frame(lines[at + 1], lines[at + 2 : at + 2 + n_atoms], str(path), index, first_line=at + 3)
-        at += 2 + n_atoms
+        n_atoms = _atom_count(count_line, where, number + 1)
+        content = list(islice(lines, n_atoms + 1))
+        if len(content) <= n_atoms or not content[-1].strip():
+            _refuse_truncated(content, lines, n_atoms, where)
+        if index >= start:
+            yield _frame(content[0], content[1:], str(path), index, first_line=number + 3)
+        number += n_atoms + 2
         index += 1
+
+
+def count_extxyz(path: Path) -> int | None:
+    """Number of frames, from one pass over the lines; None where they cannot be told apart."""
+    index = xyz_index(path)
+    return None if index is None else len(index.offsets)
+
+
+def _refuse_truncated(content: list[str], rest: Iterator[str], n_atoms: int, where: str) -> None:
+    """Blank lines at the end of the file are not atoms."""
+    if any(line.strip() for line in rest):
+        return
+    there = len(content)
+    while there and not content[there - 1].strip():
+        there -= 1
+    if there <= n_atoms:
+        raise ForgefieldError(f"{where}: it is truncated: {n_atoms} atoms announced, {max(there - 1, 0)} there")
 
 
 def _atom_count(line: str, where: str, number: int) -> int:

@@ -5,24 +5,29 @@ Units come from the settings; where the file states its own (`e_unit`, `r_unit`)
 
 from __future__ import annotations
 
+import struct
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
 from forgefield.config.schema import UnitOptions
-from forgefield.data.frame import RawFrame
+from forgefield.data.readers.blocks import RawBlock, block_ranges
 from forgefield.errors import ForgefieldError
 from forgefield.physics.units import energy_factor, length_factor
 
 NUMBER_KEYS = ("nuclear_charges", "atomic_numbers", "numbers", "z", "Z")
 POSITION_KEYS = ("coords", "positions", "R", "pos")
+SMALL = 1 << 16
+"""Arrays up to this many bytes are read rather than mapped."""
 EXTRA_NAMES = {"energy": ("energies", "E"), "forces": ("F",)}
 
 
-def read_npz(path: Path, units: UnitOptions) -> Iterator[RawFrame]:
-    """Every frame of `path`."""
-    data = _load(path)
+def read_npz(path: Path, units: UnitOptions, start: int = 0, stop: int | None = None) -> Iterator[RawBlock]:
+    """Frames start to stop of `path`, in blocks. Arrays stored without compression are mapped, not read."""
+    data = _load(path, check=start == 0)
     numbers = _one_of(data, NUMBER_KEYS, path, "atomic numbers")
     positions = _one_of(data, POSITION_KEYS, path, "positions")
     _check_stated_units(data, path, units)
@@ -41,30 +46,73 @@ def read_npz(path: Path, units: UnitOptions) -> Iterator[RawFrame]:
         if key not in used and array.ndim and len(array) == n_frames and array.dtype.kind in "fiub"
     }
     _check_lengths(data, path, n_frames)
-    for index in range(n_frames):
-        values = {key: array[index] for key, array in per_frame.items()}
-        yield RawFrame(
-            positions=positions[index],
-            numbers=(numbers if numbers.ndim == 1 else numbers[index]).astype(np.int64),
-            cell=cells[index],
-            pbc=periodic[index],
+    for a, b in block_ranges(start, n_frames if stop is None else min(stop, n_frames), n_atoms):
+        values = {key: array[a:b] for key, array in per_frame.items()}
+        yield RawBlock(
+            positions=positions[a:b],
+            numbers=numbers.astype(np.int64) if numbers.shape == (n_atoms,) else numbers[a:b].astype(np.int64),
+            cell=cells[a:b].astype(np.float64),
+            pbc=periodic[a:b],
             source=str(path),
-            index=index,
+            start=a,
             info=values,
             arrays=values,
             extra_names=EXTRA_NAMES,
         )
 
 
-def _load(path: Path) -> dict[str, np.ndarray]:
+def count_npz(path: Path) -> int | None:
+    """Number of frames; None where arrays are compressed, so that each part would have to unpack all of it."""
+    data = _load(path, check=False)
+    if any(not isinstance(array, np.memmap) for array in data.values() if array.nbytes > SMALL):
+        return None
+    return len(_one_of(data, POSITION_KEYS, path, "positions"))
+
+
+def _load(path: Path, *, check: bool) -> dict[str, np.ndarray]:
+    """Arrays by name. `check`: compare what is there with the checksums of the file."""
     try:
-        with np.load(path, allow_pickle=False) as archive:
-            return {key: archive[key] for key in archive.files if key != "name"}
+        with np.load(path, allow_pickle=False) as archive, zipfile.ZipFile(path) as members:
+            arrays = {}
+            for key in archive.files:
+                if key == "name":
+                    continue
+                member = members.NameToInfo.get(f"{key}.npy")
+                mapped = None if member is None else _mapped(path, member)
+                arrays[key] = archive[key] if mapped is None else mapped
+                if mapped is not None and check:
+                    _compare_checksum(members, f"{key}.npy")
+            return arrays
     except PermissionError:
         raise
     except Exception as error:  # zipfile, zlib and numpy each have their own
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:160]
         raise ForgefieldError(f"{path}: it could not be read as npz; it is damaged or truncated ({reason})") from error
+
+
+def _mapped(path: Path, member: zipfile.ZipInfo) -> np.ndarray | None:
+    """An array stored as it is within the zip file, memory-mapped; None where it has to be unpacked, or is small."""
+    if member.compress_type != zipfile.ZIP_STORED or member.file_size <= SMALL or member.flag_bits & 1:
+        return None
+    with path.open("rb") as stream:
+        stream.seek(member.header_offset + 26)
+        name_length, extra_length = struct.unpack("<HH", stream.read(4))
+        stream.seek(member.header_offset + 30 + name_length + extra_length)
+        version = np.lib.format.read_magic(stream)
+        if version not in ((1, 0), (2, 0)):
+            return None
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, fortran, dtype = read(stream)
+        if dtype.hasobject:
+            return None  # numpy refuses it, in words of its own
+        order: Literal["C", "F"] = "F" if fortran else "C"
+        return np.memmap(path, dtype, "r", stream.tell(), shape, order)
+
+
+def _compare_checksum(members: zipfile.ZipFile, name: str) -> None:
+    with members.open(name) as stream:  # raises at the end of a member whose checksum is another
+        while stream.read(1 << 20):
+            pass
 
 
 def _one_of(data: dict[str, np.ndarray], keys: tuple[str, ...], path: Path, what: str) -> np.ndarray:

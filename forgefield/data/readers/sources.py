@@ -1,15 +1,17 @@
-"""From what a setting says (`path`, folder, glob, list, {path, weight}) to a plain list of files.
+"""From what a setting says (`path`, folder, glob, list, {path, weight, ...}) to a plain list of sources.
 
-Paths are relative to the working folder; the files of a folder or a glob come in sorted order.
+A source is a file, a group of an HDF5 file (`file.h5#/group`), or a folder that is one thing: a DeePMD system, an LMDB
+environment, a store. Paths are relative to the working folder; what a folder or a glob holds comes in sorted order.
 """
 
 from __future__ import annotations
 
 import glob
 import logging
+import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,12 @@ log = logging.getLogger(__name__)
 XYZ_SUFFIXES = (".xyz", ".extxyz")
 EXECUTABLE_FORMATS = ("bundletrajectory", "trj")
 """ASE formats that may hold pickles: reading them could run a stranger's code."""
+HDF5_SUFFIXES = (".h5", ".hdf5", ".hdf")
+LMDB_SUFFIXES = (".lmdb", ".aselmdb")
+DESCRIPTION = "metadata.json"
+"""Lies beside the HDF5 files of Open MatSciML."""
+MANIFEST = "manifest.json"
+"""In a folder: it is a store."""
 PROSE_SUFFIXES = (".md", ".txt", ".log", ".html", ".py", ".csv")
 """Left out of folders: ASE claims some of them, but what lies beside data under these names is seldom data."""
 
@@ -29,7 +37,33 @@ PROSE_SUFFIXES = (".md", ".txt", ".log", ".html", ".py", ".csv")
 @dataclass(frozen=True)
 class SourceFile:
     path: Path
+    """A file, or a folder that is a source."""
     weight: float = 1.0
+    """Multiplies the weights of its frames."""
+    share: float | None = None
+    """Sampling share of all that one entry of the setting names, together."""
+    type_map: tuple[str, ...] | None = None
+    """Elements of a DeePMD system's atom types, where it does not say so itself."""
+    group: str | None = None
+    """Group within an HDF5 file; None: all of it."""
+    entry: int = 0
+    """Which entry of the setting named it: a path, a glob or a {path: ...} is one entry."""
+
+    @property
+    def name(self) -> str:
+        """How messages name this source."""
+        return str(self.path) if self.group is None else f"{self.path}#{self.group}"
+
+    def state(self) -> list[tuple[str, int, int]]:
+        """Name, size and time of every file that belongs to it: differs once any of them has changed."""
+        files = sorted(self.path.rglob("*")) if self.path.is_dir() else [self.path]
+        found = ((file, file.stat()) for file in files)
+        return [(str(file), about.st_size, about.st_mtime_ns) for file, about in found]
+
+    @property
+    def identity(self) -> str:
+        """Equal for two sources only if they are the same data."""
+        return str(self.path.resolve()) + ("" if self.group is None else f"#{self.group}")
 
 
 def plain(value: Any) -> Any:
@@ -38,37 +72,98 @@ def plain(value: Any) -> Any:
 
 
 def source_files(spec: Any) -> list[SourceFile]:
-    """All files `spec` names, each of which exists and may be read."""
-    files = _expand(plain(spec), 1.0)
-    seen: set[Path] = set()
-    for file in files:
-        real = file.path.resolve()
-        if real in seen:
-            raise ForgefieldError(f"{file.path} is named twice by {plain(spec)!r}; its frames would count twice")
-        seen.add(real)
+    """All sources `spec` names, each of which exists and may be read."""
+    files = [
+        replace(file, entry=entry) for entry, part in enumerate(_entries(plain(spec))) for file in _expand(part, None)
+    ]
+    _refuse_overlap(files, plain(spec))
     return files
 
 
-def _expand(spec: Any, weight: float) -> list[SourceFile]:
+def _entries(spec: Any) -> list[Any]:
+    if isinstance(spec, Sequence) and not isinstance(spec, str):
+        return [entry for item in spec for entry in _entries(item)] or [spec]
+    return [spec]
+
+
+def _refuse_overlap(files: list[SourceFile], spec: Any) -> None:
+    seen: dict[Path, list[str]] = {}
+    for file in files:
+        groups = seen.setdefault(file.path.resolve(), [])
+        mine = (file.group or "").rstrip("/") + "/"
+        if any(mine.startswith(other) or other.startswith(mine) for other in groups):
+            raise ForgefieldError(f"{file.name} is named twice by {spec!r}; its frames would count twice")
+        groups.append(mine)
+
+
+def _expand(spec: Any, outer: SourceFile | None) -> list[SourceFile]:
     if isinstance(spec, (str, os.PathLike)):
-        return [SourceFile(path, weight) for path in _paths(os.fspath(spec))]
+        files = _named(os.fspath(spec))
+        return files if outer is None else [replace(outer, path=file.path, group=file.group) for file in files]
     if isinstance(spec, Mapping):
-        return _expand(*_path_and_weight(spec, weight))
+        inside, settings = _settings(spec, outer)
+        files = _expand(inside, settings)
+        if settings.type_map is not None:
+            _refuse_type_map(files)
+        return files
     if isinstance(spec, Sequence) and spec:
-        return [file for item in spec for file in _expand(item, weight)]
+        return [file for item in spec for file in _expand(item, outer)]
     raise ForgefieldError(
         f"{spec!r} is not a source of frames; give a file, a folder, a glob, or a list of these or of {{path, weight}}"
     )
 
 
-def _path_and_weight(spec: Mapping[str, Any], outer: float) -> tuple[Any, float]:
-    unknown = set(spec) - {"path", "weight"}
+def _settings(spec: Mapping[str, Any], outer: SourceFile | None) -> tuple[Any, SourceFile]:
+    """What a mapping names, and a source that carries its settings."""
+    outer = outer or SourceFile(Path())
+    unknown = set(spec) - {"path", "weight", "share", "type_map"}
     if unknown or "path" not in spec:
-        raise ForgefieldError(f"a source of frames is {{path: ..., weight: ...}}, not {dict(spec)!r}")
-    weight = spec.get("weight", 1.0)
-    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not weight >= 0:
-        raise ForgefieldError(f"the weight of {spec['path']} is {weight!r}; it should be a number, not negative")
-    return spec["path"], outer * float(weight)
+        raise ForgefieldError(
+            f"a source of frames is {{path: ..., weight: ..., share: ..., type_map: [...]}}, not {dict(spec)!r}"
+        )
+    weight, share, elements = spec.get("weight", 1.0), spec.get("share"), spec.get("type_map")
+    for name, value in (("weight", weight), ("share", 0.0 if share is None else share)):
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or not 0 <= value < math.inf:
+            raise ForgefieldError(f"the {name} of {spec['path']} is {value!r}; it should be a number, not negative")
+    if share is not None and outer.share is not None:
+        raise ForgefieldError(f"the share of {spec['path']} is given twice, by {{path, share}} within another of these")
+    return spec["path"], SourceFile(
+        Path(),
+        weight=outer.weight * float(weight),
+        share=outer.share if share is None else float(share),
+        type_map=outer.type_map if elements is None else _elements(elements, spec["path"]),
+    )
+
+
+def _elements(names: Any, path: Any) -> tuple[str, ...]:
+    from ase.data import atomic_numbers
+
+    if not isinstance(names, Sequence) or isinstance(names, str) or not names:
+        raise ForgefieldError(f"the type_map of {path} is {names!r}; it should be a list of elements, such as [O, H]")
+    for name in names:
+        if name not in atomic_numbers or name == "X":
+            raise ForgefieldError(f"the type_map of {path} names {name!r}, which is not a chemical element")
+    return tuple(names)
+
+
+def _refuse_type_map(files: list[SourceFile]) -> None:
+    for file in files:
+        if file_format(file.path) not in ("deepmd", "hdf5"):
+            raise ForgefieldError(f"{file.name}: a type_map was given, but only DeePMD systems have atom types to map")
+
+
+def _named(text: str) -> list[SourceFile]:
+    path = Path(text).expanduser()
+    before, mark, group = text.rpartition("#")
+    if not mark or path.exists():
+        return [SourceFile(path) for path in _paths(text)]
+    group = "/" + group.strip("/")
+    files = [SourceFile(path, group=None if group == "/" else group) for path in _paths(before)]
+    for file in files:
+        if file_format(file.path) != "hdf5":
+            raise ForgefieldError(f"{text}: only HDF5 files have groups, and {file.path} is not one by its name")
+    return files
 
 
 def _paths(text: str) -> list[Path]:
@@ -82,33 +177,74 @@ def _paths(text: str) -> list[Path]:
     if exists:
         return [path]
     if glob.has_magic(text):
-        matches = sorted(Path(match) for match in glob.glob(str(path), recursive=True))
-        files = [match for match in matches if match.is_file()]
-        if not files:
-            raise ForgefieldError(f"{text}: no file matches this pattern (looked from {Path.cwd()})")
-        return files
+        return _matches(text, path)
     raise ForgefieldError(f"{text}: there is no such file or folder (looked from {Path.cwd()})")
 
 
+def _matches(text: str, pattern: Path) -> list[Path]:
+    """Files that match, and folders that are sources; not the files such a folder is made of."""
+    matches = sorted(Path(match) for match in glob.glob(str(pattern), recursive=True))
+    folders = {match for match in matches if match.is_dir() and file_format(match) is not None}
+    found = [
+        match
+        for match in matches
+        if match in folders or (match.is_file() and not any(parent in folders for parent in match.parents))
+    ]
+    if not found:
+        raise ForgefieldError(f"{text}: no file matches this pattern (looked from {Path.cwd()})")
+    return found
+
+
 def _folder(folder: Path) -> list[Path]:
+    if file_format(folder) is not None:
+        return [folder]
     try:
-        inside = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
+        inside = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
     except PermissionError:
         raise ForgefieldError(f"{folder}: no permission to look into this folder") from None
-    readable = [path for path in inside if path.suffix not in PROSE_SUFFIXES and file_format(path) is not None]
-    skipped = [path.name for path in inside if path not in readable]
+    files = [path for path in inside if path.is_file()]
+    prose = [path for path in files if path.suffix in PROSE_SUFFIXES or path.name == DESCRIPTION]
+    readable = [path for path in files if path not in prose and file_format(path) is not None]
+    readable += [path for path in inside if path.suffix in LMDB_SUFFIXES and path.is_dir() and file_format(path)]
+    skipped = [path.name for path in files if path not in readable]
     if skipped:
         log.info("%s: not structure files by their names, left out: %s", folder, ", ".join(skipped))
+    readable = sorted(readable) or _systems_below(folder)
     if not readable:
-        raise ForgefieldError(f"{folder}: this folder holds no structure file (for folders within it, give a glob)")
+        raise ForgefieldError(
+            f"{folder}: this folder holds no structure file and no DeePMD system below it "
+            "(for other files in folders within it, give a glob)"
+        )
     return readable
 
 
+def _systems_below(folder: Path) -> list[Path]:
+    """DeePMD systems at any depth, sorted by path."""
+
+    def refuse(error: OSError) -> None:
+        raise ForgefieldError(f"{error.filename}: no permission to look into this folder") from None
+
+    systems = []
+    for place, folders, names in os.walk(folder, onerror=refuse):
+        if "type.raw" in names:
+            systems.append(Path(place))
+            folders.clear()
+        folders[:] = [name for name in folders if not name.startswith(".")]
+    return sorted(systems)
+
+
 def file_format(path: Path) -> str | None:
-    """Reader of `path` by its name: `extxyz`, `npz`, `db`, else the name of an ASE format, else None."""
+    """Reader of `path` by its name: one of our own, else the name of an ASE format, else None.
+
+    Our own: extxyz, npz, db, hdf5, lmdb, aselmdb; and of a folder: deepmd, lmdb, store.
+    """
+    if path.is_dir():
+        return _folder_format(path)
     if path.suffix in XYZ_SUFFIXES:
         return "extxyz"
-    if path.suffix in (".npz", ".db"):
+    if path.suffix in HDF5_SUFFIXES:
+        return "hdf5"
+    if path.suffix in (".npz", ".db", *LMDB_SUFFIXES):
         return path.suffix[1:]
     from ase.io.formats import UnknownFileTypeError, filetype, ioformats
 
@@ -117,3 +253,13 @@ def file_format(path: Path) -> str | None:
     except UnknownFileTypeError:
         return None
     return name if name in ioformats and ioformats[name].can_read else None
+
+
+def _folder_format(folder: Path) -> str | None:
+    try:
+        for inside, name in ((MANIFEST, "store"), ("type.raw", "deepmd"), ("data.mdb", "lmdb")):
+            if (folder / inside).is_file():
+                return name
+    except PermissionError:  # who looks into the folder next says so
+        pass
+    return None

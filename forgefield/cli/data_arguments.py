@@ -1,0 +1,143 @@
+"""What the verbs of `forgefield data` share: how files are read, where to write, and a progress bar."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from forgefield.errors import ForgefieldError
+
+if TYPE_CHECKING:
+    from forgefield.config.schema import LabelOptions, UnitOptions
+    from forgefield.data.graph import GraphOptions
+
+UNITS = {"energy": "eV", "length": "A", "forces": None, "stress": None}
+LABELS = ("energy", "forces", "stress", "virial", "weight")
+MOST_WORKERS = 8
+
+Report = Callable[[int, "int | None"], None]
+
+
+def add_reading(parser: argparse.ArgumentParser) -> None:
+    """Units and names of labels in the files."""
+    group = parser.add_argument_group("how files are read")
+    for name, default in UNITS.items():
+        shown = default or ("energy/length" if name == "forces" else "energy/length^3")
+        group.add_argument(
+            f"--{name}-unit", default=default, metavar="UNIT", help=f"unit of {name} in the files ({shown})"
+        )
+    for name in LABELS:
+        group.add_argument(f"--{name}-key", metavar="KEY", help=f"name of the {name} in the files, or none")
+
+
+def add_graph(parser: argparse.ArgumentParser) -> None:
+    """Neighbour lists that a store is to hold."""
+    group = parser.add_argument_group("neighbour lists, kept in the store (default: none; training makes them)")
+    group.add_argument("--cutoff", type=float, metavar="R", help="data.cutoff of the training, A")
+    group.add_argument("--adaptive-cutoff", type=float, metavar="R", help="data.adaptive_cutoff of the training, A")
+    group.add_argument("--max-neighbours", type=int, metavar="N", help="data.max_neighbours of the training")
+
+
+def spec_of(paths: list[str]) -> Any:
+    return paths if len(paths) > 1 else paths[0]
+
+
+def reading_of(args: argparse.Namespace) -> tuple[LabelOptions, UnitOptions]:
+    """What `add_reading` took in. Refused where it would change nothing: stores are in eV and A, their labels chosen."""
+    from forgefield.config.schema import LabelOptions, UnitOptions
+    from forgefield.data.readers import source_files
+    from forgefield.data.store import is_store
+
+    given = [f"--{name}-unit" for name, default in UNITS.items() if getattr(args, f"{name}_unit") != default]
+    given += [f"--{name}-key" for name in LABELS if getattr(args, f"{name}_key") is not None]
+    if given and all(is_store(file.path) for file in source_files(spec_of(args.paths))):
+        raise ForgefieldError(
+            f"{given[0]} says how files are read, but {', '.join(args.paths)} is a store: it is in eV and A, and its labels "
+            "were chosen when it was written"
+        )
+    return (
+        LabelOptions(**{name: getattr(args, f"{name}_key") for name in LABELS}),
+        UnitOptions(**{name: getattr(args, f"{name}_unit") for name in UNITS}),
+    )
+
+
+def graph_of(args: argparse.Namespace) -> GraphOptions | None:
+    """What `add_graph` took in."""
+    from forgefield.data.graph import GraphOptions
+
+    if args.cutoff is None:
+        for name in ("adaptive_cutoff", "max_neighbours"):
+            if getattr(args, name) is not None:
+                raise ForgefieldError(f"--{name.replace('_', '-')} needs --cutoff, the radius of the neighbour lists")
+        return None
+    return GraphOptions(args.cutoff, adaptive_cutoff=args.adaptive_cutoff, max_neighbours=args.max_neighbours)
+
+
+def refuse_target(target: Path, graph: GraphOptions | None) -> bool:
+    """Refuse a place that frames cannot be written to. Returns whether it is to be a store."""
+    from forgefield.data.export import is_writable, writable_suffixes
+    from forgefield.data.readers.sources import file_format
+
+    if target.exists() or target.is_symlink():
+        raise ForgefieldError(f"{target} exists already; delete it or choose another name")
+    if is_writable(target):
+        if graph is not None:
+            raise ForgefieldError(f"--cutoff makes neighbour lists, and {target} cannot hold any; only a store can")
+        if not target.absolute().parent.is_dir():
+            raise ForgefieldError(f"{target}: the folder {target.parent} does not exist")
+        return False
+    if file_format(target) is not None:
+        raise ForgefieldError(
+            f"{target}: files ending in '{target.suffix}' are read but not written; use one of {writable_suffixes()}, or "
+            "a name without ending for a store"
+        )
+    return True
+
+
+def usable_cores() -> int:
+    """Processor cores that this process may use, 8 at most."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(count, MOST_WORKERS)
+
+
+def size_text(n_bytes: int) -> str:
+    """`812 B`, `1.4 MB`, `3.2 GB`."""
+    size = float(n_bytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} TB"
+
+
+def counted(n: int, noun: str) -> str:
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
+
+
+@contextmanager
+def progress_bar(what: str, noun: str = "frames", *, speed: bool = True) -> Iterator[Report]:
+    """A bar on stderr where that is a terminal; else nothing. Gives the function that moves it: done, and total if known."""
+    if not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, ProgressColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
+    from rich.text import Text
+
+    class Speed(ProgressColumn):
+        def render(self, task: Any) -> Text:
+            pace = task.finished_speed or task.speed
+            return Text("" if pace is None else f"{pace:,.0f} {noun}/s")
+
+    columns: list[Any] = [TextColumn("{task.description}"), BarColumn(), TaskProgressColumn()]
+    if speed:
+        columns += [TextColumn("{task.completed:.0f} " + noun), Speed()]
+    columns += [TimeRemainingColumn(compact=True)]
+    with Progress(*columns, console=Console(stderr=True), transient=True, speed_estimate_period=30) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=None if total is None else max(done, total))

@@ -1,0 +1,106 @@
+"""From the settings to what a loader needs: how much a batch holds, in which order frames come, who prepares batches."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from forgefield.config.schema import DataOptions
+from forgefield.data.order import EpochOrder, EveryFrameOnce, WeightedDraws, system_probabilities
+from forgefield.data.plan import KINDS, Budget
+from forgefield.data.readers import plain
+from forgefield.data.table import FrameTable
+from forgefield.errors import ForgefieldError
+
+DEFAULT_FRAMES = 8
+
+Order = Callable[[np.ndarray], EpochOrder]
+"""Makes the order of an epoch from the rows of a table that take part."""
+
+
+def training_budget(options: DataOptions) -> Budget:
+    """What `data.batch` says."""
+    return _budget(plain(options.batch), "data.batch")
+
+
+def evaluation_budget(options: DataOptions) -> Budget:
+    """What `data.eval_batch` says, else `data.batch`. No frame is too large to be measured."""
+    given = plain(options.eval_batch)
+    if given is None:
+        found = training_budget(options)
+    elif isinstance(given, Mapping):
+        found = _budget(given, "data.eval_batch")
+    else:
+        found = _budget({"frames": given}, "data.eval_batch")
+    return Budget(found.kind, found.size, "alone", found.setting)
+
+
+def _budget(given: Any, setting: str) -> Budget:
+    values = (
+        dict(given) if isinstance(given, Mapping) else {name: getattr(given, name) for name in (*KINDS, "oversized")}
+    )
+    unknown = set(values) - {*KINDS, "oversized"}
+    if unknown:
+        raise ForgefieldError(f"{setting}.{sorted(unknown)[0]} is not known; a batch is counted in {', '.join(KINDS)}")
+    oversized = values.pop("oversized", None) or "error"
+    named = {kind: size for kind, size in values.items() if size is not None}
+    if len(named) > 1:
+        raise ForgefieldError(
+            f"{setting} gives {' and '.join(named)}; a batch is counted in one of them (set the others to null)"
+        )
+    kind, size = next(iter(named.items())) if named else ("frames", DEFAULT_FRAMES)
+    return Budget(kind, size, oversized, setting)
+
+
+def training_order(options: DataOptions, table: FrameTable, seed: int) -> Order:
+    """How the chosen rows of `table` come in an epoch, as `data.shuffle` and `data.sampling` say."""
+    rule, draws = _sampling(plain(options.sampling))
+    shares = [part.share for part in table.parts if part.share is not None]
+    if rule is None and not shares:
+        return lambda rows: EveryFrameOnce(len(rows), seed, bool(options.shuffle))
+    if not options.shuffle:
+        raise ForgefieldError("data.shuffle=false and weighted sampling contradict each other: draws are random")
+    systems = table.systems
+
+    def order(rows: np.ndarray) -> EpochOrder:
+        of_row = systems.of_frame[rows]
+        sizes = np.bincount(of_row, minlength=len(systems.names))
+        chances = system_probabilities("size" if rule is None else rule, sizes, systems.shares)
+        return WeightedDraws(of_row, chances, len(rows) if draws is None else draws, seed)
+
+    return order
+
+
+def _sampling(given: Any) -> tuple[Any, int | None]:
+    """Rule and number of draws of an epoch."""
+    if not isinstance(given, Mapping):
+        return given, None
+    unknown = set(given) - {"rule", "frames"}
+    if unknown:
+        raise ForgefieldError(f"data.sampling.{sorted(unknown)[0]} is not known; it takes rule and frames")
+    draws = given.get("frames")
+    if draws is not None and (isinstance(draws, bool) or not isinstance(draws, int) or draws < 1):
+        raise ForgefieldError(f"data.sampling.frames={draws!r} should be a number of frames, at least 1")
+    return given.get("rule", "size"), draws
+
+
+def batch_threads(options: DataOptions, on_gpu: bool) -> int:
+    """Threads that prepare batches: `data.workers`, else NUM_WORKERS, else what pays.
+
+    On a CPU the threads of the arithmetic need the cores themselves.
+    """
+    if options.workers is not None:
+        workers, setting = options.workers, "data.workers"
+    elif text := os.environ.get("NUM_WORKERS"):
+        setting = "NUM_WORKERS"
+        if not text.strip().isdigit():
+            raise ForgefieldError(f"NUM_WORKERS={text!r} should be a number of threads (or leave it unset)")
+        workers = int(text)
+    else:
+        return 2 if on_gpu else 0
+    if workers < 0:
+        raise ForgefieldError(f"{setting}={workers} should be 0 or more")
+    return workers

@@ -1,0 +1,178 @@
+"""Frames as columns: one array per quantity, the atoms of all frames one after the other.
+
+A part is a run of frames that lie together, in memory (`MemoryColumns`) or in a store (`store.StoreColumns`); both answer the
+same three questions: a whole column of per-frame values, the atoms of some frames, where a frame begins. Columns with
+what is asked about data again and again (which species, how large the forces) are made once, when frames become columns.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from forgefield.data.frame import Frame
+
+
+@dataclass(frozen=True)
+class Field:
+    """What a column holds: one value of `shape` per frame, per atom, or per species that occurs in a frame (component)."""
+
+    per: str
+    shape: tuple[int, ...]
+    dtype: str
+    unit: str = ""
+
+
+FIELDS: dict[str, Field] = {
+    "positions": Field("atom", (3,), "float64", "A"),
+    "numbers": Field("atom", (), "uint8"),
+    "forces": Field("atom", (3,), "float64", "eV/A"),
+    "cell": Field("frame", (3, 3), "float64", "A"),
+    "pbc": Field("frame", (3,), "bool"),
+    "energy": Field("frame", (), "float64", "eV"),
+    "stress": Field("frame", (3, 3), "float64", "eV/A^3"),
+    "weight": Field("frame", (), "float64"),
+    "source": Field("frame", (), "int32"),
+    "index": Field("frame", (), "int64"),
+    "max_force": Field("frame", (), "float64", "eV/A"),
+    "element": Field("component", (), "uint8"),
+    "element_count": Field("component", (), "int32"),
+    "force_squares": Field("component", (), "float64", "eV^2/A^2"),
+    "first_atom": Field("offsets", (), "int64"),
+    "first_component": Field("offsets", (), "int64"),
+}
+"""Every column. NaN in a label means that the frame does not carry it. `source` is a row of the part's list of sources, `index`
+the frame's number there; `force_squares` is summed over the atoms of the component; offsets have one entry more than there
+are frames."""
+
+OPTIONAL = ("energy", "forces", "stress")
+"""Left out where no frame of a part carries them."""
+NAMES_ONLY = ("source", "index")
+"""Say where a frame came from, not what it is: they do not enter a fingerprint."""
+
+
+class Columns(ABC):
+    """The frames of one part."""
+
+    sources: Sequence[str]
+    fingerprint: str
+    """Fixed by structures, labels and weights in their order, and by nothing else."""
+
+    @property
+    @abstractmethod
+    def n_frames(self) -> int: ...
+
+    @abstractmethod
+    def has(self, name: str) -> bool:
+        """Whether any frame carries this label."""
+
+    @abstractmethod
+    def column(self, name: str) -> np.ndarray:
+        """A whole column that is not per atom. Read-only."""
+
+    @abstractmethod
+    def values(self, name: str, rows: np.ndarray) -> np.ndarray:
+        """Values of the atoms or edges of these frames, one frame after the other: a fresh array. rows: (n,) int64."""
+
+
+class MemoryColumns(Columns):
+    """Columns held in memory. arrays: as `columns_of` makes them."""
+
+    def __init__(self, arrays: dict[str, np.ndarray], sources: Sequence[str]) -> None:
+        self._arrays = arrays
+        self.sources = list(sources)
+        self._fingerprint: str | None = None
+
+    @property
+    def fingerprint(self) -> str:  # type: ignore[override]
+        if self._fingerprint is None:
+            digests = {name: column_digest(array) for name, array in self._arrays.items()}
+            self._fingerprint = combined_digest(digests)
+        return self._fingerprint
+
+    @property
+    def n_frames(self) -> int:
+        return len(self._arrays["first_atom"]) - 1
+
+    def has(self, name: str) -> bool:
+        return name in self._arrays
+
+    def column(self, name: str) -> np.ndarray:
+        return self._arrays[name]
+
+    def values(self, name: str, rows: np.ndarray) -> np.ndarray:
+        first = self._arrays["first_atom"]
+        return self._arrays[name].take(ranges(first[rows], first[rows + 1] - first[rows]), axis=0)
+
+
+def ranges(first: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """first[0], first[0]+1, ... (counts[0] of them), then first[1], ...: (sum of counts,) int64."""
+    total = int(counts.sum())
+    ends = counts.cumsum()
+    return np.arange(total) + np.repeat(first - (ends - counts), counts)
+
+
+def columns_of(frames: Sequence[Frame], source_rows: dict[str, int]) -> dict[str, np.ndarray]:
+    """All columns of these frames, at least one. source_rows: name of a source to its row; new names are added."""
+    n_atoms = np.array([len(frame) for frame in frames], dtype=np.int64)
+    numbers = np.concatenate([frame.numbers for frame in frames])
+    nothing = np.full((3, 3), np.nan)
+    arrays: dict[str, np.ndarray] = {
+        "positions": np.concatenate([frame.positions for frame in frames]),
+        "numbers": numbers,
+        "forces": np.concatenate(
+            [np.full((len(f), 3), np.nan) if f.forces is None else f.forces for f in frames], dtype=np.float64
+        ),
+        "cell": np.stack([frame.cell for frame in frames]),
+        "pbc": np.stack([frame.pbc for frame in frames]),
+        "energy": np.array([np.nan if frame.energy is None else frame.energy for frame in frames]),
+        "stress": np.stack([nothing if frame.stress is None else frame.stress for frame in frames]),
+        "weight": np.array([frame.weight for frame in frames]),
+        "source": np.array([source_rows.setdefault(frame.source, len(source_rows)) for frame in frames]),
+        "index": np.array([frame.index for frame in frames]),
+        "first_atom": offsets(n_atoms),
+    }
+    arrays.update(_components(arrays, n_atoms))
+    for name in OPTIONAL:
+        if np.isnan(arrays[name]).all():
+            del arrays[name]
+    return {name: np.ascontiguousarray(array, dtype=FIELDS[name].dtype) for name, array in arrays.items()}
+
+
+def offsets(counts: np.ndarray) -> np.ndarray:
+    """(n + 1,) int64: 0, counts[0], counts[0] + counts[1], ..."""
+    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+
+
+def _components(arrays: dict[str, np.ndarray], n_atoms: np.ndarray) -> dict[str, np.ndarray]:
+    """Per frame and species: how many atoms, and the sum of their squared force components."""
+    frame = np.repeat(np.arange(len(n_atoms)), n_atoms)
+    forces = arrays["forces"]
+    key, place = np.unique(frame * 256 + arrays["numbers"], return_inverse=True)
+    squares = np.bincount(place, weights=(forces**2).sum(axis=1), minlength=len(key))
+    first = offsets(n_atoms)[:-1]
+    largest = np.maximum.reduceat(np.abs(forces).max(axis=1), first)
+    return {
+        "element": key % 256,
+        "element_count": np.bincount(place, minlength=len(key)),
+        "force_squares": squares,
+        "first_component": offsets(np.bincount(key // 256, minlength=len(n_atoms))),
+        "max_force": largest,
+    }
+
+
+def column_digest(array: np.ndarray) -> str:
+    return hashlib.blake2b(np.ascontiguousarray(array).data, digest_size=16).hexdigest()
+
+
+def combined_digest(digests: dict[str, str]) -> str:
+    """One fingerprint from those of the columns."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name in sorted(digests):
+        if name not in NAMES_ONLY:
+            digest.update(f"{name}:{digests[name]};".encode())
+    return digest.hexdigest()

@@ -1,0 +1,266 @@
+"""Neighbour lists of many frames: kept in memory, kept in a store, or made anew whenever a batch needs them.
+
+All three give the same edges. In columns an edge takes a few bytes: numbers of atoms within the frame, shifts as small
+integers, the destination by counting.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from forgefield.data.columns import Field, offsets, ranges
+from forgefield.data.graph import GraphOptions, build_edges
+from forgefield.data.neighbours import edge_vectors, squared_lengths
+from forgefield.data.table import FrameTable
+from forgefield.errors import ForgefieldError
+
+EDGE_FIELDS: dict[str, Field] = {
+    "degree": Field("atom", (), "int32"),
+    "edge_source": Field("edge", (), "int32"),
+    "edge_shift": Field("edge", (3,), "int16"),
+    "edge_reverse": Field("edge", (), "int32"),
+    "neighbours": Field("component", (), "int64"),
+    "closest": Field("frame", (), "float64", "A"),
+    "first_edge": Field("offsets", (), "int64"),
+}
+"""Columns of neighbour lists. `neighbours` is the sum of `degree` over the atoms of a component, `closest` the shortest edge
+of the frame (infinite where there is none). `edge_reverse` is missing where not every edge has one."""
+
+CLOSEST_PAIR = 1e-3
+"""Atoms closer than this, A, are taken to be one atom entered twice: a pair without a direction has no physics."""
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class EdgeBlock:
+    """Edges of several frames, one after the other; atoms and edges are numbered within their frame."""
+
+    n_edges: np.ndarray
+    """(n_frames,) int64."""
+    degree: np.ndarray
+    """(n_atoms,): edges that end at each atom."""
+    source: np.ndarray
+    """(n_edges,)."""
+    shift: np.ndarray
+    """(n_edges, 3)."""
+    reverse: np.ndarray | None
+    """(n_edges,)."""
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Structures of several frames, as far as a neighbour list needs them."""
+
+    n_atoms: np.ndarray
+    positions: np.ndarray
+    cell: np.ndarray
+    pbc: np.ndarray
+
+
+def same_graph(graph: GraphOptions) -> GraphOptions:
+    """The options without the library that finds the edges: it makes no difference to them."""
+    return replace(graph, neighbours="auto")
+
+
+def build_block(geometry: Geometry, graph: GraphOptions, where: Callable[[int], str]) -> tuple[EdgeBlock, np.ndarray]:
+    """Edges of all frames, and the shortest of each, A. where: names the n-th frame in a message."""
+    ends = geometry.n_atoms.cumsum()
+    lists, shortest = [], []
+    for i, (first, end) in enumerate(zip(ends - geometry.n_atoms, ends)):
+        positions, cell = geometry.positions[first:end], geometry.cell[i]
+        edges = build_edges(positions, cell, geometry.pbc[i], graph)
+        lists.append(edges)
+        shortest.append(_shortest(positions, cell, edges, where, i))
+    n_edges = np.array([len(edges.source) for edges in lists], dtype=np.int64)
+    degrees = [np.bincount(edges.destination, minlength=n) for edges, n in zip(lists, geometry.n_atoms)]
+    reverse = None
+    if graph.max_neighbours is None:
+        reverse = _joined([edges.reverse for edges in lists], ())  # type: ignore[misc]
+    block = EdgeBlock(
+        n_edges=n_edges,
+        degree=_joined(degrees, ()),
+        source=_joined([edges.source for edges in lists], ()),
+        shift=_joined([edges.shifts for edges in lists], (3,)),
+        reverse=reverse,
+    )
+    return block, np.array(shortest)
+
+
+def _joined(arrays: Sequence[np.ndarray], tail: tuple[int, ...]) -> np.ndarray:
+    return np.concatenate(arrays) if len(arrays) else np.zeros((0, *tail), dtype=np.int64)
+
+
+def _shortest(positions: np.ndarray, cell: np.ndarray, edges, where: Callable[[int], str], i: int) -> float:
+    if len(edges.source) == 0:
+        return np.inf
+    squares = squared_lengths(edge_vectors(positions, cell, edges.source, edges.destination, edges.shifts))
+    worst = int(squares.argmin())
+    if squares[worst] < CLOSEST_PAIR**2:
+        one, other = sorted((int(edges.source[worst]), int(edges.destination[worst])))
+        raise ForgefieldError(
+            f"{where(i)}: atoms {one} and {other} are at the same place ({squares[worst] ** 0.5:.1e} A apart)"
+        )
+    return float(squares[worst] ** 0.5)
+
+
+def edge_columns(
+    block: EdgeBlock, shortest: np.ndarray, n_atoms: np.ndarray, numbers: np.ndarray
+) -> dict[str, np.ndarray]:
+    """The columns of a block, in the types they are stored in."""
+    for name, largest in (("edge_shift", np.abs(block.shift).max(initial=0)),):
+        if largest > np.iinfo(EDGE_FIELDS[name].dtype).max:
+            raise ForgefieldError(
+                "an atom lies tens of thousands of cells away from its neighbours; wrap the positions into the cell"
+            )
+    frame = np.repeat(np.arange(len(n_atoms)), n_atoms)
+    _, component = np.unique(frame * 256 + numbers, return_inverse=True)
+    arrays = {
+        "degree": block.degree,
+        "edge_source": block.source,
+        "edge_shift": block.shift,
+        "neighbours": np.bincount(component, weights=block.degree),
+        "closest": shortest,
+        "first_edge": offsets(block.n_edges),
+    }
+    if block.reverse is not None:
+        arrays["edge_reverse"] = block.reverse
+    return {name: np.ascontiguousarray(array, dtype=EDGE_FIELDS[name].dtype) for name, array in arrays.items()}
+
+
+class Neighbourhoods(ABC):
+    """Neighbour lists of the frames of a table."""
+
+    n_edges: np.ndarray | None
+    """(n_frames,), where known without making the lists."""
+    neighbours: np.ndarray | None
+    """Neighbours of all atoms of each component of the table, where known."""
+    closest: np.ndarray | None
+    """(n_frames,) shortest edge of each frame, A, where known."""
+    kind: str
+
+    @abstractmethod
+    def read(self, rows: np.ndarray, geometry: Geometry) -> EdgeBlock:
+        """Edges of these rows, whose structures are `geometry`."""
+
+
+class MemoryEdges(Neighbourhoods):
+    """Made once, at the start."""
+
+    kind = "kept in memory"
+
+    def __init__(
+        self, table: FrameTable, graph: GraphOptions, progress: Progress | None = None, threads: int = 1
+    ) -> None:
+        chunks = [np.arange(begin, min(begin + 64, len(table))) for begin in range(0, len(table), 64)]
+
+        def build(rows: np.ndarray) -> dict[str, np.ndarray]:
+            geometry = read_geometry(table, rows)
+            block, shortest = build_block(geometry, graph, lambda i: table.where(int(rows[i])))
+            return edge_columns(block, shortest, geometry.n_atoms, table.atoms("numbers", rows))
+
+        built: list[dict[str, np.ndarray]] = []
+        with ThreadPoolExecutor(threads) as pool:
+            for chunk, arrays in zip(chunks, pool.map(build, chunks) if threads > 1 else map(build, chunks)):
+                built.append(arrays)
+                if progress is not None:
+                    progress(int(chunk[-1]) + 1, len(table))
+        columns = {
+            name: np.concatenate([arrays[name] for arrays in built]) for name in built[0] if name != "first_edge"
+        }
+        n_edges = np.concatenate([np.diff(arrays["first_edge"]) for arrays in built])
+        if np.abs(columns["edge_shift"]).max(initial=0) < 128:
+            columns["edge_shift"] = columns["edge_shift"].astype(np.int8)
+        self._columns, self._first_edge, self._first_atom = columns, offsets(n_edges), offsets(table.n_atoms)
+        self.n_edges, self.neighbours, self.closest = n_edges, columns["neighbours"], columns["closest"]
+
+    def read(self, rows: np.ndarray, geometry: Geometry) -> EdgeBlock:
+        first, n_edges = self._first_edge[rows], self.n_edges[rows]  # type: ignore[index]
+        edges, columns = ranges(first, n_edges), self._columns
+        reverse = columns.get("edge_reverse")
+        return EdgeBlock(
+            n_edges=n_edges,
+            degree=columns["degree"].take(ranges(self._first_atom[rows], geometry.n_atoms)),
+            source=columns["edge_source"].take(edges),
+            shift=columns["edge_shift"].take(edges, axis=0),
+            reverse=None if reverse is None else reverse.take(edges),
+        )
+
+
+class BuiltEdges(Neighbourhoods):
+    """Made whenever they are needed, by whoever prepares the batch."""
+
+    kind = "made for each batch"
+    n_edges = neighbours = closest = None
+
+    def __init__(self, table: FrameTable, graph: GraphOptions) -> None:
+        self._table, self._graph = table, graph
+
+    def read(self, rows: np.ndarray, geometry: Geometry) -> EdgeBlock:
+        return build_block(geometry, self._graph, lambda i: self._table.where(int(rows[i])))[0]
+
+
+class DeviceEdges(Neighbourhoods):
+    """Made where the model runs, when a batch has arrived there (`batch.with_edges`)."""
+
+    kind = "made on the device"
+    n_edges = neighbours = closest = None
+
+    def read(self, rows: np.ndarray, geometry: Geometry) -> EdgeBlock:
+        raise NotImplementedError("batches come without edges")
+
+
+class StoredEdges(Neighbourhoods):
+    """Read from stores that were written with neighbour lists of just these options."""
+
+    kind = "read from the store"
+
+    def __init__(self, table: FrameTable) -> None:
+        self._table = table
+        every = np.arange(len(table))
+        self.n_edges = np.empty(len(table), dtype=np.int64)
+        self.closest = np.empty(len(table))
+        order, counts = [], []
+        for part, places, local in table.located(every):
+            first, component = (part.columns.column(name) for name in ("first_edge", "first_component"))
+            self.n_edges[places] = first[local + 1] - first[local]
+            self.closest[places] = part.columns.column("closest")[local]
+            n_components = component[local + 1] - component[local]
+            order.append(np.repeat(places, n_components))
+            counts.append(part.columns.column("neighbours")[ranges(component[local], n_components)])
+        by_frame = np.argsort(np.concatenate(order), kind="stable")
+        self.neighbours = np.concatenate(counts)[by_frame]
+
+    def read(self, rows: np.ndarray, geometry: Geometry) -> EdgeBlock:
+        n_edges = self.n_edges[rows]  # type: ignore[index]
+        located = list(self._table.located(rows))
+
+        def joined(name: str, counts: np.ndarray) -> np.ndarray:
+            found = [part.columns.values(name, local) for part, _, local in located]
+            if len(found) == 1:
+                return found[0]
+            starts = counts.cumsum() - counts
+            out = np.empty((int(counts.sum()), *found[0].shape[1:]), dtype=found[0].dtype)
+            for (_, places, _), values in zip(located, found):
+                out[ranges(starts[places], counts[places])] = values
+            return out
+
+        has_reverse = all(part.columns.has("edge_reverse") for part, _, _ in located)
+        return EdgeBlock(
+            n_edges=n_edges,
+            degree=joined("degree", geometry.n_atoms),
+            source=joined("edge_source", n_edges),
+            shift=joined("edge_shift", n_edges),
+            reverse=joined("edge_reverse", n_edges) if has_reverse else None,
+        )
+
+
+def read_geometry(table: FrameTable, rows: np.ndarray) -> Geometry:
+    return Geometry(
+        table.n_atoms[rows], table.atoms("positions", rows), table.column("cell", rows), table.column("pbc", rows)
+    )

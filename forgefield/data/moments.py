@@ -1,0 +1,94 @@
+"""Numbers that describe a column and can be merged: of blocks to a part, of parts to a store."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+from ase.data import chemical_symbols
+
+
+@dataclass
+class Moments:
+    """Count, mean, sum of squared deviations from it, and range of a set of numbers."""
+
+    count: int = 0
+    mean: float = 0.0
+    deviation: float = 0.0
+    low: float | None = None
+    high: float | None = None
+
+    @classmethod
+    def of(cls, values: np.ndarray) -> Moments:
+        """Of all that is not NaN."""
+        values = values[~np.isnan(values)].reshape(-1)
+        if values.size == 0:
+            return cls()
+        mean = float(values.mean())
+        return cls(values.size, mean, float(((values - mean) ** 2).sum()), float(values.min()), float(values.max()))
+
+    def merge(self, other: Moments) -> Moments:
+        """Of both sets together."""
+        if other.count == 0 or self.count == 0:
+            return self if other.count == 0 else other
+        count = self.count + other.count
+        step = other.mean - self.mean
+        return Moments(
+            count,
+            self.mean + step * other.count / count,
+            self.deviation + other.deviation + step**2 * self.count * other.count / count,
+            min(self.low, other.low),  # type: ignore[type-var]
+            max(self.high, other.high),  # type: ignore[type-var]
+        )
+
+    @property
+    def std(self) -> float | None:
+        return (self.deviation / self.count) ** 0.5 if self.count else None
+
+
+LABELS = {"energy_per_atom": "eV/atom", "forces": "eV/A", "stress": "eV/A^3"}
+"""Labels that are described, and their units."""
+
+
+@dataclass
+class PartStatistics:
+    """What the manifest of a store says about the numbers in it."""
+
+    species: dict[str, int] = field(default_factory=dict)
+    """Atoms of each species."""
+    atoms: Moments = field(default_factory=Moments)
+    """Of the number of atoms in a frame."""
+    labels: dict[str, Moments] = field(default_factory=lambda: {name: Moments() for name in LABELS})
+    """Of all energies per atom, force components and stress components."""
+
+    def add(self, arrays: dict[str, np.ndarray], n_atoms: np.ndarray) -> None:
+        """Take in a block of columns."""
+        counts = np.bincount(arrays["numbers"])
+        self.merge(
+            PartStatistics(
+                {chemical_symbols[z]: int(counts[z]) for z in np.flatnonzero(counts)},
+                Moments.of(n_atoms.astype(np.float64)),
+                {
+                    "energy_per_atom": Moments.of(arrays["energy"] / n_atoms),
+                    "forces": Moments.of(arrays["forces"]),
+                    "stress": Moments.of(arrays["stress"]),
+                },
+            )
+        )
+
+    def merge(self, other: PartStatistics) -> None:
+        """Take in those of other frames."""
+        for symbol, count in other.species.items():
+            self.species[symbol] = self.species.get(symbol, 0) + count
+        self.atoms = self.atoms.merge(other.atoms)
+        for name, moments in other.labels.items():
+            self.labels[name] = self.labels[name].merge(moments)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> PartStatistics:
+        labels = {name: Moments(**moments) for name, moments in values["labels"].items()}
+        return cls(dict(values["species"]), Moments(**values["atoms"]), labels)

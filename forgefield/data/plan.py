@@ -1,0 +1,273 @@
+"""Which rows of an epoch make step k of rank r.
+
+A step takes the next stretch of the epoch's one order and deals it out to the ranks, so that none has much more to do than
+another and none exceeds its budget. Where a step ends depends only on where it begins: an epoch can be taken up at any
+position, by any number of ranks, and the rest of it is still served exactly once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from heapq import heappop, heappush, heapreplace
+from numbers import Integral
+
+import numpy as np
+
+from forgefield.errors import ForgefieldError
+
+KINDS = ("frames", "atoms", "edges")
+OVERSIZED = ("error", "alone", "skip")
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The most one rank takes in a step: `size` frames, atoms or edges.
+
+    oversized: what becomes of a frame that is larger than the budget: `error` (refused), `alone` (it is all its rank has in
+    that step, the one case in which the budget is exceeded) or `skip` (left out; see `fitting`).
+    setting: name of the option in messages.
+    """
+
+    kind: str
+    size: int
+    oversized: str = "error"
+    setting: str = "data.batch"
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ForgefieldError(f"{self.setting}.{self.kind} is not known; a batch is counted in {', '.join(KINDS)}")
+        if isinstance(self.size, bool) or not isinstance(self.size, Integral) or self.size < 1:
+            raise ForgefieldError(
+                f"{self.setting}.{self.kind} is {self.size}; a batch holds at least one {self.kind[:-1]}, and a whole number"
+            )
+        if self.oversized not in OVERSIZED:
+            raise ForgefieldError(
+                f"{self.setting}.oversized is {self.oversized!r}; it should be one of {', '.join(OVERSIZED)}"
+            )
+
+
+def fitting(costs: np.ndarray, budget: Budget) -> np.ndarray:
+    """Which frames are not larger than the budget, (n,) bool. Every frame fits a budget of frames."""
+    costs = _whole_numbers(costs)
+    return np.ones(len(costs), dtype=bool) if budget.kind == "frames" else costs <= budget.size
+
+
+class StepPlan:
+    """The steps of an epoch, or of the rest of it from `start`, for every rank.
+
+    costs:      (n,) atoms or edges of the frames in the order of the epoch. For a budget of frames only n matters.
+    balance_by: (n,) what ranks should have equally much of, such as edges. Default: `costs`.
+    name_of:    words for the frame at a position, for the message about a frame that is too large.
+
+    Frames: a step takes the next `world_size * size`; ranks get equally many (in the last step they differ by one at most,
+    and a rank may be left with none), dealt such that their sums of `balance_by` are nearly equal.
+
+    Atoms, edges: a step takes as many of the next frames as can be dealt to the ranks, the largest first to the rank that
+    has least, without exceeding `size` on any; at least one. A frame without edges counts as one edge. A rank is left with
+    none only where there are fewer frames than ranks.
+    """
+
+    def __init__(
+        self,
+        costs: np.ndarray,
+        budget: Budget,
+        world_size: int = 1,
+        balance_by: np.ndarray | None = None,
+        *,
+        start: int = 0,
+        name_of: Callable[[int], str] | None = None,
+    ) -> None:
+        self._given = _whole_numbers(costs)
+        self._balance = self._given if balance_by is None else _whole_numbers(balance_by)
+        self._balanced_by_cost = self._balance is self._given
+        n = len(self._given)
+        if len(self._balance) != n:
+            raise ValueError(f"{len(self._balance)} numbers to balance by do not go with {n} frames")
+        if world_size < 1:
+            raise ValueError(f"there is no plan for {world_size} ranks")
+        if not 0 <= start <= n:
+            raise ValueError(f"an epoch has {n} frames; it cannot start behind frame {start}")
+        self.budget, self.world_size = budget, int(world_size)
+        self._name_of = name_of
+        self._dealt: tuple[int, np.ndarray] | None = None
+        if budget.kind == "frames":
+            stride = min(world_size * int(budget.size), max(n, 1))
+            self.bounds = np.append(np.arange(start, n, stride), n)
+        else:
+            self._refuse_oversized()
+            self._costs, self._size = _in_units(self._given, int(budget.size))
+            self.bounds = np.array(_step_ends(self._costs, self._size, self.world_size, start), dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    def from_position(self, position: int, world_size: int | None = None) -> StepPlan:
+        """The plan of the rest of the epoch behind its first `position` frames, on as many or on other ranks.
+
+        Positions, in `bounds` and `share`, are still those of the whole epoch. From one of this plan's own `bounds`, on as
+        many ranks, it has the same steps as this plan.
+        """
+        ranks = self.world_size if world_size is None else world_size
+        return StepPlan(self._given, self.budget, ranks, self._balance, start=position, name_of=self._name_of)
+
+    def share(self, step: int, rank: int) -> np.ndarray:
+        """Positions in the epoch's order that this rank has in this step, ascending, int64."""
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"there is no rank {rank} among {self.world_size}")
+        if not 0 <= step < len(self):
+            raise IndexError(f"there is no step {step} among {len(self)}")
+        return self.bounds[step] + np.flatnonzero(self._ranks(step) == rank)
+
+    def n_own(self, step: int, rank: int) -> int:
+        """How many frames this rank has in this step."""
+        return len(self.share(step, rank))
+
+    def _ranks(self, step: int) -> np.ndarray:
+        """Rank of each frame of a step; that of the last step asked for is kept."""
+        dealt = self._dealt
+        if dealt is None or dealt[0] != step:
+            dealt = self._dealt = step, self._deal(slice(self.bounds[step], self.bounds[step + 1]))
+        return dealt[1]
+
+    def _deal(self, stretch: slice) -> np.ndarray:
+        balance = np.maximum(self._balance[stretch], 1)
+        if self.world_size == 1:
+            return np.zeros(len(balance), dtype=np.int64)
+        if self.budget.kind == "frames":
+            return _deal_equal_counts(balance, self.world_size)
+        costs = self._costs[stretch]
+        by_cost = _deal_within(costs, costs, self.world_size, self._size)
+        assert by_cost is not None  # the step was ended where this is so
+        if self._balanced_by_cost:
+            return by_cost
+        by_balance = _deal_within(costs, balance, self.world_size, self._size)
+        if by_balance is None or _largest_load(by_cost, balance) < _largest_load(by_balance, balance):
+            return by_cost
+        return by_balance
+
+    def _refuse_oversized(self) -> None:
+        oversized = np.flatnonzero(~fitting(self._given, self.budget))
+        if len(oversized) == 0 or self.budget.oversized == "alone":
+            return
+        kind, key = self.budget.kind, f"{self.budget.setting}.{self.budget.kind}"
+        if self.budget.oversized == "skip":
+            raise ValueError(f"{len(oversized)} frames exceed {key}; they are left out before a plan is made")
+        largest = int(self._given.argmax())
+        name = self._name_of(largest) if self._name_of else f"at position {largest} of the epoch"
+        raise ForgefieldError(
+            f"{len(oversized)} of {len(self._given)} frames have more {kind} than {key}={self.budget.size}; the largest, "
+            f"{name}, has {self._given[largest]}; raise {key} to that, or set {self.budget.setting}.oversized to alone (such "
+            "a frame is a batch of its own) or skip (it is left out)"
+        )
+
+
+def _whole_numbers(values: np.ndarray) -> np.ndarray:
+    column = np.asarray(values)
+    if column.ndim != 1 or (column.size and column.dtype.kind not in "iu"):
+        raise ValueError(f"costs of frames are one column of whole numbers, not {column.dtype} {column.shape}")
+    return column.astype(np.int64, copy=False)
+
+
+def _in_units(costs: np.ndarray, size: int) -> tuple[np.ndarray, int]:
+    """Costs, at least 1 and at most the budget, and the budget, both in units of the costs' common divisor.
+
+    The unit makes the upper bound by sums sharp where frames are alike: seven frames of 192 atoms, not 7.4, fit 1420.
+    """
+    costs = np.maximum(costs, 1)
+    fits = costs[costs <= size]
+    unit = int(np.gcd.reduce(fits)) if len(fits) else size
+    costs = np.minimum(costs // unit, size // unit)
+    return costs, min(size // unit, max(1, int(costs.sum())))
+
+
+def _step_ends(costs: np.ndarray, size: int, world_size: int, start: int) -> list[int]:
+    """Where steps end, beginning with `start`."""
+    until = np.append(0, np.cumsum(costs))
+    # No step from here can reach further than this, however it is dealt.
+    furthest = (np.searchsorted(until, until[start:-1] + world_size * size, side="right") - 1).tolist()
+    ends, n = [start], len(costs)
+    if world_size == 1:
+        while ends[-1] < n:
+            ends.append(furthest[ends[-1] - start])
+        return ends
+    column = costs.tolist()
+    while ends[-1] < n:
+        at = ends[-1]
+        ends.append(_step_end(column, at, furthest[at - start], size, world_size))
+    return ends
+
+
+def _step_end(costs: list[int], at: int, furthest: int, size: int, world_size: int) -> int:
+    """The end of the step that begins at `at`: what it takes can be dealt, and with one frame more it could not.
+
+    Looked for downwards in growing strides, then by halving; in steps of more than 512 frames to 1 in 256 of them.
+    """
+    least = min(at + world_size, furthest)
+    if furthest == least or _can_be_dealt(costs[at:furthest], size, world_size):
+        return furthest
+    grain = max(1, (furthest - at) // 256)
+    too_far, end, stride = furthest, max(furthest - grain, least), grain
+    while end > least and not _can_be_dealt(costs[at:end], size, world_size):
+        stride *= 2
+        too_far, end = end, max(end - stride, least)
+    while too_far - end > grain:
+        middle = (end + too_far) // 2
+        if _can_be_dealt(costs[at:middle], size, world_size):
+            end = middle
+        else:
+            too_far = middle
+    return end
+
+
+def _can_be_dealt(costs: list[int], size: int, world_size: int) -> bool:
+    """Whether no rank exceeds `size` when these are dealt largest first, each to the rank that has least."""
+    costs.sort(reverse=True)
+    loads = costs[:world_size][::-1]  # ascending, hence already a heap
+    for cost in costs[world_size:]:
+        load = loads[0] + cost
+        if load > size:
+            return False
+        heapreplace(loads, load)
+    return True
+
+
+def _deal_within(costs: np.ndarray, balance: np.ndarray, world_size: int, size: int) -> np.ndarray | None:
+    """A rank for each frame: largest `balance` first, each to the rank that has least of it and room for its cost.
+
+    None where that leaves a frame without a place. Every balance is positive, so that empty ranks come first.
+    """
+    ranks = np.empty(len(costs), dtype=np.int64)
+    order = np.argsort(-balance, kind="stable")
+    room = [size] * world_size
+    loads = list(range(world_size))  # load * world_size + rank: ties go to the lower rank
+    for frame, cost, share in zip(order.tolist(), costs[order].tolist(), (balance[order] * world_size).tolist()):
+        full = []
+        while loads and room[loads[0] % world_size] < cost:
+            full.append(heappop(loads))
+        if not loads:
+            return None
+        rank = loads[0] % world_size
+        heapreplace(loads, loads[0] + share)
+        for load in full:
+            heappush(loads, load)
+        room[rank] -= cost
+        ranks[frame] = rank
+    return ranks
+
+
+def _deal_equal_counts(balance: np.ndarray, world_size: int) -> np.ndarray:
+    """A rank for each frame, equally many on each: rounds of one frame a rank, the largest to the rank that has least."""
+    ranks = np.empty(len(balance), dtype=np.int64)
+    loads = np.zeros(world_size, dtype=np.int64)
+    order = np.argsort(-balance, kind="stable")
+    for first in range(0, len(order), world_size):
+        turn = order[first : first + world_size]
+        least = np.argsort(loads, kind="stable")[: len(turn)]
+        ranks[turn] = least
+        loads[least] += balance[turn]
+    return ranks
+
+
+def _largest_load(ranks: np.ndarray, balance: np.ndarray) -> float:
+    return float(np.bincount(ranks, weights=balance).max())

@@ -1,0 +1,248 @@
+"""Reader of DeePMD-kit systems: frames of one formula as arrays in `set.*`, the elements in `type.raw`, `type_map.raw`.
+
+Arrays are memory-mapped (or read in slices, from HDF5 and from `*.raw` text), so a system never has to fit into memory.
+Units are those of the format, eV and A, unless `data.units` says otherwise; its virial is -V * stress, as in extxyz.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from ase.data import atomic_numbers
+
+from forgefield.data.readers.blocks import LazyColumns, RawBlock, block_ranges, matrices, within
+from forgefield.data.readers.text_rows import TextRows
+from forgefield.errors import ForgefieldError
+
+PADDING = -1
+"""In `real_atom_types`: there is no atom here."""
+OF_FRAMES = ("energy", "virial", "box", "fparam", "dipole", "polarizability", "dos", "numb_copy")
+"""Arrays of whole frames, whatever their width."""
+
+
+@dataclass(frozen=True)
+class System:
+    """One system, opened: small things in memory, the arrays of a set opened when it is read."""
+
+    name: str
+    types: np.ndarray
+    """(n_atoms,) index into `elements`."""
+    elements: np.ndarray
+    """Atomic number of each type; 0 where the name is not an element."""
+    element_names: tuple[str, ...]
+    periodic: bool
+    sets: tuple[Any, ...]
+    """Folders, or groups of an HDF5 file."""
+
+    def arrays(self, place: Any) -> dict[str, Any]:
+        """Arrays of one set by name, (n_frames, width) each, their shapes checked."""
+        found = _folder_arrays(place) if isinstance(place, Path) else _group_arrays(place)
+        _check_shapes(found, self, _name_of(place))
+        return found
+
+    def lengths(self) -> list[int]:
+        """Frames in each set."""
+        return [len(self.arrays(place)["coord"]) for place in self.sets]
+
+
+def open_folder(path: Path, type_map: tuple[str, ...] | None = None) -> System:
+    """The system in a folder with `type.raw`."""
+    sets = tuple(item for item in sorted(path.iterdir()) if item.name.startswith("set.") and item.is_dir())
+    if not sets and not (path / "coord.raw").is_file():
+        raise ForgefieldError(f"{path}: a DeePMD system needs folders set.* with coord.npy, or a coord.raw")
+    names = (path / "type_map.raw").read_text().split() if (path / "type_map.raw").is_file() else None
+    types = (path / "type.raw").read_text().split()
+    return _system(str(path), types, names, type_map, not (path / "nopbc").exists(), sets or (path,))
+
+
+def open_group(group: Any, name: str, type_map: tuple[str, ...] | None = None) -> System:
+    """The system in an HDF5 group that holds `type.raw`."""
+    sets = tuple(group[key] for key in sorted(group) if key.startswith("set."))
+    names = None
+    if "type_map.raw" in group:
+        stored = np.ravel(group["type_map.raw"][()])
+        names = [item.decode() if isinstance(item, bytes) else str(item) for item in stored]
+    types = [str(item) for item in np.ravel(group["type.raw"][()])]
+    if not sets:
+        raise ForgefieldError(f"{name}: a DeePMD system needs groups set.* with coord.npy")
+    return _system(name, types, names, type_map, "nopbc" not in group and "nopbc" not in group.attrs, sets)
+
+
+def read_system(
+    system: System, start: int = 0, stop: int | None = None, *, source: str = "", first: int = 0
+) -> Iterator[RawBlock]:
+    """Frames start to stop of a system. `source`, `first`: how frames are named and from where they are counted."""
+    offset = 0
+    for place in system.sets:
+        if stop is not None and offset >= stop:
+            return
+        arrays = system.arrays(place)
+        low, high = within(start, stop, offset, len(arrays["coord"]))
+        for a, b in block_ranges(low, high, len(system.types)):
+            for c, d, types in _runs(system, arrays, a, b, _name_of(place)):
+                block = _block(system, arrays, c, d, types, _name_of(place))
+                block.source, block.start = source or system.name, first + offset + c
+                yield block
+        offset += len(arrays["coord"])
+
+
+def _runs(
+    system: System, arrays: Mapping[str, Any], start: int, stop: int, place: str
+) -> Iterator[tuple[int, int, np.ndarray]]:
+    """Frames start to stop in runs with padding in the same places: their range, and types (n_atoms,) or one row each."""
+    if "real_atom_types" not in arrays:
+        yield start, stop, system.types
+        return
+    stored = np.asarray(arrays["real_atom_types"][start:stop]).reshape(stop - start, -1)
+    types = stored.astype(np.int64)
+    if not (types == stored).all():
+        raise ForgefieldError(f"{place}: real_atom_types should hold whole numbers")
+    padding = types == PADDING
+    changes = np.flatnonzero((padding[1:] != padding[:-1]).any(axis=1)) + 1
+    for a, b in pairwise([0, *changes.tolist(), stop - start]):
+        yield start + a, start + b, types[a:b]
+
+
+def _block(system: System, arrays: Mapping[str, Any], start: int, stop: int, types: np.ndarray, place: str) -> RawBlock:
+    n_frames, n_atoms = stop - start, len(system.types)
+    there: Any = slice(None) if types.ndim == 1 else np.flatnonzero(types[0] != PADDING)
+
+    def of_frames(name: str) -> np.ndarray:
+        return np.asarray(arrays[name][start:stop])
+
+    def of_atoms(name: str) -> np.ndarray:
+        return of_frames(name).reshape(n_frames, n_atoms, 3)[:, there]
+
+    labels = [name for name in arrays if name not in ("coord", "box", "real_atom_types")]
+    per_atom = [name for name in labels if name not in OF_FRAMES and _width(arrays[name]) == 3 * n_atoms]
+    return RawBlock(
+        positions=of_atoms("coord"),
+        numbers=_numbers(system, types[..., there], place),
+        cell=matrices(of_frames("box")) if "box" in arrays else np.zeros((n_frames, 3, 3)),
+        pbc=np.full(3, system.periodic),
+        source=system.name,
+        start=start,
+        info=LazyColumns({name: partial(of_frames, name) for name in labels if name not in per_atom}),
+        arrays=LazyColumns({name: partial(of_atoms, name) for name in per_atom}),
+    )
+
+
+def _width(values: Any) -> int:
+    """Numbers a frame."""
+    return math.prod(values.shape[1:])
+
+
+def _numbers(system: System, types: np.ndarray, place: str) -> np.ndarray:
+    """Atomic numbers of atom types, each of which must be in the map and stand for an element."""
+    low, high = int(types.min(initial=0)), int(types.max(initial=0))
+    if low < 0 or high >= len(system.elements):
+        raise ForgefieldError(
+            f"{place}: it has atoms of type {low if low < 0 else high}, but the type map "
+            f"({' '.join(system.element_names)}) has types 0 to {len(system.elements) - 1}"
+        )
+    numbers = system.elements[types]
+    if not numbers.all():
+        name = system.element_names[int(types.reshape(-1)[np.flatnonzero(numbers.reshape(-1) == 0)[0]])]
+        raise ForgefieldError(
+            f"{place}: {name!r} in its type map is not a chemical element; name the elements of its types in the source, "
+            f"as in {{path: {system.name}, type_map: [O, H]}}"
+        )
+    return numbers
+
+
+def _system(
+    name: str,
+    types: list[str],
+    own: list[str] | None,
+    given: tuple[str, ...] | None,
+    periodic: bool,
+    sets: tuple[Any, ...],
+) -> System:
+    if own is None and given is None:
+        raise ForgefieldError(
+            f"{name}: it has no type_map.raw, so its atom types have no elements; name them in the source, "
+            f"as in {{path: {name}, type_map: [O, H]}}"
+        )
+    if own is not None and given is not None:
+        clash = any(mine in atomic_numbers and mine != other for mine, other in zip(own, given))
+        if clash or len(own) != len(given):
+            raise ForgefieldError(
+                f"{name}: its type_map.raw says {' '.join(own)}, the source's type_map {' '.join(given)}; leave it out"
+            )
+    names = tuple(given or own or ())
+    try:
+        indices = np.array([int(word) for word in types], dtype=np.int64)
+    except ValueError:
+        raise ForgefieldError(f"{name}: its type.raw should hold one whole number for each atom") from None
+    if not len(indices):
+        raise ForgefieldError(f"{name}: its type.raw is empty, so it has no atoms")
+    elements = np.array([atomic_numbers.get(item, 0) for item in names], dtype=np.int64)
+    return System(name, indices, elements, names, periodic, sets)
+
+
+def _folder_arrays(place: Path) -> dict[str, Any]:
+    try:
+        files = sorted(place.iterdir())  # glob would pass over a folder that may not be read
+    except PermissionError:
+        raise ForgefieldError(f"{place}: no permission to look into this folder") from None
+    if place.name.startswith("set."):
+        return {file.stem: _memory_mapped(file) for file in files if file.suffix == ".npy"}
+    texts = [file for file in files if file.suffix == ".raw" and file.name not in ("type.raw", "type_map.raw")]
+    return {file.stem: TextRows(file) for file in texts}
+
+
+def _group_arrays(group: Any) -> dict[str, Any]:
+    return {key.removesuffix(".npy"): value for key, value in group.items() if hasattr(value, "shape")}
+
+
+def _memory_mapped(file: Path) -> np.ndarray:
+    try:
+        if file.stat().st_size == 0:
+            raise ValueError("the file is empty")
+        return np.load(file, mmap_mode="r", allow_pickle=False)
+    except PermissionError:
+        raise ForgefieldError(f"{file}: no permission to read this file") from None
+    except Exception as error:  # numpy says it in several ways
+        reason = f"{type(error).__name__}: {error}".splitlines()[0][:160]
+        raise ForgefieldError(f"{file}: it could not be read as an array of numbers ({reason})") from error
+
+
+def _name_of(place: Any) -> str:
+    return str(place) if isinstance(place, Path) else f"{place.file.filename}#{place.name}"
+
+
+def _check_shapes(arrays: Mapping[str, Any], system: System, place: str) -> None:
+    n_atoms = len(system.types)
+    if "coord" not in arrays:
+        raise ForgefieldError(f"{place}: there is no coord here, so there are no positions")
+    if system.periodic and "box" not in arrays:
+        raise ForgefieldError(
+            f"{place}: there is no box here; add it, or a file named nopbc beside type.raw if this is not periodic"
+        )
+    n_frames = arrays["coord"].shape[0] if arrays["coord"].ndim else 0
+    widths = {
+        "coord": 3 * n_atoms,
+        "force": 3 * n_atoms,
+        "box": 9,
+        "virial": 9,
+        "energy": 1,
+        "real_atom_types": n_atoms,
+    }
+    for key, values in arrays.items():
+        if np.dtype(values.dtype).kind not in "fiub":
+            raise ForgefieldError(f"{place}: {key} holds {values.dtype}, not numbers")
+        if not values.ndim or len(values) != n_frames:
+            raise ForgefieldError(f"{place}: {key} has shape {tuple(values.shape)}, but coord has {n_frames} frames")
+        width = _width(values)
+        if key in widths and width != widths[key]:
+            raise ForgefieldError(
+                f"{place}: {key} has {width} numbers a frame; with the {n_atoms} atoms of type.raw it should be "
+                f"{widths[key]}"
+            )

@@ -1,0 +1,153 @@
+"""Labels in an HDF5 group: which datasets they are, in which units, read only where somebody asks for them.
+
+A dataset may state its unit in the attribute `units`: its numbers are then converted to `data.units`, unless these were
+set to another unit than the stated one, which is an error. A gradient is turned into a force by its sign.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from forgefield.config.schema import UnitOptions
+from forgefield.data.labels import FALLBACK_NAMES, USUAL_NAMES
+from forgefield.errors import ForgefieldError
+from forgefield.physics.units import energy_factor, force_factor, length_factor, stress_factor
+
+GRADIENTS = ("dft_total_gradient", "gradient", "gradients")
+"""dE/dx: minus the forces."""
+EXTRA_NAMES = {"energy": ("energies", "E", "dft_total_energy"), "forces": ("F", *GRADIENTS)}
+_KINDS = {"energy": "energy", "forces": "forces", "stress": "stress", "virial": "energy"}
+"""Label -> the unit it is in."""
+_WORDS = {
+    "electronvolt": "eV",
+    "electron_volt": "eV",
+    "hartrees": "Ha",
+    "kilojoule/mole": "kJ/mol",
+    "kilojoules/mole": "kJ/mol",
+    "kilocalorie/mole": "kcal/mol",
+    "kilocalories/mole": "kcal/mol",
+    "angstroms": "A",
+    "bohrs": "Bohr",
+    "nanometer": "nm",
+    "nanometers": "nm",
+}
+
+
+@dataclass(frozen=True)
+class Column:
+    dataset: Any
+    factor: float
+    many: bool
+    """Whether its first axis runs over frames; else it belongs to the one frame there is."""
+
+    def values(self, start: int, stop: int) -> np.ndarray:
+        """(stop - start, ...)."""
+        values = self.dataset[start:stop] if self.many else np.asarray(self.dataset[()])[None]
+        return values if self.factor == 1.0 else values * np.float64(self.factor)
+
+
+def label_datasets(group: Any, place: str, units: UnitOptions, n_frames: int | None, n_atoms: int) -> dict[str, Column]:
+    """All datasets of numbers that belong to frames. `n_frames` None: the group is one frame.
+
+    MACE writes its labels into a group `properties`, and a weight of zero for a label that is not there.
+    """
+    columns: dict[str, Column] = {}
+    for home in (group, group.get("properties")):
+        if home is None or not hasattr(home, "keys"):
+            continue
+        for name, dataset in home.items():
+            if not hasattr(dataset, "shape") or dataset.dtype.kind not in "fiu" or _weightless(group, name):
+                continue
+            label = _label_of(name)
+            if label is not None:
+                _check_shape(dataset, name, place, label, n_frames, n_atoms)
+            elif n_frames is not None and (not dataset.ndim or len(dataset) != n_frames):
+                continue
+            factor = _factor(dataset, name, units, label)
+            if factor is not None:
+                columns[name] = Column(dataset, factor, n_frames is not None)
+    return columns
+
+
+def stated_factor(dataset: Any, units: UnitOptions, kind: str) -> float:
+    """What turns the numbers of `dataset` into the unit of the settings: 1 where it states none."""
+    stated = dataset.attrs.get("units", dataset.attrs.get("unit"))
+    if stated is None:
+        return 1.0
+    text = _spelled(stated.decode() if isinstance(stated, bytes) else str(stated))
+    try:
+        own = {"energy": energy_factor, "length": length_factor, "forces": force_factor, "stress": stress_factor}[kind](
+            text
+        )
+    except ForgefieldError as error:
+        raise ForgefieldError(f"{dataset.file.filename}#{dataset.name}: its attribute units: {error}") from None
+    asked = _asked(units, kind)
+    if abs(asked - _asked(UnitOptions(), kind)) > 1e-9 * asked and abs(own / asked - 1) > 1e-6:
+        raise ForgefieldError(
+            f"{dataset.file.filename}#{dataset.name}: it says its unit is {text}, which contradicts data.units; set "
+            f"data.units.{kind}={text}, or leave data.units out and the file decides"
+        )
+    return own / asked
+
+
+def _asked(units: UnitOptions, kind: str) -> float:
+    energy, length = energy_factor(units.energy), length_factor(units.length)
+    if kind == "forces":
+        return energy / length if units.forces is None else force_factor(units.forces)
+    if kind == "stress":
+        return energy / length**3 if units.stress is None else stress_factor(units.stress)
+    return energy if kind == "energy" else length
+
+
+def _spelled(text: str) -> str:
+    """A unit in our spelling: 'hartree / bohr' as hartree/bohr, 'kilojoule/mole/angstrom' as kJ/mol/angstrom."""
+    text = "/".join(part.strip() for part in text.split("/")).replace(" * ", "*")
+    for word, ours in sorted(_WORDS.items(), key=lambda item: -len(item[0])):
+        lowered = text.lower()
+        if lowered == word or lowered.startswith(word + "/"):
+            text = ours + text[len(word) :]
+        if lowered.endswith("/" + word):
+            text = text[: -len(word)] + ours
+    return text
+
+
+def _label_of(name: str) -> str | None:
+    for label, usual in USUAL_NAMES.items():
+        if name in usual or name in EXTRA_NAMES.get(label, ()) or name in FALLBACK_NAMES.get(label, ()):
+            return label
+    return None
+
+
+def _factor(dataset: Any, name: str, units: UnitOptions, label: str | None) -> float | None:
+    """None for a quantity of another kind in a unit of its own: it is left out rather than misread."""
+    sign = -1.0 if name in GRADIENTS else 1.0
+    if label is not None:
+        return sign * stated_factor(dataset, units, _KINDS[label]) if label in _KINDS else sign
+    if "units" not in dataset.attrs and "unit" not in dataset.attrs:
+        return sign
+    for kind in ("energy", "forces", "stress", "length"):
+        try:
+            return stated_factor(dataset, UnitOptions(), kind) / _asked(units, kind)
+        except ForgefieldError:
+            continue
+    return None
+
+
+def _weightless(group: Any, name: str) -> bool:
+    for home, key in ((group, f"{name}_weight"), (group.get("property_weights"), name)):
+        if home is not None and hasattr(home, "keys") and key in home:
+            weight = home[key][()]
+            if np.ndim(weight) == 0 and not isinstance(weight, (bytes, str)) and float(weight) == 0:
+                return True
+    return False
+
+
+def _check_shape(dataset: Any, name: str, place: str, label: str, n_frames: int | None, n_atoms: int) -> None:
+    shape = dataset.shape if n_frames is None else dataset.shape[1:]
+    if n_frames is not None and (not dataset.ndim or len(dataset) != n_frames):
+        raise ForgefieldError(f"{place}: {name} has shape {dataset.shape}, but there are {n_frames} frames")
+    if label == "forces" and shape != (n_atoms, 3):
+        raise ForgefieldError(f"{place}: {name} has shape {dataset.shape}, but there are {n_atoms} atoms")

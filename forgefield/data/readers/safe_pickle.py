@@ -1,0 +1,187 @@
+"""Pickles from strangers, read without running anything they name.
+
+A pickle is a programme: it may name any function and have it called. Here only plain containers, dates, numpy arrays and
+torch tensors are made, each by a function of this file; any other name is refused with that name in the message.
+Arrays and tensors come out as numpy arrays of numbers or text, never of objects.
+"""
+
+from __future__ import annotations
+
+import collections
+import datetime
+import io
+import pickle
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+_PLAIN_DTYPE = re.compile(r"[<>=|]?([biufc?]\d*|[SU]\d+)")
+_NEWER_NUMPY = {"numpy._core.": "numpy.core."}
+
+
+class RefusedPickle(Exception):
+    """The pickle names something that is not allowed, or is not what it should be."""
+
+
+def safe_loads(data: bytes) -> Any:
+    """The object in `data`: dicts, lists, tuples, numbers, text, dates and numpy arrays."""
+    try:
+        return _settled(_Reader(io.BytesIO(data)).load())
+    except RefusedPickle:
+        raise
+    except Exception as error:  # a damaged stream fails in any way it likes
+        reason = f"{type(error).__name__}: {error}".splitlines()[0][:120]
+        raise RefusedPickle(f"it is damaged or not a pickle ({reason})") from error
+
+
+class _Reader(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        for newer, older in _NEWER_NUMPY.items():
+            module = module.replace(newer, older, 1) if module.startswith(newer) else module
+        maker = _ALLOWED.get(f"{module}.{name}")
+        if maker is None:
+            raise RefusedPickle(f"it names {module}.{name}, which could run code or is not plain data")
+        return _Maker(maker)
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise RefusedPickle("it refers to objects outside of itself")
+
+
+class _Maker:
+    """A function the pickle may call, and do nothing else with: its attributes cannot be set."""
+
+    __slots__ = ("_function",)
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> Any:
+        return self._function(*args)
+
+    def __setstate__(self, state: Any) -> None:
+        raise RefusedPickle("it tries to change a function")
+
+
+class _Dtype:
+    """A numpy data type as pickles describe it: a code first, the byte order in its state."""
+
+    __slots__ = ("dtype",)
+
+    def __init__(self, code: Any, *_: Any) -> None:
+        if not isinstance(code, str) or not _PLAIN_DTYPE.fullmatch(code):
+            raise RefusedPickle(f"it holds an array of {code!r}; only numbers and text are read")
+        self.dtype = np.dtype(code)
+
+    def __setstate__(self, state: Any) -> None:
+        order, names = state[1], state[2:5]
+        if order not in ("<", ">", "|", "=") or any(item is not None for item in names):
+            raise RefusedPickle("it holds a structured array; only arrays of numbers and text are read")
+        if order in "<>":
+            self.dtype = self.dtype.newbyteorder(order)
+
+
+class _Array:
+    """An array whose numbers come later in the stream."""
+
+    __slots__ = ("array",)
+
+    def __init__(self) -> None:
+        self.array: np.ndarray | None = None
+
+    def __setstate__(self, state: Any) -> None:
+        _, shape, dtype, fortran, data = state
+        self.array = _from_buffer(data, dtype, shape, "F" if fortran else "C")
+
+
+class _Storage:
+    """The numbers of a torch tensor, in a row."""
+
+    __slots__ = ("values",)
+
+    def __init__(self, values: np.ndarray) -> None:
+        self.values = values
+
+
+def _from_buffer(data: Any, dtype: Any, shape: Any, order: Any = "C", *_: Any) -> np.ndarray:
+    if not isinstance(dtype, _Dtype) or not isinstance(data, (bytes, bytearray, str)) or order not in ("C", "F"):
+        raise RefusedPickle("it holds an array that is not one of numbers or text")
+    raw = data.encode("latin1") if isinstance(data, str) else data  # written by Python 2
+    return np.frombuffer(raw, dtype.dtype).reshape(shape, order=order).astype(dtype.dtype.newbyteorder("="), copy=False)
+
+
+def _scalar(dtype: Any, data: Any = b"") -> Any:
+    return _from_buffer(data, dtype, ())[()]
+
+
+def _encode(text: Any, codec: Any) -> bytes:
+    """Bytes, as old protocols write them."""
+    if codec != "latin1" or not isinstance(text, str):
+        raise RefusedPickle(f"it holds bytes encoded by {codec!r}")
+    return text.encode("latin1")
+
+
+def _reconstruct(*_: Any) -> _Array:
+    return _Array()
+
+
+def _load_from_bytes(data: Any) -> _Storage:
+    """What `torch.storage._load_from_bytes` gives, but through torch's own reader of weights only."""
+    import torch
+
+    try:
+        storage = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:
+        reason = str(error).splitlines()[0][:120]
+        raise RefusedPickle(f"it holds a torch file that is not plain numbers ({reason})") from error
+    if not isinstance(storage, torch.storage.TypedStorage):
+        raise RefusedPickle("it holds a torch file that is not the storage of a tensor")
+    return _Storage(torch.tensor([], dtype=storage.dtype).set_(storage._untyped_storage).numpy())
+
+
+def _rebuild_tensor(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> np.ndarray:
+    if not isinstance(storage, _Storage):
+        raise RefusedPickle("it holds a tensor without numbers")
+    size, stride = tuple(map(int, size)), tuple(map(int, stride))
+    if len(size) != len(stride) or offset < 0 or any(n < 0 for n in (*size, *stride)):
+        raise RefusedPickle("it holds a tensor of impossible shape")
+    if 0 in size:
+        return np.empty(size, storage.values.dtype)
+    last = offset + sum((n - 1) * step for n, step in zip(size, stride))
+    if last >= len(storage.values):
+        raise RefusedPickle("it holds a tensor that reaches beyond its numbers")
+    steps = tuple(step * storage.values.itemsize for step in stride)
+    return np.lib.stride_tricks.as_strided(storage.values[offset:], size, steps).copy()
+
+
+def _settled(value: Any) -> Any:
+    """`value` with arrays in the place of what stood for them."""
+    if isinstance(value, dict):
+        return {_settled(key): _settled(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_settled(item) for item in value)
+    if isinstance(value, _Array):
+        if value.array is None:
+            raise RefusedPickle("it holds an array without numbers")
+        return value.array
+    if isinstance(value, _Dtype):
+        return str(value.dtype)
+    if isinstance(value, (_Storage, _Maker)):
+        raise RefusedPickle("it holds functions or loose storages of tensors as values")
+    return value
+
+
+_ALLOWED: dict[str, Callable[..., Any]] = {
+    "_codecs.encode": _encode,
+    "collections.OrderedDict": collections.OrderedDict,
+    "datetime.datetime": datetime.datetime,
+    "datetime.date": datetime.date,
+    "numpy.dtype": _Dtype,
+    "numpy.ndarray": _reconstruct,
+    "numpy.core.multiarray._reconstruct": _reconstruct,
+    "numpy.core.multiarray.scalar": _scalar,
+    "numpy.core.numeric._frombuffer": _from_buffer,
+    "torch._utils._rebuild_tensor_v2": _rebuild_tensor,
+    "torch.storage._load_from_bytes": _load_from_bytes,
+}

@@ -1,0 +1,56 @@
+"""Rows of numbers in a text file, read in slices like an array, without holding the file."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from forgefield.errors import ForgefieldError
+
+STRIDE = 64
+"""A place in the file is remembered every so many rows."""
+
+
+class TextRows:
+    """`rows[a:b]` gives (b - a, width) float64; blank lines do not count."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.dtype = np.dtype(np.float64)
+        self._places: list[int] = []
+        n_rows = at = width = 0
+        with path.open("rb") as stream:
+            for line in stream:
+                if line.strip():
+                    if n_rows % STRIDE == 0:
+                        self._places.append(at)
+                    width = width or len(line.split())
+                    n_rows += 1
+                at += len(line)
+        self.shape = (n_rows, width)
+        self.ndim = 2
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        start, stop, _ = rows.indices(len(self))
+        if stop <= start:
+            return np.zeros((0, self.shape[1]))
+        with self.path.open("rb") as stream:
+            stream.seek(self._places[start // STRIDE])
+            lines = (line for line in stream if line.strip())
+            words = [line.split() for line in islice(lines, start % STRIDE, start % STRIDE + stop - start)]
+        for offset, row in enumerate(words):
+            if len(row) != self.shape[1]:
+                raise ForgefieldError(
+                    f"{self.path}: row {start + offset + 1} has {len(row)} numbers, the first one has {self.shape[1]}"
+                )
+        try:
+            return np.array(words, dtype=np.float64)
+        except ValueError:
+            raise ForgefieldError(
+                f"{self.path}: rows {start + 1} to {stop} hold something that is not a number"
+            ) from None

@@ -1,0 +1,135 @@
+"""From what a setting names to a table of frames: read into memory, or left on disk.
+
+Stores stay on disk; files are read into memory. `data.lazy` turns either around: files are converted once into a store
+among the cached things, a store is read as a whole.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from forgefield.config.schema import LabelOptions, UnitOptions
+from forgefield.data.cache import cache_folder
+from forgefield.data.convert import convert
+from forgefield.data.edges import same_graph
+from forgefield.data.graph import GraphOptions
+from forgefield.data.labels import USUAL_NAMES, LabelReader, is_none
+from forgefield.data.readers import SourceFile, frames_of, plain, source_files
+from forgefield.data.store import is_store, open_store
+from forgefield.data.table import FrameTable, Share
+from forgefield.errors import ForgefieldError
+
+log = logging.getLogger(__name__)
+
+Progress = Callable[[int, int | None], None]
+
+
+def read_table(
+    spec: Any,
+    labels: LabelOptions | None = None,
+    units: UnitOptions | None = None,
+    *,
+    lazy: bool | None = None,
+    graph: GraphOptions | None = None,
+    required: bool = True,
+    progress: Progress | None = None,
+) -> FrameTable:
+    """All frames that `spec` names, in eV and A, checked.
+
+    lazy: True leaves everything on disk, False reads everything into memory, None leaves stores on disk. graph: neighbour lists
+    that a store made here is to hold. required: a label that `labels` names must be in at least one frame.
+    """
+    labels, units = labels or LabelOptions(), units or UnitOptions()
+    reader = LabelReader(labels, units)
+    table = FrameTable([])
+    hidden = frozenset(label for label in ("energy", "forces", "stress", "weight") if is_none(getattr(labels, label) or ""))
+    stores_only = True
+    for (in_store, share), group in groupby(source_files(spec), key=_kind):
+        files = list(group)
+        if in_store:
+            for file in files:
+                opened = open_store(file.path).table(factor=file.weight)
+                opened = FrameTable([replace(part, hidden=hidden) for part in opened.parts])
+                table = table + _shared(FrameTable.from_frames(opened) if lazy is False else opened, share)
+        elif lazy:
+            table = table + _shared(_kept_on_disk(files, labels, units, graph, progress), share)
+        else:
+            stores_only = False
+            frames = (frame for file in files for frame in frames_of(file, reader, units))
+            table = table + _shared(FrameTable.from_frames(frames), share)
+    if stores_only:
+        _refuse_settings_for_files(labels, units)
+    elif required:
+        reader.finish(str(plain(spec)))
+    return table
+
+
+def _refuse_settings_for_files(labels: LabelOptions, units: UnitOptions) -> None:
+    """In a store labels have been chosen and units converted already."""
+    for name in USUAL_NAMES:
+        value = getattr(labels, name)
+        if value is not None and not is_none(value):
+            raise ForgefieldError(
+                f"data.labels.{name}={value} has no meaning for a store, whose labels were chosen when it was written; "
+                "leave it out (none leaves the label out)"
+            )
+    for name in ("energy", "length", "forces", "stress"):
+        if getattr(units, name) != getattr(UnitOptions(), name):
+            raise ForgefieldError(
+                f"data.units.{name}={getattr(units, name)} has no meaning for a store, which holds eV and A; leave it out"
+            )
+
+
+def _kind(file: SourceFile) -> tuple[bool, Share | None]:
+    """What tells apart files that become different parts of a table."""
+    return is_store(file.path), None if file.share is None else Share(file.entry, file.share)
+
+
+def _shared(table: FrameTable, share: Share | None) -> FrameTable:
+    return FrameTable([replace(part, share=share) for part in table.parts])
+
+
+def _kept_on_disk(
+    files: list[SourceFile],
+    labels: LabelOptions,
+    units: UnitOptions,
+    graph: GraphOptions | None,
+    progress: Progress | None,
+) -> FrameTable:
+    """Files as a store among the cached things, made by whichever process comes first."""
+    names = [(str(file), file.state()) for file in files]
+    settings = [names, asdict(labels), asdict(units), None if graph is None else asdict(same_graph(graph))]
+    key = hashlib.blake2b(json.dumps(settings, default=str).encode(), digest_size=16).hexdigest()
+    folder = cache_folder() / "stores" / key
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with _one_at_a_time(folder.with_suffix(".lock")):
+        if not is_store(folder):
+            log.info("data.lazy: the data is converted once, to %s (FORGEFIELD_CACHE sets another place)", folder)
+            convert(files, folder, labels=labels, units=units, graph=graph, progress=progress)
+    return open_store(folder).table()
+
+
+@contextmanager
+def _one_at_a_time(path: Path) -> Iterator[None]:
+    """Hold a lock that other processes wait for."""
+    try:
+        stream = path.open("w")
+    except OSError as error:
+        raise ForgefieldError(
+            f"{path.parent} cannot be written ({error.strerror}); FORGEFIELD_CACHE names another folder"
+        ) from error
+    with stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(stream, fcntl.LOCK_UN)

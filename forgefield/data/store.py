@@ -1,0 +1,236 @@
+"""A store: columns of frames as plain `.npy` files in a folder, with a manifest that says what they hold.
+
+    manifest.json            fields, units, parts, statistics, hashes
+    part-00000/positions.npy, forces.npy, energy.npy, ...
+
+Opening reads the manifest and nothing else. Per-frame columns are mapped into memory; values of atoms and edges are read by
+position, straight into the array of the batch: what is in memory does not depend on the size of the store, a file that ends too
+early is an error and not a crash, and other threads go on while the disk is awaited.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import resource
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from forgefield.data.columns import FIELDS, Columns, Field, combined_digest
+from forgefield.data.edges import EDGE_FIELDS, same_graph
+from forgefield.data.graph import GraphOptions
+from forgefield.data.table import FrameTable, Part
+from forgefield.errors import ForgefieldError
+
+MANIFEST = "manifest.json"
+FORMAT = "forgefield-store"
+VERSION = 1
+HEADER = 256
+"""Bytes before the numbers of a column file."""
+VERIFIED_BELOW = 64 * 2**20
+"""A store of fewer bytes is compared with its hashes whenever it is opened; larger ones by `forgefield data info`."""
+ALL_FIELDS: dict[str, Field] = {**FIELDS, **EDGE_FIELDS}
+
+
+class ColumnFile:
+    """One column on disk. rows: how many values it holds, according to the manifest."""
+
+    def __init__(self, path: Path, field: Field, size: int, digest: str) -> None:
+        self.path, self.field, self.digest = path, field, digest
+        self.dtype = np.dtype(field.dtype).newbyteorder("<")
+        self.row_bytes = int(np.prod(field.shape, dtype=np.int64)) * self.dtype.itemsize
+        self.rows = size // self.row_bytes
+        try:
+            found = path.stat().st_size
+        except OSError:
+            raise ForgefieldError(f"{path}: this file of the store is missing; convert the data again") from None
+        if found != size + HEADER:
+            raise ForgefieldError(
+                f"{path}: the file holds {found} bytes and the manifest says {size + HEADER}: the store is damaged or was "
+                "copied incompletely; copy or convert it again"
+            )
+
+    @cached_property
+    def mapped(self) -> np.ndarray:
+        """The whole column, mapped read-only."""
+        if self.rows == 0:
+            return np.zeros((0, *self.field.shape), dtype=self.dtype)
+        return np.memmap(self.path, dtype=self.dtype, mode="r", offset=HEADER, shape=(self.rows, *self.field.shape))
+
+    @cached_property
+    def _descriptor(self) -> int:
+        return os.open(self.path, os.O_RDONLY)
+
+    def read(self, first: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """Values first[0] ... first[0] + counts[0] - 1, then those from first[1] on, and so forth: a fresh array."""
+        out = np.empty((int(counts.sum()), *self.field.shape), dtype=self.dtype)
+        if out.size == 0:
+            return out
+        view, place = out.reshape(-1).view(np.uint8).data, 0
+        for begin, size in _runs(first * self.row_bytes, counts * self.row_bytes):
+            self._read_into(view[place : place + size], HEADER + begin)
+            place += size
+        return out
+
+    def _read_into(self, view: memoryview, offset: int) -> None:
+        while len(view):
+            try:
+                done = os.preadv(self._descriptor, [view], offset)
+            except OSError as error:
+                raise ForgefieldError(f"{self.path}: it could not be read ({error.strerror})") from error
+            if done == 0:
+                raise ForgefieldError(f"{self.path}: the file ends too early; it was changed while it was in use")
+            view, offset = view[done:], offset + done
+
+    def verify(self) -> None:
+        """Compare every number with the hash in the manifest."""
+        digest = hashlib.blake2b(digest_size=16)
+        with self.path.open("rb") as stream:
+            stream.seek(HEADER)
+            while block := stream.read(2**22):
+                digest.update(block)
+        if digest.hexdigest() != self.digest:
+            raise ForgefieldError(
+                f"{self.path}: its content does not match the hash in the manifest; the store was changed or is damaged. "
+                "Convert the data again, or copy the store again from where it is whole"
+            )
+
+    def close(self) -> None:
+        if "_descriptor" in self.__dict__:
+            os.close(self.__dict__.pop("_descriptor"))
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _runs(first: np.ndarray, sizes: np.ndarray) -> list[tuple[int, int]]:
+    """(begin, size) in bytes, neighbours joined."""
+    runs: list[tuple[int, int]] = []
+    for begin, size in zip(first.tolist(), sizes.tolist()):
+        if runs and runs[-1][0] + runs[-1][1] == begin:
+            runs[-1] = (runs[-1][0], runs[-1][1] + size)
+        else:
+            runs.append((begin, size))
+    return runs
+
+
+class StoreColumns(Columns):
+    """One part of a store. about: its entry in the manifest. graph: options of its neighbour lists, if it has any."""
+
+    def __init__(self, folder: Path, about: dict[str, Any], graph: GraphOptions | None) -> None:
+        self.graph = graph
+        self._n_frames = int(about["n_frames"])
+        self.sources = about["sources"]
+        self._files = {
+            name: ColumnFile(folder / about["name"] / f"{name}.npy", ALL_FIELDS[name], entry["bytes"], entry["hash"])
+            for name, entry in about["columns"].items()
+        }
+        self.fingerprint = combined_digest({name: file.digest for name, file in self._files.items() if name in FIELDS})
+
+    @property
+    def n_frames(self) -> int:
+        return self._n_frames
+
+    def has(self, name: str) -> bool:
+        return name in self._files
+
+    def column(self, name: str) -> np.ndarray:
+        return self._files[name].mapped
+
+    def values(self, name: str, rows: np.ndarray) -> np.ndarray:
+        first = self.column("first_edge" if ALL_FIELDS[name].per == "edge" else "first_atom")
+        begins = np.asarray(first[rows])
+        return self._files[name].read(begins, first[rows + 1] - begins)
+
+    def verify(self) -> None:
+        for file in self._files.values():
+            file.verify()
+
+
+class Store:
+    """An opened store."""
+
+    def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
+        self.path = folder
+        self.manifest = manifest
+        _allow_open_files(sum(len(part["columns"]) for part in manifest["parts"]))
+        self.parts = [StoreColumns(folder, about, self.graph) for about in manifest["parts"]]
+
+    @property
+    def graph(self) -> GraphOptions | None:
+        """Options of the neighbour lists it holds."""
+        options = self.manifest["graph"]
+        return None if options is None else GraphOptions(**options)
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(entry["bytes"] for part in self.manifest["parts"] for entry in part["columns"].values())
+
+    def table(self, *, factor: float = 1.0) -> FrameTable:
+        """All its frames; their weights are multiplied by `factor`."""
+        return FrameTable([Part(columns, factor) for columns in self.parts])
+
+    def verify(self, progress: Any = None) -> None:
+        """Compare all that is stored with its hashes."""
+        for done, part in enumerate(self.parts):
+            part.verify()
+            if progress is not None:
+                progress(done + 1, len(self.parts))
+
+
+def is_store(path: Path) -> bool:
+    """Whether this folder is a store."""
+    return (path / MANIFEST).is_file()
+
+
+def open_store(path: str | Path) -> Store:
+    """The store in this folder. Its manifest, and the sizes of its files, are checked; the content of small ones too."""
+    folder = Path(path)
+    file = folder / MANIFEST
+    try:
+        manifest = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ForgefieldError(f"{folder}: this is no store: {MANIFEST} cannot be read ({error.strerror})") from None
+    except ValueError:
+        raise ForgefieldError(f"{file}: this is not valid JSON; the store is damaged, convert the data again") from None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise ForgefieldError(f"{file}: this is not the manifest of a Forgefield store")
+    if manifest.get("version") != VERSION:
+        raise ForgefieldError(
+            f"{file}: this store has format {manifest.get('version')} and this version of Forgefield reads {VERSION}; "
+            "convert the data again"
+        )
+    if manifest.get("hash") != manifest_hash(manifest):
+        raise ForgefieldError(f"{file}: the manifest does not match its own hash; it was edited or is damaged")
+    store = Store(folder, manifest)
+    if store.n_bytes < VERIFIED_BELOW:
+        store.verify()
+    return store
+
+
+def holds_graph(table: FrameTable, graph: GraphOptions) -> bool:
+    """Whether all frames of a table come from stores that hold neighbour lists of these options."""
+    return all(
+        isinstance(part.columns, StoreColumns) and part.columns.graph == same_graph(graph) for part in table.parts
+    )
+
+
+def manifest_hash(manifest: dict[str, Any]) -> str:
+    """Hash of all that a manifest says, hashes of columns included: the content of the whole store."""
+    content = {key: value for key, value in manifest.items() if key != "hash"}
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _allow_open_files(wanted: int) -> None:
+    """Have the system allow as many open files as there are columns, where it is asked to be stricter than it has to."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = wanted + 256
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (needed if hard == resource.RLIM_INFINITY else min(needed, hard), hard)
+        )

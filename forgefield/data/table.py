@@ -1,0 +1,286 @@
+"""A table of frames: parts in memory or on disk, of which some rows are chosen. It reads like a list of frames.
+
+Splits, development sets and whatever else chooses frames only choose rows; nothing is copied. A single frame is made when
+it is asked for, whole columns are there for everything that looks at all frames at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import overload
+
+import numpy as np
+
+from forgefield.data.columns import FIELDS, Columns, MemoryColumns, columns_of, ranges
+from forgefield.data.frame import Frame
+
+
+@dataclass(frozen=True)
+class Share:
+    """The share of all draws that the parts of one entry of a setting have together."""
+
+    entry: int
+    value: float
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of a table. factor: multiplies the weights of its frames."""
+
+    columns: Columns
+    factor: float = 1.0
+    share: Share | None = None
+    hidden: frozenset[str] = frozenset()
+    """Labels that are there and not to be seen; `weight`: all weights are `factor`."""
+
+    def has(self, name: str) -> bool:
+        """Whether any frame carries this label."""
+        return name not in self.hidden and self.columns.has(name)
+
+
+_LABEL_OF = {"max_force": "forces"}
+"""Columns that say something about a label, which is hidden with it."""
+
+
+@dataclass(frozen=True)
+class Components:
+    """Which species the frames of a table hold: one entry for each species of each frame, ordered by frame."""
+
+    frame: np.ndarray
+    """(n,) row of the table."""
+    number: np.ndarray
+    """(n,) atomic number."""
+    count: np.ndarray
+    """(n,) atoms of that species in that frame."""
+    force_squares: np.ndarray
+    """(n,) sum of their squared force components, eV^2/A^2; NaN where the frame carries no forces."""
+
+
+@dataclass(frozen=True)
+class Systems:
+    of_frame: np.ndarray
+    """(n_frames,) number of the system of each frame."""
+    names: list[str]
+    """For each system its source, or the first of several."""
+    shares: list[float | None]
+    """For each system the share of draws that was given."""
+
+
+class FrameTable(Sequence[Frame]):
+    def __init__(self, parts: Sequence[Part], rows: np.ndarray | None = None) -> None:
+        """rows: frames chosen, numbered through all parts; None: all, in order."""
+        self.parts = tuple(parts)
+        self._begins = np.concatenate([[0], np.cumsum([part.columns.n_frames for part in self.parts])]).astype(np.int64)
+        self._rows = rows
+
+    @classmethod
+    def from_frames(cls, frames: Iterable[Frame]) -> FrameTable:
+        """Frames held in memory, at least one unless the table is to be empty."""
+        frames = list(frames)
+        if not frames:
+            return cls([])
+        names: dict[str, int] = {}
+        arrays = columns_of(frames, names)
+        return cls([Part(MemoryColumns(arrays, list(names)))])
+
+    # ---- rows
+
+    def __len__(self) -> int:
+        return int(self._begins[-1]) if self._rows is None else len(self._rows)
+
+    def select(self, rows: np.ndarray) -> FrameTable:
+        """The table of these rows of this one, in that order."""
+        rows = np.asarray(rows, dtype=np.int64)
+        return FrameTable(self.parts, rows if self._rows is None else self._rows[rows])
+
+    def __add__(self, other: FrameTable) -> FrameTable:
+        """The rows of both, one table after the other."""
+        shift = self._begins[-1]
+        if self._rows is None and other._rows is None:
+            return FrameTable([*self.parts, *other.parts])
+        return FrameTable(
+            [*self.parts, *other.parts],
+            np.concatenate([self._global(self._every), other._global(other._every) + shift]),
+        )
+
+    def located(self, rows: np.ndarray) -> Iterator[tuple[Part, np.ndarray, np.ndarray]]:
+        """For each part that holds any of these rows: the part, which of `rows` it holds, and their rows in the part."""
+        rows = self._global(rows)
+        if len(self.parts) == 1:
+            yield self.parts[0], np.arange(len(rows)), rows
+            return
+        owner = np.searchsorted(self._begins, rows, side="right") - 1
+        for number in np.unique(owner):
+            places = np.flatnonzero(owner == number)
+            yield self.parts[number], places, rows[places] - self._begins[number]
+
+    @property
+    def _every(self) -> np.ndarray:
+        return np.arange(len(self))
+
+    def _global(self, rows: np.ndarray) -> np.ndarray:
+        return rows if self._rows is None else self._rows[rows]
+
+    # ---- columns
+
+    def column(self, name: str, rows: np.ndarray | None = None) -> np.ndarray:
+        """Per-frame values of these rows (all, if None): (n, ...). NaN where a label is missing."""
+        if rows is None and self._rows is None and len(self.parts) == 1:
+            return self._own_column(self.parts[0], name)
+        rows = self._every if rows is None else rows
+        field = FIELDS[name]
+        out = np.empty((len(rows), *field.shape), dtype=field.dtype)
+        for part, places, local in self.located(rows):
+            out[places] = self._own_column(part, name)[local]
+        return out
+
+    @staticmethod
+    def _own_column(part: Part, name: str) -> np.ndarray:
+        if name == "weight" and name in part.hidden:
+            return np.broadcast_to(np.float64(part.factor), (part.columns.n_frames,))
+        if not part.has(_LABEL_OF.get(name, name)):
+            return np.broadcast_to(np.float64(np.nan), (part.columns.n_frames, *FIELDS[name].shape))
+        values = part.columns.column(name)
+        return values * part.factor if name == "weight" and part.factor != 1.0 else values
+
+    @cached_property
+    def n_atoms(self) -> np.ndarray:
+        """(n_frames,) int64."""
+        counts = np.empty(len(self), dtype=np.int64)
+        for part, places, local in self.located(self._every):
+            first = part.columns.column("first_atom")
+            counts[places] = first[local + 1] - first[local]
+        return counts
+
+    def atoms(self, name: str, rows: np.ndarray) -> np.ndarray:
+        """Per-atom values of these rows, one frame after the other: (n_atoms, ...)."""
+        located = list(self.located(rows))
+        if len(located) == 1 and located[0][0].has(name):
+            part, _, local = located[0]
+            return part.columns.values(name, local)
+        counts = self.n_atoms[rows]
+        ends = counts.cumsum()
+        out = np.full((int(ends[-1]) if len(ends) else 0, *FIELDS[name].shape), np.nan if name == "forces" else 0)
+        out = out.astype(FIELDS[name].dtype, copy=False)
+        for part, places, local in located:
+            if part.has(name):
+                out[ranges((ends - counts)[places], counts[places])] = part.columns.values(name, local)
+        return out
+
+    @cached_property
+    def components(self) -> Components:
+        """Species of all frames. As large as a few columns of numbers per frame."""
+        found: list[tuple[np.ndarray, ...]] = []
+        for part, places, local in self.located(self._every):
+            first = part.columns.column("first_component")
+            counts = first[local + 1] - first[local]
+            entries = ranges(first[local], counts)
+            values = [part.columns.column(name)[entries] for name in ("element", "element_count", "force_squares")]
+            if "forces" in part.hidden:
+                values[2] = np.full(len(entries), np.nan)
+            found.append((np.repeat(places, counts), *values))
+        if not found:
+            empty = np.zeros(0, dtype=np.int64)
+            return Components(empty, empty, empty, empty.astype(np.float64))
+        frame, number, count, squares = (np.concatenate(columns) for columns in zip(*found))
+        order = np.argsort(frame, kind="stable")
+        return Components(frame[order], number[order].astype(np.int64), count[order].astype(np.int64), squares[order])
+
+    # ---- labels
+
+    def carries(self, name: str) -> np.ndarray:
+        """(n_frames,) whether each frame carries energy, forces or stress."""
+        if name == "forces":
+            return ~np.isnan(self.column("max_force"))
+        values = self.column(name)
+        return ~np.isnan(values if values.ndim == 1 else values[:, 0, 0])
+
+    # ---- frames
+
+    @overload
+    def __getitem__(self, row: int) -> Frame: ...
+    @overload
+    def __getitem__(self, row: slice) -> FrameTable: ...
+    def __getitem__(self, row: int | slice) -> Frame | FrameTable:
+        if isinstance(row, slice):
+            return self.select(self._every[row])
+        if not -len(self) <= row < len(self):
+            raise IndexError(f"there is no frame {row} among {len(self)}")
+        return next(self.frames(np.array([row % len(self)])))
+
+    def __iter__(self) -> Iterator[Frame]:
+        for begin in range(0, len(self), 256):
+            yield from self.frames(np.arange(begin, min(begin + 256, len(self))))
+
+    def frames(self, rows: np.ndarray) -> Iterator[Frame]:
+        """Frames of these rows, read together."""
+        counts = self.n_atoms[rows]
+        ends = counts.cumsum()
+        positions, numbers, forces = (self.atoms(name, rows) for name in ("positions", "numbers", "forces"))
+        cell, pbc, energy, stress, weight = (
+            self.column(name, rows) for name in ("cell", "pbc", "energy", "stress", "weight")
+        )
+        for i, (first, end) in enumerate(zip(ends - counts, ends)):
+            source, index = self._name(int(rows[i]))
+            yield Frame(
+                positions=positions[first:end],
+                numbers=numbers[first:end].astype(np.int64),
+                cell=cell[i],
+                pbc=pbc[i],
+                energy=None if np.isnan(energy[i]) else float(energy[i]),
+                forces=None if np.isnan(forces[first, 0]) else forces[first:end],
+                stress=None if np.isnan(stress[i, 0, 0]) else stress[i],
+                weight=float(weight[i]),
+                source=source,
+                index=index,
+            )
+
+    def where(self, row: int) -> str:
+        """How messages name this frame."""
+        source, index = self._name(row)
+        return f"{source or 'frames'}, frame {index}"
+
+    def _name(self, row: int) -> tuple[str, int]:
+        part, _, local = next(self.located(np.array([row])))
+        at = int(local[0])
+        columns = part.columns
+        return columns.sources[int(columns.column("source")[at])], int(columns.column("index")[at])
+
+    # ---- all of it
+
+    @cached_property
+    def systems(self) -> Systems:
+        """What weighted sampling chooses among: the sources, except that all with one given share are one system.
+
+        Numbered in the order of the parts; a source of which no frame was chosen keeps its number.
+        """
+        numbers: dict[object, int] = {}
+        names: list[str] = []
+        shares: list[float | None] = []
+        number_of: list[np.ndarray] = []
+        for part in self.parts:
+            keys = [part.share or source for source in part.columns.sources]
+            for key, source in zip(keys, part.columns.sources):
+                if key not in numbers:
+                    numbers[key] = len(numbers)
+                    names.append(source)
+                    shares.append(None if part.share is None else part.share.value)
+            number_of.append(np.array([numbers[key] for key in keys], dtype=np.int64))
+        of_frame = np.empty(len(self), dtype=np.int64)
+        place = {id(part.columns): table for part, table in zip(self.parts, number_of)}
+        for part, places, local in self.located(self._every):
+            of_frame[places] = place[id(part.columns)][part.columns.column("source")[local]]
+        return Systems(of_frame, names, shares)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Fixed by structures, labels, weights and their order; file names do not enter."""
+        digest = hashlib.blake2b(digest_size=16)
+        for part in self.parts:
+            digest.update(f"{part.columns.fingerprint}*{part.factor!r}-{sorted(part.hidden)};".encode())
+        if self._rows is not None and not np.array_equal(self._rows, np.arange(self._begins[-1])):
+            digest.update(np.ascontiguousarray(self._rows).data)
+        return digest.hexdigest()

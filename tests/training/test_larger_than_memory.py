@@ -1,0 +1,111 @@
+"""Training on a store several times larger than the memory the process may use, shuffled, on one and on two ranks.
+
+The limit is enforced by the kernel (a memory cgroup). That it bites is shown by the same training with `data.lazy=false`.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.training.large_store import write_large_store
+
+MB = 2**20
+LIMIT = 650 * MB
+"""For one process. torch and Lightning alone take about 450 MB."""
+CGROUPS = Path("/sys/fs/cgroup")
+
+WHOLE_EPOCH = """
+import resource, sys
+import numpy as np
+from forgefield.data.order import EveryFrameOnce
+from forgefield.data.reading import read_table
+
+table = read_table(sys.argv[1])
+rows = EveryFrameOnce(len(table), seed=1).rows(0)
+seen = np.zeros(len(table), dtype=np.int64)
+total = 0.0
+for begin in range(0, len(rows), 64):
+    chosen = rows[begin : begin + 64]
+    seen[chosen] += 1
+    total += table.atoms("positions", chosen).sum() + table.atoms("forces", chosen).sum()
+assert (seen == 1).all() and np.isfinite(total)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
+
+
+@contextmanager
+def memory_limit(n_bytes: int) -> Iterator[list[str]]:
+    """Beginning of a command that may use so much memory together with its children, page cache included."""
+    version_2 = (CGROUPS / "cgroup.controllers").exists()
+    group = (CGROUPS if version_2 else CGROUPS / "memory") / f"forgefield-test-{os.getpid()}"
+    limit = group / ("memory.max" if version_2 else "memory.limit_in_bytes")
+    try:
+        group.mkdir()
+    except OSError:
+        pytest.skip("memory cgroups cannot be made here")
+    try:
+        try:
+            limit.write_text(str(n_bytes))
+        except OSError:
+            pytest.skip("the memory of a cgroup cannot be limited here")
+        yield ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh"]
+    finally:
+        with suppress(OSError):
+            group.rmdir()
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("large") / "store"
+    write_large_store(folder, 3.2 * LIMIT)
+    return folder
+
+
+def config(folder: Path, store: Path) -> Path:
+    path = folder / "large.yaml"
+    small = {"num_layers": 1, "l_max": 0, "num_features": 4, "radial_mlp_depth": 1, "radial_mlp_width": 4, "parity": False}
+    settings = {
+        "name": "large",
+        "out": str(folder / "runs"),
+        "data": {"train": str(store), "val": 32, "cutoff": 3.0, "batch": {"frames": 2}, "workers": 1, "cache": False},
+        "model": {"name": "nequip", **small},
+        "trainer": {"max_steps": 12, "accelerator": "cpu", "limit_val_batches": 2, "enable_progress_bar": False},
+    }
+    path.write_text(yaml.safe_dump(settings))
+    return path
+
+
+def train(limit: list[str], path: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    command = [*limit, sys.executable, "-m", "forgefield", "train", str(path), *overrides]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_training_needs_no_memory_for_the_data(store, tmp_path, ranks):
+    with memory_limit(ranks * LIMIT) as limit:
+        trained = train(limit, config(tmp_path, store), f"++trainer.devices={ranks}")
+    assert trained.returncode == 0, trained.stdout[-2000:] + trained.stderr[-2000:]
+    assert "on disk, neighbour lists made for each batch" in trained.stdout
+
+
+def test_the_limit_is_real(store, tmp_path):
+    with memory_limit(LIMIT) as limit:
+        refused = train(limit, config(tmp_path, store), "data.lazy=false")
+    assert refused.returncode != 0
+
+
+def test_a_whole_shuffled_epoch_is_read_within_the_limit(store):
+    with memory_limit(LIMIT) as limit:
+        command = [*limit, sys.executable, "-c", WHOLE_EPOCH, str(store)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert int(done.stdout) < LIMIT
