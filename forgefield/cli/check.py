@@ -101,7 +101,14 @@ def _from_config(args: argparse.Namespace, overrides: list[str]) -> tuple[Potent
     data = DataModule(config.data, seed=config.seed)
     data.prepare()
     given: Any = OmegaConf.to_container(config.model, resolve=True)
-    resolved = resolve_model(given, species=data.species.symbols, cutoff=config.data.cutoff, statistics=data.statistics)
+    resolved = resolve_model(
+        given,
+        species=data.species.symbols,
+        cutoff=config.data.cutoff,
+        adaptive_cutoff=config.data.adaptive_cutoff,
+        max_neighbours=config.data.max_neighbours,
+        statistics=data.statistics,
+    )
     frames = data.train.frames
     if args.data is not None:
         frames = read_table(args.data, config.data.labels, config.data.units, required=False)

@@ -112,10 +112,14 @@ def _frames(files: list[SourceFile], what: str, labels: LabelOptions, units: Uni
     """All frames, one after the other; a label that was named and never came is an error at the end."""
     from forgefield.data.labels import LabelReader
     from forgefield.data.readers import frames_of
+    from forgefield.data.store import is_store, open_store
 
     reader = LabelReader(labels, units)
     for file in files:
-        yield from frames_of(file, reader, units)
+        if is_store(file.path):  # many frames are read together there
+            yield from map(reader.stored, open_store(file.path).table(factor=file.weight))
+        else:
+            yield from frames_of(file, reader, units)
     reader.finish(what)
 
 

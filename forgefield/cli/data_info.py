@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 SUMMARY = "what is in files or stores, in which ranges, and what looks wrong"
 SHOWN = 10
 """How many sources are listed."""
+NAMED = 20
+"""How many names of other values are shown."""
 WIDE = 200
 """Columns where nobody says how many there are: in a pipe or a file."""
 
@@ -44,6 +46,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from forgefield.data.inspect import inspect_table
+    from forgefield.data.labels import LabelReader
     from forgefield.data.reading import read_table
 
     if not args.cutoff > 0:
@@ -52,11 +55,12 @@ def run(args: argparse.Namespace) -> int:
         _check_figure(Path(args.figure))
     labels, units = reading_of(args)
     stores = _stores(args)
-    table = read_table(spec_of(args.paths), labels, units)
+    reader = LabelReader(labels, units)
+    table = read_table(spec_of(args.paths), labels, units, reader=reader)
     with progress_bar("looking", speed=False) as report:
         found = inspect_table(table, args.cutoff, report)
     console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDE)
-    print_inspection(found, console, stores, verified=not args.no_verify)
+    print_inspection(found, console, stores, verified=not args.no_verify, others=reader.other_names())
     if args.figure is not None:
         from forgefield.report.data_figure import histogram_figure
 
@@ -87,8 +91,10 @@ def _stores(args: argparse.Namespace) -> list[Store]:
     return stores
 
 
-def print_inspection(found: Inspection, console: Console, stores: list[Store], *, verified: bool) -> None:
-    """The inspection as a table, then what looks wrong."""
+def print_inspection(
+    found: Inspection, console: Console, stores: list[Store], *, verified: bool, others: list[str]
+) -> None:
+    """The inspection as a table, then what looks wrong. others: names of values in the files that are no label."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -109,6 +115,9 @@ def print_inspection(found: Inspection, console: Console, stores: list[Store], *
         table.add_row(label.name, f"{span}, {label.frames} of {found.n_frames} frames")
     if not found.labels:
         table.add_row("labels", "none found")
+    if others:
+        more = f" and {len(others) - NAMED} more" if len(others) > NAMED else ""
+        table.add_row("other values", escape(", ".join(others[:NAMED])) + more)
     _add_surroundings(table, found)
     _add_sources(table, found)
     console.print(table)

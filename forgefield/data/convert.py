@@ -31,7 +31,7 @@ from forgefield.data.frame import Frame
 from forgefield.data.graph import GraphOptions
 from forgefield.data.labels import LabelReader
 from forgefield.data.moments import PartStatistics
-from forgefield.data.readers import SourceFile, chunks, frames_of, source_files
+from forgefield.data.readers import SourceFile, chunks, frame_count, frames_of, source_files
 from forgefield.data.store import FORMAT, MANIFEST, VERSION, manifest_hash
 from forgefield.data.store_writer import ABOUT, PartWriter
 from forgefield.errors import ForgefieldError
@@ -58,7 +58,7 @@ class Unit:
     start: int
     stop: int | None
     expected: int | None
-    """How many they are, to within one; None where that is not known beforehand."""
+    """How many they are; None where that is not known beforehand."""
 
     @property
     def frames(self) -> int:
@@ -165,16 +165,14 @@ def _refuse_foreign(partial: Path) -> None:
 
 def units_of(file: SourceFile) -> list[Unit]:
     """A source in runs of frames that can be read by themselves."""
-    runs = chunks(file, CHUNK)
-    start, stop = runs[0]
-    # Runs are of equal length to within one frame. A single run is short, or of a format that cannot be divided.
-    length = len(chunks(file, 1)) if stop is None else stop - start
-    expected = length if length > 1 else None
-    return [Unit(file, begin, end, expected if end is None else end - begin) for begin, end in runs]
+    count = frame_count(file)
+    if count is None:
+        return [Unit(file, 0, None, None)]
+    return [Unit(file, begin, end, (count if end is None else end) - begin) for begin, end in chunks(file, CHUNK)]
 
 
 def frames_in(units: Iterable[Unit]) -> int | None:
-    """How many frames they hold, to within a few; None where a format does not tell."""
+    """How many frames they hold; None where a format does not tell."""
     counts = [unit.expected for unit in units]
     known = [count for count in counts if count is not None]
     return sum(known) if len(known) == len(counts) else None
@@ -205,7 +203,7 @@ def _begin(partial: Path, parts: list[list[Unit]], settings: Settings) -> None:
         {
             "version": VERSION,
             "settings": asdict(settings),
-            "sources": {str(file): _state(file.path) for file in dict.fromkeys(u.file for part in parts for u in part)},
+            "sources": {str(file): file.state() for file in dict.fromkeys(u.file for part in parts for u in part)},
             "parts": [[[str(unit.file), unit.start, unit.stop] for unit in part] for part in parts],
         }
     )
@@ -216,12 +214,6 @@ def _begin(partial: Path, parts: list[list[Unit]], settings: Settings) -> None:
             shutil.rmtree(old) if old.is_dir() else old.unlink()
     if not goes_on:
         write_whole(file, plan)
-
-
-def _state(path: Path) -> list[Any]:
-    """What tells that a source has changed; a folder counts with all that lies in it."""
-    inside = sorted(path.rglob("*")) if path.is_dir() else [path]
-    return [[entry.name, entry.stat().st_size, entry.stat().st_mtime_ns] for entry in inside]
 
 
 def _name(number: int) -> str:

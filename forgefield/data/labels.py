@@ -85,6 +85,11 @@ class LabelReader:
             frame = replace(frame, weight=1.0)
         return replace(frame, **dropped) if dropped else frame  # type: ignore[arg-type]
 
+    def other_names(self) -> list[str]:
+        """Names of values that were met and are no label, in alphabetical order."""
+        known = {name for names in (*USUAL_NAMES.values(), *FALLBACK_NAMES.values()) for name in names}
+        return sorted(self._available - known - {name for name in self.names.values() if name})
+
     def notes(self) -> dict[str, Any]:
         """What was met so far, for `merge` in another process; plain containers only."""
         return {

@@ -151,7 +151,9 @@ def _vesin_pairs(positions: np.ndarray, box: np.ndarray, pbc: np.ndarray, cutoff
 
     threads = 1 if len(positions) < _MANY_ATOMS else 0
     search = vesin.NeighborList(cutoff=cutoff, full_list=False, n_threads=threads)
-    pairs, shifts = search.compute(points=positions, box=box, periodic=pbc, quantities="PS", copy=False)
+    # Along our auxiliary vectors no image is within reach, and vesin takes minutes for a long box of mixed periodicity.
+    periodic = np.full(3, pbc.any())
+    pairs, shifts = search.compute(points=positions, box=box, periodic=periodic, quantities="PS", copy=False)
     return pairs[:, 0].astype(np.int64), pairs[:, 1].astype(np.int64), shifts.astype(np.int64)
 
 

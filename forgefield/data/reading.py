@@ -42,14 +42,16 @@ def read_table(
     graph: GraphOptions | None = None,
     required: bool = True,
     progress: Progress | None = None,
+    reader: LabelReader | None = None,
 ) -> FrameTable:
     """All frames that `spec` names, in eV and A, checked.
 
     lazy: True leaves everything on disk, False reads everything into memory, None leaves stores on disk. graph: neighbour lists
-    that a store made here is to hold. required: a label that `labels` names must be in at least one frame.
+    that a store made here is to hold. required: a label that `labels` names must be in at least one frame. reader: made of
+    the same labels and units, where the caller wants to know what else was met in files.
     """
     labels, units = labels or LabelOptions(), units or UnitOptions()
-    reader = LabelReader(labels, units)
+    reader = reader or LabelReader(labels, units)
     table = FrameTable([])
     hidden = frozenset(label for label in ("energy", "forces", "stress", "weight") if is_none(getattr(labels, label) or ""))
     stores_only = True

@@ -223,8 +223,8 @@ class FrameTable(Sequence[Frame]):
         cell, pbc, energy, stress, weight = (
             self.column(name, rows) for name in ("cell", "pbc", "energy", "stress", "weight")
         )
+        names, indices = self._names(rows), self.column("index", rows)
         for i, (first, end) in enumerate(zip(ends - counts, ends)):
-            source, index = self._name(int(rows[i]))
             yield Frame(
                 positions=positions[first:end],
                 numbers=numbers[first:end].astype(np.int64),
@@ -234,20 +234,22 @@ class FrameTable(Sequence[Frame]):
                 forces=None if np.isnan(forces[first, 0]) else forces[first:end],
                 stress=None if np.isnan(stress[i, 0, 0]) else stress[i],
                 weight=float(weight[i]),
-                source=source,
-                index=index,
+                source=names[i],
+                index=int(indices[i]),
             )
 
     def where(self, row: int) -> str:
         """How messages name this frame."""
-        source, index = self._name(row)
-        return f"{source or 'frames'}, frame {index}"
+        rows = np.array([row])
+        return f"{self._names(rows)[0] or 'frames'}, frame {self.column('index', rows)[0]}"
 
-    def _name(self, row: int) -> tuple[str, int]:
-        part, _, local = next(self.located(np.array([row])))
-        at = int(local[0])
-        columns = part.columns
-        return columns.sources[int(columns.column("source")[at])], int(columns.column("index")[at])
+    def _names(self, rows: np.ndarray) -> list[str]:
+        """Source of each of these rows."""
+        names = [""] * len(rows)
+        for part, places, local in self.located(rows):
+            for place, source in zip(places.tolist(), part.columns.column("source")[local].tolist()):
+                names[place] = part.columns.sources[source]
+        return names
 
     # ---- all of it
 

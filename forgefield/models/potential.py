@@ -33,11 +33,15 @@ class EnergyModel(Protocol):
 
 
 class Potential(nn.Module):
-    """Energy, forces and stress of batches, for any energy model."""
+    """Energy, forces and stress of batches, for any energy model.
 
-    def __init__(self, model: nn.Module) -> None:
+    max_neighbours: the edge lists it was trained on hold only so many neighbours of each atom; others have to as well.
+    """
+
+    def __init__(self, model: nn.Module, *, max_neighbours: int | None = None) -> None:
         super().__init__()
         self.model = model
+        self.max_neighbours = max_neighbours
 
     @property
     def species(self) -> tuple[str, ...]:

@@ -71,12 +71,13 @@ def resolve_model(
     species: Sequence[str],
     cutoff: float,
     adaptive_cutoff: float | None = None,
+    max_neighbours: int | None = None,
     statistics: Any = None,
 ) -> dict[str, Any]:
     """The model section with everything explicit: checked options, presets and numbers from the data filled in.
 
-    `cutoff`, `adaptive_cutoff`: A, as in the data section; `statistics`: of the training data (an object or a dict),
-    needed where options leave a number to it. The result is JSON-able.
+    `cutoff`, `adaptive_cutoff` (A), `max_neighbours`: as in the data section. `statistics`: of the training data (an
+    object or a dict), needed where options leave a number to it. The result is JSON-able.
     """
     name, found, given = check_model(options)
     facts = _plain(
@@ -86,6 +87,8 @@ def resolve_model(
     if adaptive_cutoff is not None:
         _check_adaptive(found, name, float(cutoff), adaptive_cutoff)
         resolved["adaptive_cutoff"] = float(adaptive_cutoff)
+    if max_neighbours is not None:
+        resolved["max_neighbours"] = int(max_neighbours)
     if name in BUILT_IN:
         return resolved | _resolve_built_in(found, given, resolved, facts)
     folder = own_folder(name)
@@ -99,17 +102,18 @@ def build_model(resolved: Mapping[str, Any], *, precision: str, seed: int) -> Po
         raise ForgefieldError(f"training.precision is '{precision}'; choose one of {', '.join(PRECISIONS)}.")
     options = dict(resolved)
     found = model_class(options.pop("name"), options.pop(MODULE_FOLDER, None))
+    max_neighbours = options.pop("max_neighbours", None)
     if resolved["name"] in BUILT_IN:
         told = {key: options.pop(key) for key in _GIVEN_BY_US if key in options}
-        return Potential(
-            found(
-                found.Options(**options),
-                **told,
-                dtype=PRECISIONS[precision],
-                generator=torch.Generator().manual_seed(seed),
-            )
+        model = found(
+            found.Options(**options),
+            **told,
+            dtype=PRECISIONS[precision],
+            generator=torch.Generator().manual_seed(seed),
         )
-    return Potential(_build_own(found, options, PRECISIONS[precision], seed))
+    else:
+        model = _build_own(found, options, PRECISIONS[precision], seed)
+    return Potential(model, max_neighbours=max_neighbours)
 
 
 def _check_built_in(found: Any, given: Mapping[str, Any]) -> None:

@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from forgefield.errors import ForgefieldError
 from forgefield.parallel.group import Ranks
-from forgefield.parallel.watch import Loss
+from forgefield.parallel.watch_thread import Loss
 
 MOMENT = 1.0
 """Seconds in which the news of a lost rank arrives; an error that comes first may be its consequence."""

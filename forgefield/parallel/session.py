@@ -13,8 +13,9 @@ from typing import NoReturn
 
 from forgefield.errors import ForgefieldError
 from forgefield.parallel.faults import failing_together, leave_at_once, on_loss, tell_failure
-from forgefield.parallel.group import Ranks, connect
+from forgefield.parallel.group import Ranks
 from forgefield.parallel.launch import detect_launch
+from forgefield.parallel.meeting import connect
 
 _joined: Ranks | None = None
 

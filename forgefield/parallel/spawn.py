@@ -9,7 +9,6 @@ import ctypes
 import os
 import queue
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -18,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
 from forgefield.errors import ForgefieldError
+from forgefield.parallel.network import free_port
 
 KILL_AFTER = 5.0
 """Seconds between SIGTERM and SIGKILL for a rank that does not end."""
@@ -52,16 +52,13 @@ def run_ranks(command: Sequence[str], n: int, *, environ: Mapping[str, str], gra
 
 def _environments(n: int, environ: Mapping[str, str]) -> list[dict[str, str]]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     common = {
         "OMP_NUM_THREADS": str(max(1, cores // n)),
         **environ,
         "WORLD_SIZE": str(n),
         "LOCAL_WORLD_SIZE": str(n),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
         "FORGEFIELD_LAUNCHER": "forgefield",
     }
     return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(n)]

@@ -19,6 +19,8 @@ SUFFIXES = (".png", ".svg", ".pdf")
 COLUMNS = 3
 PANEL = (3.1, 2.5)
 """Width and height of one histogram, inches."""
+NARROW = 7
+"""Least width of an axis of whole numbers."""
 
 
 def check_figure_name(path: Path) -> None:
@@ -73,6 +75,9 @@ def _draw(axes: Axes, panel: Histogram) -> None:
     axes.set_xlabel(panel.axis)
     axes.set_ylabel("share, %")
     axes.grid()
+    if panel.whole and panel.edges[-1] - panel.edges[0] < NARROW:
+        middle = (panel.edges[0] + panel.edges[-1]) / 2
+        axes.set_xlim(middle - NARROW / 2, middle + NARROW / 2)
     linear_ticks(axes, "x", 5, whole=panel.whole)
     axes.xaxis.set_major_formatter(lambda value, _: plain(float(f"{value:.6g}")))
 

@@ -340,7 +340,14 @@ def _prepare_model(run: Run, config: DictConfig, data: DataModule, ranks: Ranks)
         require_same_data(data.test.frames.fingerprint, ranks)
     resolved: dict[str, Any] = {}
     if ranks.is_first:
-        resolved = resolve_model(plain(config.model), species=species, cutoff=config.data.cutoff, statistics=statistics)
+        resolved = resolve_model(
+            plain(config.model),
+            species=species,
+            cutoff=config.data.cutoff,
+            adaptive_cutoff=config.data.adaptive_cutoff,
+            max_neighbours=config.data.max_neighbours,
+            statistics=statistics,
+        )
         if has_begun(run):
             if run.info["data_fingerprint"] != fingerprint:
                 raise ForgefieldError(

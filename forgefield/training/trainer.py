@@ -18,8 +18,10 @@ from omegaconf import DictConfig, OmegaConf
 from forgefield.config.components import check_signature, import_path
 from forgefield.errors import ForgefieldError
 from forgefield.parallel.environment import LaunchedEnvironment
-from forgefield.parallel.group import Ranks, free_port, gpu_index
+from forgefield.parallel.group import Ranks
 from forgefield.parallel.launch import Launch
+from forgefield.parallel.meeting import gpu_index
+from forgefield.parallel.network import free_port
 from forgefield.parallel.registry import DEFAULT, register_strategies
 from forgefield.training.checkpoint import AtomicCheckpointIO
 

@@ -21,7 +21,7 @@ def test_field_docstrings_are_read_from_the_source():
     assert docs["lr"] == "Learning rate."
     # Several lines become one.
     assert "\n" not in field_docs(schema.DataOptions)["reference_energies"]
-    assert class_doc(schema.BatchOptions) is None
+    assert class_doc(schema.DataOptions) is None
     assert class_doc(schema.UnitOptions).startswith("Units of the labels")
 
 

@@ -13,8 +13,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
+from forgefield.config.schema import DataOptions, LabelOptions, UnitOptions
 from forgefield.data import convert as convert_module
+from forgefield.data.batching import training_order
 from forgefield.data.convert import convert
 from forgefield.data.dataset import GraphDataset
 from forgefield.data.frame import Frame
@@ -22,9 +25,9 @@ from forgefield.data.graph import GraphOptions
 from forgefield.data.readers import read_frames
 from forgefield.data.reading import read_table
 from forgefield.data.species import SpeciesTable
-from forgefield.data.store import open_store
+from forgefield.data.store import StoreColumns, open_store
 from forgefield.data.store_writer import PartWriter
-from forgefield.data.table import FrameTable
+from forgefield.data.table import FrameTable, Part
 from forgefield.errors import ForgefieldError
 
 SPECIES = SpeciesTable(["H", "C", "O", "Cu"])
@@ -111,9 +114,6 @@ def test_columns_in_memory_and_on_disk_give_back_the_frames(tmp_path, seed, size
         writer.add(frames[begin : begin + size])
         begin += size
     about = writer.finish()
-    from forgefield.data.store import StoreColumns
-    from forgefield.data.table import Part
-
     for table in (
         FrameTable.from_frames(frames),
         FrameTable([Part(StoreColumns(folder, about, GraphOptions(4.0)))]),
@@ -126,7 +126,9 @@ def test_columns_in_memory_and_on_disk_give_back_the_frames(tmp_path, seed, size
             assert_same_frame(frames[row], kept)
         for name in ("energy", "forces", "stress"):
             assert table.carries(name).tolist() == [getattr(frame, name) is not None for frame in frames]
-    np.testing.assert_array_equal(np.load(folder / "part" / "positions.npy"), np.concatenate([f.positions for f in frames]))
+    np.testing.assert_array_equal(
+        np.load(folder / "part" / "positions.npy"), np.concatenate([f.positions for f in frames])
+    )
 
 
 @pytest.mark.usefixtures("small_parts")
@@ -220,6 +222,34 @@ def test_a_store_can_be_read_as_a_whole(source, tmp_path):
     assert GraphDataset(table, SPECIES, 3.0).edges.kind == "kept in memory"
     for frame, one in zip(read_frames(str(source)), table):
         assert_same_frame(frame, one)
+
+
+def test_a_share_of_the_draws_belongs_to_all_that_one_entry_names(source, tmp_path):
+    convert(str(source), tmp_path / "store")
+    for name in ("b1", "b2"):
+        write_extxyz(tmp_path / f"{name}.extxyz", some_frames(np.random.default_rng(5), 10))
+    table = read_table([{"path": str(tmp_path / "b*.extxyz"), "share": 0.75}, str(tmp_path / "store")])
+    assert table.systems.shares == [0.75, None]
+    assert np.bincount(table.systems.of_frame).tolist() == [20, 60]
+    order = training_order(OmegaConf.structured(DataOptions), table, 0)(np.arange(80))
+    assert (order.rows(0) < 20).sum() == 60
+
+
+def test_labels_of_a_store_can_be_left_out_but_not_renamed(source, tmp_path):
+    convert(str(source), tmp_path / "store")
+    whole = read_table(str(tmp_path / "store"))
+    for lazy in (None, False):
+        table = read_table(str(tmp_path / "store"), LabelOptions(forces="none", weight="none"), lazy=lazy)
+        assert not table.carries("forces").any()
+        assert (table.carries("energy") == whole.carries("energy")).all()
+        assert table.fingerprint != whole.fingerprint
+        for frame, kept in zip(whole, table):
+            assert_same_frame(replace(frame, forces=None, weight=1.0), kept)
+    assert np.isnan(table.components.force_squares).all()
+    with pytest.raises(ForgefieldError, match=r"data\.labels\.energy=DFT has no meaning for a store"):
+        read_table(str(tmp_path / "store"), LabelOptions(energy="DFT"))
+    with pytest.raises(ForgefieldError, match=r"data\.units\.energy=Ha has no meaning for a store"):
+        read_table(str(tmp_path / "store"), units=UnitOptions(energy="Ha"))
 
 
 def damaged(store: Path, how: str) -> None:

@@ -14,6 +14,7 @@ from ase.optimize import BFGS
 
 from forgefield.data.batch import batch_from_frames
 from forgefield.data.frame import Frame
+from forgefield.data.graph import GraphOptions
 from forgefield.data.species import SpeciesTable
 from forgefield.deploy.ase import Calculator, VerletList
 from forgefield.errors import ForgefieldError
@@ -86,7 +87,7 @@ def test_results_do_not_depend_on_the_skin_to_the_last_bit():
 
 
 def test_neighbours_are_found_again_exactly_when_needed():
-    verlet = VerletList(4.0, skin=0.5)
+    verlet = VerletList(GraphOptions(4.0), skin=0.5)
 
     def builds_after(atoms: Atoms) -> int:
         verlet.edges(as_frame(atoms))
@@ -109,10 +110,10 @@ def test_neighbours_are_found_again_exactly_when_needed():
 
 def test_pairs_in_the_skin_do_not_reach_the_model():
     frame = as_frame(alloy())
-    source, destination, shifts = VerletList(4.0, skin=1.0).edges(frame)
+    source, destination, shifts = VerletList(GraphOptions(4.0), skin=1.0).edges(frame)
     lengths = np.linalg.norm(frame.positions[source] + shifts @ frame.cell - frame.positions[destination], axis=1)
     assert lengths.max() <= 4.0
-    assert len(VerletList(5.0, skin=0.0).edges(frame)[0]) > len(source)
+    assert len(VerletList(GraphOptions(5.0), skin=0.0).edges(frame)[0]) > len(source)
 
 
 def test_stress_is_the_strain_derivative_in_voigt_order():

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from forgefield.parallel.group import free_port
+from forgefield.parallel.network import free_port
 from forgefield.training.signals import REQUEUE
 from tests.helpers import tiny_config, write_emt
 from tests.parallel.launching import clean_environment, start, torchrun, train_command, write_config

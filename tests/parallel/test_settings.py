@@ -14,8 +14,10 @@ import torch
 from forgefield.api import train
 from forgefield.config.loading import load_config
 from forgefield.errors import ForgefieldError
-from forgefield.parallel.group import Ranks, alone, interface_towards, usable_threads
+from forgefield.parallel.group import Ranks, alone
 from forgefield.parallel.learning_rate import learning_rate_factor
+from forgefield.parallel.meeting import usable_threads
+from forgefield.parallel.network import interface_towards
 from forgefield.parallel.registry import MPIDDPStrategy, check_strategy, register_strategies
 from forgefield.training.journal import Journal
 from forgefield.training.optimisers import build_optimiser, build_scheduler, fit_length, rescale_learning_rates

@@ -20,7 +20,8 @@ from typing import Any
 import pytest
 
 from forgefield.errors import ForgefieldError
-from forgefield.parallel.watch import KEY, Loss, Watch
+from forgefield.parallel.watch import KEY, start_watch
+from forgefield.parallel.watch_thread import Loss, Watch
 
 PATIENCE = 20.0
 """Seconds after which a test gives up; how fast the news must be is asserted apart from that."""
@@ -77,7 +78,7 @@ RANK = (
     CLIENT
     + """
 import os, sys, threading, time
-from forgefield.parallel.watch import Watch
+from forgefield.parallel.watch import start_watch
 
 ranks, world_size, port = json.loads(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 speaking = threading.Lock()
@@ -94,7 +95,7 @@ def lost(rank, loss):
         os._exit(1)
 
 def started(rank):
-    return Watch.start(
+    return start_watch(
         rank=rank, world_size=world_size, host=f"node{rank}", address="127.0.0.1", store=Store(port), timeout=20,
         on_loss=lambda loss: lost(rank, loss),
         on_line=lambda source, text: say(event="line", rank=source, text=text),
@@ -528,7 +529,7 @@ def test_missing_rank_is_named_on_every_rank() -> None:
 
     def centre() -> None:
         with pytest.raises(ForgefieldError) as raised:
-            Watch.start(
+            start_watch(
                 rank=0, world_size=3, host="a", address="", store=store, on_loss=losses.put, on_line=None, timeout=1.0
             )
         errors.append(str(raised.value))
@@ -537,7 +538,7 @@ def test_missing_rank_is_named_on_every_rank() -> None:
     thread.start()
     while KEY not in store.values:
         time.sleep(0.01)
-    member = Watch.start(rank=1, world_size=3, host="b", address="localhost", store=store, on_loss=losses.put)
+    member = start_watch(rank=1, world_size=3, host="b", address="localhost", store=store, on_loss=losses.put)
     thread.join(PATIENCE)
     assert "Rank 2 of 3 did not reach rank 0" in errors[0]
     assert losses.get(timeout=PATIENCE) == member.loss == Loss(0, "a", errors[0])
@@ -550,15 +551,15 @@ def test_rank_0_that_cannot_be_reached_is_an_error_that_says_where() -> None:
     store = Dictionary()
     store.set(KEY, f"{port} token")
     with pytest.raises(ForgefieldError, match=rf"Rank 1 \(b\) did not reach rank 0 \(127.0.0.1, port {port}\)"):
-        Watch.start(rank=1, world_size=2, host="b", address="127.0.0.1", store=store, on_loss=print, timeout=0.5)
+        start_watch(rank=1, world_size=2, host="b", address="127.0.0.1", store=store, on_loss=print, timeout=0.5)
     with pytest.raises(ForgefieldError, match="did not learn where rank 0 listens"):
-        Watch.start(rank=1, world_size=2, host="b", address="127.0.0.1", store=Dictionary(), on_loss=print)
+        start_watch(rank=1, world_size=2, host="b", address="127.0.0.1", store=Dictionary(), on_loss=print)
 
 
 def test_one_rank_alone_needs_nothing() -> None:
     lines: list[tuple[int, str]] = []
     before = threading.active_count()
-    watch = Watch.start(
+    watch = start_watch(
         rank=0,
         world_size=1,
         host="a",
@@ -586,13 +587,13 @@ def test_callbacks_that_raise_do_not_end_the_watch(capfd: pytest.CaptureFixture[
     watches: list[Watch] = []
     thread = threading.Thread(
         target=lambda: watches.append(
-            Watch.start(rank=0, world_size=2, host="a", address="", store=store, on_loss=broken, on_line=broken)
+            start_watch(rank=0, world_size=2, host="a", address="", store=store, on_loss=broken, on_line=broken)
         )
     )
     thread.start()
     while KEY not in store.values:
         time.sleep(0.01)
-    member = Watch.start(rank=1, world_size=2, host="b", address="localhost", store=store, on_loss=pytest.fail)
+    member = start_watch(rank=1, world_size=2, host="b", address="localhost", store=store, on_loss=pytest.fail)
     thread.join(PATIENCE)
     watches[0].line("mine")
     member.line("yours")
@@ -612,7 +613,7 @@ def test_torchs_store_serves() -> None:
     def one(rank: int) -> None:
         own = dist.TCPStore("127.0.0.1", store.port, is_master=False)
         watches.append(
-            Watch.start(rank=rank, world_size=3, host=f"node{rank}", address="127.0.0.1", store=own, on_loss=losses.put)
+            start_watch(rank=rank, world_size=3, host=f"node{rank}", address="127.0.0.1", store=own, on_loss=losses.put)
         )
 
     threads = [threading.Thread(target=one, args=(rank,)) for rank in range(3)]

@@ -19,7 +19,7 @@ FRAMES_PER_PART = 4096
 
 
 def write_large_store(folder: Path, n_bytes: float) -> int:
-    """Crystals of 216 atoms, shaken at random, with energies and forces of springs to their sites. Returns the number of frames."""
+    """Crystals of 216 atoms, shaken, with energies and forces of springs to their sites. Returns the number of frames."""
     rng = np.random.default_rng(0)
     sites = np.stack(np.meshgrid(*[np.arange(6)] * 3), -1).reshape(-1, 3) * 2.6
     numbers = np.where(np.arange(ATOMS) % 2, 29, 79)

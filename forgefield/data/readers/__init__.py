@@ -19,7 +19,7 @@ from forgefield.data.readers.blocks import RawBlock, even_ranges
 from forgefield.data.readers.sources import SourceFile, file_format, plain, source_files
 from forgefield.errors import ForgefieldError
 
-__all__ = ["SourceFile", "chunks", "frames_from_atoms", "frames_of", "plain", "read_frames", "source_files"]
+__all__ = ["SourceFile", "chunks", "frame_count", "frames_from_atoms", "frames_of", "plain", "read_frames", "source_files"]
 
 Raw = Iterator[RawFrame | RawBlock] | Iterator[RawFrame] | Iterator[RawBlock]
 
@@ -77,14 +77,19 @@ def chunks(file: SourceFile, size: int) -> list[tuple[int, int | None]]:
     """
     if size < 1:
         raise ForgefieldError(f"chunks of {size} frames were asked for; it should be at least 1")
+    count = frame_count(file)
+    return [(0, None)] if count is None else even_ranges(count, size)
+
+
+def frame_count(file: SourceFile) -> int | None:
+    """Number of frames where it is known quickly and any part can be read by itself; else None."""
     try:
         _refuse_empty(file)
-        count = _count(file)
+        return _count(file)
     except PermissionError:
         raise ForgefieldError(f"{file.name}: no permission to read this file") from None
     except OSError as error:
         raise ForgefieldError(f"{file.name}: it could not be read ({error.strerror or error})") from error
-    return [(0, None)] if count is None else even_ranges(count, size)
 
 
 def _refuse_empty(file: SourceFile) -> None:
@@ -100,8 +105,7 @@ def _frames(file: SourceFile, reader: LabelReader, units: UnitOptions, start: in
         from forgefield.data.store import open_store
 
         table = open_store(file.path).table()
-        for row in range(start, len(table) if stop is None else min(stop, len(table))):
-            yield reader.stored(table[row])
+        yield from map(reader.stored, table[start:stop])
         return
     for raw in _raw(file, units, start, stop):
         if isinstance(raw, RawFrame):
@@ -144,7 +148,6 @@ def _raw(file: SourceFile, units: UnitOptions, start: int, stop: int | None) -> 
 
 
 def _count(file: SourceFile) -> int | None:
-    """Number of frames where it is known quickly and any part can be read by itself; else None."""
     path, kind = file.path, file_format(file.path)
     if kind == "extxyz":
         from forgefield.data.readers.extxyz import count_extxyz

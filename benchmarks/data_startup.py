@@ -1,0 +1,168 @@
+"""What happens before the first step, for stores of a thousand to a million frames: opening, statistics, order, plan."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from data_measure import Settings, Table, Timing, best_of, timed
+
+from forgefield.config.schema import DataOptions
+from forgefield.data.columns import FIELDS
+from forgefield.data.dataset import GraphDataset
+from forgefield.data.edges import EDGE_FIELDS
+from forgefield.data.frame import Frame
+from forgefield.data.graph import GraphOptions
+from forgefield.data.moments import PartStatistics
+from forgefield.data.order import EveryFrameOnce, WeightedDraws, system_probabilities
+from forgefield.data.plan import Budget, StepPlan
+from forgefield.data.sampling import FrameLoader
+from forgefield.data.species import SpeciesTable
+from forgefield.data.splits import resolve_splits
+from forgefield.data.statistics import compute_statistics
+from forgefield.data.store import FORMAT, MANIFEST, VERSION, manifest_hash
+from forgefield.data.store_writer import PartWriter
+
+CUTOFF = 3.0
+VALIDATION = 1000
+PARTS_OF_STORE = 64
+"""As many as a conversion makes of much data."""
+
+
+def write_store(folder: Path, n_frames: int) -> int:
+    """A store of small random frames with neighbour lists; all parts hold the same numbers. Returns its bytes."""
+    n_parts = PARTS_OF_STORE if n_frames > 10_000 else 1
+    n_frames -= n_frames % n_parts
+    first = folder / "part-00000"
+    writer = PartWriter(first, GraphOptions(CUTOFF))
+    frames = small_frames(n_frames // n_parts)
+    for begin in range(0, len(frames), 256):
+        writer.add(frames[begin : begin + 256])
+    about = writer.finish()
+    parts = []
+    for number in range(n_parts):
+        name = f"part-{number:05d}"
+        if number:
+            shutil.copytree(first, folder / name)
+        parts.append({**about, "name": name})
+    statistics = PartStatistics()
+    for part in parts:
+        statistics.merge(PartStatistics.from_dict(part.pop("statistics")))
+    manifest: dict[str, Any] = {
+        "format": FORMAT,
+        "version": VERSION,
+        "n_frames": n_frames,
+        "n_atoms": n_parts * about["n_atoms"],
+        "n_edges": n_parts * about["n_edges"],
+        "fields": {name: asdict(field) for name, field in {**FIELDS, **EDGE_FIELDS}.items()},
+        "graph": asdict(GraphOptions(CUTOFF)),
+        "statistics": statistics.to_dict(),
+        "parts": parts,
+    }
+    manifest = json.loads(json.dumps(manifest))
+    manifest["hash"] = manifest_hash(manifest)
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    return sum(entry["bytes"] for part in parts for entry in part["columns"].values())
+
+
+def small_frames(n: int) -> list[Frame]:
+    """6 to 10 atoms of three species on a shaken grid, with energies and forces of springs to its points."""
+    rng = np.random.default_rng(0)
+    grid = np.stack(np.meshgrid(*[np.arange(3)] * 3), -1).reshape(-1, 3) * 2.2
+    cell, pbc = 12.0 * np.eye(3), np.ones(3, dtype=bool)
+    frames = []
+    for i, size in enumerate(rng.integers(6, 11, n)):
+        shift = rng.normal(0, 0.1, (size, 3))
+        energy = 0.5 * float((shift**2).sum()) - 3.0 * size
+        numbers = rng.choice([1, 6, 8], size)
+        frames.append(Frame(grid[:size] + shift, numbers, cell, pbc, energy, -shift, None, 1.0, "small", i))
+    return frames
+
+
+# ---- start of a run
+
+
+def start_up(store: Path) -> dict[str, Timing]:
+    """From a folder to the first batch, as a training does it, by stages."""
+    options = DataOptions(train=str(store), val=VALIDATION, cutoff=CUTOFF)
+    taken: dict[str, Timing] = {}
+
+    def stage(name: str, work: Callable[[], Any]) -> Any:
+        result, taken[name] = timed(work)
+        return result
+
+    splits = stage("open_and_split", lambda: resolve_splits(options, 0))
+    species = stage("species", lambda: SpeciesTable.from_frames(splits.train))
+    train, val = stage(
+        "graphs", lambda: [GraphDataset(part, species, GraphOptions(CUTOFF)) for part in (splits.train, splits.val)]
+    )
+    assert train.edges.kind == "read from the store"
+    stage("statistics", lambda: compute_statistics(train, options, [val]))
+    loader = FrameLoader(train, Budget("frames", 64), shuffle=True)
+    stage("order_and_plan", lambda: len(loader))
+    stage("first_batch", lambda: next(iter(loader)))
+    return taken
+
+
+def startup(settings: Settings) -> None:
+    """Stages of the start, with statistics computed and with statistics known from an earlier run."""
+    stages = {
+        name: 15 for name in ("open_and_split", "species", "graphs", "statistics", "order_and_plan", "first_batch")
+    }
+    out = Table(
+        "Start of a run on a store with neighbour lists, CPU ms (64 parts from 1e5 frames on); the last two columns: all of it",
+        frames=10, MB=6, statistics=11, **{f"{name}_": width for name, width in stages.items()}, CPU_s=7, wall_s=7,
+    )  # fmt: skip
+    for n in (1_000, 100_000) if settings.quick else (1_000, 100_000, 1_000_000):
+        store = settings.scratch / f"store-{n}"
+        store.mkdir()
+        size = write_store(store, n) / 1e6
+        for known in (False, True):
+            runs = [
+                _start_up_once(store, settings.scratch, known) for _ in range(2 if n > 100_000 else settings.repeats)
+            ]
+            least = {name: Timing(min(r[name].cpu for r in runs), min(r[name].wall for r in runs)) for name in stages}
+            total = sum(least.values(), Timing(0, 0)).over(1000)
+            cpu = [timing.cpu for timing in least.values()]
+            out.row(f"{n:g}", size, "cached" if known else "computed", *cpu, total.cpu, total.wall)
+        shutil.rmtree(store)
+
+
+def _start_up_once(store: Path, scratch: Path, known: bool) -> dict[str, Timing]:
+    """FORGEFIELD_CACHE lies in our own folder; without it statistics are computed."""
+    os.environ["FORGEFIELD_CACHE"] = str(scratch / "cache")
+    if not known:
+        shutil.rmtree(scratch / "cache", ignore_errors=True)
+    return start_up(store)
+
+
+# ---- order and plan
+
+
+def plans(settings: Settings) -> None:
+    """Order of an epoch, weighted draws, and plans by atoms."""
+    n = 100_000 if settings.quick else 1_000_000
+    rng = np.random.default_rng(0)
+    atoms = rng.integers(2, 200, n)
+    works: dict[str, Callable[[], object]] = {"shuffled order": lambda: EveryFrameOnce(n, 0).rows(3)}
+    for systems in (10, 100_000):
+        of_row = np.sort(rng.integers(0, systems, n))
+        chances = system_probabilities("uniform", np.bincount(of_row, minlength=systems))
+        works[f"weighted draws, {systems} systems, made"] = lambda o=of_row, c=chances: WeightedDraws(o, c, n)
+        draws = WeightedDraws(of_row, chances, n)
+        works[f"weighted draws, {systems} systems, an epoch"] = lambda d=draws: d.rows(3)
+    for ranks in (1, 2, 64):
+        works[f"plan by atoms (4096), {ranks} ranks"] = lambda r=ranks: StepPlan(atoms, Budget("atoms", 4096), r)
+    times = best_of(works, 1 if settings.quick else 2)
+    out = Table(f"An epoch of {n:g} frames", what=44, CPU_s=8, wall_s=8)
+    for name, timing in times.items():
+        out.row(name, timing.over(1000).cpu, timing.over(1000).wall)
+
+
+PARTS = {"startup": startup, "plans": plans}
