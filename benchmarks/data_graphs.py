@@ -52,7 +52,7 @@ def searches(cutoff: float) -> dict[str, Callable[[Frame], int]]:
 def neighbours(settings: Settings) -> None:
     """Ours against vesin, matscipy and ASE, which neither sort nor find reverse edges."""
     peers = ("vesin", "matscipy", "ase")
-    widths = {name: 10 for name in ("forgefield", *peers)}
+    widths = dict.fromkeys(("forgefield", *peers), 10)
     over = {f"{name}_over": 14 for name in peers}
     out = Table(
         "Neighbour list of one frame, CPU ms; then each library over ours",

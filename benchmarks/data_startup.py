@@ -14,9 +14,7 @@ import numpy as np
 from data_measure import Settings, Table, Timing, best_of, timed
 
 from forgefield.config.schema import DataOptions
-from forgefield.data.columns import FIELDS
 from forgefield.data.dataset import GraphDataset
-from forgefield.data.edges import EDGE_FIELDS
 from forgefield.data.frame import Frame
 from forgefield.data.graph import GraphOptions
 from forgefield.data.moments import PartStatistics
@@ -26,7 +24,7 @@ from forgefield.data.sampling import FrameLoader
 from forgefield.data.species import SpeciesTable
 from forgefield.data.splits import resolve_splits
 from forgefield.data.statistics import compute_statistics
-from forgefield.data.store import FORMAT, MANIFEST, VERSION, manifest_hash
+from forgefield.data.store import ALL_FIELDS, FORMAT, MANIFEST, VERSION, manifest_hash
 from forgefield.data.store_writer import PartWriter
 
 CUTOFF = 3.0
@@ -60,7 +58,7 @@ def write_store(folder: Path, n_frames: int) -> int:
         "n_frames": n_frames,
         "n_atoms": n_parts * about["n_atoms"],
         "n_edges": n_parts * about["n_edges"],
-        "fields": {name: asdict(field) for name, field in {**FIELDS, **EDGE_FIELDS}.items()},
+        "fields": {name: asdict(ALL_FIELDS[name]) for name in about["columns"]},
         "graph": asdict(GraphOptions(CUTOFF)),
         "statistics": statistics.to_dict(),
         "parts": parts,
@@ -88,9 +86,9 @@ def small_frames(n: int) -> list[Frame]:
 # ---- start of a run
 
 
-def start_up(store: Path) -> dict[str, Timing]:
+def start_up(store: Path, n_frames: int) -> dict[str, Timing]:
     """From a folder to the first batch, as a training does it, by stages."""
-    options = DataOptions(train=str(store), val=VALIDATION, cutoff=CUTOFF)
+    options = DataOptions(train=str(store), val=min(VALIDATION, n_frames // 10), cutoff=CUTOFF)
     taken: dict[str, Timing] = {}
 
     def stage(name: str, work: Callable[[], Any]) -> Any:
@@ -112,9 +110,7 @@ def start_up(store: Path) -> dict[str, Timing]:
 
 def startup(settings: Settings) -> None:
     """Stages of the start, with statistics computed and with statistics known from an earlier run."""
-    stages = {
-        name: 15 for name in ("open_and_split", "species", "graphs", "statistics", "order_and_plan", "first_batch")
-    }
+    stages = dict.fromkeys(("open_and_split", "species", "graphs", "statistics", "order_and_plan", "first_batch"), 15)
     out = Table(
         "Start of a run on a store with neighbour lists, CPU ms (64 parts from 1e5 frames on); the last two columns: all of it",
         frames=10, MB=6, statistics=11, **{f"{name}_": width for name, width in stages.items()}, CPU_s=7, wall_s=7,
@@ -125,7 +121,7 @@ def startup(settings: Settings) -> None:
         size = write_store(store, n) / 1e6
         for known in (False, True):
             runs = [
-                _start_up_once(store, settings.scratch, known) for _ in range(2 if n > 100_000 else settings.repeats)
+                _start_up_once(store, n, settings.scratch, known) for _ in range(2 if n > 100_000 else settings.repeats)
             ]
             least = {name: Timing(min(r[name].cpu for r in runs), min(r[name].wall for r in runs)) for name in stages}
             total = sum(least.values(), Timing(0, 0)).over(1000)
@@ -134,12 +130,12 @@ def startup(settings: Settings) -> None:
         shutil.rmtree(store)
 
 
-def _start_up_once(store: Path, scratch: Path, known: bool) -> dict[str, Timing]:
+def _start_up_once(store: Path, n_frames: int, scratch: Path, known: bool) -> dict[str, Timing]:
     """FORGEFIELD_CACHE lies in our own folder; without it statistics are computed."""
     os.environ["FORGEFIELD_CACHE"] = str(scratch / "cache")
     if not known:
         shutil.rmtree(scratch / "cache", ignore_errors=True)
-    return start_up(store)
+    return start_up(store, n_frames)
 
 
 # ---- order and plan
@@ -151,8 +147,8 @@ def plans(settings: Settings) -> None:
     rng = np.random.default_rng(0)
     atoms = rng.integers(2, 200, n)
     works: dict[str, Callable[[], object]] = {"shuffled order": lambda: EveryFrameOnce(n, 0).rows(3)}
-    for systems in (10, 100_000):
-        of_row = np.sort(rng.integers(0, systems, n))
+    for systems in (10, n // 10):
+        of_row = np.sort(np.concatenate([np.arange(systems), rng.integers(0, systems, n - systems)]))
         chances = system_probabilities("uniform", np.bincount(of_row, minlength=systems))
         works[f"weighted draws, {systems} systems, made"] = lambda o=of_row, c=chances: WeightedDraws(o, c, n)
         draws = WeightedDraws(of_row, chances, n)

@@ -52,7 +52,8 @@ class Probe:
         self.potential = float64_copy(potential)
         self.species = species
         self.cutoff = float(cutoff)
-        self.graph = replace(graph_of(potential), cutoff=self.cutoff)
+        graph = graph_of(potential)
+        self.graph = graph if graph.adaptive_cutoff is not None else replace(graph, cutoff=self.cutoff)
         tensors = [*self.potential.parameters(), *self.potential.buffers()]
         self.device = tensors[0].device if tensors else torch.device("cpu")
 

@@ -48,6 +48,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from forgefield.checks import print_checks, run_checks
+    from forgefield.data.graph import graph_of
     from forgefield.data.species import SpeciesTable
 
     random = np.random.default_rng(args.seed)
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         potential,
         chosen,
         SpeciesTable(potential.species),
-        potential.cutoff,
+        graph_of(potential).reach,
         generator=random,
         reference_energies=_isolated_atoms(options),
     )

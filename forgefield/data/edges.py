@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from forgefield.data.columns import Field, offsets, ranges
-from forgefield.data.graph import GraphOptions, build_edges
+from forgefield.data.graph import Edges, GraphOptions, build_edges
 from forgefield.data.neighbours import edge_vectors, squared_lengths
 from forgefield.data.table import FrameTable
 from forgefield.errors import ForgefieldError
@@ -75,8 +75,10 @@ def build_block(geometry: Geometry, graph: GraphOptions, where: Callable[[int], 
     for i, (first, end) in enumerate(zip(ends - geometry.n_atoms, ends)):
         positions, cell = geometry.positions[first:end], geometry.cell[i]
         edges = build_edges(positions, cell, geometry.pbc[i], graph)
+        if edges.shortest < CLOSEST_PAIR:
+            _refuse_coinciding_atoms(positions, cell, edges, where(i))
         lists.append(edges)
-        shortest.append(_shortest(positions, cell, edges, where, i))
+        shortest.append(edges.shortest)
     n_edges = np.array([len(edges.source) for edges in lists], dtype=np.int64)
     degrees = [np.bincount(edges.destination, minlength=n) for edges, n in zip(lists, geometry.n_atoms)]
     reverse = None
@@ -96,17 +98,11 @@ def _joined(arrays: Sequence[np.ndarray], tail: tuple[int, ...]) -> np.ndarray:
     return np.concatenate(arrays) if len(arrays) else np.zeros((0, *tail), dtype=np.int64)
 
 
-def _shortest(positions: np.ndarray, cell: np.ndarray, edges, where: Callable[[int], str], i: int) -> float:
-    if len(edges.source) == 0:
-        return np.inf
+def _refuse_coinciding_atoms(positions: np.ndarray, cell: np.ndarray, edges: Edges, where: str) -> None:
     squares = squared_lengths(edge_vectors(positions, cell, edges.source, edges.destination, edges.shifts))
     worst = int(squares.argmin())
-    if squares[worst] < CLOSEST_PAIR**2:
-        one, other = sorted((int(edges.source[worst]), int(edges.destination[worst])))
-        raise ForgefieldError(
-            f"{where(i)}: atoms {one} and {other} are at the same place ({squares[worst] ** 0.5:.1e} A apart)"
-        )
-    return float(squares[worst] ** 0.5)
+    one, other = sorted((int(edges.source[worst]), int(edges.destination[worst])))
+    raise ForgefieldError(f"{where}: atoms {one} and {other} are at the same place ({squares[worst] ** 0.5:.1e} A apart)")
 
 
 def edge_columns(

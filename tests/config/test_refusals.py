@@ -27,7 +27,10 @@ DATA = "data: {train: a.xyz}\n"
             "trainer:\n  max_epoch: 4",
             "my.yaml, line 2: unknown key 'trainer.max_epoch'. Did you mean 'trainer.max_epochs'?",
         ),
-        ("data: {batch: {zzzz: 1}}", "my.yaml, line 1: unknown key 'data.batch.zzzz'. 'data.batch' has: frames, atoms, edges, oversized."),
+        (
+            "data: {batch: {zzzz: 1}}",
+            "my.yaml, line 1: unknown key 'data.batch.zzzz'. 'data.batch' has: frames, atoms, edges, oversized.",
+        ),
         ("data: {neighbors: vesin}", "unknown key 'data.neighbors'. Did you mean 'data.neighbours'?"),
         ("hydra: {run: {dir: x}}", "my.yaml, line 1: 'hydra' settings have no effect in Forgefield; leave them out."),
     ],

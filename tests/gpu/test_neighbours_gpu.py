@@ -6,7 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from tests.data.test_graph_batched import as_tensors, assert_same_edges, random_frame
+from forgefield.data.batch import to_device, with_edges
+from forgefield.data.dataset import GraphDataset
+from forgefield.data.frame import Frame
+from forgefield.data.sampling import FrameLoader
+from forgefield.data.species import SpeciesTable
+from tests.data.batched_edges import as_tensors, assert_same_edges, random_frame
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -51,3 +56,27 @@ def test_memory_is_bounded_by_the_number_of_candidates_at_a_time():
         assert edges[0].shape[1] > 200_000
         del edges
     assert peaks[0] < 0.5 * peaks[1]
+
+
+@pytest.mark.parametrize("neighbours", ["auto", "device"])
+def test_batches_arrive_whole_whoever_prepares_them(neighbours, tmp_path):
+    """Prepared ahead by threads, through pinned memory, edges from the host or made here: the numbers of a plain loader."""
+    frames = [
+        Frame(
+            *random_frame(np.random.default_rng(i), 5 + i % 7, (True, True, i % 2 == 0), 0.2, 6.0, False, 0.0)[:1],
+            np.full(5 + i % 7, 29),
+            6.0 * np.eye(3),
+            np.array([True, True, i % 2 == 0]),
+            float(i),
+        )
+        for i in range(40)
+    ]
+    species = SpeciesTable(["Cu"])
+    plain = FrameLoader(GraphDataset(frames, species, 4.0), 6, shuffle=True)
+    dataset = GraphDataset(frames, species, 4.0, on_device=neighbours == "device")
+    ahead = FrameLoader(dataset, 6, shuffle=True, workers=3, pin=True)
+    for expected, batch in zip(plain, ahead, strict=True):
+        assert all(tensor.is_pinned() for tensor in batch.values())
+        here = with_edges(to_device(batch, "cuda"), 4.0)
+        for key, value in expected.items():
+            torch.testing.assert_close(here[key].cpu(), value, rtol=0, atol=0, equal_nan=True)
