@@ -102,10 +102,14 @@ def start_up(store: Path, n_frames: int) -> dict[str, Timing]:
     )
     assert train.edges.kind == "read from the store"
     stage("statistics", lambda: compute_statistics(train, options, [val]))
-    loader = FrameLoader(train, Budget("frames", 64), shuffle=True)
-    stage("order_and_plan", lambda: len(loader))
+    loader = stage("order_and_plan", lambda: _planned(FrameLoader(train, Budget("frames", 64), shuffle=True)))
     stage("first_batch", lambda: next(iter(loader)))
     return taken
+
+
+def _planned(loader: FrameLoader) -> FrameLoader:
+    assert len(loader)
+    return loader
 
 
 def startup(settings: Settings) -> None:

@@ -30,7 +30,8 @@ def find_path(path: str, folders: Sequence[Path]) -> str:
     text = str(Path(path).expanduser())
     candidates = [str((folder / text).absolute()) for folder in folders]
     for candidate in candidates:
-        if Path(candidate).exists() or glob.glob(candidate, recursive=True):
+        file = candidate.partition("#")[0]  # what follows is a group within the file
+        if Path(candidate).exists() or Path(file).is_file() or glob.glob(candidate, recursive=True):
             return candidate
     return candidates[0]
 

@@ -86,11 +86,11 @@ class DataOptions:
     shuffle: bool = True
     """A fresh permutation of all training frames every epoch."""
     neighbours: str = "auto"
-    """Neighbour-list library: auto, vesin or matscipy; device: made on the GPU, batch by batch."""
+    """Neighbour lists by vesin or matscipy, or device: made where the model runs, batch by batch; auto: what is fastest."""
     lazy: Any = "auto"
     """Leave the data on disk: auto (stores yes, files no), true (files are converted once, into a cache), false."""
     workers: Optional[int] = None
-    """Threads that prepare batches ahead. Default: NUM_WORKERS, else 2 with a GPU and 0 without."""
+    """Threads that prepare batches ahead. Default: NUM_WORKERS, else 1 with a GPU and 0 without."""
     prefetch: Optional[int] = None
     """How many batches are prepared ahead. Default: two for each worker."""
     reference_energies: Any = "auto"

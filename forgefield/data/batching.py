@@ -90,7 +90,8 @@ def _sampling(given: Any) -> tuple[Any, int | None]:
 def batch_threads(options: DataOptions, on_gpu: bool) -> int:
     """Threads that prepare batches: `data.workers`, else NUM_WORKERS, else what pays.
 
-    On a CPU the threads of the arithmetic need the cores themselves.
+    On a CPU the threads of the arithmetic need the cores themselves; with a GPU one thread keeps up, and more of them are in
+    the way of the one that feeds the device.
     """
     if options.workers is not None:
         workers, setting = options.workers, "data.workers"
@@ -100,7 +101,7 @@ def batch_threads(options: DataOptions, on_gpu: bool) -> int:
             raise ForgefieldError(f"NUM_WORKERS={text!r} should be a number of threads (or leave it unset)")
         workers = int(text)
     else:
-        return 2 if on_gpu else 0
+        return 1 if on_gpu else 0
     if workers < 0:
         raise ForgefieldError(f"{setting}={workers} should be 0 or more")
     return workers

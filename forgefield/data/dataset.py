@@ -45,6 +45,11 @@ class GraphDataset:
         self.on_device = on_device
         self.edges = DeviceEdges() if on_device else _neighbourhoods(self.frames, self.graph, progress, threads)
 
+    def leave_edges_to_device(self) -> None:
+        """From now on the model's device makes the lists that would be made for each batch, if it can make such."""
+        if isinstance(self.edges, BuiltEdges) and self.graph == GraphOptions(self.cutoff, self.graph.neighbours):
+            self.on_device, self.edges = True, DeviceEdges()
+
     @property
     def cutoff(self) -> float:
         return self.graph.cutoff

@@ -37,8 +37,7 @@ class DataModule(lightning.LightningDataModule):
         self.options = options
         self.seed = int(seed)
         self.rank, self.world_size = rank, world_size
-        self.on_gpu = False
-        """Whether batches will be copied to a GPU; set before loaders are asked for."""
+        self._on_gpu = False
         self._ready = False
 
     def prepare(self, progress: Progress | None = None) -> None:
@@ -74,6 +73,14 @@ class DataModule(lightning.LightningDataModule):
         assert train is not None
         self.train = train
 
+    def train_on_gpu(self) -> None:
+        """Batches will be copied to a GPU. Called before loaders are asked for."""
+        self._on_gpu = True
+        if self.options.neighbours == "auto":
+            for part in (self.train, self.val, self.test):
+                if part is not None:
+                    part.leave_edges_to_device()
+
     def setup(self, stage: str | None = None) -> None:
         self.prepare()
 
@@ -100,9 +107,9 @@ class DataModule(lightning.LightningDataModule):
             order=order,
             rank=self.rank,
             world_size=self.world_size,
-            workers=batch_threads(self.options, self.on_gpu),
+            workers=batch_threads(self.options, self._on_gpu),
             prefetch=self.options.prefetch,
-            pin=self.on_gpu,
+            pin=self._on_gpu,
         )
 
     def describe(self) -> list[tuple[str, str]]:

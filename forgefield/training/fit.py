@@ -225,7 +225,8 @@ def _run_lightning(plan: _Plan, potential: Potential, restart: Restart | None, p
     plan.record.write(run, config, data, ranks)
     if ranks.is_first:
         metrics_log.start(restart.rows if restart else 0)
-    data.on_gpu = trainer.strategy.root_device.type == "cuda"
+    if trainer.strategy.root_device.type == "cuda":
+        data.train_on_gpu()
     loader = data.train_dataloader()
     if plan.options.get("overfit_batches"):
         journal.say("trainer.overfit_batches is set: the same frames are used every epoch, without shuffling.")

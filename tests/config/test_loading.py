@@ -188,6 +188,13 @@ def test_paths_are_absolute_here_first_then_beside_the_config(folder):
     assert (data.test, data.indices) == (5, "0:10")
 
 
+def test_a_group_of_a_file_beside_the_config(folder):
+    (folder / "configs").mkdir()
+    (folder / "configs" / "water.h5").write_text("1")
+    (folder / "configs" / "c.yaml").write_text("data: {train: 'water.h5#/data_0', val: 0}")
+    assert load_config("configs/c.yaml").data.train == f"{folder}/configs/water.h5#/data_0"
+
+
 def test_home_is_expanded(load):
     assert load("data: {train: ~/a.xyz}").data.train == os.path.expanduser("~/a.xyz")
 

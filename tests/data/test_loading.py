@@ -194,7 +194,7 @@ def test_weighted_draws_and_a_fixed_order_contradict_each_other():
 
 def test_threads_by_setting_by_variable_and_by_device(monkeypatch):
     monkeypatch.delenv("NUM_WORKERS", raising=False)
-    assert (batch_threads(options(), on_gpu=False), batch_threads(options(), on_gpu=True)) == (0, 2)
+    assert (batch_threads(options(), on_gpu=False), batch_threads(options(), on_gpu=True)) == (0, 1)
     monkeypatch.setenv("NUM_WORKERS", "5")
     assert batch_threads(options(), on_gpu=False) == 5
     assert batch_threads(options(workers=1), on_gpu=True) == 1

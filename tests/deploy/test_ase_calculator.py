@@ -271,6 +271,33 @@ def test_run_can_be_given_as_folder_or_object_and_in_another_precision(run):
     assert 1e-9 < error < 1e-5  # float32 inside the network, and not in the float64 one
 
 
+@pytest.mark.parametrize("graph", [{"adaptive_cutoff": 6.0}, {"max_neighbours": 5}])
+def test_a_deployed_model_sees_the_graph_it_was_made_for(graph, tmp_path):
+    """An atom that leaves: alone beyond the cutoff, with a radius that grows, or among the nearest of the others."""
+    options = {"name": "nequip", "num_layers": 1, "l_max": 1, "num_features": 4, "radial_mlp_width": 8}
+    facts = {"mean_neighbours": 14.0, "forces_rms": 1.0, "reference_energies": REFERENCE}
+    resolved = resolve_model(options, species=("Cu", "Au"), cutoff=3.0, statistics=facts, **graph)
+    potential = build_model(resolved, precision="float64", seed=1)
+    run = create_run_from_model(
+        name="mine", out=tmp_path, resolved=resolved, potential=potential, origin="test", precision="float64"
+    )
+    assert run.graph == GraphOptions(3.0, **graph)
+    plain = build_model({k: v for k, v in resolved.items() if k not in graph}, precision="float64", seed=1)
+    calculator, differs = Calculator(run), []
+    for distance in (2.5, 2.9, 3.5, 5.0, 6.5):
+        atoms = alloy()
+        atoms.set_pbc(False)
+        atoms.positions[0] = atoms.positions.max(axis=0) + [distance, 0, 0]
+        atoms.calc = calculator
+        frame = as_frame(atoms)
+        expected = potential.eval()(batch_from_frames([frame], SpeciesTable(("Cu", "Au")), run.graph))
+        assert atoms.get_potential_energy() == pytest.approx(float(expected["energy"]), abs=1e-12)
+        np.testing.assert_allclose(atoms.get_forces(), expected["forces"].detach().numpy(), rtol=0, atol=1e-12)
+        other = plain.eval()(batch_from_frames([frame], SpeciesTable(("Cu", "Au")), 3.0))
+        differs.append(abs(float(other["energy"]) - float(expected["energy"])) > 1e-6)
+    assert any(differs)
+
+
 def test_nequip_in_float64_has_exact_forces(run):
     atoms = alloy()
     atoms.calc = Calculator(run, dtype="float64")
