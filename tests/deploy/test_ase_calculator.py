@@ -271,7 +271,7 @@ def test_run_can_be_given_as_folder_or_object_and_in_another_precision(run):
     assert 1e-9 < error < 1e-5  # float32 inside the network, and not in the float64 one
 
 
-@pytest.mark.parametrize("graph", [{"adaptive_cutoff": 6.0}, {"max_neighbours": 5}])
+@pytest.mark.parametrize("graph", [{"adaptive_cutoff": 6.0}, {"max_neighbours": 1}])
 def test_a_deployed_model_sees_the_graph_it_was_made_for(graph, tmp_path):
     """An atom that leaves: alone beyond the cutoff, with a radius that grows, or among the nearest of the others."""
     options = {"name": "nequip", "num_layers": 1, "l_max": 1, "num_features": 4, "radial_mlp_width": 8}
