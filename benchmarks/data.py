@@ -21,7 +21,7 @@ import data_graphs
 import data_loading
 import data_startup
 import torch
-from data_measure import Settings, machine
+from data_measure import CACHE, Settings, machine
 
 PARTS = {**data_loading.PARTS, **data_graphs.PARTS, **data_startup.PARTS}
 PEERS = ("numpy", "torch", "vesin", "matscipy", "ase", "deepmd-kit")
@@ -48,6 +48,7 @@ def main() -> None:
     torch.set_num_threads(1)
     print(f"benchmarks/data.py, {machine()}\n{versions()}; one thread")
     with tempfile.TemporaryDirectory() as scratch:
+        os.environ["FORGEFIELD_CACHE"] = str(Path(scratch) / CACHE)
         settings = Settings(arguments.data, Path(scratch), arguments.quick, arguments.device)
         for name in arguments.only:
             PARTS[name](settings)

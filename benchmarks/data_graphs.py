@@ -53,7 +53,7 @@ def neighbours(settings: Settings) -> None:
     """Ours against vesin, matscipy and ASE, which neither sort nor find reverse edges."""
     peers = ("vesin", "matscipy", "ase")
     widths = dict.fromkeys(("forgefield", *peers), 10)
-    over = {f"{name}_over": 14 for name in peers}
+    over = {f"{name}/ours": 14 for name in peers}
     out = Table(
         "Neighbour list of one frame, CPU ms; then each library over ours",
         system=8,

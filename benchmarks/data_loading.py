@@ -172,8 +172,8 @@ def _loading_of(settings: Settings, name: str, table: FrameTable, cutoff: float,
         print("left out: DeePMD-kit is not installed")
     elif settings.device != "cpu":
         title += f" (Forgefield's on {settings.device})"
-    widths = {"CPU_ms": 9, "wall_ms": 9, "frames_per_s": 13, "over_numpy": 11}
-    out = Table(title, what=22, **widths, **({"DeePMD_over_CPU": 16, "DeePMD_over_wall": 17} if peers else {}))
+    widths = {"CPU ms": 9, "wall ms": 9, "frames per s": 13, "it/numpy": 9}
+    out = Table(title, what=22, **widths, **({"DeePMD/it, CPU": 15, "DeePMD/it, wall": 16} if peers else {}))
     for key in loaders:
         timing = times[key].over(n)
         ratios: list[Any] = [times[key].cpu / times["numpy slice"].cpu]

@@ -17,6 +17,9 @@ from forgefield.config.schema import UnitOptions
 from forgefield.data.reading import read_table
 from forgefield.data.table import FrameTable
 
+CACHE = "cache"
+"""Folder in the scratch folder for what Forgefield keeps between runs."""
+
 
 @dataclass(frozen=True)
 class Settings:

@@ -88,12 +88,24 @@ def _edges_in_batch(n_atoms: np.ndarray, edges: EdgeBlock) -> dict[str, np.ndarr
     n_edges = edges.n_edges
     first_atom, first_edge = n_atoms.cumsum() - n_atoms, n_edges.cumsum() - n_edges
     edge_index = np.empty((2, len(edges.source)), dtype=np.int64)
-    np.add(edges.source, np.repeat(first_atom, n_edges), out=edge_index[0])
+    _add_by_frame(edges.source, first_atom, n_edges, edge_index[0])
     edge_index[1] = np.repeat(np.arange(len(edges.degree)), edges.degree)
     arrays = {"edge_index": edge_index, "edge_shift": edges.shift.astype(np.float64)}
     if edges.reverse is not None:
-        arrays["edge_reverse"] = edges.reverse + np.repeat(first_edge, n_edges)
+        arrays["edge_reverse"] = np.empty(len(edges.reverse), dtype=np.int64)
+        _add_by_frame(edges.reverse, first_edge, n_edges, arrays["edge_reverse"])
     return arrays
+
+
+def _add_by_frame(values: np.ndarray, addends: np.ndarray, counts: np.ndarray, out: np.ndarray) -> None:
+    """out = values + the addend of the frame they belong to. Long frames one by one: no array of addends is needed."""
+    if len(values) <= 2048 * len(counts):
+        np.add(values, np.repeat(addends, counts), out=out)
+        return
+    begin = 0
+    for addend, count in zip(addends.tolist(), counts.tolist()):
+        np.add(values[begin : begin + count], addend, out=out[begin : begin + count])
+        begin += count
 
 
 def with_edges(batch: Batch, cutoff: float) -> Batch:

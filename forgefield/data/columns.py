@@ -75,8 +75,8 @@ class Columns(ABC):
         """A whole column that is not per atom. Read-only."""
 
     @abstractmethod
-    def values(self, name: str, rows: np.ndarray) -> np.ndarray:
-        """Values of the atoms or edges of these frames, one frame after the other: a fresh array. rows: (n,) int64."""
+    def copy(self, name: str, first: np.ndarray, counts: np.ndarray, out: np.ndarray, begins: np.ndarray) -> None:
+        """Values first[k] to first[k] + counts[k] - 1 of a column per atom or edge, to begins[k] and on in `out`."""
 
 
 class MemoryColumns(Columns):
@@ -104,9 +104,24 @@ class MemoryColumns(Columns):
     def column(self, name: str) -> np.ndarray:
         return self._arrays[name]
 
-    def values(self, name: str, rows: np.ndarray) -> np.ndarray:
-        first = self._arrays["first_atom"]
-        return self._arrays[name].take(ranges(first[rows], first[rows + 1] - first[rows]), axis=0)
+    def copy(self, name: str, first: np.ndarray, counts: np.ndarray, out: np.ndarray, begins: np.ndarray) -> None:
+        copy_ranges(self._arrays[name], first, counts, out, begins)
+
+
+LONG_RANGE = 2000
+"""Bytes. Ranges that are longer on average are copied one by one, shorter ones all at once through their numbers."""
+
+
+def copy_ranges(array: np.ndarray, first: np.ndarray, counts: np.ndarray, out: np.ndarray, begins: np.ndarray) -> None:
+    """array[first[k] : first[k] + counts[k]] to begins[k] and on in `out`."""
+    total = int(counts.sum())
+    if total * array[:1].nbytes > LONG_RANGE * len(counts):
+        for begin, start, n in zip(begins.tolist(), first.tolist(), counts.tolist()):
+            out[begin : begin + n] = array[start : start + n]
+    elif total == len(out) and (begins[1:] >= begins[:-1]).all():
+        array.take(ranges(first, counts), axis=0, out=out, mode="clip")
+    else:
+        out[ranges(begins, counts)] = array[ranges(first, counts)]
 
 
 def ranges(first: np.ndarray, counts: np.ndarray) -> np.ndarray:

@@ -7,7 +7,15 @@ from collections.abc import Sequence
 import numpy as np
 
 from forgefield.data.batch import Batch, assemble
-from forgefield.data.edges import BuiltEdges, DeviceEdges, Geometry, MemoryEdges, Neighbourhoods, Progress, StoredEdges
+from forgefield.data.edges import (
+    BuiltEdges,
+    DeviceEdges,
+    MemoryEdges,
+    Neighbourhoods,
+    Progress,
+    StoredEdges,
+    geometry_of,
+)
 from forgefield.data.frame import Frame
 from forgefield.data.graph import GraphOptions
 from forgefield.data.species import SpeciesTable
@@ -73,28 +81,25 @@ class GraphDataset:
 
     def batch(self, rows: np.ndarray | Sequence[int]) -> Batch:
         """These frames in this order; `frame_id` is their row."""
-        rows = np.asarray(rows, dtype=np.int64)
-        table = self.frames
-        n_atoms = table.n_atoms[rows]
-        geometry = Geometry(
-            n_atoms, table.atoms("positions", rows), table.column("cell", rows), table.column("pbc", rows)
-        )
+        found = self.frames.find(np.array(rows, dtype=np.int64))
+        geometry = geometry_of(found)
         return assemble(
             geometry,
-            None if self.on_device else self.edges.read(rows, geometry),
-            species=self.species.index(table.atoms("numbers", rows)),
-            energy=table.column("energy", rows),
-            forces=table.atoms("forces", rows),
-            stress=table.column("stress", rows),
-            weight=table.column("weight", rows),
-            frame_id=rows,
+            None if self.on_device else self.edges.read(found, geometry),
+            species=self.species.index(found.atoms("numbers")),
+            energy=found.column("energy"),
+            forces=found.atoms("forces"),
+            stress=found.column("stress"),
+            weight=found.column("weight"),
+            frame_id=found.rows,
         )
 
     def _refuse_foreign_species(self) -> None:
         found = self.frames.components
-        strange = ~np.isin(found.number, self.species.numbers)
-        if strange.any():
-            first = int(np.flatnonzero(strange)[0])
+        present = np.flatnonzero(np.bincount(found.number))
+        strange = np.setdiff1d(present, self.species.numbers)
+        if len(strange):
+            first = int(np.flatnonzero(np.isin(found.number, strange))[0])
             self.species.index(found.number[first : first + 1], self.frames.where(int(found.frame[first])))
 
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from forgefield.data.columns import Field, offsets, ranges
+from forgefield.data.columns import Field, copy_ranges, offsets, ranges
 from forgefield.data.graph import Edges, GraphOptions, build_edges
 from forgefield.data.neighbours import edge_vectors, squared_lengths
-from forgefield.data.table import FrameTable
+from forgefield.data.table import Found, FrameTable
 from forgefield.errors import ForgefieldError
 
 EDGE_FIELDS: dict[str, Field] = {
@@ -102,7 +102,9 @@ def _refuse_coinciding_atoms(positions: np.ndarray, cell: np.ndarray, edges: Edg
     squares = squared_lengths(edge_vectors(positions, cell, edges.source, edges.destination, edges.shifts))
     worst = int(squares.argmin())
     one, other = sorted((int(edges.source[worst]), int(edges.destination[worst])))
-    raise ForgefieldError(f"{where}: atoms {one} and {other} are at the same place ({squares[worst] ** 0.5:.1e} A apart)")
+    raise ForgefieldError(
+        f"{where}: atoms {one} and {other} are at the same place ({squares[worst] ** 0.5:.1e} A apart)"
+    )
 
 
 def edge_columns(
@@ -141,8 +143,8 @@ class Neighbourhoods(ABC):
     kind: str
 
     @abstractmethod
-    def read(self, rows: np.ndarray, geometry: Geometry) -> EdgeBlock:
-        """Edges of these rows, whose structures are `geometry`."""
+    def read(self, found: Found, geometry: Geometry) -> EdgeBlock:
+        """Edges of these frames, whose structures are `geometry`."""
 
 
 class MemoryEdges(Neighbourhoods):
@@ -175,16 +177,23 @@ class MemoryEdges(Neighbourhoods):
         self._columns, self._first_edge, self._first_atom = columns, offsets(n_edges), offsets(table.n_atoms)
         self.n_edges, self.neighbours, self.closest = n_edges, columns["neighbours"], columns["closest"]
 
-    def read(self, rows: np.ndarray, geometry: Geometry) -> EdgeBlock:
-        first, n_edges = self._first_edge[rows], self.n_edges[rows]  # type: ignore[index]
-        edges, columns = ranges(first, n_edges), self._columns
-        reverse = columns.get("edge_reverse")
+    def read(self, found: Found, geometry: Geometry) -> EdgeBlock:
+        n_edges = self.n_edges[found.rows]  # type: ignore[index]
+        edges = self._first_edge[found.rows], n_edges, n_edges.cumsum() - n_edges
+        atoms = self._first_atom[found.rows], found.n_atoms, found.n_atoms.cumsum() - found.n_atoms
+
+        def taken(name: str, first: np.ndarray, counts: np.ndarray, begins: np.ndarray) -> np.ndarray:
+            column = self._columns[name]
+            out = np.empty((int(counts.sum()), *column.shape[1:]), dtype=column.dtype)
+            copy_ranges(column, first, counts, out, begins)
+            return out
+
         return EdgeBlock(
             n_edges=n_edges,
-            degree=columns["degree"].take(ranges(self._first_atom[rows], geometry.n_atoms)),
-            source=columns["edge_source"].take(edges),
-            shift=columns["edge_shift"].take(edges, axis=0),
-            reverse=None if reverse is None else reverse.take(edges),
+            degree=taken("degree", *atoms),
+            source=taken("edge_source", *edges),
+            shift=taken("edge_shift", *edges),
+            reverse=taken("edge_reverse", *edges) if "edge_reverse" in self._columns else None,
         )
 
 
@@ -197,8 +206,8 @@ class BuiltEdges(Neighbourhoods):
     def __init__(self, table: FrameTable, graph: GraphOptions) -> None:
         self._table, self._graph = table, graph
 
-    def read(self, rows: np.ndarray, geometry: Geometry) -> EdgeBlock:
-        return build_block(geometry, self._graph, lambda i: self._table.where(int(rows[i])))[0]
+    def read(self, found: Found, geometry: Geometry) -> EdgeBlock:
+        return build_block(geometry, self._graph, lambda i: self._table.where(int(found.rows[i])))[0]
 
 
 class DeviceEdges(Neighbourhoods):
@@ -207,7 +216,7 @@ class DeviceEdges(Neighbourhoods):
     kind = "made on the device"
     n_edges = neighbours = closest = None
 
-    def read(self, rows: np.ndarray, geometry: Geometry) -> EdgeBlock:
+    def read(self, found: Found, geometry: Geometry) -> EdgeBlock:
         raise NotImplementedError("batches come without edges")
 
 
@@ -229,34 +238,29 @@ class StoredEdges(Neighbourhoods):
             n_components = component[local + 1] - component[local]
             order.append(np.repeat(places, n_components))
             counts.append(part.columns.column("neighbours")[ranges(component[local], n_components)])
-        by_frame = np.argsort(np.concatenate(order), kind="stable")
-        self.neighbours = np.concatenate(counts)[by_frame]
+        frame, self.neighbours = np.concatenate(order), np.concatenate(counts)
+        if not (frame[1:] >= frame[:-1]).all():
+            self.neighbours = self.neighbours[np.argsort(frame, kind="stable")]
 
-    def read(self, rows: np.ndarray, geometry: Geometry) -> EdgeBlock:
-        n_edges = self.n_edges[rows]  # type: ignore[index]
-        located = list(self._table.located(rows))
+    def read(self, found: Found, geometry: Geometry) -> EdgeBlock:
+        n_edges = self.n_edges[found.rows]  # type: ignore[index]
 
-        def joined(name: str, counts: np.ndarray) -> np.ndarray:
-            found = [part.columns.values(name, local) for part, _, local in located]
-            if len(found) == 1:
-                return found[0]
-            starts = counts.cumsum() - counts
-            out = np.empty((int(counts.sum()), *found[0].shape[1:]), dtype=found[0].dtype)
-            for (_, places, _), values in zip(located, found):
-                out[ranges(starts[places], counts[places])] = values
-            return out
+        def edges(name: str) -> np.ndarray:
+            return found.ranges(name, EDGE_FIELDS[name], n_edges, "first_edge")
 
-        has_reverse = all(part.columns.has("edge_reverse") for part, _, _ in located)
+        has_reverse = all(part.columns.has("edge_reverse") for part, _, _ in found.located)
         return EdgeBlock(
             n_edges=n_edges,
-            degree=joined("degree", geometry.n_atoms),
-            source=joined("edge_source", n_edges),
-            shift=joined("edge_shift", n_edges),
-            reverse=joined("edge_reverse", n_edges) if has_reverse else None,
+            degree=found.ranges("degree", EDGE_FIELDS["degree"], found.n_atoms, "first_atom"),
+            source=edges("edge_source"),
+            shift=edges("edge_shift"),
+            reverse=edges("edge_reverse") if has_reverse else None,
         )
 
 
+def geometry_of(found: Found) -> Geometry:
+    return Geometry(found.n_atoms, found.atoms("positions"), found.column("cell"), found.column("pbc"))
+
+
 def read_geometry(table: FrameTable, rows: np.ndarray) -> Geometry:
-    return Geometry(
-        table.n_atoms[rows], table.atoms("positions", rows), table.column("cell", rows), table.column("pbc", rows)
-    )
+    return geometry_of(table.find(rows))

@@ -23,7 +23,10 @@ ROUNDING, WITHIN, TOGETHER = 1, 2, 3
 
 def seeded_permutation(n: int, *key: int) -> np.ndarray:
     """A permutation of 0..n-1 fixed by the integers in `key`."""
-    return np.argsort(_raw(n, *key), kind="stable")
+    chance = _raw(n, *key)
+    order = np.argsort(chance)  # much faster than a stable sort, which it equals where no number comes twice
+    drawn = chance[order]
+    return order if (drawn[1:] != drawn[:-1]).all() else np.argsort(chance, kind="stable")
 
 
 def epoch_permutation(n: int, seed: int, epoch: int) -> np.ndarray:

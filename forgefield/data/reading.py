@@ -53,7 +53,9 @@ def read_table(
     labels, units = labels or LabelOptions(), units or UnitOptions()
     reader = reader or LabelReader(labels, units)
     table = FrameTable([])
-    hidden = frozenset(label for label in ("energy", "forces", "stress", "weight") if is_none(getattr(labels, label) or ""))
+    hidden = frozenset(
+        label for label in ("energy", "forces", "stress", "weight") if is_none(getattr(labels, label) or "")
+    )
     stores_only = True
     for (in_store, share), group in groupby(source_files(spec), key=_kind):
         files = list(group)

@@ -32,7 +32,7 @@ class SpeciesTable:
     def from_frames(cls, frames: FrameTable | Sequence[Frame]) -> SpeciesTable:
         """The species that occur in `frames`, by atomic number."""
         table = frames if isinstance(frames, FrameTable) else FrameTable.from_frames(frames)
-        return cls(chemical_symbols[z] for z in np.unique(table.components.number))
+        return cls(chemical_symbols[z] for z in np.flatnonzero(np.bincount(table.components.number)))
 
     def __len__(self) -> int:
         return len(self.symbols)

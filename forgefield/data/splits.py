@@ -41,8 +41,10 @@ def split_frames(n: int, val: float | int, test: float | int, seed: int) -> tupl
             f"data.val={val} and data.test={test} ask for {n_val} + {n_test} of {n} frames; none is left to train on"
         )
     order = seeded_permutation(n, seed)
-    parts = order[n_val + n_test :], order[:n_val], order[n_val : n_val + n_test]
-    return tuple(np.sort(part) for part in parts)  # type: ignore[return-value]
+    part = np.zeros(n, dtype=np.int8)
+    part[order[:n_val]] = 1
+    part[order[n_val : n_val + n_test]] = 2
+    return tuple(np.flatnonzero(part == number) for number in range(3))  # type: ignore[return-value]
 
 
 def split_size(n: int, wanted: float | int, name: str) -> int:
@@ -94,7 +96,7 @@ def resolve_splits(options: DataOptions, seed: int, progress: Progress | None = 
     if len(chosen) == 2 and np.intersect1d(chosen["val"], chosen["test"]).size:
         raise ForgefieldError("data.val.indices and data.test.indices have frames in common")
     for rows in chosen.values():
-        pool = np.setdiff1d(pool, rows)
+        pool = _without(pool, rows, len(frames))
     pool, drawn = _draw(frames, pool, wanted, kinds, options.split_seed if options.split_seed is not None else seed)
     chosen.update(drawn)
     parts = {name: frames.select(rows) for name, rows in chosen.items()}
@@ -148,10 +150,17 @@ def _draw(
         return pool, {}
     structures = pool[frames.n_atoms[pool] > 1]
     candidates = structures if len(structures) else pool
-    alone = np.setdiff1d(pool, candidates)
-    train, val, test = split_frames(len(candidates), sizes.get("val", 0), sizes.get("test", 0), seed)
+    _, val, test = split_frames(len(candidates), sizes.get("val", 0), sizes.get("test", 0), seed)
     drawn = {"val": candidates[val], "test": candidates[test]}
-    return np.union1d(candidates[train], alone), {name: rows for name, rows in drawn.items() if name in sizes}
+    left = _without(_without(pool, drawn["val"], len(frames)), drawn["test"], len(frames))
+    return left, {name: rows for name, rows in drawn.items() if name in sizes}
+
+
+def _without(rows: np.ndarray, gone: np.ndarray, n: int) -> np.ndarray:
+    """Those of `rows`, among n, that are not in `gone`, in their order."""
+    keep = np.ones(n, dtype=bool)
+    keep[gone] = False
+    return rows[keep[rows]]
 
 
 def _kind(value: Any, name: str) -> str:

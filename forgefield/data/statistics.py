@@ -19,7 +19,7 @@ import numpy as np
 from forgefield.config.schema import DataOptions
 from forgefield.data.cache import cache_folder
 from forgefield.data.dataset import GraphDataset
-from forgefield.data.edges import build_block, read_geometry, same_graph
+from forgefield.data.edges import build_block, geometry_of, read_geometry, same_graph
 from forgefield.data.order import seeded_permutation
 from forgefield.data.readers import plain
 from forgefield.data.references import (
@@ -218,7 +218,8 @@ def _is_bound(dataset: GraphDataset, rows: np.ndarray) -> np.ndarray:
     periodic = np.flatnonzero(dataset.frames.column("pbc", rows).any(axis=1))
     for begin in range(0, len(periodic), 256):
         places = periodic[begin : begin + 256]
-        block = dataset.edges.read(rows[places], read_geometry(dataset.frames, rows[places]))
+        found = dataset.frames.find(rows[places])
+        block = dataset.edges.read(found, geometry_of(found))
         bound[places] = block.n_edges > 0
     return bound
 

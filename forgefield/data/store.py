@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 import os
 import resource
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -59,32 +61,30 @@ class ColumnFile:
         """The whole column, mapped read-only."""
         if self.rows == 0:
             return np.zeros((0, *self.field.shape), dtype=self.dtype)
-        return np.memmap(self.path, dtype=self.dtype, mode="r", offset=HEADER, shape=(self.rows, *self.field.shape))
+        with self.path.open("rb") as stream:
+            pages = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        count = self.rows * self.row_bytes // self.dtype.itemsize
+        return np.frombuffer(pages, self.dtype, count, HEADER).reshape(self.rows, *self.field.shape)
 
     @cached_property
     def _descriptor(self) -> int:
         return os.open(self.path, os.O_RDONLY)
 
-    def read(self, first: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """Values first[0] ... first[0] + counts[0] - 1, then those from first[1] on, and so forth: a fresh array."""
-        out = np.empty((int(counts.sum()), *self.field.shape), dtype=self.dtype)
+    def read(self, first: np.ndarray, counts: np.ndarray, out: np.ndarray, begins: np.ndarray) -> None:
+        """Values first[k] to first[k] + counts[k] - 1, to begins[k] and on in `out`, which has the type of the column."""
         if out.size == 0:
-            return out
-        view, place = out.reshape(-1).view(np.uint8).data, 0
-        for begin, size in _runs(first * self.row_bytes, counts * self.row_bytes):
-            self._read_into(view[place : place + size], HEADER + begin)
-            place += size
-        return out
-
-    def _read_into(self, view: memoryview, offset: int) -> None:
-        while len(view):
-            try:
-                done = os.preadv(self._descriptor, [view], offset)
-            except OSError as error:
-                raise ForgefieldError(f"{self.path}: it could not be read ({error.strerror})") from error
-            if done == 0:
-                raise ForgefieldError(f"{self.path}: the file ends too early; it was changed while it was in use")
-            view, offset = view[done:], offset + done
+            return
+        size, descriptor, view = self.row_bytes, self._descriptor, out.reshape(-1).view(np.uint8).data
+        for place, offset, n in _runs(begins.tolist(), first.tolist(), counts.tolist()):
+            piece, offset = view[place * size : (place + n) * size], HEADER + offset * size
+            while len(piece):
+                try:
+                    done = os.preadv(descriptor, [piece], offset)
+                except OSError as error:
+                    raise ForgefieldError(f"{self.path}: it could not be read ({error.strerror})") from error
+                if done == 0:
+                    raise ForgefieldError(f"{self.path}: the file ends too early; it was changed while it was in use")
+                piece, offset = piece[done:], offset + done
 
     def verify(self) -> None:
         """Compare every number with the hash in the manifest."""
@@ -107,15 +107,16 @@ class ColumnFile:
         self.close()
 
 
-def _runs(first: np.ndarray, sizes: np.ndarray) -> list[tuple[int, int]]:
-    """(begin, size) in bytes, neighbours joined."""
-    runs: list[tuple[int, int]] = []
-    for begin, size in zip(first.tolist(), sizes.tolist()):
-        if runs and runs[-1][0] + runs[-1][1] == begin:
-            runs[-1] = (runs[-1][0], runs[-1][1] + size)
+def _runs(begins: list[int], first: list[int], counts: list[int]) -> Iterator[tuple[int, int, int]]:
+    """The same three of fewer, longer runs: those that follow each other on both sides joined."""
+    place, start, n = begins[0], first[0], 0
+    for begin, at, count in zip(begins, first, counts):
+        if begin == place + n and at == start + n:
+            n += count
         else:
-            runs.append((begin, size))
-    return runs
+            yield place, start, n
+            place, start, n = begin, at, count
+    yield place, start, n
 
 
 class StoreColumns(Columns):
@@ -141,10 +142,8 @@ class StoreColumns(Columns):
     def column(self, name: str) -> np.ndarray:
         return self._files[name].mapped
 
-    def values(self, name: str, rows: np.ndarray) -> np.ndarray:
-        first = self.column("first_edge" if ALL_FIELDS[name].per == "edge" else "first_atom")
-        begins = np.asarray(first[rows])
-        return self._files[name].read(begins, first[rows + 1] - begins)
+    def copy(self, name: str, first: np.ndarray, counts: np.ndarray, out: np.ndarray, begins: np.ndarray) -> None:
+        self._files[name].read(first, counts, out, begins)
 
     def verify(self) -> None:
         for file in self._files.values():

@@ -14,7 +14,7 @@ from typing import overload
 
 import numpy as np
 
-from forgefield.data.columns import FIELDS, Columns, MemoryColumns, columns_of, ranges
+from forgefield.data.columns import FIELDS, Columns, Field, MemoryColumns, columns_of, ranges
 from forgefield.data.frame import Frame
 
 
@@ -40,6 +40,19 @@ class Part:
         """Whether any frame carries this label."""
         return name not in self.hidden and self.columns.has(name)
 
+    def values(self, name: str, rows: np.ndarray | None = None) -> np.ndarray:
+        """Per-frame values of these rows of the part (all, if None). NaN where a label is missing."""
+        n = self.columns.n_frames if rows is None else len(rows)
+        if name == "weight" and name in self.hidden:
+            return np.broadcast_to(np.float64(self.factor), (n,))
+        if not self.has(_LABEL_OF.get(name, name)):
+            return np.broadcast_to(np.float64(np.nan), (n, *FIELDS[name].shape))
+        values = self.columns.column(name)
+        values = values if rows is None else values[rows]
+        return values * self.factor if name == "weight" and self.factor != 1.0 else values
+
+
+_FEW_ROWS = 4096
 
 _LABEL_OF = {"max_force": "forces"}
 """Columns that say something about a label, which is hidden with it."""
@@ -67,6 +80,43 @@ class Systems:
     """For each system its source, or the first of several."""
     shares: list[float | None]
     """For each system the share of draws that was given."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """Rows of a table and where they lie."""
+
+    rows: np.ndarray
+    n_atoms: np.ndarray
+    located: list[tuple[Part, np.ndarray, np.ndarray]]
+    """As `FrameTable.located` gives it."""
+
+    def column(self, name: str) -> np.ndarray:
+        """Per-frame values: (n, ...). NaN where a label is missing."""
+        if len(self.located) == 1:
+            part, _, local = self.located[0]
+            return part.values(name, local)
+        out = np.empty((len(self.rows), *FIELDS[name].shape), dtype=FIELDS[name].dtype)
+        for part, places, local in self.located:
+            out[places] = part.values(name, local)
+        return out
+
+    def atoms(self, name: str) -> np.ndarray:
+        """Per-atom values, one frame after the other: (n_atoms, ...)."""
+        return self.ranges(name, FIELDS[name], self.n_atoms, "first_atom")
+
+    def ranges(self, name: str, field: Field, counts: np.ndarray, offsets: str) -> np.ndarray:
+        """Values of a column of which each frame has `counts`, from its entry in the column `offsets` on: a fresh array."""
+        ends = counts.cumsum()
+        out = np.empty((int(ends[-1]) if len(ends) else 0, *field.shape), dtype=field.dtype)
+        begins = ends - counts
+        for part, places, local in self.located:
+            own, at = (counts, begins) if len(self.located) == 1 else (counts[places], begins[places])
+            if part.has(name):
+                part.columns.copy(name, part.columns.column(offsets)[local], own, out, at)
+            else:
+                out[ranges(at, own)] = np.nan
+        return out
 
 
 class FrameTable(Sequence[Frame]):
@@ -112,10 +162,17 @@ class FrameTable(Sequence[Frame]):
         if len(self.parts) == 1:
             yield self.parts[0], np.arange(len(rows)), rows
             return
-        owner = np.searchsorted(self._begins, rows, side="right") - 1
-        for number in np.unique(owner):
-            places = np.flatnonzero(owner == number)
-            yield self.parts[number], places, rows[places] - self._begins[number]
+        if len(rows) > _FEW_ROWS and (rows[1:] >= rows[:-1]).all():
+            order, ends = None, np.searchsorted(rows, self._begins[1:]).tolist()
+        else:
+            owner = np.searchsorted(self._begins, rows, side="right") - 1
+            ends = np.cumsum(np.bincount(owner, minlength=len(self.parts))).tolist()
+            # Sorting 16-bit integers takes time in proportion to their number.
+            order = np.argsort(owner.astype(np.int16) if len(self.parts) < 2**15 else owner, kind="stable")
+        for number, (begin, end) in enumerate(zip([0, *ends], ends)):
+            if begin < end:
+                places = np.arange(begin, end) if order is None else order[begin:end]
+                yield self.parts[number], places, rows[places] - self._begins[number]
 
     @property
     def _every(self) -> np.ndarray:
@@ -129,22 +186,12 @@ class FrameTable(Sequence[Frame]):
     def column(self, name: str, rows: np.ndarray | None = None) -> np.ndarray:
         """Per-frame values of these rows (all, if None): (n, ...). NaN where a label is missing."""
         if rows is None and self._rows is None and len(self.parts) == 1:
-            return self._own_column(self.parts[0], name)
-        rows = self._every if rows is None else rows
-        field = FIELDS[name]
-        out = np.empty((len(rows), *field.shape), dtype=field.dtype)
-        for part, places, local in self.located(rows):
-            out[places] = self._own_column(part, name)[local]
-        return out
+            return self.parts[0].values(name)
+        return self.find(self._every if rows is None else rows).column(name)
 
-    @staticmethod
-    def _own_column(part: Part, name: str) -> np.ndarray:
-        if name == "weight" and name in part.hidden:
-            return np.broadcast_to(np.float64(part.factor), (part.columns.n_frames,))
-        if not part.has(_LABEL_OF.get(name, name)):
-            return np.broadcast_to(np.float64(np.nan), (part.columns.n_frames, *FIELDS[name].shape))
-        values = part.columns.column(name)
-        return values * part.factor if name == "weight" and part.factor != 1.0 else values
+    def find(self, rows: np.ndarray) -> Found:
+        """These rows, looked up once for several columns."""
+        return Found(rows, self.n_atoms[rows], list(self.located(rows)))
 
     @cached_property
     def n_atoms(self) -> np.ndarray:
@@ -157,18 +204,7 @@ class FrameTable(Sequence[Frame]):
 
     def atoms(self, name: str, rows: np.ndarray) -> np.ndarray:
         """Per-atom values of these rows, one frame after the other: (n_atoms, ...)."""
-        located = list(self.located(rows))
-        if len(located) == 1 and located[0][0].has(name):
-            part, _, local = located[0]
-            return part.columns.values(name, local)
-        counts = self.n_atoms[rows]
-        ends = counts.cumsum()
-        out = np.full((int(ends[-1]) if len(ends) else 0, *FIELDS[name].shape), np.nan if name == "forces" else 0)
-        out = out.astype(FIELDS[name].dtype, copy=False)
-        for part, places, local in located:
-            if part.has(name):
-                out[ranges((ends - counts)[places], counts[places])] = part.columns.values(name, local)
-        return out
+        return self.find(rows).atoms(name)
 
     @cached_property
     def components(self) -> Components:
@@ -186,13 +222,18 @@ class FrameTable(Sequence[Frame]):
             empty = np.zeros(0, dtype=np.int64)
             return Components(empty, empty, empty, empty.astype(np.float64))
         frame, number, count, squares = (np.concatenate(columns) for columns in zip(*found))
+        number, count = number.astype(np.int64), count.astype(np.int64)
+        if (frame[1:] >= frame[:-1]).all():
+            return Components(frame, number, count, squares)
         order = np.argsort(frame, kind="stable")
-        return Components(frame[order], number[order].astype(np.int64), count[order].astype(np.int64), squares[order])
+        return Components(frame[order], number[order], count[order], squares[order])
 
     # ---- labels
 
     def carries(self, name: str) -> np.ndarray:
         """(n_frames,) whether each frame carries energy, forces or stress."""
+        if not any(part.has(name) for part in self.parts):
+            return np.zeros(len(self), dtype=bool)
         if name == "forces":
             return ~np.isnan(self.column("max_force"))
         values = self.column(name)
@@ -217,11 +258,11 @@ class FrameTable(Sequence[Frame]):
 
     def frames(self, rows: np.ndarray) -> Iterator[Frame]:
         """Frames of these rows, read together."""
-        counts = self.n_atoms[rows]
-        ends = counts.cumsum()
-        positions, numbers, forces = (self.atoms(name, rows) for name in ("positions", "numbers", "forces"))
+        found = self.find(rows)
+        counts, ends = found.n_atoms, found.n_atoms.cumsum()
+        positions, numbers, forces = (found.atoms(name) for name in ("positions", "numbers", "forces"))
         cell, pbc, energy, stress, weight = (
-            self.column(name, rows) for name in ("cell", "pbc", "energy", "stress", "weight")
+            found.column(name) for name in ("cell", "pbc", "energy", "stress", "weight")
         )
         names, indices = self._names(rows), self.column("index", rows)
         for i, (first, end) in enumerate(zip(ends - counts, ends)):

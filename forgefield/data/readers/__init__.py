@@ -19,7 +19,16 @@ from forgefield.data.readers.blocks import RawBlock, even_ranges
 from forgefield.data.readers.sources import SourceFile, file_format, plain, source_files
 from forgefield.errors import ForgefieldError
 
-__all__ = ["SourceFile", "chunks", "frame_count", "frames_from_atoms", "frames_of", "plain", "read_frames", "source_files"]
+__all__ = [
+    "SourceFile",
+    "chunks",
+    "frame_count",
+    "frames_from_atoms",
+    "frames_of",
+    "plain",
+    "read_frames",
+    "source_files",
+]
 
 Raw = Iterator[RawFrame | RawBlock] | Iterator[RawFrame] | Iterator[RawBlock]
 
