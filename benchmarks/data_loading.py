@@ -15,13 +15,13 @@ import torch
 from data_measure import Settings, Table, aspirin, best_of, copper, rows_of_batches, timed, water
 
 from forgefield.data.batch import to_device
-from forgefield.data.convert import store_frames
 from forgefield.data.dataset import GraphDataset
-from forgefield.data.graph import GraphOptions
+from forgefield.data.graphs.graph import GraphOptions
 from forgefield.data.reading import read_table
 from forgefield.data.species import SpeciesTable
-from forgefield.data.store import open_store
-from forgefield.data.table import FrameTable
+from forgefield.data.storage.convert import store_frames
+from forgefield.data.storage.store import open_store
+from forgefield.data.storage.table import FrameTable
 
 CASES: dict[str, tuple[Callable[[Settings], FrameTable | None], float]] = {
     "water": (water, 6.0),

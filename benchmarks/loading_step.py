@@ -17,8 +17,8 @@ import torch
 
 from forgefield.config.loading import load_config
 from forgefield.config.schema import UnitOptions
-from forgefield.data.convert import convert
-from forgefield.data.graph import GraphOptions
+from forgefield.data.graphs.graph import GraphOptions
+from forgefield.data.storage.convert import convert
 from forgefield.parallel.group import alone
 from forgefield.training.bench import measure
 
@@ -44,7 +44,9 @@ def main() -> None:
     if not source.is_file():
         raise SystemExit(f"{source} is not there; --data names the folder that holds rmd17/")
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "CPU"
-    print(f"{device}, torch {torch.__version__}, {datetime.date.today()}, {args.frames} frames of aspirin a batch, preset S")
+    print(
+        f"{device}, torch {torch.__version__}, {datetime.date.today()}, {args.frames} frames of aspirin a batch, preset S"
+    )
     print(f"{'source':<34}{'threads':>8}{'step ms':>10}{'data ms':>10}{'frames/s':>11}")
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
@@ -55,7 +57,10 @@ def main() -> None:
                 path = str(source) if kind == "npz" else str(folder / kind)
                 data = {"train": path, "val": 0, "cutoff": CUTOFF, "batch": {"frames": args.frames}, "workers": workers}
                 data |= settings | ({"units": UNITS} if kind == "npz" else {})
-                config = load_config({"name": "loading", "out": str(folder), "data": data, "model": {"name": "nequip", "preset": "S"}}, [])
+                config = load_config(
+                    {"name": "loading", "out": str(folder), "data": data, "model": {"name": "nequip", "preset": "S"}},
+                    [],
+                )
                 own = Path(tempfile.mkdtemp(dir=folder))
                 found, _ = measure(config, alone(), steps=args.steps, warmup=10, folder=own)
                 if found is None:

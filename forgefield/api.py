@@ -19,11 +19,11 @@ from forgefield.config.components import environment_of_children
 from forgefield.config.loading import load_config, require_training_data
 from forgefield.config.schema import DataOptions
 from forgefield.config.template import commented_yaml
-from forgefield.data.batching import evaluation_budget
 from forgefield.data.dataset import GraphDataset
-from forgefield.data.plan import Budget
 from forgefield.data.reading import read_table
-from forgefield.data.sampling import FrameLoader
+from forgefield.data.sampling.batching import evaluation_budget
+from forgefield.data.sampling.loader import FrameLoader
+from forgefield.data.sampling.plan import Budget
 from forgefield.data.species import SpeciesTable
 from forgefield.data.splits import is_lazy
 from forgefield.deploy.ase import Calculator

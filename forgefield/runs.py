@@ -20,7 +20,7 @@ from safetensors.torch import save as safetensors_bytes
 
 from forgefield._version import __version__
 from forgefield.config.nearest import did_you_mean
-from forgefield.data.graph import GraphOptions
+from forgefield.data.graphs.graph import GraphOptions
 from forgefield.errors import ForgefieldError
 from forgefield.files import write_whole
 from forgefield.models.potential import Potential

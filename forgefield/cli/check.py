@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from forgefield.data.frame import Frame
-    from forgefield.data.table import FrameTable
+    from forgefield.data.storage.table import FrameTable
     from forgefield.models.potential import Potential
 
 EXAMPLES = """\
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from forgefield.checks import print_checks, run_checks
-    from forgefield.data.graph import graph_of
+    from forgefield.data.graphs.graph import graph_of
     from forgefield.data.species import SpeciesTable
 
     random = np.random.default_rng(args.seed)

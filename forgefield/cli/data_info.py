@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from forgefield.data.inspect import Inspection
-    from forgefield.data.store import Store
+    from forgefield.data.inspection.inspect import Inspection
+    from forgefield.data.storage.store import Store
 
 SUMMARY = "what is in files or stores, in which ranges, and what looks wrong"
 SHOWN = 10
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from forgefield.data.inspect import inspect_table
+    from forgefield.data.inspection.inspect import inspect_table
     from forgefield.data.labels import LabelReader
     from forgefield.data.reading import read_table
 
@@ -81,7 +81,7 @@ def _check_figure(path: Path) -> None:
 def _stores(args: argparse.Namespace) -> list[Store]:
     """The stores among the sources, compared with their hashes."""
     from forgefield.data.readers import source_files
-    from forgefield.data.store import is_store, open_store
+    from forgefield.data.storage.store import is_store, open_store
 
     stores = [open_store(file.path) for file in source_files(spec_of(args.paths)) if is_store(file.path)]
     for store in stores:

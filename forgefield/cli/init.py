@@ -117,7 +117,7 @@ def survey(frames: Sequence[Frame], files: list[str]) -> DataFacts:
 
 
 def _mean_neighbours(frames: Sequence[Frame], cutoff: float) -> float:
-    from forgefield.data.neighbours import neighbour_list
+    from forgefield.data.graphs.neighbours import neighbour_list
 
     edges = sum(len(neighbour_list(frame.positions, frame.cell, frame.pbc, cutoff)[0]) for frame in frames)
     return edges / sum(len(frame.numbers) for frame in frames)

@@ -28,9 +28,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forgefield.data.edges import EdgeBlock, Geometry, build_block
 from forgefield.data.frame import Frame
-from forgefield.data.graph import GraphOptions
+from forgefield.data.graphs.edges import EdgeBlock, Geometry, build_block
+from forgefield.data.graphs.graph import GraphOptions
 from forgefield.data.species import SpeciesTable
 from forgefield.ops.neighbours import batched_neighbours
 

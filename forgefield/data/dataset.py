@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from forgefield.data.batch import Batch, assemble
-from forgefield.data.edges import (
+from forgefield.data.frame import Frame
+from forgefield.data.graphs.edges import (
     BuiltEdges,
     DeviceEdges,
     MemoryEdges,
@@ -16,11 +17,10 @@ from forgefield.data.edges import (
     StoredEdges,
     geometry_of,
 )
-from forgefield.data.frame import Frame
-from forgefield.data.graph import GraphOptions
+from forgefield.data.graphs.graph import GraphOptions
 from forgefield.data.species import SpeciesTable
-from forgefield.data.store import StoreColumns, holds_graph
-from forgefield.data.table import FrameTable
+from forgefield.data.storage.store import StoreColumns, holds_graph
+from forgefield.data.storage.table import FrameTable
 from forgefield.errors import ForgefieldError
 
 

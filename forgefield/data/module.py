@@ -6,16 +6,16 @@ import lightning
 
 from forgefield.config.schema import DataOptions
 from forgefield.config.starter import LARGE_FORCES
-from forgefield.data.batching import Order, batch_threads, evaluation_budget, training_budget, training_order
 from forgefield.data.dataset import GraphDataset
-from forgefield.data.edges import Progress
-from forgefield.data.plan import Budget
+from forgefield.data.graphs.edges import Progress
 from forgefield.data.readers import plain
-from forgefield.data.sampling import FrameLoader
+from forgefield.data.sampling.batching import Order, batch_threads, evaluation_budget, training_budget, training_order
+from forgefield.data.sampling.loader import FrameLoader
+from forgefield.data.sampling.plan import Budget
 from forgefield.data.species import SpeciesTable
 from forgefield.data.splits import ON_DEVICE, Splits, graph_options, resolve_splits
 from forgefield.data.statistics import Statistics, compute_statistics
-from forgefield.data.store import StoreColumns
+from forgefield.data.storage.store import StoreColumns
 from forgefield.errors import ForgefieldError
 
 

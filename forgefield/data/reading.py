@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from forgefield.config.schema import LabelOptions, UnitOptions
-from forgefield.data.cache import cache_folder
-from forgefield.data.convert import convert
-from forgefield.data.edges import same_graph
-from forgefield.data.graph import GraphOptions
+from forgefield.data.graphs.edges import same_graph
+from forgefield.data.graphs.graph import GraphOptions
 from forgefield.data.labels import USUAL_NAMES, LabelReader, is_none
 from forgefield.data.readers import SourceFile, frames_of, plain, source_files
-from forgefield.data.store import is_store, open_store
-from forgefield.data.table import FrameTable, Share
+from forgefield.data.storage.cache import cache_folder
+from forgefield.data.storage.convert import convert
+from forgefield.data.storage.store import is_store, open_store
+from forgefield.data.storage.table import FrameTable, Share
 from forgefield.errors import ForgefieldError
 
 log = logging.getLogger(__name__)

@@ -11,11 +11,11 @@ import numpy as np
 
 from forgefield.config.schema import DataOptions
 from forgefield.data.devset import representative_rows
-from forgefield.data.graph import GraphOptions
-from forgefield.data.order import seeded_permutation
+from forgefield.data.graphs.graph import GraphOptions
 from forgefield.data.readers import plain, source_files
 from forgefield.data.reading import Progress, read_table
-from forgefield.data.table import FrameTable
+from forgefield.data.sampling.order import seeded_permutation
+from forgefield.data.storage.table import FrameTable
 from forgefield.errors import ForgefieldError
 
 ON_DEVICE = "device"

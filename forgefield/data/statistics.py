@@ -17,10 +17,8 @@ from typing import Any
 import numpy as np
 
 from forgefield.config.schema import DataOptions
-from forgefield.data.cache import cache_folder
 from forgefield.data.dataset import GraphDataset
-from forgefield.data.edges import build_block, geometry_of, read_geometry, same_graph
-from forgefield.data.order import seeded_permutation
+from forgefield.data.graphs.edges import build_block, geometry_of, read_geometry, same_graph
 from forgefield.data.readers import plain
 from forgefield.data.references import (
     References,
@@ -30,8 +28,10 @@ from forgefield.data.references import (
     robust_fit,
     unit_suspicion,
 )
+from forgefield.data.sampling.order import seeded_permutation
 from forgefield.data.species import SpeciesTable
-from forgefield.data.table import FrameTable
+from forgefield.data.storage.cache import cache_folder
+from forgefield.data.storage.table import FrameTable
 from forgefield.errors import ForgefieldError
 from forgefield.files import write_whole
 

@@ -18,10 +18,10 @@ from ase.calculators.calculator import PropertyNotImplementedError, all_changes
 from ase.stress import full_3x3_to_voigt_6_stress
 from torch import nn
 
-from forgefield.data.edges import CLOSEST_PAIR
 from forgefield.data.frame import Frame, check_frame
-from forgefield.data.graph import GraphOptions, build_edges, graph_of
-from forgefield.data.neighbours import neighbour_list
+from forgefield.data.graphs.edges import CLOSEST_PAIR
+from forgefield.data.graphs.graph import GraphOptions, build_edges, graph_of
+from forgefield.data.graphs.neighbours import neighbour_list
 from forgefield.data.species import SpeciesTable
 from forgefield.errors import ForgefieldError
 from forgefield.models.potential import Potential

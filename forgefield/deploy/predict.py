@@ -22,7 +22,7 @@ from ase.stress import full_3x3_to_voigt_6_stress
 from forgefield.config.schema import LabelOptions, UnitOptions
 from forgefield.data.batch import batch_from_frames, to_device
 from forgefield.data.frame import Frame
-from forgefield.data.graph import graph_of
+from forgefield.data.graphs.graph import graph_of
 from forgefield.data.reading import read_table
 from forgefield.data.species import SpeciesTable
 from forgefield.deploy.evaluate import evaluating

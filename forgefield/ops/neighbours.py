@@ -2,7 +2,7 @@
 
 Atoms are moved into their cell, copied to every image that could be within reach of an atom, and sorted into bins as
 wide as the cutoff; candidates come from the neighbouring bins, a bounded number at a time. Whether a candidate is an
-edge is decided by the distance formula of `forgefield.data.neighbours`, operation by operation, so that the two lists
+edge is decided by the distance formula of `forgefield.data.graphs.neighbours`, operation by operation, so that the two lists
 agree to the last edge. No gradient flows through any of it.
 """
 

@@ -19,7 +19,7 @@ from forgefield.config.template import commented_yaml
 from forgefield.data.dataset import GraphDataset
 from forgefield.data.module import DataModule
 from forgefield.data.readers import plain
-from forgefield.data.sampling import FrameLoader
+from forgefield.data.sampling.loader import FrameLoader
 from forgefield.errors import ForgefieldError
 from forgefield.files import write_whole
 from forgefield.models.potential import Potential

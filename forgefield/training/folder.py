@@ -12,7 +12,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from forgefield.config.diff import Change, config_diff, format_diff
-from forgefield.data.batching import DEFAULT_FRAMES
+from forgefield.data.sampling.batching import DEFAULT_FRAMES
 from forgefield.errors import ForgefieldError
 from forgefield.parallel.group import Ranks
 from forgefield.runs import Run

@@ -10,9 +10,9 @@ import lightning as L
 import torch
 from omegaconf import DictConfig
 
-from forgefield.data.batching import training_budget
 from forgefield.data.module import DataModule
-from forgefield.data.plan import Budget
+from forgefield.data.sampling.batching import training_budget
+from forgefield.data.sampling.plan import Budget
 from forgefield.models.potential import Potential
 from forgefield.parallel.group import Ranks
 from forgefield.runs import Run

@@ -16,7 +16,7 @@ from PIL import Image
 
 from forgefield.cli import main
 from forgefield.data.reading import read_table
-from forgefield.data.store import HEADER, open_store
+from forgefield.data.storage.store import HEADER, open_store
 from tests.helpers import SHARED_DATA, emt_frames, write_emt
 
 ROOT = Path(__file__).parents[2]

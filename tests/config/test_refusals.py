@@ -101,7 +101,10 @@ def test_wrong_types_say_what_is_expected(refused, text, sentence):
         ("training: {precision: float16}", "'training.precision' is float32 or float64, not 'float16'."),
         ("training: {engine: fast}", "'training.engine' is eager, not 'fast'."),
         ("training: {tensorboard: 3}", "'training.tensorboard' is 0, 1 or 2, not 3."),
-        ("data: {neighbours: matscpy}", "'data.neighbours' is auto, vesin, matscipy or device, not 'matscpy'. Did you mean"),
+        (
+            "data: {neighbours: matscpy}",
+            "'data.neighbours' is auto, vesin, matscipy or device, not 'matscpy'. Did you mean",
+        ),
         ("task: {forces: {loss: hubber}}", "is mse, mae, huber or an import path, not 'hubber'. Did you mean 'huber'?"),
         ("data: {reference_energies: fitt}", "is auto, isolated, fit or none, not 'fitt'. Did you mean 'fit'?"),
         ("data: {reference_energies: {H: high}}", "'data.reference_energies.H' is an energy in eV, not 'high'."),

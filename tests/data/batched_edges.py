@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from forgefield.data.graph import GraphOptions, build_edges
+from forgefield.data.graphs.graph import GraphOptions, build_edges
 from forgefield.ops.neighbours import batched_neighbours
 
 

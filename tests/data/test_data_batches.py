@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from forgefield.data.batch import batch_from_frames, to_device
 from forgefield.data.dataset import GraphDataset
-from forgefield.data.order import epoch_permutation
-from forgefield.data.sampling import FrameLoader
+from forgefield.data.sampling.loader import FrameLoader
+from forgefield.data.sampling.order import epoch_permutation
 from forgefield.data.species import SpeciesTable
 from forgefield.errors import ForgefieldError
 from tests.data.collating import collate

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from forgefield.cli import data as data_command
 from forgefield.config.schema import BatchOptions, DataOptions, UnitOptions
-from forgefield.data.inspect import inspect_frames
+from forgefield.data.inspection.inspect import inspect_frames
 from forgefield.data.module import DataModule
 from forgefield.errors import ForgefieldError
 

@@ -11,7 +11,7 @@ from forgefield.config.schema import DataOptions
 from forgefield.data.devset import representative_rows
 from forgefield.data.frame import Frame
 from forgefield.data.splits import resolve_splits
-from forgefield.data.table import FrameTable
+from forgefield.data.storage.table import FrameTable
 from forgefield.errors import ForgefieldError
 from tests.helpers import write_emt
 

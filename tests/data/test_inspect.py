@@ -7,17 +7,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from forgefield.data import inspect as inspecting
-from forgefield.data import survey as surveying
-from forgefield.data.convert import convert, store_frames
-from forgefield.data.export import write_frames
-from forgefield.data.graph import GraphOptions
-from forgefield.data.inspect import inspect_table
-from forgefield.data.neighbours import edge_vectors, neighbour_list
+from forgefield.data.graphs.graph import GraphOptions
+from forgefield.data.graphs.neighbours import edge_vectors, neighbour_list
+from forgefield.data.inspection import inspect as inspecting
+from forgefield.data.inspection import survey as surveying
+from forgefield.data.inspection.inspect import inspect_table
+from forgefield.data.inspection.survey import row_blocks
 from forgefield.data.reading import read_table
-from forgefield.data.store import open_store
-from forgefield.data.survey import row_blocks
-from forgefield.data.table import FrameTable
+from forgefield.data.storage.convert import convert, store_frames
+from forgefield.data.storage.export import write_frames
+from forgefield.data.storage.store import open_store
+from forgefield.data.storage.table import FrameTable
 from forgefield.errors import ForgefieldError
 from forgefield.physics.units import EV_PER_A3_TO_GPA
 from tests.helpers import write_emt

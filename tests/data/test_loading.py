@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from forgefield.config.schema import BatchOptions, DataOptions
-from forgefield.data.batching import batch_threads, evaluation_budget, training_budget, training_order
 from forgefield.data.dataset import GraphDataset
 from forgefield.data.frame import Frame
-from forgefield.data.plan import Budget
-from forgefield.data.sampling import FrameLoader, prepared_ahead
+from forgefield.data.sampling.batching import batch_threads, evaluation_budget, training_budget, training_order
+from forgefield.data.sampling.loader import FrameLoader, prepared_ahead
+from forgefield.data.sampling.plan import Budget
 from forgefield.data.species import SpeciesTable
-from forgefield.data.table import FrameTable
+from forgefield.data.storage.table import FrameTable
 from forgefield.errors import ForgefieldError
 
 SPECIES = SpeciesTable(["Cu"])

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgefield.data.order import (
+from forgefield.data.sampling.order import (
     EveryFrameOnce,
     WeightedDraws,
     epoch_permutation,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgefield.data.plan import Budget, StepPlan, fitting
+from forgefield.data.sampling.plan import Budget, StepPlan, fitting
 from forgefield.errors import ForgefieldError
 
 RANKS = st.integers(1, 9)

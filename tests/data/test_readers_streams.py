@@ -17,13 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forgefield.config.schema import LabelOptions, UnitOptions
-from forgefield.data.convert import convert
 from forgefield.data.frame import Frame
 from forgefield.data.labels import LabelReader
 from forgefield.data.readers import SourceFile, chunks, frames_of, read_frames, source_files
 from forgefield.data.readers.block_labels import block_frames
 from forgefield.data.readers.blocks import RawBlock, even_ranges
 from forgefield.data.readers.sources import file_format
+from forgefield.data.storage.convert import convert
 from forgefield.errors import ForgefieldError
 
 

@@ -16,18 +16,18 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from forgefield.config.schema import DataOptions, LabelOptions, UnitOptions
-from forgefield.data import convert as convert_module
-from forgefield.data.batching import training_order
-from forgefield.data.convert import convert
 from forgefield.data.dataset import GraphDataset
 from forgefield.data.frame import Frame
-from forgefield.data.graph import GraphOptions
+from forgefield.data.graphs.graph import GraphOptions
 from forgefield.data.readers import read_frames
 from forgefield.data.reading import read_table
+from forgefield.data.sampling.batching import training_order
 from forgefield.data.species import SpeciesTable
-from forgefield.data.store import StoreColumns, open_store
-from forgefield.data.store_writer import PartWriter
-from forgefield.data.table import FrameTable, Part
+from forgefield.data.storage import convert as convert_module
+from forgefield.data.storage.convert import convert
+from forgefield.data.storage.store import StoreColumns, open_store
+from forgefield.data.storage.table import FrameTable, Part
+from forgefield.data.storage.writer import PartWriter
 from forgefield.errors import ForgefieldError
 
 SPECIES = SpeciesTable(["H", "C", "O", "Cu"])

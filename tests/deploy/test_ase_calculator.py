@@ -14,7 +14,7 @@ from ase.optimize import BFGS
 
 from forgefield.data.batch import batch_from_frames
 from forgefield.data.frame import Frame
-from forgefield.data.graph import GraphOptions
+from forgefield.data.graphs.graph import GraphOptions
 from forgefield.data.species import SpeciesTable
 from forgefield.deploy.ase import Calculator, VerletList
 from forgefield.errors import ForgefieldError

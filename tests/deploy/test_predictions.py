@@ -16,7 +16,7 @@ from forgefield.config.schema import LabelOptions
 from forgefield.data.batch import batch_from_frames
 from forgefield.data.dataset import GraphDataset
 from forgefield.data.readers import read_frames
-from forgefield.data.sampling import FrameLoader
+from forgefield.data.sampling.loader import FrameLoader
 from forgefield.data.species import SpeciesTable
 from forgefield.deploy import predict
 from forgefield.deploy.evaluate import predict_dataset

@@ -9,7 +9,7 @@ import torch
 from forgefield.data.batch import to_device, with_edges
 from forgefield.data.dataset import GraphDataset
 from forgefield.data.frame import Frame
-from forgefield.data.sampling import FrameLoader
+from forgefield.data.sampling.loader import FrameLoader
 from forgefield.data.species import SpeciesTable
 from tests.data.batched_edges import as_tensors, assert_same_edges, random_frame
 

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from forgefield.data import graph as numpy_graph
 from forgefield.data.frame import Frame
-from forgefield.data.graph import GraphOptions, build_edges
+from forgefield.data.graphs import graph as numpy_graph
+from forgefield.data.graphs.graph import GraphOptions, build_edges
 from forgefield.data.species import SpeciesTable
 from forgefield.errors import ForgefieldError
 from forgefield.models import Potential, adaptive, build_model, resolve_model

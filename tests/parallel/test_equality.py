@@ -14,8 +14,8 @@ from ase.calculators.singlepoint import SinglePointCalculator
 
 from forgefield.config.loading import load_config
 from forgefield.data.module import DataModule
-from forgefield.data.order import epoch_permutation
 from forgefield.data.readers import plain
+from forgefield.data.sampling.order import epoch_permutation
 from forgefield.models.registry import build_model, resolve_model
 from forgefield.tasks.task import Task
 from tests.helpers import emt_frames, tiny_config

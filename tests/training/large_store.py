@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
-from forgefield.data.columns import FIELDS
 from forgefield.data.frame import Frame
-from forgefield.data.moments import PartStatistics
-from forgefield.data.store import FORMAT, MANIFEST, VERSION, manifest_hash
-from forgefield.data.store_writer import PartWriter
+from forgefield.data.storage.columns import FIELDS
+from forgefield.data.storage.moments import PartStatistics
+from forgefield.data.storage.store import FORMAT, MANIFEST, VERSION, manifest_hash
+from forgefield.data.storage.writer import PartWriter
 
 ATOMS = 216
 FRAMES_PER_PART = 4096

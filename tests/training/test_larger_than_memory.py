@@ -25,7 +25,7 @@ CGROUPS = Path("/sys/fs/cgroup")
 WHOLE_EPOCH = """
 import resource, sys
 import numpy as np
-from forgefield.data.order import EveryFrameOnce
+from forgefield.data.sampling.order import EveryFrameOnce
 from forgefield.data.reading import read_table
 
 table = read_table(sys.argv[1])
@@ -71,7 +71,14 @@ def store(tmp_path_factory) -> Path:
 
 def config(folder: Path, store: Path) -> Path:
     path = folder / "large.yaml"
-    small = {"num_layers": 1, "l_max": 0, "num_features": 4, "radial_mlp_depth": 1, "radial_mlp_width": 4, "parity": False}
+    small = {
+        "num_layers": 1,
+        "l_max": 0,
+        "num_features": 4,
+        "radial_mlp_depth": 1,
+        "radial_mlp_width": 4,
+        "parity": False,
+    }
     settings = {
         "name": "large",
         "out": str(folder / "runs"),

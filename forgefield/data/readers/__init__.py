@@ -111,7 +111,7 @@ def _refuse_empty(file: SourceFile) -> None:
 
 def _frames(file: SourceFile, reader: LabelReader, units: UnitOptions, start: int, stop: int | None) -> Iterator[Frame]:
     if file_format(file.path) == "store":
-        from forgefield.data.store import open_store
+        from forgefield.data.storage.store import open_store
 
         table = open_store(file.path).table()
         yield from map(reader.stored, table[start:stop])
@@ -184,7 +184,7 @@ def _count(file: SourceFile) -> int | None:
 
         return count_aselmdb(path)
     if kind == "store":
-        from forgefield.data.store import open_store
+        from forgefield.data.storage.store import open_store
 
         return len(open_store(path).table())
     return None

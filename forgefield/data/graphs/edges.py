@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from forgefield.data.columns import Field, copy_ranges, offsets, ranges
-from forgefield.data.graph import Edges, GraphOptions, build_edges
-from forgefield.data.neighbours import edge_vectors, squared_lengths
-from forgefield.data.table import Found, FrameTable
+from forgefield.data.graphs.graph import Edges, GraphOptions, build_edges
+from forgefield.data.graphs.neighbours import edge_vectors, squared_lengths
+from forgefield.data.storage.columns import Field, copy_ranges, offsets, ranges
+from forgefield.data.storage.table import Found, FrameTable
 from forgefield.errors import ForgefieldError
 
 EDGE_FIELDS: dict[str, Field] = {

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from forgefield.config.schema import DataOptions
-from forgefield.data.order import EpochOrder, EveryFrameOnce, WeightedDraws, system_probabilities
-from forgefield.data.plan import KINDS, Budget
 from forgefield.data.readers import plain
-from forgefield.data.table import FrameTable
+from forgefield.data.sampling.order import EpochOrder, EveryFrameOnce, WeightedDraws, system_probabilities
+from forgefield.data.sampling.plan import KINDS, Budget
+from forgefield.data.storage.table import FrameTable
 from forgefield.errors import ForgefieldError
 
 DEFAULT_FRAMES = 8

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from forgefield.data.neighbours import (
+from forgefield.data.graphs.neighbours import (
     BACKENDS,
     Pairs,
     both_directions,

@@ -22,10 +22,10 @@ from typing import Any
 
 import numpy as np
 
-from forgefield.data.columns import FIELDS, Columns, Field, combined_digest
-from forgefield.data.edges import EDGE_FIELDS, same_graph
-from forgefield.data.graph import GraphOptions
-from forgefield.data.table import FrameTable, Part
+from forgefield.data.graphs.edges import EDGE_FIELDS, same_graph
+from forgefield.data.graphs.graph import GraphOptions
+from forgefield.data.storage.columns import FIELDS, Columns, Field, combined_digest
+from forgefield.data.storage.table import FrameTable, Part
 from forgefield.errors import ForgefieldError
 
 MANIFEST = "manifest.json"

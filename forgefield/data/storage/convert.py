@@ -25,15 +25,15 @@ from typing import Any
 
 from forgefield._version import __version__
 from forgefield.config.schema import LabelOptions, UnitOptions
-from forgefield.data.columns import FIELDS
-from forgefield.data.edges import EDGE_FIELDS, same_graph
 from forgefield.data.frame import Frame
-from forgefield.data.graph import GraphOptions
+from forgefield.data.graphs.edges import EDGE_FIELDS, same_graph
+from forgefield.data.graphs.graph import GraphOptions
 from forgefield.data.labels import LabelReader
-from forgefield.data.moments import PartStatistics
 from forgefield.data.readers import SourceFile, chunks, frame_count, frames_of, source_files
-from forgefield.data.store import FORMAT, MANIFEST, VERSION, manifest_hash
-from forgefield.data.store_writer import ABOUT, PartWriter
+from forgefield.data.storage.columns import FIELDS
+from forgefield.data.storage.moments import PartStatistics
+from forgefield.data.storage.store import FORMAT, MANIFEST, VERSION, manifest_hash
+from forgefield.data.storage.writer import ABOUT, PartWriter
 from forgefield.errors import ForgefieldError
 from forgefield.files import write_whole
 

@@ -14,8 +14,8 @@ from typing import overload
 
 import numpy as np
 
-from forgefield.data.columns import FIELDS, Columns, Field, MemoryColumns, columns_of, ranges
 from forgefield.data.frame import Frame
+from forgefield.data.storage.columns import FIELDS, Columns, Field, MemoryColumns, columns_of, ranges
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,12 @@ from ase.data import atomic_numbers, chemical_symbols
 
 from forgefield.config.starter import LARGE_FORCES
 from forgefield.data.frame import Frame
-from forgefield.data.moments import Moments
+from forgefield.data.inspection.survey import Progress, Survey, row_blocks, survey_table
 from forgefield.data.references import unit_suspicion
 from forgefield.data.species import SpeciesTable
 from forgefield.data.statistics import energy_deviations, robust_energies
-from forgefield.data.survey import Progress, Survey, row_blocks, survey_table
-from forgefield.data.table import FrameTable
+from forgefield.data.storage.moments import Moments
+from forgefield.data.storage.table import FrameTable
 from forgefield.errors import ForgefieldError
 from forgefield.physics.units import EV_PER_A3_TO_GPA
 

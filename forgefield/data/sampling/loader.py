@@ -15,8 +15,8 @@ import numpy as np
 
 from forgefield.data.batch import Batch, without_labels
 from forgefield.data.dataset import GraphDataset
-from forgefield.data.order import EpochOrder, EveryFrameOnce
-from forgefield.data.plan import Budget, StepPlan, fitting
+from forgefield.data.sampling.order import EpochOrder, EveryFrameOnce
+from forgefield.data.sampling.plan import Budget, StepPlan, fitting
 from forgefield.errors import ForgefieldError
 
 T = TypeVar("T")
