@@ -1,4 +1,4 @@
-"""Does loading data hold up training? Whole training steps with batches from memory, from a store, and with lists made on the way.
+"""Does loading data hold up training? Whole steps with batches from memory, from a store, and with lists made on the way.
 
     python benchmarks/loading_step.py [--data FOLDER] [--steps 60] [--frames 64]
 
@@ -57,10 +57,8 @@ def main() -> None:
                 path = str(source) if kind == "npz" else str(folder / kind)
                 data = {"train": path, "val": 0, "cutoff": CUTOFF, "batch": {"frames": args.frames}, "workers": workers}
                 data |= settings | ({"units": UNITS} if kind == "npz" else {})
-                config = load_config(
-                    {"name": "loading", "out": str(folder), "data": data, "model": {"name": "nequip", "preset": "S"}},
-                    [],
-                )
+                model = {"name": "nequip", "preset": "S"}
+                config = load_config({"name": "loading", "out": str(folder), "data": data, "model": model}, [])
                 own = Path(tempfile.mkdtemp(dir=folder))
                 found, _ = measure(config, alone(), steps=args.steps, warmup=10, folder=own)
                 if found is None:

@@ -161,7 +161,7 @@ def test_lists_of_another_cutoff_are_not_used(source, tmp_path):
 
 def test_opening_reads_the_manifest_and_no_column(source, tmp_path):
     convert(str(source), tmp_path / "store")
-    with patch("forgefield.data.store.VERIFIED_BELOW", 0):
+    with patch("forgefield.data.storage.store.VERIFIED_BELOW", 0):
         store = open_store(tmp_path / "store")
     table = store.table()
     assert len(table) == 60

@@ -287,7 +287,7 @@ def test_a_deployed_model_sees_the_graph_it_was_made_for(graph, tmp_path):
     for distance in (2.5, 2.9, 3.5, 5.0, 6.5):
         atoms = alloy()
         atoms.set_pbc(False)
-        atoms.positions[0] = atoms.positions.max(axis=0) + [distance, 0, 0]
+        atoms.positions[0] = atoms.positions.max(axis=0) + np.array([distance, 0, 0])
         atoms.calc = calculator
         frame = as_frame(atoms)
         expected = potential.eval()(batch_from_frames([frame], SpeciesTable(("Cu", "Au")), run.graph))
