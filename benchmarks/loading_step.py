@@ -28,7 +28,7 @@ CUTOFF = 5.0
 VARIANTS = {
     "memory": ("npz", {}),
     "store with lists": ("lists", {}),
-    "store, lists made on the way": ("bare", {}),
+    "store, lists made on the host": ("bare", {"neighbours": "vesin"}),
     "store, lists made on the device": ("bare", {"neighbours": "device"}),
 }
 
