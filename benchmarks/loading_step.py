@@ -11,13 +11,20 @@ import argparse
 import datetime
 import platform
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from forgefield.config.loading import load_config
 from forgefield.config.schema import UnitOptions
+from forgefield.data.batch import to_device, with_edges
+from forgefield.data.dataset import GraphDataset
 from forgefield.data.graphs.graph import GraphOptions
+from forgefield.data.readers import read_frames
+from forgefield.data.species import SpeciesTable
 from forgefield.data.storage.convert import convert
 from forgefield.parallel.group import alone
 from forgefield.training.bench import measure
@@ -65,6 +72,39 @@ def main() -> None:
                     raise SystemExit(f"{name}: nothing was measured")
                 row = f"{name:<34}{workers:>8}{found.step_ms:>10.2f}{found.mean_ms['data']:>10.2f}"
                 print(f"{row}{found.samples_per_second:>11.0f}", flush=True)
+    if torch.cuda.is_available():
+        parts_of_a_batch(source, args.frames)
+
+
+def parts_of_a_batch(source: Path, frames: int) -> None:
+    """What one batch costs, part by part, alone in its process."""
+    read = read_frames(str(source), None, UnitOptions(**UNITS))
+    species = SpeciesTable.from_frames(read)
+    with_lists = GraphDataset(read, species, CUTOFF)
+    without = GraphDataset(read, species, CUTOFF, on_device=True)
+    rows = np.random.default_rng(0).permutation(len(read))[:frames]
+    batch, bare = with_lists.batch(rows), to_device(without.batch(rows), "cuda")
+    pinned = {name: tensor.pin_memory() for name, tensor in batch.items()}
+    print(f"\nparts of one batch of {frames} frames ({with_lists.n_edges[rows].sum()} edges), ms")
+    for name, work in {
+        "assemble": lambda: with_lists.batch(rows),
+        "into pinned memory": lambda: {name: tensor.pin_memory() for name, tensor in batch.items()},
+        "to the device": lambda: to_device(pinned, "cuda"),
+        "assemble without lists": lambda: without.batch(rows),
+        "lists on the device": lambda: with_edges(bare, CUTOFF),
+    }.items():
+        print(f"{name:<34}{_milliseconds(work):>8.3f}", flush=True)
+
+
+def _milliseconds(work: Callable[[], object], repeats: int = 100) -> float:
+    for _ in range(10):
+        work()
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(repeats):
+        work()
+    torch.cuda.synchronize()
+    return 1000 * (time.perf_counter() - begin) / repeats
 
 
 if __name__ == "__main__":
