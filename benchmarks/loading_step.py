@@ -86,14 +86,14 @@ def parts_of_a_batch(source: Path, frames: int) -> None:
     batch, bare = with_lists.batch(rows), to_device(without.batch(rows), "cuda")
     pinned = {name: tensor.pin_memory() for name, tensor in batch.items()}
     print(f"\nparts of one batch of {frames} frames ({with_lists.n_edges[rows].sum()} edges), ms")
-    for name, work in {
+    for part, work in {
         "assemble": lambda: with_lists.batch(rows),
         "into pinned memory": lambda: {name: tensor.pin_memory() for name, tensor in batch.items()},
         "to the device": lambda: to_device(pinned, "cuda"),
         "assemble without lists": lambda: without.batch(rows),
         "lists on the device": lambda: with_edges(bare, CUTOFF),
     }.items():
-        print(f"{name:<34}{_milliseconds(work):>8.3f}", flush=True)
+        print(f"{part:<34}{_milliseconds(work):>8.3f}", flush=True)
 
 
 def _milliseconds(work: Callable[[], object], repeats: int = 100) -> float:
