@@ -5,6 +5,7 @@ The limit is enforced by the kernel (a memory cgroup). That it bites is shown by
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from forgefield.data.storage.store import is_store
 from tests.training.large_store import write_large_store
 
 MB = 2**20
@@ -64,9 +66,14 @@ def memory_limit(n_bytes: int) -> Iterator[list[str]]:
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("large") / "store"
-    write_large_store(folder, 3.2 * LIMIT)
-    return folder
+    """Written once, also where several processes share the tests."""
+    place = tmp_path_factory.getbasetemp()
+    place = place.parent if "PYTEST_XDIST_WORKER" in os.environ else place
+    with (place / "large.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not is_store(place / "large"):
+            write_large_store(place / "large", 3.2 * LIMIT)
+    return place / "large"
 
 
 def config(folder: Path, store: Path) -> Path:
