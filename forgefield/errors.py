@@ -3,3 +3,7 @@
 
 class ForgefieldError(Exception):
     """Something the user can mend. The message names the place (file, key, frame) and what would be right."""
+
+
+class SourceUnreadable(ForgefieldError):
+    """A source of data that could not be read, as opposed to one that holds something wrong: trying again may help."""

@@ -309,9 +309,14 @@ def _check_data(data: DictConfig, sources: Sources) -> None:
         if isinstance(value, Mapping) and set(value) != {"indices"}:
             raise _wrong(sources, f"data.{key}", dict(value), "a share, a number, a file, or {indices: file-or-list}")
     _check_batch(data, sources)
-    for key in ("workers", "prefetch"):
-        if data[key] is not None and data[key] < 0:
-            raise _wrong(sources, f"data.{key}", data[key], "zero or more")
+    if data.workers is not None and data.workers < 0:
+        raise _wrong(sources, "data.workers", data.workers, "zero or more")
+    if data.prefetch is not None and data.prefetch < 1:
+        raise _wrong(sources, "data.prefetch", data.prefetch, "one or more (data.workers=0 prepares nothing ahead)")
+    if data.prefetch is not None and data.workers == 0:
+        raise ForgefieldError(
+            f"{sources.where('data.prefetch')}: 'data.prefetch' needs a thread that prepares batches; data.workers is 0."
+        )
     if data.adaptive_cutoff is not None and not data.adaptive_cutoff > data.cutoff:
         raise _wrong(
             sources, "data.adaptive_cutoff", data.adaptive_cutoff, f"a radius above data.cutoff={data.cutoff:g}"

@@ -69,9 +69,11 @@ def _places(sizes: np.ndarray, n: int) -> np.ndarray:
 def _first_compositions(sizes: np.ndarray, species: list[set[int]], n: int) -> np.ndarray:
     """One place for n compositions: those with most new species first, among equals the ones with most frames."""
     places = np.zeros(len(sizes), dtype=np.int64)
-    seen: set[int] = set()
-    for _ in range(n):
-        best = max(np.flatnonzero(places == 0), key=lambda i: (len(species[i] - seen), sizes[i]))
-        seen |= species[best]
+    missing = set().union(*species)
+    while missing and places.sum() < n:
+        best = max(np.flatnonzero(places == 0), key=lambda i: (len(species[i] & missing), sizes[i]))
+        missing -= species[best]
         places[best] = 1
+    by_size = np.argsort(np.where(places > 0, -1, sizes), kind="stable")[::-1]
+    places[by_size[: n - places.sum()]] = 1
     return places

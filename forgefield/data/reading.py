@@ -17,6 +17,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from forgefield.config.schema import LabelOptions, UnitOptions
 from forgefield.data.graphs.edges import same_graph
 from forgefield.data.graphs.graph import GraphOptions
@@ -24,7 +26,7 @@ from forgefield.data.labels import USUAL_NAMES, LabelReader, is_none
 from forgefield.data.readers import SourceFile, frames_of, plain, source_files
 from forgefield.data.storage.cache import cache_folder
 from forgefield.data.storage.convert import convert
-from forgefield.data.storage.store import is_store, open_store
+from forgefield.data.storage.store import VERSION, is_store, open_store
 from forgefield.data.storage.table import FrameTable, Share
 from forgefield.errors import ForgefieldError
 
@@ -50,13 +52,13 @@ def read_table(
     that a store made here is to hold. required: a label that `labels` names must be in at least one frame. reader: made of
     the same labels and units, where the caller wants to know what else was met in files.
     """
-    labels, units = labels or LabelOptions(), units or UnitOptions()
+    labels, units = LabelOptions(**_settings(labels)), UnitOptions(**_settings(units))
     reader = reader or LabelReader(labels, units)
     table = FrameTable([])
     hidden = frozenset(
         label for label in ("energy", "forces", "stress", "weight") if is_none(getattr(labels, label) or "")
     )
-    stores_only = True
+    stores_only, in_memory = True, False
     for (in_store, share), group in groupby(source_files(spec), key=_kind):
         files = list(group)
         if in_store:
@@ -65,14 +67,15 @@ def read_table(
                 opened = FrameTable([replace(part, hidden=hidden) for part in opened.parts])
                 table = table + _shared(FrameTable.from_frames(opened) if lazy is False else opened, share)
         elif lazy:
+            stores_only = False
             table = table + _shared(_kept_on_disk(files, labels, units, graph, progress), share)
         else:
-            stores_only = False
+            stores_only, in_memory = False, True
             frames = (frame for file in files for frame in frames_of(file, reader, units))
             table = table + _shared(FrameTable.from_frames(frames), share)
     if stores_only:
         _refuse_settings_for_files(labels, units)
-    elif required:
+    elif required and in_memory:  # what is converted has been asked for its labels then
         reader.finish(str(plain(spec)))
     return table
 
@@ -93,6 +96,13 @@ def _refuse_settings_for_files(labels: LabelOptions, units: UnitOptions) -> None
             )
 
 
+def _settings(section: Any) -> dict[str, Any]:
+    """A section of the settings, as dataclass or as OmegaConf has it, as keywords."""
+    if section is None:
+        return {}
+    return plain(section) if OmegaConf.is_config(section) else asdict(section)
+
+
 def _kind(file: SourceFile) -> tuple[bool, Share | None]:
     """What tells apart files that become different parts of a table."""
     return is_store(file.path), None if file.share is None else Share(file.entry, file.share)
@@ -111,7 +121,7 @@ def _kept_on_disk(
 ) -> FrameTable:
     """Files as a store among the cached things, made by whichever process comes first."""
     names = [(str(file), file.state()) for file in files]
-    settings = [names, asdict(labels), asdict(units), None if graph is None else asdict(same_graph(graph))]
+    settings = [VERSION, names, asdict(labels), asdict(units), None if graph is None else asdict(same_graph(graph))]
     key = hashlib.blake2b(json.dumps(settings, default=str).encode(), digest_size=16).hexdigest()
     folder = cache_folder() / "stores" / key
     folder.parent.mkdir(parents=True, exist_ok=True)

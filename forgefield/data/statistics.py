@@ -18,7 +18,7 @@ import numpy as np
 
 from forgefield.config.schema import DataOptions
 from forgefield.data.dataset import GraphDataset
-from forgefield.data.graphs.edges import build_block, geometry_of, read_geometry, same_graph
+from forgefield.data.graphs.edges import build_block, read_geometry, same_graph
 from forgefield.data.readers import plain
 from forgefield.data.references import (
     References,
@@ -218,8 +218,8 @@ def _is_bound(dataset: GraphDataset, rows: np.ndarray) -> np.ndarray:
     periodic = np.flatnonzero(dataset.frames.column("pbc", rows).any(axis=1))
     for begin in range(0, len(periodic), 256):
         places = periodic[begin : begin + 256]
-        found = dataset.frames.find(rows[places])
-        block = dataset.edges.read(found, geometry_of(found))
+        geometry = read_geometry(dataset.frames, rows[places])
+        block, _ = build_block(geometry, dataset.graph, partial(_where, dataset.frames, rows[places]))
         bound[places] = block.n_edges > 0
     return bound
 
@@ -253,6 +253,7 @@ def _store_path(dataset: GraphDataset, others: Sequence[GraphDataset], options: 
         "frames": [part.frames.fingerprint for part in (dataset, *others)],
         "species": dataset.species.symbols,
         "graph": asdict(same_graph(dataset.graph)),
+        "all_neighbours": dataset.edges.neighbours is not None,
         "reference_energies": plain(options.reference_energies),
         "max_force": options.max_force,
         "max_energy_deviation": options.max_energy_deviation,

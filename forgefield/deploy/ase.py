@@ -19,9 +19,9 @@ from ase.stress import full_3x3_to_voigt_6_stress
 from torch import nn
 
 from forgefield.data.frame import Frame, check_frame
-from forgefield.data.graphs.edges import CLOSEST_PAIR
+from forgefield.data.graphs.edges import CLOSEST_PAIR, refuse_coinciding_atoms
 from forgefield.data.graphs.graph import GraphOptions, build_edges, graph_of
-from forgefield.data.graphs.neighbours import neighbour_list
+from forgefield.data.graphs.neighbours import edge_vectors, neighbour_list, squared_lengths
 from forgefield.data.species import SpeciesTable
 from forgefield.errors import ForgefieldError
 from forgefield.models.potential import Potential
@@ -49,6 +49,8 @@ class VerletList:
         if self.graph.adaptive_cutoff is not None or self.graph.max_neighbours is not None:
             self.builds += 1
             edges = build_edges(frame.positions, frame.cell, frame.pbc, self.graph)
+            if edges.shortest < CLOSEST_PAIR:
+                refuse_coinciding_atoms(frame.positions, frame.cell, edges, frame.where)
             return edges.source, edges.destination, edges.shifts
         if not self._still_valid(frame):
             self._edges = neighbour_list(frame.positions, frame.cell, frame.pbc, self.cutoff + self.skin)
@@ -56,8 +58,7 @@ class VerletList:
             self.builds += 1
         source, destination, shifts = self._edges
         # the formula of neighbour_list, so that a pair at the very cutoff is in or out as in a list without a skin
-        vectors = frame.positions[source] - frame.positions[destination] + shifts @ frame.cell
-        squares = np.einsum("ij,ij->i", vectors, vectors)
+        squares = squared_lengths(edge_vectors(frame.positions, frame.cell, source, destination, shifts))
         if len(squares) and squares.min() < CLOSEST_PAIR**2:
             worst = int(squares.argmin())
             i, j = sorted((int(source[worst]), int(destination[worst])))

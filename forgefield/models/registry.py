@@ -28,7 +28,7 @@ BUILT_IN = {"nequip": "forgefield.models.nequip.NequIP"}
 PRECISIONS = {"float32": torch.float32, "float64": torch.float64}
 MODULE_FOLDER = "module_folder"
 """Resolved options of a user's own model: where its module was found, if Python would not find it by itself."""
-_GIVEN_BY_US = ("species", "cutoff", "adaptive_cutoff", "statistics")
+_GIVEN_BY_US = ("species", "cutoff", "adaptive_cutoff", "max_neighbours", "statistics")
 
 
 def model_class(name: str, folder: str | None = None) -> Any:
@@ -102,8 +102,9 @@ def build_model(resolved: Mapping[str, Any], *, precision: str, seed: int) -> Po
         raise ForgefieldError(f"training.precision is '{precision}'; choose one of {', '.join(PRECISIONS)}.")
     options = dict(resolved)
     found = model_class(options.pop("name"), options.pop(MODULE_FOLDER, None))
-    max_neighbours = options.pop("max_neighbours", None)
+    max_neighbours = options.get("max_neighbours")
     if resolved["name"] in BUILT_IN:
+        options.pop("max_neighbours", None)
         told = {key: options.pop(key) for key in _GIVEN_BY_US if key in options}
         model = found(
             found.Options(**options),
@@ -168,7 +169,7 @@ def _resolve_own(found: Any, name: str, given: dict[str, Any], facts: dict[str, 
 def _build_own(found: Any, options: dict[str, Any], dtype: torch.dtype, seed: int) -> nn.Module:
     """An instance of the user's class, its weights drawn from a random state of its own."""
     named = inspect.signature(found.__init__).parameters
-    options = {"adaptive_cutoff": None} | options
+    options = {"adaptive_cutoff": None, "max_neighbours": None} | options
     given = {key: value for key, value in options.items() if key not in _GIVEN_BY_US or key in named}
     default = torch.get_default_dtype()
     with torch.random.fork_rng(devices=[]):

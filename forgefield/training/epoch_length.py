@@ -31,7 +31,7 @@ def fit_epoch_length(trainer: L.Trainer, loader: Any) -> None:
         trainer.val_check_batch = max(1, int(n_batches * trainer.val_check_interval))
 
 
-PLANNED = 20_000_000
+PLANNED = 5_000_000
 """Frames over all epochs up to which every epoch of a fit is planned to count its steps."""
 
 

@@ -214,7 +214,7 @@ class TrainingModule(L.LightningModule):
             monitor=self.monitor,
             validate_every=self.trainer.check_val_every_n_epoch or 1,
             epochs=self.trainer.max_epochs if self.trainer.max_epochs is not None else -1,
-            steps=steps_of_fit(self.trainer),
+            steps=lambda: steps_of_fit(self.trainer),
             lr_factor=self.lr_factor,
         )
         if "T_max" not in self.options.scheduler:

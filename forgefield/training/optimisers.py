@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,12 +33,12 @@ def build_scheduler(
     monitor: str,
     validate_every: int,
     epochs: int,
-    steps: int,
+    steps: Callable[[], int],
     lr_factor: float = 1.0,
 ) -> dict[str, Any]:
     """Lightning's description of a scheduler. spec may hold `interval: epoch | step` beside the scheduler's options.
 
-    epochs, steps: length of the run, -1 where it has no limit; `CosineAnnealingLR` takes its T_max from it if not told.
+    epochs, steps(): length of the run, -1 where it has no limit; `CosineAnnealingLR` takes its T_max from it if not told.
     lr_factor: multiplies every option that is itself a learning rate, as it does the optimiser's.
     """
     name, options = _name_and_options(spec, "training.scheduler")
@@ -92,8 +93,8 @@ def _scaled(value: Any, factor: float) -> Any:
     return value * factor
 
 
-def _length(interval: str, epochs: int, steps: int) -> int:
-    length = epochs if interval == "epoch" else steps
+def _length(interval: str, epochs: int, steps: Callable[[], int]) -> int:
+    length = epochs if interval == "epoch" else steps()
     if length is None or length <= 0:
         raise ForgefieldError(f"training.scheduler: the run has no fixed number of {interval}s; set T_max.")
     return int(length)

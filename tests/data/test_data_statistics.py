@@ -238,3 +238,16 @@ def test_a_damaged_or_unwritable_cache_costs_nothing_but_time(molecules, monkeyp
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("FORGEFIELD_CACHE", str(tmp_path / "file"))
     assert compute_statistics(graphs(molecules), DataOptions()) == first
+
+
+def test_isolated_atoms_in_boxes_are_found_whoever_makes_the_lists(make_frame):
+    box = {"cell": 20 * np.eye(3), "pbc": True, "forces": None}
+    frames = [
+        make_frame([1], energy=-13.6, **box),
+        make_frame([8], energy=-2041.98, **box),
+        make_frame([8, 1], energy=-2060.0),
+    ]
+    for on_device in (False, True):
+        dataset = GraphDataset(frames, SpeciesTable(["H", "O"]), 5.0, on_device=on_device)
+        found = compute_statistics(dataset, DataOptions(cache=False))
+        assert (found.reference_kind, found.reference_energies) == ("isolated", {"H": -13.6, "O": -2041.98})

@@ -185,6 +185,22 @@ def test_sources_are_drawn_by_the_rule(sampling, expected):
         assert counts.max() - counts.min() <= 1  # none twice before all once
 
 
+def test_a_source_that_was_left_without_frames_is_not_drawn():
+    table = two_sources()
+    order = training_order(options(sampling="uniform"), table, 0)(np.arange(30))
+    assert set(order.rows(0)) == set(range(30))
+    with pytest.raises(ForgefieldError, match=r"b\.xyz is to be drawn with probability 0\.5 but has no frame"):
+        training_order(options(sampling=[1, 1]), table, 0)(np.arange(30))
+
+
+def test_settings_of_batches_that_would_do_nothing_are_refused():
+    with pytest.raises(ForgefieldError, match=r"data\.eval_batch\.oversized=skip"):
+        evaluation_budget(options(eval_batch={"atoms": 9, "oversized": "skip"}))
+    assert batch_threads(options(prefetch=3), on_gpu=False) == 1
+    order = training_order(options(sampling={"frames": 100, "rule": None}), two_sources(), 0)(np.arange(40))
+    assert order.draws == 100
+
+
 def test_weighted_draws_and_a_fixed_order_contradict_each_other():
     with pytest.raises(ForgefieldError, match=r"data\.shuffle=false and weighted sampling"):
         training_order(options(sampling="uniform", shuffle=False), two_sources(), 0)

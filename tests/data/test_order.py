@@ -133,7 +133,7 @@ def test_a_hundred_thousand_systems_are_drawn_to_within_one_of_their_share():
 
 
 def test_draws_refuse_what_cannot_be_drawn():
-    with pytest.raises(ForgefieldError, match=r"system 1 is to be drawn with probability 0\.5 but has no frame"):
+    with pytest.raises(ForgefieldError, match=r"system 1, counted from 0, .* probability 0\.5 but has no frame"):
         WeightedDraws(np.array([0, 0]), np.array([0.5, 0.5]), 4)
     with pytest.raises(ForgefieldError, match="0 draws"):
         WeightedDraws(np.array([0, 0]), np.array([1.0]), 0)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 import shutil
+import subprocess
+import sys
 from dataclasses import fields, replace
 from pathlib import Path
 from unittest.mock import patch
@@ -24,8 +28,8 @@ from forgefield.data.reading import read_table
 from forgefield.data.sampling.batching import training_order
 from forgefield.data.species import SpeciesTable
 from forgefield.data.storage import convert as convert_module
-from forgefield.data.storage.convert import convert
-from forgefield.data.storage.store import StoreColumns, open_store
+from forgefield.data.storage.convert import convert, store_frames
+from forgefield.data.storage.store import StoreColumns, manifest_hash, open_store
 from forgefield.data.storage.table import FrameTable, Part
 from forgefield.data.storage.writer import PartWriter
 from forgefield.errors import ForgefieldError
@@ -310,3 +314,107 @@ def test_a_refused_conversion_leaves_nothing(tmp_path):
     assert not (tmp_path / "store").exists()
     with pytest.raises(ForgefieldError, match="exists already"):
         convert(str(good), tmp_path)
+
+
+def test_a_table_that_was_copied_or_sent_elsewhere_reads_its_own_files(source, tmp_path):
+    """Deleting the copy must not close what the original reads from."""
+    convert(str(source), tmp_path / "store")
+    table = open_store(tmp_path / "store").table()
+    before = table[5].positions
+    copied = copy.deepcopy(table)
+    np.testing.assert_array_equal(copied[5].positions, before)
+    del copied
+    with (tmp_path / "other").open("wb") as other:
+        other.write(bytes(10**5))
+        other.flush()
+        np.testing.assert_array_equal(table[5].positions, before)
+        np.testing.assert_array_equal(pickle.loads(pickle.dumps(table))[5].positions, before)
+
+
+def test_more_stores_than_files_may_be_open_at_first(tmp_path):
+    """The limit is raised as far as the system allows, and only then is it an error in words."""
+    frames = some_frames(np.random.default_rng(1), 3)
+    names = [str(tmp_path / f"s{i}") for i in range(12)]
+    for name in names:
+        store_frames(frames, Path(name))
+    script = (
+        "import resource, sys\n"
+        "from forgefield.data.reading import read_table\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (40, int(sys.argv[1])))\n"
+        "print(sum(len(frame) for frame in read_table(sys.argv[2:])))\n"
+    )
+    for hard, expected in ((4096, 0), (60, 1)):
+        done = subprocess.run([sys.executable, "-c", script, str(hard), *names], capture_output=True, text=True)
+        assert done.returncode == expected, done.stderr
+    assert "raise the limit (ulimit -n), or convert several stores into one" in done.stderr
+
+
+def test_stores_of_files_with_one_name_are_different_systems(tmp_path):
+    for name, n in (("a", 3), ("b", 30)):
+        (tmp_path / name).mkdir()
+        source = write_extxyz(tmp_path / name / "train.xyz", some_frames(np.random.default_rng(n), n))
+        store_frames([replace(frame, source="train.xyz") for frame in read_frames(str(source))], tmp_path / name / "st")
+    table = read_table([str(tmp_path / "a" / "st"), str(tmp_path / "b" / "st")])
+    assert np.bincount(table.systems.of_frame).tolist() == [3, 30]
+
+
+def test_the_fingerprint_is_that_of_the_frames_however_they_are_kept(source, tmp_path):
+    convert(str(source), tmp_path / "one")
+    with patch.object(convert_module, "CHUNK", 7):
+        convert(str(source), tmp_path / "many")
+    tables = [
+        read_table(str(source)),
+        read_table(str(tmp_path / "one")),
+        read_table(str(tmp_path / "many")),
+        read_table(str(tmp_path / "many"), lazy=False),
+    ]
+    assert len(tables[2].parts) > 2
+    assert len({table.fingerprint for table in tables}) == 1
+    rows = np.random.default_rng(0).permutation(60)[:20]
+    assert len({table.select(rows).fingerprint for table in tables}) == 1
+    assert tables[0].select(rows[::-1]).fingerprint != tables[0].select(rows).fingerprint
+    assert read_table({"path": str(source), "weight": 2}).fingerprint != tables[0].fingerprint
+
+
+@pytest.mark.parametrize(
+    "settings", [(LabelOptions(energy="REF_energy"), None), (None, UnitOptions(energy="kcal/mol"))]
+)
+def test_lazy_files_obey_labels_and_units(settings, source, tmp_path, monkeypatch):
+    monkeypatch.setenv("FORGEFIELD_CACHE", str(tmp_path / "cache"))
+    for chosen in (settings, tuple(None if s is None else OmegaConf.structured(s) for s in settings)):
+        lazy, plain = read_table(str(source), *chosen, lazy=True), read_table(str(source), *chosen)
+        assert lazy.fingerprint == plain.fingerprint
+    with pytest.raises(ForgefieldError, match=r"no frame of .*frames\.extxyz.* has that key|NOTHERE"):
+        read_table(str(source), LabelOptions(energy="NOTHERE"), lazy=True)
+
+
+def rewritten(store: Path, change) -> None:
+    file = store / "manifest.json"
+    manifest = json.loads(file.read_text())
+    change(manifest)
+    manifest["hash"] = manifest_hash(manifest)
+    file.write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m["parts"][0].update(name="../elsewhere"),
+        lambda m: m["parts"][0].update(n_frames=61),
+        lambda m: m["parts"][0].update(n_atoms=1),
+        lambda m: m["parts"][0]["columns"].pop("cell"),
+        lambda m: m["parts"][0].pop("sources"),
+        lambda m: m.pop("parts"),
+    ],
+)
+def test_a_manifest_that_contradicts_itself_is_refused_although_its_hash_is_right(source, tmp_path, change):
+    convert(str(source), tmp_path / "store")
+    rewritten(tmp_path / "store", change)
+    with pytest.raises(ForgefieldError, match=r"manifest\.json: it (contradicts itself|lacks)"):
+        read_table(str(tmp_path / "store"))
+
+
+def test_an_empty_source_is_named_by_a_conversion(tmp_path):
+    (tmp_path / "empty.xyz").write_text("\n\n")
+    with pytest.raises(ForgefieldError, match=r"empty\.xyz: there are no frames"):
+        convert(str(tmp_path / "empty.xyz"), tmp_path / "store")

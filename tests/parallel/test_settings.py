@@ -13,6 +13,7 @@ import torch
 
 from forgefield.api import train
 from forgefield.config.loading import load_config
+from forgefield.data.sampling.plan import Budget
 from forgefield.errors import ForgefieldError
 from forgefield.parallel.group import Ranks, alone
 from forgefield.parallel.learning_rate import learning_rate_factor
@@ -45,7 +46,13 @@ def rates(spec: dict, factor: float, steps: int = 12) -> list[float]:
     """The learning rate of each step of a schedule."""
     optimiser = build_optimiser("sgd", [torch.nn.Parameter(torch.zeros(1))], lr=0.1 * factor)
     made = build_scheduler(
-        {**spec, "interval": "step"}, optimiser, monitor="x", validate_every=1, epochs=-1, steps=steps, lr_factor=factor
+        {**spec, "interval": "step"},
+        optimiser,
+        monitor="x",
+        validate_every=1,
+        epochs=-1,
+        steps=lambda: steps,
+        lr_factor=factor,
     )
     found = []
     for _ in range(steps):
@@ -79,7 +86,7 @@ def test_a_resume_with_another_factor_goes_on_with_the_scaled_curve(spec):
             monitor="x",
             validate_every=1,
             epochs=-1,
-            steps=12,
+            steps=lambda: 12,
             lr_factor=factor,
         )["scheduler"]
         if state is not None:
@@ -101,8 +108,8 @@ def test_a_resume_with_another_factor_goes_on_with_the_scaled_curve(spec):
 def test_what_is_applied_is_said():
     options = load_config({"name": "x"}, ["training.scale_lr=sqrt", "training.lr=0.01"]).training
     assert learning_rate(options, 4, 2.0) == "lr 0.01 x 2 (scale_lr=sqrt, 4 ranks) = 0.02"
-    assert effective_batch(8, 4, 2) == "8 frames x 4 ranks x 2 batches a step = 64 frames a step"
-    assert effective_batch(1, 1, 1) == "1 frame"
+    assert effective_batch(Budget("frames", 8), 4, 2) == "8 frames x 4 ranks x 2 batches a step = 64 frames a step"
+    assert effective_batch(Budget("frames", 1), 1, 1) == "1 frame"
     assert "counted in steps as written" in schedule_rows({"name": "StepLR", "interval": "step"}, 4)[0][1]
 
 

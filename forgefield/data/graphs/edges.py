@@ -76,7 +76,7 @@ def build_block(geometry: Geometry, graph: GraphOptions, where: Callable[[int], 
         positions, cell = geometry.positions[first:end], geometry.cell[i]
         edges = build_edges(positions, cell, geometry.pbc[i], graph)
         if edges.shortest < CLOSEST_PAIR:
-            _refuse_coinciding_atoms(positions, cell, edges, where(i))
+            refuse_coinciding_atoms(positions, cell, edges, where(i))
         lists.append(edges)
         shortest.append(edges.shortest)
     n_edges = np.array([len(edges.source) for edges in lists], dtype=np.int64)
@@ -98,7 +98,7 @@ def _joined(arrays: Sequence[np.ndarray], tail: tuple[int, ...]) -> np.ndarray:
     return np.concatenate(arrays) if len(arrays) else np.zeros((0, *tail), dtype=np.int64)
 
 
-def _refuse_coinciding_atoms(positions: np.ndarray, cell: np.ndarray, edges: Edges, where: str) -> None:
+def refuse_coinciding_atoms(positions: np.ndarray, cell: np.ndarray, edges: Edges, where: str) -> None:
     squares = squared_lengths(edge_vectors(positions, cell, edges.source, edges.destination, edges.shifts))
     worst = int(squares.argmin())
     one, other = sorted((int(edges.source[worst]), int(edges.destination[worst])))
@@ -111,11 +111,14 @@ def edge_columns(
     block: EdgeBlock, shortest: np.ndarray, n_atoms: np.ndarray, numbers: np.ndarray
 ) -> dict[str, np.ndarray]:
     """The columns of a block, in the types they are stored in."""
-    for name, largest in (("edge_shift", np.abs(block.shift).max(initial=0)),):
-        if largest > np.iinfo(EDGE_FIELDS[name].dtype).max:
-            raise ForgefieldError(
-                "an atom lies tens of thousands of cells away from its neighbours; wrap the positions into the cell"
-            )
+    if np.abs(block.shift).max(initial=0) > np.iinfo(EDGE_FIELDS["edge_shift"].dtype).max:
+        raise ForgefieldError(
+            "an atom lies tens of thousands of cells away from its neighbours; wrap the positions into the cell"
+        )
+    if max(n_atoms.max(initial=0), block.n_edges.max(initial=0)) > np.iinfo(EDGE_FIELDS["edge_reverse"].dtype).max:
+        raise ForgefieldError(
+            "a frame has more than two thousand million edges; take a smaller cutoff or smaller frames"
+        )
     frame = np.repeat(np.arange(len(n_atoms)), n_atoms)
     _, component = np.unique(frame * 256 + numbers, return_inverse=True)
     arrays = {

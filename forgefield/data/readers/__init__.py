@@ -6,10 +6,14 @@ says which parts of a source can be read by themselves.
 
 from __future__ import annotations
 
+import atexit
+import os
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 from itertools import islice
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from forgefield.config.schema import LabelOptions, UnitOptions
 from forgefield.data.frame import Frame, RawFrame
@@ -17,7 +21,10 @@ from forgefield.data.labels import LabelReader
 from forgefield.data.readers.block_labels import block_frames
 from forgefield.data.readers.blocks import RawBlock, even_ranges
 from forgefield.data.readers.sources import SourceFile, file_format, plain, source_files
-from forgefield.errors import ForgefieldError
+from forgefield.errors import ForgefieldError, SourceUnreadable
+
+if TYPE_CHECKING:
+    from forgefield.data.storage.store import Store
 
 __all__ = [
     "SourceFile",
@@ -72,9 +79,9 @@ def frames_of(
             n_frames += 1
             yield frame if file.weight == 1.0 else replace(frame, weight=frame.weight * file.weight)
     except PermissionError:
-        raise ForgefieldError(f"{file.name}: no permission to read this file") from None
+        raise SourceUnreadable(f"{file.name}: no permission to read this file") from None
     except OSError as error:
-        raise ForgefieldError(f"{file.name}: it could not be read ({error.strerror or error})") from error
+        raise SourceUnreadable(f"{file.name}: it could not be read ({error.strerror or error})") from error
     if n_frames == 0 and start == 0 and stop is None:
         raise ForgefieldError(f"{file.name}: there are no frames in this file")
 
@@ -96,9 +103,9 @@ def frame_count(file: SourceFile) -> int | None:
         _refuse_empty(file)
         return _count(file)
     except PermissionError:
-        raise ForgefieldError(f"{file.name}: no permission to read this file") from None
+        raise SourceUnreadable(f"{file.name}: no permission to read this file") from None
     except OSError as error:
-        raise ForgefieldError(f"{file.name}: it could not be read ({error.strerror or error})") from error
+        raise SourceUnreadable(f"{file.name}: it could not be read ({error.strerror or error})") from error
 
 
 def _refuse_empty(file: SourceFile) -> None:
@@ -111,10 +118,7 @@ def _refuse_empty(file: SourceFile) -> None:
 
 def _frames(file: SourceFile, reader: LabelReader, units: UnitOptions, start: int, stop: int | None) -> Iterator[Frame]:
     if file_format(file.path) == "store":
-        from forgefield.data.storage.store import open_store
-
-        table = open_store(file.path).table()
-        yield from map(reader.stored, table[start:stop])
+        yield from map(reader.stored, _store(file.path).table()[start:stop])
         return
     for raw in _raw(file, units, start, stop):
         if isinstance(raw, RawFrame):
@@ -122,6 +126,23 @@ def _frames(file: SourceFile, reader: LabelReader, units: UnitOptions, start: in
             continue
         block = block_frames(raw, reader)
         yield from map(reader.frame, raw.frames()) if block is None else block
+
+
+def _store(path: Path) -> Store:
+    """The store in a folder, opened and verified once, and kept open while its manifest stays as it is."""
+    from forgefield.data.storage.store import MANIFEST
+
+    status = os.stat(path / MANIFEST)
+    return _opened(path, str(path.resolve()), status.st_mtime_ns, status.st_ino, status.st_size)
+
+
+@lru_cache(maxsize=1)  # an open store has as many open files as columns
+def _opened(path: Path, *_: str | int) -> Store:
+    from forgefield.data.storage.store import open_store
+
+    atexit.unregister(_opened.cache_clear)
+    atexit.register(_opened.cache_clear)  # its files are closed before the interpreter is taken apart
+    return open_store(path)
 
 
 def _raw(file: SourceFile, units: UnitOptions, start: int, stop: int | None) -> Raw:
@@ -178,13 +199,11 @@ def _count(file: SourceFile) -> int | None:
         from forgefield.data.readers.lmdb_files import frame_keys, open_lmdb
 
         with open_lmdb(path) as transaction:
-            return len(frame_keys(transaction))
+            return len(frame_keys(path, transaction))
     if kind == "aselmdb":
         from forgefield.data.readers.aselmdb import count_aselmdb
 
         return count_aselmdb(path)
     if kind == "store":
-        from forgefield.data.storage.store import open_store
-
-        return len(open_store(path).table())
+        return len(_store(path).table())
     return None

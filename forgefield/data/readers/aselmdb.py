@@ -10,6 +10,7 @@ import json
 import re
 import zlib
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,18 @@ import numpy as np
 from ase.calculators.calculator import all_properties
 
 from forgefield.data.frame import RawFrame
-from forgefield.data.readers.lmdb_files import frame_keys, open_lmdb
+from forgefield.data.readers.lmdb_files import file_state, frame_keys, open_lmdb
 from forgefield.errors import ForgefieldError
 
+LARGEST_VALUE = 256 * 2**20
+"""Bytes of JSON that one row may have."""
 _NUMBER_TYPE = re.compile(r"(bool|u?int\d+|float\d+|complex\d+|[<>|=]?[biufc]\d+)")
 
 
 def read_aselmdb(path: Path, start: int = 0, stop: int | None = None) -> Iterator[RawFrame]:
     """Frames start to stop; key-value pairs and data of a row count as its info, calculator results as results."""
     with open_lmdb(path) as transaction:
-        for index, row_id in list(enumerate(_ids(transaction, path)))[start:stop]:
+        for index, row_id in enumerate(_ids(path, transaction)[start:stop].tolist(), start):
             where = f"{path}, frame {index} (id {row_id})"
             row = _decode(transaction.get(str(row_id).encode()), where)
             try:
@@ -39,27 +42,62 @@ def read_aselmdb(path: Path, start: int = 0, stop: int | None = None) -> Iterato
 def count_aselmdb(path: Path) -> int:
     """Number of rows that are not deleted."""
     with open_lmdb(path) as transaction:
-        return len(_ids(transaction, path))
+        return len(_ids(path, transaction))
 
 
-def _ids(transaction: Any, path: Path) -> list[int]:
-    present = {int(key) for key in frame_keys(transaction)}
-    deleted, following = transaction.get(b"deleted_ids"), transaction.get(b"nextid")
-    gone = set(_decode(deleted, f"{path}, deleted_ids")) if deleted is not None else set()
-    if following is None:
-        return sorted(present - gone)
-    ids = [i for i in range(1, int(_decode(following, f"{path}, nextid"))) if i not in gone]
-    missing = [i for i in ids if i not in present]
-    if missing:
-        raise ForgefieldError(f"{path}: row {missing[0]} is neither there nor marked as deleted; the file is damaged")
-    return ids
+def _ids(path: Path, transaction: Any) -> np.ndarray:
+    return _listed(path, *file_state(path, transaction))
+
+
+@lru_cache(maxsize=4)
+def _listed(path: Path, *_: str | int) -> np.ndarray:
+    """(n_frames,) ids in ascending order, remembered while the file stays as it is."""
+    with open_lmdb(path) as transaction:
+        present = set(map(int, frame_keys(path, transaction).tolist()))
+        deleted, following = transaction.get(b"deleted_ids"), transaction.get(b"nextid")
+    gone = set(
+        _whole_numbers([] if deleted is None else _decode(deleted, f"{path}, deleted_ids"), f"{path}, deleted_ids")
+    )
+    if following is not None:
+        (end,) = _whole_numbers([_decode(following, f"{path}, nextid")], f"{path}, nextid")
+        _refuse_missing(path, present | gone, end)
+        present = {i for i in present if 1 <= i < end}
+    try:
+        return np.array(sorted(present - gone), dtype=np.int64)
+    except OverflowError:
+        raise ForgefieldError(f"{path}: the id of a row should be below 2**63; the file is damaged") from None
+
+
+def _refuse_missing(path: Path, known: set[int], end: int) -> None:
+    """Every id from 1 to end - 1 should be known. `end` may be anything, so it is not counted up to."""
+    known = {i for i in known if 1 <= i < end}
+    if len(known) < end - 1:
+        missing = next(i for i in range(1, len(known) + 2) if i not in known)
+        raise ForgefieldError(f"{path}: row {missing} is neither there nor marked as deleted; the file is damaged")
+
+
+def _whole_numbers(values: Any, where: str) -> list[int]:
+    if not isinstance(values, list) or any(type(value) is not int for value in values):
+        raise ForgefieldError(f"{where}: it should hold whole numbers; the file is damaged")
+    return values
 
 
 def _decode(data: bytes, where: str) -> Any:
     try:
-        return json.loads(zlib.decompress(data).decode("utf-8"), object_hook=_plain)
-    except (zlib.error, UnicodeDecodeError, ValueError, TypeError, KeyError) as error:
+        return json.loads(_unpacked(data, where).decode("utf-8"), object_hook=_plain)
+    except (zlib.error, ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise ForgefieldError(f"{where}: it is not compressed JSON as ASE-LMDB holds it ({error})") from error
+
+
+def _unpacked(data: bytes, where: str) -> bytes:
+    """A few kB can unpack to many GB; nothing is unpacked beyond `LARGEST_VALUE`."""
+    unpacker = zlib.decompressobj()
+    text = unpacker.decompress(data, LARGEST_VALUE + 1)
+    if len(text) > LARGEST_VALUE:
+        raise ForgefieldError(f"{where}: it unpacks to more than {LARGEST_VALUE} bytes, more than a row is allowed to")
+    if not unpacker.eof:
+        raise zlib.error("it ends too early")
+    return text
 
 
 def _plain(item: dict[str, Any]) -> Any:

@@ -18,8 +18,8 @@ import numpy as np
 from ase.data import atomic_numbers
 
 from forgefield.data.readers.blocks import LazyColumns, RawBlock, block_ranges, matrices, within
-from forgefield.data.readers.text_rows import TextRows
-from forgefield.errors import ForgefieldError
+from forgefield.data.readers.text_rows import text_rows
+from forgefield.errors import ForgefieldError, SourceUnreadable
 
 PADDING = -1
 """In `real_atom_types`: there is no atom here."""
@@ -191,11 +191,11 @@ def _folder_arrays(place: Path) -> dict[str, Any]:
     try:
         files = sorted(place.iterdir())  # glob would pass over a folder that may not be read
     except PermissionError:
-        raise ForgefieldError(f"{place}: no permission to look into this folder") from None
+        raise SourceUnreadable(f"{place}: no permission to look into this folder") from None
     if place.name.startswith("set."):
         return {file.stem: _memory_mapped(file) for file in files if file.suffix == ".npy"}
     texts = [file for file in files if file.suffix == ".raw" and file.name not in ("type.raw", "type_map.raw")]
-    return {file.stem: TextRows(file) for file in texts}
+    return {file.stem: text_rows(file) for file in texts}
 
 
 def _group_arrays(group: Any) -> dict[str, Any]:
@@ -208,8 +208,10 @@ def _memory_mapped(file: Path) -> np.ndarray:
             raise ValueError("the file is empty")
         return np.load(file, mmap_mode="r", allow_pickle=False)
     except PermissionError:
-        raise ForgefieldError(f"{file}: no permission to read this file") from None
+        raise SourceUnreadable(f"{file}: no permission to read this file") from None
     except Exception as error:  # numpy says it in several ways
+        if isinstance(error, OSError) and error.errno:  # the system cannot read it, whatever it holds
+            raise
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:160]
         raise ForgefieldError(f"{file}: it could not be read as an array of numbers ({reason})") from error
 

@@ -28,8 +28,6 @@ from forgefield.errors import ForgefieldError
 NUMBER_NAMES = ("atomic_numbers", "numbers", "species", "nuclear_charges", "z", "Z", "elements", "symbols")
 POSITION_NAMES = ("positions", "coordinates", "conformations", "coords", "pos", "cart_coords", "xyz", "R")
 CELL_NAMES = ("cell", "lattice_matrix", "lattice", "box", "cells", "box_vectors")
-DEEPEST = 32
-"""Groups are searched to this depth."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +81,8 @@ def _open(path: Path) -> Any:
     try:
         return h5py.File(path, "r", locking="best-effort")
     except OSError as error:
+        if error.errno:  # the system cannot read it, whatever it holds
+            raise
         raise ForgefieldError(
             f"{path}: it could not be opened as HDF5; it is damaged or truncated ({error})"
         ) from error
@@ -105,7 +105,7 @@ def _catalogue(
         top = file[group or "/"]
         if not hasattr(top, "keys"):
             raise ForgefieldError(f"{path}#{group}: this is a dataset, not a group")
-        entries = tuple(_search(top, path, type_map, 0))
+        entries = tuple(_search(top, path, type_map))
     if not entries:
         raise ForgefieldError(
             f"{path}{'#' + group if group else ''}: no group holds positions ({', '.join(POSITION_NAMES)}) and atomic "
@@ -114,26 +114,56 @@ def _catalogue(
     return entries
 
 
-def _search(group: Any, path: Path, type_map: tuple[str, ...] | None, depth: int) -> Iterator[Entry]:
-    place = f"{path}#{group.name}"
-    if "type.raw" in group:
-        yield Entry(group.name, True, sum(open_group(group, place, type_map).lengths()))
-        return
-    positions = _dataset(group, POSITION_NAMES)
-    if positions is not None and _dataset(group, NUMBER_NAMES) is not None:
-        if type_map is not None:
-            raise ForgefieldError(f"{place}: a type_map was given, but this group is not a DeePMD system")
-        if positions.ndim not in (2, 3) or positions.shape[-1] != 3:
-            raise ForgefieldError(
-                f"{place}: {_leaf(positions)} has shape {positions.shape}; it should be (atoms, 3) or (frames, atoms, 3)"
-            )
-        yield Entry(group.name, False, 1 if positions.ndim == 2 else positions.shape[0])
-        return
-    if depth == DEEPEST:
-        return
+def _search(top: Any, path: Path, type_map: tuple[str, ...] | None) -> Iterator[Entry]:
+    """Systems in `top`, at any depth. A group that has several names, or contains itself, is visited once."""
+    seen: set[tuple[int, int]] = set()
+    waiting = [iter([top])]
+    while waiting:
+        group = next(waiting[-1], None)
+        if group is None:
+            waiting.pop()
+            continue
+        address = _address(group)
+        if address in seen:
+            continue
+        seen.add(address)
+        entry = _entry(group, f"{path}#{group.name}", type_map)
+        if entry is None:
+            waiting.append(_groups_in(group))
+        else:
+            yield entry
+
+
+def _address(group: Any) -> tuple[int, int]:
+    """Where a group stands: the same under all of its names."""
+    import h5py
+
+    about = h5py.h5o.get_info(group.id)
+    return about.fileno, about.addr
+
+
+def _groups_in(group: Any) -> Iterator[Any]:
     for key in sorted(group, key=_natural):
-        if type(group.get(key, getlink=True)).__name__ == "HardLink" and hasattr(group[key], "keys"):
-            yield from _search(group[key], path, type_map, depth + 1)
+        if type(group.get(key, getlink=True)).__name__ == "HardLink":
+            inner = group[key]
+            if hasattr(inner, "keys"):
+                yield inner
+
+
+def _entry(group: Any, place: str, type_map: tuple[str, ...] | None) -> Entry | None:
+    """The system this group is; None where it is none."""
+    if "type.raw" in group:
+        return Entry(group.name, True, sum(open_group(group, place, type_map).lengths()))
+    positions = _dataset(group, POSITION_NAMES)
+    if positions is None or _dataset(group, NUMBER_NAMES) is None:
+        return None
+    if type_map is not None:
+        raise ForgefieldError(f"{place}: a type_map was given, but this group is not a DeePMD system")
+    if positions.ndim not in (2, 3) or positions.shape[-1] != 3:
+        raise ForgefieldError(
+            f"{place}: {_leaf(positions)} has shape {positions.shape}; it should be (atoms, 3) or (frames, atoms, 3)"
+        )
+    return Entry(group.name, False, 1 if positions.ndim == 2 else positions.shape[0])
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:

@@ -6,8 +6,11 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from forgefield.errors import ForgefieldError
 
@@ -28,10 +31,26 @@ def open_lmdb(path: Path) -> Iterator[Any]:
         _release(key)
 
 
-def frame_keys(transaction: Any) -> list[bytes]:
-    """Keys that are whole numbers, in the order of these numbers; all others (`length`, `metadata`) are left out."""
-    keys = transaction.cursor().iternext(keys=True, values=False)
-    return sorted((key for key in keys if key.isdigit()), key=int)
+def file_state(path: Path, transaction: Any) -> tuple[str, int, int, int]:
+    """What changes when a file does: its place, size, time, and the number of its last write."""
+    status = os.stat(path / "data.mdb" if path.is_dir() else path)
+    return str(path.resolve()), status.st_size, status.st_mtime_ns, transaction.id()
+
+
+def frame_keys(path: Path, transaction: Any) -> np.ndarray:
+    """Keys that are whole numbers, in the order of these numbers; all others (`length`, `metadata`) are left out.
+
+    They are listed once, and remembered while the file stays as it is.
+    """
+    return _listed(*file_state(path, transaction))
+
+
+@lru_cache(maxsize=4)
+def _listed(path: str, *_: int) -> np.ndarray:
+    """(n_frames,) of bytes."""
+    with open_lmdb(Path(path)) as transaction:
+        keys = transaction.cursor().iternext(keys=True, values=False)
+        return np.array(sorted((key for key in keys if key.isdigit()), key=int), dtype=bytes)
 
 
 def _acquire(path: Path, key: tuple[int, str]) -> Any:

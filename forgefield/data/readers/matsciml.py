@@ -30,7 +30,7 @@ EXTRA_NAMES = {"energy": ("energy_total",)}
 def read_matsciml(path: Path, start: int = 0, stop: int | None = None) -> Iterator[RawFrame]:
     """Frames start to stop of an LMDB file, by ascending key."""
     with open_lmdb(path) as transaction:
-        for index, key in list(enumerate(frame_keys(transaction)))[start:stop]:
+        for index, key in enumerate(frame_keys(path, transaction)[start:stop].tolist(), start):
             where = f"{path}, frame {index} (key {key.decode()})"
             try:
                 sample = safe_loads(transaction.get(key))

@@ -5,6 +5,7 @@ Units come from the settings; where the file states its own (`e_unit`, `r_unit`)
 
 from __future__ import annotations
 
+import math
 import struct
 import zipfile
 from collections.abc import Iterator
@@ -83,9 +84,11 @@ def _load(path: Path, *, check: bool) -> dict[str, np.ndarray]:
                 if mapped is not None and check:
                     _compare_checksum(members, f"{key}.npy")
             return arrays
-    except PermissionError:
+    except ForgefieldError:
         raise
     except Exception as error:  # zipfile, zlib and numpy each have their own
+        if isinstance(error, OSError) and error.errno:  # the system cannot read it, whatever it holds
+            raise
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:160]
         raise ForgefieldError(f"{path}: it could not be read as npz; it is damaged or truncated ({reason})") from error
 
@@ -97,7 +100,8 @@ def _mapped(path: Path, member: zipfile.ZipInfo) -> np.ndarray | None:
     with path.open("rb") as stream:
         stream.seek(member.header_offset + 26)
         name_length, extra_length = struct.unpack("<HH", stream.read(4))
-        stream.seek(member.header_offset + 30 + name_length + extra_length)
+        begin = member.header_offset + 30 + name_length + extra_length
+        stream.seek(begin)
         version = np.lib.format.read_magic(stream)
         if version not in ((1, 0), (2, 0)):
             return None
@@ -106,7 +110,18 @@ def _mapped(path: Path, member: zipfile.ZipInfo) -> np.ndarray | None:
         if dtype.hasobject:
             return None  # numpy refuses it, in words of its own
         order: Literal["C", "F"] = "F" if fortran else "C"
+        _check_size(path, member, stream.tell() - begin, shape, dtype)
         return np.memmap(path, dtype, "r", stream.tell(), shape, order)
+
+
+def _check_size(path: Path, member: zipfile.ZipInfo, header: int, shape: tuple[int, ...], dtype: np.dtype) -> None:
+    """A mapping knows no end of the member: what is beyond it would be read as numbers."""
+    expected = header + math.prod(shape) * dtype.itemsize
+    if min(shape, default=0) < 0 or not expected == member.file_size == member.compress_size:
+        raise ForgefieldError(
+            f"{path}: array {member.filename.removesuffix('.npy')!r} should take {expected} bytes by its shape {shape} and "
+            f"type {dtype}, but {member.file_size} are there; the file is damaged, write it again"
+        )
 
 
 def _compare_checksum(members: zipfile.ZipFile, name: str) -> None:

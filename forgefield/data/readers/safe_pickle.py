@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import datetime
 import io
+import math
 import pickle
 import re
 from collections.abc import Callable
@@ -19,6 +20,10 @@ import numpy as np
 
 _PLAIN_DTYPE = re.compile(r"[<>=|]?([biufc?]\d*|[SU]\d+)")
 _NEWER_NUMPY = {"numpy._core.": "numpy.core."}
+_LONGEST = 2**31
+"""Sizes and strides of tensors are below this."""
+_UNFOLDED = 10**6, 10
+"""What is named in several places counts in each; all together may be this many values, and this many a byte of pickle."""
 
 
 class RefusedPickle(Exception):
@@ -28,7 +33,7 @@ class RefusedPickle(Exception):
 def safe_loads(data: bytes) -> Any:
     """The object in `data`: dicts, lists, tuples, numbers, text, dates and numpy arrays."""
     try:
-        return _settled(_Reader(io.BytesIO(data)).load())
+        return _Settling(_UNFOLDED[0] + _UNFOLDED[1] * len(data)).settled(_Reader(io.BytesIO(data)).load())
     except RefusedPickle:
         raise
     except Exception as error:  # a damaged stream fails in any way it likes
@@ -103,6 +108,9 @@ class _Storage:
     def __init__(self, values: np.ndarray) -> None:
         self.values = values
 
+    def __setstate__(self, state: Any) -> None:
+        raise RefusedPickle("it tries to change the numbers of a tensor")
+
 
 def _from_buffer(data: Any, dtype: Any, shape: Any, order: Any = "C", *_: Any) -> np.ndarray:
     if not isinstance(dtype, _Dtype) or not isinstance(data, (bytes, bytearray, str)) or order not in ("C", "F"):
@@ -130,6 +138,8 @@ def _load_from_bytes(data: Any) -> _Storage:
     """What `torch.storage._load_from_bytes` gives, but through torch's own reader of weights only."""
     import torch
 
+    if not isinstance(data, bytes) or data.startswith(b"PK"):  # torch never writes a zip file into a pickle
+        raise RefusedPickle("it holds a torch file that is not one of those that pickles of tensors hold")
     try:
         storage = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:
@@ -137,30 +147,74 @@ def _load_from_bytes(data: Any) -> _Storage:
         raise RefusedPickle(f"it holds a torch file that is not plain numbers ({reason})") from error
     if not isinstance(storage, torch.storage.TypedStorage):
         raise RefusedPickle("it holds a torch file that is not the storage of a tensor")
-    return _Storage(torch.tensor([], dtype=storage.dtype).set_(storage._untyped_storage).numpy())
+    values = torch.tensor([], dtype=storage.dtype).set_(storage._untyped_storage).numpy()
+    if values.nbytes > len(data):
+        raise RefusedPickle("it holds a torch file that says it has more numbers than it has")
+    return _Storage(values)
 
 
 def _rebuild_tensor(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> np.ndarray:
     if not isinstance(storage, _Storage):
         raise RefusedPickle("it holds a tensor without numbers")
-    size, stride = tuple(map(int, size)), tuple(map(int, stride))
-    if len(size) != len(stride) or offset < 0 or any(n < 0 for n in (*size, *stride)):
+    if not isinstance(size, tuple) or not isinstance(stride, tuple) or len(size) != len(stride):
         raise RefusedPickle("it holds a tensor of impossible shape")
+    if any(type(n) is not int or not 0 <= n < _LONGEST for n in (offset, *size, *stride)):
+        raise RefusedPickle("it holds a tensor of impossible shape")
+    values = storage.values
+    if values.ndim != 1 or not values.flags.c_contiguous:
+        raise RefusedPickle("it holds a tensor whose numbers are not in a row")
     if 0 in size:
-        return np.empty(size, storage.values.dtype)
-    last = offset + sum((n - 1) * step for n, step in zip(size, stride))
-    if last >= len(storage.values):
+        return np.empty(size, values.dtype)
+    if offset + sum((n - 1) * step for n, step in zip(size, stride)) >= values.size:
         raise RefusedPickle("it holds a tensor that reaches beyond its numbers")
-    steps = tuple(step * storage.values.itemsize for step in stride)
-    return np.lib.stride_tricks.as_strided(storage.values[offset:], size, steps).copy()
+    if math.prod(size) > values.size:
+        raise RefusedPickle("it holds a tensor that repeats its numbers (an expanded one; store it by .contiguous())")
+    steps = tuple(step * values.itemsize for step in stride)
+    return np.lib.stride_tricks.as_strided(values[offset:], size, steps).copy()
 
 
-def _settled(value: Any) -> Any:
-    """`value` with arrays in the place of what stood for them."""
-    if isinstance(value, dict):
-        return {_settled(key): _settled(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_settled(item) for item in value)
+class _Settling:
+    """Puts arrays in the place of what stood for them. What is named in several places is settled once, and shared.
+
+    limit: how many values there may be when each is counted wherever it is named. Whoever walks over the result, or makes
+    an array of it, meets all of them.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._done: dict[int, tuple[Any, int] | None] = {}
+        """id -> the settled value and how many values it unfolds to; None while its own items are looked at."""
+
+    def settled(self, value: Any) -> Any:
+        return self._settle(value)[0]
+
+    def _settle(self, value: Any) -> tuple[Any, int]:
+        if not isinstance(value, (dict, list, tuple, set, frozenset)):
+            return _single(value), 1
+        if id(value) not in self._done:
+            self._done[id(value)] = None
+            self._done[id(value)] = self._container(value)
+        found = self._done[id(value)]
+        if found is None:
+            raise RefusedPickle("it holds a container that contains itself")
+        return found
+
+    def _container(self, value: Any) -> tuple[Any, int]:
+        """`value` stays alive in the whole it belongs to, so that its id stays its own."""
+        flat = [part for pair in dict.items(value) for part in pair] if isinstance(value, dict) else value
+        parts, count = [], 1
+        for item in flat:
+            part, n = self._settle(item)
+            parts.append(part)
+            count += n
+            if count > self._limit:
+                raise RefusedPickle("it names the same values so often that they unfold to more than it could hold")
+        if isinstance(value, dict):
+            return dict(zip(parts[::2], parts[1::2])), count
+        return type(value)(parts), count
+
+
+def _single(value: Any) -> Any:
     if isinstance(value, _Array):
         if value.array is None:
             raise RefusedPickle("it holds an array without numbers")

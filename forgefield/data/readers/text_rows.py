@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 
@@ -11,6 +13,17 @@ from forgefield.errors import ForgefieldError
 
 STRIDE = 64
 """A place in the file is remembered every so many rows."""
+
+
+def text_rows(path: Path) -> TextRows:
+    """The rows of a file, which is gone through once and remembered while it stays as it is."""
+    status = os.stat(path)
+    return _indexed(path, str(path.resolve()), status.st_size, status.st_mtime_ns)
+
+
+@lru_cache(maxsize=64)
+def _indexed(path: Path, *_: str | int) -> TextRows:
+    return TextRows(path)
 
 
 class TextRows:

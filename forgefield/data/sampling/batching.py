@@ -32,6 +32,10 @@ def evaluation_budget(options: DataOptions) -> Budget:
     if given is None:
         found = training_budget(options)
     elif isinstance(given, Mapping):
+        if given.get("oversized", "alone") != "alone":
+            raise ForgefieldError(
+                f"data.eval_batch.oversized={given['oversized']}: no frame is left out of validation and test; leave it out"
+            )
         found = _budget(given, "data.eval_batch")
     else:
         found = _budget({"frames": given}, "data.eval_batch")
@@ -69,7 +73,7 @@ def training_order(options: DataOptions, table: FrameTable, seed: int) -> Order:
         of_row = systems.of_frame[rows]
         sizes = np.bincount(of_row, minlength=len(systems.names))
         chances = system_probabilities("size" if rule is None else rule, sizes, systems.shares)
-        return WeightedDraws(of_row, chances, len(rows) if draws is None else draws, seed)
+        return WeightedDraws(of_row, chances, len(rows) if draws is None else draws, seed, systems.names)
 
     return order
 
@@ -84,7 +88,7 @@ def _sampling(given: Any) -> tuple[Any, int | None]:
     draws = given.get("frames")
     if draws is not None and (isinstance(draws, bool) or not isinstance(draws, int) or draws < 1):
         raise ForgefieldError(f"data.sampling.frames={draws!r} should be a number of frames, at least 1")
-    return given.get("rule", "size"), draws
+    return given.get("rule") or "size", draws
 
 
 def batch_threads(options: DataOptions, on_gpu: bool) -> int:
@@ -101,7 +105,7 @@ def batch_threads(options: DataOptions, on_gpu: bool) -> int:
             raise ForgefieldError(f"NUM_WORKERS={text!r} should be a number of threads (or leave it unset)")
         workers = int(text)
     else:
-        return 1 if on_gpu else 0
+        return 1 if on_gpu or options.prefetch is not None else 0
     if workers < 0:
         raise ForgefieldError(f"{setting}={workers} should be 0 or more")
     return workers

@@ -75,6 +75,11 @@ class FrameLoader:
     def _cost_of_frames(self) -> np.ndarray:
         if self.budget.kind != "edges":
             return self.dataset.n_atoms
+        if self.dataset.n_edges is None and self.dataset.on_device:
+            raise ForgefieldError(
+                f"{self.budget.setting}.edges needs the number of edges of every frame, which is not known where lists are "
+                "made on the device; give atoms, or another data.neighbours"
+            )
         if self.dataset.n_edges is None:
             raise ForgefieldError(
                 f"{self.budget.setting}.edges needs the number of edges of every frame, and this store holds no neighbour "

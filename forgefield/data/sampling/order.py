@@ -71,10 +71,17 @@ class WeightedDraws:
     probability, such that the average over epochs is exactly that product. Inside a system no row is drawn a second time
     before all have been drawn once; which rows come once more than others is fresh every epoch.
 
-    system_of_row: (n,) system each row belongs to. probabilities: (n_systems,), normalised here.
+    system_of_row: (n,) system each row belongs to. probabilities: (n_systems,), normalised here. names: of the systems.
     """
 
-    def __init__(self, system_of_row: np.ndarray, probabilities: np.ndarray, draws: int, seed: int = 0) -> None:
+    def __init__(
+        self,
+        system_of_row: np.ndarray,
+        probabilities: np.ndarray,
+        draws: int,
+        seed: int = 0,
+        names: Sequence[str] | None = None,
+    ) -> None:
         systems = np.asarray(system_of_row, dtype=np.int64)
         chances = np.asarray(probabilities, dtype=np.float64)
         if draws < 1:
@@ -86,9 +93,11 @@ class WeightedDraws:
         sizes = np.bincount(systems, minlength=len(chances))
         hollow = np.flatnonzero((chances > 0) & (sizes == 0))
         if len(hollow):
+            first = hollow[0]
+            name = f"system {first}, counted from 0," if names is None else f"{names[first]}"
             raise ForgefieldError(
-                f"system {hollow[0]} is to be drawn with probability {chances[hollow[0]] / chances.sum():.3g} but has no "
-                f"frame ({len(hollow)} such systems, counted from 0); give it frames or probability 0"
+                f"{name} is to be drawn with probability {chances[first] / chances.sum():.3g} but has no frame to train on "
+                f"({len(hollow)} such sources); give it frames or probability 0"
             )
         self.draws = int(draws)
         self.seed = int(seed)
@@ -139,13 +148,14 @@ def system_probabilities(
     sizes:  (n_systems,) frames of each system.
     shares: for each system the probability asked for, or None. Those with None divide the rest by `rule`.
     setting: name of the option in messages.
+    A system without a frame (all of them validate, say) is never drawn; one that was given a share of its own is an error.
     """
     sizes = np.asarray(sizes, dtype=np.float64)
     if sizes.ndim != 1 or len(sizes) == 0:
         raise ForgefieldError(f"{setting}={rule!r:.80}: there is no system to draw from")
     explicit = shares is not None and any(share is not None for share in shares)
     if isinstance(rule, str) and rule.strip() in UNIFORM + SIZE:
-        weights = np.ones_like(sizes) if rule.strip() in UNIFORM else sizes
+        weights = (sizes > 0).astype(np.float64) if rule.strip() in UNIFORM else sizes
         if not explicit:
             return _normalised(weights, f"{setting}={rule}")
         return _divide(_share_column(shares or (), len(sizes)), weights, "share")

@@ -7,6 +7,7 @@ position, by any number of ranks, and the rest of it is still served exactly onc
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from heapq import heappop, heappush, heapreplace
@@ -18,6 +19,8 @@ from forgefield.errors import ForgefieldError
 
 KINDS = ("frames", "atoms", "edges")
 OVERSIZED = ("error", "alone", "skip")
+KEPT_STEPS = 16
+"""Steps whose dealing is remembered."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,7 @@ class StepPlan:
             raise ValueError(f"an epoch has {n} frames; it cannot start behind frame {start}")
         self.budget, self.world_size = budget, int(world_size)
         self._name_of = name_of
-        self._dealt: tuple[int, np.ndarray] | None = None
+        self._dealt: OrderedDict[int, np.ndarray] = OrderedDict()
         if budget.kind == "frames":
             stride = min(world_size * int(budget.size), max(n, 1))
             self.bounds = np.append(np.arange(start, n, stride), n)
@@ -124,11 +127,13 @@ class StepPlan:
         return len(self.share(step, rank))
 
     def _ranks(self, step: int) -> np.ndarray:
-        """Rank of each frame of a step; that of the last step asked for is kept."""
-        dealt = self._dealt
-        if dealt is None or dealt[0] != step:
-            dealt = self._dealt = step, self._deal(slice(self.bounds[step], self.bounds[step + 1]))
-        return dealt[1]
+        """Rank of each frame of a step; those of the last steps asked for are kept: some are prepared, others in use."""
+        dealt = self._dealt.get(step)
+        if dealt is None:
+            dealt = self._dealt[step] = self._deal(slice(self.bounds[step], self.bounds[step + 1]))
+            while len(self._dealt) > KEPT_STEPS:
+                self._dealt.popitem(last=False)
+        return dealt
 
     def _deal(self, stretch: slice) -> np.ndarray:
         balance = np.maximum(self._balance[stretch], 1)
@@ -239,12 +244,14 @@ def _deal_within(costs: np.ndarray, balance: np.ndarray, world_size: int, size: 
     """
     ranks = np.empty(len(costs), dtype=np.int64)
     order = np.argsort(-balance, kind="stable")
-    room = [size] * world_size
+    room, smallest = [size] * world_size, int(costs.min(initial=size))
     loads = list(range(world_size))  # load * world_size + rank: ties go to the lower rank
     for frame, cost, share in zip(order.tolist(), costs[order].tolist(), (balance[order] * world_size).tolist()):
         full = []
         while loads and room[loads[0] % world_size] < cost:
-            full.append(heappop(loads))
+            load = heappop(loads)
+            if room[load % world_size] >= smallest:  # else it is full for good
+                full.append(load)
         if not loads:
             return None
         rank = loads[0] % world_size

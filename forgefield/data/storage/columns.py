@@ -36,6 +36,7 @@ FIELDS: dict[str, Field] = {
     "energy": Field("frame", (), "float64", "eV"),
     "stress": Field("frame", (3, 3), "float64", "eV/A^3"),
     "weight": Field("frame", (), "float64"),
+    "digest": Field("frame", (2,), "uint64"),
     "source": Field("frame", (), "int32"),
     "index": Field("frame", (), "int64"),
     "max_force": Field("frame", (), "float64", "eV/A"),
@@ -46,21 +47,19 @@ FIELDS: dict[str, Field] = {
     "first_component": Field("offsets", (), "int64"),
 }
 """Every column. NaN in a label means that the frame does not carry it. `source` is a row of the part's list of sources, `index`
-the frame's number there; `force_squares` is summed over the atoms of the component; offsets have one entry more than there
-are frames."""
+the frame's number there; `digest` is a hash of structure and labels; `force_squares` is summed over the atoms of the
+component; offsets have one entry more than there are frames."""
 
 OPTIONAL = ("energy", "forces", "stress")
 """Left out where no frame of a part carries them."""
-NAMES_ONLY = ("source", "index")
-"""Say where a frame came from, not what it is: they do not enter a fingerprint."""
 
 
 class Columns(ABC):
     """The frames of one part."""
 
     sources: Sequence[str]
-    fingerprint: str
-    """Fixed by structures, labels and weights in their order, and by nothing else."""
+    origin: str = ""
+    """What tells these sources from others of the same name: the store they lie in."""
 
     @property
     @abstractmethod
@@ -85,14 +84,6 @@ class MemoryColumns(Columns):
     def __init__(self, arrays: dict[str, np.ndarray], sources: Sequence[str]) -> None:
         self._arrays = arrays
         self.sources = list(sources)
-        self._fingerprint: str | None = None
-
-    @property
-    def fingerprint(self) -> str:  # type: ignore[override]
-        if self._fingerprint is None:
-            digests = {name: column_digest(array) for name, array in self._arrays.items()}
-            self._fingerprint = combined_digest(digests)
-        return self._fingerprint
 
     @property
     def n_frames(self) -> int:
@@ -149,6 +140,7 @@ def columns_of(frames: Sequence[Frame], source_rows: dict[str, int]) -> dict[str
         "weight": np.array([frame.weight for frame in frames]),
         "source": np.array([source_rows.setdefault(frame.source, len(source_rows)) for frame in frames]),
         "index": np.array([frame.index for frame in frames]),
+        "digest": np.frombuffer(b"".join(map(frame_digest, frames)), dtype="<u8").reshape(-1, 2),
         "first_atom": offsets(n_atoms),
     }
     arrays.update(_components(arrays, n_atoms))
@@ -180,14 +172,11 @@ def _components(arrays: dict[str, np.ndarray], n_atoms: np.ndarray) -> dict[str,
     }
 
 
-def column_digest(array: np.ndarray) -> str:
-    return hashlib.blake2b(np.ascontiguousarray(array).data, digest_size=16).hexdigest()
-
-
-def combined_digest(digests: dict[str, str]) -> str:
-    """One fingerprint from those of the columns."""
+def frame_digest(frame: Frame) -> bytes:
+    """16 bytes that are the same for two frames only if structure and labels are."""
     digest = hashlib.blake2b(digest_size=16)
-    for name in sorted(digests):
-        if name not in NAMES_ONLY:
-            digest.update(f"{name}:{digests[name]};".encode())
-    return digest.hexdigest()
+    structure = (frame.numbers.astype("<i8"), frame.positions, frame.cell, frame.pbc)
+    for value in (*structure, frame.energy, frame.forces, frame.stress):
+        data = b"-" if value is None else np.ascontiguousarray(value).tobytes()
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.digest()

@@ -19,7 +19,6 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +33,17 @@ from forgefield.data.storage.columns import FIELDS
 from forgefield.data.storage.moments import PartStatistics
 from forgefield.data.storage.store import FORMAT, MANIFEST, VERSION, manifest_hash
 from forgefield.data.storage.writer import ABOUT, PartWriter
-from forgefield.errors import ForgefieldError
+from forgefield.errors import ForgefieldError, SourceUnreadable
 from forgefield.files import write_whole
 
-PLAN = "plan.json"
+PLAN, LOCK = "plan.json", ".lock"
 CHUNK = 1000
 """Frames that are read in one go where a format can be divided."""
 PARTS = 64
 """A store has about so many parts at most, until parts reach `LARGEST_PART` frames."""
 LARGEST_PART = 50_000
-BLOCK = 256
-"""Frames held in memory at a time."""
+BLOCK, BLOCK_ATOMS = 256, 20_000
+"""Frames held in memory at a time, and atoms: whichever is reached first."""
 
 Progress = Callable[[int, int | None], None]
 """Called with frames done, and frames in all where known."""
@@ -107,12 +106,11 @@ def store_frames(frames: Iterable[Frame], target: Path, graph: GraphOptions | No
     if target.exists():
         raise ForgefieldError(f"{target} exists already; delete it or choose another name")
     settings = Settings(LabelOptions(), UnitOptions(), None if graph is None else same_graph(graph))
-    left = iter(frames)
     with _being_written(target) as partial:
         _begin(partial, [], settings)
         writer = PartWriter(partial / _name(0), settings.graph)
         try:
-            while block := list(islice(left, BLOCK)):
+            for block in _blocks(frames):
                 writer.add(block)
             writer.finish(notes=LabelReader(settings.labels, settings.units).notes())
         except BaseException:
@@ -131,7 +129,9 @@ def _being_written(target: Path) -> Iterator[Path]:
     _refuse_foreign(partial)
     try:
         partial.mkdir(parents=True, exist_ok=True)
-        lock = os.open(partial, os.O_RDONLY)
+        lock = os.open(
+            partial / LOCK, os.O_RDWR | os.O_CREAT
+        )  # for writing: some network file systems lock nothing else
     except OSError as error:
         raise ForgefieldError(f"{target} could not be written ({error.strerror or error})") from error
     try:
@@ -146,6 +146,8 @@ def _being_written(target: Path) -> Iterator[Path]:
         ) from error
     except OSError as error:
         raise ForgefieldError(f"{target} could not be written ({error.strerror or error}); {kept}") from error
+    except SourceUnreadable as error:
+        raise SourceUnreadable(f"{error}; {kept}") from error
     except ForgefieldError as error:
         if not isinstance(error.__cause__, OSError):  # the data has to be mended, and then all is done anew
             shutil.rmtree(partial, ignore_errors=True)
@@ -187,9 +189,9 @@ def _divide(units: list[Unit]) -> list[list[Unit]]:
     total = sum(unit.frames for unit in units)
     size = min(max(total // PARTS, CHUNK), LARGEST_PART)
     parts: list[list[Unit]] = []
-    filled = size
+    filled = 0
     for unit in units:
-        if filled + unit.frames > size and filled > 0:
+        if not parts or (filled + unit.frames > size and filled > 0):
             parts.append([])
             filled = 0
         parts[-1].append(unit)
@@ -210,7 +212,7 @@ def _begin(partial: Path, parts: list[list[Unit]], settings: Settings) -> None:
     file = partial / PLAN
     goes_on = file.is_file() and file.read_text(encoding="utf-8") == plan
     for old in partial.iterdir():
-        if not goes_on or old.name.startswith("."):
+        if old.name != LOCK and (not goes_on or old.name.startswith(".")):
             shutil.rmtree(old) if old.is_dir() else old.unlink()
     if not goes_on:
         write_whole(file, plan)
@@ -277,19 +279,26 @@ def write_part(target: Path, units: list[Unit], settings: Settings) -> Iterator[
     reader = LabelReader(settings.labels, settings.units)
     try:
         for unit in units:
-            block = []
-            for frame in frames_of(unit.file, reader, settings.units, unit.start, unit.stop):
-                block.append(frame)
-                if len(block) == BLOCK:
-                    writer.add(block)
-                    yield len(block)
-                    block = []
-            writer.add(block)
-            yield len(block)
+            for block in _blocks(frames_of(unit.file, reader, settings.units, unit.start, unit.stop)):
+                writer.add(block)
+                yield len(block)
         writer.finish(notes=reader.notes())
     except BaseException:
         writer.abandon()
         raise
+
+
+def _blocks(frames: Iterable[Frame]) -> Iterator[list[Frame]]:
+    block: list[Frame] = []
+    n_atoms = 0
+    for frame in frames:
+        block.append(frame)
+        n_atoms += len(frame)
+        if len(block) >= BLOCK or n_atoms >= BLOCK_ATOMS:
+            yield block
+            block, n_atoms = [], 0
+    if block:
+        yield block
 
 
 def _about(partial: Path, number: int) -> dict[str, Any]:
@@ -303,7 +312,7 @@ def _finish(partial: Path, n_parts: int, spec: Any, settings: Settings) -> dict[
     for part in parts:
         reader.merge(part.pop("notes"))
         statistics.merge(PartStatistics.from_dict(part.pop("statistics")))
-    reader.finish(str(spec))
+    reader.finish(", ".join(file.name for file in spec) if _are_files(spec) else str(spec))
     columns = {name for part in parts for name in part["columns"]}
     manifest: dict[str, Any] = {
         "format": FORMAT,
@@ -320,5 +329,6 @@ def _finish(partial: Path, n_parts: int, spec: Any, settings: Settings) -> dict[
     manifest = json.loads(json.dumps(manifest))
     manifest["hash"] = manifest_hash(manifest)
     write_whole(partial / MANIFEST, json.dumps(manifest, indent=1))
-    (partial / PLAN).unlink()
+    for name in (PLAN, LOCK):
+        (partial / name).unlink()
     return manifest

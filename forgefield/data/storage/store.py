@@ -10,24 +10,27 @@ early is an error and not a crash, and other threads go on while the disk is awa
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import mmap
 import os
+import re
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from forgefield.data.graphs.edges import EDGE_FIELDS, same_graph
 from forgefield.data.graphs.graph import GraphOptions
-from forgefield.data.storage.columns import FIELDS, Columns, Field, combined_digest
+from forgefield.data.storage.columns import FIELDS, OPTIONAL, Columns, Field
 from forgefield.data.storage.table import FrameTable, Part
 from forgefield.errors import ForgefieldError
 
+T = TypeVar("T")
 MANIFEST = "manifest.json"
 FORMAT = "forgefield-store"
 VERSION = 1
@@ -61,14 +64,17 @@ class ColumnFile:
         """The whole column, mapped read-only."""
         if self.rows == 0:
             return np.zeros((0, *self.field.shape), dtype=self.dtype)
-        with self.path.open("rb") as stream:
-            pages = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        pages = _with_room(self.path, lambda: _mapped(self.path))
         count = self.rows * self.row_bytes // self.dtype.itemsize
         return np.frombuffer(pages, self.dtype, count, HEADER).reshape(self.rows, *self.field.shape)
 
     @cached_property
     def _descriptor(self) -> int:
-        return os.open(self.path, os.O_RDONLY)
+        return _with_room(self.path, lambda: os.open(self.path, os.O_RDONLY))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy opens the file for itself."""
+        return {name: value for name, value in self.__dict__.items() if name not in ("_descriptor", "mapped")}
 
     def read(self, first: np.ndarray, counts: np.ndarray, out: np.ndarray, begins: np.ndarray) -> None:
         """Values first[k] to first[k] + counts[k] - 1, to begins[k] and on in `out`, which has the type of the column."""
@@ -107,6 +113,26 @@ class ColumnFile:
         self.close()
 
 
+def _with_room(path: Path, action: Callable[[], T]) -> T:
+    """What `action` gives, which opens the file. Where too many are open, more are allowed as far as the system lets us."""
+    while True:
+        try:
+            return action()
+        except OSError as error:
+            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            full = error.errno == errno.EMFILE
+            if not full or soft == hard:
+                hint = "; raise the limit (ulimit -n), or convert several stores into one" if full else ""
+                raise ForgefieldError(f"{path}: it could not be opened ({error.strerror}){hint}") from error
+            more = 4 * soft if hard == resource.RLIM_INFINITY else min(4 * soft, hard)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (more, hard))
+
+
+def _mapped(path: Path) -> mmap.mmap:
+    with path.open("rb") as stream:
+        return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+
+
 def _runs(begins: list[int], first: list[int], counts: list[int]) -> Iterator[tuple[int, int, int]]:
     """The same three of fewer, longer runs: those that follow each other on both sides joined."""
     place, start, n = begins[0], first[0], 0
@@ -123,14 +149,41 @@ class StoreColumns(Columns):
     """One part of a store. about: its entry in the manifest. graph: options of its neighbour lists, if it has any."""
 
     def __init__(self, folder: Path, about: dict[str, Any], graph: GraphOptions | None) -> None:
-        self.graph = graph
-        self._n_frames = int(about["n_frames"])
-        self.sources = about["sources"]
-        self._files = {
-            name: ColumnFile(folder / about["name"] / f"{name}.npy", ALL_FIELDS[name], entry["bytes"], entry["hash"])
-            for name, entry in about["columns"].items()
+        self.graph, self.origin = graph, str(folder.resolve())
+        try:
+            self._n_frames = int(about["n_frames"])
+            self.sources = about["sources"]
+            if not re.fullmatch(r"[\w-]+", about["name"]):
+                raise ValueError(about["name"])
+            self._files = {
+                name: ColumnFile(
+                    folder / about["name"] / f"{name}.npy", ALL_FIELDS[name], entry["bytes"], entry["hash"]
+                )
+                for name, entry in about["columns"].items()
+            }
+            self._refuse_contradictions(about)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ForgefieldError(
+                f"{folder / MANIFEST}: it contradicts itself ({type(error).__name__}: {error}); convert the data again"
+            ) from error
+
+    def _refuse_contradictions(self, about: dict[str, Any]) -> None:
+        """Whether every column has as many values as frames, atoms, edges and components say."""
+        counts = {
+            "frame": self._n_frames,
+            "offsets": self._n_frames + 1,
+            "atom": about["n_atoms"],
+            "edge": about["n_edges"],
         }
-        self.fingerprint = combined_digest({name: file.digest for name, file in self._files.items() if name in FIELDS})
+        counts["component"] = self._files["element"].rows
+        required = [name for name in FIELDS if name not in OPTIONAL]
+        required += [name for name in EDGE_FIELDS if name != "edge_reverse"] if self.graph is not None else []
+        for name in required:
+            if name not in self._files:
+                raise ValueError(f"{name} is missing")
+        for name, file in self._files.items():
+            if file.rows != counts[ALL_FIELDS[name].per]:
+                raise ValueError(f"{name} has {file.rows} values")
 
     @property
     def n_frames(self) -> int:
@@ -156,8 +209,11 @@ class Store:
     def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
         self.path = folder
         self.manifest = manifest
-        _allow_open_files(sum(len(part["columns"]) for part in manifest["parts"]))
-        self.parts = [StoreColumns(folder, about, self.graph) for about in manifest["parts"]]
+        try:
+            graph = self.graph
+            self.parts = [StoreColumns(folder, about, graph) for about in manifest["parts"]]
+        except (KeyError, TypeError) as error:
+            raise ForgefieldError(f"{folder / MANIFEST}: it lacks {error}; convert the data again") from error
 
     @property
     def graph(self) -> GraphOptions | None:
@@ -223,13 +279,3 @@ def manifest_hash(manifest: dict[str, Any]) -> str:
     content = {key: value for key, value in manifest.items() if key != "hash"}
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def _allow_open_files(wanted: int) -> None:
-    """Have the system allow as many open files as there are columns, where it is asked to be stricter than it has to."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = wanted + 256
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        resource.setrlimit(
-            resource.RLIMIT_NOFILE, (needed if hard == resource.RLIM_INFINITY else min(needed, hard), hard)
-        )

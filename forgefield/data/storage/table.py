@@ -305,7 +305,7 @@ class FrameTable(Sequence[Frame]):
         shares: list[float | None] = []
         number_of: list[np.ndarray] = []
         for part in self.parts:
-            keys = [part.share or source for source in part.columns.sources]
+            keys = [part.share or (part.columns.origin, source) for source in part.columns.sources]
             for key, source in zip(keys, part.columns.sources):
                 if key not in numbers:
                     numbers[key] = len(numbers)
@@ -322,8 +322,8 @@ class FrameTable(Sequence[Frame]):
     def fingerprint(self) -> str:
         """Fixed by structures, labels, weights and their order; file names do not enter."""
         digest = hashlib.blake2b(digest_size=16)
-        for part in self.parts:
-            digest.update(f"{part.columns.fingerprint}*{part.factor!r}-{sorted(part.hidden)};".encode())
-        if self._rows is not None and not np.array_equal(self._rows, np.arange(self._begins[-1])):
-            digest.update(np.ascontiguousarray(self._rows).data)
+        hidden = sorted({name for part in self.parts for name in part.hidden})
+        digest.update(f"{len(self)} {hidden}".encode())
+        for name in ("digest", "weight"):
+            digest.update(np.ascontiguousarray(self.column(name)).data)
         return digest.hexdigest()
