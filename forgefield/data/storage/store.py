@@ -110,7 +110,8 @@ class ColumnFile:
             os.close(self.__dict__.pop("_descriptor"))
 
     def __del__(self) -> None:
-        self.close()
+        if os is not None:  # the interpreter is ending otherwise, and closes everything itself
+            self.close()
 
 
 def _with_room(path: Path, action: Callable[[], T]) -> T:
