@@ -80,8 +80,13 @@ def taken(chosen: FrameTable, of: int) -> str:
         by_source.setdefault(frame.source, []).append(frame.index)
     lines = [f"{len(chosen)} of {of} frames" + ("" if len(chosen) < of else ": all there are")]
     for source, indices in list(by_source.items())[:SHOWN]:
-        lines.append(f"  {source}: {'frame' if len(indices) == 1 else 'frames'} {', '.join(map(str, indices))}")
+        lines.append(f"  {source}: {'frame' if len(indices) == 1 else 'frames'} {_numbers(indices)}")
     if len(by_source) > SHOWN:
         rest = list(by_source.values())[SHOWN:]
         lines.append(f"  and {sum(map(len, rest))} frames of {len(rest)} more")
     return "\n".join(lines)
+
+
+def _numbers(indices: list[int]) -> str:
+    shown = ", ".join(map(str, indices[:SHOWN]))
+    return shown if len(indices) <= SHOWN else f"{shown}, ... ({len(indices)} in all)"

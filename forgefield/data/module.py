@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import lightning
 
 from forgefield.config.schema import DataOptions
@@ -11,12 +13,16 @@ from forgefield.data.graphs.edges import Progress
 from forgefield.data.readers import plain
 from forgefield.data.sampling.batching import Order, batch_threads, evaluation_budget, training_budget, training_order
 from forgefield.data.sampling.loader import FrameLoader
+from forgefield.data.sampling.order import WeightedDraws
 from forgefield.data.sampling.plan import Budget
 from forgefield.data.species import SpeciesTable
 from forgefield.data.splits import ON_DEVICE, Splits, graph_options, resolve_splits
 from forgefield.data.statistics import Statistics, compute_statistics
 from forgefield.data.storage.store import StoreColumns
 from forgefield.errors import ForgefieldError
+
+SHOWN = 6
+"""How many sources a summary names."""
 
 
 class DataModule(lightning.LightningDataModule):
@@ -126,6 +132,7 @@ class DataModule(lightning.LightningDataModule):
             ("frames with labels", labels),
             ("cutoff", self._describe_graph()),
             *([("data", stored)] if (stored := self._describe_store()) else []),
+            *self._describe_sampling(),
             ("reference energies", f"{found.reference_kind}: {energies} eV"),
         ]
         if found.reference_note:
@@ -154,6 +161,25 @@ class DataModule(lightning.LightningDataModule):
                 "neighbours change ranks, and molecular dynamics drifts"
             )
         return words
+
+    def _describe_sampling(self) -> list[tuple[str, str]]:
+        """What is drawn how often, what is left out, and who prepares batches, where that is not the plain way."""
+        loader, rows = self.train_dataloader(), []
+        if isinstance(loader.order, WeightedDraws):
+            systems, counts = self.train.frames.systems, loader.order.counts(0)
+            shown = [f"{Path(name).name} {100 * n / counts.sum():.1f} %" for name, n in zip(systems.names, counts)]
+            more = f", ... ({len(shown)} sources)" if len(shown) > SHOWN else ""
+            rows.append(("sampling", f"{counts.sum()} draws an epoch: {', '.join(shown[:SHOWN])}{more}"))
+        if loader.skipped:
+            rows.append(
+                ("left out", f"{loader.skipped} of {len(self.train)} frames exceed data.batch (oversized: skip)")
+            )
+        if loader.alone:
+            rows.append(("alone", f"{loader.alone} frames exceed data.batch and are batches of their own"))
+        if loader.workers:
+            threads = "a thread" if loader.workers == 1 else f"{loader.workers} threads"
+            rows.append(("prepared ahead", f"by {threads}, up to {loader.prefetch} batches"))
+        return rows
 
     def _describe_store(self) -> str:
         """Where data on disk is and how neighbour lists come about; empty for data in memory."""

@@ -183,7 +183,7 @@ def test_a_store_knows_where_its_frames_came_from_and_what_they_are(source, tmp_
     found = manifest["statistics"]["labels"]["forces"]
     assert found["count"] == forces.size
     assert found["mean"] == pytest.approx(forces.mean(), rel=1e-12)
-    assert (found["deviation"] / forces.size) ** 0.5 == pytest.approx(forces.std(), rel=1e-12)
+    assert (found["squared_deviations"] / forces.size) ** 0.5 == pytest.approx(forces.std(), rel=1e-12)
     assert (found["low"], found["high"]) == (forces.min(), forces.max())
     assert sum(manifest["statistics"]["species"].values()) == manifest["n_atoms"] == sum(map(len, frames))
 

@@ -178,6 +178,10 @@ def _paths(text: str) -> list[Path]:
         return [path]
     if glob.has_magic(text):
         return _matches(text, path)
+    if path.with_name(path.name + ".partial").is_dir():
+        raise ForgefieldError(
+            f"{text}: its conversion was not finished ({path.name}.partial); run the same `forgefield data convert` again"
+        )
     raise ForgefieldError(f"{text}: there is no such file or folder (looked from {Path.cwd()})")
 
 

@@ -95,6 +95,15 @@ class FrameLoader:
         return len(self.dataset) - len(self._rows)
 
     @property
+    def alone(self) -> int:
+        """Frames that exceed the budget and are batches of their own."""
+        return int((~fitting(self._costs, self.budget)).sum()) if self.budget.oversized == "alone" else 0
+
+    @property
+    def order(self) -> EpochOrder:
+        return self._order
+
+    @property
     def draws(self) -> int:
         """Frames of an epoch, over all ranks."""
         return self._order.draws

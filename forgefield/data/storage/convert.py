@@ -31,7 +31,7 @@ from forgefield.data.labels import LabelReader
 from forgefield.data.readers import SourceFile, chunks, frame_count, frames_of, source_files
 from forgefield.data.storage.columns import FIELDS
 from forgefield.data.storage.moments import PartStatistics
-from forgefield.data.storage.store import FORMAT, MANIFEST, VERSION, manifest_hash
+from forgefield.data.storage.store import FORMAT, MANIFEST, VERSION, is_store, manifest_hash, open_store
 from forgefield.data.storage.writer import ABOUT, PartWriter
 from forgefield.errors import ForgefieldError, SourceUnreadable
 from forgefield.files import write_whole
@@ -91,6 +91,9 @@ def convert(
         raise ForgefieldError(f"{target} exists already; delete it or choose another name")
     settings = Settings(labels or LabelOptions(), units or UnitOptions(), None if graph is None else same_graph(graph))
     files = spec if _are_files(spec) else source_files(spec)
+    for file in files:
+        if is_store(file.path):
+            open_store(file.path).verify()  # damage must not be passed on with fresh hashes
     parts = _divide([unit for file in files for unit in units_of(file)])
     with _being_written(target) as partial:
         _begin(partial, parts, settings)

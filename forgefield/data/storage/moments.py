@@ -15,7 +15,7 @@ class Moments:
 
     count: int = 0
     mean: float = 0.0
-    deviation: float = 0.0
+    squared_deviations: float = 0.0
     low: float | None = None
     high: float | None = None
 
@@ -37,14 +37,14 @@ class Moments:
         return Moments(
             count,
             self.mean + step * other.count / count,
-            self.deviation + other.deviation + step**2 * self.count * other.count / count,
+            self.squared_deviations + other.squared_deviations + step**2 * self.count * other.count / count,
             min(self.low, other.low),  # type: ignore[type-var]
             max(self.high, other.high),  # type: ignore[type-var]
         )
 
     @property
     def std(self) -> float | None:
-        return (self.deviation / self.count) ** 0.5 if self.count else None
+        return (self.squared_deviations / self.count) ** 0.5 if self.count else None
 
 
 LABELS = {"energy_per_atom": "eV/atom", "forces": "eV/A", "stress": "eV/A^3"}
