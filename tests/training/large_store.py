@@ -24,16 +24,16 @@ def write_large_store(folder: Path, n_bytes: float) -> int:
     sites = np.stack(np.meshgrid(*[np.arange(6)] * 3), -1).reshape(-1, 3) * 2.6
     numbers = np.where(np.arange(ATOMS) % 2, 29, 79)
     cell, pbc = 15.6 * np.eye(3), np.ones(3, dtype=bool)
+    shifts = rng.normal(0, 0.1, (256, ATOMS, 3))
+    energies = 0.5 * (shifts**2).sum(axis=(1, 2)) - 3.0 * ATOMS
+    frames = [
+        Frame(sites + shift, numbers, cell, pbc, float(energy), -shift, None, 1.0, "large", i)
+        for i, (shift, energy) in enumerate(zip(shifts, energies))
+    ]
     parts, written = [], 0
     while written < n_bytes:
         writer = PartWriter(folder / f"part-{len(parts):05d}")
-        for begin in range(0, FRAMES_PER_PART, 256):
-            shifts = rng.normal(0, 0.1, (256, ATOMS, 3))
-            energies = 0.5 * (shifts**2).sum(axis=(1, 2)) - 3.0 * ATOMS
-            frames = [
-                Frame(sites + shift, numbers, cell, pbc, float(energy), -shift, None, 1.0, "large", begin + i)
-                for i, (shift, energy) in enumerate(zip(shifts, energies))
-            ]
+        for _ in range(FRAMES_PER_PART // len(frames)):
             writer.add(frames)
         parts.append(writer.finish())
         written += sum(entry["bytes"] for entry in parts[-1]["columns"].values())
