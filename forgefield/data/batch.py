@@ -37,15 +37,8 @@ from forgefield.ops.neighbours import batched_neighbours
 Batch = dict[str, Tensor]
 
 
-def frame_to_batch(frame: Frame, species: SpeciesTable, graph: GraphOptions | float, frame_id: int = 0) -> Batch:
-    """A batch of this one frame, its neighbour list included. graph: options, or just the cutoff in A."""
-    return batch_from_frames([frame], species, graph, first_id=frame_id)
-
-
-def batch_from_frames(
-    frames: Sequence[Frame], species: SpeciesTable, graph: GraphOptions | float, first_id: int = 0
-) -> Batch:
-    """Frames straight to one batch, for use outside training."""
+def batch_from_frames(frames: Sequence[Frame], species: SpeciesTable, graph: GraphOptions | float) -> Batch:
+    """Frames straight to one batch, for use outside training. graph: options, or just the cutoff in A."""
     options = graph if isinstance(graph, GraphOptions) else GraphOptions(float(graph))
     geometry = Geometry(
         n_atoms=np.array([len(frame) for frame in frames], dtype=np.int64),
@@ -62,7 +55,7 @@ def batch_from_frames(
         forces=np.concatenate([np.full((len(f), 3), np.nan) if f.forces is None else f.forces for f in frames]),
         stress=np.stack([np.full((3, 3), np.nan) if f.stress is None else f.stress for f in frames]),
         weight=np.array([frame.weight for frame in frames], dtype=np.float64),
-        frame_id=first_id + np.arange(len(frames)),
+        frame_id=np.arange(len(frames)),
     )
 
 

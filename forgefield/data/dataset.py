@@ -38,7 +38,6 @@ class GraphDataset:
         graph: GraphOptions | float,
         progress: Progress | None = None,
         *,
-        threads: int = 1,
         on_device: bool = False,
     ) -> None:
         self.frames = frames if isinstance(frames, FrameTable) else FrameTable.from_frames(frames)
@@ -50,13 +49,17 @@ class GraphDataset:
                 "data.neighbours=device makes plain neighbour lists only; leave out data.adaptive_cutoff and "
                 "data.max_neighbours, or use data.neighbours=auto"
             )
-        self.on_device = on_device
-        self.edges = DeviceEdges() if on_device else _neighbourhoods(self.frames, self.graph, progress, threads)
+        self.edges: Neighbourhoods = DeviceEdges() if on_device else _neighbourhoods(self.frames, self.graph, progress)
 
     def leave_edges_to_device(self) -> None:
         """From now on the model's device makes the lists that would be made for each batch, if it can make such."""
         if isinstance(self.edges, BuiltEdges) and self.graph == GraphOptions(self.cutoff, self.graph.neighbours):
-            self.on_device, self.edges = True, DeviceEdges()
+            self.edges = DeviceEdges()
+
+    @property
+    def on_device(self) -> bool:
+        """Whether batches come without edges."""
+        return isinstance(self.edges, DeviceEdges)
 
     @property
     def cutoff(self) -> float:
@@ -85,7 +88,7 @@ class GraphDataset:
         geometry = geometry_of(found)
         return assemble(
             geometry,
-            None if self.on_device else self.edges.read(found, geometry),
+            self.edges.read(found, geometry),
             species=self.species.index(found.atoms("numbers")),
             energy=found.column("energy"),
             forces=found.atoms("forces"),
@@ -103,9 +106,9 @@ class GraphDataset:
             self.species.index(found.number[first : first + 1], self.frames.where(int(found.frame[first])))
 
 
-def _neighbourhoods(table: FrameTable, graph: GraphOptions, progress: Progress | None, threads: int) -> Neighbourhoods:
+def _neighbourhoods(table: FrameTable, graph: GraphOptions, progress: Progress | None) -> Neighbourhoods:
     if holds_graph(table, graph):
         return StoredEdges(table)
     if any(isinstance(part.columns, StoreColumns) for part in table.parts):
         return BuiltEdges(table, graph)
-    return MemoryEdges(table, graph, progress, threads)
+    return MemoryEdges(table, graph, progress)

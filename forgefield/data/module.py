@@ -11,6 +11,7 @@ from forgefield.config.starter import LARGE_FORCES
 from forgefield.data.dataset import GraphDataset
 from forgefield.data.graphs.edges import Progress
 from forgefield.data.readers import plain
+from forgefield.data.reading import Progress as ConversionProgress
 from forgefield.data.sampling.batching import Order, batch_threads, evaluation_budget, training_budget, training_order
 from forgefield.data.sampling.loader import FrameLoader
 from forgefield.data.sampling.order import WeightedDraws
@@ -46,12 +47,13 @@ class DataModule(lightning.LightningDataModule):
         self._on_gpu = False
         self._ready = False
 
-    def prepare(self, progress: Progress | None = None) -> None:
-        """Do all the work, once. `progress(done, total)` counts neighbour lists over all frames."""
+    def prepare(self, progress: Progress | None = None, converting: ConversionProgress | None = None) -> None:
+        """Do all the work, once. `progress(done, total)` counts neighbour lists over all frames, `converting` the frames that
+        `data.lazy` converts."""
         if self._ready:
             return
         training_budget(self.options), evaluation_budget(self.options)  # refused before data is read
-        splits = resolve_splits(self.options, self.seed)
+        splits = resolve_splits(self.options, self.seed, converting)
         self.split_description = splits.description
         if len(splits.train) == 0:
             raise ForgefieldError("data.train holds no frame")

@@ -20,8 +20,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from forgefield.config.schema import LabelOptions, UnitOptions
-from forgefield.data.graphs.edges import same_graph
-from forgefield.data.graphs.graph import GraphOptions
+from forgefield.data.graphs.graph import GraphOptions, same_graph
 from forgefield.data.labels import USUAL_NAMES, LabelReader, is_none
 from forgefield.data.readers import SourceFile, frames_of, plain, source_files
 from forgefield.data.storage.cache import cache_folder

@@ -18,7 +18,8 @@ import numpy as np
 
 from forgefield.config.schema import DataOptions
 from forgefield.data.dataset import GraphDataset
-from forgefield.data.graphs.edges import build_block, read_geometry, same_graph
+from forgefield.data.graphs.edges import build_block, read_geometry
+from forgefield.data.graphs.graph import same_graph
 from forgefield.data.readers import plain
 from forgefield.data.references import (
     References,

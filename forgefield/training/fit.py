@@ -7,6 +7,7 @@ With several processes all of them run it; rank 0 decides and writes, the others
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -154,7 +155,7 @@ def fit(config: DictConfig, *, fresh: bool, journal: Journal, ranks: Ranks) -> F
         journal.keep_in(run.path)
         changed = ranks.share(_changed_settings(run, config, party) if ranks.is_first else None)
         data = DataModule(config.data, seed=config.seed, rank=ranks.rank, world_size=ranks.world_size)
-        data.prepare()
+        data.prepare(converting=_conversion_report(journal.say))
         L.seed_everything(config.seed, verbose=False)
         task, resolved, fingerprint = _prepare_model(run, config, data, ranks)
         potential = build_model(resolved, precision=config.training.precision, seed=config.seed)
@@ -170,6 +171,21 @@ def fit(config: DictConfig, *, fresh: bool, journal: Journal, ranks: Ranks) -> F
             record.write(run, config, data, ranks)
             return _stopped(plan, stopped, "Stopped before the first step", party)
         return _run_lightning(plan, potential, restart, party)
+
+
+def _conversion_report(say: Callable[[str], None]) -> Callable[[int, int | None], None]:
+    """Tells in ten steps how far `data.lazy` is with its one conversion."""
+    told = -1
+
+    def report(done: int, total: int | None) -> None:
+        nonlocal told
+        step = 10 * done // total if total else done // 50_000
+        if step > told:
+            told = step
+            of = f" of {total}" if total else ""
+            say(f"data.lazy: the data is converted once ({done}{of} frames); later runs use what is kept.")
+
+    return report
 
 
 def _asked_already(party: Party) -> StopRequested | None:

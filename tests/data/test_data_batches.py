@@ -100,12 +100,6 @@ def test_neighbour_lists_are_built_once_and_progress_is_told(dataset):
     assert calls == sorted(calls)
 
 
-def test_threads_make_the_same_neighbour_lists(dataset):
-    many = dataset.frames.select(np.arange(200) % 5)
-    rows = np.arange(200)
-    assert_same(GraphDataset(many, SPECIES, 4.0, threads=3).batch(rows), GraphDataset(many, SPECIES, 4.0).batch(rows))
-
-
 def test_unknown_elements_and_coinciding_atoms_name_the_frame(make_frame):
     gold = make_frame([79, 1], source="gold.xyz", index=3)
     with pytest.raises(ForgefieldError, match=r"gold\.xyz, frame 3: it holds Au.*\(H, O, Cu\)"):

@@ -8,28 +8,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from forgefield.data.graphs.graph import Edges, GraphOptions, build_edges
 from forgefield.data.graphs.neighbours import edge_vectors, squared_lengths
-from forgefield.data.storage.columns import Field, copy_ranges, offsets, ranges
+from forgefield.data.storage.columns import EDGE_FIELDS, copy_ranges, offsets, ranges
 from forgefield.data.storage.table import Found, FrameTable
 from forgefield.errors import ForgefieldError
-
-EDGE_FIELDS: dict[str, Field] = {
-    "degree": Field("atom", (), "int32"),
-    "edge_source": Field("edge", (), "int32"),
-    "edge_shift": Field("edge", (3,), "int16"),
-    "edge_reverse": Field("edge", (), "int32"),
-    "neighbours": Field("component", (), "int64"),
-    "closest": Field("frame", (), "float64", "A"),
-    "first_edge": Field("offsets", (), "int64"),
-}
-"""Columns of neighbour lists. `neighbours` is the sum of `degree` over the atoms of a component, `closest` the shortest edge
-of the frame (infinite where there is none). `edge_reverse` is missing where not every edge has one."""
 
 CLOSEST_PAIR = 1e-3
 """Atoms closer than this, A, are taken to be one atom entered twice: a pair without a direction has no physics."""
@@ -61,11 +48,6 @@ class Geometry:
     positions: np.ndarray
     cell: np.ndarray
     pbc: np.ndarray
-
-
-def same_graph(graph: GraphOptions) -> GraphOptions:
-    """The options without the library that finds the edges: it makes no difference to them."""
-    return replace(graph, neighbours="auto")
 
 
 def build_block(geometry: Geometry, graph: GraphOptions, where: Callable[[int], str]) -> tuple[EdgeBlock, np.ndarray]:
@@ -146,8 +128,8 @@ class Neighbourhoods(ABC):
     kind: str
 
     @abstractmethod
-    def read(self, found: Found, geometry: Geometry) -> EdgeBlock:
-        """Edges of these frames, whose structures are `geometry`."""
+    def read(self, found: Found, geometry: Geometry) -> EdgeBlock | None:
+        """Edges of these frames, whose structures are `geometry`; None where others make them."""
 
 
 class MemoryEdges(Neighbourhoods):
@@ -155,9 +137,7 @@ class MemoryEdges(Neighbourhoods):
 
     kind = "kept in memory"
 
-    def __init__(
-        self, table: FrameTable, graph: GraphOptions, progress: Progress | None = None, threads: int = 1
-    ) -> None:
+    def __init__(self, table: FrameTable, graph: GraphOptions, progress: Progress | None = None) -> None:
         chunks = [np.arange(begin, min(begin + 64, len(table))) for begin in range(0, len(table), 64)]
 
         def build(rows: np.ndarray) -> dict[str, np.ndarray]:
@@ -166,11 +146,10 @@ class MemoryEdges(Neighbourhoods):
             return edge_columns(block, shortest, geometry.n_atoms, table.atoms("numbers", rows))
 
         built: list[dict[str, np.ndarray]] = []
-        with ThreadPoolExecutor(threads) as pool:
-            for chunk, arrays in zip(chunks, pool.map(build, chunks) if threads > 1 else map(build, chunks)):
-                built.append(arrays)
-                if progress is not None:
-                    progress(int(chunk[-1]) + 1, len(table))
+        for chunk in chunks:
+            built.append(build(chunk))
+            if progress is not None:
+                progress(int(chunk[-1]) + 1, len(table))
         columns = {
             name: np.concatenate([arrays[name] for arrays in built]) for name in built[0] if name != "first_edge"
         }
@@ -219,8 +198,8 @@ class DeviceEdges(Neighbourhoods):
     kind = "made on the device"
     n_edges = neighbours = closest = None
 
-    def read(self, found: Found, geometry: Geometry) -> EdgeBlock:
-        raise NotImplementedError("batches come without edges")
+    def read(self, found: Found, geometry: Geometry) -> None:
+        return None
 
 
 class StoredEdges(Neighbourhoods):
@@ -229,7 +208,6 @@ class StoredEdges(Neighbourhoods):
     kind = "read from the store"
 
     def __init__(self, table: FrameTable) -> None:
-        self._table = table
         every = np.arange(len(table))
         self.n_edges = np.empty(len(table), dtype=np.int64)
         self.closest = np.empty(len(table))

@@ -8,7 +8,7 @@ smooth: the energy jumps when two neighbours exchange their ranks).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -158,3 +158,8 @@ def graph_of(model: Any, neighbours: str = "auto") -> GraphOptions:
         getattr(model, "adaptive_cutoff", None),
         getattr(model, "max_neighbours", None),
     )
+
+
+def same_graph(graph: GraphOptions) -> GraphOptions:
+    """The options without the library that finds the edges: it makes no difference to them."""
+    return replace(graph, neighbours="auto")

@@ -50,6 +50,18 @@ FIELDS: dict[str, Field] = {
 the frame's number there; `digest` is a hash of structure and labels; `force_squares` is summed over the atoms of the
 component; offsets have one entry more than there are frames."""
 
+EDGE_FIELDS: dict[str, Field] = {
+    "degree": Field("atom", (), "int32"),
+    "edge_source": Field("edge", (), "int32"),
+    "edge_shift": Field("edge", (3,), "int16"),
+    "edge_reverse": Field("edge", (), "int32"),
+    "neighbours": Field("component", (), "int64"),
+    "closest": Field("frame", (), "float64", "A"),
+    "first_edge": Field("offsets", (), "int64"),
+}
+"""Columns of neighbour lists. `neighbours` is the sum of `degree` over the atoms of a component, `closest` the shortest edge
+of the frame (infinite where there is none). `edge_reverse` is missing where not every edge has one."""
+
 OPTIONAL = ("energy", "forces", "stress")
 """Left out where no frame of a part carries them."""
 

@@ -25,11 +25,10 @@ from typing import Any
 from forgefield._version import __version__
 from forgefield.config.schema import LabelOptions, UnitOptions
 from forgefield.data.frame import Frame
-from forgefield.data.graphs.edges import EDGE_FIELDS, same_graph
-from forgefield.data.graphs.graph import GraphOptions
+from forgefield.data.graphs.graph import GraphOptions, same_graph
 from forgefield.data.labels import LabelReader
 from forgefield.data.readers import SourceFile, chunks, frame_count, frames_of, source_files
-from forgefield.data.storage.columns import FIELDS
+from forgefield.data.storage.columns import EDGE_FIELDS, FIELDS
 from forgefield.data.storage.moments import PartStatistics
 from forgefield.data.storage.store import FORMAT, MANIFEST, VERSION, is_store, manifest_hash, open_store
 from forgefield.data.storage.writer import ABOUT, PartWriter

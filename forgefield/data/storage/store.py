@@ -24,9 +24,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from forgefield.data.graphs.edges import EDGE_FIELDS, same_graph
-from forgefield.data.graphs.graph import GraphOptions
-from forgefield.data.storage.columns import FIELDS, OPTIONAL, Columns, Field
+from forgefield.data.graphs.graph import GraphOptions, same_graph
+from forgefield.data.storage.columns import EDGE_FIELDS, FIELDS, OPTIONAL, Columns, Field
 from forgefield.data.storage.table import FrameTable, Part
 from forgefield.errors import ForgefieldError
 

@@ -53,7 +53,7 @@ class Part:
 
 
 _FEW_ROWS = 4096
-
+"""Up to so many rows it does not pay to look whether they ascend."""
 _LABEL_OF = {"max_force": "forces"}
 """Columns that say something about a label, which is hidden with it."""
 

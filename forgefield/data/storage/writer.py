@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from forgefield.data.frame import Frame
-from forgefield.data.graphs.edges import EDGE_FIELDS, Geometry, build_block, edge_columns
+from forgefield.data.graphs.edges import Geometry, build_block, edge_columns
 from forgefield.data.graphs.graph import GraphOptions
-from forgefield.data.storage.columns import FIELDS, OPTIONAL, Field, columns_of
+from forgefield.data.storage.columns import EDGE_FIELDS, FIELDS, OPTIONAL, Field, columns_of
 from forgefield.data.storage.moments import PartStatistics
 from forgefield.data.storage.store import ALL_FIELDS, HEADER
 from forgefield.errors import ForgefieldError
