@@ -204,10 +204,10 @@ def conversion(large: Path, target: Path, workers: int) -> subprocess.Popen:
 
 
 def wait_for_a_part(process: subprocess.Popen, target: Path) -> None:
-    """Until one part is finished and the next not yet."""
+    """Until one part is finished (its folder is called .partial before) and the next not yet."""
     partial = target.with_name(target.name + ".partial")
     limit = time.monotonic() + 120
-    while not list(partial.glob("part-*/part.json")):
+    while not list(partial.glob("part-?????/part.json")):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < limit
         assert not target.exists()
@@ -223,7 +223,7 @@ def test_killed_and_run_again_it_is_as_if_nothing_had_happened(large, whole, tmp
     process.kill()
     process.wait()
     assert not target.exists()
-    finished = {path.parent.name for path in (tmp_path / "store.partial").glob("part-*/part.json")}
+    finished = {path.parent.name for path in (tmp_path / "store.partial").glob("part-?????/part.json")}
     kept = (tmp_path / "store.partial" / min(finished) / "positions.npy").stat()
     again = conversion(large, target, workers)
     assert again.wait() == 0, again.communicate()
