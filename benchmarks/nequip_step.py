@@ -13,6 +13,7 @@ import json
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import ase
@@ -58,28 +59,22 @@ def loss(forces: torch.Tensor, energy: torch.Tensor) -> torch.Tensor:
     return forces.square().mean() + (energy / forces.shape[0]).square().sum()
 
 
-def steps(options: dict, atoms: Atoms) -> tuple:
-    """One step of each as a function that returns energy and forces."""
-    settings = {
-        **options,
-        "parity": False,
-        "r_max": CUTOFF,
-        "type_names": ["O", "H"],
-        "avg_num_neighbors": 20.0,
-        "per_type_energy_scales": {"O": 1.3, "H": 1.3},
-        "per_type_energy_shifts": {"O": -2.0, "H": 0.5},
-    }
-    theirs = NequIPGNNModel(seed=1, model_dtype="float32", compile_mode="eager", **settings).train()
+def steps(build: Callable[..., torch.nn.Module], read: Callable, settings: dict, atoms: Atoms) -> tuple:
+    """One step of each as a function that returns energy and forces, and the number of edges.
+
+    `build`: the peer's model builder for `settings`; `read`: our importer of its state dict.
+    """
+    theirs = build(seed=1, model_dtype="float32", compile_mode="eager", **settings).train()
     with tempfile.TemporaryDirectory() as folder:
         torch.save(theirs.state_dict(), Path(folder) / "model.pt")
         (Path(folder) / "model.json").write_text(json.dumps({**settings, "model_dtype": "float32"}))
-        imported = read_nequip(Path(folder) / "model.pt")
+        imported = read(Path(folder) / "model.pt")
     ours = build_model(imported.resolved, precision="float32", seed=0)
     ours.load_state_dict(imported.state)
     ours.train()
-    batch = batch_from_frames(frames_from_atoms([atoms]), SpeciesTable(ours.species), CUTOFF)
+    batch = batch_from_frames(frames_from_atoms([atoms]), SpeciesTable(ours.species), settings["r_max"])
     data = from_ase(atoms)
-    data[AtomicDataDict.ATOM_TYPE_KEY] = torch.tensor([["O", "H"].index(s) for s in atoms.get_chemical_symbols()])
+    data[AtomicDataDict.ATOM_TYPE_KEY] = torch.tensor([ours.species.index(s) for s in atoms.get_chemical_symbols()])
     data[AtomicDataDict.EDGE_INDEX_KEY] = batch["edge_index"].flip(0).contiguous()
     data[AtomicDataDict.EDGE_CELL_SHIFT_KEY] = batch["edge_shift"]
 
@@ -99,9 +94,10 @@ def steps(options: dict, atoms: Atoms) -> tuple:
     return their_step, our_step, batch["edge_index"].shape[1]
 
 
-def main() -> None:
+def compare(build: Callable[..., torch.nn.Module], read: Callable, cases: dict[str, tuple[dict, int]]) -> None:
+    """Prints a table of the chosen cases, name -> (the peer's settings, molecules along an edge of the box)."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", nargs="+", choices=sorted(CASES), default=sorted(CASES))
+    parser.add_argument("--cases", nargs="+", choices=sorted(cases), default=sorted(cases))
     parser.add_argument("--repeats", type=int, default=8)
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -110,11 +106,11 @@ def main() -> None:
     print(
         f"nequip {nequip.__version__}, torch {torch.__version__}, ase {ase.__version__}, float32, one thread, CPU ms per step"
     )
-    print(f"{'case':8} {'atoms':>6} {'edges':>7} {'nequip':>8} {'forgefield':>11} {'ratio':>6}")
+    print(f"{'case':12} {'atoms':>6} {'edges':>7} {'peer':>8} {'forgefield':>11} {'ratio':>6}")
     for case in arguments.cases:
-        options, n = CASES[case]
+        settings, n = cases[case]
         atoms = water(n)
-        their_step, our_step, n_edges = steps(options, atoms)
+        their_step, our_step, n_edges = steps(build, read, settings, atoms)
         (energy_a, forces_a), (energy_b, forces_b) = their_step(), our_step()
         torch.testing.assert_close(energy_a, energy_b, rtol=1e-5, atol=1e-4)
         torch.testing.assert_close(forces_a, forces_b, rtol=1e-3, atol=1e-4 * float(forces_a.abs().max()))
@@ -125,8 +121,17 @@ def main() -> None:
                 step()
                 taken.append(1e3 * (time.process_time() - start))
         a, b = (float(np.median(taken)) for taken in times)
-        print(f"{case:8} {len(atoms):6} {n_edges:7} {a:8.0f} {b:11.0f} {a / b:6.2f}", flush=True)
+        print(f"{case:12} {len(atoms):6} {n_edges:7} {a:8.0f} {b:11.0f} {a / b:6.2f}", flush=True)
+
+
+COMMON = {
+    "type_names": ["O", "H"],
+    "avg_num_neighbors": 20.0,
+    "per_type_energy_scales": {"O": 1.3, "H": 1.3},
+    "per_type_energy_shifts": {"O": -2.0, "H": 0.5},
+}
 
 
 if __name__ == "__main__":
-    main()
+    common = {**COMMON, "parity": False, "r_max": CUTOFF}
+    compare(NequIPGNNModel, read_nequip, {name: (options | common, n) for name, (options, n) in CASES.items()})

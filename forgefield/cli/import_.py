@@ -7,24 +7,27 @@ from pathlib import Path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("program", choices=["nequip"], help="program that trained the model")
+    parser.add_argument("program", choices=["nequip", "allegro"], help="kind of model")
     parser.add_argument(
         "file", help="checkpoint (.ckpt), or state dict (.pt, .pth, .npz) with its options as JSON beside it"
     )
     parser.add_argument("--name", help="name of the run; default: name of the file")
     parser.add_argument("--out", default="runs", help="folder that holds runs (default: runs)")
-    parser.add_argument("--options", help="JSON file with NequIP's model section, for a state dict")
+    parser.add_argument("--options", help="JSON file with the model section it was trained with, for a state dict")
     parser.add_argument(
         "--weights", choices=["ema", "raw"], default="ema", help="averaged weights if there are any, or the last ones"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    from forgefield.models.importers.nequip import read_nequip
+    from forgefield.models.importers.allegro import ALLEGRO
+    from forgefield.models.importers.framework import read_model
+    from forgefield.models.importers.nequip import NEQUIP
     from forgefield.models.registry import build_model
     from forgefield.runs import create_run_from_model
 
-    imported = read_nequip(args.file, options=args.options, weights=args.weights)
+    kind = {"nequip": NEQUIP, "allegro": ALLEGRO}[args.program]
+    imported = read_model(kind, args.file, options=args.options, weights=args.weights)
     potential = build_model(imported.resolved, precision=imported.precision, seed=0)
     potential.load_state_dict(imported.state)
     created = create_run_from_model(

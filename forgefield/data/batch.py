@@ -36,6 +36,24 @@ from forgefield.ops.neighbours import batched_neighbours
 
 Batch = dict[str, Tensor]
 
+SHAPES: dict[str, tuple[str | int, ...]] = {
+    "positions": ("atoms", 3),
+    "species": ("atoms",),
+    "frame": ("atoms",),
+    "n_atoms": ("frames",),
+    "cell": ("frames", 3, 3),
+    "pbc": ("frames", 3),
+    "edge_index": (2, "edges"),
+    "edge_shift": ("edges", 3),
+    "edge_reverse": ("edges",),
+    "energy": ("frames",),
+    "forces": ("atoms", 3),
+    "stress": ("frames", 3, 3),
+    "weight": ("frames",),
+    "frame_id": ("frames",),
+}
+"""Shape of each key, in the sizes that differ from batch to batch."""
+
 
 def batch_from_frames(frames: Sequence[Frame], species: SpeciesTable, graph: GraphOptions | float) -> Batch:
     """Frames straight to one batch, for use outside training. graph: options, or just the cutoff in A."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
 
 from forgefield.ops.graph import GradientSwitch, Segments, edge_graph, gather, segment_sum
@@ -104,7 +105,7 @@ class Potential(nn.Module):
         positions = positions if positions.requires_grad else positions.detach().requires_grad_(True)
         strain = torch.zeros_like(batch["cell"]).requires_grad_(True)
         deformation = 0.5 * (strain + strain.transpose(1, 2))
-        moved = positions + (positions.unsqueeze(1) @ deformation[batch["frame"]]).squeeze(1)
+        moved = positions + rows_times(positions, deformation.index_select(0, batch["frame"]))
         strained = batch | {"positions": moved, "cell": batch["cell"] + batch["cell"] @ deformation}
         atomic = self._atomic_energies(strained | {"edge_vectors": edge_vectors(strained)})
         outputs = {"energy": _frame_sum(atomic, batch), "atomic_energy": atomic}
@@ -115,6 +116,41 @@ class Potential(nn.Module):
             outputs["stress"] = _per_volume(virial, batch["cell"])
         return outputs
 
+    def response(self, batch: Batch, adjoints: dict[str, Tensor]) -> Tensor:
+        """A number whose gradient in the weights is that of sum(adjoint * output) over the outputs named in `adjoints`.
+
+        Forces and stress are derivatives of the energy in positions and strain; weighted with their adjoints they are one
+        derivative of the energy along one direction, which forward-mode differentiation carries along with the energy. So
+        one reverse pass over the result is all: no derivative of a derivative is taken.
+        """
+        direction = adjoints.get("forces")
+        direction = torch.zeros_like(batch["positions"]) if direction is None else -direction
+        strain = None
+        if "stress" in adjoints:
+            volume = _volumes(batch["cell"])
+            strain = adjoints["stress"] / torch.where(volume > 0, volume, torch.ones_like(volume))
+            strain = 0.5 * (strain + strain.transpose(1, 2))
+        with forward_ad.dual_level():
+            atomic = self._atomic_energies(self._moving(batch, direction, strain))
+            energy, slope = forward_ad.unpack_dual(atomic)
+        result = torch.zeros_like(energy.sum()) if slope is None else slope.sum()
+        if "energy" in adjoints:
+            result = result + (adjoints["energy"] * _frame_sum(energy, batch)).sum()
+        return result
+
+    def _moving(self, batch: Batch, direction: Tensor, strain: Tensor | None) -> dict[str, Any]:
+        """The batch with tangents: atoms move along `direction` (n_atoms, 3), all is strained by `strain` (n_frames, 3, 3)."""
+        positions, cell = batch["positions"].detach(), batch["cell"].detach()
+        d_cell = torch.zeros_like(cell)
+        if strain is not None:
+            direction = direction + rows_times(positions, strain.index_select(0, batch["frame"]))
+            d_cell = cell @ strain
+        moved = {"positions": forward_ad.make_dual(positions, direction), "cell": forward_ad.make_dual(cell, d_cell)}
+        vectors = edge_vectors(batch | moved)
+        if getattr(self.model, "only_edge_vectors", False):
+            return batch | {"edge_vectors": vectors, "edge_graph": edge_graph(batch)}
+        return batch | moved | {"edge_vectors": vectors}
+
 
 def edge_vectors(batch: Batch) -> Tensor:
     """(n_edges, 3) from destination (centre) to source (neighbour), A, float64."""
@@ -124,7 +160,12 @@ def edge_vectors(batch: Batch) -> Tensor:
     to_destination = Segments(destination, n_atoms, rows_are_sorted=True)
     difference = gather(positions, Segments(source, n_atoms)) - gather(positions, to_destination)
     cells = batch["cell"].index_select(0, batch["frame"].index_select(0, destination))
-    return difference + (batch["edge_shift"].unsqueeze(1) @ cells).squeeze(1)
+    return difference + rows_times(batch["edge_shift"], cells)
+
+
+def rows_times(rows: Tensor, matrices: Tensor) -> Tensor:
+    """Each row times its own matrix: (n, 3), (n, 3, 3) -> (n, 3)."""
+    return (rows.unsqueeze(2) * matrices).sum(1)
 
 
 def _frame_sum(atomic: Tensor, batch: Batch) -> Tensor:
@@ -141,8 +182,13 @@ def _derivatives(energy: Tensor, variables: list[Tensor], create_graph: bool) ->
 
 def _per_volume(virial: Tensor, cell: Tensor) -> Tensor:
     """Stress of each frame; NaN without a volume, and no gradient from there."""
-    a, b, c = cell.unbind(1)
-    volume = (a * torch.linalg.cross(b, c)).sum(1).abs().view(-1, 1, 1)
+    volume = _volumes(cell)
     has_volume = volume > 0
     stress = virial / torch.where(has_volume, volume, torch.ones_like(volume))
     return torch.where(has_volume, stress, torch.full_like(stress, float("nan")))
+
+
+def _volumes(cell: Tensor) -> Tensor:
+    """(n_frames, 1, 1), A^3; zero where there is no cell."""
+    a, b, c = cell.unbind(1)
+    return (a * torch.linalg.cross(b, c)).sum(1).abs().view(-1, 1, 1)

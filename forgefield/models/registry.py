@@ -23,7 +23,7 @@ from forgefield.config.nearest import did_you_mean
 from forgefield.errors import ForgefieldError
 from forgefield.models.potential import Potential
 
-BUILT_IN = {"nequip": "forgefield.models.nequip.NequIP"}
+BUILT_IN = {"nequip": "forgefield.models.nequip.NequIP", "allegro": "forgefield.models.allegro.Allegro"}
 """Models by name; each class has `Options`, `presets` and `complete`."""
 PRECISIONS = {"float32": torch.float32, "float64": torch.float64}
 MODULE_FOLDER = "module_folder"

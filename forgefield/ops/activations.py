@@ -25,6 +25,7 @@ class _Silu(torch.autograd.Function):
     def forward(ctx, x: Tensor, scale: float) -> Tensor:
         sigmoid = torch.sigmoid(x)
         ctx.save_for_backward(x, sigmoid)
+        ctx.save_for_forward(x, sigmoid)
         ctx.scale = scale
         value = x * sigmoid
         return value if scale == 1.0 else value.mul_(scale)
@@ -33,6 +34,11 @@ class _Silu(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         x, sigmoid = ctx.saved_tensors
         return _SiluGradient.apply(grad, x, sigmoid, ctx.scale), None
+
+    @staticmethod
+    def jvp(ctx, tangent: Tensor, scale: None) -> Tensor:
+        x, sigmoid = ctx.saved_tensors
+        return _SiluGradient.apply(tangent, x, sigmoid, ctx.scale)
 
 
 class _SiluGradient(torch.autograd.Function):

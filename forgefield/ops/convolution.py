@@ -8,6 +8,7 @@ between passes, and on a CPU the edges go through in slices that fit the cache.
 """
 
 from __future__ import annotations
+import os
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,8 +17,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from forgefield.ops.graph import EdgeGraph, GradientSwitch, Segments, sum_rows
+from forgefield.ops.graph import EdgeGraph, GradientSwitch, Segments, adds_by_pointers, sum_rows
 from forgefield.ops.harmonics import clebsch_gordan
 
 CACHE_FLOATS = 1 << 17
@@ -76,7 +78,8 @@ class _Group:
 
 @lru_cache(maxsize=256)
 def _tables(group: _Group, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return group.path_of_row.to(device), group.row_sum.to(device, dtype)
+    with unset_fake_temporarily():  # they outlive a trace during which they may be asked for first
+        return group.path_of_row.to(device), group.row_sum.to(device, dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,6 +210,9 @@ def convolve(
 
 def _parts(graph: EdgeGraph, plan: ConvolutionPlan, on_cpu: bool) -> Iterator[_Part]:
     """Ranges of edges to work on one after another: on a CPU so short that what they need stays in the cache."""
+    if isinstance(graph.n_edges, torch.SymInt):  # traced for any number of edges
+        yield _Part(graph, slice(None))
+        return
     step = max(16, CACHE_FLOATS // plan.out_dim) if on_cpu else max(graph.n_edges, 1)
     for start in range(0, graph.n_edges, step):
         yield _Part(graph, slice(start, min(start + step, graph.n_edges)))
@@ -230,15 +236,18 @@ class _Part:
         _add_rows(total, values, self.graph.by_destination, self.destination)
 
     def add_to_weights(self, total: Tensor, values: Tensor) -> None:
-        if self.graph.by_pair is None or self.pair is None:
+        graph = self.graph
+        if graph.by_pair is None or self.pair is None:
             total[self.edges] = values
+        elif isinstance(graph.n_edges, torch.SymInt):
+            total.copy_(values.index_select(0, graph.pair_edge) + values.index_select(0, graph.reverse.index_select(0, graph.pair_edge)))
         else:
             _add_rows(total, values, self.graph.by_pair, self.pair)
 
 
 def _add_rows(total: Tensor, values: Tensor, segments: Segments, index: Tensor) -> None:
     """total[index] += values in a fixed order; an accelerator has all rows at once and overwrites."""
-    if values.is_cuda:
+    if adds_by_pointers(values):
         total.copy_(sum_rows(values, segments))
     else:
         total.index_add_(0, index, values)
@@ -303,6 +312,8 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     """Batched (n, i) @ (i, c) with c contiguous, by whichever way is fast for small matrices."""
     if a.shape[2] == 1:
         return a * b
+    if isinstance(a.shape[0], torch.SymInt) and os.environ.get("FF_PRODUCT") == "sum":
+        return (a.unsqueeze(3) * b.unsqueeze(1)).sum(2)
     if not a.is_cuda and a.shape[1] * a.shape[2] * b.shape[2] < _TINY:
         return (a.unsqueeze(3) * b.unsqueeze(1)).sum(2)
     return torch.bmm(a, b)
@@ -317,10 +328,15 @@ def _contract(a: Tensor, b: Tensor) -> Tensor:
     return torch.bmm(a, b.transpose(1, 2).contiguous())
 
 
+_OFF = GradientSwitch()
+_OFF.off = True
+
+
 class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx, features, couplings, weights, graph, plan, switch):
         ctx.save_for_backward(features, couplings, weights)
+        ctx.save_for_forward(features, couplings, weights)
         ctx.structure = (graph, plan, switch)
         out = features.new_zeros(graph.n_atoms, plan.out_dim)
         for part in _parts(graph, plan, on_cpu=not features.is_cuda):
@@ -335,8 +351,77 @@ class _Convolution(torch.autograd.Function):
     def backward(ctx, grad):
         graph, plan, switch = ctx.structure
         features, couplings, weights = ctx.saved_tensors
+        if not ctx.needs_input_grad[1]:
+            switch = _OFF
         results = _ConvolutionGradient.apply(grad.contiguous(), features, couplings, weights, graph, plan, switch)
         return *results, None, None, None
+
+    @staticmethod
+    def jvp(ctx, d_features, d_couplings, d_weights, graph: None, plan: None, switch: None):
+        graph, plan, _ = ctx.structure
+        features, couplings, weights = ctx.saved_tensors
+        return _ConvolutionTangent.apply(features, d_features, couplings, d_couplings, weights, d_weights, graph, plan)
+
+
+class _ConvolutionTangent(torch.autograd.Function):
+    """How the convolution changes along (dx, dm, dw): w (m dx + dm x) + dw (m x), summed. Once differentiable.
+
+    Couplings are geometry: where neither they nor their tangent ask for a gradient, none is made.
+    """
+
+    @staticmethod
+    def forward(ctx, features, d_features, couplings, d_couplings, weights, d_weights, graph, plan):
+        ctx.save_for_backward(features, d_features, couplings, d_couplings, weights, d_weights)
+        ctx.structure = (graph, plan)
+        out = features.new_zeros(graph.n_atoms, plan.out_dim)
+        for part in _parts(graph, plan, on_cpu=not features.is_cuda):
+            x, dx = features.index_select(0, part.source), d_features.index_select(0, part.source)
+            m, dm = couplings[part.edges], d_couplings[part.edges]
+            w, dw = part.weights(weights), part.weights(d_weights)
+            messages = []
+            for group in plan.groups:
+                x_g, m_g = _inputs(x, group), _couplings(m, group)
+                u = _product(m_g, _inputs(dx, group)).add_(_product(_couplings(dm, group), x_g))
+                t = _product(m_g, x_g)
+                messages.append(u.mul_(_row_weights(w, group)).addcmul_(t, _row_weights(dw, group)))
+            part.add_to_destinations(out, _rows(messages))
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        graph, plan = ctx.structure
+        features, d_features, couplings, d_couplings, weights, d_weights = ctx.saved_tensors
+        geometry = ctx.needs_input_grad[2] or ctx.needs_input_grad[3]
+        grad = grad.contiguous()
+        to_x, to_dx, to_w, to_dw = (torch.zeros_like(v) for v in (features, features, weights, weights))
+        to_m, to_dm = (torch.empty_like(couplings) if geometry else None for _ in range(2))
+        for part in _parts(graph, plan, on_cpu=not features.is_cuda):
+            x, dx = features.index_select(0, part.source), d_features.index_select(0, part.source)
+            m, dm = couplings[part.edges], d_couplings[part.edges]
+            w, dw = part.weights(weights), part.weights(d_weights)
+            g = grad.index_select(0, part.destination)
+            rows: list[list[Tensor]] = [[] for _ in range(6)]
+            for group in plan.groups:
+                x_g, dx_g, g_g = _inputs(x, group), _inputs(dx, group), _outputs(g, group)
+                m_g, dm_g = _couplings(m, group), _couplings(dm, group)
+                gw, gdw = g_g * _row_weights(w, group), g_g * _row_weights(dw, group)
+                u = _product(m_g, dx_g).add_(_product(dm_g, x_g))
+                back, d_back = m_g.transpose(1, 2), dm_g.transpose(1, 2)
+                rows[0].append(_product(d_back, gw).add_(_product(back, gdw)))
+                rows[1].append(_product(back, gw))
+                rows[2].append(_sum_paths(u.mul_(g_g), group))
+                rows[3].append(_sum_paths(_product(m_g, x_g).mul_(g_g), group))
+                if geometry:
+                    rows[4].append(_contract(gw, dx_g).add_(_contract(gdw, x_g)))
+                    rows[5].append(_contract(gw, x_g))
+            part.add_to_sources(to_x, _feature_rows(rows[0], plan))
+            part.add_to_sources(to_dx, _feature_rows(rows[1], plan))
+            part.add_to_weights(to_w, _rows(rows[2]))
+            part.add_to_weights(to_dw, _rows(rows[3]))
+            if to_m is not None and to_dm is not None:
+                to_m[part.edges], to_dm[part.edges] = _rows(rows[4]), _rows(rows[5])
+        return to_x, to_dx, to_m, to_dm, to_w, to_dw, None, None
 
 
 class _ConvolutionGradient(torch.autograd.Function):

@@ -32,16 +32,19 @@ class GradientSwitch:
 class Segments:
     """A partition of rows: `index` (n_rows,) int64 says to which of the `count` segments each row belongs.
 
-    `rows_are_sorted` promises that `index` does not decrease.
+    `rows_are_sorted` promises that `index` does not decrease; `known` brings `order` and `pointers` where they are at hand.
     """
 
     index: Tensor
     count: int
     rows_are_sorted: bool = False
+    known: tuple[Tensor, Tensor] | None = None
 
     @cached_property
     def order(self) -> Tensor:
-        """(n_rows,) rows sorted by segment, equal segments in their original order."""
+        """(n_rows,) rows sorted by segment."""
+        if self.known is not None:
+            return self.known[0]
         if self.rows_are_sorted:
             return torch.arange(self.index.shape[0], device=self.index.device)
         return torch.argsort(self.index, stable=True)
@@ -49,6 +52,8 @@ class Segments:
     @cached_property
     def pointers(self) -> Tensor:
         """(count + 1,) where each segment starts in `order`."""
+        if self.known is not None:
+            return self.known[1]
         sorted_index = self.index if self.rows_are_sorted else self.index[self.order]
         return torch.searchsorted(sorted_index, torch.arange(self.count + 1, device=self.index.device))
 
@@ -58,7 +63,8 @@ class EdgeGraph:
     """Edges `source` -> `destination`, both (n_edges,) int64, of `n_atoms` atoms; sorted by destination.
 
     `pair` (n_edges,) and `pair_edge` (n_edges / 2,) number the undirected pairs, where the list is known to hold both
-    directions of every edge: what depends on the length alone is then computed once per pair.
+    directions of every edge: what depends on the length alone is then computed once per pair. `reverse` (n_edges,) is the
+    number of every edge's reverse, where it is known.
     """
 
     source: Tensor
@@ -66,10 +72,14 @@ class EdgeGraph:
     n_atoms: int
     pair: Tensor | None = None
     pair_edge: Tensor | None = None
+    reverse: Tensor | None = None
 
     @cached_property
     def by_source(self) -> Segments:
-        return Segments(self.source, self.n_atoms)
+        if self.reverse is None:
+            return Segments(self.source, self.n_atoms)
+        # Edges are sorted by destination, so their reverses are sorted by source.
+        return Segments(self.source, self.n_atoms, known=(self.reverse, self.by_destination.pointers))
 
     @cached_property
     def by_destination(self) -> Segments:
@@ -78,7 +88,11 @@ class EdgeGraph:
     @cached_property
     def by_pair(self) -> Segments | None:
         """Edges by pair, where pairs are known."""
-        return None if self.pair is None else Segments(self.pair, self.n_edges // 2)
+        if self.pair is None or self.pair_edge is None or self.reverse is None:
+            return None
+        both = torch.stack([self.pair_edge, self.reverse.index_select(0, self.pair_edge)], 1).flatten()
+        pointers = torch.arange(self.n_edges // 2 + 1, device=both.device) * 2
+        return Segments(self.pair, self.n_edges // 2, known=(both, pointers))
 
     @property
     def n_edges(self) -> int:
@@ -92,7 +106,7 @@ def pair_graph(source: Tensor, destination: Tensor, n_atoms: int, reverse: Tenso
     pair_edge = torch.argsort(is_first.to(torch.int8), descending=True, stable=True)[: reverse.shape[0] // 2]
     rank = torch.cumsum(is_first, 0) - 1
     pair = rank.index_select(0, torch.minimum(numbers, reverse))
-    return EdgeGraph(source, destination, n_atoms, pair=pair, pair_edge=pair_edge)
+    return EdgeGraph(source, destination, n_atoms, pair=pair, pair_edge=pair_edge, reverse=reverse)
 
 
 def reverse_edges(edge_index: Tensor, edge_shift: Tensor) -> Tensor:
@@ -134,8 +148,8 @@ def edge_graph(batch: Mapping[str, Tensor]) -> EdgeGraph:
     reverse, n_atoms = batch.get("edge_reverse"), batch["species"].shape[0]
     if reverse is not None and reverse.shape != source.shape:
         raise ValueError("edge_reverse does not belong to these edges; drop it where edges are dropped")
-    if source.is_cuda and source.shape[0] < PAIRS_FROM_EDGES:
-        return EdgeGraph(source, destination, n_atoms)
+    if source.is_cuda and not isinstance(source.shape[0], torch.SymInt) and source.shape[0] < PAIRS_FROM_EDGES:
+        return EdgeGraph(source, destination, n_atoms, reverse=reverse)
     if reverse is None and not source.is_cuda:
         reverse = _find_reverse(batch["edge_index"], batch["edge_shift"])
     if reverse is None:
@@ -145,15 +159,38 @@ def edge_graph(batch: Mapping[str, Tensor]) -> EdgeGraph:
 
 def sum_rows(values: Tensor, segments: Segments) -> Tensor:
     """Sum of the rows of each segment, without a gradient. `values`: (n_rows, ...) -> (count, ...)."""
-    if not values.is_cuda:
+    if not adds_by_pointers(values):
         return values.new_zeros((segments.count, *values.shape[1:])).index_add_(0, segments.index, values)
+    if isinstance(values.shape[0], torch.SymInt):
+        return torch.ops.forgefield.sum_by_pointers(values, segments.order, segments.pointers)
+    return _sum_by_pointers(values, segments.order, segments.pointers)
+
+
+def adds_by_pointers(values: Tensor) -> bool:
+    """Whether sums go over row pointers, all rows at once, as they do on accelerators."""
+    import os
+    if isinstance(values.shape[0], torch.SymInt) and os.environ.get("FF_SUM") == "atomic": return False
+    return values.is_cuda or bool(os.environ.get("FF_POINTERS"))
+
+
+def _sum_by_pointers(values: Tensor, order: Tensor, pointers: Tensor) -> Tensor:
+    count = pointers.shape[0] - 1
     if values.shape[0] == 0:
-        return values.new_zeros((segments.count, *values.shape[1:]))
+        return values.new_zeros((count, *values.shape[1:]))
     flat = values.reshape(values.shape[0], -1)
-    summed = torch.nn.functional.embedding_bag(
-        segments.order, flat, segments.pointers, mode="sum", include_last_offset=True
-    )
-    return summed.view(segments.count, *values.shape[1:])
+    summed = torch.nn.functional.embedding_bag(order, flat, pointers, mode="sum", include_last_offset=True)
+    return summed.view(count, *values.shape[1:])
+
+
+@torch.library.custom_op("forgefield::sum_by_pointers", mutates_args=())
+def _sum_by_pointers_op(values: Tensor, order: Tensor, pointers: Tensor) -> Tensor:
+    """The same as one operation that a trace holds for any sizes."""
+    return _sum_by_pointers(values, order, pointers)
+
+
+@_sum_by_pointers_op.register_fake
+def _(values: Tensor, order: Tensor, pointers: Tensor) -> Tensor:
+    return values.new_empty((pointers.shape[0] - 1, *values.shape[1:]))
 
 
 class _Gather(torch.autograd.Function):
@@ -166,6 +203,10 @@ class _Gather(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         return _SegmentSum.apply(grad, ctx.segments), None
 
+    @staticmethod
+    def jvp(ctx, tangent: Tensor, segments: None) -> Tensor:
+        return _Gather.apply(tangent, ctx.segments)
+
 
 class _SegmentSum(torch.autograd.Function):
     @staticmethod
@@ -176,6 +217,10 @@ class _SegmentSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         return _Gather.apply(grad.contiguous(), ctx.segments), None
+
+    @staticmethod
+    def jvp(ctx, tangent: Tensor, segments: None) -> Tensor:
+        return _SegmentSum.apply(tangent.contiguous(), ctx.segments)
 
 
 def gather(rows: Tensor, segments: Segments) -> Tensor:
@@ -214,16 +259,24 @@ class _Join(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         return None, *_Cut.apply(grad, ctx.sizes, ctx.dim)
 
+    @staticmethod
+    def jvp(ctx, dim: None, *tangents: Tensor) -> Tensor:
+        return _Join.apply(ctx.dim, *tangents)
+
 
 class _Cut(torch.autograd.Function):
     @staticmethod
     def forward(ctx, whole: Tensor, sizes: list[int], dim: int) -> tuple[Tensor, ...]:
-        ctx.dim = dim
+        ctx.dim, ctx.sizes = dim, sizes
         return torch.split(whole, sizes, dim)
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
         return _Join.apply(ctx.dim, *grads), None, None
+
+    @staticmethod
+    def jvp(ctx, tangent: Tensor, sizes: None, dim: None) -> tuple[Tensor, ...]:
+        return _Cut.apply(tangent, ctx.sizes, ctx.dim)
 
 
 def join(parts: Sequence[Tensor], dim: int) -> Tensor:

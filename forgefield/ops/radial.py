@@ -51,12 +51,18 @@ class _FixedBessel(torch.autograd.Function):
     def forward(ctx, x: Tensor, frequencies: Tensor, p: float) -> Tensor:
         value, first, second = _bessel_derivatives(x, frequencies, p)
         ctx.save_for_backward(x, first, second)
+        ctx.save_for_forward(first)
         return value
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         x, first, second = ctx.saved_tensors
         return _FixedBesselGradient.apply(grad, x, first, second), None, None
+
+    @staticmethod
+    def jvp(ctx, tangent: Tensor, frequencies: None, p: None) -> Tensor:
+        (first,) = ctx.saved_tensors
+        return first * tangent.unsqueeze(1)
 
 
 class _FixedBesselGradient(torch.autograd.Function):

@@ -41,9 +41,18 @@ class ErrorMetrics:
                 self.rows.extend(f"forces/{symbol}" for symbol in species)
         self.sums = torch.zeros(len(self.rows), 3, dtype=torch.float64, device=device)
 
-    @torch.no_grad()
     def update(self, outputs: dict[str, Tensor], batch: dict[str, Tensor]) -> None:
-        self.sums = self.sums.to(batch["species"].device)
+        self.add(self.measure(outputs, batch))
+
+    @torch.no_grad()
+    def add(self, measured: Tensor) -> None:
+        """Take in what `measure` gave, here or elsewhere."""
+        self.sums = self.sums.to(measured.device)
+        self.sums += measured
+
+    @torch.no_grad()
+    def measure(self, outputs: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
+        """(n_rows, 3): what one batch contributes to `sums`."""
         added = []
         for target in self.targets:
             error = outputs[target].detach() - batch[target]
@@ -54,7 +63,7 @@ class ErrorMetrics:
                 added += [by_species.sum(0), *by_species]
             else:
                 added.append(_moments(error))
-        self.sums += torch.stack(added)
+        return torch.stack(added)
 
     def compute(self, sums: Tensor | None = None) -> dict[str, float]:
         """Metrics in the units of `UNITS`; what has no label is left out. This is the one read-back from the device.

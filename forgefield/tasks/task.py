@@ -65,6 +65,7 @@ class Task:
 
     def loss(self, outputs: Batch, batch: Batch) -> LossParts:
         """The loss of one batch. A target that no frame of the batch is labelled for contributes zero."""
+        self.to(batch["weight"].device)
         weights = [_element_weights(target, batch) for target in self.targets]
         sums = torch.stack(
             [_weighted_error(target, outputs, batch, weight).sum() for target, weight in zip(self.targets, weights)]
@@ -74,13 +75,23 @@ class Task:
 
     def counts(self, batch: Batch) -> Tensor:
         """(n_targets,): the denominators of the loss. They depend on labels and weights alone, not on any output."""
+        self.to(batch["weight"].device)
         return torch.stack([_element_weights(target, batch).sum() for target in self.targets])
 
-    def combine(self, sums: Tensor, counts: Tensor) -> Tensor:
-        """The loss from (possibly added-up) sums and counts."""
-        if self.weights.device != sums.device:
-            self.weights = self.weights.to(sums.device)  # once: a copy to the device makes the host wait
-        return (self.weights * sums / torch.where(counts > 0, counts, 1.0)).sum()
+    def combine(self, sums: Tensor, counts: Tensor, weights: Tensor | None = None) -> Tensor:
+        """The loss from (possibly added-up) sums and counts. weights: of the targets, in place of the task's own."""
+        if weights is None:
+            self.to(sums.device)
+            weights = self.weights
+        return (weights * sums / torch.where(counts > 0, counts, 1.0)).sum()
+
+    def to(self, device: torch.device) -> None:
+        """Move what the loss needs to a device, once: a copy to the device makes the host wait."""
+        if self.weights.device != device:
+            self.weights = self.weights.to(device)
+        for target in self.targets:
+            if target.species_weights is not None and target.species_weights.device != device:
+                target.species_weights = target.species_weights.to(device)
 
     def describe(self) -> list[tuple[str, str]]:
         return [(target.name, _describe_target(target)) for target in self.targets]
@@ -139,8 +150,6 @@ def _element_weights(target: Target, batch: Batch) -> Tensor:
     if target.name == "forces":
         weight = weight[batch["frame"]]
         if target.species_weights is not None:
-            if target.species_weights.device != weight.device:
-                target.species_weights = target.species_weights.to(weight.device)
             weight = weight * target.species_weights[batch["species"]]
     weight = weight.reshape(-1, *([1] * (label.dim() - 1))).expand_as(label)
     return torch.where(label.isnan(), 0.0, weight)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import ase.io
@@ -12,6 +10,7 @@ import pytest
 import yaml
 
 from tests.helpers import tiny_config
+from tests.warm import run_warm
 
 MODEL = """
 import torch
@@ -32,11 +31,9 @@ class Net(torch.nn.Module):
 
 
 def command(*words: str) -> str:
-    """Output of `forgefield ...` in a process whose own search path does not hold the working directory."""
+    """Output of `forgefield ...` in a process of its own whose search path does not hold the working directory."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "forgefield", *words], capture_output=True, text=True, env=environment, check=False
-    )
+    done = run_warm("forgefield", *words, folder=Path.cwd(), environ=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -13,6 +13,7 @@ import torch
 import yaml
 
 from forgefield.training.checkpoint import list_checkpoints, load_checkpoint
+from tests.warm import run_warm_ranks
 
 ROOT = Path(__file__).parents[2]
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -42,6 +43,19 @@ def start(
         text=True,
         timeout=timeout,
     )
+
+
+def ranks(
+    n: int,
+    *words: str,
+    folder: Path | Sequence[Path],
+    launcher: str = "forgefield",
+    timeout: float = 200,
+    **environment: str,
+) -> subprocess.CompletedProcess[str]:
+    """Run `python -m WORDS` as n ranks that were told their places, and nobody looks after: for what ranks do together."""
+    environ = clean_environment(**environment)
+    return run_warm_ranks(n, *words, folder=folder, environ=environ, launcher=launcher, timeout=timeout)
 
 
 def train_command(config: Path, *words: str) -> list[str]:

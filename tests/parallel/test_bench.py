@@ -26,7 +26,7 @@ from forgefield.parallel.group import alone
 from forgefield.parallel.launch import detect_launch
 from forgefield.training.bench import PARTS, Measurement, _waiting, measure, measured_config, not_measured
 from tests.helpers import tiny_config
-from tests.parallel.launching import ROOT, start, torchrun, write_config
+from tests.parallel.launching import ROOT, ranks, write_config
 
 BATCH, TRAIN = 3, 10
 """Frames of a rank's batch, and all there are to train on: one rank has three full steps an epoch, two ranks have one."""
@@ -141,8 +141,8 @@ def test_table_for_people(measured: SimpleNamespace) -> None:
 
 def test_processes_of_a_launcher_are_what_is_measured(tmp_path: Path) -> None:
     config = write_config(tmp_path / "mine.yaml", tiny_config(tmp_path))
-    words = ["-m", "forgefield", "bench", config.name, "--steps", "2", "--warmup", "0", "--json", "out.json"]
-    done = start([*torchrun(2), *words], tmp_path)
+    words = ("bench", config.name, "--steps", "2", "--warmup", "0", "--json", "out.json")
+    done = ranks(2, "forgefield", *words, folder=tmp_path, launcher="torchrun")
     assert done.returncode == 0, done.stderr
     (row,) = json.loads((tmp_path / "out.json").read_text())["measurements"]
     assert (row["ranks"], row["steps"], row["samples"]) == (2, 2, 8)

@@ -19,7 +19,7 @@ from forgefield.data.sampling.order import epoch_permutation
 from forgefield.models.registry import build_model, resolve_model
 from forgefield.tasks.task import Task
 from tests.helpers import emt_frames, tiny_config
-from tests.parallel.launching import average, start, torchrun, weights, write_config
+from tests.parallel.launching import average, ranks, weights, write_config
 from tests.parallel.train_many import train_only
 
 FRAMES_A_STEP = 4
@@ -88,7 +88,7 @@ def gradients(folder) -> dict[str, torch.Tensor]:
 def test_gradient_is_that_of_one_process(world_size, strategy, folder, gradients):
     configs = [one_step(folder, loss, world_size, strategy) for loss in LOSSES]
     path = write_config(folder / f"steps-{world_size}-{strategy}.yaml", configs)
-    done = start([*torchrun(world_size), "-m", "tests.parallel.train_many", str(path)], folder, timeout=280)
+    done = ranks(world_size, "tests.parallel.train_many", str(path), folder=folder, timeout=280)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     distances = {
         loss: float((weights(folder / "runs" / config["name"]) - gradients[loss]).abs().max())
@@ -151,7 +151,7 @@ def test_whole_trainings_and_their_metrics_are_those_of_one_process(world_size, 
     for config in configs:
         config["trainer"]["strategy"] = strategy
     path = write_config(folder / f"trainings-{world_size}.yaml", configs)
-    done = start([*torchrun(world_size), "-m", "tests.parallel.train_many", str(path)], folder, timeout=280)
+    done = ranks(world_size, "tests.parallel.train_many", str(path), folder=folder, timeout=280)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     for n in sizes:
         serial = train_only(training(folder, f"val-{n}-serial-{world_size}", 1, val[n])).path

@@ -16,7 +16,7 @@ import pytest
 from forgefield.parallel.network import free_port
 from forgefield.training.signals import REQUEUE
 from tests.helpers import tiny_config, write_emt
-from tests.parallel.launching import clean_environment, start, torchrun, train_command, write_config
+from tests.parallel.launching import clean_environment, ranks, start, train_command, write_config
 from tests.training.test_resume import END, assert_same_run
 
 RECORD = "tests.training.interrupting.RecordsFrames"
@@ -34,6 +34,11 @@ def own_processes(folder: Path, config: Path, **environment: str):
     return start([sys.executable, "-m", "tests.parallel.ranks", "2", str(config)], folder, **environment)
 
 
+def two_ranks(folder: Path, config: Path, **environment: str):
+    """The same for what the ranks do by themselves: nobody ends one that stays behind."""
+    return ranks(2, "tests.parallel.train_many", str(config), folder=folder, **environment)
+
+
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory) -> Path:
     """A run on two ranks that nothing has disturbed: 9 steps."""
@@ -46,51 +51,52 @@ def straight(tmp_path_factory) -> Path:
     return folder / "runs" / "straight"
 
 
-@pytest.mark.parametrize(
-    ("how", "rank", "says"),
-    [
-        ("kill", "1", "rank 1 on {host} ended without a word"),
-        ("kill", "0", "rank 0 on {host} ended without a word"),
-        ("raise", "1", "a crash that a test asked for"),
-        ("memory", "1", "rank 1 on {host} failed with the error above"),
-    ],
-)
-def test_a_lost_rank_ends_the_job_and_the_same_command_goes_on_exactly(how, rank, says, tmp_path, straight):
-    """An error is like a kill in that nothing is saved; only its words are looked at here."""
+def test_a_killed_rank_ends_the_command_within_seconds_and_the_same_command_goes_on_exactly(tmp_path, straight):
+    """Rank 1 is killed while rank 0 waits for its gradient; the time from the kill to the end of the command counts."""
+    marker = tmp_path / "killed"
     config = parallel_config(tmp_path, "again")
-    broken = own_processes(tmp_path, config, END_AT="5", END_HOW=how, END_RANKS=rank)
-    assert broken.returncode != 0
-    says = says.format(host=socket.gethostname())
-    assert says in broken.stderr, broken.stdout + broken.stderr
-    assert "gloo" not in broken.stderr.split(says)[0]  # the cause comes before its consequences
-    if (how, rank) != ("kill", "1"):
-        return
-    continued = own_processes(tmp_path, config)
+    began = time.time()
+    broken = own_processes(tmp_path, config, END_AT="5", END_HOW="kill", END_RANKS="1", END_ONCE=str(marker))
+    assert began < marker.stat().st_mtime
+    assert time.time() - marker.stat().st_mtime < 8
+    assert_said(broken, f"rank 1 on {socket.gethostname()} ended without a word")
+    continued = two_ranks(tmp_path, config)
     assert continued.returncode == 0, continued.stdout + continued.stderr
     assert "Continuing run again after step 4" in continued.stdout
     assert_same_run(straight, tmp_path / "runs" / "again")
 
 
-def test_the_end_comes_within_seconds(tmp_path):
-    """Rank 1 is killed while rank 0 waits for its gradient; the time from the kill to the end of the command counts."""
-    marker = tmp_path / "killed"
-    config = parallel_config(tmp_path, "again", max_epochs=1000)
-    began = time.time()
-    own_processes(tmp_path, config, END_AT="5", END_HOW="kill", END_RANKS="1", END_ONCE=str(marker))
-    assert marker.exists()
-    assert began < marker.stat().st_mtime
-    assert time.time() - marker.stat().st_mtime < 8
+@pytest.mark.parametrize(
+    ("how", "rank", "says"),
+    [
+        ("kill", "0", "rank 0 on {host} ended without a word"),
+        ("raise", "1", "a crash that a test asked for"),
+        ("memory", "1", "rank 1 on {host} failed with the error above"),
+    ],
+)
+def test_whatever_ends_a_rank_is_said(how, rank, says, tmp_path):
+    """An error is like a kill in that nothing is saved; only its words are looked at here."""
+    config = parallel_config(tmp_path, "again")
+    broken = two_ranks(tmp_path, config, END_AT="5", END_HOW=how, END_RANKS=rank)
+    assert_said(broken, says.format(host=socket.gethostname()))
+
+
+def assert_said(broken: subprocess.CompletedProcess[str], says: str) -> None:
+    """The command failed, and the cause comes before its consequences."""
+    assert broken.returncode != 0
+    assert says in broken.stderr, broken.stdout + broken.stderr
+    assert "gloo" not in broken.stderr.split(says)[0]
 
 
 @pytest.mark.parametrize("how", ["usr1"])  # SIGTERM takes the same way, see the jobs that SLURM starts again
 def test_a_stop_signal_on_one_rank_stops_all_at_the_same_step_and_saves_once(how, tmp_path, straight):
     config = parallel_config(tmp_path, "again")
-    stopped = own_processes(tmp_path, config, END_AT="5", END_HOW=how, END_RANKS="1")
+    stopped = two_ranks(tmp_path, config, END_AT="5", END_HOW=how, END_RANKS="1")
     assert stopped.returncode == REQUEUE, stopped.stdout + stopped.stderr
     name = {"term": signal.SIGTERM, "usr1": signal.SIGUSR1}[how].name
     assert f"Stopped after step 6: {name} was received. Run the same command to go on." in stopped.stdout
     assert stopped.stdout.count("Stopped after") == 1
-    assert "Continuing run again after step 6" in own_processes(tmp_path, config).stdout
+    assert "Continuing run again after step 6" in two_ranks(tmp_path, config).stdout
     assert_same_run(straight, tmp_path / "runs" / "again")
 
 
@@ -131,7 +137,7 @@ def test_a_signal_on_one_rank_while_data_is_read_stops_all_before_the_first_step
     config = parallel_config(tmp_path, "early")
     text = config.read_text().replace("energy:\n", "energy:\n    loss: tests.training.signal_on_import.squared\n")
     config.write_text(text)
-    stopped = own_processes(tmp_path, config, SIGNAL_ON_IMPORT="SIGTERM", SIGNAL_RANK="1")
+    stopped = two_ranks(tmp_path, config, SIGNAL_ON_IMPORT="SIGTERM", SIGNAL_RANK="1")
     assert stopped.returncode == REQUEUE, stopped.stdout + stopped.stderr
     assert "Stopped before the first step: SIGTERM was received" in stopped.stdout
 
@@ -154,10 +160,10 @@ def test_resumed_on_another_number_of_ranks_every_frame_is_seen_once(before, aft
     per_epoch = -(-10 // (2 * before))
     at = per_epoch + 1
     stop = {"END_AT": str(at), "END_HOW": "term", "END_RANKS": "0"}
-    many = ["-m", "tests.parallel.train_many", str(config)]
-    stopped = start([*torchrun(before), *many], tmp_path, **stop)
+    many = ("tests.parallel.train_many", str(config))
+    stopped = ranks(before, *many, folder=tmp_path, **stop)
     assert "Stopped after" in stopped.stdout, stopped.stdout + stopped.stderr
-    continued = start([*torchrun(after), *many], tmp_path)
+    continued = ranks(after, *many, folder=tmp_path)
     assert continued.returncode == 0, continued.stdout + continued.stderr
     assert f"saved on {before} ranks and goes on with {after}" in continued.stdout
     for epoch in range(3):
@@ -166,7 +172,7 @@ def test_resumed_on_another_number_of_ranks_every_frame_is_seen_once(before, aft
 
 def test_an_error_of_all_ranks_is_said_once(tmp_path):
     config = parallel_config(tmp_path, "wrong")
-    done = start([*torchrun(2), *train_command(config, "training.scale_lr=lineer")], tmp_path)
+    done = ranks(2, "forgefield", "train", str(config), "training.scale_lr=lineer", folder=tmp_path)
     assert done.returncode != 0
     assert done.stderr.count("error: training.scale_lr is none, sqrt, linear, not 'lineer'") == 1, done.stderr
     assert not (tmp_path / "runs").exists()
@@ -176,7 +182,7 @@ def test_ranks_with_different_settings_are_refused(tmp_path):
     """A variable of the environment may differ between nodes, and with it what the config means there."""
     config = parallel_config(tmp_path, "wrong")
     config.write_text(config.read_text().replace("seed: 3", "seed: ${oc.env:RANK}"))
-    done = start([*torchrun(2), *train_command(config)], tmp_path)
+    done = ranks(2, "forgefield", "train", str(config), folder=tmp_path)
     assert done.returncode != 0
     assert "does not have the same settings as rank 0" in done.stderr, done.stderr
     assert not (tmp_path / "runs").exists()
@@ -185,11 +191,11 @@ def test_ranks_with_different_settings_are_refused(tmp_path):
 def test_ranks_that_read_other_test_data_are_refused(tmp_path):
     """The same path leads to different files on different nodes: here through the working directory of each process."""
     config = parallel_config(tmp_path, "wrong")
-    for rank in range(2):
-        (tmp_path / str(rank)).mkdir()
-        write_emt(tmp_path / str(rank) / "test.extxyz", 3 + rank)
+    nodes = [tmp_path / "0", tmp_path / "1"]
+    for rank, node in enumerate(nodes):
+        node.mkdir()
+        write_emt(node / "test.extxyz", 3 + rank)
     config.write_text(config.read_text().replace("data:\n", "data:\n  test: /proc/self/cwd/test.extxyz\n"))
-    shell = f'cd "$RANK" && exec {sys.executable} -m tests.parallel.train_many {config}'
-    done = start([*torchrun(2, "--no-python"), "sh", "-c", shell], tmp_path)
+    done = ranks(2, "tests.parallel.train_many", str(config), folder=nodes)
     assert done.returncode != 0
     assert "does not have the same data" in done.stderr, done.stderr

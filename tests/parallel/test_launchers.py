@@ -14,7 +14,7 @@ import pytest
 
 from forgefield import api
 from tests.helpers import tiny_config, write_emt
-from tests.parallel.launching import clean_environment, start, torchrun, train_command, weights, write_config
+from tests.parallel.launching import clean_environment, ranks, start, torchrun, weights, write_config
 from tests.parallel.train_many import train_only
 
 SLOW = "tests.training.interrupting.Slow"
@@ -77,8 +77,7 @@ def test_torchrun_and_all_that_is_said(tmp_path, serial):
 def assert_test_counts_each_frame_once(folder: Path) -> None:
     """`forgefield test` on two ranks, with a number of frames that does not divide, gives the errors of one process."""
     data = write_emt(folder / "test.extxyz", 5, seed=7)
-    words = ["-m", "forgefield", "test", "runs/launched", "--data", str(data)]
-    done = start([*torchrun(2), *words], folder)
+    done = ranks(2, "forgefield", "test", "runs/launched", "--data", str(data), folder=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     together = json.loads((folder / "runs" / "launched" / "test.json").read_text())
     alone = api.test(folder / "runs" / "launched", str(data))
@@ -88,29 +87,25 @@ def assert_test_counts_each_frame_once(folder: Path) -> None:
 
 @pytest.mark.parametrize("program", ["mpirun.openmpi", "mpirun.mpich"])
 def test_mpirun(program, tmp_path, serial):
+    """Two trainings, one after the other: by our strategy and by `ddp_with_mpi`, Lightning's DDP among MPI's processes."""
     options = {"mpirun.openmpi": ["--allow-run-as-root", "--oversubscribe"], "mpirun.mpich": []}[program]
-    config = write_config(tmp_path / "launched.yaml", make(tmp_path, "launched", 2))
-    command = [need(program), *options, "-n", "2", sys.executable, *train_many(config)]
+    configs = [make(tmp_path, "launched", 2), make(tmp_path, "by-strategy", 2, strategy="ddp_with_mpi")]
+    path = write_config(tmp_path / "launched.yaml", configs)
+    command = [need(program), *options, "-n", "2", sys.executable, *train_many(path)]
     done = start(command, tmp_path, LOG_MODE="workers")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert_same_training(tmp_path, serial)
-    assert {"mpirun.openmpi": "Open MPI", "mpirun.mpich": "MPICH or Intel MPI"}[program] in done.stdout
-    assert done.stdout.count("Summary of the training") == 1
-    assert re.search(r"my rank +1 ", (tmp_path / "runs" / "launched" / "log.1.txt").read_text())
-
-
-def test_mpirun_by_the_strategy_of_that_name(tmp_path, serial):
-    """`ddp_with_mpi`: Lightning's DDP in processes that MPI has started."""
-    config = write_config(tmp_path / "launched.yaml", make(tmp_path, "launched", 2, strategy="ddp_with_mpi"))
-    done = start([need("mpirun.mpich"), "-n", "2", sys.executable, *train_many(config)], tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "MPIDDPStrategy" in done.stdout
-    assert_same_training(tmp_path, serial)
+    ours, theirs = done.stdout.split("Summary of the training")[1:]  # each said once
+    assert "SimpleDDPStrategy" in ours
+    assert "MPIDDPStrategy" in theirs
+    for name, said in (("launched", ours), ("by-strategy", theirs)):
+        assert_same_training(tmp_path, serial, name)
+        assert {"mpirun.openmpi": "Open MPI", "mpirun.mpich": "MPICH or Intel MPI"}[program] in said
+        assert re.search(r"my rank +1 ", (tmp_path / "runs" / name / "log.1.txt").read_text())
 
 
 def test_a_contradiction_is_an_error_before_any_work(tmp_path):
     config = write_config(tmp_path / "launched.yaml", make(tmp_path, "launched", 2, devices=4))
-    done = start([*torchrun(2), *train_command(config)], tmp_path)
+    done = ranks(2, "forgefield", "train", str(config), folder=tmp_path, launcher="torchrun")
     assert done.returncode != 0
     assert "trainer.devices=4" in done.stderr
     assert done.stderr.count("error: ") == 1
@@ -118,7 +113,8 @@ def test_a_contradiction_is_an_error_before_any_work(tmp_path):
 
 
 def test_verbs_for_one_process_refuse_several(tmp_path):
-    done = start([*torchrun(2), "-m", "forgefield", "report", "x"], tmp_path)
+    done = ranks(2, "forgefield", "report", "x", folder=tmp_path, launcher="torchrun")
+    assert done.returncode != 0
     assert "forgefield report runs in one process, and 2 were started by torchrun" in done.stderr
 
 
@@ -151,6 +147,11 @@ def test_srun(slurm, tmp_path, serial):
     assert_same_training(tmp_path, serial)
 
 
+def begins_again(slurm, job: str) -> bool:
+    subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now"], capture_output=True, timeout=60)
+    return slurm.state(job) in ("RUNNING", "COMPLETED")
+
+
 @pytest.mark.parametrize("how", ["preempted", "warned"])
 def test_a_job_that_slurm_starts_again_ends_as_if_nothing_had_happened(how, slurm, tmp_path, serial):
     """preempted: `scontrol requeue` takes the job away. warned: SIGUSR1, upon which the job asks to be requeued itself."""
@@ -162,9 +163,10 @@ def test_a_job_that_slurm_starts_again_ends_as_if_nothing_had_happened(how, slur
     else:
         subprocess.run(["scancel", "--signal=USR1", job], check=True, timeout=60)
     wait_for(lambda: "Stopped after step" in output(tmp_path, job))
-    # A job that was requeued waits two minutes before SLURM looks at it again, unless it is asked to.
+    # A job that was requeued waits two minutes before SLURM looks at it again, unless it is asked to. While its first attempt
+    # is being cleaned up it cannot be asked, and may for a moment seem to have ended.
     wait_for(lambda: slurm.state(job) == "PENDING")
-    subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now"], timeout=60)
+    wait_for(lambda: begins_again(slurm, job))
     text = slurm.wait(job, tmp_path, timeout=200)
     name = {"preempted": "SIGTERM", "warned": "SIGUSR1"}[how]
     assert f"{name} was received. Run the same command to go on." in text

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.parallel.launching import start
+from tests.parallel.launching import clean_environment, start
+from tests.warm import run_warm
 
 SCRIPT = Path(__file__).with_name("own_script.py")
 
 
-def final_weights(folder: Path, *words: str) -> torch.Tensor:
-    done = start([sys.executable, str(SCRIPT), *words], folder)
+def final_weights(done: subprocess.CompletedProcess[str]) -> torch.Tensor:
     assert done.returncode == 0, done.stdout + done.stderr
     line = next(line for line in done.stdout.splitlines() if line.startswith("WEIGHTS"))
     values = json.loads(line.removeprefix("WEIGHTS"))
@@ -25,7 +26,8 @@ def final_weights(folder: Path, *words: str) -> torch.Tensor:
 @pytest.mark.parametrize(("strategy", "accumulate"), [("small buckets", "3")])
 def test_two_processes_train_as_one(strategy, accumulate, tmp_path):
     """Equal batches, so that the mean over ranks is the mean over frames; a parameter that nothing uses stays as it is."""
-    alone = final_weights(tmp_path, "1", "auto", accumulate)
-    together = final_weights(tmp_path, "2", strategy, accumulate)
+    words = ("tests.parallel.own_script", "1", "auto", accumulate)
+    alone = final_weights(run_warm(*words, folder=tmp_path, environ=clean_environment()))
+    together = final_weights(start([sys.executable, str(SCRIPT), "2", strategy, accumulate], tmp_path))
     assert float((alone - together).abs().max()) < 1e-14
     assert together[:2].tolist() == [1.0, 1.0]

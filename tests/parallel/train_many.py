@@ -19,16 +19,17 @@ from forgefield.training.fit import Fitted, fit
 from forgefield.training.journal import Journal
 
 
-def train_only(config: dict) -> Run:
-    return _fit(config).run
+def train_only(config: dict, *overrides: str, fresh: bool = False) -> Run:
+    """`forgefield.train` up to the end of the training."""
+    return _fit(config, *overrides, fresh=fresh).run
 
 
-def _fit(config: dict) -> Fitted:
+def _fit(config: dict, *overrides: str, fresh: bool = False) -> Fitted:
     ranks = this_group()
     journal = Journal(ranks=ranks, mode=os.environ.get("LOG_MODE", "master"))
     try:
         with failing_together(ranks):
-            return fit(load_config(config), fresh=False, journal=journal, ranks=ranks)
+            return fit(load_config(config, list(overrides)), fresh=fresh, journal=journal, ranks=ranks)
     finally:
         journal.close()
 

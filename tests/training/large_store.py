@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import shutil
 import sys
 from pathlib import Path
 
@@ -12,14 +14,17 @@ from forgefield.data.frame import Frame
 from forgefield.data.storage.columns import FIELDS
 from forgefield.data.storage.moments import PartStatistics
 from forgefield.data.storage.store import FORMAT, MANIFEST, VERSION, manifest_hash
-from forgefield.data.storage.writer import PartWriter
+from forgefield.data.storage.writer import ABOUT, PartWriter
 
 ATOMS = 216
 FRAMES_PER_PART = 4096
 
 
 def write_large_store(folder: Path, n_bytes: float) -> int:
-    """Crystals of 216 atoms, shaken, with energies and forces of springs to their sites. Returns the number of frames."""
+    """Crystals of 216 atoms, shaken, with energies and forces of springs to their sites. Returns the number of frames.
+
+    The parts are copies of the first: other files on the disk and in the memory of the kernel, though of equal content.
+    """
     rng = np.random.default_rng(0)
     sites = np.stack(np.meshgrid(*[np.arange(6)] * 3), -1).reshape(-1, 3) * 2.6
     numbers = np.where(np.arange(ATOMS) % 2, 29, 79)
@@ -30,13 +35,15 @@ def write_large_store(folder: Path, n_bytes: float) -> int:
         Frame(sites + shift, numbers, cell, pbc, float(energy), -shift, None, 1.0, "large", i)
         for i, (shift, energy) in enumerate(zip(shifts, energies))
     ]
-    parts, written = [], 0
-    while written < n_bytes:
-        writer = PartWriter(folder / f"part-{len(parts):05d}")
-        for _ in range(FRAMES_PER_PART // len(frames)):
-            writer.add(frames)
-        parts.append(writer.finish())
-        written += sum(entry["bytes"] for entry in parts[-1]["columns"].values())
+    writer = PartWriter(folder / "part-00000")
+    for _ in range(FRAMES_PER_PART // len(frames)):
+        writer.add(frames)
+    first = writer.finish()
+    n_parts = math.ceil(n_bytes / sum(entry["bytes"] for entry in first["columns"].values()))
+    parts = [{**first, "name": f"part-{number:05d}"} for number in range(n_parts)]
+    for part in parts[1:]:
+        shutil.copytree(folder / "part-00000", folder / part["name"])
+        (folder / part["name"] / ABOUT).write_text(json.dumps(part))
     statistics = PartStatistics()
     for part in parts:
         statistics.merge(PartStatistics.from_dict(part.pop("statistics")))

@@ -22,6 +22,7 @@ from forgefield.training.checkpoint import (
     save_checkpoint,
 )
 from tests.helpers import tiny_config
+from tests.parallel.train_many import train_only
 
 
 def test_round_trip(tmp_path):
@@ -62,11 +63,11 @@ def test_code_in_a_checkpoint_is_not_executed(tmp_path, monkeypatch):
 
 def test_damaged_checkpoint_falls_back_to_the_previous_one_and_says_so(tmp_path, capsys):
     config = tiny_config(tmp_path, training={"lr": 0.01, "ema": 0.9, "tensorboard": 0, "checkpoint": {"keep": 3}})
-    run = train(config)
+    run = train_only(config)
     newest, previous = list_checkpoints(run.checkpoints)[:2]
     newest.write_bytes(newest.read_bytes()[:-50])
     capsys.readouterr()
-    train(config, "trainer.max_epochs=4")
+    train_only(config, "trainer.max_epochs=4")
     said = capsys.readouterr().out
     assert f"Checkpoint {newest.name} is damaged" in said
     assert f"after step {int(previous.stem.split('-')[1])}" in said

@@ -17,7 +17,9 @@ from forgefield.errors import ForgefieldError
 from forgefield.training.checkpoint import list_checkpoints, load_checkpoint
 from forgefield.training.signals import REQUEUE
 from tests.helpers import tiny_config
+from tests.parallel.train_many import train_only
 from tests.training.interrupting import Interrupted
+from tests.warm import ROOT, run_warm
 
 END = "tests.training.interrupting.EndAt"
 
@@ -55,9 +57,9 @@ def interrupted_run(config: dict, steps: list[int], monkeypatch) -> Path:
     for step in steps:
         monkeypatch.setenv("END_AT", str(step))
         with pytest.raises(Interrupted):
-            train(config)
+            train_only(config)
     monkeypatch.setenv("END_AT", "-1")
-    return train(config).path
+    return train_only(config).path
 
 
 VARIANTS = {
@@ -130,17 +132,23 @@ def test_interrupted_run_equals_uninterrupted_run(variant, tmp_path, monkeypatch
     config["training"] = {**tiny_config(tmp_path)["training"], **changes.get("training", {})}
     config["callbacks"] = [END, "tests.training.interrupting.CountsBatchStarts"]
     monkeypatch.setenv("END_AT", "-1")
-    straight = train({**config, "name": "straight"}).path
+    straight = train_only({**config, "name": "straight"}).path
     again = interrupted_run({**config, "name": "again"}, [3, 7], monkeypatch)
     assert_same_run(straight, again)
 
 
-def run_command(config: Path, folder: Path, *extra: str, **environment: str) -> subprocess.CompletedProcess:
-    root = Path(__file__).parents[2]
+def run_command(config: Path, folder: Path, **environment: str) -> subprocess.CompletedProcess:
+    """`forgefield train CONFIG` in a process of its own."""
+    words = ("forgefield", "train", str(config))
+    return run_warm(*words, folder=folder, environ={**os.environ, **environment})
+
+
+def start_command(config: Path, folder: Path, **environment: str) -> subprocess.CompletedProcess:
+    """The same, from nothing: a new interpreter that imports everything, and orders its sets in its own way."""
     return subprocess.run(
-        [sys.executable, "-m", "forgefield", "train", str(config), *extra],
+        [sys.executable, "-m", "forgefield", "train", str(config)],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", **environment},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
         capture_output=True,
         text=True,
         timeout=200,
@@ -157,14 +165,13 @@ def test_killed_with_signal_9_and_continued_by_the_same_command(tmp_path):
     changes = {"callbacks": [END], "training": {"ema": 0.9, "tensorboard": 0, "checkpoint": {"every_steps": 2}}}
     config = write_config(tmp_path / "again.yaml", tiny_config(tmp_path, **changes, name="again"))
     for step in ("4", "8"):
-        killed = run_command(config, tmp_path, END_AT=step, END_HOW="kill")
+        killed = start_command(config, tmp_path, END_AT=step, END_HOW="kill")
         assert killed.returncode == -signal.SIGKILL, killed.stderr
-    continued = run_command(config, tmp_path)
+    continued = start_command(config, tmp_path)
     assert continued.returncode == 0, continued.stderr
     assert "Continuing run again after step 6" in continued.stdout
-    straight = write_config(tmp_path / "straight.yaml", tiny_config(tmp_path, **changes, name="straight"))
-    assert run_command(straight, tmp_path).returncode == 0
-    assert_same_run(tmp_path / "runs" / "straight", tmp_path / "runs" / "again")
+    straight = train_only(tiny_config(tmp_path, **changes, name="straight"))
+    assert_same_run(straight.path, tmp_path / "runs" / "again")
 
 
 def test_sigterm_saves_and_stops_and_nothing_is_lost(tmp_path):
@@ -175,21 +182,20 @@ def test_sigterm_saves_and_stops_and_nothing_is_lost(tmp_path):
     assert "Stopped after step 7: SIGTERM was received. Run the same command to go on." in stopped.stdout
     continued = run_command(config, tmp_path)
     assert "Continuing run again after step 7" in continued.stdout
-    straight = write_config(tmp_path / "straight.yaml", tiny_config(tmp_path, **changes, name="straight"))
-    assert run_command(straight, tmp_path).returncode == 0
-    assert_same_run(tmp_path / "runs" / "straight", tmp_path / "runs" / "again")
+    straight = train_only(tiny_config(tmp_path, **changes, name="straight"))
+    assert_same_run(straight.path, tmp_path / "runs" / "again")
 
 
 def test_max_time_saves_and_stops_cleanly(tmp_path, capsys):
     config = tiny_config(tmp_path)
     config["trainer"] = {**config["trainer"], "max_epochs": 100000, "max_time": {"seconds": 1}}
-    run = train(config)
+    run = train_only(config)
     assert run.info["status"] == "stopped"
     assert "trainer.max_time is over" in capsys.readouterr().out
     steps = int(list_checkpoints(run.checkpoints)[0].stem.split("-")[1])
     assert steps > 0
     config["trainer"]["max_time"] = {"seconds": 2}
-    train(config)
+    train_only(config)
     assert int(list_checkpoints(run.checkpoints)[0].stem.split("-")[1]) > steps
 
 
@@ -207,26 +213,26 @@ def test_more_steps_later_pick_the_same_best_model_as_more_steps_at_once(val, tm
     config = tiny_config(tmp_path)
     config["data"]["val"] = val
     limits = {**config["trainer"], "max_epochs": -1}
-    train({**config, "name": "again", "trainer": {**limits, "max_steps": 8}})
+    train_only({**config, "name": "again", "trainer": {**limits, "max_steps": 8}})
     longer = {**config, "trainer": {**limits, "max_steps": 17}}
-    assert_same_run(train({**longer, "name": "straight"}).path, train({**longer, "name": "again"}).path)
+    assert_same_run(train_only({**longer, "name": "straight"}).path, train_only({**longer, "name": "again"}).path)
 
 
 def test_patience_is_taken_from_the_present_config(tmp_path):
     config = tiny_config(tmp_path)
     config["trainer"]["max_epochs"] = 30
     stops = {"patience": 1, "min_delta": 1e9}
-    run = train({**config, "training": {**config["training"], "early_stopping": stops}})
+    run = train_only({**config, "training": {**config["training"], "early_stopping": stops}})
     assert len(run.metrics()) == 2
-    run = train({**config, "training": {**config["training"], "early_stopping": {**stops, "patience": 4}}})
+    run = train_only({**config, "training": {**config["training"], "early_stopping": {**stops, "patience": 4}}})
     assert len(run.metrics()) == 5
 
 
 def test_settings_of_a_run_that_never_took_a_step_can_be_corrected(tmp_path):
     config = tiny_config(tmp_path)
     with pytest.raises(ForgefieldError, match="weight_decy"):
-        train({**config, "training": {**config["training"], "optimizer": {"name": "adam", "weight_decy": 1.0}}})
-    train({**config, "training": {**config["training"], "optimizer": {"name": "adam", "weight_decay": 1.0}}})
+        train_only({**config, "training": {**config["training"], "optimizer": {"name": "adam", "weight_decy": 1.0}}})
+    train_only({**config, "training": {**config["training"], "optimizer": {"name": "adam", "weight_decay": 1.0}}})
 
 
 def test_a_measurement_that_was_interrupted_is_made_up_for(tmp_path):
@@ -244,7 +250,7 @@ def test_overfit_batches_can_be_resumed(tmp_path, monkeypatch):
     config = tiny_config(tmp_path, callbacks=[END])
     config["trainer"].update(overfit_batches=2, max_epochs=6)
     monkeypatch.setenv("END_AT", "-1")
-    straight = train({**config, "name": "straight"}).path
+    straight = train_only({**config, "name": "straight"}).path
     assert_same_run(straight, interrupted_run({**config, "name": "again"}, [5], monkeypatch))
 
 
@@ -275,22 +281,22 @@ def test_ctrl_c_while_data_is_read_ends_at_once(tmp_path):
 
 def test_fresh_does_not_take_a_folder_from_a_living_process(tmp_path, monkeypatch):
     config = tiny_config(tmp_path, callbacks=["tests.training.test_resume.TrainsTheSameRun"])
-    train(config)
+    train_only(config)
     monkeypatch.setenv("NESTED_CONFIG", yaml.safe_dump(config))
     monkeypatch.setenv("NESTED_FRESH", "1")
     monkeypatch.setattr(TrainsTheSameRun, "refused", 0)
-    train(config, "trainer.max_epochs=4")
+    train_only(config, "trainer.max_epochs=4")
     assert TrainsTheSameRun.refused == 1
 
 
 def test_a_complete_run_is_not_trained_again_and_fresh_keeps_the_old_one(tmp_path, capsys):
     config = tiny_config(tmp_path)
-    run = train(config)
+    run = train_only(config)
     before = (run.path / "metrics.csv").read_bytes()
-    train(config)
+    train_only(config)
     assert "is complete (15 steps)" in capsys.readouterr().out
     assert (run.path / "metrics.csv").read_bytes() == before
-    train(config, fresh=True)
+    train_only(config, fresh=True)
     kept = run.path.with_name("tiny.before-1")
     assert (kept / "metrics.csv").read_bytes() == before
     assert (run.path / "metrics.csv").read_bytes() == before  # same seed, same training
@@ -299,7 +305,7 @@ def test_a_complete_run_is_not_trained_again_and_fresh_keeps_the_old_one(tmp_pat
 def test_run_exists_and_load_run(tmp_path):
     config = tiny_config(tmp_path)
     assert not run_exists("tiny", out=tmp_path / "runs")
-    train(config)
+    train_only(config)
     assert run_exists("tiny", out=tmp_path / "runs")
     run = load_run("tiny", out=tmp_path / "runs")
     assert [row["epoch"] for row in run.metrics()] == [0, 1, 2]
@@ -310,30 +316,30 @@ def test_run_exists_and_load_run(tmp_path):
 
 def test_changed_meaning_is_refused_with_a_diff_and_changed_limits_are_not(tmp_path, capsys):
     config = tiny_config(tmp_path)
-    train(config)
+    train_only(config)
     with pytest.raises(ForgefieldError, match=r"training\.lr.*0\.01.*0\.02"):
-        train(config, "training.lr=0.02")
-    train(config, "trainer.max_epochs=4")
+        train_only(config, "training.lr=0.02")
+    train_only(config, "trainer.max_epochs=4")
     assert "trainer.max_epochs" in capsys.readouterr().out
 
 
 def test_changed_data_is_refused(tmp_path):
     config = tiny_config(tmp_path)
-    train(config)
+    train_only(config)
     path = Path(config["data"]["train"])
     lines = path.read_text().splitlines(keepends=True)
     words = lines[2].split()
     lines[2] = lines[2].replace(words[1], f"{float(words[1]) + 1e-3:.8f}", 1)
     path.write_text("".join(lines))
     with pytest.raises(ForgefieldError, match="not the data it was started with"):
-        train(config, "trainer.max_epochs=4")
+        train_only(config, "trainer.max_epochs=4")
 
 
 def test_two_processes_cannot_train_in_one_folder(tmp_path, monkeypatch):
     config = tiny_config(tmp_path, callbacks=["tests.training.test_resume.TrainsTheSameRun"])
     monkeypatch.setenv("NESTED_CONFIG", yaml.safe_dump(config))
     monkeypatch.setattr(TrainsTheSameRun, "refused", 0)
-    train(config)
+    train_only(config)
     assert TrainsTheSameRun.refused == 1
 
 

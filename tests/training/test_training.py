@@ -19,6 +19,7 @@ from forgefield import api
 from forgefield.api import load, load_run, train
 from forgefield.errors import ForgefieldError
 from tests.helpers import emt_frames, tiny_config, write_emt
+from tests.parallel.train_many import train_only
 
 
 def with_trainer(config: dict, **options) -> dict:
@@ -30,7 +31,7 @@ def with_training(config: dict, **options) -> dict:
 
 
 def test_training_learns(tmp_path):
-    run = train(with_trainer(tiny_config(tmp_path), max_epochs=40))
+    run = train_only(with_trainer(tiny_config(tmp_path), max_epochs=28))
     rows = run.metrics()
     assert rows[-1]["val/forces_mae"] < 0.5 * rows[0]["val/forces_mae"]
     assert rows[-1]["train/loss"] < 0.2 * rows[0]["train/loss"]
@@ -41,7 +42,7 @@ def test_metrics_of_the_best_epoch_equal_a_plain_evaluation_of_the_deployed_mode
     config = tiny_config(tmp_path)
     write_emt(tmp_path / "val.extxyz", 5, seed=1)
     config["data"]["val"] = str(tmp_path / "val.extxyz")
-    run = train(config)
+    run = train_only(config)
     best = min(run.metrics(), key=lambda row: row["val/loss"])
     energy_errors, force_errors = [], []
     for atoms in emt_frames(5, seed=1):
@@ -59,7 +60,7 @@ def test_validation_metrics_do_not_depend_on_the_batch_size(tmp_path):
     config = with_training(tiny_config(tmp_path), precision="float64")
     one = {**config, "name": "one", "data": {**config["data"], "eval_batch": 1}}
     all_at_once = {**config, "name": "all", "data": {**config["data"], "eval_batch": 4}}
-    for a, b in zip(train(one).metrics(), train(all_at_once).metrics()):
+    for a, b in zip(train_only(one).metrics(), train_only(all_at_once).metrics()):
         assert a == pytest.approx(b, rel=1e-10)
 
 
@@ -83,7 +84,7 @@ def test_tensorboard_levels(tmp_path):
     tags = {}
     for level in (0, 1, 2):
         config = {**with_training(tiny_config(tmp_path), tensorboard=level), "name": f"level{level}"}
-        folder = train(config).path / "tensorboard"
+        folder = train_only(config).path / "tensorboard"
         if level == 0:
             assert not folder.exists()
             continue
@@ -114,7 +115,7 @@ def test_errors_on_the_test_set_are_written_and_repeatable(tmp_path):
 
 def test_stress_is_trained_when_asked(tmp_path):
     task = {"energy": {}, "forces": {}, "stress": {"weight": 1000.0}}
-    run = train(with_trainer({**tiny_config(tmp_path), "task": task}, max_epochs=15))
+    run = train_only(with_trainer({**tiny_config(tmp_path), "task": task}, max_epochs=15))
     rows = run.metrics()
     assert rows[-1]["val/stress_mae"] < rows[0]["val/stress_mae"]
 
@@ -129,7 +130,7 @@ def test_a_target_that_no_frame_has_is_refused(tmp_path):
 def test_without_validation_frames_the_training_loss_picks_the_best(tmp_path, capsys):
     config = tiny_config(tmp_path)
     config["data"]["val"] = 0
-    run = train(config)
+    run = train_only(config)
     assert "There is no validation" in capsys.readouterr().out
     assert "val/loss" not in run.metrics()[0]
     load(run)
@@ -137,7 +138,7 @@ def test_without_validation_frames_the_training_loss_picks_the_best(tmp_path, ca
 
 def test_early_stopping_stops(tmp_path):
     config = with_training(tiny_config(tmp_path), early_stopping={"patience": 2, "min_delta": 1e9})
-    run = train(with_trainer(config, max_epochs=50))
+    run = train_only(with_trainer(config, max_epochs=50))
     assert len(run.metrics()) == 3
 
 
@@ -152,7 +153,7 @@ def test_fast_dev_run_leaves_the_run_alone(tmp_path):
 
 def test_overfit_batches_drives_one_batch_down(tmp_path):
     config = with_trainer(tiny_config(tmp_path), overfit_batches=1, max_epochs=150)
-    rows = train(config).metrics()
+    rows = train_only(config).metrics()
     assert rows[-1]["train/forces_mae"] < 0.3 * rows[0]["train/forces_mae"]
 
 
@@ -172,11 +173,11 @@ class Springs(nn.Module):
 
 def test_own_model_by_import_path(tmp_path):
     config = {**tiny_config(tmp_path), "model": {"name": "tests.training.test_training.Springs", "stiffness": 0.2}}
-    run = train(config)
+    run = train_only(config)
     assert load(run).state_dict() is not None
     assert load_run(run.path).info["model"]["stiffness"] == 0.2
     with pytest.raises(ForgefieldError, match=r"model\.stifness.*stiffness"):
-        train({**config, "name": "x", "model": {"name": "tests.training.test_training.Springs", "stifness": 1.0}})
+        train_only({**config, "name": "x", "model": {"name": "tests.training.test_training.Springs", "stifness": 1.0}})
 
 
 class CountsSteps(Callback):
@@ -191,7 +192,7 @@ class CountsSteps(Callback):
 
 def test_own_callback_by_import_path(tmp_path):
     spec = {"name": "tests.training.test_training.CountsSteps", "start": 100}
-    train(tiny_config(tmp_path, callbacks=[spec]))
+    train_only(tiny_config(tmp_path, callbacks=[spec]))
     assert CountsSteps.seen == 115
 
 
@@ -199,7 +200,7 @@ def test_own_callback_by_import_path(tmp_path):
     "optimizer", ["AdamW", {"name": "sgd", "momentum": 0.9, "nesterov": True}, "torch.optim.RAdam"]
 )
 def test_any_torch_optimiser(optimizer, tmp_path):
-    rows = train(with_training(tiny_config(tmp_path), optimizer=optimizer, lr=1e-3)).metrics()
+    rows = train_only(with_training(tiny_config(tmp_path), optimizer=optimizer, lr=1e-3)).metrics()
     assert all(math.isfinite(row["train/loss"]) for row in rows)
 
 
@@ -221,7 +222,7 @@ def test_impossible_settings_are_refused_before_training(section, change, messag
     config = tiny_config(tmp_path)
     config[section] = {**config[section], **change}
     if message is None:
-        train(config)
+        train_only(config)
         return
     with pytest.raises(ForgefieldError, match=message):
         train(config)
@@ -244,7 +245,7 @@ def test_a_diverging_training_stops_with_a_sentence_and_keeps_good_checkpoints(t
 
 def test_same_seed_same_bits_other_seed_other_model(tmp_path):
     config = tiny_config(tmp_path)
-    a, b, c = (train({**config, "name": name, "seed": seed}) for name, seed in (("a", 1), ("b", 1), ("c", 2)))
+    a, b, c = (train_only({**config, "name": name, "seed": seed}) for name, seed in (("a", 1), ("b", 1), ("c", 2)))
     assert (a.path / "metrics.csv").read_bytes() == (b.path / "metrics.csv").read_bytes()
     assert (a.path / "metrics.csv").read_bytes() != (c.path / "metrics.csv").read_bytes()
 
@@ -252,14 +253,14 @@ def test_same_seed_same_bits_other_seed_other_model(tmp_path):
 def test_a_batch_that_is_evaluated_several_times_is_measured_once(tmp_path):
     """LBFGS calls the model up to max_iter times per batch; the first row must be the error of the starting weights."""
     config = with_trainer(tiny_config(tmp_path), max_epochs=1, limit_train_batches=1)
-    lbfgs = train({**with_training(config, optimizer={"name": "lbfgs", "max_iter": 3}, lr=1e-2), "name": "lbfgs"})
-    adam = train({**config, "name": "adam"})
+    lbfgs = train_only({**with_training(config, optimizer={"name": "lbfgs", "max_iter": 3}, lr=1e-2), "name": "lbfgs"})
+    adam = train_only({**config, "name": "adam"})
     assert lbfgs.metrics()[0]["train/forces_mae"] == pytest.approx(adam.metrics()[0]["train/forces_mae"], rel=1e-12)
 
 
 def test_lightning_loggers_get_the_rows(tmp_path):
     logger = {"name": "lightning.pytorch.loggers.CSVLogger", "save_dir": str(tmp_path / "logs")}
-    run = train(with_trainer(tiny_config(tmp_path), logger=logger))
+    run = train_only(with_trainer(tiny_config(tmp_path), logger=logger))
     (written,) = (tmp_path / "logs").rglob("metrics.csv")
     rows = list(csv.DictReader(written.open()))
     assert [float(row["val/loss"]) for row in rows] == [row["val/loss"] for row in run.metrics()]
@@ -267,7 +268,7 @@ def test_lightning_loggers_get_the_rows(tmp_path):
 
 def test_a_users_model_checkpoint_works_beside_ours(tmp_path):
     spec = {"name": "lightning.pytorch.callbacks.ModelCheckpoint", "dirpath": str(tmp_path / "mine"), "save_last": True}
-    train(tiny_config(tmp_path, callbacks=[spec]))
+    train_only(tiny_config(tmp_path, callbacks=[spec]))
     assert (tmp_path / "mine" / "last.ckpt").exists()
 
 
@@ -300,13 +301,13 @@ def test_what_cannot_be_is_one_sentence(section, change, message, tmp_path, monk
 
 
 def test_inference_mode_false_is_what_we_do_anyway(tmp_path):
-    run = train(with_trainer(tiny_config(tmp_path), inference_mode=False, max_epochs=1))
+    run = train_only(with_trainer(tiny_config(tmp_path), inference_mode=False, max_epochs=1))
     assert run.metrics()[0]["val/forces_mae"] > 0
 
 
 def test_without_validation_batches_nothing_waits_for_a_validation(tmp_path):
     config = with_training(tiny_config(tmp_path), scheduler={"name": "plateau", "patience": 0})
-    run = train(with_trainer(config, limit_val_batches=0))
+    run = train_only(with_trainer(config, limit_val_batches=0))
     assert "val/loss" not in run.metrics()[0]
 
 
@@ -325,20 +326,20 @@ def test_a_command_that_was_refused_leaves_no_folder(tmp_path):
 
 def test_fewer_epochs_than_were_trained_is_one_sentence_and_changes_nothing(tmp_path):
     config = tiny_config(tmp_path)
-    run = train(config)
+    run = train_only(config)
     before = (run.path / "config.yaml").read_bytes()
     with pytest.raises(ForgefieldError, match=r"3 epochs behind it.*max_epochs=1"):
-        train(config, "trainer.max_epochs=1")
+        train_only(config, "trainer.max_epochs=1")
     assert (run.path / "config.yaml").read_bytes() == before
 
 
 def test_cosine_takes_its_length_from_the_run(tmp_path):
-    rows = train(with_training(tiny_config(tmp_path), scheduler="cosine")).metrics()
+    rows = train_only(with_training(tiny_config(tmp_path), scheduler="cosine")).metrics()
     assert [row["lr"] for row in rows] == pytest.approx([0.0075, 0.0025, 0.0], abs=1e-12)
 
 
 def test_code_inside_a_run_is_not_executed(tmp_path):
-    run = train(with_trainer(tiny_config(tmp_path), max_epochs=1))
+    run = train_only(with_trainer(tiny_config(tmp_path), max_epochs=1))
     (run.path / "sneaky.py").write_text("open('executed', 'w')")
     run.write_info(model={**run.info["model"], "name": "sneaky.Model", "module_folder": str(run.path)})
     with pytest.raises(ForgefieldError, match="code in a run is not executed"):
@@ -347,16 +348,16 @@ def test_code_inside_a_run_is_not_executed(tmp_path):
 
 def test_a_typo_on_an_existing_run_is_named_as_a_typo(tmp_path):
     config = tiny_config(tmp_path)
-    train(config)
+    train_only(config)
     with pytest.raises(ForgefieldError, match=r"model\.lmax.*l_max"):
-        train(config, "model.lmax=2")
+        train_only(config, "model.lmax=2")
 
 
 def test_the_model_of_the_docs_trains(tmp_path, monkeypatch):
     page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
     (tmp_path / "springs_of_the_docs.py").write_text(page.split("```python\n")[1].split("```")[0])
     monkeypatch.chdir(tmp_path)
-    run = train({**tiny_config(tmp_path), "model": {"name": "springs_of_the_docs.Net", "power": 2}})
+    run = train_only({**tiny_config(tmp_path), "model": {"name": "springs_of_the_docs.Net", "power": 2}})
     rows = run.metrics()
     assert rows[-1]["train/loss"] < rows[0]["train/loss"]
 

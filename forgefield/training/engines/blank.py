@@ -1,0 +1,79 @@
+"""Blank frames: what fills a batch up to a size, without any influence on what is computed of the real frames.
+
+A blank frame has atoms far from each other, no label and no weight. Its energy is computed like any other and used by nobody;
+that results do not depend on batch mates makes it inert. Its edges lead from an atom to its own periodic image beyond the
+cutoff, there and back, so that every edge has its reverse and edges stay sorted by destination.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+Batch = dict[str, Tensor]
+EDGES_PER_ATOM = 64
+"""Edges of one blank atom at most; sums over the edges of an atom take as long as its longest list."""
+
+
+def sizes(batch: Batch) -> tuple[int, int, int]:
+    """Frames, atoms and edges of a batch."""
+    return batch["n_atoms"].shape[0], batch["positions"].shape[0], batch["edge_index"].shape[1]
+
+
+def blank_frames(like: Batch, *, frames: int, atoms: int, edges: int, reach: float) -> Batch:
+    """A batch of nothing but blank frames, with the keys of `like`, on its device.
+
+    All atoms and edges belong to the last frame; the others are empty, but say that they have one atom, since energies are
+    divided by that number. reach: radius beyond which a model has no edges, A. edges: an even number.
+    """
+    if edges % 2 or (edges and not atoms) or (atoms and not frames):
+        raise ValueError(f"no blank frames with {frames} frames, {atoms} atoms, {edges} edges")
+    device = like["positions"].device
+    number = torch.arange(edges, device=device)
+    # Counted from the end, so that what a shorter tail holds is the end of what a longer one holds.
+    from_end = torch.div(edges - 1 - number, EDGES_PER_ATOM, rounding_mode="floor")
+    owner = (atoms - 1 - from_end).clamp(min=0)
+    shift = torch.zeros(edges, 3, dtype=like["edge_shift"].dtype, device=device)
+    shift[:, 0] = 1 - 2 * (number % 2)
+    made = {
+        "frame": torch.full((atoms,), frames - 1, device=device),
+        "n_atoms": torch.ones(frames, dtype=torch.int64, device=device),
+        "cell": (2 * reach * torch.eye(3, dtype=like["cell"].dtype, device=device)).expand(frames, 3, 3).contiguous(),
+        "edge_index": torch.stack([owner, owner]),
+        "edge_shift": shift,
+        "edge_reverse": number ^ 1,
+        "frame_id": torch.full((frames,), -1, device=device),
+        "pbc": torch.ones(frames, 3, dtype=torch.bool, device=device),
+    }
+    rows = {"positions": atoms, "species": atoms, "forces": atoms, "energy": frames, "stress": frames, "weight": frames}
+    result = {}
+    for key, tensor in like.items():
+        if key in made:
+            result[key] = made[key].to(tensor.dtype)
+        elif key in rows:
+            fill = float("nan") if key in ("energy", "forces", "stress") else 0
+            result[key] = torch.full((rows[key], *tensor.shape[1:]), fill, dtype=tensor.dtype, device=device)
+        else:
+            raise ValueError(f"how a blank frame looks in '{key}' is not known")
+    return result
+
+
+def join_batches(first: Batch, second: Batch) -> Batch:
+    """The frames of both, numbered through."""
+    frames, atoms, edges = sizes(first)
+    offsets = {"frame": frames, "edge_index": atoms, "edge_reverse": edges}
+    return {
+        key: torch.cat([tensor, second[key] + offsets[key] if key in offsets else second[key]], dim=int(key == "edge_index"))
+        for key, tensor in first.items()
+    }
+
+
+def at_least_two(batch: Batch, reach: float) -> Batch:
+    """The batch, with one blank frame where it has fewer than two frames, atoms or pairs of edges.
+
+    A compiled function knows sizes of zero and one only as special cases; with this there are none.
+    """
+    frames, atoms, edges = sizes(batch)
+    if frames >= 2 and atoms >= 2 and edges >= 4:
+        return batch
+    return join_batches(batch, blank_frames(batch, frames=1, atoms=2, edges=4, reach=reach))

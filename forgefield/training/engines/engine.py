@@ -1,0 +1,89 @@
+"""Engines: how one training step is executed. All compute what `StepFunction` says; they differ in speed and in what they need.
+
+`step` gives a loss whose `backward` brings the gradients to the weights, so that Lightning, its strategies and optimisers see
+an ordinary training step whatever the engine is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from forgefield.training.engines.step import Differentiated, Measured, StepFunction
+
+Batch = dict[str, Tensor]
+Denominators = Callable[[], Tensor]
+"""Gives the denominators of the loss over all ranks; asking may wait for a message of theirs."""
+
+
+class Step(NamedTuple):
+    """loss: to be differentiated. measured: sums of this batch."""
+
+    loss: Tensor
+    measured: Measured
+
+
+class Engine:
+    """Eager: operations are launched one by one, and autograd differentiates.
+
+    world_size: the loss is multiplied by it, since strategies average gradients over ranks.
+    """
+
+    name = "eager"
+
+    def __init__(self, function: StepFunction, *, world_size: int = 1) -> None:
+        self.function, self.world_size = function, world_size
+
+    def step(self, batch: Batch, denominators: Denominators | None = None) -> Step:
+        """denominators: None where this rank's own batch is all there is."""
+        function = self.function
+        if function.derivative == "tangent":
+            return self._given(self.differentiate(batch, denominators))
+        task, potential = function.task, function.potential
+        outputs = potential(batch, forces=task.needs_forces, stress=task.needs_stress)
+        parts = task.loss(outputs, batch)
+        measured = Measured(torch.stack([parts.sums, parts.counts]).detach(), function.errors.measure(outputs, batch))
+        if denominators is None:
+            return Step(parts.total, measured)
+        return Step(task.combine(parts.sums, denominators()) * self.world_size, measured)
+
+    def differentiate(self, batch: Batch, denominators: Denominators | None = None) -> Differentiated:
+        """The same with explicit gradients."""
+        return self.function.differentiate(*self._inputs(batch, denominators))
+
+    def evaluate(self, batch: Batch) -> Measured:
+        function = self.function
+        return function.evaluate(function.trained_weights(), function.fixed_weights(), batch)
+
+    def _inputs(self, batch: Batch, denominators: Denominators | None) -> tuple[Any, ...]:
+        function = self.function
+        function.task.to(batch["positions"].device)
+        known = None if denominators is None else denominators()
+        return function.trained_weights(), function.fixed_weights(), batch, function.task.weights, known
+
+    def _given(self, result: Differentiated) -> Step:
+        """A step whose gradients are known already."""
+        loss = with_gradients(result.loss, result.gradients, self.function.trained_weights())
+        return Step(loss * self.world_size if self.world_size > 1 else loss, result.measured)
+
+
+class _WithGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, loss: Tensor, gradients: list[Tensor], *weights: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return None, None, *torch._foreach_mul(ctx.gradients, grad.to(ctx.gradients[0].dtype))
+
+
+def with_gradients(loss: Tensor, gradients: Sequence[Tensor | None], weights: Sequence[Tensor]) -> Tensor:
+    """The loss as a function of `weights` whose gradients are those given; a weight without one gets none."""
+    known = [(gradient, weight) for gradient, weight in zip(gradients, weights) if gradient is not None]
+    if not known:
+        return loss
+    return _WithGradients.apply(loss, [gradient for gradient, _ in known], *(weight for _, weight in known))

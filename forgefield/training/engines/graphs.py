@@ -1,0 +1,108 @@
+"""The `graphs` engine: the step captured once per size of a batch as a CUDA graph, and replayed.
+
+A replay launches everything at once, so that a small step takes what its kernels take and not what launching them one by one
+takes. Contract: a batch is filled up with blank frames (`blank.py`) to a size of the plan and copied into tensors of fixed
+addresses; weights are read where they lie and changed only in place; gradients and sums appear in tensors of fixed addresses,
+valid until the next step. All graphs share one pool of memory, since only one of them runs at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from forgefield.errors import ForgefieldError
+from forgefield.training.engines.blank import blank_frames, sizes
+from forgefield.training.engines.engine import Denominators, Engine, Step
+from forgefield.training.engines.size_plan import Size, SizePlan
+from forgefield.training.engines.step import Differentiated, Measured
+
+Batch = dict[str, Tensor]
+WARM_UPS = 2
+"""Runs before a capture, in which libraries and compilers make what they need."""
+
+
+@dataclass
+class _Captured:
+    """blank: nothing but blank frames. batch: what the graph reads. denominators: likewise, where there are several ranks."""
+
+    graph: torch.cuda.CUDAGraph
+    blank: list[Tensor]
+    batch: Batch
+    denominators: Tensor | None
+    result: Differentiated
+
+
+class GraphsEngine(Engine):
+    """inner: the engine whose step is captured, eager or compiled. Evaluation is left to it."""
+
+    name = "graphs"
+
+    def __init__(self, inner: Engine, *, plan: SizePlan, say: Callable[[str], None] = lambda text: None) -> None:
+        super().__init__(inner.function, world_size=inner.world_size)
+        self.inner, self.plan, self.say = inner, plan, say
+        self.reach = inner.function.potential.adaptive_cutoff or inner.function.potential.cutoff
+        self._captured: dict[Size, _Captured] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+
+    @property
+    def captures(self) -> int:
+        return len(self._captured)
+
+    def step(self, batch: Batch, denominators: Denominators | None = None) -> Step:
+        known = None if denominators is None else denominators()
+        size = self.plan.fit(*sizes(batch))
+        if size not in self._captured:
+            self._captured[size] = self._capture(size, batch, known)
+        captured = self._captured[size]
+        _load(captured, batch, known)
+        captured.graph.replay()
+        return self._given(captured.result)
+
+    def evaluate(self, batch: Batch) -> Measured:
+        return self.inner.evaluate(batch)
+
+    def forget(self) -> None:
+        """Capture anew from now on: something the graphs were made for has changed."""
+        self._captured.clear()
+
+    def _capture(self, size: Size, like: Batch, known: Tensor | None) -> _Captured:
+        self.say(f"Capturing the step for {size.frames} frames, {size.atoms} atoms, {size.edges} edges.")
+        blank = blank_frames(like, frames=size.frames, atoms=size.atoms, edges=size.edges, reach=self.reach)
+        batch = {key: tensor.clone() for key, tensor in blank.items()}
+        denominators = None if known is None else known.clone()
+        captured = _Captured(torch.cuda.CUDAGraph(), list(blank.values()), batch, denominators, None)  # type: ignore[arg-type]
+        _load(captured, like, known)
+        ask = None if denominators is None else lambda: denominators
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UPS):
+                self.inner.differentiate(batch, ask)
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        try:
+            with torch.cuda.graph(captured.graph, pool=self._pool, capture_error_mode="thread_local"):
+                captured.result = self.inner.differentiate(batch, ask)
+        except RuntimeError as error:
+            raise ForgefieldError(
+                f"training.engine=graphs: the step cannot be captured, because something in it waits for the GPU or is done "
+                f"by the host ({str(error).splitlines()[0]}); use training.engine=compile or eager."
+            ) from error
+        return captured
+
+
+def _load(captured: _Captured, batch: Batch, known: Tensor | None) -> None:
+    """Put a batch in front of the blank frames."""
+    whole = list(captured.batch.values())
+    real = [
+        tensor[:, : batch[key].shape[1]] if key == "edge_index" else tensor[: batch[key].shape[0]]
+        for key, tensor in captured.batch.items()
+    ]
+    torch._foreach_copy_(whole, captured.blank)
+    torch._foreach_copy_(real, [batch[key] for key in captured.batch])
+    if captured.denominators is not None and known is not None:
+        captured.denominators.copy_(known)
