@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._python_dispatch import _disable_current_modes
 
 from forgefield.ops.graph import EdgeGraph, GradientSwitch, Segments, adds_by_pointers, sum_rows
 from forgefield.ops.harmonics import clebsch_gordan
@@ -78,7 +78,7 @@ class _Group:
 
 @lru_cache(maxsize=256)
 def _tables(group: _Group, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    with unset_fake_temporarily():  # they outlive a trace during which they may be asked for first
+    with _disable_current_modes():  # they outlive a trace during which they may be asked for first
         return group.path_of_row.to(device), group.row_sum.to(device, dtype)
 
 

@@ -54,8 +54,8 @@ class Segments:
         """(count + 1,) where each segment starts in `order`."""
         if self.known is not None:
             return self.known[1]
-        sorted_index = self.index if self.rows_are_sorted else self.index[self.order]
-        return torch.searchsorted(sorted_index, torch.arange(self.count + 1, device=self.index.device))
+        members = self.index.new_zeros(self.count + 1).index_add_(0, self.index + 1, torch.ones_like(self.index))
+        return torch.cumsum(members, 0)
 
 
 @dataclass(frozen=True)

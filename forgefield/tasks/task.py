@@ -66,12 +66,16 @@ class Task:
     def loss(self, outputs: Batch, batch: Batch) -> LossParts:
         """The loss of one batch. A target that no frame of the batch is labelled for contributes zero."""
         self.to(batch["weight"].device)
+        sums, counts = self.sums(outputs, batch)
+        return LossParts(total=self.combine(sums, counts), sums=sums, counts=counts)
+
+    def sums(self, outputs: Batch, batch: Batch) -> tuple[Tensor, Tensor]:
+        """(n_targets,) each: numerators and denominators of the loss of one batch, on a device where `to` has been before."""
         weights = [_element_weights(target, batch) for target in self.targets]
         sums = torch.stack(
             [_weighted_error(target, outputs, batch, weight).sum() for target, weight in zip(self.targets, weights)]
         )
-        counts = torch.stack([weight.sum() for weight in weights])
-        return LossParts(total=self.combine(sums, counts), sums=sums, counts=counts)
+        return sums, torch.stack([weight.sum() for weight in weights])
 
     def counts(self, batch: Batch) -> Tensor:
         """(n_targets,): the denominators of the loss. They depend on labels and weights alone, not on any output."""

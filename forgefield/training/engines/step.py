@@ -99,7 +99,7 @@ class StepFunction:
         with _evaluating(self.potential):
             outputs = self._outputs([tensor.detach() for tensor in trained], fixed, batch)
         with torch.no_grad():
-            return self._loss(outputs, batch, None, None)[1]
+            return self._measured(*self.task.sums(outputs, batch), outputs, batch)
 
     def _named(self, trained: Sequence[Tensor], fixed: Sequence[Tensor]) -> dict[str, Tensor]:
         return dict(zip(self.trained, trained)) | dict(zip(self.fixed, fixed))
@@ -109,12 +109,14 @@ class StepFunction:
         return functional_call(self.potential, self._named(trained, fixed), (batch,), asked)
 
     def _loss(
-        self, outputs: Batch, batch: Batch, target_weights: Tensor | None, denominators: Tensor | None
+        self, outputs: Batch, batch: Batch, target_weights: Tensor, denominators: Tensor | None
     ) -> tuple[Tensor, Measured]:
-        parts = self.task.loss(outputs, batch)
-        counts = parts.counts if denominators is None else denominators
-        loss = parts.total if target_weights is None else self.task.combine(parts.sums, counts, target_weights)
-        return loss, Measured(torch.stack([parts.sums, parts.counts]).detach(), self.errors.measure(outputs, batch))
+        sums, counts = self.task.sums(outputs, batch)
+        loss = self.task.combine(sums, counts if denominators is None else denominators, target_weights)
+        return loss, self._measured(sums, counts, outputs, batch)
+
+    def _measured(self, sums: Tensor, counts: Tensor, outputs: Batch, batch: Batch) -> Measured:
+        return Measured(torch.stack([sums, counts]).detach(), self.errors.measure(outputs, batch))
 
 
 class _Response(nn.Module):

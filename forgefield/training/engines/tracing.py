@@ -91,7 +91,8 @@ def _symbolic_sizes(environment: ShapeEnv, batch: Batch) -> tuple[dict[Any, Any]
     hints = {"frames": frames, "atoms": atoms}
     hints |= {"pairs": edges // 2} if "edge_reverse" in batch else {"edges": edges}
     lengths, symbols = {}, {}
-    for name, hint in hints.items():
+    for name, size in hints.items():
+        hint = 1 << (max(size, 2) - 1).bit_length()  # nearly the same for all batches of a data set, so that code is found again
         source = ConstantSource(name)
         symbol = environment.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
         lengths[name] = environment.create_symintnode(symbol, hint=hint, source=source)
@@ -117,20 +118,35 @@ class _Sizes(ShapeEnv):
 
 
 class _ZeroTangents(TorchFunctionMode):
-    """Where an operation meets tensors with and without tangent, those without get one of zeros.
+    """Where an operation meets operands with and without tangent, those without get one of zeros.
 
     Torch itself would make the zeros, but of a fixed size.
     """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        flat, structure = tree_flatten((args, kwargs or {}))
-        floating = [i for i, item in enumerate(flat) if isinstance(item, Tensor) and item.is_floating_point()]
-        missing = [i for i in floating if forward_ad.unpack_dual(flat[i]).tangent is None] if _level_is_open() else []
-        if missing and len(missing) < len(floating):
-            for i in missing:
-                flat[i] = forward_ad.make_dual(flat[i], torch.zeros_like(flat[i]))
-            args, kwargs = tree_unflatten(flat, structure)
-        return function(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if not _level_is_open():
+            return function(*args, **kwargs)
+        flat, structure = tree_flatten((args, kwargs))
+        moving = [item for item in flat if _is_floating(item) and forward_ad.unpack_dual(item).tangent is not None]
+        if not moving:
+            return function(*args, **kwargs)
+        scales = getattr(function, "__name__", "") in _PRODUCTS
+        for i, item in enumerate(flat):
+            if scales and isinstance(item, (int, float)):
+                item = torch.full((), item, dtype=moving[0].dtype, device=moving[0].device)
+            if _is_floating(item) and forward_ad.unpack_dual(item).tangent is None:
+                flat[i] = forward_ad.make_dual(item, torch.zeros_like(item))
+        args, kwargs = tree_unflatten(flat, structure)
+        return function(*args, **kwargs)
+
+
+_PRODUCTS = ("mul", "__mul__", "__rmul__", "multiply", "div", "__truediv__", "__rtruediv__", "true_divide", "divide")
+"""Operations of two factors, of which one may be a plain number."""
+
+
+def _is_floating(item: Any) -> bool:
+    return isinstance(item, Tensor) and item.is_floating_point()
 
 
 def _level_is_open() -> bool:
