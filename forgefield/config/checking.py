@@ -29,10 +29,13 @@ CHOICES = {
     "data.neighbours": ("auto", "vesin", "matscipy", "device"),
     "data.lazy": ("auto", True, False, None),
     "data.batch.oversized": ("error", "alone", "skip"),
-    "training.engine": ("eager",),
-    "training.precision": ("float32", "float64"),
+    "training.engine": ("auto", "eager", "compile", "graphs", "script", None),
+    "training.derivative": ("auto", "double", "tangent"),
     "training.tensorboard": (0, 1, 2),
 }
+PRECISIONS = ("float64", "float32", "tf32", "bf16-mixed", "fp16-mixed")
+SCHEDULE = ("start", "finish", "finish_epochs", "finish_steps")
+"""Keys of a schedule of precisions."""
 LOSSES = ("mse", "mae", "huber")
 REFERENCES = ("auto", "isolated", "fit", "none")
 
@@ -49,6 +52,7 @@ POSITIVE = (
     "training.lr",
     "training.clip_norm",
     "training.accumulate",
+    "training.graphs.sizes",
     "training.early_stopping.patience",
     "training.checkpoint.every_epochs",
     "training.checkpoint.every_steps",
@@ -71,6 +75,7 @@ OTHER_NAMES = {
     "chemical_symbols": "data.species",
     "type_names": "data.species",
     "type_map": "data.species",
+    "compile_mode": "training.engine",
     "epochs": "trainer.max_epochs",
     "numb_steps": "trainer.max_steps",
     "loss": "task",
@@ -136,6 +141,7 @@ def check_values(config: DictConfig, sources: Sources) -> None:
     ema = config.training.ema
     if ema is not None and not 0 < ema < 1:
         raise _wrong(sources, "training.ema", ema, "a number between 0 and 1, or null for no average")
+    _check_precision(config.training.precision, sources)
     _check_name(config, sources)
     _check_data(config.data, sources)
     if config.task is not None:
@@ -279,6 +285,32 @@ def _check_choice(value: Any, choices: Sequence[Any], key: str, sources: Sources
         valid = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"
         hint = did_you_mean(str(value), names)
         raise ForgefieldError(f"{sources.where(key)}: '{key}' is {valid}, not {value!r}.{hint}")
+
+
+def _check_precision(value: Any, sources: Sources) -> None:
+    key = "training.precision"
+    if not isinstance(value, Mapping):
+        _check_choice(value, PRECISIONS, key, sources)
+        return
+    for name in value:
+        if name not in SCHEDULE:
+            hint = did_you_mean(str(name), SCHEDULE)
+            raise ForgefieldError(
+                f"{sources.where(key)}: '{key}' has no key '{name}'; a schedule is written {{start: tf32, finish: float32, "
+                f"finish_epochs: 10}}.{hint}"
+            )
+    # Weights keep their type through a run.
+    for name in ("start", "finish"):
+        if name in value or name == "start":
+            _check_choice(value.get(name), PRECISIONS[1:], f"{key}.{name}", sources)
+    if value["start"] == value.get("finish", "float32"):
+        raise _wrong(sources, f"{key}.finish", value["start"], "another precision than start")
+    last = {name: value[name] for name in SCHEDULE[2:] if value.get(name) is not None}
+    if len(last) != 1:
+        raise ForgefieldError(f"{sources.where(key)}: '{key}' needs one of finish_epochs and finish_steps.")
+    for name, number in last.items():
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise _wrong(sources, f"{key}.{name}", number, "a positive whole number")
 
 
 def _check_name(config: DictConfig, sources: Sources) -> None:

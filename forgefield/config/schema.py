@@ -153,6 +153,28 @@ class EarlyStoppingOptions:
 
 
 @dataclass
+class CompileOptions:
+    options: Any = field(default_factory=dict)
+    """Settings of torch's Inductor by their names, such as {max_autotune: true}."""
+
+
+@dataclass
+class GraphsOptions:
+    sizes: int = 4
+    """Batches are filled up to at most so many different sizes."""
+    compiled: bool = True
+    """Capture the compiled step; false: the eager one, which starts at once and is slower."""
+
+
+@dataclass
+class MemoryOptions:
+    recompute: bool = False
+    """Keep only the features between layers and compute the rest again when it is needed: slower, with much less memory."""
+    split: bool = False
+    """A batch that does not fit is computed in parts, with the same gradients; without, the training stops and says so."""
+
+
+@dataclass
 class TrainingOptions:
     lr: float = 0.01
     """Learning rate."""
@@ -162,10 +184,19 @@ class TrainingOptions:
     """Name of a torch optimiser, an import path, or {name: adamw, weight_decay: 1e-3, ...}."""
     scheduler: Any = None
     """Name of a torch learning-rate scheduler or {name: ReduceLROnPlateau, patience: 20, ..., interval: epoch|step}."""
-    engine: str = "eager"
-    """How a step is executed: eager."""
-    precision: str = "float32"
-    """Arithmetic inside the network: float32 or float64. Geometry and energy sums are always float64."""
+    engine: Optional[str] = "auto"
+    """How a step is executed: eager, compile, graphs (CUDA graphs), script; auto measures and takes the fastest."""
+    derivative: str = "auto"
+    """How a loss of forces is differentiated: double (backward twice) or tangent (forward once, backward once); auto."""
+    compile: CompileOptions = field(default_factory=CompileOptions)
+    """Settings of the compile engine."""
+    graphs: GraphsOptions = field(default_factory=GraphsOptions)
+    """Settings of the graphs engine."""
+    precision: Any = "float32"
+    """Arithmetic inside the network: float64, float32, tf32, bf16-mixed or fp16-mixed; geometry and energy sums are always
+    float64. A schedule: {start: tf32, finish: float32, finish_epochs: 10}."""
+    memory: MemoryOptions = field(default_factory=MemoryOptions)
+    """What to do where memory is short."""
     ema: Optional[float] = 0.99
     """Decay of the exponential moving average of the weights; the average is validated, tested and deployed."""
     clip_norm: Optional[float] = None

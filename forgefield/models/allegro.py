@@ -36,6 +36,7 @@ from forgefield.ops.graph import (
 )
 from forgefield.ops.harmonics import SphericalHarmonics
 from forgefield.ops.linear import Perceptron, unit_normal, unit_uniform
+from forgefield.ops.products import add_product, product
 from forgefield.ops.radial import bessel_basis
 
 FEW_KINDS = 16
@@ -190,7 +191,7 @@ class Allegro(SpeciesTerms):
             return (gather(self.splines, Segments(kinds, n_kinds)) * basis.unsqueeze(2)).sum(1)
         one_hot = torch.eye(n_kinds, dtype=basis.dtype, device=basis.device).index_select(0, kinds)
         placed = (one_hot.unsqueeze(2) * basis.unsqueeze(1)).flatten(1)
-        return placed @ self.splines.reshape(n_kinds * number, width)
+        return product(placed, self.splines.reshape(n_kinds * number, width))
 
     def _edge_energies(self, embedding: Tensor, harmonics: Tensor, species: Tensor, graph: EdgeGraph) -> Tensor:
         """(n_edges,) in units of the energy scale, before normalisation, in the interior precision.
@@ -215,12 +216,12 @@ class Allegro(SpeciesTerms):
             for below in reversed(range(number)):
                 row = self.couplings[below].pull(environments[below], row)
             scalars = self._project(row, own_weights, directions, graph)
-            x, last = latent.after_first(torch.addmm(sums[0], scalars, entries[number][-1]))
+            x, last = latent.after_first(add_product(sums[0], scalars, entries[number][-1]))
             sums = sums[1:]
             features, weights = self._columns(last)
         _, read = _read(x, None, features, [entries[-1][-1]], channels)
         x, last = self.readout.after_first(sums[0] + read[0])
-        return (x @ last).squeeze(1)
+        return product(x, last).squeeze(1)
 
     def _entries(self) -> list[tuple[Tensor, ...]]:
         """First matrix of every latent and of the readout by what it takes: features by stage, scalars of the layer."""
@@ -298,7 +299,7 @@ class Dense(Perceptron):
 
     def before_last(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """What the last matrix is applied to, and that matrix."""
-        return (x, self.matrix(0)) if len(self.weights) == 1 else self.after_first(x @ self.matrix(0))
+        return (x, self.matrix(0)) if len(self.weights) == 1 else self.after_first(product(x, self.matrix(0)))
 
     def after_first(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The same from what the first matrix made; with one layer alone nothing is left to do but the identity."""
@@ -307,7 +308,7 @@ class Dense(Perceptron):
         for number in range(1, len(self.weights)):
             x = x if self.activation is None else activate(self.activation, x)
             if number < len(self.weights) - 1:
-                x = x @ self.matrix(number)
+                x = product(x, self.matrix(number))
         return x, self.matrix(-1)
 
 
@@ -325,6 +326,6 @@ def _read(
     columns = features @ following if at_once else features
     n_parts = 0 if weights is None else weights.shape[1] // channels
     sizes = [reader.shape[1] for reader in readers]
-    made = x @ (columns if weights is None else join([weights, columns], 1))
+    made = product(x, columns if weights is None else join([weights, columns], 1))
     parts = cut(made, [channels] * n_parts + (sizes if at_once else [n_features]), 1)
-    return parts[:n_parts], parts[n_parts:] if at_once else cut(parts[-1] @ following, sizes, 1)
+    return parts[:n_parts], parts[n_parts:] if at_once else cut(product(parts[-1], following), sizes, 1)

@@ -34,6 +34,7 @@ from forgefield.ops.graph import (
 )
 from forgefield.ops.harmonics import SphericalHarmonics
 from forgefield.ops.linear import Gate, IrrepsLinear, NormActivation, Perceptron, SpeciesLinear, unit_normal
+from forgefield.ops.products import product
 from forgefield.ops.radial import bessel_basis, polynomial_cutoff
 from forgefield.physics.zbl import zbl_pair_energy
 
@@ -218,7 +219,7 @@ class NequIP(nn.Module):
         first = join([layer.radial.weights[0] for layer in self.layers], 1)
         reach = self.cutoff if self.adaptive_cutoff is None else self.adaptive_cutoff
         scale = self.layers[0].radial.scales[0] * 2 * math.pi / reach**2
-        hidden = basis @ (first * scale)
+        hidden = product(basis, first * scale)
         sizes = [layer.radial.weights[0].shape[1] for layer in self.layers]
         if self.options.radial_mlp_depth == 0:
             return list(cut(hidden, sizes, 1))
@@ -228,7 +229,7 @@ class NequIP(nn.Module):
             network = layer.radial
             for depth in range(1, len(network.weights)):
                 part = activate("silu", part) if depth > 1 else part
-                part = part @ (network.weights[depth] * network.scales[depth])
+                part = product(part, network.weights[depth] * network.scales[depth])
             result.append(part)
         return result
 
@@ -302,7 +303,7 @@ class Interaction(nn.Module):
 
     def enter(self, blocks: Sequence[Tensor]) -> Tensor:
         """Mixed features as rows, divided by sqrt(neighbours): blocks (n, 2l + 1, mul) -> (n, plan.in_dim)."""
-        mixed = [(block @ matrix).flatten(1) for block, matrix in zip(blocks, self.linear_in.matrices())]
+        mixed = [product(block, matrix).flatten(1) for block, matrix in zip(blocks, self.linear_in.matrices())]
         return join(mixed, 1)
 
     def leave(self, summed: Tensor, blocks: Sequence[Tensor], attributes: Tensor, table: Tensor | None) -> list[Tensor]:
@@ -316,10 +317,10 @@ class Interaction(nn.Module):
         if self.self_connection is not None:
             for (i, target), matrix in zip(self.self_pairs, self.self_connection.matrices(table)):
                 one_species = table is not None and table.shape[0] == 1
-                product = blocks[i] if one_species else (blocks[i].unsqueeze(3) * attributes[:, None, None]).flatten(2)
-                inputs[target].append(product)
+                own = blocks[i] if one_species else (blocks[i].unsqueeze(3) * attributes[:, None, None]).flatten(2)
+                inputs[target].append(own)
                 matrices[target].append(matrix)
-        mixed = [join(parts, 2) @ join(parts_of_matrix, 0) for parts, parts_of_matrix in zip(inputs, matrices)]
+        mixed = [product(join(parts, 2), join(parts_of_matrix, 0)) for parts, parts_of_matrix in zip(inputs, matrices)]
         new = self.nonlinearity(mixed)
         return [old + update for old, update in zip(blocks, new)] if self.resnet else new
 

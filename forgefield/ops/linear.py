@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from forgefield.ops.activations import activate, second_moment_scale
 from forgefield.ops.convolution import Block
 from forgefield.ops.graph import cut
+from forgefield.ops.products import product
 
 
 def unit_normal(*shape: int, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
@@ -111,7 +112,7 @@ class Perceptron(nn.Module):
         for number, (weight, scale) in enumerate(zip(self.weights, self.scales)):
             if number > 0 and self.activation is not None:
                 x = activate(self.activation, x)
-            x = x @ (weight * scale)
+            x = product(x, weight * scale)
         return x
 
 

@@ -30,9 +30,20 @@ class WeightAverage:
     @torch.no_grad()
     def update(self) -> None:
         """Take in the weights as they are now."""
+        torch._foreach_lerp_(list(self.average.values()), list(self._weights.values()), self.next_share())
+
+    def next_share(self) -> float:
+        """Count one more update; the share of the present weights in it."""
         self.updates += 1
-        decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
-        torch._foreach_lerp_(list(self.average.values()), list(self._weights.values()), 1.0 - decay)
+        return 1.0 - min(self.decay, (1 + self.updates) / (10 + self.updates))
+
+    @torch.no_grad()
+    def take_in(self, share: Tensor) -> None:
+        """An update whose share, from `next_share`, lies on the device."""
+        averages = list(self.average.values())
+        changes = torch._foreach_sub(list(self._weights.values()), averages)
+        torch._foreach_mul_(changes, share)
+        torch._foreach_add_(averages, changes)
 
     @contextmanager
     def applied(self) -> Iterator[None]:

@@ -38,9 +38,12 @@ from forgefield.training.callbacks.progress import RunProgress
 from forgefield.training.callbacks.run_checkpoint import RunCheckpoint
 from forgefield.training.callbacks.tensorboard import TensorBoardLog
 from forgefield.training.checkpoint import Restart, find_restart
+from forgefield.training.engines.size_plan import plan_sizes
+from forgefield.training.engines.start import EngineStarter
 from forgefield.training.folder import compare_with_stored_config, has_begun, run_folder
 from forgefield.training.journal import Journal
 from forgefield.training.module import TrainingModule
+from forgefield.training.precision import Precision
 from forgefield.training.preflight import check_settings, require_same_data, require_same_settings
 from forgefield.training.requeue import ask_slurm_to_requeue
 from forgefield.training.signals import StopRequested, StopWish
@@ -53,6 +56,7 @@ from forgefield.training.trainer import (
     user_callbacks,
 )
 
+TOLERANCES = {"float64": 1e-9, "float32": 1e-4}
 _LIMITS = ("trainer.max_epochs", "trainer.max_steps", "training.early_stopping")
 
 
@@ -96,6 +100,7 @@ class _Record:
         if not ranks.is_first:
             return
         status = run.info["status"] if has_begun(run) else "new"
+        setting = plain(config.training.precision)
         write_whole(run.path / "config.yaml", commented_yaml(config))
         run.write_info(
             name=run.name,
@@ -103,7 +108,8 @@ class _Record:
             versions=versions(),
             species=list(data.species.symbols),
             cutoff=float(config.data.cutoff),
-            precision=config.training.precision,
+            precision=Precision(setting).weights,
+            training_precision=setting,
             seed=config.seed,
             model=self.model,
             parameters=self.parameters,
@@ -158,7 +164,8 @@ def fit(config: DictConfig, *, fresh: bool, journal: Journal, ranks: Ranks) -> F
         data.prepare(converting=_conversion_report(journal.say))
         L.seed_everything(config.seed, verbose=False)
         task, resolved, fingerprint = _prepare_model(run, config, data, ranks)
-        potential = build_model(resolved, precision=config.training.precision, seed=config.seed)
+        precision = Precision(plain(config.training.precision))
+        potential = build_model(resolved, precision=precision.weights, seed=config.seed)
         record = _Record(task, resolved, fingerprint, sum(p.numel() for p in potential.parameters()))
         plan = _Plan(run, config, options, data, record)
         restart, status = ranks.share(_where_to_go_on(run, journal) if ranks.is_first else None)
@@ -222,6 +229,7 @@ def _run_lightning(plan: _Plan, potential: Potential, restart: Restart | None, p
         ranks=ranks,
         exchange=exchange,
         lr_factor=party.lr_factor,
+        starter=_engine_starter(plan, party, restart),
     )
     first = RunCheckpoint(
         run.checkpoints,
@@ -266,6 +274,21 @@ def _run_lightning(plan: _Plan, potential: Potential, restart: Restart | None, p
         return Fitted(run, data, "quick")
     _write_status(run, ranks, status="finished", steps=trainer.global_step, epochs=trainer.current_epoch)
     return Fitted(run, data, "finished")
+
+
+def _engine_starter(plan: _Plan, party: Party, restart: Restart | None) -> EngineStarter:
+    """A resumed run goes on with the engine it was started with, unless the config names another."""
+    run, ranks = plan.run, party.ranks
+    before = run.info.get("engine") if ranks.is_first and restart is not None else None
+    return EngineStarter(
+        plan.config.training,
+        ranks,
+        plan=lambda: plan_sizes(plan.data.train_dataloader().batch_sizes(), at_most=plan.config.training.graphs.sizes),
+        tolerance=TOLERANCES[plan.config.training.precision],
+        say=party.journal.say,
+        chosen_before=ranks.share(before),
+        keep=lambda choice: None if plan.quick else _write_status(run, ranks, engine=choice),
+    )
 
 
 def _callbacks(plan: _Plan, monitor: str, step: int, party: Party, exchange: StepExchange | None) -> list[Callback]:

@@ -18,8 +18,14 @@ from forgefield.models.potential import Potential
 from forgefield.parallel.exchange import StepExchange
 from forgefield.parallel.group import Ranks, alone
 from forgefield.tasks.metrics import ErrorMetrics
-from forgefield.tasks.task import LossParts, Task
+from forgefield.tasks.task import Task
 from forgefield.training.ema import WeightAverage
+from forgefield.training.engines.captured_update import CapturedUpdate, portable_optimiser_states
+from forgefield.training.engines.engine import Engine
+from forgefield.training.engines.graphs import GraphsEngine
+from forgefield.training.engines.sparing import SparingEngine, raise_if_memory
+from forgefield.training.engines.start import EngineStarter
+from forgefield.training.engines.step import Measured, StepFunction
 from forgefield.training.epoch_length import fit_epoch_length, steps_of_fit
 from forgefield.training.optimisers import build_optimiser, build_scheduler, fit_length, rescale_learning_rates
 from forgefield.training.throughput import Throughput
@@ -34,9 +40,9 @@ class LossMeter:
         self.task = task
         self.sums = torch.zeros(2, len(task.names), dtype=torch.float64)
 
-    @torch.no_grad()
-    def update(self, parts: LossParts) -> None:
-        self.sums = self.sums.to(parts.sums.device) + torch.stack([parts.sums, parts.counts]).detach()
+    def add(self, sums: Tensor) -> None:
+        """sums: (2, n_targets), sums and counts of one batch."""
+        self.sums = self.sums.to(sums.device) + sums
 
     def value(self, sums: Tensor | None = None) -> float:
         """The loss of all that was added, here or, given its sums, on all ranks; NaN where nothing was."""
@@ -63,8 +69,11 @@ class TrainingModule(L.LightningModule):
         ranks: Ranks | None = None,
         exchange: StepExchange | None = None,
         lr_factor: float = 1.0,
+        starter: EngineStarter | None = None,
     ) -> None:
-        """ranks: who trains together. exchange: their message of every batch. lr_factor: multiplies every learning rate."""
+        """ranks: who trains together. exchange: their message of every batch. lr_factor: multiplies every learning rate.
+        starter: gets the engine going on the first batch; without one it is eager.
+        """
         super().__init__()
         self.potential = potential
         self.task = task
@@ -77,6 +86,11 @@ class TrainingModule(L.LightningModule):
         self.train_loss, self.val_loss = LossMeter(task), LossMeter(task)
         self.train_errors = ErrorMetrics(task.names, species)
         self.val_errors = ErrorMetrics(task.names, species)
+        self.starter = starter
+        self.engine: Engine | None = None
+        self._eager = Engine(StepFunction(potential, task, self.train_errors))
+        self._update: CapturedUpdate | None = None
+        self._evaluation_is_checked = False
         self.throughput = Throughput()
         self.latest: dict[str, float] = {}
         self._steps_averaged = 0
@@ -110,21 +124,60 @@ class TrainingModule(L.LightningModule):
         self.throughput.resume()
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        engine = self._engine_for(batch)
+        denominators = None
         if self.exchange is not None:
             self.exchange.send(self.task.counts(batch))
-        outputs = self(batch)
-        parts = self.task.loss(outputs, batch)
+            denominators = self.exchange.counts
+        step = engine.step(batch, denominators)
         if (self.current_epoch, batch_idx) != self._measured:  # some optimisers evaluate a batch several times
             self._measured = (self.current_epoch, batch_idx)
-            self.train_loss.update(parts)
-            self.train_errors.update(outputs, batch)
-        if self.exchange is None:
-            return parts.total
-        # This rank's share of the loss of all ranks. Strategies average gradients, hence the factor.
-        return self.task.combine(parts.sums, self.exchange.counts()) * self.ranks.world_size
+            self.train_loss.add(step.measured.sums)
+            self.train_errors.add(step.measured.errors)
+        self._batch = batch
+        return step.loss
+
+    def _engine_for(self, batch: Batch) -> Engine:
+        """The engine; on the first batch it is chosen, built and compared with the eager one."""
+        if self.engine is None:
+            inner = Engine(self._eager.function, world_size=self.ranks.world_size)
+            if self.starter is not None:
+                inner = self.starter.start(self._step_function, batch, steps=steps_of_fit(self.trainer))
+            if isinstance(inner, GraphsEngine):
+                self._update = CapturedUpdate(self.trainer.optimizers[0], self.ema)
+            split = bool(self.options.memory.split)
+            self.engine = SparingEngine(inner, split=split, say=self.starter.say if self.starter else print)
+        return self.engine
+
+    def _step_function(self, derivative: str) -> StepFunction:
+        return StepFunction(self.potential, self.task, self.train_errors, derivative=derivative)
+
+    @property
+    def _gradients_lie_still(self) -> bool:
+        """Whether a captured step leaves its gradients where the captured update reads them."""
+        return self._update is not None and self.trainer.accumulate_grad_batches == 1 and not self.options.memory.split
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        if self._gradients_lie_still:
+            assert isinstance(self.engine, SparingEngine) and isinstance(self.engine.inner, GraphsEngine)
+            self.engine.inner.bring_gradients()
+            return
+        try:
+            loss.backward(*args, **kwargs)
+        except Exception as error:
+            raise_if_memory(error, self._batch)
+            raise
+
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: str | None = None
+    ) -> None:
+        if self._update is not None:  # it clips as part of what it has captured
+            self._update.clip = (gradient_clip_val, str(gradient_clip_algorithm or "norm").split(".")[-1].lower())
+        else:
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
-        if self.ema is not None and self.trainer.global_step > self._steps_averaged:
+        if self.ema is not None and self._update is None and self.trainer.global_step > self._steps_averaged:
             self.ema.update()
         self._steps_averaged = self.trainer.global_step
         loader: Any = self.trainer.train_dataloader
@@ -186,9 +239,18 @@ class TrainingModule(L.LightningModule):
             self.ema.exchange()
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        outputs = self(batch)
-        self.val_loss.update(self.task.loss(outputs, batch))
-        self.val_errors.update(outputs, batch)
+        measured = self._evaluate(batch)
+        self.val_loss.add(measured.sums)
+        self.val_errors.add(measured.errors)
+
+    def _evaluate(self, batch: Batch) -> Measured:
+        if self.engine is None:
+            self.task.to(batch["positions"].device)
+            return self._eager.evaluate(batch)
+        if not self._evaluation_is_checked and self.starter is not None:
+            self.starter.check_evaluation(self.engine, self._eager, batch)
+            self._evaluation_is_checked = True
+        return self.engine.evaluate(batch)
 
     def on_validation_epoch_end(self) -> None:
         if self.ema is not None:
@@ -225,6 +287,7 @@ class TrainingModule(L.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         sums = {"train_loss": self.train_loss.sums.cpu().clone(), "train_errors": self.train_errors.sums.cpu().clone()}
+        portable_optimiser_states(checkpoint.get("optimizer_states", []))
         checkpoint["forgefield"] = {
             "ema": self.ema.state_dict() if self.ema is not None else None,
             "sums": self.ranks.gather(sums),

@@ -15,6 +15,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 
+from forgefield.config.checking import PRECISIONS
 from forgefield.config.components import check_signature, import_path
 from forgefield.errors import ForgefieldError
 from forgefield.parallel.environment import LaunchedEnvironment
@@ -26,6 +27,12 @@ from forgefield.parallel.registry import DEFAULT, register_strategies
 from forgefield.training.checkpoint import AtomicCheckpointIO
 
 DEFAULT_EPOCHS = 100
+_OUR_PRECISIONS = {
+    **dict.fromkeys(("64", "64-true"), "float64"),
+    **dict.fromkeys(("16", "16-mixed", "16-true"), "fp16-mixed"),
+    **dict.fromkeys(("bf16", "bf16-mixed", "bf16-true"), "bf16-mixed"),
+}
+"""Of what Lightning calls a precision, the nearest of ours."""
 _BUILDABLE = ("logger", "callbacks", "strategy", "plugins", "profiler")
 
 
@@ -171,8 +178,9 @@ def _refuse(options: dict[str, Any]) -> None:
             raise ForgefieldError(f"trainer.{key} is a whole number, not {options[key]!r}.")
     if options.get("precision") not in (None, 32, "32", "32-true"):
         raise ForgefieldError(
-            f"trainer.precision={options['precision']} is not how precision is chosen here; use training.precision=float32 "
-            "or float64, which keeps geometry and energy sums in float64."
+            f"trainer.precision={options['precision']} is not how precision is chosen here; use training.precision="
+            f"{_OUR_PRECISIONS.get(str(options['precision']), ', '.join(PRECISIONS))}, which keeps geometry and energy sums in "
+            "float64."
         )
     if options.get("inference_mode"):
         raise ForgefieldError("trainer.inference_mode=true cannot be: forces are derivatives, also in validation.")

@@ -135,6 +135,20 @@ class FrameLoader:
         """Batches of that epoch."""
         return len(self._planned_epoch(epoch)[1])
 
+    def batch_sizes(self, epochs: int = 4, at_most: int = 4000) -> np.ndarray:
+        """(n, 3): frames, atoms and edges of this rank's batches of the first epochs; empty where edges are not known."""
+        n_edges = self.dataset.n_edges
+        if n_edges is None:
+            return np.empty((0, 3), dtype=np.int64)
+        found = []
+        for epoch in range(epochs):
+            rows, plan = self._planned_epoch(epoch)
+            for step in range(min(len(plan), at_most - len(found))):
+                mine = rows[plan.share(step, self.rank)]
+                if len(mine):
+                    found.append((len(mine), self.dataset.n_atoms[mine].sum(), n_edges[mine].sum()))
+        return np.array(found, dtype=np.int64).reshape(-1, 3)
+
     def _rest_of_epoch(self) -> tuple[int, StepPlan]:
         """Number of the first batch and the plan from there on: the whole epoch, unless `start_at` said otherwise."""
         if self._rest is not None and self._rest[0] == self.epoch:

@@ -72,6 +72,10 @@ class CompileEngine(Engine):
         trained, fixed, batch, _, _ = self._inputs(at_least_two(batch, self.reach), None)
         return self.evaluation([*trained, *fixed], batch)
 
+    def forget(self) -> None:
+        self.training.forget()
+        self.evaluation.forget()
+
 
 class CompiledFunction:
     """`function(static, batch)` compiled. Batches must have at least two frames, atoms and pairs of edges.
@@ -93,10 +97,13 @@ class CompiledFunction:
     def __call__(self, static: Sequence[Tensor], batch: Batch) -> Any:
         size = sizes(batch)
         for holds, code, traced in self._variants:
-            if holds(*size) and tuple(batch) == traced.keys:
+            if traced.n_static == len(static) and traced.keys == tuple(batch) and holds(*size):
                 return traced.unflatten(code(*static, *batch.values()))
         self._compile(static, batch)
         return self(static, batch)
+
+    def forget(self) -> None:
+        self._variants.clear()
 
     def _compile(self, static: Sequence[Tensor], batch: Batch) -> None:
         if len(self._variants) >= 8:

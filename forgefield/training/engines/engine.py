@@ -36,6 +36,15 @@ class Engine:
 
     def __init__(self, function: StepFunction, *, world_size: int = 1) -> None:
         self.function, self.world_size = function, world_size
+        self.given_denominators = world_size > 1
+        """Whether steps come with denominators, which compiled code has to know beforehand."""
+
+    def trial(self, batch: Batch) -> Differentiated:
+        """As a step of the training will be, but for this batch alone, and with the gradients in hand."""
+        if not self.given_denominators:
+            return self.differentiate(batch)
+        own = self.function.task.counts(batch)
+        return self.differentiate(batch, lambda: own)
 
     def step(self, batch: Batch, denominators: Denominators | None = None) -> Step:
         """denominators: None where this rank's own batch is all there is."""
@@ -61,13 +70,16 @@ class Engine:
     def _inputs(self, batch: Batch, denominators: Denominators | None) -> tuple[Any, ...]:
         function = self.function
         function.task.to(batch["positions"].device)
+        weights = function.task.weights if self.world_size == 1 else function.task.weights * self.world_size
         known = None if denominators is None else denominators()
-        return function.trained_weights(), function.fixed_weights(), batch, function.task.weights, known
+        return function.trained_weights(), function.fixed_weights(), batch, weights, known
 
     def _given(self, result: Differentiated) -> Step:
         """A step whose gradients are known already."""
-        loss = with_gradients(result.loss, result.gradients, self.function.trained_weights())
-        return Step(loss * self.world_size if self.world_size > 1 else loss, result.measured)
+        return Step(with_gradients(result.loss, result.gradients, self.function.trained_weights()), result.measured)
+
+    def forget(self) -> None:
+        """Make everything anew from the next step on: a setting that compiled or captured code depends on has changed."""
 
 
 class _WithGradients(torch.autograd.Function):

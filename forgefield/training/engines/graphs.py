@@ -46,6 +46,7 @@ class GraphsEngine(Engine):
         self.inner, self.plan, self.say = inner, plan, say
         self.reach = inner.function.potential.adaptive_cutoff or inner.function.potential.cutoff
         self._captured: dict[Size, _Captured] = {}
+        self._latest: Differentiated | None = None
         self._pool = torch.cuda.graph_pool_handle()
 
     @property
@@ -53,6 +54,10 @@ class GraphsEngine(Engine):
         return len(self._captured)
 
     def step(self, batch: Batch, denominators: Denominators | None = None) -> Step:
+        return self._given(self.differentiate(batch, denominators))
+
+    def differentiate(self, batch: Batch, denominators: Denominators | None = None) -> Differentiated:
+        """The result is overwritten by the next step."""
         known = None if denominators is None else denominators()
         size = self.plan.fit(*sizes(batch))
         if size not in self._captured:
@@ -60,14 +65,21 @@ class GraphsEngine(Engine):
         captured = self._captured[size]
         _load(captured, batch, known)
         captured.graph.replay()
-        return self._given(captured.result)
+        self._latest = captured.result
+        return captured.result
+
+    def bring_gradients(self) -> None:
+        """Let the weights' `grad` be the gradients of the latest step, where they lie."""
+        assert self._latest is not None
+        for weight, gradient in zip(self.function.trained_weights(), self._latest.gradients):
+            weight.grad = gradient
 
     def evaluate(self, batch: Batch) -> Measured:
         return self.inner.evaluate(batch)
 
     def forget(self) -> None:
-        """Capture anew from now on: something the graphs were made for has changed."""
         self._captured.clear()
+        self.inner.forget()
 
     def _capture(self, size: Size, like: Batch, known: Tensor | None) -> _Captured:
         self.say(f"Capturing the step for {size.frames} frames, {size.atoms} atoms, {size.edges} edges.")

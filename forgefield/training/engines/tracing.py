@@ -41,6 +41,7 @@ class Traced:
     """
 
     graph: GraphModule
+    n_static: int
     keys: tuple[str, ...]
     environment: ShapeEnv
     symbols: dict[str, str]
@@ -83,7 +84,7 @@ def trace(function: Callable[[list[Tensor], Batch], Any], static: Sequence[Tenso
             "the step can be traced only for batches of one size, because a size is used as a number "
             f"({environment.pinned[0]})"
         )
-    return Traced(graph, keys, environment, symbols, structure)
+    return Traced(graph, len(static), keys, environment, symbols, structure)
 
 
 def _symbolic_sizes(environment: ShapeEnv, batch: Batch) -> tuple[dict[Any, Any], dict[str, str]]:

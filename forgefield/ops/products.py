@@ -1,0 +1,141 @@
+"""Products of features with weight matrices, the one place where a training may compute in less than float32.
+
+Inside `products_in(dtype)` both factors of `product` are rounded to bfloat16 or float16 and the sums are made in float32; so
+are the products that its derivatives consist of, to any order and in both directions. Everything else, the result included,
+stays as it is. Float16 has a small range: each factor is first scaled by a power of two that brings its largest entry near the
+top of it, which is exact, so that neither overflow nor scaled losses exist. Factors in float64 are never rounded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+LOW = (torch.bfloat16, torch.float16)
+"""What factors can be rounded to."""
+_DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}
+"""By how many bits their significands are shorter than float32's."""
+
+
+@dataclass
+class Lowering:
+    """dtype: what factors are rounded to. count: calls of `product` that it has lowered."""
+
+    dtype: torch.dtype
+    count: int = 0
+
+
+class _Current:
+    """Of the whole process, as torch's own setting for tf32 is: backward passes run in threads of torch's own."""
+
+    lowering: Lowering | None = None
+
+
+_current = _Current()
+
+
+@contextmanager
+def products_in(dtype: torch.dtype | None) -> Iterator[Lowering | None]:
+    """Inside, `product` rounds its factors to `dtype`; None: it does not. Derivatives of what was made inside follow it."""
+    if dtype is not None and dtype not in LOW:
+        raise ValueError(f"products can be made in bfloat16 or float16, not in {dtype}")
+    before = _current.lowering
+    _current.lowering = None if dtype is None else Lowering(dtype)
+    try:
+        yield _current.lowering
+    finally:
+        _current.lowering = before
+
+
+def product(x: Tensor, matrix: Tensor) -> Tensor:
+    """x (..., c) times matrix (c, d): (..., d), in the precision that `products_in` asks for."""
+    lowering = _current.lowering
+    if lowering is None or x.dtype != torch.float32 or matrix.dtype != torch.float32:
+        return x @ matrix
+    lowering.count += 1
+    if x.dim() == 1:
+        return _Product.apply(x.unsqueeze(0), matrix, lowering.dtype).squeeze(0)
+    if x.dim() == 2:
+        return _Product.apply(x, matrix, lowering.dtype)
+    return _Product.apply(x.flatten(0, -2), matrix, lowering.dtype).unflatten(0, x.shape[:-1])
+
+
+def add_product(start: Tensor, x: Tensor, matrix: Tensor) -> Tensor:
+    """start (n, d) plus x (n, c) times matrix (c, d)."""
+    return torch.addmm(start, x, matrix) if _current.lowering is None else start + product(x, matrix)
+
+
+class _Product(torch.autograd.Function):
+    """Its derivatives are such products again."""
+
+    @staticmethod
+    def forward(ctx, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(a, b)
+        ctx.save_for_forward(a, b)
+        ctx.dtype = dtype
+        return _lowered(a, b, dtype)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor | None):
+        if grad is None:
+            return None, None, None
+        a, b = ctx.saved_tensors
+        wants_a, wants_b, _ = ctx.needs_input_grad
+        of_a = _Product.apply(grad, b.t(), ctx.dtype) if wants_a else None
+        of_b = _Product.apply(a.t(), grad, ctx.dtype) if wants_b else None
+        return of_a, of_b, None
+
+    @staticmethod
+    def jvp(ctx, d_a: Tensor | None, d_b: Tensor | None, dtype: None) -> Tensor | None:
+        a, b = ctx.saved_tensors
+        by_a = None if d_a is None else _Product.apply(d_a, b, ctx.dtype)
+        by_b = None if d_b is None else _Product.apply(a, d_b, ctx.dtype)
+        return by_b if by_a is None else by_a if by_b is None else by_a + by_b
+
+
+def _lowered(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """a (n, c) times b (c, d), float32, of rounded factors."""
+    if any(not isinstance(size, torch.SymInt) and size == 0 for size in (*a.shape, *b.shape)):
+        return a.new_zeros(a.shape[0], b.shape[1])
+    if dtype == torch.bfloat16:
+        return _rounded_product(a, b, dtype)
+    in_a, in_b = _scale_field(a), _scale_field(b)
+    made = _rounded_product(a * _power_of_two(in_a), b * _power_of_two(in_b), dtype)
+    # In two halves: the whole factor may be out of range where the result is not.
+    back = 2 * 127 - in_a - in_b
+    half = back >> 1
+    return made.mul_(_power_of_two(half + 127)).mul_(_power_of_two(back - half + 127))
+
+
+def _rounded_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    if a.is_cuda:
+        return torch.mm(a.to(dtype), b.to(dtype), out_dtype=torch.float32)
+    # Elsewhere torch would round the result as well. The same numbers come from float32 products of rounded factors.
+    return torch.mm(_rounded(a, _DROPPED_BITS[dtype]), _rounded(b, _DROPPED_BITS[dtype]))
+
+
+def _rounded(x: Tensor, bits: int) -> Tensor:
+    """Float32 numbers to the nearest with `bits` fewer bits of significand, ties to even.
+
+    By hand, because compilers take out a conversion to a shorter type and back.
+    """
+    whole = x.view(torch.int32)
+    tie = (whole >> bits) & 1
+    return ((whole + (tie + ((1 << (bits - 1)) - 1))) & -(1 << bits)).view(torch.float32)
+
+
+def _scale_field(x: Tensor) -> Tensor:
+    """Exponent field of the power of two that brings the largest entry of x to at least 2^14 and below 2^15."""
+    largest = torch.linalg.vector_norm(x, ord=math.inf)
+    return (2 * 127 + 14 - (largest.view(torch.int32) >> 23)).clamp(1, 253)
+
+
+def _power_of_two(field: Tensor) -> Tensor:
+    """2^(field - 127), float32, for 1 <= field <= 254: exact, and made without waiting for the device."""
+    return (field << 23).view(torch.float32)

@@ -1,0 +1,288 @@
+"""One training step of another program's model on given structures, timed: `python bench_peers.py JOB.json RESULT.json`.
+
+It runs as a script of its own and imports nothing of Forgefield, so that it also runs in an environment that holds only the
+other program. A step is what ours is: energies and forces, mean squared errors, backward, Adam. Neighbour lists are handed over
+where a program takes them; they are part of the step where it makes its own (DeePMD-kit).
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import resource
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+PEERS = {
+    "nequip eager": ("nequip", "nequip"),
+    "nequip compile": ("nequip", "nequip"),
+    "allegro eager": ("allegro", "nequip-allegro"),
+    "allegro compile": ("allegro", "nequip-allegro"),
+    "mace": ("mace", "mace-torch"),
+    "deepmd": ("deepmd", "deepmd-kit"),
+}
+"""Name of a row -> module that must be importable, and the package that has it."""
+Batch = dict[str, Tensor]
+Predict = Callable[[], tuple[Tensor, Tensor]]
+"""Energies (n_frames,) and forces (n_atoms, 3) of the structures, ready for a backward pass."""
+
+
+def main(job_file: str, result_file: str) -> None:
+    job = json.loads(Path(job_file).read_text())
+    warnings.filterwarnings("ignore")
+    try:
+        result = measure(job)
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        result = {"refusal": f"{type(error).__name__}: {lines[0][:300]}"}
+    Path(result_file).write_text(json.dumps(result))
+
+
+def measure(job: dict[str, Any]) -> dict[str, Any]:
+    """job: name (of `PEERS`), structures (file), model (our options, in full), device, precision, lr, warmup, steps."""
+    module, package = PEERS[job["name"]]
+    importlib.import_module(module)
+    precision, device = job["precision"], torch.device(job["device"])
+    if precision not in ("float32", "float64", "tf32"):
+        raise ValueError(f"peers are measured in float32, tf32 and float64, not {precision}")
+    dtype = torch.float64 if precision == "float64" else torch.float32
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    batch = load_structures(job["structures"], device)
+    program, _, mode = job["name"].partition(" ")
+    build = {"nequip": nequip, "allegro": allegro, "mace": mace, "deepmd": deepmd}[program]
+    model, predict, words = build(batch, job, dtype, mode)
+    step = training_step(model, predict, batch, job["lr"])
+    times = timed(step, device, job["warmup"], job["steps"])
+    return {**times, "package": package, "words": words, "parameters": sum(p.numel() for p in model.parameters())}
+
+
+def load_structures(file: str, device: torch.device) -> Batch:
+    """Keys as in a batch of ours, and `numbers`, the atomic numbers of the species table."""
+    with np.load(file) as arrays:
+        return {key: torch.from_numpy(arrays[key]).to(device) for key in arrays.files}
+
+
+def training_step(model: torch.nn.Module, predict: Predict, batch: Batch, lr: float) -> Callable[[], None]:
+    optimiser = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=lr)
+    n_atoms = batch["n_atoms"].double()
+
+    def step() -> None:
+        optimiser.zero_grad()
+        energy, forces = predict()
+        of_energy = ((energy.double() - batch["energy"]) / n_atoms).square().mean()
+        of_forces = (forces.double() - batch["forces"]).square().mean()
+        (of_energy + of_forces).backward()
+        optimiser.step()
+
+    return step
+
+
+def timed(step: Callable[[], None], device: torch.device, warmup: int, steps: int) -> dict[str, Any]:
+    def run(n: int) -> float:
+        start = time.perf_counter()
+        for _ in range(n):
+            step()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    first = run(1)
+    run(max(warmup - 1, 1))
+    seconds = run(steps)
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {
+        "first_step_seconds": first,
+        "step_ms": 1000 * seconds / steps,
+        "memory_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+        "resident_bytes": most if sys.platform == "darwin" else 1024 * most,
+    }
+
+
+def symbols(batch: Batch) -> list[str]:
+    from ase.data import chemical_symbols
+
+    return [chemical_symbols[number] for number in batch["numbers"].tolist()]
+
+
+# ---- NequIP and Allegro
+
+
+def nequip_data(batch: Batch) -> dict[str, Tensor]:
+    from nequip.data import AtomicDataDict as Keys
+
+    return {
+        Keys.POSITIONS_KEY: batch["positions"],
+        Keys.CELL_KEY: batch["cell"],
+        Keys.PBC_KEY: torch.ones(len(batch["cell"]), 3, dtype=torch.bool, device=batch["cell"].device),
+        Keys.ATOM_TYPE_KEY: batch["species"],
+        Keys.BATCH_KEY: batch["frame"],
+        Keys.NUM_NODES_KEY: batch["n_atoms"],
+        Keys.EDGE_INDEX_KEY: batch["edge_index"].flip(0).contiguous(),  # theirs: centre first
+        Keys.EDGE_CELL_SHIFT_KEY: batch["edge_shift"],
+    }
+
+
+def graph_model(build: Callable[..., Any], batch: Batch, settings: dict[str, Any]) -> tuple[torch.nn.Module, Predict]:
+    from nequip.data import AtomicDataDict as Keys
+    from nequip.utils.global_state import set_global_state
+
+    set_global_state()
+    model = build(**settings).train().to(batch["positions"].device)
+    data = nequip_data(batch)
+
+    def predict() -> tuple[Tensor, Tensor]:
+        out = model(dict(data))
+        return out[Keys.TOTAL_ENERGY_KEY].reshape(-1), out[Keys.FORCE_KEY]
+
+    return model, predict
+
+
+def shared_settings(batch: Batch, job: dict[str, Any], dtype: torch.dtype, mode: str) -> dict[str, Any]:
+    ours, names = job["model"], symbols(batch)
+    if mode == "compile" and len(batch["n_atoms"]) < 2:
+        raise ValueError("NequIP compiles for batches of two frames or more, and this batch has one")
+    return {
+        "seed": 1,
+        "model_dtype": str(dtype).removeprefix("torch."),
+        "compile_mode": mode,
+        "r_max": float(ours["cutoff"]),
+        "type_names": names,
+        "avg_num_neighbors": batch["edge_index"].shape[1] / len(batch["species"]),
+        "per_type_energy_scales": dict.fromkeys(names, 1.0),
+        "per_type_energy_shifts": dict.fromkeys(names, 0.0),
+    }
+
+
+def nequip(batch: Batch, job: dict[str, Any], dtype: torch.dtype, mode: str) -> Any:
+    from nequip.model import NequIPGNNModel
+
+    names = ("num_layers", "l_max", "parity", "num_features", "type_embed_num_features", "radial_mlp_depth")
+    names = (*names, "radial_mlp_width", "num_bessels", "polynomial_cutoff_p")
+    if job["model"].get("name") == "nequip":
+        own, words = {name: job["model"][name] for name in names}, "our hyperparameters"
+    else:
+        own = {"num_layers": 2, "l_max": 1, "parity": False, "num_features": [128, 64], "type_embed_num_features": 32}
+        words = "preset S"
+    model, predict = graph_model(NequIPGNNModel, batch, {**shared_settings(batch, job, dtype, mode), **own})
+    return model, predict, words
+
+
+def allegro(batch: Batch, job: dict[str, Any], dtype: torch.dtype, mode: str) -> Any:
+    from allegro.model import AllegroModel
+
+    ours = job["model"]
+    if ours.get("name") == "allegro":
+        words, names = "our hyperparameters", ("l_max", "parity", "num_layers", "num_scalar_features")
+        own = {name: ours[name] for name in (*names, "num_tensor_features", "tp_path_channel_coupling")}
+        for part in ("scalar_embed", "allegro", "readout"):
+            own[f"{part}_mlp_hidden_layers_depth"] = ours[f"{part}_mlp_depth"]
+            own[f"{part}_mlp_hidden_layers_width"] = ours[f"{part}_mlp_width"]
+    else:
+        words = "l_max 2, 2 layers, 64 scalar and 64 tensor features"
+        own = {"l_max": 2, "num_layers": 2, "num_scalar_features": 64, "num_tensor_features": 64}
+        own |= {f"{part}_mlp_hidden_layers_width": 64 for part in ("scalar_embed", "allegro", "readout")}
+    own["radial_chemical_embed"] = {
+        "_target_": "allegro.nn.TwoBodyBesselScalarEmbed",
+        "num_bessels": ours.get("num_bessels") or 8,
+    }
+    model, predict = graph_model(AllegroModel, batch, {**shared_settings(batch, job, dtype, mode), **own})
+    return model, predict, words
+
+
+# ---- MACE
+
+
+def mace(batch: Batch, job: dict[str, Any], dtype: torch.dtype, mode: str) -> Any:
+    torch.set_default_dtype(dtype)
+    from e3nn import o3
+    from mace import modules
+
+    device, numbers = batch["positions"].device, batch["numbers"].tolist()
+    block = modules.interaction_classes["RealAgnosticResidualInteractionBlock"]
+    model = modules.ScaleShiftMACE(
+        r_max=float(job["model"]["cutoff"]),
+        num_bessel=8,
+        num_polynomial_cutoff=5,
+        max_ell=3,
+        interaction_cls=block,
+        interaction_cls_first=block,
+        num_interactions=2,
+        num_elements=len(numbers),
+        hidden_irreps=o3.Irreps("64x0e + 64x1o"),
+        MLP_irreps=o3.Irreps("16x0e"),
+        atomic_energies=np.zeros(len(numbers)),
+        avg_num_neighbors=batch["edge_index"].shape[1] / len(batch["species"]),
+        atomic_numbers=numbers,
+        correlation=3,
+        gate=torch.nn.functional.silu,
+        atomic_inter_scale=1.0,
+        atomic_inter_shift=0.0,
+    ).to(device)
+    frame_of_edge = batch["frame"][batch["edge_index"][1]]
+    data = {
+        "positions": batch["positions"].to(dtype),
+        "node_attrs": torch.nn.functional.one_hot(batch["species"], len(numbers)).to(dtype),
+        "edge_index": batch["edge_index"],
+        "shifts": torch.einsum("ei,eij->ej", batch["edge_shift"], batch["cell"][frame_of_edge]).to(dtype),
+        "unit_shifts": batch["edge_shift"].to(dtype),
+        "cell": batch["cell"].reshape(-1, 3).to(dtype),
+        "batch": batch["frame"],
+        "ptr": torch.nn.functional.pad(batch["n_atoms"].cumsum(0), (1, 0)),
+    }
+
+    def predict() -> tuple[Tensor, Tensor]:
+        out = model({**data, "positions": data["positions"].clone()}, training=True)
+        return out["energy"], out["forces"]
+
+    return model, predict, "64x0e + 64x1o, max_ell 3, correlation 3, 2 layers"
+
+
+# ---- DeePMD-kit
+
+
+def deepmd(batch: Batch, job: dict[str, Any], dtype: torch.dtype, mode: str) -> Any:
+    from deepmd.pt.model.model import get_model
+
+    n_atoms = batch["n_atoms"]
+    if not bool((n_atoms == n_atoms[0]).all()):
+        raise ValueError("DeePMD-kit takes frames of one size in a batch, and these differ")
+    precision = str(dtype).removeprefix("torch.")
+    species, centres = batch["species"], batch["edge_index"][1]
+    neighbours = torch.zeros(len(species), len(batch["numbers"]), dtype=torch.int64, device=species.device)
+    neighbours.index_put_((centres, species[batch["edge_index"][0]]), torch.ones_like(centres), accumulate=True)
+    cutoff = float(job["model"]["cutoff"])
+    model = get_model(
+        {
+            "type_map": symbols(batch),
+            "descriptor": {
+                "type": "se_e2_a",
+                "rcut": cutoff,
+                "rcut_smth": 0.1 * cutoff,
+                "sel": [4 * (1 + int(most) // 4) for most in neighbours.max(0).values],
+                "neuron": [25, 50, 100],
+                "axis_neuron": 16,
+                "precision": precision,
+            },
+            "fitting_net": {"neuron": [240, 240, 240], "precision": precision},
+        }
+    ).to(species.device)
+    frames = len(n_atoms)
+    coordinates, types = batch["positions"].reshape(frames, -1, 3), species.reshape(frames, -1)
+
+    def predict() -> tuple[Tensor, Tensor]:
+        out = model(coordinates.clone().requires_grad_(True), types, box=batch["cell"].reshape(frames, 9))
+        return out["energy"].reshape(-1), out["force"].reshape(-1, 3)
+
+    return model, predict, "se_e2_a 25-50-100, fitting 240-240-240"
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,117 @@
+"""One training step of a config without Lightning around it, for what is measured on a single step: its work, its memory.
+
+Model, task, optimiser, average and engine are those that a training of the same config would have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from omegaconf import DictConfig
+from torch import Tensor
+
+from forgefield.data.batch import Batch, to_device, with_edges
+from forgefield.data.module import DataModule
+from forgefield.data.readers import plain
+from forgefield.models.potential import Potential
+from forgefield.models.registry import build_model, resolve_model
+from forgefield.tasks.metrics import ErrorMetrics
+from forgefield.tasks.task import Task, default_task
+from forgefield.training.ema import WeightAverage
+from forgefield.training.engines.engine import Engine
+from forgefield.training.engines.step import StepFunction
+from forgefield.training.optimisers import build_optimiser
+
+
+@dataclass
+class BareStep:
+    """data: prepared. average: of the weights, where the config asks for one."""
+
+    data: DataModule
+    potential: Potential
+    task: Task
+    optimiser: torch.optim.Optimizer
+    average: WeightAverage | None
+    device: torch.device
+    errors: ErrorMetrics = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.errors = ErrorMetrics(self.task.names, self.data.species.symbols)
+
+    def function(self, derivative: str) -> StepFunction:
+        return StepFunction(self.potential, self.task, self.errors, derivative=derivative)
+
+    def batch(self, rows: Sequence[int] | np.ndarray) -> Batch:
+        """These frames of the training data, on the device."""
+        batch = to_device(self.data.train.batch(np.asarray(rows)), self.device)
+        return with_edges(batch, self.potential.cutoff)
+
+    def run(self, engine: Engine, batch: Batch) -> None:
+        """One whole step, in the order in which Lightning does it."""
+        loss = engine.step(batch).loss
+        self.optimiser.zero_grad()
+        loss.backward()
+        self.optimiser.step()
+        if self.average is not None:
+            self.average.update()
+
+    def lasting_tensors(self) -> list[Tensor]:
+        """What stays from step to step: weights, gradients, optimiser state and average."""
+        parameters = list(self.potential.parameters())
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        average = [] if self.average is None else list(self.average.average.values())
+        return [*parameters, *self.potential.buffers(), *gradients, *_tensors(self.optimiser.state), *average]
+
+
+def bare_step(config: DictConfig, *, precision: str | None = None, data: DataModule | None = None) -> BareStep:
+    """precision: another than the config's. data: prepared before, for the same data section."""
+    if data is None:
+        data = DataModule(config.data, seed=config.seed)
+        data.prepare()
+    species, device = data.species.symbols, training_device(config)
+    task = Task(config.task if config.task is not None else default_task(data.statistics.labels), species)
+    resolved = resolve_model(
+        plain(config.model),
+        species=species,
+        cutoff=config.data.cutoff,
+        adaptive_cutoff=config.data.adaptive_cutoff,
+        max_neighbours=config.data.max_neighbours,
+        statistics=data.statistics,
+    )
+    potential = build_model(resolved, precision=precision or first_precision(config), seed=config.seed)
+    potential.train().to(device)
+    parameters = [p for p in potential.parameters() if p.requires_grad]
+    optimiser = build_optimiser(config.training.optimizer, parameters, lr=config.training.lr)
+    average = WeightAverage(potential, config.training.ema) if config.training.ema else None
+    if average is not None:
+        average.to(device)
+    task.to(device)
+    return BareStep(data, potential, task, optimiser, average, device)
+
+
+def first_precision(config: DictConfig) -> str:
+    """The precision that a training begins with."""
+    given = plain(config.training.precision)
+    return given["start"] if isinstance(given, dict) else given
+
+
+def training_device(config: DictConfig) -> torch.device:
+    """Where a process that trains alone does so."""
+    if (config.trainer.get("accelerator") or "auto") == "cpu" or not torch.accelerator.is_available():
+        return torch.device("cpu")
+    devices: Any = plain(config.trainer.get("devices"))
+    kind = torch.accelerator.current_accelerator() or torch.device("cpu")
+    return torch.device(kind.type, devices[0] if isinstance(devices, list) and devices else 0)
+
+
+def synchronised(device: torch.device) -> Callable[[], None]:
+    """What waits until the device has done all it was given."""
+    return (lambda: None) if device.type == "cpu" else (lambda: torch.accelerator.synchronize(device))
+
+
+def _tensors(state: Any) -> list[Tensor]:
+    return [item for item in torch.utils._pytree.tree_leaves(dict(state)) if isinstance(item, Tensor)]

@@ -1,0 +1,210 @@
+"""Builds the engine that the config asks for; `auto` measures those that can run here and takes the fastest.
+
+Whatever is chosen is said, with the numbers, and kept with the run: a resume goes on with the same engine, since another one
+would round differently.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forgefield.errors import ForgefieldError
+from forgefield.training.engines.compiled import CompileEngine
+from forgefield.training.engines.engine import Engine
+from forgefield.training.engines.graphs import GraphsEngine
+from forgefield.training.engines.script import ScriptEngine
+from forgefield.training.engines.size_plan import SizePlan
+from forgefield.training.engines.step import StepFunction
+from forgefield.training.engines.tracing import where_it_broke
+from forgefield.training.engines.verify import require_equal, same_random_state
+
+Batch = dict[str, Tensor]
+ENGINES = ("eager", "compile", "graphs", "script")
+WORTH_MEASURING_S = 600.0
+"""A training that takes less with the eager engine is not worth the minutes that compiling takes."""
+
+
+@dataclass(frozen=True)
+class Circumstances:
+    """What an engine is built for. steps: of the training, None where it has no end. plan: sizes of its batches."""
+
+    function: Callable[[str], StepFunction]
+    options: Any
+    world_size: int
+    steps: int | None
+    plan: Callable[[], SizePlan]
+    tolerance: float
+    say: Callable[[str], None]
+    given_denominators: bool = False
+
+
+@dataclass(frozen=True)
+class Choice:
+    """name: of the engine; captured: `compiled` or `eager`, for graphs; derivative: double or tangent."""
+
+    name: str
+    derivative: str
+    captured: str | None = None
+
+    def __str__(self) -> str:
+        inner = f" of the {self.captured} step" if self.captured else ""
+        return f"{self.name}{inner}, {self.derivative} derivative"
+
+
+def build(choice: Choice, on: Circumstances, device: torch.device) -> Engine:
+    """The engine of that name, or one sentence why it cannot be had here."""
+    refusal = why_not(choice.name, device)
+    if refusal is not None:
+        raise ForgefieldError(f"training.engine={choice.name}: {refusal}")
+    function = on.function(choice.derivative)
+    compiled = choice.name == "compile" or choice.captured == "compiled"
+    inner: Engine = (
+        CompileEngine(function, world_size=on.world_size, options=_inductor_options(on.options), say=on.say)
+        if compiled
+        else Engine(function, world_size=on.world_size)
+    )
+    engine = inner
+    if choice.name == "script":
+        engine = ScriptEngine(function, world_size=on.world_size)
+    elif choice.name == "graphs":
+        engine = GraphsEngine(inner, plan=on.plan(), say=on.say)
+    engine.given_denominators = on.given_denominators
+    return engine
+
+
+def why_not(name: str, device: torch.device) -> str | None:
+    """What keeps an engine from running on a device."""
+    if name == "graphs" and device.type != "cuda":
+        return f"CUDA graphs need an NVIDIA GPU, and this training runs on {device.type}; use compile or eager."
+    if name == "compile" and device.type == "cpu" and not any(shutil.which(word) for word in ("c++", "g++", "clang++")):
+        return "on a CPU torch compiles with a C++ compiler, and there is none (g++ or clang++); install one or use eager."
+    if name in ("compile", "graphs") and device.type == "cuda" and not _has_triton():
+        return "torch compiles for a GPU with Triton, which is not installed; use eager."
+    return None
+
+
+def _has_triton() -> bool:
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def _inductor_options(options: Any) -> dict[str, Any]:
+    import torch._inductor.config as known
+
+    from forgefield.config.nearest import did_you_mean
+
+    given = dict(options.compile.options or {})
+    for name in given:
+        if name.replace("-", "_") not in known._config:  # type: ignore[attr-defined]
+            raise ForgefieldError(
+                f"training.compile.options: Inductor has no setting '{name}'.{did_you_mean(name, list(known._config))}"  # type: ignore[attr-defined]
+            )
+    return given
+
+
+def wanted(options: Any, device: torch.device) -> Choice | None:
+    """What the config asks for; None where it leaves the choice to a measurement."""
+    name = options.engine or "eager"
+    if name == "auto":
+        return None
+    derivative = "double" if options.derivative == "auto" else options.derivative
+    captured = ("compiled" if options.graphs.compiled else "eager") if name == "graphs" else None
+    return Choice(name, derivative, captured)
+
+
+def start(choice: Choice, on: Circumstances, batch: Batch) -> Engine:
+    """The engine, compared with the eager one on this batch before anything depends on it."""
+    device = batch["positions"].device
+    engine = build(choice, on, device)
+    reference = Engine(on.function("double"), world_size=on.world_size)
+    reference.given_denominators = on.given_denominators
+    if choice == Choice("eager", "double"):
+        return engine
+    try:
+        difference = require_equal(engine, reference, batch, on.tolerance)
+    except ForgefieldError as error:
+        if str(error).startswith("training.engine"):
+            raise
+        raise ForgefieldError(f"training.engine={choice.name}: {error}; use training.engine=eager.") from error
+    except (RuntimeError, NotImplementedError, TypeError, ValueError, AssertionError) as error:
+        if "out of memory" in str(error):
+            raise
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ForgefieldError(
+            f"training.engine={choice.name}: the step cannot be {_verb(choice)} because of {where_it_broke(error)} ({reason}); "
+            "use training.engine=eager."
+        ) from error
+    if difference is None:
+        on.say(f"Engine {choice}: the model is random in training, so it could not be compared with the eager engine.")
+    else:
+        on.say(f"Engine {choice}: loss, errors and all gradients equal the eager engine's to {difference:.1e}.")
+    return engine
+
+
+def _verb(choice: Choice) -> str:
+    return {"graphs": "captured", "script": "scripted", "compile": "compiled"}.get(choice.name, "computed")
+
+
+def measure_and_choose(on: Circumstances, batch: Batch) -> tuple[Choice, Engine]:
+    """The fastest engine for batches like this one, and the table it was chosen from."""
+    device = batch["positions"].device
+    eager = Choice("eager", "double" if on.options.derivative == "auto" else on.options.derivative)
+    engine = start(eager, on, batch)
+    seconds = _time(engine, batch)
+    whole = None if on.steps is None else on.steps * seconds
+    if whole is not None and whole < WORTH_MEASURING_S and device.type != "cuda":
+        on.say(f"Engine auto: eager, {1000 * seconds:.3g} ms a step; the training takes about {_duration(whole)} this way.")
+        return eager, engine
+    rows: list[tuple[Choice, float | None, str]] = [(eager, seconds, "")]
+    engines = {eager: engine}
+    for choice in _candidates(eager.derivative, device, short=whole is not None and whole < WORTH_MEASURING_S):
+        try:
+            engines[choice] = start(choice, on, batch)
+            rows.append((choice, _time(engines[choice], batch), ""))
+        except ForgefieldError as error:
+            rows.append((choice, None, str(error)))
+    for choice, taken, reason in rows:
+        on.say(f"  {choice}: {reason}" if taken is None else f"  {choice}: {1000 * taken:.3g} ms a step")
+    best = min((row for row in rows if row[1] is not None), key=lambda row: row[1] or 0.0)[0]
+    on.say(f"Engine auto: {best}.")
+    return best, engines[best]
+
+
+def _candidates(derivative: str, device: torch.device, *, short: bool) -> list[Choice]:
+    """What is measured beside eager; for a short training only what starts at once."""
+    if device.type != "cuda":
+        return [Choice("compile", derivative)]
+    captured = [Choice("graphs", derivative, "eager")]
+    return captured if short else [*captured, Choice("compile", derivative), Choice("graphs", derivative, "compiled")]
+
+
+def _time(engine: Engine, batch: Batch, repeats: int = 3) -> float:
+    """Seconds of one step with its gradients; the least of some."""
+    on_gpu = batch["positions"].is_cuda
+    taken = []
+    for number in range(repeats + 1):
+        with same_random_state(batch):
+            if on_gpu:
+                torch.cuda.synchronize()
+            began = time.perf_counter()
+            engine.trial(batch)
+            if on_gpu:
+                torch.cuda.synchronize()
+        taken.append(time.perf_counter() - began)
+        if number == 1 and taken[1] > 2.0:
+            break
+    return min(taken[1:])
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"

@@ -1,0 +1,116 @@
+"""The `script` engine: the traced step as TorchScript. Upstream deprecates TorchScript; `compile` is what follows it.
+
+The graph is the same as for `compile` (`tracing.py`). TorchScript runs it without Python, operation by operation.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from forgefield.training.engines.blank import at_least_two
+from forgefield.training.engines.engine import Denominators, Engine, Step
+from forgefield.training.engines.step import Differentiated, Measured, StepFunction
+from forgefield.training.engines.tracing import Traced, trace
+
+Batch = dict[str, Tensor]
+
+
+class ScriptEngine(Engine):
+    name = "script"
+
+    def __init__(self, function: StepFunction, *, world_size: int = 1) -> None:
+        super().__init__(function, world_size=world_size)
+        self.reach = function.potential.adaptive_cutoff or function.potential.cutoff
+        n, m = len(function.trained), len(function.trained) + len(function.fixed)
+        self.training = ScriptedFunction(
+            lambda static, batch: function.differentiate(
+                static[:n], static[n:m], batch, static[m], static[m + 1] if len(static) > m + 1 else None
+            )
+        )
+        self.evaluation = ScriptedFunction(lambda static, batch: function.evaluate(static[:n], static[n:], batch))
+
+    def step(self, batch: Batch, denominators: Denominators | None = None) -> Step:
+        return self._given(self.differentiate(batch, denominators))
+
+    def differentiate(self, batch: Batch, denominators: Denominators | None = None) -> Differentiated:
+        trained, fixed, batch, weights, known = self._inputs(at_least_two(batch, self.reach), denominators)
+        return self.training([*trained, *fixed, weights, *([] if known is None else [known])], batch)
+
+    def evaluate(self, batch: Batch) -> Measured:
+        trained, fixed, batch, _, _ = self._inputs(at_least_two(batch, self.reach), None)
+        return self.evaluation([*trained, *fixed], batch)
+
+    def forget(self) -> None:
+        self.training.forget()
+        self.evaluation.forget()
+
+
+class ScriptedFunction:
+    """`function(static, batch)` as TorchScript, for batches of any size."""
+
+    def __init__(self, function: Callable[[list[Tensor], Batch], Any]) -> None:
+        self.function = function
+        self._made: tuple[Any, Traced, list[int]] | None = None
+
+    def __call__(self, static: Sequence[Tensor], batch: Batch) -> Any:
+        if self._made is None or (self._made[1].n_static, self._made[1].keys) != (len(static), tuple(batch)):
+            self._made = self._make(static, batch)
+        scripted, traced, present = self._made
+        with torch.no_grad():
+            values = scripted(*static, *batch.values())
+        results: list[Any] = [None] * traced.structure.num_leaves
+        for place, value in zip(present, values):
+            results[place] = value
+        return traced.unflatten(results)
+
+    def forget(self) -> None:
+        self._made = None
+
+    def _make(self, static: Sequence[Tensor], batch: Batch) -> tuple[Any, Traced, list[int]]:
+        traced = trace(self.function, static, batch)
+        present = _leave_out_nothing(traced.graph)
+        _in_words_of_torchscript(traced.graph)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return torch.jit.script(traced.graph), traced, present
+
+
+def _leave_out_nothing(graph: GraphModule) -> list[int]:
+    """TorchScript returns tensors only: outputs that are None are taken out. Returns the places of those that stay."""
+    (output,) = (node for node in graph.graph.nodes if node.op == "output")
+    values = list(output.args[0])
+    present = [place for place, value in enumerate(values) if value is not None]
+    output.args = ([values[place] for place in present],)
+    graph.recompile()
+    return present
+
+
+def _spelt_out(graph: GraphModule, value: Any) -> Any:
+    """Infinity and not-a-number are written as TorchScript reads them."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return graph.graph.call_function(float, (str(value),))
+    return value
+
+
+def _in_words_of_torchscript(graph: GraphModule) -> None:
+    """Operations by their plain names, sizes by the tensor's method: TorchScript finds overloads by itself."""
+    for node in list(graph.graph.nodes):
+        if node.op != "call_function":
+            continue
+        if node.target is torch.ops.aten.sym_size.int:
+            with graph.graph.inserting_before(node):
+                node.replace_all_uses_with(graph.graph.call_method("size", node.args))
+            graph.graph.erase_node(node)
+        elif isinstance(node.target, torch._ops.OpOverload):
+            node.target = node.target.overloadpacket
+            with graph.graph.inserting_before(node):
+                node.args = tuple(_spelt_out(graph, value) for value in node.args)
+    graph.graph.lint()
+    graph.recompile()

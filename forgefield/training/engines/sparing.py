@@ -1,0 +1,133 @@
+"""Where memory runs out: says which batch it was and what to do about it, or computes the batch in parts.
+
+The loss is sums over frames divided by denominators that are known beforehand, so the gradients of the parts, each with the
+denominators of the whole, add up to exactly those of the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from forgefield.data.batch import SHAPES
+from forgefield.errors import ForgefieldError
+from forgefield.training.engines.blank import sizes
+from forgefield.training.engines.engine import Denominators, Engine, Step
+from forgefield.training.engines.step import Differentiated, Measured
+
+Batch = dict[str, Tensor]
+
+
+class SparingEngine(Engine):
+    """inner: does the work. split: whether a batch that does not fit is computed in parts."""
+
+    def __init__(self, inner: Engine, *, split: bool, say: Callable[[str], None] = lambda text: None) -> None:
+        super().__init__(inner.function, world_size=inner.world_size)
+        self.inner, self.split, self.say = inner, split, say
+        self.name = inner.name
+        self.most_edges: int | None = None
+        """Batches with more edges than this have not fitted."""
+
+    def step(self, batch: Batch, denominators: Denominators | None = None) -> Step:
+        if self.split:
+            return self._given(self.differentiate(batch, denominators))
+        try:
+            return self.inner.step(batch, denominators)
+        except Exception as error:
+            raise_if_memory(error, batch)
+            raise
+
+    def differentiate(self, batch: Batch, denominators: Denominators | None = None) -> Differentiated:
+        known = self.function.task.counts(batch) if denominators is None else denominators()
+        return self._in_parts(batch, known)
+
+    def evaluate(self, batch: Batch) -> Measured:
+        try:
+            return self.inner.evaluate(batch)
+        except Exception as error:
+            raise_if_memory(error, batch, evaluating=True)
+            raise
+
+    def forget(self) -> None:
+        self.inner.forget()
+
+    def _in_parts(self, batch: Batch, known: Tensor) -> Differentiated:
+        n_edges, n_frames = sizes(batch)[2], sizes(batch)[0]
+        if self.most_edges is None or n_edges < self.most_edges or n_frames == 1:
+            try:
+                return _own(self.inner.differentiate(batch, lambda: known))
+            except Exception as error:
+                if not is_memory_error(error) or n_frames == 1:
+                    raise_if_memory(error, batch)
+                    raise
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        if self.most_edges is None or n_edges < self.most_edges:
+            self.most_edges = n_edges
+            self.say(f"A batch of {describe(batch)} does not fit into memory: it is computed in parts, with the same gradients.")
+        first, second = (self._in_parts(part, known) for part in halves(batch))
+        return _added(first, second)
+
+
+def _own(result: Differentiated) -> Differentiated:
+    """A copy that the next step does not overwrite."""
+    return Differentiated(
+        [None if gradient is None else gradient.clone() for gradient in result.gradients],
+        result.loss.clone(),
+        Measured(result.measured.sums.clone(), result.measured.errors.clone()),
+    )
+
+
+def _added(a: Differentiated, b: Differentiated) -> Differentiated:
+    gradients = [x if y is None else y if x is None else x + y for x, y in zip(a.gradients, b.gradients)]
+    measured = Measured(a.measured.sums + b.measured.sums, a.measured.errors + b.measured.errors)
+    return Differentiated(gradients, a.loss + b.loss, measured)
+
+
+def halves(batch: Batch) -> tuple[Batch, Batch]:
+    """The batch cut between two frames, so that both parts have about as many atoms."""
+    n_atoms = batch["n_atoms"].cpu()
+    before = torch.cumsum(n_atoms, 0)
+    frames = int(torch.argmin((before[:-1] - before[-1] / 2).abs())) + 1
+    atoms = int(before[frames - 1])
+    edges = int(torch.searchsorted(batch["edge_index"][1].contiguous(), atoms)) if "edge_index" in batch else 0
+    cuts = {"frames": frames, "atoms": atoms, "edges": edges}
+    moves = {"frame": frames, "edge_index": atoms, "edge_reverse": edges}
+    first, second = {}, {}
+    for key, tensor in batch.items():
+        dim = int(key == "edge_index")
+        at = cuts[_kind(key)]
+        first[key] = tensor.narrow(dim, 0, at)
+        rest = tensor.narrow(dim, at, tensor.shape[dim] - at)
+        second[key] = rest - moves[key] if key in moves else rest
+    return first, second
+
+
+def _kind(key: str) -> str:
+    return next(size for size in SHAPES[key] if isinstance(size, str))
+
+
+def describe(batch: Batch) -> str:
+    frames, atoms, edges = sizes(batch)
+    return f"{frames} frames, {atoms} atoms and {edges} edges"
+
+
+def is_memory_error(error: BaseException) -> bool:
+    text = str(error)
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+        isinstance(error, RuntimeError) and ("not enough memory" in text or "out of memory" in text)
+    )
+
+
+def raise_if_memory(error: BaseException, batch: Batch, *, evaluating: bool = False) -> None:
+    """One sentence for an error that means that memory ran out; nothing for any other."""
+    if not is_memory_error(error):
+        return
+    what = "data.eval_batch" if evaluating else "data.batch"
+    more = "" if evaluating else ", or set training.memory.split=true (parts, same gradients) or training.memory.recompute=true"
+    raise ForgefieldError(
+        f"Memory ran out on a batch of {describe(batch)}. Make {what} smaller (by edges, {what}={{edges: ...}}, batches cost "
+        f"alike){more}; forgefield bench CONFIG --plan estimates what fits."
+    ) from error

@@ -1,0 +1,79 @@
+"""Gets the engine of a training going on its first batch: on all ranks the same one, and the one it had before a resume."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from torch import Tensor
+
+from forgefield.parallel.group import Ranks
+from forgefield.training.engines.choose import Choice, Circumstances, measure_and_choose, start, wanted
+from forgefield.training.engines.engine import Engine
+from forgefield.training.engines.size_plan import SizePlan
+from forgefield.training.engines.step import StepFunction
+from forgefield.training.engines.verify import require_equal_evaluation
+
+Batch = dict[str, Tensor]
+
+
+class EngineStarter:
+    """options: the config's `training` section. plan: sizes of the batches to come. tolerance: of the precision.
+
+    chosen_before: what an earlier start of this run has chosen, if anything. keep: called with the choice, to be stored.
+    """
+
+    def __init__(
+        self,
+        options: Any,
+        ranks: Ranks,
+        *,
+        plan: Callable[[], SizePlan],
+        tolerance: float,
+        say: Callable[[str], None],
+        chosen_before: dict[str, Any] | None = None,
+        keep: Callable[[dict[str, Any]], None] = lambda choice: None,
+    ) -> None:
+        self.options, self.ranks, self.plan, self.tolerance, self.say = options, ranks, plan, tolerance, say
+        self.chosen_before, self.keep = chosen_before, keep
+
+    def start(self, function: Callable[[str], StepFunction], batch: Batch, *, steps: int) -> Engine:
+        """The engine. steps: of the whole training, -1 without limit."""
+        on = Circumstances(
+            function=function,
+            options=self.options,
+            world_size=self.ranks.world_size,
+            steps=steps if steps > 0 else None,
+            plan=self.plan,
+            tolerance=self.tolerance,
+            say=self.say,
+            given_denominators=self.ranks.world_size > 1 or bool(self.options.memory.split),
+        )
+        choice = wanted(self.options, batch["positions"].device)
+        engine: Engine | None = None
+        if choice is None and self.chosen_before is not None:
+            choice = Choice(**self.chosen_before)
+        if choice is None:
+            if self.ranks.is_first:
+                choice, engine = measure_and_choose(on, batch)
+            choice = self.ranks.share(choice)
+        assert choice is not None
+        if engine is None:
+            engine = self._one_after_another(lambda: start(choice, on, batch), compiles=choice != Choice("eager", "double"))
+        self.keep(asdict(choice))
+        return engine
+
+    def _one_after_another(self, build: Callable[[], Engine], *, compiles: bool) -> Engine:
+        """The first process of each node compiles, the others find its code on disk."""
+        if self.ranks.world_size == 1 or not compiles:
+            return build()
+        first = self.ranks.launch.local_rank == 0
+        engine = build() if first else None
+        self.ranks.everyone(None)
+        return engine if engine is not None else build()
+
+    def check_evaluation(self, engine: Engine, reference: Engine, batch: Batch) -> None:
+        """Compare what a validation computes, once."""
+        if engine.name != "eager":
+            require_equal_evaluation(engine, reference, batch, self.tolerance)
