@@ -1,10 +1,11 @@
-"""What each precision costs in accuracy and gains in time, for NequIP S and Allegro S on boxes of water, on the GPU if there is one.
+"""What each precision costs in accuracy and gains in time: NequIP S and Allegro S on boxes of water, on a GPU if there is one.
 
     python benchmarks/precision.py [--models nequip allegro] [--molecules 3] [--frames 1] [--engine eager|compile]
 
-All precisions compute the same training step (energy and force loss, full backward) with the same weights, those of a model that
-was not trained. Errors are root mean squares relative to the size of the value, against the same in float64: of the atomic energies
-without shifts, of the forces, and of the gradient of the loss in all weights. Times are medians of whole steps without optimiser.
+All precisions compute the same training step (energy and force loss, full backward) with the same weights, those of a model
+that was not trained. Errors are root mean squares relative to the size of the value, against the same in float64: of the atomic
+energies without shifts, of the forces, and of the gradient of the loss in all weights. Times are medians of whole steps without
+optimiser.
 """
 
 from __future__ import annotations

@@ -1,42 +1,44 @@
-"""How fast training is here, and how it scales: real training steps of a config, timed in 1, 2, 4, ... processes.
+"""How fast training is here: each engine and precision, how it scales with the number of processes, and what memory it needs.
 
-Each number of processes is one short training on your model and data, in a temporary folder; your runs are not touched. The
-batch of a process stays as configured, so twice the processes work on twice the frames (weak scaling). With torchrun, srun or
-mpirun in front, the processes that were started are measured.
+Every number comes from a short training on your model and data, in a temporary folder; your runs are not touched. Without a
+config, or with --water, the data is liquid water, 192 atoms a frame. Processes: the batch of a process stays as configured, so
+twice the processes work on twice the frames (weak scaling). With torchrun, srun or mpirun in front, the processes that were
+started are measured. --plan says how much memory a batch needs and which one would fill the device.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
-import json
 import os
 import re
-import sys
+import shutil
 import tempfile
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from forgefield.cli.arguments import split_config
+from forgefield.cli.bench_children import JOBS, be_child
+from forgefield.cli.bench_machine import places, processes, warnings
+from forgefield.config.nearest import did_you_mean
 from forgefield.errors import ForgefieldError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from omegaconf import DictConfig
-    from rich.console import Console
-    from rich.table import Table
 
     from forgefield.parallel.group import Ranks
-    from forgefield.training.bench import Measurement
 
 STEPS, WARMUP = 20, 5
-DISTURBED = 0.9
-"""Share of a core below which a process that only computes must have been interrupted by others."""
+ENGINES = ("eager", "compile", "graphs", "script", "auto")
+DERIVATIVES = ("double", "tangent", "auto")
+PEERS = ("nequip", "allegro", "mace", "deepmd")
 EXAMPLES = """\
 examples:
-  forgefield bench my.yaml
+  forgefield bench my.yaml                                  engines, then numbers of processes
+  forgefield bench my.yaml --engines eager,compile --precisions float32,tf32 --json out.json --figure out.png
+  forgefield bench --water model.preset=M data.batch.frames=32 --peers
+  forgefield bench my.yaml --plan                           memory before training
   forgefield bench my.yaml --ranks 1,2,4 --steps 50 data.batch.frames=16
   srun --ntasks 64 forgefield bench my.yaml --json 64-ranks.json
 """
@@ -44,39 +46,96 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
-    parser.add_argument(
-        "words", metavar="CONFIG | key=value", nargs="*", help="config file (YAML), and settings that override it"
+    add = parser.add_argument
+    add("words", metavar="CONFIG | key=value", nargs="*", help="config file (YAML), and settings that override it")
+    add("--engines", metavar="A,B,...", help=f"of {', '.join(ENGINES)} (default: all that run here)")
+    add("--precisions", metavar="A,B,...", help="such as float32,tf32 (default: the configured one)")
+    add("--derivatives", metavar="A,B", help="double,tangent (default: the configured one)")
+    add("--quick", action="store_true", help="the configured engine in one process only")
+    add("--peers", action="store_true", help="also NequIP, Allegro, MACE and DeePMD-kit, where installed")
+    add("--peer-names", metavar="A,B,...", help=f"only these of {', '.join(PEERS)}")
+    add(
+        "--peer-python",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="a Python of another environment in which peers are looked for as well",
     )
-    parser.add_argument(
+    add("--water", action="store_true", help="measure on liquid water instead of the config's data")
+    add("--plan", action="store_true", help="how much memory the configured batch needs, and which batch would fit")
+    add(
         "--ranks",
         metavar="1,2,...",
         help="numbers of processes to start on this machine (default: 1, 2, 4, ... up to its GPUs, or without GPU its cores)",
     )
-    parser.add_argument("--steps", metavar="N", type=int, default=STEPS, help=f"steps to time (default: {STEPS})")
-    parser.add_argument(
-        "--warmup", metavar="N", type=int, default=WARMUP, help=f"steps before them (default: {WARMUP})"
-    )
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write all numbers to this file")
-    parser.add_argument("--worker", metavar="FILE", type=Path, help=argparse.SUPPRESS)
+    add("--steps", metavar="N", type=int, default=STEPS, help=f"steps to time (default: {STEPS})")
+    add("--warmup", metavar="N", type=int, default=WARMUP, help=f"steps before them (default: {WARMUP})")
+    add("--json", metavar="FILE", type=Path, help="write all numbers to this file")
+    add("--figure", metavar="FILE", type=Path, help="draw the engines' times into this file (.png, .svg, .pdf)")
+    add("--worker", metavar="FILE", type=Path, help=argparse.SUPPRESS)
+    add("--job", choices=JOBS, default="measure", help=argparse.SUPPRESS)
 
 
 def run(args: argparse.Namespace) -> int:
-    _check(args)
+    check(args)
     from forgefield.parallel.session import run_as_one
 
     return run_as_one(lambda ranks: _run(args, ranks))
 
 
-def _check(args: argparse.Namespace) -> None:
+def check(args: argparse.Namespace) -> None:
     """Whatever can be known to be wrong before any work is done."""
+    from forgefield.cli.bench_figure import SUFFIXES
+
     if args.steps < 1:
         raise ForgefieldError(f"--steps is {args.steps}; at least one step must be timed.")
     if args.warmup < 0:
         raise ForgefieldError(f"--warmup is {args.warmup}; it should be 0 or more.")
     if args.ranks is not None:
         numbers_of_ranks(args.ranks)
-    if args.json is not None and not args.json.absolute().parent.is_dir():
-        raise ForgefieldError(f"--json {args.json}: the folder {args.json.absolute().parent} does not exist.")
+    for option, known in (("engines", ENGINES), ("derivatives", DERIVATIVES), ("peer_names", PEERS)):
+        chosen(getattr(args, option), f"--{option.replace('_', '-')}", known)
+    for option in ("json", "figure"):
+        path = getattr(args, option)
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ForgefieldError(f"--{option} {path}: the folder {path.absolute().parent} does not exist.")
+    if args.figure is not None and args.figure.suffix not in SUFFIXES:
+        raise ForgefieldError(f"--figure {args.figure}: the name should end in {', '.join(SUFFIXES)}.")
+    for python in args.peer_python:
+        if shutil.which(python) is None:
+            raise ForgefieldError(f"--peer-python {python}: there is no such program.")
+    _check_company(args)
+
+
+def _check_company(args: argparse.Namespace) -> None:
+    """Options that ask for nothing together."""
+    asked = [
+        option
+        for option in ("engines", "precisions", "derivatives", "peers", "ranks", "figure")
+        if getattr(args, option)
+    ]
+    if args.plan and asked and args.worker is None:
+        raise ForgefieldError(f"--plan measures memory, not time: leave out --{asked[0]}.")
+    if args.quick and args.engines:
+        raise ForgefieldError("--quick measures the configured engine, --engines others: give one of them.")
+    for option in ("peer_python", "peer_names"):
+        if getattr(args, option) and not args.peers:
+            raise ForgefieldError(f"--{option.replace('_', '-')} is about peers, which --peers asks for: give both.")
+    if args.figure is not None and not asks_for_engines(args):
+        raise ForgefieldError(
+            "--figure draws engines, and only numbers of processes are measured: give --engines as well."
+        )
+
+
+def asks_for_engines(args: argparse.Namespace) -> bool:
+    """Engines are measured unless nothing but numbers of processes was asked for."""
+    return args.ranks is None or bool(args.engines or args.precisions or args.derivatives or args.quick or args.peers)
+
+
+def asks_for_ranks(args: argparse.Namespace) -> bool:
+    """Numbers of processes are measured when asked for, or when nothing else was."""
+    others = args.engines or args.precisions or args.derivatives or args.quick or args.peers
+    return args.ranks is not None or not others
 
 
 def numbers_of_ranks(text: str) -> list[int]:
@@ -87,322 +146,106 @@ def numbers_of_ranks(text: str) -> list[int]:
     return [int(word) for word in words]
 
 
+def chosen(text: str | None, option: str, known: Sequence[str]) -> list[str] | None:
+    """`a,b` as names of which all are known."""
+    if text is None:
+        return None
+    names = [word.strip() for word in text.split(",")]
+    for name in names:
+        if name not in known:
+            raise ForgefieldError(f"{option}: '{name}' is not one of {', '.join(known)}.{did_you_mean(name, known)}")
+    return list(dict.fromkeys(names))
+
+
 def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     from forgefield.config.components import look_where_the_parent_did
+
+    look_where_the_parent_did()
+    file, overrides = split_config(args.words)
+    if file is None or args.water:
+        with _water(file, overrides, ranks, args) as config:
+            return _dispatch(config, ranks, args)
     from forgefield.config.loading import load_config, require_training_data
 
-    file, overrides = split_config(args.words)
-    if file is None:
-        raise ForgefieldError("say which training is to be measured: forgefield bench CONFIG.")
-    look_where_the_parent_did()
     config = load_config(file, overrides)
     require_training_data(config, file)
+    return _dispatch(config, ranks, args)
+
+
+def _water(file: str | None, overrides: list[str], ranks: Ranks, args: argparse.Namespace) -> _Water:
+    return _Water(file, overrides, ranks, args)
+
+
+class _Water:
+    """Inside, the config of a training on water; its frames lie in a temporary folder of the same name on every node."""
+
+    def __init__(self, file: str | None, overrides: list[str], ranks: Ranks, args: argparse.Namespace) -> None:
+        self.file, self.overrides, self.ranks, self.args = file, overrides, ranks, args
+        name = f"forgefield-water-{os.getpid()}-{os.urandom(4).hex()}"
+        self.folder = Path(tempfile.gettempdir()) / ranks.share(name)
+        self.writes = ranks.launch.local_rank == 0
+
+    def __enter__(self) -> DictConfig:
+        from forgefield.config.loading import load_config
+        from forgefield.training.bench_water import frames_for, water_config, write_water
+
+        path = self.folder / "water.extxyz"
+        given = water_config(path)
+        if self.file is not None:  # everything of the config but its data
+            own = load_config(self.file, self.overrides)
+            given = {**given, "model": own.model, "training": own.training, "trainer": own.trainer, "seed": own.seed}
+            given["data"] = {**given["data"], "cutoff": own.data.cutoff, "batch": own.data.batch}
+        config = load_config(given, self.overrides)
+        n, _ = places(config)
+        most = self.ranks.world_size if self.ranks.launch.launcher != "none" else n
+        if self.args.ranks is not None:
+            most = max(numbers_of_ranks(self.args.ranks))
+        if self.writes:
+            self.folder.mkdir(mode=0o700)
+            write_water(path, frames_for(config.data, most if asks_for_ranks(self.args) else 1))
+        self.ranks.barrier()
+        return config
+
+    def __exit__(self, *exception: object) -> None:
+        if self.writes:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _dispatch(config: DictConfig, ranks: Ranks, args: argparse.Namespace) -> int:
+    from forgefield.cli import bench_plan, bench_session
+
     if args.worker is not None:
-        return _measure_as_worker(config, ranks, args)
+        return be_child(config, ranks, args)
     if ranks.launch.launcher != "none":
-        return _measure_group(config, ranks, args)
-    return _measure_here(config, args)
+        return measure_group(config, ranks, args)
+    if args.plan:
+        return bench_plan.plan(config, args)
+    return bench_session.measure_here(config, args)
 
 
-def _measure_as_worker(config: DictConfig, ranks: Ranks, args: argparse.Namespace) -> int:
-    """Be one of the processes that `_measure_here` has started."""
-    from forgefield.training.bench import measure
-
-    measurement, code = measure(config, ranks, steps=args.steps, warmup=args.warmup, folder=args.worker.parent)
-    if measurement is not None:
-        args.worker.write_text(json.dumps(measurement.as_dict()))
-    return code
-
-
-def _measure_group(config: DictConfig, ranks: Ranks, args: argparse.Namespace) -> int:
+def measure_group(config: DictConfig, ranks: Ranks, args: argparse.Namespace) -> int:
     """Be one of the processes that a launcher has started: they are what is measured."""
     launch = ranks.launch
-    if args.ranks is not None:
-        raise ForgefieldError(
-            f"--ranks {args.ranks}: {launch.launcher} has started {_processes(ranks.world_size)}, and those are measured; "
-            "leave --ranks out, or leave out the launcher to measure several numbers of processes on one machine."
-        )
+    for option in ("ranks", "engines", "precisions", "derivatives", "peers", "plan", "figure"):
+        given = getattr(args, option, None)
+        if given:
+            words = f"--{option} {given}" if isinstance(given, str) else f"--{option}"
+            raise ForgefieldError(
+                f"{words}: {launch.launcher} has started {processes(ranks.world_size)}, and those are measured; "
+                f"leave --{option} out, or leave out the launcher to measure more on one machine."
+            )
+    from forgefield.cli import bench_session as session
     from forgefield.training.bench import measure
 
-    console, warnings = _console(), _warnings(launch.local_size, *_places(config))
+    console, warned = session.console(), warnings(launch.local_size, *places(config))
     if ranks.is_first:
-        _say(console, _announcement(config, args), *warnings, f"{_doing(ranks.world_size, args)} ...")
+        session.say(
+            console, session.announcement(config, args), *warned, f"{session.doing(ranks.world_size, args)} ..."
+        )
     own = tempfile.TemporaryDirectory(prefix="forgefield-bench-") if ranks.is_first else nullcontext("")
     with own as name:
         folder = Path(ranks.share(name))
         measurement, code = measure(config, ranks, steps=args.steps, warmup=args.warmup, folder=folder)
     if measurement is not None:
-        _conclude(console, [measurement], config, args, warnings)
+        session.conclude(console, session.Found(measured=[measurement]), config, args, warned)
     return code
-
-
-def _measure_here(config: DictConfig, args: argparse.Namespace) -> int:
-    """Start the processes of each measurement on this machine, one measurement after the other."""
-    from forgefield.training.summary import digits
-
-    places, kind = _places(config)
-    numbers = numbers_of_ranks(args.ranks) if args.ranks is not None else _doubling(places)
-    console, warnings = _console(), _warnings(max(numbers), places, kind)
-    _say(console, _announcement(config, args), *warnings)
-    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, _cores() // max(numbers)))  # the same in every row
-    measurements = []
-    for n in numbers:
-        console.print(f"{_doing(n, args)} ... ", end="", markup=False)
-        console.file.flush()
-        measurement, code = _spawn(_on_devices(config, n, kind), n, args, threads=threads)
-        if measurement is None:
-            console.print("no result")
-            if code == 130:
-                raise KeyboardInterrupt
-            if code != 2:  # the processes have said it already
-                raise ForgefieldError(f"The measurement with {_processes(n)} ended with exit code {code}.")
-            return code
-        console.print(f"{digits(measurement.samples_per_second)} samples/s", markup=False)
-        measurements.append(measurement)
-    _conclude(console, measurements, config, args, warnings)
-    return 0
-
-
-def _spawn(config: DictConfig, n: int, args: argparse.Namespace, *, threads: str) -> tuple[Measurement | None, int]:
-    from forgefield.config.components import environment_of_children
-    from forgefield.config.template import commented_yaml
-    from forgefield.parallel.spawn import run_ranks
-    from forgefield.training.bench import Measurement
-
-    with tempfile.TemporaryDirectory(prefix="forgefield-bench-") as folder:
-        path, result = Path(folder) / "config.yaml", Path(folder) / "result.json"
-        path.write_text(commented_yaml(config))
-        command = [sys.executable, "-m", "forgefield", "bench", str(path), "--worker", str(result)]
-        command += ["--steps", str(args.steps), "--warmup", str(args.warmup)]
-        code = run_ranks(command, n, environ={**environment_of_children(), "OMP_NUM_THREADS": threads})
-        if not result.exists():
-            return None, code or 1
-        return Measurement.from_dict(json.loads(result.read_text())), code
-
-
-# ---- this machine
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _places(config: DictConfig) -> tuple[int, str]:
-    """How many processes can run beside each other here without sharing a GPU or a core, and which of the two it is."""
-    import torch
-
-    if (config.trainer.get("accelerator") or "auto") == "cpu" or not torch.accelerator.is_available():
-        return _cores(), "core"
-    indices = _indices(config)
-    return (len(indices) if indices is not None else torch.accelerator.device_count()), "GPU"
-
-
-def _indices(config: DictConfig) -> list[int] | None:
-    """The GPUs that the config names one by one; None where it does not."""
-    from forgefield.data.readers import plain
-
-    devices = plain(config.trainer.get("devices"))
-    if isinstance(devices, str) and "," in devices:
-        devices = [int(word) for word in devices.split(",") if word.strip().isdigit()]
-    return list(devices) if isinstance(devices, list) else None
-
-
-def _on_devices(config: DictConfig, n: int, kind: str) -> DictConfig:
-    """The config for n processes on this machine, whatever number of devices and nodes it was written for."""
-    changed, indices = copy.deepcopy(config), _indices(config)
-    changed.trainer.pop("num_nodes", None)
-    changed.trainer["devices"] = indices[:n] if indices is not None and kind == "GPU" else n
-    return changed
-
-
-def _doubling(limit: int) -> list[int]:
-    return [2**i for i in range(limit.bit_length())]
-
-
-def _warnings(n: int, places: int, kind: str) -> list[str]:
-    if n <= places:
-        return []
-    if kind == "GPU":
-        return [
-            f"Warning: {_processes(n)} are asked for and there {'is 1 GPU' if places == 1 else f'are {places} GPUs'}. "
-            "Processes that share a GPU talk through gloo; it pays only where a step is too small to keep the GPU busy."
-        ]
-    return [
-        f"Warning: {_processes(n)} are asked for and there {'is 1 core' if places == 1 else f'are {places} cores'}. "
-        "Processes that share a core take turns, so no speed-up can be expected from more of them."
-    ]
-
-
-# ---- words and tables
-
-
-def _console() -> Console:
-    """The terminal, or a file with lines of a fixed width."""
-    from rich.console import Console
-
-    return Console(highlight=False, width=None if sys.stdout.isatty() else 120)
-
-
-def _say(console: Console, *texts: str) -> None:
-    for text in texts:
-        console.print(text, markup=False, soft_wrap=True)
-
-
-def _processes(n: int) -> str:
-    return f"{n} process{'es' if n > 1 else ''}"
-
-
-def _doing(n: int, args: argparse.Namespace) -> str:
-    return f"Measuring {_processes(n)}, {args.warmup} + {args.steps} steps"
-
-
-def _announcement(config: DictConfig, args: argparse.Namespace) -> str:
-    from forgefield.training.bench import not_measured
-
-    left_out = not_measured(config)
-    note = f" Not measured: {', '.join(left_out)}." if left_out else ""
-    return (
-        f"Timing training steps of {config.name} in a temporary folder, {args.warmup} to warm up and {args.steps} that count, "
-        f"without validation, logs and checkpoints.{note}"
-    )
-
-
-def _conclude(
-    console: Console, measured: list[Measurement], config: DictConfig, args: argparse.Namespace, warnings: list[str]
-) -> None:
-    """Print the tables, write the numbers."""
-    notes = scaling_notes(measured)
-    console.print(scaling_table(measured))
-    _say(console, *notes)
-    console.print(parts_table(measured))
-    _say(console, *parts_notes(measured))
-    if args.json is not None:
-        from forgefield.files import write_whole
-
-        content = as_json(measured, config, args, [*warnings, *notes])
-        write_whole(args.json.absolute(), json.dumps(content, indent=1) + "\n")
-
-
-def as_json(
-    measured: Sequence[Measurement], config: DictConfig, args: argparse.Namespace, notes: list[str]
-) -> dict[str, Any]:
-    from forgefield.data.readers import plain
-    from forgefield.runs import versions
-
-    rows = [
-        {**one.as_dict(), "speed_up": speed_up(one, measured[0]), "efficiency": efficiency(one, measured[0])}
-        for one in measured
-    ]
-    return {
-        "config": config.name,
-        "model": plain(config.model),
-        "cutoff": config.data.cutoff,
-        "precision": config.training.precision,
-        "warmup": args.warmup,
-        "steps": args.steps,
-        "cores": _cores(),
-        "versions": versions(),
-        "notes": notes,
-        "measurements": rows,
-    }
-
-
-def speed_up(one: Measurement, first: Measurement) -> float:
-    return one.samples_per_second / first.samples_per_second
-
-
-def efficiency(one: Measurement, first: Measurement) -> float:
-    return speed_up(one, first) * first.ranks / one.ranks
-
-
-def scaling_table(measured: Sequence[Measurement]) -> Table:
-    from forgefield.training.summary import digits
-
-    table = _table("ranks", "s per 100 samples", "samples/s", "atoms/s", "speed-up", "efficiency")
-    first = measured[0]
-    for one in measured:
-        table.add_row(
-            str(one.ranks),
-            digits(100 / one.samples_per_second),
-            digits(one.samples_per_second),
-            digits(one.atoms_per_second),
-            f"{speed_up(one, first):.2f}",
-            f"{100 * efficiency(one, first):.0f} %",
-        )
-    return table
-
-
-def scaling_notes(measured: Sequence[Measurement]) -> list[str]:
-    one = measured[0]
-    frames = f"{one.frames_per_rank} frame{'s' if one.frames_per_rank > 1 else ''}"
-    batches = f" x {one.accumulate} batches a step" if one.accumulate > 1 else ""
-    notes = [
-        f"Every rank has {frames}{batches} whatever their number (weak scaling); speed-up and efficiency are relative to "
-        f"the first row."
-    ]
-    for short in (m for m in measured if not m.full_batches):
-        had = short.samples / (short.steps * short.ranks)
-        notes.append(
-            f"Warning: the data has fewer training frames than {_processes(short.ranks)} take in a step, so that a rank had "
-            f"{had:.1f} frames a step; this row cannot be compared with the others."
-        )
-    notes += [
-        f"Warning: with ranks={one.ranks} a process had a core for only {100 * one.core_share:.0f} % of the time it computed. "
-        "Something else was at work on this machine; measure again when it is idle."
-        for one in measured
-        if one.core_share is not None and one.core_share < DISTURBED
-    ]
-    return notes
-
-
-def parts_table(measured: Sequence[Measurement]) -> Table:
-    """ms per step: mean over ranks, and behind the slash the rank that needs longest."""
-    table = _table("ranks", "step, ms", "data", "compute", "communication", "of it waiting", "update")
-    for one in measured:
-        cells = {part: f"{_ms(one.mean_ms[part])} / {_ms(one.max_ms[part])}" for part in one.mean_ms}
-        waiting = _ms(one.waiting_ms)
-        if one.communication_in_compute:
-            cells["communication"], waiting = "in compute", "unknown"
-        table.add_row(
-            str(one.ranks),
-            _ms(one.step_ms),
-            cells["data"],
-            cells["compute"],
-            cells["communication"],
-            waiting,
-            cells["update"],
-        )
-    return table
-
-
-def parts_notes(measured: Sequence[Measurement]) -> list[str]:
-    last = measured[-1]
-    strategies = ", ".join(dict.fromkeys(f"{m.strategy} ({m.backend})" for m in measured if m.ranks > 1))
-    notes = ["Mean over ranks / slowest rank. Waiting is time spent in the exchange before the last rank has come."]
-    if any(one.marks_synchronised for one in measured):
-        notes.append(
-            "Parts are timed in steps of their own, with the GPU halted at each mark: they do not add up to the step."
-        )
-    notes += [
-        f"gradient message   {last.message_bytes / 1e6:.3g} MB a step, {last.parameters:,} parameters",
-        f"exchange           {strategies or 'none, one process'}",
-        f"threads            {', '.join(dict.fromkeys(str(m.threads) for m in measured))} per process",
-        f"machine            {last.device}, {_cores()} cores" + (f", {last.nodes} nodes" if last.nodes > 1 else ""),
-    ]
-    if last.memory_bytes:
-        notes.append(f"GPU memory         {last.memory_bytes / 2**30:.2f} GiB at most on rank 0")
-    return notes
-
-
-def _ms(value: float) -> str:
-    return f"{value:.1f}" if value >= 9.95 else f"{value:.2f}"
-
-
-def _table(*columns: str) -> Table:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="dim")
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
-    return table

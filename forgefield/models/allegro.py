@@ -191,7 +191,7 @@ class Allegro(SpeciesTerms):
             return (gather(self.splines, Segments(kinds, n_kinds)) * basis.unsqueeze(2)).sum(1)
         one_hot = torch.eye(n_kinds, dtype=basis.dtype, device=basis.device).index_select(0, kinds)
         placed = (one_hot.unsqueeze(2) * basis.unsqueeze(1)).flatten(1)
-        return product(placed, self.splines.reshape(n_kinds * number, width))
+        return placed @ self.splines.reshape(n_kinds * number, width)
 
     def _edge_energies(self, embedding: Tensor, harmonics: Tensor, species: Tensor, graph: EdgeGraph) -> Tensor:
         """(n_edges,) in units of the energy scale, before normalisation, in the interior precision.
@@ -221,7 +221,7 @@ class Allegro(SpeciesTerms):
             features, weights = self._columns(last)
         _, read = _read(x, None, features, [entries[-1][-1]], channels)
         x, last = self.readout.after_first(sums[0] + read[0])
-        return product(x, last).squeeze(1)
+        return (x @ last).squeeze(1)
 
     def _entries(self) -> list[tuple[Tensor, ...]]:
         """First matrix of every latent and of the readout by what it takes: features by stage, scalars of the layer."""

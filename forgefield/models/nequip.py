@@ -219,7 +219,7 @@ class NequIP(nn.Module):
         first = join([layer.radial.weights[0] for layer in self.layers], 1)
         reach = self.cutoff if self.adaptive_cutoff is None else self.adaptive_cutoff
         scale = self.layers[0].radial.scales[0] * 2 * math.pi / reach**2
-        hidden = product(basis, first * scale)
+        hidden = basis @ (first * scale)
         sizes = [layer.radial.weights[0].shape[1] for layer in self.layers]
         if self.options.radial_mlp_depth == 0:
             return list(cut(hidden, sizes, 1))

@@ -8,7 +8,6 @@ between passes, and on a CPU the edges go through in slices that fit the cache.
 """
 
 from __future__ import annotations
-import os
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from forgefield.ops.graph import EdgeGraph, GradientSwitch, Segments, adds_by_pointers, sum_rows
+from forgefield.ops.graph import EdgeGraph, GradientSwitch, Segments, is_traced, sum_rows
 from forgefield.ops.harmonics import clebsch_gordan
 
 CACHE_FLOATS = 1 << 17
@@ -75,11 +74,24 @@ class _Group:
         """`path_of_row` and `row_sum` on the device and in the precision of `like`."""
         return _tables(self, like.device, like.dtype)
 
+    def rows_of_paths(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """(n_paths, longest): rows of each path, filled up with row 0, and one where a row is real, zero where it is not."""
+        return _rows_of_paths(self, like.device, like.dtype)
+
 
 @lru_cache(maxsize=256)
 def _tables(group: _Group, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     with _disable_current_modes():  # they outlive a trace during which they may be asked for first
         return group.path_of_row.to(device), group.row_sum.to(device, dtype)
+
+
+@lru_cache(maxsize=256)
+def _rows_of_paths(group: _Group, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    with _disable_current_modes():
+        members = [torch.nonzero(row).flatten() for row in group.row_sum]
+        rows = torch.nn.utils.rnn.pad_sequence(members, batch_first=True)
+        real = torch.nn.utils.rnn.pad_sequence([torch.ones(len(row)) for row in members], batch_first=True)
+        return rows.to(device), real.to(device, dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,7 +222,7 @@ def convolve(
 
 def _parts(graph: EdgeGraph, plan: ConvolutionPlan, on_cpu: bool) -> Iterator[_Part]:
     """Ranges of edges to work on one after another: on a CPU so short that what they need stays in the cache."""
-    if isinstance(graph.n_edges, torch.SymInt):  # traced for any number of edges
+    if is_traced(graph.source):
         yield _Part(graph, slice(None))
         return
     step = max(16, CACHE_FLOATS // plan.out_dim) if on_cpu else max(graph.n_edges, 1)
@@ -229,28 +241,41 @@ class _Part:
     def weights(self, weights: Tensor) -> Tensor:
         return weights[self.edges] if self.pair is None else weights.index_select(0, self.pair)
 
-    def add_to_sources(self, total: Tensor, values: Tensor) -> None:
-        _add_rows(total, values, self.graph.by_source, self.source)
+    def add_to_sources(self, total: Tensor, groups: list[Tensor], plan: ConvolutionPlan) -> None:
+        """groups: what each group has for its features, (edges, n_in, c)."""
+        if _sums_whole(total):
+            sums = [_sum_of(group, self.graph.by_source) for group in groups]
+            total.copy_(_feature_rows(sums, plan))
+        else:
+            total.index_add_(0, self.source, _feature_rows(groups, plan))
 
-    def add_to_destinations(self, total: Tensor, values: Tensor) -> None:
-        _add_rows(total, values, self.graph.by_destination, self.destination)
+    def add_to_destinations(self, total: Tensor, groups: list[Tensor]) -> None:
+        """groups: what each group has for its outputs, (edges, n_out, c)."""
+        if _sums_whole(total):
+            total.copy_(_rows([_sum_of(group, self.graph.by_destination) for group in groups]))
+        else:
+            total.index_add_(0, self.destination, _rows(groups))
 
     def add_to_weights(self, total: Tensor, values: Tensor) -> None:
         graph = self.graph
-        if graph.by_pair is None or self.pair is None:
+        if graph.pair_edge is None or graph.reverse is None or self.pair is None:
             total[self.edges] = values
-        elif isinstance(graph.n_edges, torch.SymInt):
-            total.copy_(values.index_select(0, graph.pair_edge) + values.index_select(0, graph.reverse.index_select(0, graph.pair_edge)))
+        elif _sums_whole(total):
+            total.copy_(
+                values.index_select(0, graph.pair_edge)
+                + values.index_select(0, graph.reverse.index_select(0, graph.pair_edge))
+            )
         else:
-            _add_rows(total, values, self.graph.by_pair, self.pair)
+            total.index_add_(0, self.pair, values)
 
 
-def _add_rows(total: Tensor, values: Tensor, segments: Segments, index: Tensor) -> None:
-    """total[index] += values in a fixed order; an accelerator has all rows at once and overwrites."""
-    if adds_by_pointers(values):
-        total.copy_(sum_rows(values, segments))
-    else:
-        total.index_add_(0, index, values)
+def _sums_whole(total: Tensor) -> bool:
+    """Whether all edges come in one part, each of whose groups is summed for itself."""
+    return total.is_cuda or is_traced(total)
+
+
+def _sum_of(group: Tensor, segments: Segments) -> Tensor:
+    return sum_rows(group.flatten(1), segments).unflatten(1, tuple(group.shape[1:]))
 
 
 def _inputs(rows: Tensor, group: _Group) -> Tensor:
@@ -278,6 +303,10 @@ def _sum_paths(values: Tensor, group: _Group) -> Tensor:
     """Sum over the rows of each path: (edges, n_out, c) -> (edges, n_paths * c)."""
     if group.n_paths == group.n_out:
         return values.flatten(1)
+    if is_traced(values):  # one expression for all paths, which a compiler fuses with what makes the values
+        rows, real = group.rows_of_paths(values)
+        gathered = values.index_select(1, rows.flatten()).unflatten(1, tuple(rows.shape))
+        return (gathered * real.unsqueeze(2)).sum(2).flatten(1)
     path_of_row, row_sum = group.tables(values)
     if values.is_cuda:
         return torch.matmul(row_sum, values).flatten(1)
@@ -312,9 +341,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     """Batched (n, i) @ (i, c) with c contiguous, by whichever way is fast for small matrices."""
     if a.shape[2] == 1:
         return a * b
-    if isinstance(a.shape[0], torch.SymInt) and os.environ.get("FF_PRODUCT") == "sum":
-        return (a.unsqueeze(3) * b.unsqueeze(1)).sum(2)
-    if not a.is_cuda and a.shape[1] * a.shape[2] * b.shape[2] < _TINY:
+    if is_traced(a) or (not a.is_cuda and a.shape[1] * a.shape[2] * b.shape[2] < _TINY):
         return (a.unsqueeze(3) * b.unsqueeze(1)).sum(2)
     return torch.bmm(a, b)
 
@@ -344,7 +371,7 @@ class _Convolution(torch.autograd.Function):
             messages = [
                 _product(_couplings(m, group), _inputs(x, group)).mul_(_row_weights(w, group)) for group in plan.groups
             ]
-            part.add_to_destinations(out, _rows(messages))
+            part.add_to_destinations(out, messages)
         return out
 
     @staticmethod
@@ -384,7 +411,7 @@ class _ConvolutionTangent(torch.autograd.Function):
                 u = _product(m_g, _inputs(dx, group)).add_(_product(_couplings(dm, group), x_g))
                 t = _product(m_g, x_g)
                 messages.append(u.mul_(_row_weights(w, group)).addcmul_(t, _row_weights(dw, group)))
-            part.add_to_destinations(out, _rows(messages))
+            part.add_to_destinations(out, messages)
         return out
 
     @staticmethod
@@ -415,8 +442,8 @@ class _ConvolutionTangent(torch.autograd.Function):
                 if geometry:
                     rows[4].append(_contract(gw, dx_g).add_(_contract(gdw, x_g)))
                     rows[5].append(_contract(gw, x_g))
-            part.add_to_sources(to_x, _feature_rows(rows[0], plan))
-            part.add_to_sources(to_dx, _feature_rows(rows[1], plan))
+            part.add_to_sources(to_x, rows[0], plan)
+            part.add_to_sources(to_dx, rows[1], plan)
             part.add_to_weights(to_w, _rows(rows[2]))
             part.add_to_weights(to_dw, _rows(rows[3]))
             if to_m is not None and to_dm is not None:
@@ -449,7 +476,7 @@ class _ConvolutionGradient(torch.autograd.Function):
                 dx.append(_product(m_g.transpose(1, 2), gw))
                 if d_couplings is not None:
                     dm.append(_contract(gw, x_g))
-            part.add_to_sources(d_features, _feature_rows(dx, plan))
+            part.add_to_sources(d_features, dx, plan)
             part.add_to_weights(d_weights, _rows(dw))
             if d_couplings is not None:
                 d_couplings[part.edges] = _rows(dm)
@@ -482,8 +509,8 @@ class _ConvolutionGradient(torch.autograd.Function):
                 dx.append(_product(m_g.transpose(1, 2), ga).add_(_product(am_g.transpose(1, 2), gw)))
                 if d_couplings is not None:
                     dm.append(_contract(ga, x_g).add_(_contract(gw, ax_g)))
-            part.add_to_destinations(d_grad, _rows(dg))
-            part.add_to_sources(d_features, _feature_rows(dx, plan))
+            part.add_to_destinations(d_grad, dg)
+            part.add_to_sources(d_features, dx, plan)
             part.add_to_weights(d_weights, _rows(dw))
             if d_couplings is not None:
                 d_couplings[part.edges] = _rows(dm)

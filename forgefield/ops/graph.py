@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from forgefield.ops.segment_sum import sum_by_pointers
+
 
 class GradientSwitch:
     """Says whether gradients still have to flow to the edge vectors; the owner of the edge vectors turns it off.
@@ -99,13 +101,30 @@ class EdgeGraph:
         return self.source.shape[0]
 
 
-def pair_graph(source: Tensor, destination: Tensor, n_atoms: int, reverse: Tensor) -> EdgeGraph:
-    """The graph with its undirected pairs, from the number of every edge's reverse. Never waits for the device."""
+def _number_pairs(reverse: Tensor) -> tuple[Tensor, Tensor]:
+    """Pair of every edge, and the first edge of every pair."""
     numbers = torch.arange(reverse.shape[0], device=reverse.device)
     is_first = numbers < reverse
     pair_edge = torch.argsort(is_first.to(torch.int8), descending=True, stable=True)[: reverse.shape[0] // 2]
     rank = torch.cumsum(is_first, 0) - 1
-    pair = rank.index_select(0, torch.minimum(numbers, reverse))
+    return rank.index_select(0, torch.minimum(numbers, reverse)), pair_edge.contiguous()
+
+
+@torch.library.custom_op("forgefield::number_pairs", mutates_args=())
+def _number_pairs_once(reverse: Tensor) -> tuple[Tensor, Tensor]:
+    """The same as one operation: a compiler would otherwise work it out anew for every number that it indexes."""
+    pair, pair_edge = _number_pairs(reverse)
+    return pair, pair_edge.clone()
+
+
+@_number_pairs_once.register_fake
+def _(reverse: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(reverse), reverse.new_empty(reverse.shape[0] // 2)
+
+
+def pair_graph(source: Tensor, destination: Tensor, n_atoms: int, reverse: Tensor) -> EdgeGraph:
+    """The graph with its undirected pairs, from the number of every edge's reverse. Never waits for the device."""
+    pair, pair_edge = (torch.ops.forgefield.number_pairs if is_traced(reverse) else _number_pairs)(reverse)
     return EdgeGraph(source, destination, n_atoms, pair=pair, pair_edge=pair_edge, reverse=reverse)
 
 
@@ -148,7 +167,7 @@ def edge_graph(batch: Mapping[str, Tensor]) -> EdgeGraph:
     reverse, n_atoms = batch.get("edge_reverse"), batch["species"].shape[0]
     if reverse is not None and reverse.shape != source.shape:
         raise ValueError("edge_reverse does not belong to these edges; drop it where edges are dropped")
-    if source.is_cuda and not isinstance(source.shape[0], torch.SymInt) and source.shape[0] < PAIRS_FROM_EDGES:
+    if source.is_cuda and not is_traced(source) and source.shape[0] < PAIRS_FROM_EDGES:
         return EdgeGraph(source, destination, n_atoms, reverse=reverse)
     if reverse is None and not source.is_cuda:
         reverse = _find_reverse(batch["edge_index"], batch["edge_shift"])
@@ -157,40 +176,16 @@ def edge_graph(batch: Mapping[str, Tensor]) -> EdgeGraph:
     return pair_graph(source, destination, n_atoms, reverse)
 
 
+def is_traced(tensor: Tensor) -> bool:
+    """Whether the number of rows is a symbol: an engine is tracing, for any sizes."""
+    return isinstance(tensor.shape[0], torch.SymInt)
+
+
 def sum_rows(values: Tensor, segments: Segments) -> Tensor:
     """Sum of the rows of each segment, without a gradient. `values`: (n_rows, ...) -> (count, ...)."""
-    if not adds_by_pointers(values):
+    if not values.is_cuda:
         return values.new_zeros((segments.count, *values.shape[1:])).index_add_(0, segments.index, values)
-    if isinstance(values.shape[0], torch.SymInt):
-        return torch.ops.forgefield.sum_by_pointers(values, segments.order, segments.pointers)
-    return _sum_by_pointers(values, segments.order, segments.pointers)
-
-
-def adds_by_pointers(values: Tensor) -> bool:
-    """Whether sums go over row pointers, all rows at once, as they do on accelerators."""
-    import os
-    if isinstance(values.shape[0], torch.SymInt) and os.environ.get("FF_SUM") == "atomic": return False
-    return values.is_cuda or bool(os.environ.get("FF_POINTERS"))
-
-
-def _sum_by_pointers(values: Tensor, order: Tensor, pointers: Tensor) -> Tensor:
-    count = pointers.shape[0] - 1
-    if values.shape[0] == 0:
-        return values.new_zeros((count, *values.shape[1:]))
-    flat = values.reshape(values.shape[0], -1)
-    summed = torch.nn.functional.embedding_bag(order, flat, pointers, mode="sum", include_last_offset=True)
-    return summed.view(count, *values.shape[1:])
-
-
-@torch.library.custom_op("forgefield::sum_by_pointers", mutates_args=())
-def _sum_by_pointers_op(values: Tensor, order: Tensor, pointers: Tensor) -> Tensor:
-    """The same as one operation that a trace holds for any sizes."""
-    return _sum_by_pointers(values, order, pointers)
-
-
-@_sum_by_pointers_op.register_fake
-def _(values: Tensor, order: Tensor, pointers: Tensor) -> Tensor:
-    return values.new_empty((pointers.shape[0] - 1, *values.shape[1:]))
+    return sum_by_pointers(values, None if segments.rows_are_sorted else segments.order, segments.pointers)
 
 
 class _Gather(torch.autograd.Function):

@@ -94,7 +94,10 @@ class SpeciesLinear(nn.Module):
 
 
 class Perceptron(nn.Module):
-    """Dense layers without bias on scalars; the activation stands between layers, not after the last."""
+    """Dense layers without bias on scalars; the activation stands between layers, not after the last.
+
+    The last layer is never computed in less than the precision of the weights: an energy comes out of it.
+    """
 
     def __init__(
         self, sizes: Sequence[int], *, activation: str | None, generator: torch.Generator, dtype: torch.dtype
@@ -112,7 +115,8 @@ class Perceptron(nn.Module):
         for number, (weight, scale) in enumerate(zip(self.weights, self.scales)):
             if number > 0 and self.activation is not None:
                 x = activate(self.activation, x)
-            x = product(x, weight * scale)
+            is_last = number == len(self.scales) - 1
+            x = x @ (weight * scale) if is_last else product(x, weight * scale)
         return x
 
 

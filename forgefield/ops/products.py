@@ -3,7 +3,9 @@
 Inside `products_in(dtype)` both factors of `product` are rounded to bfloat16 or float16 and the sums are made in float32; so
 are the products that its derivatives consist of, to any order and in both directions. Everything else, the result included,
 stays as it is. Float16 has a small range: each factor is first scaled by a power of two that brings its largest entry near the
-top of it, which is exact, so that neither overflow nor scaled losses exist. Factors in float64 are never rounded.
+top of it, which is exact, so that neither overflow nor scaled losses exist. Factors in float64 are never rounded. Models use a
+plain product where geometry enters, on the basis of the lengths, and where energies leave: little is computed there, and that
+rounding would cost the most.
 """
 
 from __future__ import annotations
@@ -18,8 +20,6 @@ from torch import Tensor
 
 LOW = (torch.bfloat16, torch.float16)
 """What factors can be rounded to."""
-_DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}
-"""By how many bits their significands are shorter than float32's."""
 
 
 @dataclass
@@ -105,37 +105,35 @@ def _lowered(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
         return a.new_zeros(a.shape[0], b.shape[1])
     if dtype == torch.bfloat16:
         return _rounded_product(a, b, dtype)
-    in_a, in_b = _scale_field(a), _scale_field(b)
-    made = _rounded_product(a * _power_of_two(in_a), b * _power_of_two(in_b), dtype)
+    by_a, by_b = _scaling(a), _scaling(b)
+    made = _rounded_product(a * torch.exp2(by_a), b * torch.exp2(by_b), dtype)
     # In two halves: the whole factor may be out of range where the result is not.
-    back = 2 * 127 - in_a - in_b
-    half = back >> 1
-    return made.mul_(_power_of_two(half + 127)).mul_(_power_of_two(back - half + 127))
+    back = -(by_a + by_b)
+    half = torch.floor(0.5 * back)
+    return made.mul_(torch.exp2(half)).mul_(torch.exp2(back - half))
+
+
+def _scaling(x: Tensor) -> Tensor:
+    """Power of two, float32, that brings the largest entry of x to at least 2^14 and below 2^15. Never waits for the device."""
+    exponent = torch.frexp(torch.linalg.vector_norm(x, ord=math.inf)).exponent
+    return (15 - exponent).clamp(-126, 126).to(torch.float32)
 
 
 def _rounded_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     if a.is_cuda:
         return torch.mm(a.to(dtype), b.to(dtype), out_dtype=torch.float32)
     # Elsewhere torch would round the result as well. The same numbers come from float32 products of rounded factors.
-    return torch.mm(_rounded(a, _DROPPED_BITS[dtype]), _rounded(b, _DROPPED_BITS[dtype]))
+    name = str(dtype).removeprefix("torch.")
+    return torch.mm(torch.ops.forgefield.rounded(a, name), torch.ops.forgefield.rounded(b, name))
 
 
-def _rounded(x: Tensor, bits: int) -> Tensor:
-    """Float32 numbers to the nearest with `bits` fewer bits of significand, ties to even.
-
-    By hand, because compilers take out a conversion to a shorter type and back.
-    """
-    whole = x.view(torch.int32)
-    tie = (whole >> bits) & 1
-    return ((whole + (tie + ((1 << (bits - 1)) - 1))) & -(1 << bits)).view(torch.float32)
+@torch.library.custom_op("forgefield::rounded", mutates_args=())
+def _rounded(x: Tensor, dtype: str) -> Tensor:
+    """Float32 numbers to the nearest that the named type holds. An operation of its own, because compilers take out a
+    conversion to a shorter type and back."""
+    return x.to(getattr(torch, dtype)).to(x.dtype)
 
 
-def _scale_field(x: Tensor) -> Tensor:
-    """Exponent field of the power of two that brings the largest entry of x to at least 2^14 and below 2^15."""
-    largest = torch.linalg.vector_norm(x, ord=math.inf)
-    return (2 * 127 + 14 - (largest.view(torch.int32) >> 23)).clamp(1, 253)
-
-
-def _power_of_two(field: Tensor) -> Tensor:
-    """2^(field - 127), float32, for 1 <= field <= 254: exact, and made without waiting for the device."""
-    return (field << 23).view(torch.float32)
+@_rounded.register_fake
+def _(x: Tensor, dtype: str) -> Tensor:
+    return torch.empty_like(x)

@@ -20,6 +20,7 @@ from forgefield.parallel.group import Ranks
 from forgefield.training.bench_timer import Measurement, StepTimer
 from forgefield.training.fit import fit
 from forgefield.training.journal import Journal
+from forgefield.training.precision import Precision
 
 TRAINER_KEYS = (
     "accelerator",
@@ -74,6 +75,7 @@ def measured_config(config: DictConfig, *, steps: int, warmup: int, folder: Path
             changed.data[split] = 0
     training: Any = changed.training
     training.tensorboard, training.early_stopping, training.monitor = 0, None, "train/loss"
+    training.precision = Precision(plain(training.precision)).start  # a schedule counts from an end that is not reached
     training.checkpoint.every_epochs = training.checkpoint.every_steps = None
     # On a GPU the steps are run twice, and every epoch may have one step that is not full.
     enough = 2 * (warmup + 2 * steps)

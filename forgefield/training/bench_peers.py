@@ -73,12 +73,13 @@ def load_structures(file: str, device: torch.device) -> Batch:
 def training_step(model: torch.nn.Module, predict: Predict, batch: Batch, lr: float) -> Callable[[], None]:
     optimiser = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=lr)
     n_atoms = batch["n_atoms"].double()
+    known = [~torch.isnan(batch[name]) for name in ("energy", "forces")]  # a missing label has no part in the loss
 
     def step() -> None:
         optimiser.zero_grad()
         energy, forces = predict()
-        of_energy = ((energy.double() - batch["energy"]) / n_atoms).square().mean()
-        of_forces = (forces.double() - batch["forces"]).square().mean()
+        of_energy = torch.where(known[0], (energy.double() - batch["energy"]) / n_atoms, 0.0).square().mean()
+        of_forces = torch.where(known[1], forces.double() - batch["forces"], 0.0).square().mean()
         (of_energy + of_forces).backward()
         optimiser.step()
 
@@ -164,8 +165,8 @@ def shared_settings(batch: Batch, job: dict[str, Any], dtype: torch.dtype, mode:
 def nequip(batch: Batch, job: dict[str, Any], dtype: torch.dtype, mode: str) -> Any:
     from nequip.model import NequIPGNNModel
 
-    names = ("num_layers", "l_max", "parity", "num_features", "type_embed_num_features", "radial_mlp_depth")
-    names = (*names, "radial_mlp_width", "num_bessels", "polynomial_cutoff_p")
+    names = ["num_layers", "l_max", "parity", "num_features", "type_embed_num_features", "radial_mlp_depth"]
+    names += ["radial_mlp_width", "num_bessels", "polynomial_cutoff_p"]
     if job["model"].get("name") == "nequip":
         own, words = {name: job["model"][name] for name in names}, "our hyperparameters"
     else:

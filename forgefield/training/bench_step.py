@@ -25,11 +25,12 @@ from forgefield.training.ema import WeightAverage
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.step import StepFunction
 from forgefield.training.optimisers import build_optimiser
+from forgefield.training.precision import Precision
 
 
 @dataclass
 class BareStep:
-    """data: prepared. average: of the weights, where the config asks for one."""
+    """data: prepared. average: of the weights, where the config asks for one. resolved: options of the model in full."""
 
     data: DataModule
     potential: Potential
@@ -37,6 +38,8 @@ class BareStep:
     optimiser: torch.optim.Optimizer
     average: WeightAverage | None
     device: torch.device
+    resolved: dict[str, Any]
+    precision: Precision
     errors: ErrorMetrics = field(init=False)
 
     def __post_init__(self) -> None:
@@ -47,14 +50,21 @@ class BareStep:
 
     def batch(self, rows: Sequence[int] | np.ndarray) -> Batch:
         """These frames of the training data, on the device."""
-        batch = to_device(self.data.train.batch(np.asarray(rows)), self.device)
-        return with_edges(batch, self.potential.cutoff)
+        return self.on_device(self.data.train.batch(np.asarray(rows)))
+
+    def first_batch(self) -> Batch:
+        """What a training begins with."""
+        return self.on_device(next(iter(self.data.train_dataloader())))
+
+    def on_device(self, batch: Batch) -> Batch:
+        return with_edges(to_device(batch, self.device), self.potential.cutoff)
 
     def run(self, engine: Engine, batch: Batch) -> None:
         """One whole step, in the order in which Lightning does it."""
-        loss = engine.step(batch).loss
-        self.optimiser.zero_grad()
-        loss.backward()
+        with self.precision.applied(self.precision.start):
+            loss = engine.step(batch).loss
+            self.optimiser.zero_grad()
+            loss.backward()
         self.optimiser.step()
         if self.average is not None:
             self.average.update()
@@ -73,6 +83,8 @@ def bare_step(config: DictConfig, *, precision: str | None = None, data: DataMod
         data = DataModule(config.data, seed=config.seed)
         data.prepare()
     species, device = data.species.symbols, training_device(config)
+    arithmetic = Precision(precision if precision is not None else first_precision(config))
+    arithmetic.require_device(device)
     task = Task(config.task if config.task is not None else default_task(data.statistics.labels), species)
     resolved = resolve_model(
         plain(config.model),
@@ -82,7 +94,7 @@ def bare_step(config: DictConfig, *, precision: str | None = None, data: DataMod
         max_neighbours=config.data.max_neighbours,
         statistics=data.statistics,
     )
-    potential = build_model(resolved, precision=precision or first_precision(config), seed=config.seed)
+    potential = build_model(resolved, precision=arithmetic.weights, seed=config.seed)
     potential.train().to(device)
     parameters = [p for p in potential.parameters() if p.requires_grad]
     optimiser = build_optimiser(config.training.optimizer, parameters, lr=config.training.lr)
@@ -90,13 +102,12 @@ def bare_step(config: DictConfig, *, precision: str | None = None, data: DataMod
     if average is not None:
         average.to(device)
     task.to(device)
-    return BareStep(data, potential, task, optimiser, average, device)
+    return BareStep(data, potential, task, optimiser, average, device, resolved, arithmetic)
 
 
 def first_precision(config: DictConfig) -> str:
     """The precision that a training begins with."""
-    given = plain(config.training.precision)
-    return given["start"] if isinstance(given, dict) else given
+    return Precision(plain(config.training.precision)).start
 
 
 def training_device(config: DictConfig) -> torch.device:

@@ -19,6 +19,8 @@ from lightning.pytorch.callbacks import Callback
 from forgefield.files import write_whole
 from forgefield.parallel.strategies import SimpleDDPStrategy
 from forgefield.training.callbacks.pace import StepTimes
+from forgefield.training.engines.graphs import GraphsEngine
+from forgefield.training.engines.sparing import SparingEngine
 from forgefield.training.summary import device_name
 
 PARTS = tuple(field.name for field in fields(StepTimes))
@@ -34,8 +36,9 @@ class Measurement:
     own, see `StepTimer`. message_bytes: gradients of one step. full_batches: whether every rank had as many frames in a step as
     the config asks for. core_share: processor time over time of own work, of the rank that has the least; below one, others
     were at work on its cores; None with a GPU. memory_bytes: most memory of tensors on the GPU of rank 0. resident_bytes: most
-    memory of the process of rank 0. first_step_seconds: from when data and model are ready until the first step is done, with
-    everything that the engine does before it, on the slowest rank. engine, derivative: those in use, whatever was asked for.
+    memory of the process of rank 0. first_step_seconds: from when the first batch is there until its step is done, with
+    everything that the engine does for it, on the slowest rank. engine, derivative: those in use, whatever was
+    asked for. captured: the engine whose step is replayed, for graphs.
     """
 
     ranks: int
@@ -64,6 +67,7 @@ class Measurement:
     resident_bytes: int
     first_step_seconds: float
     engine: str
+    captured: str | None
     derivative: str
     precision: str
 
@@ -117,7 +121,7 @@ class StepTimer(Callback):
         self.parts: list[StepTimes] = []
         self.message_bytes = 0
         self.first_step_seconds: float | None = None
-        self._ready = 0.0
+        self._ready: float | None = None
         self._n_warm = 0
         self._is_timed = self._is_marked = False
         self._since: tuple[float, float] | None = None
@@ -125,9 +129,6 @@ class StepTimer(Callback):
         self._present = StepTimes(0.0, 0.0, 0.0, 0.0)
 
     # ---- marks
-
-    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._ready = time.perf_counter()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         strategy = trainer.strategy
@@ -154,6 +155,8 @@ class StepTimer(Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        if self._ready is None:
+            self._ready = self._now()
         self._charge("data")
 
     def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -207,7 +210,7 @@ class StepTimer(Callback):
         epoch_ends = trainer.is_last_batch
         if (batch_idx + 1) % trainer.accumulate_grad_batches and not epoch_ends:
             return
-        if self.first_step_seconds is None:
+        if self.first_step_seconds is None and self._ready is not None:
             self.first_step_seconds = self._now() - self._ready
         self._n_warm += self._n_warm < self.warmup
         self.n_timed += self._is_timed
@@ -245,7 +248,10 @@ class StepTimer(Callback):
         strategy, ranks = trainer.strategy, pl_module.ranks
         device = strategy.root_device
         seconds, counts, steps, shares, first_steps = zip(*everyone)
-        engine, derivative = _engine(pl_module)
+        engine = pl_module.engine
+        engine = (
+            engine.inner if isinstance(engine, SparingEngine) else engine
+        )  # without the wrapper that watches memory
         frames, atoms, edges = (sum(column) for column in zip(*counts))
         by_rank = [[1000 * statistics.fmean(column) for column in zip(*parts)] for parts in steps]
         exchanges = [[step[PARTS.index("communication")] for step in parts] for parts in steps]
@@ -277,8 +283,9 @@ class StepTimer(Callback):
             memory_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
             resident_bytes=resident_bytes(),
             first_step_seconds=max(first_steps),
-            engine=engine,
-            derivative=derivative,
+            engine=engine.name,
+            captured=engine.inner.name if isinstance(engine, GraphsEngine) else None,
+            derivative=engine.function.derivative,
             precision=str(pl_module.options.precision),
         )
 
@@ -287,12 +294,6 @@ def resident_bytes() -> int:
     """Most memory that this process has had so far."""
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else 1024 * most
-
-
-def _engine(pl_module: Any) -> tuple[str, str]:
-    """Names of the engine and of the derivative form that the steps were done with."""
-    engine = pl_module.engine
-    return engine.name, engine.function.derivative
 
 
 def _waiting(communication: Sequence[Sequence[float]]) -> float:

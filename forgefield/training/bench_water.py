@@ -58,3 +58,12 @@ def water_config(path: Path) -> dict[str, Any]:
         "model": {"name": "nequip", "preset": "S"},
         "task": {"energy": {"weight": 1.0}, "forces": {"weight": 1.0}},
     }
+
+
+def frames_for(options: Any, ranks: int) -> int:
+    """How many frames a training with this data section needs for full batches on so many ranks."""
+    from forgefield.data.sampling.batching import training_budget
+
+    budget, atoms = training_budget(options), 3 * MOLECULES_ALONG_EDGE**3
+    per_frame = {"frames": 1, "atoms": atoms, "edges": 55 * atoms}[budget.kind]
+    return max(4, (1 + budget.size // per_frame) * ranks)

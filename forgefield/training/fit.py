@@ -56,7 +56,6 @@ from forgefield.training.trainer import (
     user_callbacks,
 )
 
-TOLERANCES = {"float64": 1e-9, "float32": 1e-4}
 _LIMITS = ("trainer.max_epochs", "trainer.max_steps", "training.early_stopping")
 
 
@@ -164,8 +163,8 @@ def fit(config: DictConfig, *, fresh: bool, journal: Journal, ranks: Ranks) -> F
         data.prepare(converting=_conversion_report(journal.say))
         L.seed_everything(config.seed, verbose=False)
         task, resolved, fingerprint = _prepare_model(run, config, data, ranks)
-        precision = Precision(plain(config.training.precision))
-        potential = build_model(resolved, precision=precision.weights, seed=config.seed)
+        precision = Precision(config.training.precision).weights
+        potential = build_model(resolved, precision=precision, seed=config.seed)
         record = _Record(task, resolved, fingerprint, sum(p.numel() for p in potential.parameters()))
         plan = _Plan(run, config, options, data, record)
         restart, status = ranks.share(_where_to_go_on(run, journal) if ranks.is_first else None)
@@ -246,6 +245,10 @@ def _run_lightning(plan: _Plan, potential: Potential, restart: Restart | None, p
         raise ForgefieldError(
             f"Run {run.name} has {restart.epoch} epochs behind it already, more than trainer.max_epochs={trainer.max_epochs}."
         )
+    precision = Precision(config.training.precision)
+    precision.require_device(trainer.strategy.root_device)
+    if not plan.quick:
+        precision.require_end(epochs=trainer.max_epochs, steps=trainer.max_steps)
     plan.record.write(run, config, data, ranks)
     if ranks.is_first:
         metrics_log.start(restart.rows if restart else 0)
@@ -284,7 +287,7 @@ def _engine_starter(plan: _Plan, party: Party, restart: Restart | None) -> Engin
         plan.config.training,
         ranks,
         plan=lambda: plan_sizes(plan.data.train_dataloader().batch_sizes(), at_most=plan.config.training.graphs.sizes),
-        tolerance=TOLERANCES[plan.config.training.precision],
+        tolerance=Precision(plan.config.training.precision).tolerance,
         say=party.journal.say,
         chosen_before=ranks.share(before),
         keep=lambda choice: None if plan.quick else _write_status(run, ranks, engine=choice),

@@ -59,7 +59,7 @@ class MemoryModel:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """model: fitted to `measured`. largest: the largest batch of the first epoch, (frames, atoms, edges), and its need in bytes.
+    """model: fitted to `measured`. largest: the largest batch of the first epochs, (frames, atoms, edges). needed: its memory.
 
     available: bytes that a training can have on the device, what others use taken off. fits: the batch that fills `FILLED`
     of it, by each way to count. engine, device: what was measured.
@@ -85,7 +85,7 @@ def plan_memory(config: DictConfig, say: Callable[[str], None] = lambda text: No
     choice = planned_choice(config, step.device)
     engine = _engine(step, choice, config, say)
     loader = step.data.train_dataloader()
-    rows = np.concatenate(list(batch_rows(loader)))
+    rows = np.random.default_rng(config.seed).permutation(len(step.data.train))
     peaks = []
     for n in SMALL_BATCHES:
         batch = step.batch(np.resize(rows, n))
@@ -183,10 +183,16 @@ def _storage_bytes(tensors: list[Tensor]) -> int:
 
 
 def fit_memory(peaks: list[Peak]) -> MemoryModel:
-    """Least squares with nothing negative: no atom and no edge gives memory back."""
+    """Least squares with nothing negative: no atom and no edge gives memory back.
+
+    Where every atom has equally many edges, all that grows is put down to edges.
+    """
     columns = np.array([[1.0, peak.atoms, peak.edges] for peak in peaks])
     needed = np.array([peak.bytes for peak in peaks], dtype=np.float64)
     scale = columns.max(axis=0).clip(min=1.0)
+    ratios = columns[:, 2] / columns[:, 1]
+    if ratios.min() > 0.99 * ratios.max() > 0:  # alike in all of them: what is due to which cannot be told
+        columns[:, 1] = 0.0
     found, _ = nnls(columns / scale / needed[:, None], np.ones(len(needed)))  # relative errors count alike
     return MemoryModel(*(float(value) for value in found / scale))
 
@@ -198,20 +204,13 @@ def largest_batch(model: MemoryModel, room: float, atoms_per_frame: float, edges
     return {"frames": int(atoms / atoms_per_frame), "atoms": int(atoms), "edges": int(atoms * edges_per_atom)}
 
 
-def batch_rows(loader: FrameLoader) -> list[np.ndarray]:
-    """Rows of the data set in each batch of the loader's present epoch."""
-    rows, plan = loader._plan()
-    return [rows[plan.share(step, loader.rank)] for step in range(len(plan))]
-
-
 def batch_sizes(loader: FrameLoader, edges_per_atom: float) -> list[tuple[int, int, int]]:
-    """Frames, atoms and edges of each batch of the present epoch; edges follow from atoms where lists are not made yet."""
-    data, found = loader.dataset, []
-    for rows in batch_rows(loader):
-        atoms = int(data.n_atoms[rows].sum())
-        edges = round(atoms * edges_per_atom) if data.n_edges is None else int(data.n_edges[rows].sum())
-        found.append((len(rows), atoms, edges))
-    return found
+    """Frames, atoms and edges of the batches to come; edges follow from atoms where lists are made on the device."""
+    known = loader.batch_sizes()
+    if len(known):
+        return [(int(frames), int(atoms), int(edges)) for frames, atoms, edges in known]
+    numbers = [(len(batch["n_atoms"]), len(batch["positions"])) for batch in loader]
+    return [(frames, atoms, round(atoms * edges_per_atom)) for frames, atoms in numbers]
 
 
 def _means(step: BareStep, peaks: list[Peak]) -> tuple[float, float]:

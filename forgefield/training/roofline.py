@@ -7,8 +7,7 @@ step: the operations of its matrix products, and the bytes that it has to move e
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -21,6 +20,7 @@ from forgefield.data.batch import Batch
 from forgefield.training.bench_step import BareStep, synchronised
 from forgefield.training.engines.blank import sizes
 from forgefield.training.engines.engine import Engine
+from forgefield.training.precision import Precision
 
 MATMUL_TYPES = {
     "float64": torch.float64,
@@ -89,24 +89,13 @@ def _copy_rate(device: torch.device) -> float:
 
 def _matmul_rate(device: torch.device, precision: str) -> float:
     size, largest = 256, LARGEST_MATRIX.get(device.type, 2048)
-    with matmul_precision(precision):
+    with Precision(precision).applied(precision):
         while True:
             factor = torch.ones(size, size, dtype=MATMUL_TYPES[precision], device=device) / size
             if size >= largest or _seconds(lambda factor=factor: factor @ factor, device) > 0.02:  # type: ignore[misc]
                 break
             size *= 2
         return 2 * size**3 * _most_per_second(lambda: factor @ factor, device)
-
-
-@contextmanager
-def matmul_precision(precision: str) -> Iterator[None]:
-    """Inside, products of float32 matrices are exact, or with tf32 rounded as tensor cores do."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def _seconds(action: Callable[[], Any], device: torch.device, repeats: int = 1) -> float:
@@ -124,7 +113,8 @@ def _most_per_second(action: Callable[[], Any], device: torch.device) -> float:
     action()
     once = _seconds(action, device)
     repeats = max(1, int(LOOP_SECONDS / 10 / max(once, 1e-6)))
-    rates, spent = [], 0.0
+    rates: list[float] = []
+    spent = 0.0
     while spent < LOOP_SECONDS or len(rates) < 3:
         seconds = _seconds(action, device, repeats)
         rates.append(repeats / seconds)

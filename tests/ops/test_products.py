@@ -33,7 +33,8 @@ def test_the_value_is_the_product_of_rounded_factors_summed_in_float32(dtype, sh
     x, matrix = drawn(*shape), drawn(5, 6, seed=1)
     with products_in(dtype):
         made = product(x, matrix)
-    assert made.dtype == torch.float32 and made.shape == (*shape[:-1], 6)
+    assert made.dtype == torch.float32
+    assert made.shape == (*shape[:-1], 6)
     if x.numel():
         expected = rounded_by_torch(x, dtype) @ rounded_by_torch(matrix, dtype)
         torch.testing.assert_close(made.double(), expected, rtol=0, atol=2e-6)

@@ -19,12 +19,15 @@ import numpy as np
 import pytest
 
 from forgefield.cli import bench as verb
+from forgefield.cli import bench_machine as machine
+from forgefield.cli import bench_tables as tables
 from forgefield.cli import main
 from forgefield.config.loading import load_config
 from forgefield.errors import ForgefieldError
 from forgefield.parallel.group import alone
 from forgefield.parallel.launch import detect_launch
-from forgefield.training.bench import PARTS, Measurement, _waiting, measure, measured_config, not_measured
+from forgefield.training.bench import measure, measured_config, not_measured
+from forgefield.training.bench_timer import PARTS, Measurement, _waiting
 from tests.helpers import tiny_config
 from tests.parallel.launching import ROOT, ranks, write_config
 
@@ -155,7 +158,7 @@ def test_ranks_cannot_be_chosen_where_a_launcher_has(tmp_path: Path) -> None:
     with pytest.raises(
         ForgefieldError, match="torchrun has started 1 process, and those are measured; leave --ranks out"
     ):
-        verb._measure_group(load_config(tiny_config(tmp_path)), started, argparse.Namespace(ranks="1,2"))
+        verb.measure_group(load_config(tiny_config(tmp_path)), started, argparse.Namespace(ranks="1,2"))
 
 
 def test_error_of_a_measurement_is_said_once(
@@ -181,6 +184,15 @@ def test_error_of_a_measurement_is_said_once(
         (["--warmup", "-3"], "0 or more"),
         (["--json", "no/such/folder/out.json"], "does not exist"),
         (["data.batch.frame=3"], "did you mean"),
+        (["--engines", "eager,compiled"], "did you mean 'compile'"),
+        (["--derivatives", "triple"], "'triple' is not one of double, tangent"),
+        (["--figure", "out.jpeg"], "should end in .png"),
+        (["--figure", "out.png", "--ranks", "1,2"], "give --engines as well"),
+        (["--quick", "--engines", "eager"], "give one of them"),
+        (["--plan", "--ranks", "1"], "leave out --ranks"),
+        (["--peer-python", sys.executable], "--peers asks for"),
+        (["--peers", "--peer-python", "no/such/python"], "no such program"),
+        (["--peers", "--peer-names", "nequipp"], "did you mean 'nequip'"),
     ],
 )
 def test_wrong_arguments_are_one_sentence(
@@ -191,37 +203,32 @@ def test_wrong_arguments_are_one_sentence(
     assert sentence.lower() in capsys.readouterr().err.lower()
 
 
-def test_a_config_must_be_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench"]) == 2
-    assert "forgefield bench CONFIG" in capsys.readouterr().err
-
-
 def test_more_processes_than_cores_is_warned_of() -> None:
-    (warning,) = verb._warnings(4, 2, "core")
+    (warning,) = machine.warnings(4, 2, "core")
     assert "4 processes" in warning
     assert "2 cores" in warning
     assert "no speed-up can be expected" in warning
-    assert verb._warnings(2, 2, "core") == []
+    assert machine.warnings(2, 2, "core") == []
 
 
 def test_disturbed_measurement_is_warned_of(measured: SimpleNamespace) -> None:
     row = Measurement.from_dict(measured.rows[1])
     assert row.core_share is not None
     assert row.core_share > 0
-    (_, warning) = verb.scaling_notes([replace(row, core_share=0.42)])
+    (_, warning) = tables.scaling_notes([replace(row, core_share=0.42)])
     assert "42 % of the time" in warning
-    assert len(verb.scaling_notes([replace(row, core_share=0.97)])) == 1
+    assert len(tables.scaling_notes([replace(row, core_share=0.97)])) == 1
 
 
 def test_default_is_doubling_up_to_what_there_is() -> None:
-    assert [verb._doubling(n) for n in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4], [1, 2, 4, 8]]
+    assert [machine.doubling(n) for n in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4], [1, 2, 4, 8]]
 
 
 def test_devices_are_those_of_the_measurement_whatever_the_config_says(tmp_path: Path) -> None:
     config = load_config(small_config(tmp_path, devices="1,3"))
-    assert verb._on_devices(config, 1, "GPU").trainer.devices == [1]
-    assert verb._on_devices(config, 2, "core").trainer.devices == 2
-    assert "num_nodes" not in verb._on_devices(config, 2, "core").trainer
+    assert machine.on_devices(config, 1, "GPU").trainer.devices == [1]
+    assert machine.on_devices(config, 2, "core").trainer.devices == 2
+    assert "num_nodes" not in machine.on_devices(config, 2, "core").trainer
     assert config.trainer.devices == "1,3"
 
 
@@ -258,7 +265,7 @@ def test_step_is_an_optimiser_step_on_full_batches(
     assert measurement is not None
     assert (measurement.steps, measurement.samples) == (3, 3 * samples_of_a_step)
     assert measurement.full_batches is full
-    assert any("fewer training frames" in note for note in verb.scaling_notes([measurement])) is not full
+    assert any("fewer training frames" in note for note in tables.scaling_notes([measurement])) is not full
     assert Measurement.from_dict(json.loads(json.dumps(measurement.as_dict()))) == measurement
 
 

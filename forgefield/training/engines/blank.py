@@ -68,12 +68,15 @@ def join_batches(first: Batch, second: Batch) -> Batch:
     }
 
 
-def at_least_two(batch: Batch, reach: float) -> Batch:
-    """The batch, with one blank frame where it has fewer than two frames, atoms or pairs of edges.
+LEAST = {"frames": 2, "atoms": 64, "edges": 64}
+"""Compiled code is made for batches no smaller than this: it would know sizes of zero and one only as special cases, and some
+small sizes as worth another kernel."""
 
-    A compiled function knows sizes of zero and one only as special cases; with this there are none.
-    """
+
+def not_too_small(batch: Batch, reach: float) -> Batch:
+    """The batch, filled up with a blank frame where it is smaller than `LEAST`."""
     frames, atoms, edges = sizes(batch)
-    if frames >= 2 and atoms >= 2 and edges >= 4:
+    if frames >= LEAST["frames"] and atoms >= LEAST["atoms"] and edges >= LEAST["edges"]:
         return batch
-    return join_batches(batch, blank_frames(batch, frames=1, atoms=2, edges=4, reach=reach))
+    atoms, edges = max(LEAST["atoms"] - atoms, 1), max(LEAST["edges"] - edges, 0)
+    return join_batches(batch, blank_frames(batch, frames=1, atoms=atoms, edges=edges + edges % 2, reach=reach))

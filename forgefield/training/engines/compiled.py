@@ -16,13 +16,14 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor
+from torch._guards import TracingContext, tracing
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.standalone_compile import standalone_compile
 from torch.fx import Graph, Node
 from torch.utils._sympy.printers import PythonPrinter
 
 from forgefield.data.storage.cache import cache_folder
-from forgefield.training.engines.blank import at_least_two, sizes
+from forgefield.training.engines.blank import not_too_small, sizes
 from forgefield.training.engines.engine import Denominators, Engine, Step
 from forgefield.training.engines.step import Differentiated, Measured, StepFunction
 from forgefield.training.engines.tracing import Traced, trace
@@ -65,11 +66,11 @@ class CompileEngine(Engine):
         return self._given(self.differentiate(batch, denominators))
 
     def differentiate(self, batch: Batch, denominators: Denominators | None = None) -> Differentiated:
-        trained, fixed, batch, weights, known = self._inputs(at_least_two(batch, self.reach), denominators)
+        trained, fixed, batch, weights, known = self._inputs(not_too_small(batch, self.reach), denominators)
         return self.training([*trained, *fixed, weights, *([] if known is None else [known])], batch)
 
     def evaluate(self, batch: Batch) -> Measured:
-        trained, fixed, batch, _, _ = self._inputs(at_least_two(batch, self.reach), None)
+        trained, fixed, batch, _, _ = self._inputs(not_too_small(batch, self.reach), None)
         return self.evaluation([*trained, *fixed], batch)
 
     def forget(self) -> None:
@@ -78,7 +79,7 @@ class CompileEngine(Engine):
 
 
 class CompiledFunction:
-    """`function(static, batch)` compiled. Batches must have at least two frames, atoms and pairs of edges.
+    """`function(static, batch)` compiled. Batches must not be smaller than `blank.LEAST`.
 
     options: settings of Inductor, by their names. before: called before code is made. compilations: how often code was
     made, or found on disk.
@@ -111,10 +112,14 @@ class CompiledFunction:
         self.before()
         traced = trace(self.function, static, batch)
         settings = {"joint_custom_post_pass": ShareEqualNodes(), **self.options}
-        with torch.no_grad(), _kept_cache(), warnings.catch_warnings():
+        context = TracingContext(traced.mode)
+        with torch.no_grad(), tracing(context), _kept_cache(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             code = standalone_compile(
-                traced.graph, traced.inputs(), dynamic_shapes="from_graph", options={"config_patches": settings}
+                traced.graph,
+                traced.inputs(),
+                dynamic_shapes="from_tracing_context",
+                options={"config_patches": settings},
             )
         self.compilations += 1
         self._variants.insert(0, (conditions(traced), code, traced))
@@ -128,7 +133,7 @@ def conditions(traced: Traced) -> Callable[[int, int, int], bool]:
         expression = guard.expr.xreplace({s: sympy.Symbol(names[str(s)], integer=True) for s in guard.expr.free_symbols})
         texts.append(f"({printer.doprint(expression)})")
     source = " and ".join(dict.fromkeys(texts)) or "True"
-    return eval(f"lambda frames, atoms, edges: (lambda pairs: {source})(edges // 2)")  # noqa: S307
+    return eval(f"lambda frames, atoms, edges: {source}")  # noqa: S307
 
 
 class ShareEqualNodes(CustomGraphPass):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from forgefield.training.engines.blank import at_least_two
+from forgefield.training.engines.blank import not_too_small
 from forgefield.training.engines.engine import Denominators, Engine, Step
 from forgefield.training.engines.step import Differentiated, Measured, StepFunction
 from forgefield.training.engines.tracing import Traced, trace
@@ -40,11 +40,11 @@ class ScriptEngine(Engine):
         return self._given(self.differentiate(batch, denominators))
 
     def differentiate(self, batch: Batch, denominators: Denominators | None = None) -> Differentiated:
-        trained, fixed, batch, weights, known = self._inputs(at_least_two(batch, self.reach), denominators)
+        trained, fixed, batch, weights, known = self._inputs(not_too_small(batch, self.reach), denominators)
         return self.training([*trained, *fixed, weights, *([] if known is None else [known])], batch)
 
     def evaluate(self, batch: Batch) -> Measured:
-        trained, fixed, batch, _, _ = self._inputs(at_least_two(batch, self.reach), None)
+        trained, fixed, batch, _, _ = self._inputs(not_too_small(batch, self.reach), None)
         return self.evaluation([*trained, *fixed], batch)
 
     def forget(self) -> None:

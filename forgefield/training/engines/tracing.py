@@ -1,6 +1,6 @@
 """Traces a step into one graph of tensor operations that holds for batches of any size.
 
-Sizes of a batch (frames, atoms, pairs of edges) are symbols, each on its own: that two of them happen to be equal in the batch
+Sizes of a batch (frames, atoms, edges) are symbols, each on its own: that two of them happen to be equal in the batch
 at hand means nothing. Everything inside is unrolled, derivatives included, so that a compiler sees plain operations only.
 """
 
@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from forgefield.data.batch import SHAPES
 from forgefield.errors import ForgefieldError
-from forgefield.training.engines.blank import sizes
+from forgefield.training.engines.blank import LEAST, sizes
 
 Batch = dict[str, Tensor]
 
@@ -41,6 +41,7 @@ class Traced:
     """
 
     graph: GraphModule
+    mode: FakeTensorMode
     n_static: int
     keys: tuple[str, ...]
     environment: ShapeEnv
@@ -58,7 +59,7 @@ class Traced:
 def trace(function: Callable[[list[Tensor], Batch], Any], static: Sequence[Tensor], batch: Batch) -> Traced:
     """The graph of `function(static, batch)`. static: tensors whose shapes never change.
 
-    batch: one with at least two frames, atoms and pairs; only its keys, types and, as a hint, sizes matter.
+    batch: only its keys, types and, as a hint, sizes matter.
     """
     environment = _Sizes(duck_shape=False)
     mode = FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
@@ -84,22 +85,19 @@ def trace(function: Callable[[list[Tensor], Batch], Any], static: Sequence[Tenso
             "the step can be traced only for batches of one size, because a size is used as a number "
             f"({environment.pinned[0]})"
         )
-    return Traced(graph, len(static), keys, environment, symbols, structure)
+    return Traced(graph, mode, len(static), keys, environment, symbols, structure)
 
 
 def _symbolic_sizes(environment: ShapeEnv, batch: Batch) -> tuple[dict[Any, Any], dict[str, str]]:
-    frames, atoms, edges = sizes(batch)
-    hints = {"frames": frames, "atoms": atoms}
-    hints |= {"pairs": edges // 2} if "edge_reverse" in batch else {"edges": edges}
+    hints = dict(zip(("frames", "atoms", "edges"), sizes(batch)))
     lengths, symbols = {}, {}
     for name, size in hints.items():
-        hint = 1 << (max(size, 2) - 1).bit_length()  # nearly the same for all batches of a data set, so that code is found again
+        # Nearly the same for all batches of a data set, so that code is found again.
+        hint = max(8 if name == "frames" else LEAST[name], 1 << (size - 1).bit_length())
         source = ConstantSource(name)
         symbol = environment.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
         lengths[name] = environment.create_symintnode(symbol, hint=hint, source=source)
         symbols[name] = str(symbol)
-    if "pairs" in lengths:
-        lengths["edges"] = 2 * lengths["pairs"]
     return lengths, symbols
 
 

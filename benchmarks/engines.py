@@ -1,0 +1,316 @@
+"""Whole training steps (energies and forces, gradients, Adam) of every engine on water, on this machine.
+
+    python benchmarks/engines.py [--cases S-32 S-1 M-32 A-32 ...] [--engines eager compile graphs-eager graphs-compiled script]
+                                 [--derivatives double tangent] [--budget 600] [--fresh-cache] [--json out.json]
+                                 [--peers [--peer-python other/bin/python]]
+
+A case is a model and a batch: presets S and M of NequIP and an Allegro (A: l_max 2, 2 layers, 64 scalar and 64 tensor features)
+on 32, 8 or 1 frames of 192 atoms, or `small`, 5 frames of 24; cutoff 5 A, about 54 neighbours. Before an engine is timed, its
+loss and all its gradients must equal those of the eager engine with double backward. The first step is timed from the call to
+its end, compiling included; an engine is compiled once for all batches of a model. Peers run in processes of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from ase.data import atomic_numbers
+
+from forgefield.config.schema import TargetOptions, TaskOptions
+from forgefield.data.batch import Batch, batch_from_frames, to_device
+from forgefield.data.readers import frames_from_atoms
+from forgefield.data.species import SpeciesTable
+from forgefield.errors import ForgefieldError
+from forgefield.models.potential import Potential
+from forgefield.models.registry import build_model, resolve_model
+from forgefield.tasks.metrics import ErrorMetrics
+from forgefield.tasks.task import Task
+from forgefield.training import bench_peers
+from forgefield.training.bench_water import water
+from forgefield.training.engines.blank import sizes
+from forgefield.training.engines.captured_update import CapturedUpdate
+from forgefield.training.engines.compiled import CompileEngine
+from forgefield.training.engines.engine import Engine
+from forgefield.training.engines.graphs import GraphsEngine
+from forgefield.training.engines.script import ScriptEngine
+from forgefield.training.engines.size_plan import plan_sizes
+from forgefield.training.engines.step import DERIVATIVES, StepFunction
+from forgefield.training.engines.verify import require_equal
+from forgefield.training.precision import TOLERANCES, Precision
+
+SPECIES = ("H", "O")
+MODELS: dict[str, dict[str, Any]] = {
+    "tiny": {"name": "nequip", "num_layers": 1, "l_max": 1, "num_features": 4, "radial_mlp_width": 8},
+    "S": {"name": "nequip", "preset": "S"},
+    "M": {"name": "nequip", "preset": "M"},
+    "A": {"name": "allegro", "l_max": 2, "num_layers": 2, "num_scalar_features": 64, "num_tensor_features": 64},
+}
+BATCHES = {"tiny": (2, 2, 3.0), "32": (32, 4, 5.0), "8": (8, 4, 5.0), "1": (1, 4, 5.0), "small": (5, 2, 5.0)}
+"""Frames, molecules along an edge of the box, cutoff in A."""
+CASES = ["S-1", "S-small", "S-8", "S-32", "M-1", "M-small", "M-8", "M-32", "A-32"]
+ENGINES = ("eager", "compile", "graphs-eager", "graphs-compiled", "script")
+LEARNING_RATE = 1e-4
+
+
+@dataclass
+class Trained:
+    """One model on the device with what its engines have in common. compiled: by derivative, made when first asked for."""
+
+    potential: Potential
+    resolved: dict[str, Any]
+    task: Task
+    errors: ErrorMetrics
+    compiled: dict[str, CompileEngine]
+
+    def function(self, derivative: str) -> StepFunction:
+        return StepFunction(self.potential, self.task, self.errors, derivative=derivative)
+
+    def engine(self, name: str, derivative: str, batch: Batch) -> Engine:
+        if name == "script":
+            return ScriptEngine(self.function(derivative))
+        inner = Engine(self.function(derivative))
+        if name in ("compile", "graphs-compiled"):
+            inner = self.compiled.setdefault(derivative, CompileEngine(self.function(derivative)))
+        if not name.startswith("graphs"):
+            return inner
+        return GraphsEngine(inner, plan=plan_sizes(np.array([sizes(batch)])))
+
+
+def trained(model: str, cutoff: float, precision: str, device: torch.device) -> Trained:
+    statistics = {"avg_num_neighbours": 54.0, "energy_scales": 1.0, "energy_shifts": 0.0}
+    resolved = resolve_model({**MODELS[model], **statistics}, species=SPECIES, cutoff=cutoff)
+    potential = build_model(resolved, precision=Precision(precision).weights, seed=1).train().to(device)
+    task = Task(TaskOptions(energy=TargetOptions(), forces=TargetOptions()), SPECIES)
+    task.to(device)
+    return Trained(potential, resolved, task, ErrorMetrics(task.names, SPECIES), {})
+
+
+def batch_of(name: str, device: torch.device) -> Batch:
+    frames, along_edge, cutoff = BATCHES[name]
+    rng = np.random.default_rng(7)
+    atoms = [water(rng, along_edge) for _ in range(frames)]
+    return to_device(batch_from_frames(frames_from_atoms(atoms), SpeciesTable(SPECIES), cutoff), device)
+
+
+# ---- one engine
+
+
+def whole_step(engine: Engine, batch: Batch) -> Callable[[], None]:
+    """Gradients and Adam, as the training does them with this engine."""
+    weights = engine.function.trained_weights()
+    optimiser = torch.optim.Adam(weights, lr=LEARNING_RATE)
+    if isinstance(engine, GraphsEngine):
+        update = CapturedUpdate(optimiser, None)
+
+        def replay() -> None:
+            engine.differentiate(batch)
+            engine.bring_gradients()
+            update.step()
+
+        return replay
+
+    def step() -> None:
+        loss = engine.step(batch).loss
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+
+    return step
+
+
+def seconds_of(action: Callable[[], None], device: torch.device, repeats: int = 1) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        action()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def measure(engine: Engine, reference: Engine, batch: Batch, tolerance: float, seconds: float) -> dict[str, Any]:
+    """seconds: to spend on timing, about."""
+    device = batch["positions"].device
+    step = whole_step(engine, batch)
+    first = seconds_of(step, device)
+    difference = require_equal(engine, reference, batch, tolerance)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    warm = seconds_of(step, device, 3) / 3
+    repeats = int(np.clip(seconds / max(warm, 1e-5), 3, 50))
+    taken = min(seconds_of(step, device, repeats) for _ in range(2))
+    return {
+        "first_step_s": first,
+        "step_ms": 1000 * taken / repeats,
+        "difference": difference,
+        "memory_gib": torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None,
+    }
+
+
+# ---- all of them
+
+
+def rows(args: argparse.Namespace, device: torch.device, out_of_time: Callable[[], bool]) -> Iterator[dict[str, Any]]:
+    models: dict[tuple[str, float], Trained] = {}
+    for case in args.cases:
+        model, _, size = case.partition("-")
+        size = size or "tiny"
+        key = model, BATCHES[size][2]
+        if out_of_time():
+            yield {"case": case, "engine": "all", "refusal": "the time is up"}
+            continue
+        for other in [other for other in models if other != key]:
+            del models[other]
+        if key not in models:
+            models[key] = trained(model, key[1], args.precision, device)
+        batch = batch_of(size, device)
+        frames, atoms, edges = sizes(batch)
+        about = {"case": case, "frames": frames, "atoms": atoms, "edges": edges}
+        for derivative in args.derivatives:
+            for name in args.engines:
+                about |= {"engine": name, "derivative": derivative}
+                yield {**about, **one(models[key], name, derivative, batch, args, out_of_time)}
+        if args.peers:
+            yield from peer_rows(about, models[key], batch, args, device, out_of_time)
+
+
+def one(
+    model: Trained, name: str, derivative: str, batch: Batch, args: argparse.Namespace, out_of_time: Callable[[], bool]
+) -> dict[str, Any]:
+    if out_of_time():
+        return {"refusal": "the time is up"}
+    if name.startswith("graphs") and batch["positions"].device.type != "cuda":
+        return {"refusal": "needs an NVIDIA GPU"}
+    engine: Engine | None = None
+    try:
+        engine = model.engine(name, derivative, batch)
+        reference = Engine(model.function("double"))
+        return measure(engine, reference, batch, TOLERANCES[args.precision], args.seconds)
+    except (ForgefieldError, RuntimeError) as error:
+        return {"refusal": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"}
+    finally:
+        for parameter in model.potential.parameters():
+            parameter.grad = None
+        if isinstance(engine, GraphsEngine):
+            engine._captured.clear()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def peer_rows(
+    about: dict[str, Any],
+    model: Trained,
+    batch: Batch,
+    args: argparse.Namespace,
+    device: torch.device,
+    out_of_time: Callable[[], bool],
+) -> Iterator[dict[str, Any]]:
+    program = "allegro" if model.resolved["name"] == "allegro" else "nequip"
+    with tempfile.TemporaryDirectory() as folder:
+        structures = Path(folder) / "structures.npz"
+        arrays: dict[str, Any] = {key: tensor.cpu().numpy() for key, tensor in batch.items()}
+        np.savez(structures, numbers=np.array([atomic_numbers[s] for s in SPECIES]), **arrays)
+        for mode in args.peer_modes:
+            name = f"{program} {mode}"
+            row = {**about, "engine": name, "derivative": "-"}
+            if out_of_time():
+                yield {**row, "refusal": "the time is up"}
+                continue
+            job: dict[str, Any] = {
+                "name": name,
+                "structures": str(structures),
+                "model": model.resolved,
+                "device": str(device),
+            }
+            job |= {"precision": args.precision, "lr": LEARNING_RATE, "warmup": 3, "steps": args.peer_steps}
+            (Path(folder) / "job.json").write_text(json.dumps(job))
+            command = [args.peer_python, bench_peers.__file__, "job.json", "result.json"]
+            done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+            result = Path(folder) / "result.json"
+            if not result.exists():
+                yield {**row, "refusal": (done.stderr.strip().splitlines() or ["it failed"])[-1][:200]}
+                continue
+            found = json.loads(result.read_text())
+            result.unlink()
+            memory = found.get("memory_bytes")
+            numbers = {"first_step_s": found.get("first_step_seconds"), "step_ms": found.get("step_ms")}
+            numbers["memory_gib"] = None if memory is None else memory / 2**30
+            yield {**row, **({"refusal": found["refusal"]} if "refusal" in found else numbers)}
+
+
+def show(row: dict[str, Any]) -> None:
+    size = f"{row.get('atoms', ''):>6} {row.get('edges', ''):>7}"
+    name = f"{row['case']:8} {size} {row['engine']:16} {row.get('derivative', ''):8}"
+    if "refusal" in row:
+        print(f"{name} {row['refusal']}", flush=True)
+        return
+    memory = "" if row["memory_gib"] is None else f"{row['memory_gib']:8.2f}"
+    difference = "" if row.get("difference") is None else f"{row['difference']:9.1e}"
+    rate = 1000 * row["atoms"] / row["step_ms"]
+    print(
+        f"{name} {row['first_step_s']:8.2f} {row['step_ms']:9.2f} {rate:10.0f} {memory:>8} {difference:>9}", flush=True
+    )
+
+
+def arguments(words: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    known = ["tiny", *(f"{model}-{batch}" for model in ("S", "M", "A") for batch in ("32", "8", "1", "small"))]
+    parser.add_argument("--cases", nargs="+", choices=known, default=CASES, metavar="CASE", help=" ".join(known))
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES[:4]))
+    parser.add_argument("--derivatives", nargs="+", choices=DERIVATIVES, default=list(DERIVATIVES))
+    parser.add_argument("--precision", choices=sorted(TOLERANCES), default="float32")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seconds", type=float, default=0.5, help="spent on timing each engine, about")
+    parser.add_argument("--budget", type=float, help="seconds after which nothing new is started")
+    parser.add_argument("--fresh-cache", action="store_true", help="compile everything anew, in a temporary cache")
+    parser.add_argument("--json", type=Path, help="write all rows here, again after every row")
+    parser.add_argument("--peers", action="store_true", help="also NequIP or Allegro themselves")
+    parser.add_argument("--peer-modes", nargs="+", choices=("eager", "compile"), default=["eager", "compile"])
+    parser.add_argument("--peer-steps", type=int, default=10)
+    parser.add_argument("--peer-python", default=sys.executable, help="the Python that has them")
+    return parser.parse_args(words)
+
+
+def main(words: list[str] | None = None) -> None:
+    args = arguments(words)
+    device, began = torch.device(args.device), time.perf_counter()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    print(f"{name}, torch {torch.__version__}, {args.precision}")
+    columns = f"{'first, s':>8} {'step, ms':>9} {'atoms/s':>10} {'GiB':>8} {'differs':>9}"
+    print(f"{'case':8} {'atoms':>6} {'edges':>7} {'engine':16} {'form':8} {columns}")
+
+    def out_of_time() -> bool:
+        return args.budget is not None and time.perf_counter() - began > args.budget
+
+    collected = []
+    with (
+        tempfile.TemporaryDirectory(prefix="engines-cache-") as folder,
+        Precision(args.precision).applied(args.precision),
+    ):
+        if args.fresh_cache:
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+            os.environ["TRITON_CACHE_DIR"] = str(Path(folder) / "triton")
+        for row in rows(args, device, out_of_time):
+            show(row)
+            collected.append(row)
+            if args.json is not None:
+                machine = {"device": name, "torch": torch.__version__, "precision": args.precision}
+                args.json.write_text(json.dumps({**machine, "rows": collected}, indent=1) + "\n")
+    print(f"{time.perf_counter() - began:.0f} s in all")
+
+
+if __name__ == "__main__":
+    main()

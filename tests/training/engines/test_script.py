@@ -1,0 +1,93 @@
+"""The script engine, and with it the trace that `compile` shares: equal to eager for any size, from one trace."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from forgefield.errors import ForgefieldError
+from forgefield.models import Potential
+from forgefield.training.engines.engine import Engine
+from forgefield.training.engines.script import ScriptEngine
+from forgefield.training.engines.tracing import trace, where_it_broke
+from tests.models.structures import make_potential
+from tests.training.engines.cases import difference, labelled, step_function
+from tests.training.engines.test_step import potential_of
+
+SIZES = [(1,), (4, 3), (2,), (5, 1, 2, 6), (3, 3, 3)]
+"""One atom without an edge, one frame, several."""
+
+
+@pytest.mark.parametrize("form", ["double", "tangent"])
+@pytest.mark.parametrize("name", ["nequip", "allegro", "own"])
+def test_script_equals_eager_for_every_size(name, form):
+    potential = potential_of(name)
+    engine, eager = ScriptEngine(step_function(potential, derivative=form)), Engine(step_function(potential))
+    for number, atoms in enumerate(SIZES):
+        assert difference(engine, eager, labelled(*atoms, seed=number)) < 1e-9, atoms
+
+
+def test_weights_are_read_where_they_lie():
+    potential = make_potential()
+    engine, eager = ScriptEngine(step_function(potential)), Engine(step_function(potential))
+    batch = labelled(4, 3)
+    assert difference(engine, eager, batch) < 1e-9
+    with torch.no_grad():
+        for parameter in potential.parameters():
+            parameter.mul_(1.3)
+    assert difference(engine, eager, batch) < 1e-9
+
+
+def test_frozen_weights_get_no_gradient_and_unused_ones_none():
+    potential = make_potential()
+    potential.extra = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    potential.model.readout.weights[0].requires_grad_(False)
+    function = step_function(potential)
+    assert "model.readout.weights.0" not in function.trained
+    gradients = dict(zip(function.trained, ScriptEngine(function).differentiate(labelled(4, 3)).gradients))
+    assert gradients["extra"] is None
+    assert gradients["model.type_embedding"] is not None
+
+
+class ReadsAValue(nn.Module):
+    """Asks for a number of the device in the middle of a step, as no compiled step can."""
+
+    species, cutoff = ("H", "O"), 3.0
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.weight = how, nn.Parameter(torch.ones(2, dtype=torch.float64))
+
+    def forward(self, batch):
+        squares = batch["edge_vectors"].square().sum(1)
+        if self.how == "value" and squares.max().item() > 1.0:
+            squares = squares * 0.5
+        if self.how == "size":
+            squares = squares * torch.arange(int(squares.shape[0]) + 0 * len(range(squares.shape[0])))
+        atomic = squares.new_zeros(batch["species"].shape[0])
+        return atomic.index_add(0, batch["edge_index"][1], squares) * self.weight.sum()
+
+
+@pytest.mark.parametrize(("how", "line"), [("value", "squares.max().item()"), ("size", "range(squares.shape[0])")])
+def test_a_model_that_breaks_the_trace_is_named_with_its_line(how, line):
+    function = step_function(Potential(ReadsAValue(how)), ("energy", "forces"))
+    engine = ScriptEngine(function)
+    with pytest.raises(Exception) as caught:
+        engine.differentiate(labelled(4, 3))
+    told = str(caught.value) if isinstance(caught.value, ForgefieldError) else where_it_broke(caught.value)
+    assert line in told
+    assert "test_script.py" in told
+
+
+def test_a_trace_holds_for_all_sizes_without_conditions():
+    function = step_function(make_potential("float32"))
+    n = len(function.trained)
+    batch = labelled(4, 3)
+    traced = trace(
+        lambda static, b: function.differentiate(static[:n], static[n:-1], b, static[-1], None),
+        [*function.trained_weights(), *function.fixed_weights(), function.task.weights],
+        batch,
+    )
+    assert traced.environment.guards == []
+    assert set(traced.symbols) == {"frames", "atoms", "edges"}

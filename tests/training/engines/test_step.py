@@ -1,0 +1,125 @@
+"""The two derivative forms are each other's oracle: the same gradients by double backward and by the tangent form."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from forgefield.models import Potential
+from forgefield.training.engines.engine import Engine, with_gradients
+from tests.models.structures import make_potential
+from tests.training.engines.cases import ALL, difference, labelled, step_function
+
+
+class Angular(nn.Module):
+    """A model of positions and cells, not of edge vectors alone: three-body terms and a term of the volume."""
+
+    species, cutoff = ("H", "O"), 3.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 6, dtype=torch.float64).view(2, 3))
+
+    def forward(self, batch):
+        vectors, (source, centre) = batch["edge_vectors"], batch["edge_index"]
+        fade = (1 - vectors.square().sum(1) / 9.0).clamp(min=0) ** 3
+        kinds = self.weight.index_select(0, batch["species"].index_select(0, source))
+        moments = batch["positions"].new_zeros(batch["species"].shape[0], 3, 3)
+        moments = moments.index_add(0, centre, (fade.unsqueeze(1) * kinds).unsqueeze(2) * vectors.unsqueeze(1))
+        wave = torch.sin(batch["positions"] @ torch.ones(3, dtype=torch.float64))
+        size = torch.linalg.det(batch["cell"]).index_select(0, batch["frame"])
+        return moments.square().sum((1, 2)) + self.weight.sum() * (wave * fade.new_ones(()) + 1e-3 * size)
+
+
+MODELS = {
+    "nequip": {},
+    "nequip with both parities": {"l_max": 2, "parity": True, "num_features": [3, 2, 2]},
+    "nequip with all that can be trained": {
+        "bessel_trainable": True,
+        "energy_scales_trainable": True,
+        "energy_shifts_trainable": True,
+        "zbl": True,
+    },
+    "nequip of norms": {"nonlinearity": "norm"},
+    "allegro": {
+        "name": "allegro",
+        "num_features": None,
+        "radial_mlp_width": None,
+        "l_max": 2,
+        "num_tensor_features": 3,
+        "num_scalar_features": 4,
+    },
+    "own": None,
+}
+
+
+def potential_of(name: str, precision: str = "float64") -> Potential:
+    options = MODELS[name]
+    if options is None:
+        return Potential(Angular())
+    if options.get("name") == "allegro":
+        from forgefield.models import build_model, resolve_model
+        from tests.models.structures import STATISTICS
+
+        given = {key: value for key, value in options.items() if value is not None}
+        return build_model(
+            resolve_model(given, species=("H", "O"), cutoff=3.0, statistics=STATISTICS), precision=precision, seed=1
+        )
+    return make_potential(precision, **options)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("targets", [ALL, ("forces",), ("energy", "stress")], ids="+".join)
+def test_tangent_form_gives_the_gradients_of_double_backward(name, targets):
+    potential = potential_of(name)
+    double, tangent = (step_function(potential, targets, derivative=form) for form in ("double", "tangent"))
+    assert difference(Engine(tangent), Engine(double), labelled(5, 3, 4)) < 1e-10
+
+
+@pytest.mark.parametrize("form", ["double", "tangent"])
+def test_gradients_are_those_of_finite_differences(form):
+    potential = make_potential()
+    function, batch = step_function(potential, derivative=form), labelled(4, 3)
+    gradients = dict(zip(function.trained, Engine(function).differentiate(batch).gradients))
+    with torch.no_grad():
+        for name in ("model.layers.0.linear_in.weight", "model.readout.weights.0"):
+            weight = dict(potential.named_parameters())[name]
+            direction = torch.randn(weight.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+            losses = []
+            for step in (1e-5, -2e-5):
+                weight += step * direction
+                losses.append(float(Engine(step_function(potential)).differentiate(batch).loss))
+            weight += 1e-5 * direction
+            slope = (losses[0] - losses[1]) / 2e-5
+            assert float((gradients[name] * direction).sum()) == pytest.approx(slope, rel=1e-6)
+
+
+def test_frames_without_volume_have_no_stress_and_no_influence_on_it():
+    potential = make_potential()
+    batch = labelled(4, 3, periodic=False)
+    batch["stress"][:] = float("nan")
+    double, tangent = (Engine(step_function(potential, derivative=form)) for form in ("double", "tangent"))
+    result = tangent.differentiate(batch)
+    assert all(gradient is None or bool(gradient.isfinite().all()) for gradient in result.gradients)
+    assert difference(tangent, double, batch) < 1e-10
+
+
+def test_denominators_of_all_ranks_and_their_number_enter_the_gradient():
+    function = step_function(make_potential())
+    batch = labelled(4, 3)
+    own = function.task.counts(batch)
+    alone = Engine(function).differentiate(batch)
+    among = Engine(function, world_size=2).differentiate(batch, lambda: 2 * own)
+    for a, b in zip(alone.gradients, among.gradients):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+
+
+def test_a_loss_with_given_gradients_brings_them_to_the_weights():
+    weights = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(1))]
+    loss = with_gradients(torch.tensor(2.0), [torch.tensor([1.0, 2.0]), None, torch.tensor([5.0])], weights)
+    (loss / 4).backward()
+    assert float(loss) == 2.0
+    assert weights[0].grad.tolist() == [0.25, 0.5]
+    assert weights[1].grad is None
+    assert weights[2].grad.tolist() == [1.25]
