@@ -145,10 +145,12 @@ def measure(engine: Engine, reference: Engine, batch: Batch, tolerance: float, s
     """seconds: to spend on timing, about."""
     device = batch["positions"].device
     step = whole_step(engine, batch)
-    first = seconds_of(step, device)
-    difference = require_equal(engine, reference, batch, tolerance)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
+    first = seconds_of(step, device)
+    step()  # by now it has all it needs: optimiser state, captured graphs
+    memory = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
+    difference = require_equal(engine, reference, batch, tolerance)
     warm = seconds_of(step, device, 3) / 3
     repeats = int(np.clip(seconds / max(warm, 1e-5), 3, 50))
     taken = min(seconds_of(step, device, repeats) for _ in range(2))
@@ -156,7 +158,7 @@ def measure(engine: Engine, reference: Engine, batch: Batch, tolerance: float, s
         "first_step_s": first,
         "step_ms": 1000 * taken / repeats,
         "difference": difference,
-        "memory_gib": torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None,
+        "memory_gib": memory,
     }
 
 

@@ -125,7 +125,8 @@ def main() -> None:
         for precision, (values, ms, memory) in rows.items():
             errors = [float((a - b).norm() / b.norm()) for a, b in zip(values, exact)]
             shown = " | ".join("0" if error == 0 else f"{error:.1e}" for error in errors)
-            print(f"| {name} S | {precision} | {shown} | {ms:.1f} | {single / ms:.2f} | {memory:.2f} |", flush=True)
+            peak = f"{memory:.2f}" if on_gpu else "-"
+            print(f"| {name} S | {precision} | {shown} | {ms:.1f} | {single / ms:.2f} | {peak} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -163,7 +163,7 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     look_where_the_parent_did()
     file, overrides = split_config(args.words)
     if file is None or args.water:
-        with _water(file, overrides, ranks, args) as config:
+        with Water(file, overrides, ranks, args) as config:
             return _dispatch(config, ranks, args)
     from forgefield.config.loading import load_config, require_training_data
 
@@ -172,11 +172,7 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     return _dispatch(config, ranks, args)
 
 
-def _water(file: str | None, overrides: list[str], ranks: Ranks, args: argparse.Namespace) -> _Water:
-    return _Water(file, overrides, ranks, args)
-
-
-class _Water:
+class Water:
     """Inside, the config of a training on water; its frames lie in a temporary folder of the same name on every node."""
 
     def __init__(self, file: str | None, overrides: list[str], ranks: Ranks, args: argparse.Namespace) -> None:
@@ -190,12 +186,11 @@ class _Water:
         from forgefield.training.bench_water import frames_for, water_config, write_water
 
         path = self.folder / "water.extxyz"
-        given = water_config(path)
+        water = load_config(water_config(path), self.overrides if self.file is None else [])
+        config = water if self.file is None else load_config(self.file, self.overrides)
         if self.file is not None:  # everything of the config but its data
-            own = load_config(self.file, self.overrides)
-            given = {**given, "model": own.model, "training": own.training, "trainer": own.trainer, "seed": own.seed}
-            given["data"] = {**given["data"], "cutoff": own.data.cutoff, "batch": own.data.batch}
-        config = load_config(given, self.overrides)
+            kept = {key: config.data[key] for key in ("cutoff", "batch", "neighbours")}
+            config.data, config.task = {**water.data, **kept}, water.task
         n, _ = places(config)
         most = self.ranks.world_size if self.ranks.launch.launcher != "none" else n
         if self.args.ranks is not None:

@@ -53,6 +53,7 @@ POSITIVE = (
     "training.clip_norm",
     "training.accumulate",
     "training.graphs.sizes",
+    "training.memory.parts",
     "training.early_stopping.patience",
     "training.checkpoint.every_epochs",
     "training.checkpoint.every_steps",

@@ -168,10 +168,10 @@ class GraphsOptions:
 
 @dataclass
 class MemoryOptions:
-    recompute: bool = False
-    """Keep only the features between layers and compute the rest again when it is needed: slower, with much less memory."""
+    parts: int = 1
+    """Compute every batch in so many parts, one after another: the same gradients with that much less memory."""
     split: bool = False
-    """A batch that does not fit is computed in parts, with the same gradients; without, the training stops and says so."""
+    """A batch that does not fit is computed in parts; without, the training stops and says what to do."""
 
 
 @dataclass

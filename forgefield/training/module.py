@@ -28,6 +28,7 @@ from forgefield.training.engines.start import EngineStarter
 from forgefield.training.engines.step import Measured, StepFunction
 from forgefield.training.epoch_length import fit_epoch_length, steps_of_fit
 from forgefield.training.optimisers import build_optimiser, build_scheduler, fit_length, rescale_learning_rates
+from forgefield.training.precision import Precision
 from forgefield.training.throughput import Throughput
 
 Batch = dict[str, Tensor]
@@ -91,6 +92,9 @@ class TrainingModule(L.LightningModule):
         self._eager = Engine(StepFunction(potential, task, self.train_errors))
         self._update: CapturedUpdate | None = None
         self._evaluation_is_checked = False
+        self.precision = Precision(options.precision)
+        self._precision_now = self.precision.start
+        self._steps_in_all = -1
         self.throughput = Throughput()
         self.latest: dict[str, float] = {}
         self._steps_averaged = 0
@@ -113,6 +117,7 @@ class TrainingModule(L.LightningModule):
             torch.manual_seed(torch.initial_seed() + 7919 * self.ranks.rank)
 
     def on_train_start(self) -> None:
+        self._steps_in_all = steps_of_fit(self.trainer) if self.precision.unit == "steps" else -1
         self._steps_averaged = self.trainer.global_step  # known only now: a resume restores it after `on_fit_start`
         if self._schedule_length is not None and self._world_size_before not in (None, self.ranks.world_size):
             fit_length(self.trainer.lr_scheduler_configs[0].scheduler, self._schedule_length)
@@ -124,18 +129,35 @@ class TrainingModule(L.LightningModule):
         self.throughput.resume()
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        engine = self._engine_for(batch)
+        self._follow_precision()
+        with self.precision.applied(self._precision_now):
+            engine = self._engine_for(batch)
         denominators = None
         if self.exchange is not None:
             self.exchange.send(self.task.counts(batch))
             denominators = self.exchange.counts
-        step = engine.step(batch, denominators)
+        with self.precision.applied(self._precision_now):
+            step = engine.step(batch, denominators)
+        self.precision.require_effect(self._precision_now)
         if (self.current_epoch, batch_idx) != self._measured:  # some optimisers evaluate a batch several times
             self._measured = (self.current_epoch, batch_idx)
             self.train_loss.add(step.measured.sums)
             self.train_errors.add(step.measured.errors)
         self._batch = batch
         return step.loss
+
+    def _follow_precision(self) -> None:
+        """A schedule may change the precision; what was compiled or captured holds for one precision only."""
+        name = self.precision.at(
+            epoch=self.current_epoch,
+            epochs=self.trainer.max_epochs,
+            step=self.trainer.global_step,
+            steps=self._steps_in_all,
+        )
+        if name != self._precision_now:
+            self._precision_now = name
+            if self.engine is not None:
+                self.engine.forget()
 
     def _engine_for(self, batch: Batch) -> Engine:
         """The engine; on the first batch it is chosen, built and compared with the eager one."""
@@ -145,8 +167,9 @@ class TrainingModule(L.LightningModule):
                 inner = self.starter.start(self._step_function, batch, steps=steps_of_fit(self.trainer))
             if isinstance(inner, GraphsEngine):
                 self._update = CapturedUpdate(self.trainer.optimizers[0], self.ema)
-            split = bool(self.options.memory.split)
-            self.engine = SparingEngine(inner, split=split, say=self.starter.say if self.starter else print)
+            memory = self.options.memory
+            say = self.starter.say if self.starter else print
+            self.engine = SparingEngine(inner, parts=memory.parts, split=memory.split, say=say)
         return self.engine
 
     def _step_function(self, derivative: str) -> StepFunction:
@@ -155,15 +178,19 @@ class TrainingModule(L.LightningModule):
     @property
     def _gradients_lie_still(self) -> bool:
         """Whether a captured step leaves its gradients where the captured update reads them."""
-        return self._update is not None and self.trainer.accumulate_grad_batches == 1 and not self.options.memory.split
+        memory = self.options.memory
+        whole = memory.parts == 1 and not memory.split
+        return self._update is not None and self.trainer.accumulate_grad_batches == 1 and whole
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         if self._gradients_lie_still:
-            assert isinstance(self.engine, SparingEngine) and isinstance(self.engine.inner, GraphsEngine)
+            assert isinstance(self.engine, SparingEngine)
+            assert isinstance(self.engine.inner, GraphsEngine)
             self.engine.inner.bring_gradients()
             return
         try:
-            loss.backward(*args, **kwargs)
+            with self.precision.applied(self._precision_now):
+                loss.backward(*args, **kwargs)
         except Exception as error:
             raise_if_memory(error, self._batch)
             raise
@@ -239,7 +266,8 @@ class TrainingModule(L.LightningModule):
             self.ema.exchange()
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        measured = self._evaluate(batch)
+        with self.precision.applied(self.precision.weights):
+            measured = self._evaluate(batch)
         self.val_loss.add(measured.sums)
         self.val_errors.add(measured.errors)
 

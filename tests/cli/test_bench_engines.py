@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import ase.io
 import numpy as np
 import pytest
 import torch
@@ -20,14 +21,17 @@ from ase.calculators.tip3p import TIP3P
 from ase.neighborlist import neighbor_list
 
 from forgefield.cli import main
-from forgefield.cli.bench_children import Children
+from forgefield.cli.bench import Water
+from forgefield.cli.bench_children import Children, be_child
 from forgefield.cli.bench_rows import Row, best_row, engines_notes, peer_row, percent
 from forgefield.config.loading import load_config
+from forgefield.parallel.group import alone
 from forgefield.training import bench_peers
 from forgefield.training.bench_step import bare_step
 from forgefield.training.bench_water import BOX, frames_for, water, write_water
 from forgefield.training.roofline import Limits, Work, _KeptByAutograd, _MatrixProducts, count_work, measure_limits
 from tests.helpers import tiny_config
+from tests.parallel.launching import write_config
 
 MODEL = "model={name: nequip, num_layers: 1, l_max: 1, num_features: 4, radial_mlp_width: 8}"
 SMALL = [MODEL, "data.cutoff=3.0", "data.batch.frames=1", "trainer.accelerator=cpu", "--steps", "2", "--warmup", "1"]
@@ -208,6 +212,29 @@ def test_water_is_the_same_every_time_and_enough_for_full_batches(tmp_path: Path
         assert frames_for(options, ranks=2) >= frames
 
 
+def test_water_takes_the_place_of_the_data_of_a_config(tmp_path: Path) -> None:
+    content = tiny_config(tmp_path, task={"energy": {}, "stress": {}}, data={"test": 2, "batch": {"frames": 3}})
+    file = write_config(tmp_path / "mine.yaml", content)
+    args: Any = SimpleNamespace(ranks="1,2", engines=None, precisions=None, derivatives=None, quick=False, peers=False)
+    with Water(str(file), ["training.lr=0.5"], alone(), args) as config:
+        frames = ase.io.read(config.data.train, ":")
+        assert len(frames) >= 6
+        assert all(len(frame) == 192 for frame in frames)
+        assert (config.training.lr, config.data.cutoff, config.data.batch.frames) == (0.5, 3.5, 3)
+        assert (config.data.test, config.task.stress) == (None, None)
+        assert config.model.num_features == content["model"]["num_features"]
+    assert not Path(config.data.train).parent.exists()
+
+
+def test_a_job_that_fails_leaves_its_reason(tmp_path: Path) -> None:
+    config = load_config(tiny_config(tmp_path, data={"max_force": 1e-6}))
+    args: Any = SimpleNamespace(job="plan", worker=tmp_path / "result.json")
+    assert be_child(config, alone(), args) == 2
+    result = json.loads(args.worker.read_text())
+    assert "max_force" in result["refusal"]
+    assert result["of_memory"] is False
+
+
 # ---- peers
 
 
@@ -245,6 +272,6 @@ def test_nequip_is_measured_where_it_is_installed(tmp_path: Path) -> None:
     np.savez(tmp_path / "structures.npz", numbers=np.array([29, 79]), **arrays)
     job = {"name": "nequip eager", "structures": str(tmp_path / "structures.npz"), "model": step.resolved}
     job |= {"device": "cpu", "precision": "float32", "lr": 0.01, "warmup": 1, "steps": 2}
-    result = bench_peers.measure(job)
+    result = Children(tmp_path, "1", 2, 1).run_peer(job, [sys.executable])
     assert result["step_ms"] > 0
     assert result["words"] == "our hyperparameters"

@@ -6,6 +6,7 @@ denominators of the whole, add up to exactly those of the whole.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -21,17 +22,19 @@ Batch = dict[str, Tensor]
 
 
 class SparingEngine(Engine):
-    """inner: does the work. split: whether a batch that does not fit is computed in parts."""
+    """inner: does the work. parts: into which every batch is cut. split: whether a batch that does not fit is cut further."""
 
-    def __init__(self, inner: Engine, *, split: bool, say: Callable[[str], None] = lambda text: None) -> None:
+    def __init__(
+        self, inner: Engine, *, parts: int = 1, split: bool, say: Callable[[str], None] = lambda text: None
+    ) -> None:
         super().__init__(inner.function, world_size=inner.world_size)
-        self.inner, self.split, self.say = inner, split, say
+        self.inner, self.parts, self.split, self.say = inner, parts, split, say
         self.name = inner.name
         self.most_edges: int | None = None
         """Batches with more edges than this have not fitted."""
 
     def step(self, batch: Batch, denominators: Denominators | None = None) -> Step:
-        if self.split:
+        if self.split or self.parts > 1:
             return self._given(self.differentiate(batch, denominators))
         try:
             return self.inner.step(batch, denominators)
@@ -41,7 +44,8 @@ class SparingEngine(Engine):
 
     def differentiate(self, batch: Batch, denominators: Denominators | None = None) -> Differentiated:
         known = self.function.task.counts(batch) if denominators is None else denominators()
-        return self._in_parts(batch, known)
+        results = [self._in_parts(part, known) for part in cut(batch, self.parts)]
+        return functools.reduce(_added, results)
 
     def evaluate(self, batch: Batch) -> Measured:
         try:
@@ -59,7 +63,7 @@ class SparingEngine(Engine):
             try:
                 return _own(self.inner.differentiate(batch, lambda: known))
             except Exception as error:
-                if not is_memory_error(error) or n_frames == 1:
+                if not is_memory_error(error) or n_frames == 1 or not self.split:
                     raise_if_memory(error, batch)
                     raise
         if torch.cuda.is_available():
@@ -84,6 +88,17 @@ def _added(a: Differentiated, b: Differentiated) -> Differentiated:
     gradients = [x if y is None else y if x is None else x + y for x, y in zip(a.gradients, b.gradients)]
     measured = Measured(a.measured.sums + b.measured.sums, a.measured.errors + b.measured.errors)
     return Differentiated(gradients, a.loss + b.loss, measured)
+
+
+def cut(batch: Batch, parts: int) -> list[Batch]:
+    """The batch in so many parts, or in as many as it has frames, of about as many atoms each."""
+    frames = batch["n_atoms"].shape[0]
+    if parts <= 1 or frames == 1:
+        return [batch]
+    first, second = halves(batch)
+    share = max(1, round(parts * first["positions"].shape[0] / batch["positions"].shape[0]))
+    share = min(share, parts - 1)
+    return [*cut(first, share), *cut(second, parts - share)]
 
 
 def halves(batch: Batch) -> tuple[Batch, Batch]:
@@ -114,10 +129,13 @@ def describe(batch: Batch) -> str:
     return f"{frames} frames, {atoms} atoms and {edges} edges"
 
 
+_WORDS = ("not enough memory", "out of memory", "can't allocate memory")
+
+
 def is_memory_error(error: BaseException) -> bool:
     text = str(error)
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
-        isinstance(error, RuntimeError) and ("not enough memory" in text or "out of memory" in text)
+        isinstance(error, RuntimeError) and any(words in text for words in _WORDS)
     )
 
 
@@ -126,7 +144,7 @@ def raise_if_memory(error: BaseException, batch: Batch, *, evaluating: bool = Fa
     if not is_memory_error(error):
         return
     what = "data.eval_batch" if evaluating else "data.batch"
-    more = "" if evaluating else ", or set training.memory.split=true (parts, same gradients) or training.memory.recompute=true"
+    more = "" if evaluating else ", or have it computed in parts with the same gradients: training.memory.parts=2, or training.memory.split=true"
     raise ForgefieldError(
         f"Memory ran out on a batch of {describe(batch)}. Make {what} smaller (by edges, {what}={{edges: ...}}, batches cost "
         f"alike){more}; forgefield bench CONFIG --plan estimates what fits."

@@ -48,7 +48,7 @@ class EngineStarter:
             plan=self.plan,
             tolerance=self.tolerance,
             say=self.say,
-            given_denominators=self.ranks.world_size > 1 or bool(self.options.memory.split),
+            given_denominators=self.ranks.world_size > 1 or self.options.memory.split or self.options.memory.parts > 1,
         )
         choice = wanted(self.options, batch["positions"].device)
         engine: Engine | None = None

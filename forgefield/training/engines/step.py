@@ -6,8 +6,8 @@ loss of forces: by double backward, or by the tangent form, which takes no deriv
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from forgefield.tasks.task import Task
 
 Batch = dict[str, Tensor]
 DERIVATIVES = ("double", "tangent")
+T = TypeVar("T")
 
 
 class Measured(NamedTuple):
@@ -47,7 +48,7 @@ class StepFunction:
         self.trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
         frozen = [name for name in parameters if name not in set(self.trained)]
         self.fixed = [*frozen, *(name for name, _ in potential.named_buffers())]
-        self._response = _Response(potential)
+        self._holder = _Holder(potential)
 
     def trained_weights(self) -> list[Tensor]:
         """The live tensors, in the order of `trained`; they follow optimiser, averages and checkpoints."""
@@ -69,44 +70,43 @@ class StepFunction:
     ) -> Differentiated:
         """denominators: (n_targets,) of all ranks; the batch's own, if None. target_weights: (n_targets,) of the loss."""
         weights = [tensor.detach().requires_grad_(True) for tensor in trained]
-        if self.derivative == "tangent" and (self.task.needs_forces or self.task.needs_stress):
-            return self._by_tangent(weights, fixed, batch, target_weights, denominators)
-        outputs = self._outputs(weights, fixed, batch)
-        loss, measured = self._loss(outputs, batch, target_weights, denominators)
-        gradients = torch.autograd.grad(loss, weights, allow_unused=True)
-        return Differentiated(list(gradients), loss.detach(), measured)
-
-    def _by_tangent(
-        self,
-        weights: list[Tensor],
-        fixed: Sequence[Tensor],
-        batch: Batch,
-        target_weights: Tensor,
-        denominators: Tensor | None,
-    ) -> Differentiated:
-        with _evaluating(self.potential):
-            outputs = self._outputs([weight.detach() for weight in weights], fixed, batch)
-        leaves = {name: outputs[name].detach().requires_grad_(True) for name in self.task.names}
-        loss, measured = self._loss(leaves, batch, target_weights, denominators)
-        adjoints = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values()))))
-        named = {f"potential.{name}": tensor for name, tensor in self._named(weights, fixed).items()}
-        response = functional_call(self._response, named, (batch, adjoints))
-        gradients = torch.autograd.grad(response, weights, allow_unused=True)
-        return Differentiated(list(gradients), loss.detach(), measured)
+        by_tangent = self.derivative == "tangent" and (self.task.needs_forces or self.task.needs_stress)
+        form = self._by_tangent if by_tangent else self._by_double_backward
+        return self._with_weights(weights, fixed, lambda: form(weights, batch, target_weights, denominators))
 
     def evaluate(self, trained: Sequence[Tensor], fixed: Sequence[Tensor], batch: Batch) -> Measured:
         """Loss sums and errors of a batch, without any gradient in the weights."""
         with _evaluating(self.potential):
-            outputs = self._outputs([tensor.detach() for tensor in trained], fixed, batch)
+            outputs = self._with_weights([tensor.detach() for tensor in trained], fixed, lambda: self._outputs(batch))
         with torch.no_grad():
             return self._measured(*self.task.sums(outputs, batch), outputs, batch)
 
-    def _named(self, trained: Sequence[Tensor], fixed: Sequence[Tensor]) -> dict[str, Tensor]:
-        return dict(zip(self.trained, trained)) | dict(zip(self.fixed, fixed))
+    def _by_double_backward(
+        self, weights: list[Tensor], batch: Batch, target_weights: Tensor, denominators: Tensor | None
+    ) -> Differentiated:
+        loss, measured = self._loss(self._outputs(batch), batch, target_weights, denominators)
+        gradients = torch.autograd.grad(loss, weights, allow_unused=True)
+        return Differentiated(list(gradients), loss.detach(), measured)
 
-    def _outputs(self, trained: Sequence[Tensor], fixed: Sequence[Tensor], batch: Batch) -> Batch:
-        asked = {"forces": self.task.needs_forces, "stress": self.task.needs_stress}
-        return functional_call(self.potential, self._named(trained, fixed), (batch,), asked)
+    def _by_tangent(
+        self, weights: list[Tensor], batch: Batch, target_weights: Tensor, denominators: Tensor | None
+    ) -> Differentiated:
+        with _evaluating(self.potential):
+            outputs = self._outputs(batch)
+        leaves = {name: outputs[name].detach().requires_grad_(True) for name in self.task.names}
+        loss, measured = self._loss(leaves, batch, target_weights, denominators)
+        adjoints = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values()))))
+        gradients = torch.autograd.grad(self.potential.response(batch, adjoints), weights, allow_unused=True)
+        return Differentiated(list(gradients), loss.detach(), measured)
+
+    def _with_weights(self, trained: Sequence[Tensor], fixed: Sequence[Tensor], compute: Callable[[], T]) -> T:
+        """What `compute` gives while the potential holds these tensors."""
+        named = dict(zip(self.trained, trained)) | dict(zip(self.fixed, fixed))
+        named = {f"potential.{name}": tensor for name, tensor in named.items()}
+        return functional_call(self._holder, named, (compute,))
+
+    def _outputs(self, batch: Batch) -> Batch:
+        return self.potential(batch, forces=self.task.needs_forces, stress=self.task.needs_stress)
 
     def _loss(
         self, outputs: Batch, batch: Batch, target_weights: Tensor, denominators: Tensor | None
@@ -119,15 +119,15 @@ class StepFunction:
         return Measured(torch.stack([sums, counts]).detach(), self.errors.measure(outputs, batch))
 
 
-class _Response(nn.Module):
-    """`Potential.response` as a module's forward, which is what weights can be put into from outside."""
+class _Holder(nn.Module):
+    """Holds the potential while something is computed with it; weights are put into a module from outside only so."""
 
     def __init__(self, potential: Potential) -> None:
         super().__init__()
         self.potential = potential
 
-    def forward(self, batch: Batch, adjoints: Batch) -> Tensor:
-        return self.potential.response(batch, adjoints)
+    def forward(self, compute: Callable[[], T]) -> T:
+        return compute()
 
 
 class _evaluating:

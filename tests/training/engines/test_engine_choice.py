@@ -2,17 +2,228 @@
 
 from __future__ import annotations
 
-import numpy as np
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch import nn
 
-from forgefield.config.loading import compose_config
 from forgefield.errors import ForgefieldError
+from forgefield.models import Potential
 from forgefield.training.engines.choose import Choice, Circumstances, build, measure_and_choose, start, wanted, why_not
 from forgefield.training.engines.engine import Engine
+from forgefield.training.engines.script import ScriptEngine
 from forgefield.training.engines.size_plan import SizePlan
-from forgefield.training.engines.sparing import SparingEngine, halves, is_memory_error
-from forgefield.training.engines.step import Differentiated
+from forgefield.training.engines.sparing import SparingEngine, cut, halves
 from forgefield.training.engines.verify import require_equal, require_equal_evaluation
 from tests.models.structures import make_potential
 from tests.training.engines.cases import difference, labelled, step_function
+from tests.training.engines.test_script import ReadsAValue
+
+CPU = torch.device("cpu")
+
+
+def settings(**changes):
+    compile_options = SimpleNamespace(options=changes.pop("options", {}))
+    graphs = SimpleNamespace(sizes=4, compiled=True)
+    values = {"engine": "auto", "derivative": "auto", "compile": compile_options, "graphs": graphs} | changes
+    return SimpleNamespace(**values)
+
+
+def circumstances(potential, said: list[str], **changes) -> Circumstances:
+    on = Circumstances(
+        function=lambda form: step_function(potential, ("energy", "forces"), derivative=form),
+        options=settings(),
+        world_size=1,
+        steps=100,
+        plan=lambda: SizePlan(()),
+        tolerance=1e-9,
+        say=said.append,
+    )
+    return replace(on, **changes)
+
+
+@pytest.mark.parametrize(
+    ("given", "choice"),
+    [
+        ({"engine": "eager"}, Choice("eager", "double")),
+        ({"engine": None}, Choice("eager", "double")),
+        ({"engine": "script", "derivative": "tangent"}, Choice("script", "tangent")),
+        ({"engine": "graphs"}, Choice("graphs", "double", "compiled")),
+        ({"engine": "auto"}, None),
+    ],
+)
+def test_what_the_config_asks_for(given, choice):
+    assert wanted(settings(**given), CPU) == choice
+
+
+def test_graphs_need_a_gpu_and_say_so():
+    assert "NVIDIA GPU" in why_not("graphs", CPU)
+    with pytest.raises(ForgefieldError, match="training.engine=graphs: CUDA graphs need an NVIDIA GPU"):
+        build(Choice("graphs", "double", "eager"), circumstances(make_potential(), []), CPU)
+
+
+def test_a_cpu_without_compiler_is_told(monkeypatch):
+    monkeypatch.setenv("PATH", "/nonexistent")
+    assert "there is none" in why_not("compile", CPU)
+    assert why_not("eager", CPU) is None
+
+
+def test_settings_that_inductor_does_not_have_are_refused():
+    on = circumstances(make_potential(), [], options=settings(options={"max_autotun": True}))
+    with pytest.raises(ForgefieldError, match="no setting 'max_autotun'.*max_autotune"):
+        build(Choice("compile", "double"), on, CPU)
+
+
+def test_a_short_training_on_a_cpu_stays_eager_without_compiling():
+    said: list[str] = []
+    choice, engine = measure_and_choose(circumstances(make_potential(), said), labelled(4, 3))
+    assert choice == Choice("eager", "double")
+    assert type(engine) is Engine
+    assert "Engine auto: eager" in said[-1]
+
+
+def test_an_engine_is_compared_before_it_is_used_and_the_number_is_said():
+    said: list[str] = []
+    engine = start(Choice("script", "tangent"), circumstances(make_potential(), said), labelled(4, 3))
+    assert isinstance(engine, ScriptEngine)
+    assert "loss, errors and all gradients equal the eager engine's to" in said[-1]
+
+
+def test_a_users_model_that_cannot_be_traced_is_named_with_its_line():
+    on = circumstances(Potential(ReadsAValue("value")), [])
+    with pytest.raises(ForgefieldError, match=r"cannot be scripted because of .*test_script.py:\d+: .*item\(\).*use training.eng"):
+        start(Choice("script", "double"), on, labelled(4, 3))
+
+
+# ---- verification
+
+
+class Wrong(Engine):
+    """An engine with a mistake in one gradient, or in what it evaluates."""
+
+    name = "wrong"
+
+    def differentiate(self, batch, denominators=None):
+        result = super().differentiate(batch, denominators)
+        assert result.gradients[2] is not None
+        result.gradients[2] = result.gradients[2] * (1 + 1e-3)
+        return result
+
+    def evaluate(self, batch):
+        result = super().evaluate(batch)
+        return result._replace(errors=result.errors + 1e-3)
+
+
+def test_an_engine_with_one_wrong_gradient_stops_the_run_with_the_numbers():
+    function = step_function(make_potential())
+    name = function.trained[2]
+    with pytest.raises(ForgefieldError, match=f"gradient of {name} differs from the eager engine by 0.001"):
+        require_equal(Wrong(function), Engine(function), labelled(4, 3), 1e-9)
+    assert require_equal(Engine(function), Engine(function), labelled(4, 3), 1e-9) == 0.0
+
+
+def test_an_engine_that_evaluates_wrongly_stops_the_run():
+    function = step_function(make_potential())
+    with pytest.raises(ForgefieldError, match="in validation an error differs"):
+        require_equal_evaluation(Wrong(function), Engine(function), labelled(4, 3), 1e-9)
+
+
+class Noisy(nn.Module):
+    species, cutoff, only_edge_vectors = ("H", "O"), 3.0, True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(5, dtype=torch.float64))
+
+    def forward(self, batch):
+        weight = nn.functional.dropout(self.weight, 0.5, self.training)
+        squares = batch["edge_vectors"].square().sum(1) * weight.sum()
+        return squares.new_zeros(batch["species"].shape[0]).index_add(0, batch["edge_index"][1], squares)
+
+
+def test_a_random_model_is_compared_with_the_same_random_numbers_and_draws_none():
+    function = step_function(Potential(Noisy()), ("energy", "forces"))
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    assert require_equal(Engine(function), Engine(function), labelled(4, 3), 1e-9) == 0.0
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+# ---- memory
+
+
+@pytest.mark.parametrize("atoms", [(4, 3), (5, 1, 1, 1), (2, 2, 9)])
+def test_halves_are_batches_whose_gradients_add_up_to_those_of_the_whole(atoms):
+    function = step_function(make_potential())
+    batch = labelled(*atoms)
+    first, second = halves(batch)
+    assert first["n_atoms"].shape[0] + second["n_atoms"].shape[0] == len(atoms)
+    engine, counts = Engine(function), function.task.counts(batch)
+    whole = engine.differentiate(batch)
+    parts = [engine.differentiate(part, lambda: counts) for part in (first, second)]
+    for gradient, a, b in zip(whole.gradients, *(part.gradients for part in parts)):
+        torch.testing.assert_close(a + b, gradient, rtol=1e-12, atol=1e-13)
+
+
+class Hungry(nn.Module):
+    """Needs memory that no machine has where a batch has more than `most` edges: the allocator itself refuses."""
+
+    species, cutoff = ("H", "O"), 3.0
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.most, self.weight = most, nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+    def forward(self, batch):
+        vectors = batch["edge_vectors"]
+        if vectors.shape[0] > self.most:
+            torch.empty(1 << 48, dtype=torch.float64)
+        squares = vectors.square().sum(1) * self.weight.sum()
+        return squares.new_zeros(batch["species"].shape[0]).index_add(0, batch["edge_index"][1], squares)
+
+
+def test_where_memory_runs_out_the_batch_and_the_remedies_are_named():
+    batch = labelled(5, 4, 6)
+    function = step_function(Potential(Hungry(10)), ("energy", "forces"))
+    message = f"batch of 3 frames, 15 atoms and {batch['edge_index'].shape[1]} edges.*training.memory.split=true.*--plan"
+    with pytest.raises(ForgefieldError, match=message):
+        SparingEngine(Engine(function), split=False).step(batch)
+    with pytest.raises(ForgefieldError, match=r"data.eval_batch"):
+        SparingEngine(Engine(function), split=False).evaluate(batch)
+
+
+def test_on_request_a_batch_that_does_not_fit_is_split_with_the_same_gradients():
+    batch = labelled(5, 4, 6, 3)
+    most = batch["edge_index"].shape[1] // 3
+    said: list[str] = []
+    sparing = SparingEngine(Engine(step_function(Potential(Hungry(most)), ("energy", "forces"))), split=True, say=said.append)
+    plenty = Engine(step_function(Potential(Hungry(10**9)), ("energy", "forces")))
+    found, expected = sparing.differentiate(batch), plenty.differentiate(batch)
+    torch.testing.assert_close(found.gradients[0], expected.gradients[0], rtol=1e-12, atol=0)
+    torch.testing.assert_close(found.measured.sums, expected.measured.sums, rtol=1e-12, atol=0)
+    assert "computed in parts" in said[0]
+    n = len(said)
+    sparing.differentiate(batch)
+    assert len(said) == n  # it is split beforehand from then on
+
+
+def test_a_single_frame_that_does_not_fit_is_an_error_even_so():
+    function = step_function(Potential(Hungry(1)), ("energy", "forces"))
+    with pytest.raises(ForgefieldError, match="Memory ran out on a batch of 1 frames"):
+        SparingEngine(Engine(function), split=True).step(labelled(6))
+
+
+@pytest.mark.parametrize("parts", [2, 3, 9])
+def test_a_batch_in_parts_has_the_gradients_of_the_whole(parts):
+    function, batch = step_function(make_potential()), labelled(5, 1, 4, 2, 6)
+    pieces = cut(batch, parts)
+    assert len(pieces) == min(parts, 5)
+    assert sum(piece["positions"].shape[0] for piece in pieces) == 18
+    assert difference(SparingEngine(Engine(function), parts=parts, split=False), Engine(function), batch) < 1e-11
+
+
+def test_sparing_changes_nothing_where_memory_suffices():
+    function = step_function(make_potential())
+    assert difference(SparingEngine(Engine(function), split=True), Engine(function), labelled(4, 3)) < 1e-12
