@@ -9,6 +9,7 @@ started are measured. --plan says how much memory a batch needs and which one wo
 from __future__ import annotations
 
 import argparse
+import copy
 import os
 import re
 import shutil
@@ -189,8 +190,10 @@ class Water:
         water = load_config(water_config(path), self.overrides if self.file is None else [])
         config = water if self.file is None else load_config(self.file, self.overrides)
         if self.file is not None:  # everything of the config but its data
-            kept = {key: config.data[key] for key in ("cutoff", "batch", "neighbours")}
-            config.data, config.task = {**water.data, **kept}, water.task
+            kept = {key: copy.deepcopy(config.data[key]) for key in ("cutoff", "batch", "neighbours")}
+            config.data, config.task = water.data, water.task
+            for key, value in kept.items():
+                config.data[key] = value
         n, _ = places(config)
         most = self.ranks.world_size if self.ranks.launch.launcher != "none" else n
         if self.args.ranks is not None:

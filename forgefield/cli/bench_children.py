@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import traceback
@@ -85,18 +86,12 @@ class Children:
         folder.mkdir()
         (folder / "job.json").write_text(json.dumps(job))
         command = [python, bench_peers.__file__, "job.json", "result.json"]
-        environ = {**_own_environment(), "OMP_NUM_THREADS": self.threads}
+        environ = {**os.environ, "OMP_NUM_THREADS": self.threads}
         done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, check=False)
         if not (folder / "result.json").exists():
             last = (done.stderr.strip().splitlines() or [""])[-1]
             return {"refusal": f"its process ended with exit code {done.returncode} ({last[:200]})"}
         return json.loads((folder / "result.json").read_text())
-
-
-def _own_environment() -> dict[str, str]:
-    import os
-
-    return dict(os.environ)
 
 
 def _has(python: str, module: str) -> bool:

@@ -128,8 +128,8 @@ class Potential(nn.Module):
         strain = None
         if "stress" in adjoints:
             volume = _volumes(batch["cell"])
-            strain = adjoints["stress"] / torch.where(volume > 0, volume, torch.ones_like(volume))
-            strain = 0.5 * (strain + strain.transpose(1, 2))
+            strain = 0.5 * (adjoints["stress"] + adjoints["stress"].transpose(1, 2))
+            strain = torch.where(volume > 0, strain / volume, torch.zeros_like(strain))
         with forward_ad.dual_level():
             atomic = self._atomic_energies(self._moving(batch, direction, strain))
             energy, slope = forward_ad.unpack_dual(atomic)

@@ -43,7 +43,16 @@ def _with_triton(kernel: Any, flat: Tensor, order: Tensor | None, pointers: Tens
     out = flat.new_empty(count, columns)
     block = min(256, max(32, 1 << (columns - 1).bit_length()))
     grid = (count, -(-columns // block))
-    kernel[grid](flat, flat if order is None else order, pointers, out, columns, order is not None, block, num_warps=max(1, block // 64))
+    kernel[grid](
+        flat,
+        flat if order is None else order,
+        pointers,
+        out,
+        columns,
+        order is not None,
+        block,
+        num_warps=max(1, block // 64),
+    )
     return out
 
 

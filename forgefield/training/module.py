@@ -17,10 +17,11 @@ from forgefield.errors import ForgefieldError
 from forgefield.models.potential import Potential
 from forgefield.parallel.exchange import StepExchange
 from forgefield.parallel.group import Ranks, alone
+from forgefield.parallel.strategies import SimpleDDPStrategy
 from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.task import Task
 from forgefield.training.ema import WeightAverage
-from forgefield.training.engines.captured_update import CapturedUpdate, portable_optimiser_states
+from forgefield.training.engines.captured_update import CapturedUpdate, portable_optimiser_states, why_not_capturable
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.graphs import GraphsEngine
 from forgefield.training.engines.sparing import SparingEngine, raise_if_memory
@@ -164,13 +165,23 @@ class TrainingModule(L.LightningModule):
         if self.engine is None:
             inner = Engine(self._eager.function, world_size=self.ranks.world_size)
             if self.starter is not None:
-                inner = self.starter.start(self._step_function, batch, steps=steps_of_fit(self.trainer))
+                steps = steps_of_fit(self.trainer)
+                against = self._what_speaks_against_graphs()
+                inner = self.starter.start(self._step_function, batch, steps=steps, against_graphs=against)
             if isinstance(inner, GraphsEngine):
                 self._update = CapturedUpdate(self.trainer.optimizers[0], self.ema)
             memory = self.options.memory
             say = self.starter.say if self.starter else print
             self.engine = SparingEngine(inner, parts=memory.parts, split=memory.split, say=say)
         return self.engine
+
+    def _what_speaks_against_graphs(self) -> str | None:
+        if self.ranks.world_size > 1 and not isinstance(self.trainer.strategy, SimpleDDPStrategy):
+            return (
+                f"{type(self.trainer.strategy).__name__} wants to see the backward pass; leave trainer.strategy out, or use "
+                "another engine."
+            )
+        return why_not_capturable(self.trainer.optimizers[0])
 
     def _step_function(self, derivative: str) -> StepFunction:
         return StepFunction(self.potential, self.task, self.train_errors, derivative=derivative)

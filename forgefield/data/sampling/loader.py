@@ -140,7 +140,7 @@ class FrameLoader:
         n_edges = self.dataset.n_edges
         if n_edges is None:
             return np.empty((0, 3), dtype=np.int64)
-        found = []
+        found: list[tuple[int, int, int]] = []
         for epoch in range(epochs):
             rows, plan = self._planned_epoch(epoch)
             for step in range(min(len(plan), at_most - len(found))):

@@ -63,7 +63,9 @@ def join_batches(first: Batch, second: Batch) -> Batch:
     frames, atoms, edges = sizes(first)
     offsets = {"frame": frames, "edge_index": atoms, "edge_reverse": edges}
     return {
-        key: torch.cat([tensor, second[key] + offsets[key] if key in offsets else second[key]], dim=int(key == "edge_index"))
+        key: torch.cat(
+            [tensor, second[key] + offsets[key] if key in offsets else second[key]], dim=int(key == "edge_index")
+        )
         for key, tensor in first.items()
     }
 

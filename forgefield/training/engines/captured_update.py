@@ -2,7 +2,7 @@
 
 It takes the place of the optimiser's `step`, so that Lightning calls it where it would call that. Contract: learning rates may
 change from step to step, since they are read from the device; a change of any other setting makes a new graph. Optimisers that
-look at their own step count on the host cannot be captured and are refused.
+look at their own step count on the host cannot be captured.
 """
 
 from __future__ import annotations
@@ -13,17 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forgefield.errors import ForgefieldError
 from forgefield.training.ema import WeightAverage
 
 Clip = tuple[float | None, str | None]
 
 
 class CapturedUpdate:
-    """optimiser: its `step` is replaced. average: taken along, if there is one."""
+    """optimiser: its `step` is replaced; one that `why_not_capturable` has nothing against. average: taken along, if any."""
 
     def __init__(self, optimiser: torch.optim.Optimizer, average: WeightAverage | None) -> None:
-        refuse_uncapturable(optimiser)
         self.optimiser, self.average = optimiser, average
         self.clip: Clip = (None, None)
         self.device = next(p for group in optimiser.param_groups for p in group["params"]).device
@@ -89,12 +87,12 @@ class CapturedUpdate:
         return settings, places, self.clip
 
 
-def refuse_uncapturable(optimiser: torch.optim.Optimizer) -> None:
+def why_not_capturable(optimiser: torch.optim.Optimizer) -> str | None:
     if "capturable" in optimiser.defaults or isinstance(optimiser, torch.optim.SGD):
-        return
-    raise ForgefieldError(
-        f"training.engine=graphs: {type(optimiser).__name__} cannot be captured, because its step is steered by the host; use "
-        "adam, adamw, sgd or another optimiser with the option 'capturable', or training.engine=compile."
+        return None
+    return (
+        f"{type(optimiser).__name__} cannot be captured, because its step is steered by the host; use adam, adamw, sgd or "
+        "another optimiser with the option 'capturable', or another engine."
     )
 
 

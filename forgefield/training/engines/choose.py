@@ -16,13 +16,10 @@ import torch
 from torch import Tensor
 
 from forgefield.errors import ForgefieldError
-from forgefield.training.engines.compiled import CompileEngine
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.graphs import GraphsEngine
-from forgefield.training.engines.script import ScriptEngine
 from forgefield.training.engines.size_plan import SizePlan
 from forgefield.training.engines.step import StepFunction
-from forgefield.training.engines.tracing import where_it_broke
 from forgefield.training.engines.verify import require_equal, same_random_state
 
 Batch = dict[str, Tensor]
@@ -43,6 +40,8 @@ class Circumstances:
     tolerance: float
     say: Callable[[str], None]
     given_denominators: bool = False
+    against_graphs: str | None = None
+    """Why this training cannot be captured, if it cannot."""
 
 
 @dataclass(frozen=True)
@@ -60,21 +59,23 @@ class Choice:
 
 def build(choice: Choice, on: Circumstances, device: torch.device) -> Engine:
     """The engine of that name, or one sentence why it cannot be had here."""
-    refusal = why_not(choice.name, device)
+    refusal = why_not(choice.name, device) or (on.against_graphs if choice.name == "graphs" else None)
     if refusal is not None:
         raise ForgefieldError(f"training.engine={choice.name}: {refusal}")
     function = on.function(choice.derivative)
-    compiled = choice.name == "compile" or choice.captured == "compiled"
-    inner: Engine = (
-        CompileEngine(function, world_size=on.world_size, options=_inductor_options(on.options), say=on.say)
-        if compiled
-        else Engine(function, world_size=on.world_size)
-    )
-    engine = inner
+    engine = Engine(function, world_size=on.world_size)
+    # Imported where they are needed: what they need takes seconds to import.
     if choice.name == "script":
+        from forgefield.training.engines.script import ScriptEngine
+
         engine = ScriptEngine(function, world_size=on.world_size)
-    elif choice.name == "graphs":
-        engine = GraphsEngine(inner, plan=on.plan(), say=on.say)
+    if choice.name == "compile" or choice.captured == "compiled":
+        from forgefield.training.engines.compiled import CompileEngine
+
+        options = _inductor_options(on.options)
+        engine = CompileEngine(function, world_size=on.world_size, options=options, say=on.say)
+    if choice.name == "graphs":
+        engine = GraphsEngine(engine, plan=on.plan(), say=on.say)
     engine.given_denominators = on.given_denominators
     return engine
 
@@ -84,7 +85,9 @@ def why_not(name: str, device: torch.device) -> str | None:
     if name == "graphs" and device.type != "cuda":
         return f"CUDA graphs need an NVIDIA GPU, and this training runs on {device.type}; use compile or eager."
     if name == "compile" and device.type == "cpu" and not any(shutil.which(word) for word in ("c++", "g++", "clang++")):
-        return "on a CPU torch compiles with a C++ compiler, and there is none (g++ or clang++); install one or use eager."
+        return (
+            "on a CPU torch compiles with a C++ compiler, and there is none (g++ or clang++); install one or use eager."
+        )
     if name in ("compile", "graphs") and device.type == "cuda" and not _has_triton():
         return "torch compiles for a GPU with Triton, which is not installed; use eager."
     return None
@@ -139,6 +142,8 @@ def start(choice: Choice, on: Circumstances, batch: Batch) -> Engine:
     except (RuntimeError, NotImplementedError, TypeError, ValueError, AssertionError) as error:
         if "out of memory" in str(error):
             raise
+        from forgefield.training.engines.tracing import where_it_broke
+
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ForgefieldError(
             f"training.engine={choice.name}: the step cannot be {_verb(choice)} because of {where_it_broke(error)} ({reason}); "
@@ -162,12 +167,11 @@ def measure_and_choose(on: Circumstances, batch: Batch) -> tuple[Choice, Engine]
     engine = start(eager, on, batch)
     seconds = _time(engine, batch)
     whole = None if on.steps is None else on.steps * seconds
-    if whole is not None and whole < WORTH_MEASURING_S and device.type != "cuda":
-        on.say(f"Engine auto: eager, {1000 * seconds:.3g} ms a step; the training takes about {_duration(whole)} this way.")
-        return eager, engine
+    if whole is not None and whole < WORTH_MEASURING_S:
+        return _for_a_short_training(eager, engine, seconds, whole, on, batch)
     rows: list[tuple[Choice, float | None, str]] = [(eager, seconds, "")]
     engines = {eager: engine}
-    for choice in _candidates(eager.derivative, device, short=whole is not None and whole < WORTH_MEASURING_S):
+    for choice in _candidates(eager.derivative, device):
         try:
             engines[choice] = start(choice, on, batch)
             rows.append((choice, _time(engines[choice], batch), ""))
@@ -180,12 +184,32 @@ def measure_and_choose(on: Circumstances, batch: Batch) -> tuple[Choice, Engine]
     return best, engines[best]
 
 
-def _candidates(derivative: str, device: torch.device, *, short: bool) -> list[Choice]:
-    """What is measured beside eager; for a short training only what starts at once."""
+def _for_a_short_training(
+    eager: Choice, engine: Engine, seconds: float, whole: float, on: Circumstances, batch: Batch
+) -> tuple[Choice, Engine]:
+    """What starts at once, by rule: a choice by the clock could differ between two runs of the same training."""
+    said = f"{1000 * seconds:.3g} ms a step, the training takes about {_duration(whole)} that way"
+    captured = Choice("graphs", eager.derivative, "eager")
+    if batch["positions"].is_cuda:
+        try:
+            engine = start(captured, on, batch)
+            on.say(f"Engine auto: {captured}; eager would take {said}.")
+            return captured, engine
+        except ForgefieldError as error:
+            on.say(f"Engine auto: not graphs, because {error}")
+    on.say(f"Engine auto: eager, {said}.")
+    return eager, engine
+
+
+def _candidates(derivative: str, device: torch.device) -> list[Choice]:
+    """What is measured beside eager."""
     if device.type != "cuda":
         return [Choice("compile", derivative)]
-    captured = [Choice("graphs", derivative, "eager")]
-    return captured if short else [*captured, Choice("compile", derivative), Choice("graphs", derivative, "compiled")]
+    return [
+        Choice("compile", derivative),
+        Choice("graphs", derivative, "eager"),
+        Choice("graphs", derivative, "compiled"),
+    ]
 
 
 def _time(engine: Engine, batch: Batch, repeats: int = 3) -> float:

@@ -130,10 +130,12 @@ def conditions(traced: Traced) -> Callable[[int, int, int], bool]:
     names = {symbol: name for name, symbol in traced.symbols.items()}
     printer, texts = PythonPrinter(), []
     for guard in traced.environment.guards:
-        expression = guard.expr.xreplace({s: sympy.Symbol(names[str(s)], integer=True) for s in guard.expr.free_symbols})
+        expression = guard.expr.xreplace(
+            {s: sympy.Symbol(names[str(s)], integer=True) for s in guard.expr.free_symbols}
+        )
         texts.append(f"({printer.doprint(expression)})")
     source = " and ".join(dict.fromkeys(texts)) or "True"
-    return eval(f"lambda frames, atoms, edges: {source}")  # noqa: S307
+    return eval(f"lambda frames, atoms, edges: {source}")
 
 
 class ShareEqualNodes(CustomGraphPass):

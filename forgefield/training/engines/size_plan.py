@@ -47,7 +47,9 @@ class SizePlan:
                 return size
         edges = _rounded_up(edges, multiple=2)
         smallest = int(edges / GROWTH)
-        return Size(edges, _rounded_up(atoms + _blank_atoms(edges - smallest), multiple=1), _rounded_up(frames + 1, multiple=1))
+        return Size(
+            edges, _rounded_up(atoms + _blank_atoms(edges - smallest), multiple=1), _rounded_up(frames + 1, multiple=1)
+        )
 
     def describe(self) -> str:
         return ", ".join(f"{size.frames} frames / {size.atoms} atoms / {size.edges} edges" for size in self.sizes)

@@ -70,7 +70,9 @@ class SparingEngine(Engine):
             torch.cuda.empty_cache()
         if self.most_edges is None or n_edges < self.most_edges:
             self.most_edges = n_edges
-            self.say(f"A batch of {describe(batch)} does not fit into memory: it is computed in parts, with the same gradients.")
+            self.say(
+                f"A batch of {describe(batch)} does not fit into memory: it is computed in parts, with the same gradients."
+            )
         first, second = (self._in_parts(part, known) for part in halves(batch))
         return _added(first, second)
 
@@ -144,7 +146,11 @@ def raise_if_memory(error: BaseException, batch: Batch, *, evaluating: bool = Fa
     if not is_memory_error(error):
         return
     what = "data.eval_batch" if evaluating else "data.batch"
-    more = "" if evaluating else ", or have it computed in parts with the same gradients: training.memory.parts=2, or training.memory.split=true"
+    more = (
+        ""
+        if evaluating
+        else ", or have it computed in parts with the same gradients: training.memory.parts=2, or training.memory.split=true"
+    )
     raise ForgefieldError(
         f"Memory ran out on a batch of {describe(batch)}. Make {what} smaller (by edges, {what}={{edges: ...}}, batches cost "
         f"alike){more}; forgefield bench CONFIG --plan estimates what fits."

@@ -38,8 +38,10 @@ class EngineStarter:
         self.options, self.ranks, self.plan, self.tolerance, self.say = options, ranks, plan, tolerance, say
         self.chosen_before, self.keep = chosen_before, keep
 
-    def start(self, function: Callable[[str], StepFunction], batch: Batch, *, steps: int) -> Engine:
-        """The engine. steps: of the whole training, -1 without limit."""
+    def start(
+        self, function: Callable[[str], StepFunction], batch: Batch, *, steps: int, against_graphs: str | None = None
+    ) -> Engine:
+        """The engine. steps: of the whole training, -1 without limit. against_graphs: why it cannot be captured, if so."""
         on = Circumstances(
             function=function,
             options=self.options,
@@ -48,6 +50,7 @@ class EngineStarter:
             plan=self.plan,
             tolerance=self.tolerance,
             say=self.say,
+            against_graphs=against_graphs,
             given_denominators=self.ranks.world_size > 1 or self.options.memory.split or self.options.memory.parts > 1,
         )
         choice = wanted(self.options, batch["positions"].device)
@@ -60,7 +63,9 @@ class EngineStarter:
             choice = self.ranks.share(choice)
         assert choice is not None
         if engine is None:
-            engine = self._one_after_another(lambda: start(choice, on, batch), compiles=choice != Choice("eager", "double"))
+            engine = self._one_after_another(
+                lambda: start(choice, on, batch), compiles=choice != Choice("eager", "double")
+            )
         self.keep(asdict(choice))
         return engine
 

@@ -72,11 +72,12 @@ class StepFunction:
         weights = [tensor.detach().requires_grad_(True) for tensor in trained]
         by_tangent = self.derivative == "tangent" and (self.task.needs_forces or self.task.needs_stress)
         form = self._by_tangent if by_tangent else self._by_double_backward
-        return self._with_weights(weights, fixed, lambda: form(weights, batch, target_weights, denominators))
+        with torch.enable_grad():
+            return self._with_weights(weights, fixed, lambda: form(weights, batch, target_weights, denominators))
 
     def evaluate(self, trained: Sequence[Tensor], fixed: Sequence[Tensor], batch: Batch) -> Measured:
         """Loss sums and errors of a batch, without any gradient in the weights."""
-        with _evaluating(self.potential):
+        with _Evaluating(self.potential):
             outputs = self._with_weights([tensor.detach() for tensor in trained], fixed, lambda: self._outputs(batch))
         with torch.no_grad():
             return self._measured(*self.task.sums(outputs, batch), outputs, batch)
@@ -91,7 +92,7 @@ class StepFunction:
     def _by_tangent(
         self, weights: list[Tensor], batch: Batch, target_weights: Tensor, denominators: Tensor | None
     ) -> Differentiated:
-        with _evaluating(self.potential):
+        with _Evaluating(self.potential):
             outputs = self._outputs(batch)
         leaves = {name: outputs[name].detach().requires_grad_(True) for name in self.task.names}
         loss, measured = self._loss(leaves, batch, target_weights, denominators)
@@ -130,7 +131,7 @@ class _Holder(nn.Module):
         return compute()
 
 
-class _evaluating:
+class _Evaluating:
     """Inside, the module is in evaluation mode."""
 
     def __init__(self, module: nn.Module) -> None:

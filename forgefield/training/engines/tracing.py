@@ -74,7 +74,7 @@ def trace(function: Callable[[list[Tensor], Batch], Any], static: Sequence[Tenso
         return leaves
 
     with mode, enable_python_dispatcher():
-        inputs = [mode.from_tensor(tensor.detach(), static_shapes=True) for tensor in static]
+        inputs: list[Any] = [mode.from_tensor(tensor.detach(), static_shapes=True) for tensor in static]
         for key, tensor in batch.items():
             shape = [lengths.get(size, size) for size in SHAPES[key]]
             inputs.append(torch.empty(shape, dtype=tensor.dtype, device=tensor.device))

@@ -49,8 +49,8 @@ def require_equal_evaluation(engine: Engine, reference: Engine, batch: Batch, to
         difference = _relative(a, b, 0.0)
         if not difference <= tolerance:
             raise ForgefieldError(
-                f"training.engine={engine.name} is not exact for this model: in validation {what} differs from the eager engine "
-                f"by {difference:.2g} of its size, more than {tolerance:g}; use training.engine=eager, and please report it."
+                f"training.engine={engine.name} is not exact for this model: in validation {what} differs from the eager "
+                f"engine by {difference:.2g} of its size, more than {tolerance:g}; use training.engine=eager, and please report it."
             )
 
 
@@ -67,7 +67,9 @@ def largest_difference(found: Differentiated, expected: Differentiated, names: S
             some = a if b is None else b
             assert some is not None
             zero = torch.zeros_like(some)
-            differences[f"the gradient of {name}"] = _relative(zero if a is None else a, zero if b is None else b, floor)
+            differences[f"the gradient of {name}"] = _relative(
+                zero if a is None else a, zero if b is None else b, floor
+            )
     where = max(differences, key=lambda key: _order(differences[key]))
     return differences[where], where
 

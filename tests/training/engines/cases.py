@@ -37,7 +37,9 @@ def step_function(potential: Potential, targets: tuple[str, ...] = ALL, **option
 
 def difference(engine: Any, reference: Any, batch: Batch) -> float:
     """Largest relative difference of loss, errors and gradients; also of what an evaluation gives."""
-    training, _ = largest_difference(engine.differentiate(batch), reference.differentiate(batch), engine.function.trained)
+    training, _ = largest_difference(
+        engine.differentiate(batch), reference.differentiate(batch), engine.function.trained
+    )
     found, expected = engine.evaluate(batch), reference.evaluate(batch)
     scale = 1e-12 + max(float(expected.sums.abs().max()), float(expected.errors.abs().max()))
     evaluation = max(float((a - b).abs().max()) / scale for a, b in zip(found, expected))

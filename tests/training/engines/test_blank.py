@@ -43,7 +43,8 @@ def test_a_filled_batch_keeps_what_a_batch_promises():
     assert bool((destination.diff() >= 0).all())
     assert bool((batch["frame"].diff() >= 0).all())
     reverse = batch["edge_reverse"]
-    assert torch.equal(source[reverse], destination) and torch.equal(destination[reverse], source)
+    assert torch.equal(source[reverse], destination)
+    assert torch.equal(destination[reverse], source)
     assert torch.equal(batch["edge_shift"][reverse], -batch["edge_shift"])
     assert int(torch.bincount(destination[-300:]).max()) <= 64
 

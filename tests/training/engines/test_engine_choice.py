@@ -1,4 +1,4 @@
-"""Which engine runs: what the config says, what the device allows, what a measurement finds; and that a wrong one is refused."""
+"""Which engine runs: what the config says, the device allows and a measurement finds; a wrong one is refused."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_an_engine_is_compared_before_it_is_used_and_the_number_is_said():
 
 def test_a_users_model_that_cannot_be_traced_is_named_with_its_line():
     on = circumstances(Potential(ReadsAValue("value")), [])
-    with pytest.raises(ForgefieldError, match=r"cannot be scripted because of .*test_script.py:\d+: .*item\(\).*use training.eng"):
+    with pytest.raises(ForgefieldError, match=r"cannot be scripted because of .*test_script.py:\d+: .*item\(\)"):
         start(Choice("script", "double"), on, labelled(4, 3))
 
 
@@ -187,7 +187,9 @@ class Hungry(nn.Module):
 def test_where_memory_runs_out_the_batch_and_the_remedies_are_named():
     batch = labelled(5, 4, 6)
     function = step_function(Potential(Hungry(10)), ("energy", "forces"))
-    message = f"batch of 3 frames, 15 atoms and {batch['edge_index'].shape[1]} edges.*training.memory.split=true.*--plan"
+    message = (
+        f"batch of 3 frames, 15 atoms and {batch['edge_index'].shape[1]} edges.*training.memory.split=true.*--plan"
+    )
     with pytest.raises(ForgefieldError, match=message):
         SparingEngine(Engine(function), split=False).step(batch)
     with pytest.raises(ForgefieldError, match=r"data.eval_batch"):
@@ -196,9 +198,11 @@ def test_where_memory_runs_out_the_batch_and_the_remedies_are_named():
 
 def test_on_request_a_batch_that_does_not_fit_is_split_with_the_same_gradients():
     batch = labelled(5, 4, 6, 3)
-    most = batch["edge_index"].shape[1] // 3
+    most = int(torch.bincount(batch["frame"][batch["edge_index"][1]]).max())
     said: list[str] = []
-    sparing = SparingEngine(Engine(step_function(Potential(Hungry(most)), ("energy", "forces"))), split=True, say=said.append)
+    sparing = SparingEngine(
+        Engine(step_function(Potential(Hungry(most)), ("energy", "forces"))), split=True, say=said.append
+    )
     plenty = Engine(step_function(Potential(Hungry(10**9)), ("energy", "forces")))
     found, expected = sparing.differentiate(batch), plenty.differentiate(batch)
     torch.testing.assert_close(found.gradients[0], expected.gradients[0], rtol=1e-12, atol=0)

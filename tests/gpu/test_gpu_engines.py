@@ -1,0 +1,138 @@
+"""Engines on a GPU: every engine and derivative form against eager in float64, captured training as a whole, resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from forgefield.api import train
+from forgefield.training.engines.captured_update import CapturedUpdate
+from forgefield.training.engines.compiled import CompileEngine
+from forgefield.training.engines.engine import Engine
+from forgefield.training.engines.graphs import GraphsEngine
+from forgefield.training.engines.size_plan import Size, SizePlan
+from forgefield.training.engines.verify import largest_difference
+from forgefield.training.precision import Precision
+from tests.helpers import tiny_config
+from tests.models.structures import make_potential
+from tests.training.engines.cases import labelled, step_function
+from tests.training.engines.test_step import potential_of
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+SIZES = [(5, 4), (1,), (6, 1, 3), (20, 30, 20)]
+
+
+def on_gpu(*atoms: int, seed: int = 0):
+    return {key: tensor.cuda() for key, tensor in labelled(*atoms, seed=seed, box=6.0).items()}
+
+
+@pytest.mark.parametrize("form", ["double", "tangent"])
+@pytest.mark.parametrize("name", ["nequip", "allegro"])
+def test_captured_steps_equal_eager_ones_on_the_cpu(name, form):
+    """The CPU is the oracle: it adds in another order, by other code."""
+    host, potential = potential_of(name), potential_of(name).cuda()
+    oracle = Engine(step_function(host))
+    inner = Engine(step_function(potential, derivative=form))
+    engine = GraphsEngine(inner, plan=SizePlan((Size(edges=3000, atoms=160, frames=5),)))
+    for number, atoms in enumerate(SIZES):
+        expected = oracle.differentiate(labelled(*atoms, seed=number, box=6.0))
+        for given in (inner, engine):
+            found = given.differentiate(on_gpu(*atoms, seed=number))
+            moved = found._replace(
+                gradients=[None if g is None else g.cpu() for g in found.gradients],
+                measured=found.measured._make(t.cpu() for t in found.measured),
+            )
+            assert largest_difference(moved, expected, oracle.function.trained)[0] < 1e-9
+    assert engine.captures == 1
+
+
+def test_the_same_step_twice_gives_the_same_bits():
+    potential = make_potential("float32", l_max=2).cuda()
+    engine = GraphsEngine(Engine(step_function(potential)), plan=SizePlan(()))
+    batch = on_gpu(20, 30)
+    first = [g.clone() for g in engine.differentiate(batch).gradients]
+    engine.differentiate(on_gpu(30, 20, seed=9))
+    again = engine.differentiate(batch).gradients
+    assert all(torch.equal(a, b) for a, b in zip(first, again))
+
+
+def test_compiled_and_captured_code_is_exact_for_every_size_with_one_compilation():
+    potential = make_potential("float32").cuda()
+    compiled, eager = CompileEngine(step_function(potential)), Engine(step_function(potential))
+    captured = GraphsEngine(compiled, plan=SizePlan(()))
+    for number, atoms in enumerate(SIZES):
+        batch = on_gpu(*atoms, seed=number)
+        for engine in (compiled, captured):
+            assert (
+                largest_difference(engine.differentiate(batch), eager.differentiate(batch), eager.function.trained)[0]
+                < 1e-5
+            )
+    assert compiled.training.compilations == 1
+
+
+@pytest.mark.parametrize("name", ["tf32", "bf16-mixed", "fp16-mixed"])
+def test_lower_precisions_change_the_step_a_little_and_not_more(name):
+    potential = make_potential("float32", num_features=16).cuda()
+    engine, batch = Engine(step_function(potential)), on_gpu(20, 30)
+    expected = engine.differentiate(batch)
+    with Precision(name).applied(name):
+        found = engine.differentiate(batch)
+    size = largest_difference(found, expected, engine.function.trained)[0]
+    assert 1e-7 < size < 0.1
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw", "sgd"])
+def test_captured_updates_are_those_of_the_optimiser(name):
+    weights = [torch.nn.Parameter(torch.linspace(-1, 1, 6, device="cuda").view(2, 3).clone()) for _ in range(2)]
+    kinds = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+    plain, graphed = (kinds[name]([weight], lr=0.1) for weight in weights)
+    update = CapturedUpdate(graphed, None)
+    update.clip = (0.5, "norm")
+    grads = [torch.zeros(2, 3, device="cuda") for _ in range(2)]
+    for step in range(6):
+        for weight, grad in zip(weights, grads):
+            grad.copy_(torch.sin(torch.arange(6.0, device="cuda").view(2, 3) * (step + 1)))
+            weight.grad = grad
+        torch.nn.utils.clip_grad_norm_([weights[0]], 0.5)
+        for optimiser in (plain, graphed):
+            optimiser.param_groups[0]["lr"] = 0.1 / (1 + step)
+            optimiser.step()
+        torch.testing.assert_close(weights[0], weights[1], rtol=1e-6, atol=1e-7)
+
+
+def settings(folder: Path, engine: str, **training):
+    return tiny_config(
+        folder,
+        name=engine,
+        training={
+            "lr": 0.01,
+            "ema": 0.9,
+            "tensorboard": 0,
+            "engine": engine,
+            "graphs": {"compiled": False},
+            **training,
+        },
+        trainer={"max_epochs": 3, "enable_progress_bar": False, "accelerator": "gpu", "devices": 1},
+    )
+
+
+def test_a_captured_training_follows_an_eager_one(tmp_path):
+    options = {"clip_norm": 1.0, "scheduler": {"name": "cosine"}}
+    results = [train(settings(tmp_path, name, **options)) for name in ("eager", "graphs")]
+    eager, graphs = ([row["val/loss"] for row in run.metrics()] for run in results)
+    assert graphs == pytest.approx(eager, rel=1e-3)
+
+
+def test_a_captured_training_goes_on_bit_for_bit_and_eager_can_take_over(tmp_path):
+    whole = train(settings(tmp_path / "a", "graphs"))
+    half = settings(tmp_path / "b", "graphs")
+    half["trainer"] = {**half["trainer"], "max_epochs": 2}
+    train(half)
+    half["trainer"]["max_epochs"] = 3
+    resumed = train(half)
+    a, b = (run.load_potential("last").state_dict() for run in (whole, resumed))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    half["trainer"]["max_epochs"], half["training"] = 4, {**half["training"], "engine": "eager"}
+    train(half)
