@@ -25,6 +25,12 @@ HARMLESS = (
     "training.checkpoint",
     "training.early_stopping",
     "training.tensorboard",
+    # How a step is executed: the same up to rounding.
+    "training.engine",
+    "training.derivative",
+    "training.compile",
+    "training.graphs",
+    "training.memory",
     # How long.
     "trainer.max_epochs",
     "trainer.max_steps",

@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 from forgefield.data.batch import with_edges
@@ -176,9 +177,10 @@ class TrainingModule(L.LightningModule):
         return self.engine
 
     def _what_speaks_against_graphs(self) -> str | None:
-        if self.ranks.world_size > 1 and not isinstance(self.trainer.strategy, SimpleDDPStrategy):
+        strategy = self.trainer.strategy
+        if isinstance(strategy, DDPStrategy) and not isinstance(strategy, SimpleDDPStrategy):
             return (
-                f"{type(self.trainer.strategy).__name__} wants to see the backward pass; leave trainer.strategy out, or use "
+                f"{type(strategy).__name__} wants to see the backward pass; leave trainer.strategy out, or use "
                 "another engine."
             )
         return why_not_capturable(self.trainer.optimizers[0])

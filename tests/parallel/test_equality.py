@@ -97,6 +97,28 @@ def test_gradient_is_that_of_one_process(world_size, strategy, folder, gradients
     assert max(distances.values()) < 1e-12, distances
 
 
+WAYS = {
+    "script": {"engine": "script"},
+    "tangent": {"derivative": "tangent"},
+    "parts": {"memory": {"parts": 2}},
+    "auto": {"engine": "auto"},
+}
+
+
+@pytest.mark.parametrize("strategy", ["simple_ddp", "ddp"])
+def test_other_engines_give_the_gradient_of_one_process_too(strategy, folder, gradients):
+    loss = next(iter(LOSSES))
+    configs = [one_step(folder, loss, 2, strategy) for _ in WAYS]
+    for config, (name, way) in zip(configs, WAYS.items()):
+        config["name"] = f"{name}-{strategy}"
+        config["training"] = {**config["training"], **way}
+    path = write_config(folder / f"engines-{strategy}.yaml", configs)
+    done = ranks(2, "tests.parallel.train_many", str(path), folder=folder, timeout=280)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    for config in configs:
+        assert float((weights(folder / "runs" / config["name"]) - gradients[loss]).abs().max()) < 1e-11, config["name"]
+
+
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_mean_of_the_ranks_own_means_is_another_gradient(loss, folder):
     """So the frames of these tests can tell a right average from the usual wrong one."""

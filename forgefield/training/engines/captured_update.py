@@ -25,8 +25,8 @@ class CapturedUpdate:
         self.optimiser, self.average = optimiser, average
         self.clip: Clip = (None, None)
         self.device = next(p for group in optimiser.param_groups for p in group["params"]).device
-        self._rates = [torch.zeros((), device=self.device) for _ in optimiser.param_groups]
-        self._share = torch.zeros((), device=self.device)
+        self._rates = [torch.zeros((), dtype=torch.float64, device=self.device) for _ in optimiser.param_groups]
+        self._share = torch.zeros((), dtype=torch.float64, device=self.device)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._made_for: Any = None
         self._is_warm = False

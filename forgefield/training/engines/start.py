@@ -61,20 +61,15 @@ class EngineStarter:
             if self.ranks.is_first:
                 choice, engine = measure_and_choose(on, batch)
             choice = self.ranks.share(choice)
-        assert choice is not None
-        if engine is None:
-            engine = self._one_after_another(
-                lambda: start(choice, on, batch), compiles=choice != Choice("eager", "double")
-            )
-        self.keep(asdict(choice))
+        chosen: Choice = choice
+        engine = self._one_after_another(engine, lambda: start(chosen, on, batch))
+        self.keep(asdict(chosen))
         return engine
 
-    def _one_after_another(self, build: Callable[[], Engine], *, compiles: bool) -> Engine:
-        """The first process of each node compiles, the others find its code on disk."""
-        if self.ranks.world_size == 1 or not compiles:
-            return build()
-        first = self.ranks.launch.local_rank == 0
-        engine = build() if first else None
+    def _one_after_another(self, engine: Engine | None, build: Callable[[], Engine]) -> Engine:
+        """The first process of each node compiles, the others find its code on disk. engine: where there is one already."""
+        if engine is None and self.ranks.launch.local_rank == 0:
+            engine = build()
         self.ranks.everyone(None)
         return engine if engine is not None else build()
 

@@ -50,7 +50,8 @@ def require_equal_evaluation(engine: Engine, reference: Engine, batch: Batch, to
         if not difference <= tolerance:
             raise ForgefieldError(
                 f"training.engine={engine.name} is not exact for this model: in validation {what} differs from the eager "
-                f"engine by {difference:.2g} of its size, more than {tolerance:g}; use training.engine=eager, and please report it."
+                f"engine by {difference:.2g} of its size, more than {tolerance:g}; use training.engine=eager, and please "
+                "report it."
             )
 
 

@@ -1,0 +1,78 @@
+"""Whole trainings with engines other than eager: the same course, taken over by one another, on one rank and on several."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from forgefield.api import load_run
+from forgefield.errors import ForgefieldError
+from tests.helpers import tiny_config
+from tests.parallel.train_many import train_only
+
+LOSS = "val/loss"
+
+
+def config(folder, name: str, engine: str | None, **training):
+    settings = tiny_config(folder, name=name)
+    settings["training"] = {**settings["training"], "precision": "float64", "engine": engine, **training}
+    return settings
+
+
+def course(run) -> list[float]:
+    return [row[LOSS] for row in load_run(run.path).metrics()]
+
+
+@pytest.fixture(scope="module")
+def eager(tmp_path_factory):
+    return train_only(config(tmp_path_factory.mktemp("eager"), "eager", "eager", clip_norm=1.0))
+
+
+def test_a_scripted_training_takes_the_course_of_an_eager_one(eager, tmp_path):
+    scripted = train_only(config(tmp_path, "scripted", "script", clip_norm=1.0))
+    assert course(scripted) == pytest.approx(course(eager), rel=1e-9)
+    assert load_run(scripted.path).info["engine"] == {"name": "script", "derivative": "double", "captured": None}
+
+
+def test_the_tangent_form_takes_the_same_course(eager, tmp_path):
+    tangent = train_only(config(tmp_path, "tangent", None, derivative="tangent", clip_norm=1.0))
+    assert course(tangent) == pytest.approx(course(eager), rel=1e-8)
+
+
+def test_batches_in_parts_take_the_same_course(eager, tmp_path):
+    parts = train_only(config(tmp_path, "parts", "eager", memory={"parts": 2}, clip_norm=1.0))
+    assert course(parts) == pytest.approx(course(eager), rel=1e-9)
+
+
+def test_a_run_started_eager_goes_on_scripted(eager, tmp_path):
+    settings = config(tmp_path, "taken-over", "eager", clip_norm=1.0)
+    settings["trainer"] = {**settings["trainer"], "max_epochs": 2}
+    train_only(settings)
+    settings["trainer"]["max_epochs"] = 3
+    settings["training"]["engine"] = "script"
+    assert course(train_only(settings)) == pytest.approx(course(eager), rel=1e-9)
+
+
+def test_what_auto_has_chosen_is_kept_for_the_resume(tmp_path, capsys):
+    settings = config(tmp_path, "auto", "auto")
+    settings["trainer"] = {**settings["trainer"], "max_epochs": 1}
+    first = train_only(settings)
+    assert load_run(first.path).info["engine"]["name"] == "eager"
+    assert "Engine auto: eager" in (first.path / "log.txt").read_text()
+    settings["trainer"]["max_epochs"] = 2
+    again = train_only(settings)
+    assert (again.path / "log.txt").read_text().count("Engine auto: eager") == 1
+
+
+def test_graphs_on_a_cpu_are_refused_before_the_first_step(tmp_path):
+    with pytest.raises(ForgefieldError, match="CUDA graphs need an NVIDIA GPU"):
+        train_only(config(tmp_path, "graphs", "graphs"))
+
+
+def test_accumulated_batches_add_up_with_given_gradients(tmp_path):
+    results = []
+    for name in ("eager", "script"):
+        run = train_only(config(tmp_path, name, name, accumulate=2))
+        results.append(course(run))
+    assert results[1] == pytest.approx(results[0], rel=1e-9)
+    assert torch.isfinite(torch.tensor(results)).all()
