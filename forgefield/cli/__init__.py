@@ -24,7 +24,7 @@ VERBS = {
     "predict": ("predict", "energies, forces and stress for structures in a file"),
     "check": ("check", "symmetry, exact derivatives and smoothness of your own model on your own data"),
     "data": ("data", "look at data, convert it to a store, cut a small set from it"),
-    "bench": ("bench", "how fast training is here, and how it scales with the number of processes"),
+    "bench": ("bench", "how fast each engine trains here, how it scales, what fits into memory"),
     "report": ("report", "write the report of a run anew, one self-contained HTML page"),
     "import": ("import_", "turn a model of another program into a run"),
 }

@@ -24,9 +24,10 @@ class CapturedUpdate:
     def __init__(self, optimiser: torch.optim.Optimizer, average: WeightAverage | None) -> None:
         self.optimiser, self.average = optimiser, average
         self.clip: Clip = (None, None)
-        self.device = next(p for group in optimiser.param_groups for p in group["params"]).device
-        self._rates = [torch.zeros((), dtype=torch.float64, device=self.device) for _ in optimiser.param_groups]
-        self._share = torch.zeros((), dtype=torch.float64, device=self.device)
+        parameters = [group["params"][0] for group in optimiser.param_groups]
+        self.device = parameters[0].device
+        self._rates = [torch.zeros((), dtype=p.dtype, device=self.device) for p in parameters]
+        self._share = torch.zeros((), dtype=parameters[0].dtype, device=self.device)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._made_for: Any = None
         self._is_warm = False
@@ -88,10 +89,10 @@ class CapturedUpdate:
 
 
 def why_not_capturable(optimiser: torch.optim.Optimizer) -> str | None:
-    if "capturable" in optimiser.defaults or isinstance(optimiser, torch.optim.SGD):
+    if "capturable" in optimiser.defaults:
         return None
     return (
-        f"{type(optimiser).__name__} cannot be captured, because its step is steered by the host; use adam, adamw, sgd or "
+        f"{type(optimiser).__name__} cannot be captured, because its step is steered by the host; use adam, adamw or "
         "another optimiser with the option 'capturable', or another engine."
     )
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from forgefield.errors import ForgefieldError
 from forgefield.models import Potential
+from forgefield.training.engines.captured_update import portable_optimiser_states, why_not_capturable
 from forgefield.training.engines.choose import Choice, Circumstances, build, measure_and_choose, start, wanted, why_not
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.script import ScriptEngine
@@ -231,3 +232,28 @@ def test_a_batch_in_parts_has_the_gradients_of_the_whole(parts):
 def test_sparing_changes_nothing_where_memory_suffices():
     function = step_function(make_potential())
     assert difference(SparingEngine(Engine(function), split=True), Engine(function), labelled(4, 3)) < 1e-12
+
+
+# ---- what cannot be captured
+
+
+def test_optimisers_that_the_host_steers_are_named():
+    weights = [nn.Parameter(torch.zeros(2))]
+    assert why_not_capturable(torch.optim.AdamW(weights)) is None
+    for optimiser in (torch.optim.SGD(weights), torch.optim.LBFGS(weights)):
+        assert f"{type(optimiser).__name__} cannot be captured" in why_not_capturable(optimiser)
+
+
+def test_stored_optimisers_can_be_taken_over_by_any_engine():
+    weights = [nn.Parameter(torch.ones(2))]
+    optimiser = torch.optim.Adam(weights)
+    weights[0].grad = torch.ones(2)
+    optimiser.step()
+    optimiser.param_groups[0]["capturable"] = True
+    stored = [optimiser.state_dict()]
+    portable_optimiser_states(stored)
+    assert stored[0]["param_groups"][0]["capturable"] is False
+    again = torch.optim.Adam(weights)
+    again.load_state_dict(stored[0])
+    again.step()
+    assert float(again.state[weights[0]]["step"]) == 2.0
