@@ -12,45 +12,36 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from ase.data import atomic_numbers
 from torch import Tensor, nn
 
 from forgefield.errors import ForgefieldError
 from forgefield.models import nequip_options
-from forgefield.models.adaptive import adaptive_bessel_basis, pair_radii
-from forgefield.models.nequip_options import PRESETS, Options, complete_options, pair_cutoff, preset_options
+from forgefield.models.adaptive import adaptive_bessel_basis
+from forgefield.models.nequip_options import PRESETS, Options, complete_options, preset_options
+from forgefield.models.terms import PairLengths, SpeciesTerms
 from forgefield.ops.activations import activate
 from forgefield.ops.convolution import Block, convolve, list_paths, plan_convolution
 from forgefield.ops.graph import (
     EdgeGraph,
     GradientSwitch,
-    Segments,
     barrier,
     cut,
     edge_graph,
-    gather,
     join,
-    segment_sum,
 )
 from forgefield.ops.harmonics import SphericalHarmonics
 from forgefield.ops.linear import Gate, IrrepsLinear, NormActivation, Perceptron, SpeciesLinear, unit_normal
 from forgefield.ops.products import product
-from forgefield.ops.radial import bessel_basis, polynomial_cutoff
-from forgefield.physics.zbl import zbl_pair_energy
+from forgefield.ops.radial import bessel_basis
 
 
-class NequIP(nn.Module):
+class NequIP(SpeciesTerms):
     """Atomic energies from edge vectors. Built from resolved options: every number is given."""
 
     only_edge_vectors = True
     layers: list[Interaction]
     bessel_frequencies: Tensor
-    energy_scales: Tensor
-    energy_shifts: Tensor
-    feature_scale: Tensor
-    inverse_cutoff: Tensor
     identity: Tensor
-    atomic_numbers: Tensor
     Options = Options
     presets = PRESETS
     preset_options = staticmethod(preset_options)
@@ -65,9 +56,8 @@ class NequIP(nn.Module):
         dtype: torch.dtype = torch.float32,
         generator: torch.Generator,
     ) -> None:
-        super().__init__()
-        self.species, self.cutoff, self.options = tuple(species), float(cutoff), options
-        self.adaptive_cutoff = adaptive_cutoff
+        super().__init__(options, species, cutoff, adaptive_cutoff)
+        self.options = options
         n_species = len(self.species)
         features = options.num_features
         features = [features] * (options.l_max + 1) if isinstance(features, int) else list(features)
@@ -76,7 +66,7 @@ class NequIP(nn.Module):
         self.one_hot_self_connection = n_species <= n_embedding
 
         frequencies = torch.arange(1, options.num_bessels + 1, dtype=torch.float64)
-        self._hold("bessel_frequencies", frequencies, options.bessel_trainable)
+        self.hold("bessel_frequencies", frequencies, options.bessel_trainable)
         self.harmonics = SphericalHarmonics(options.l_max)
         layers = nn.ModuleList()
         blocks: tuple[Block, ...] = (Block(n_embedding, 0, 1),)
@@ -94,36 +84,7 @@ class NequIP(nn.Module):
         sizes = [features[0], *[width] * options.readout_mlp_depth, 1]
         self.readout = Perceptron(sizes, activation=options.readout_mlp_nonlinearity, generator=generator, dtype=dtype)
 
-        self._hold("energy_scales", self._per_species(options.energy_scales, 1.0), options.energy_scales_trainable)
-        self._hold("energy_shifts", self._per_species(options.energy_shifts, 0.0), options.energy_shifts_trainable)
-        neighbours = self._per_species(options.avg_num_neighbours, 1.0)
-        self.register_buffer("feature_scale", neighbours.rsqrt(), persistent=False)
-        self.register_buffer("inverse_cutoff", self._inverse_cutoffs(), persistent=False)
         self.register_buffer("identity", torch.eye(n_species, dtype=dtype), persistent=False)
-        numbers = [atomic_numbers.get(symbol, 0) for symbol in self.species]
-        self.register_buffer("atomic_numbers", torch.tensor(numbers, dtype=torch.float64), persistent=False)
-
-    def _hold(self, name: str, value: Tensor, trainable: bool) -> None:
-        """Part of the model's state either way, a parameter only where it is trained."""
-        if trainable:
-            self.register_parameter(name, nn.Parameter(value))
-        else:
-            self.register_buffer(name, value)
-
-    def _per_species(self, value: float | Mapping[str, float] | None, default: float) -> Tensor:
-        """(n_species,) float64."""
-        if isinstance(value, Mapping):
-            return torch.tensor([float(value[symbol]) for symbol in self.species], dtype=torch.float64)
-        return torch.full((len(self.species),), default if value is None else float(value), dtype=torch.float64)
-
-    def _inverse_cutoffs(self) -> Tensor:
-        """(n_species^2,) float64, 1/A, by centre then neighbour; a single number where all are equal."""
-        table = self.options.per_edge_type_cutoff
-        if table is None:
-            return torch.tensor([1 / self.cutoff], dtype=torch.float64)
-        return torch.tensor(
-            [1 / pair_cutoff(table, i, j, self.cutoff) for i in self.species for j in self.species], dtype=torch.float64
-        )
 
     @classmethod
     def complete(
@@ -147,30 +108,17 @@ class NequIP(nn.Module):
         vectors, species = batch["edge_vectors"], batch["species"]
         switch: GradientSwitch | None = batch.get("edge_gradient")
         graph: EdgeGraph = batch.get("edge_graph") or edge_graph(batch)
-        lengths = torch.linalg.vector_norm(vectors, dim=1)
-        radii: Tensor | None = None
-        if self.adaptive_cutoff is not None:
-            radii = pair_radii(lengths, graph, self.cutoff, self.adaptive_cutoff)
-            scaled = lengths / radii
-        elif self.inverse_cutoff.numel() == 1:
-            scaled = lengths * self.inverse_cutoff
-        else:
+        if self.inverse_cutoff.numel() > 1:  # an edge and its reverse may end at different lengths
             graph = EdgeGraph(graph.source, graph.destination, graph.n_atoms)
-            kinds = species[graph.destination] * len(self.species) + species[graph.source]
-            scaled = lengths * self.inverse_cutoff.index_select(0, kinds)
+        pairs = self.pair_lengths(vectors, species, graph)
+        basis = self._radial_basis(pairs, graph)
+        atomic = self._network_energies(vectors, pairs.lengths, basis, species, graph, switch)
+        return self.energies(atomic.double(), pairs, species, graph)
 
-        basis = self._radial_basis(lengths, scaled, radii, graph)
-        atomic = self._network_energies(vectors, lengths, basis, species, graph, switch)
-        kind = Segments(species, len(self.species))
-        scales, shifts = gather(self.energy_scales, kind), gather(self.energy_shifts, kind)
-        energies = torch.addcmul(shifts, scales, atomic.double())
-        if self.options.zbl:
-            energies = energies + self._repulsion(lengths, scaled, species, graph)
-        return energies
-
-    def _radial_basis(self, lengths: Tensor, scaled: Tensor, radii: Tensor | None, graph: EdgeGraph) -> Tensor:
-        """(n_edges or n_pairs, num_bessels) float64; `scaled`: lengths over the radius where the interaction ends."""
+    def _radial_basis(self, pairs: PairLengths, graph: EdgeGraph) -> Tensor:
+        """(n_edges or n_pairs, num_bessels) float64."""
         p = float(self.options.polynomial_cutoff_p)
+        lengths, scaled, radii = pairs
         if graph.pair_edge is not None:
             scaled = scaled.index_select(0, graph.pair_edge)
         if radii is None or self.adaptive_cutoff is None:
@@ -232,13 +180,6 @@ class NequIP(nn.Module):
                 part = product(part, network.weights[depth] * network.scales[depth])
             result.append(part)
         return result
-
-    def _repulsion(self, lengths: Tensor, scaled: Tensor, species: Tensor, graph: EdgeGraph) -> Tensor:
-        """(n_atoms,) half of each pair's ZBL energy, eV."""
-        p = self.options.zbl.get("polynomial_cutoff_p", 6.0) if isinstance(self.options.zbl, Mapping) else 6.0
-        z = self.atomic_numbers.index_select(0, species)
-        pair = zbl_pair_energy(lengths, z.index_select(0, graph.destination), z.index_select(0, graph.source))
-        return segment_sum(0.5 * pair * polynomial_cutoff(scaled, p), graph.by_destination)
 
 
 class Interaction(nn.Module):

@@ -23,19 +23,21 @@ from torch.fx import Graph, Node
 from torch.utils._sympy.printers import PythonPrinter
 
 from forgefield.data.storage.cache import cache_folder
-from forgefield.training.engines.blank import not_too_small, sizes
-from forgefield.training.engines.engine import Denominators, Engine, Step
-from forgefield.training.engines.step import Differentiated, Measured, StepFunction
+from forgefield.training.engines.blank import sizes
+from forgefield.training.engines.step import StepFunction
+from forgefield.training.engines.traced_engine import Flat, TracedEngine
 from forgefield.training.engines.tracing import Traced, trace
 
 Batch = dict[str, Tensor]
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
-class CompileEngine(Engine):
+class CompileEngine(TracedEngine):
     """Training step and evaluation compiled, each on first use. options: of Inductor. say: tells what is going on."""
 
     name = "compile"
+    training: CompiledFunction
+    evaluation: CompiledFunction
 
     def __init__(
         self,
@@ -45,37 +47,12 @@ class CompileEngine(Engine):
         options: dict[str, Any] | None = None,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
-        super().__init__(function, world_size=world_size)
-        self.reach = function.potential.adaptive_cutoff or function.potential.cutoff
-        n = len(function.trained)
-        m = n + len(function.fixed)
-        self.training = CompiledFunction(
-            lambda static, batch: function.differentiate(
-                static[:n], static[n:m], batch, static[m], static[m + 1] if len(static) > m + 1 else None
-            ),
-            options or {},
-            lambda: say("Compiling the training step; later starts find the code on disk ..."),
-        )
-        self.evaluation = CompiledFunction(
-            lambda static, batch: function.evaluate(static[:n], static[n:], batch),
-            options or {},
-            lambda: say("Compiling the evaluation ..."),
-        )
+        def make(flat: Flat, what: str) -> CompiledFunction:
+            return CompiledFunction(
+                flat, options or {}, lambda: say(f"Compiling the {what}; later starts find the code on disk ...")
+            )
 
-    def step(self, batch: Batch, denominators: Denominators | None = None) -> Step:
-        return self._given(self.differentiate(batch, denominators))
-
-    def differentiate(self, batch: Batch, denominators: Denominators | None = None) -> Differentiated:
-        trained, fixed, batch, weights, known = self._inputs(not_too_small(batch, self.reach), denominators)
-        return self.training([*trained, *fixed, weights, *([] if known is None else [known])], batch)
-
-    def evaluate(self, batch: Batch) -> Measured:
-        trained, fixed, batch, _, _ = self._inputs(not_too_small(batch, self.reach), None)
-        return self.evaluation([*trained, *fixed], batch)
-
-    def forget(self) -> None:
-        self.training.forget()
-        self.evaluation.forget()
+        super().__init__(function, make, world_size=world_size)
 
 
 class CompiledFunction:

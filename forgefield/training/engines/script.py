@@ -7,55 +7,31 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from forgefield.training.engines.blank import not_too_small
-from forgefield.training.engines.engine import Denominators, Engine, Step
-from forgefield.training.engines.step import Differentiated, Measured, StepFunction
+from forgefield.training.engines.step import StepFunction
+from forgefield.training.engines.traced_engine import Flat, TracedEngine
 from forgefield.training.engines.tracing import Traced, trace
 
 Batch = dict[str, Tensor]
 
 
-class ScriptEngine(Engine):
+class ScriptEngine(TracedEngine):
     name = "script"
 
     def __init__(self, function: StepFunction, *, world_size: int = 1) -> None:
-        super().__init__(function, world_size=world_size)
-        self.reach = function.potential.adaptive_cutoff or function.potential.cutoff
-        n, m = len(function.trained), len(function.trained) + len(function.fixed)
-        self.training = ScriptedFunction(
-            lambda static, batch: function.differentiate(
-                static[:n], static[n:m], batch, static[m], static[m + 1] if len(static) > m + 1 else None
-            )
-        )
-        self.evaluation = ScriptedFunction(lambda static, batch: function.evaluate(static[:n], static[n:], batch))
-
-    def step(self, batch: Batch, denominators: Denominators | None = None) -> Step:
-        return self._given(self.differentiate(batch, denominators))
-
-    def differentiate(self, batch: Batch, denominators: Denominators | None = None) -> Differentiated:
-        trained, fixed, batch, weights, known = self._inputs(not_too_small(batch, self.reach), denominators)
-        return self.training([*trained, *fixed, weights, *([] if known is None else [known])], batch)
-
-    def evaluate(self, batch: Batch) -> Measured:
-        trained, fixed, batch, _, _ = self._inputs(not_too_small(batch, self.reach), None)
-        return self.evaluation([*trained, *fixed], batch)
-
-    def forget(self) -> None:
-        self.training.forget()
-        self.evaluation.forget()
+        super().__init__(function, lambda flat, what: ScriptedFunction(flat), world_size=world_size)
 
 
 class ScriptedFunction:
     """`function(static, batch)` as TorchScript, for batches of any size."""
 
-    def __init__(self, function: Callable[[list[Tensor], Batch], Any]) -> None:
+    def __init__(self, function: Flat) -> None:
         self.function = function
         self._made: tuple[Any, Traced, list[int]] | None = None
 
