@@ -8,6 +8,8 @@ from torch import nn
 
 from forgefield.errors import ForgefieldError
 from forgefield.models import Potential
+from forgefield.training.engines.blank import LEAST
+from forgefield.training.engines.compiled import conditions
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.script import ScriptEngine
 from forgefield.training.engines.tracing import trace, where_it_broke
@@ -80,7 +82,7 @@ def test_a_model_that_breaks_the_trace_is_named_with_its_line(how, line):
     assert "test_script.py" in told
 
 
-def test_a_trace_holds_for_all_sizes_without_conditions():
+def test_a_trace_holds_for_all_sizes():
     function = step_function(make_potential("float32"))
     n = len(function.trained)
     batch = labelled(4, 3)
@@ -89,5 +91,7 @@ def test_a_trace_holds_for_all_sizes_without_conditions():
         [*function.trained_weights(), *function.fixed_weights(), function.task.weights],
         batch,
     )
-    assert traced.environment.guards == []
+    assert not traced.environment.pinned
+    holds = conditions(traced)
+    assert all(holds(*size) for size in (tuple(LEAST.values()), (3, 10**5, 10**7), (10**4, 10**5, 2 * 10**6)))
     assert set(traced.symbols) == {"frames", "atoms", "edges"}
