@@ -9,10 +9,10 @@ from typing import Any
 
 from forgefield.errors import ForgefieldError
 from forgefield.models.nequip_options import (
-    _check_pair_cutoffs,
-    _check_per_species,
-    _check_zbl,
-    _from_statistics,
+    check_pair_cutoffs,
+    check_per_species,
+    check_zbl,
+    from_statistics,
 )
 
 
@@ -127,18 +127,18 @@ def complete_options(
     _check(options)
     filled: dict[str, Any] = _complete_embedding(options)
     for key in ("avg_num_neighbours", "energy_scales", "energy_shifts"):
-        _check_per_species(f"model.{key}", getattr(options, key), species, positive=key != "energy_shifts")
-    _check_pair_cutoffs(options.per_edge_type_cutoff, species, cutoff)
+        check_per_species(f"model.{key}", getattr(options, key), species, positive=key != "energy_shifts")
+    check_pair_cutoffs(options.per_edge_type_cutoff, species, cutoff)
     if options.zbl:
-        _check_zbl(options.zbl, species)
+        check_zbl(options.zbl, species)
     if options.avg_num_neighbours is None:
-        mean = _from_statistics(statistics, "mean_neighbours", "avg_num_neighbours")
+        mean = from_statistics(statistics, "mean_neighbours", "avg_num_neighbours")
         filled["avg_num_neighbours"] = mean if mean > 0 else 1.0
     if options.energy_scales is None:
         rms = statistics.get("forces_rms") or statistics.get("energy_residual_std")
         filled["energy_scales"] = rms if rms else 1.0
     if options.energy_shifts is None:
-        filled["energy_shifts"] = _from_statistics(statistics, "reference_energies", "energy_shifts")
+        filled["energy_shifts"] = from_statistics(statistics, "reference_energies", "energy_shifts")
     return dataclasses.replace(options, **filled)
 
 

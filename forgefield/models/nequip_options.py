@@ -113,17 +113,17 @@ def complete_options(
         "readout_mlp_width": options.readout_mlp_width or features[0],
     }
     if options.avg_num_neighbours is None:
-        mean = _from_statistics(statistics, "mean_neighbours", "avg_num_neighbours")
+        mean = from_statistics(statistics, "mean_neighbours", "avg_num_neighbours")
         filled["avg_num_neighbours"] = mean if mean > 0 else 1.0
     if options.energy_scales is None:
         rms = statistics.get("forces_rms") or statistics.get("energy_residual_std")
         filled["energy_scales"] = rms if rms else 1.0
     if options.energy_shifts is None:
-        filled["energy_shifts"] = _from_statistics(statistics, "reference_energies", "energy_shifts")
+        filled["energy_shifts"] = from_statistics(statistics, "reference_energies", "energy_shifts")
     return dataclasses.replace(options, **filled)
 
 
-def _from_statistics(statistics: Mapping[str, Any], fact: str, key: str) -> Any:
+def from_statistics(statistics: Mapping[str, Any], fact: str, key: str) -> Any:
     if statistics.get(fact) is None:
         raise ForgefieldError(f"model.{key} is not given and there is no training data to take it from.")
     return statistics[fact]
@@ -159,13 +159,13 @@ def _check(options: Options, species: tuple[str, ...], cutoff: float) -> None:
             words = ", ".join("null" if word is None else word for word in allowed)
             raise ForgefieldError(f"model.{key} is '{getattr(options, key)}'; choose one of {words}.")
     for key in ("avg_num_neighbours", "energy_scales", "energy_shifts"):
-        _check_per_species(f"model.{key}", getattr(options, key), species, positive=key != "energy_shifts")
-    _check_pair_cutoffs(options.per_edge_type_cutoff, species, cutoff)
+        check_per_species(f"model.{key}", getattr(options, key), species, positive=key != "energy_shifts")
+    check_pair_cutoffs(options.per_edge_type_cutoff, species, cutoff)
     if options.zbl:
-        _check_zbl(options.zbl, species)
+        check_zbl(options.zbl, species)
 
 
-def _check_per_species(key: str, value: Any, species: tuple[str, ...], positive: bool) -> None:
+def check_per_species(key: str, value: Any, species: tuple[str, ...], positive: bool) -> None:
     if isinstance(value, Mapping) and set(value) != set(species):
         raise ForgefieldError(
             f"{key} names {', '.join(value)}; the species are {', '.join(species)}, give one number each."
@@ -175,7 +175,7 @@ def _check_per_species(key: str, value: Any, species: tuple[str, ...], positive:
         raise ForgefieldError(f"{key} is {value}; it must be positive.")
 
 
-def _check_pair_cutoffs(table: Mapping[str, Any] | None, species: tuple[str, ...], cutoff: float) -> None:
+def check_pair_cutoffs(table: Mapping[str, Any] | None, species: tuple[str, ...], cutoff: float) -> None:
     for centre, entry in (table or {}).items():
         for neighbour, value in entry.items() if isinstance(entry, Mapping) else [("", entry)]:
             where = ".".join(filter(None, ("model.per_edge_type_cutoff", centre, neighbour)))
@@ -188,7 +188,7 @@ def _check_pair_cutoffs(table: Mapping[str, Any] | None, species: tuple[str, ...
                 )
 
 
-def _check_zbl(zbl: bool | Mapping[str, float], species: tuple[str, ...]) -> None:
+def check_zbl(zbl: bool | Mapping[str, float], species: tuple[str, ...]) -> None:
     for key, value in zbl.items() if isinstance(zbl, Mapping) else []:
         if key != "polynomial_cutoff_p":
             raise ForgefieldError(f"model.zbl.{key} is not an option; ZBL has polynomial_cutoff_p.")

@@ -8,16 +8,21 @@ import io
 import numpy as np
 import pytest
 import torch
+from ase import Atoms
 from ase.build import bulk, fcc111, molecule
 from rich.console import Console
 
 from forgefield.checks import CheckResult, print_checks, run_checks
 from forgefield.checks.derivatives import derivative
+from forgefield.checks.probe import float64_copy
 from forgefield.checks.symmetry import random_orthogonal
+from forgefield.data.batch import batch_from_frames
 from forgefield.data.frame import Frame
+from forgefield.data.graphs.graph import GraphOptions
 from forgefield.data.species import SpeciesTable
 from forgefield.errors import ForgefieldError
 from forgefield.models.potential import Potential
+from forgefield.models.registry import build_model, resolve_model
 from tests.checks import toy_models as toys
 
 SPECIES = SpeciesTable(("Cu", "Au"))
@@ -166,3 +171,49 @@ def test_table_names_the_failures():
     assert "1.0e-13" in text.getvalue()
     assert "nan" in text.getvalue()
     assert "1 of 2 checks failed: wrapping" in text.getvalue()
+
+
+# ---- the copy that is checked
+
+
+@pytest.fixture(scope="module")
+def adaptive() -> Potential:
+    """A NequIP whose cutoff grows where an atom would be alone."""
+    resolved = resolve_model(
+        {
+            "name": "nequip",
+            "num_layers": 1,
+            "l_max": 1,
+            "num_features": 4,
+            "radial_mlp_width": 8,
+            "avg_num_neighbours": 8.0,
+            "energy_scales": 1.0,
+            "energy_shifts": toys.REFERENCE,
+        },
+        species=SPECIES.symbols,
+        cutoff=2.2,
+        adaptive_cutoff=4.0,
+    )
+    return build_model(resolved, precision="float32", seed=1)
+
+
+def test_the_checked_copy_is_the_model_itself_adaptive_cutoff_included(adaptive):
+    far_apart = as_frame(Atoms("CuAu", positions=[[0, 0, 0], [3.0, 0, 0]]))
+    batch = batch_from_frames([far_apart], SPECIES, GraphOptions(2.2, adaptive_cutoff=4.0))
+    twin = float64_copy(adaptive)
+    energies = [float(model.eval()(batch)["energy"].detach()[0]) for model in (adaptive, twin)]
+    alone = sum(toys.REFERENCE[symbol] for symbol in ("Cu", "Au"))
+    assert energies[1] == pytest.approx(energies[0], rel=1e-6)
+    assert abs(energies[1] - alone) > 1e-4
+
+
+def test_an_adaptive_model_keeps_all_laws(adaptive):
+    results = run_checks(
+        adaptive,
+        structures(),
+        SPECIES,
+        2.2,
+        generator=np.random.default_rng(0),
+        reference_energies=toys.REFERENCE,
+    )
+    assert [result for result in results if not result.passed] == []
