@@ -10,13 +10,12 @@ carried by atoms (`allegro_tensors.py`); the function is Allegro's.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from forgefield.errors import ForgefieldError
 from forgefield.models import allegro_options
 from forgefield.models.adaptive import adaptive_bessel_basis
 from forgefield.models.allegro_options import PRESETS, Options, complete_options, preset_options
@@ -60,6 +59,7 @@ class Allegro(SpeciesTerms):
     Options = Options
     presets = PRESETS
     preset_options = staticmethod(preset_options)
+    complete_options = staticmethod(complete_options)
 
     def __init__(
         self,
@@ -127,23 +127,6 @@ class Allegro(SpeciesTerms):
             splines = unit_uniform(n_species**2, number, width, **make) / math.sqrt(spread)
             self.splines = nn.Parameter(splines)
         return width
-
-    @classmethod
-    def complete(
-        cls,
-        options: allegro_options.Options,
-        *,
-        species: tuple[str, ...],
-        cutoff: float,
-        adaptive_cutoff: float | None = None,
-        statistics: Mapping[str, Any],
-    ) -> allegro_options.Options:
-        """Options checked and with every default explicit; numbers not given come from the statistics."""
-        if adaptive_cutoff is not None and options.per_edge_type_cutoff is not None:
-            raise ForgefieldError(
-                "model.per_edge_type_cutoff and data.adaptive_cutoff cannot be used together; set one of them to null."
-            )
-        return complete_options(options, species, cutoff, statistics)
 
     def forward(self, batch: dict[str, Any]) -> Tensor:
         """(n_atoms,) atomic energies, eV, float64."""

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from forgefield.errors import ForgefieldError
 from forgefield.models import nequip_options
 from forgefield.models.adaptive import adaptive_bessel_basis
 from forgefield.models.nequip_options import PRESETS, Options, complete_options, preset_options
 from forgefield.models.terms import PairLengths, SpeciesTerms
 from forgefield.ops.activations import activate
-from forgefield.ops.convolution import Block, convolve, list_paths, plan_convolution
+from forgefield.ops.convolution import convolve
+from forgefield.ops.convolution_plan import Block, list_paths, plan_convolution
 from forgefield.ops.graph import (
     EdgeGraph,
     GradientSwitch,
@@ -45,6 +45,7 @@ class NequIP(SpeciesTerms):
     Options = Options
     presets = PRESETS
     preset_options = staticmethod(preset_options)
+    complete_options = staticmethod(complete_options)
 
     def __init__(
         self,
@@ -85,23 +86,6 @@ class NequIP(SpeciesTerms):
         self.readout = Perceptron(sizes, activation=options.readout_mlp_nonlinearity, generator=generator, dtype=dtype)
 
         self.register_buffer("identity", torch.eye(n_species, dtype=dtype), persistent=False)
-
-    @classmethod
-    def complete(
-        cls,
-        options: nequip_options.Options,
-        *,
-        species: tuple[str, ...],
-        cutoff: float,
-        adaptive_cutoff: float | None = None,
-        statistics: Mapping[str, Any],
-    ) -> nequip_options.Options:
-        """Options checked and with every default explicit; numbers not given come from the statistics."""
-        if adaptive_cutoff is not None and options.per_edge_type_cutoff is not None:
-            raise ForgefieldError(
-                "model.per_edge_type_cutoff and data.adaptive_cutoff cannot be used together; set one of them to null."
-            )
-        return complete_options(options, species, cutoff, statistics)
 
     def forward(self, batch: dict[str, Any]) -> Tensor:
         """(n_atoms,) atomic energies, eV, float64."""

@@ -6,13 +6,14 @@ shift plus its scale times what the network says, so an atom without neighbours 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from ase.data import atomic_numbers
 from torch import Tensor, nn
 
+from forgefield.errors import ForgefieldError
 from forgefield.models.adaptive import pair_radii
 from forgefield.models.nequip_options import pair_cutoff
 from forgefield.ops.graph import EdgeGraph, Segments, gather, segment_sum
@@ -46,6 +47,8 @@ class PairLengths(NamedTuple):
 class SpeciesTerms(nn.Module):
     """Base of models that give atomic energies from edge vectors."""
 
+    complete_options: Callable[[Any, tuple[str, ...], float, Mapping[str, Any]], Any]
+    """Of the model: options with every default explicit."""
     energy_scales: Tensor
     energy_shifts: Tensor
     feature_scale: Tensor
@@ -67,6 +70,23 @@ class SpeciesTerms(nn.Module):
         self.register_buffer("inverse_cutoff", cutoffs, persistent=False)
         numbers = [atomic_numbers.get(symbol, 0) for symbol in self.species]
         self.register_buffer("atomic_numbers", torch.tensor(numbers, dtype=torch.float64), persistent=False)
+
+    @classmethod
+    def complete(
+        cls,
+        options: Any,
+        *,
+        species: tuple[str, ...],
+        cutoff: float,
+        adaptive_cutoff: float | None = None,
+        statistics: Mapping[str, Any],
+    ) -> Any:
+        """Options checked and with every default explicit; numbers not given come from the statistics."""
+        if adaptive_cutoff is not None and options.per_edge_type_cutoff is not None:
+            raise ForgefieldError(
+                "model.per_edge_type_cutoff and data.adaptive_cutoff cannot be used together; set one of them to null."
+            )
+        return cls.complete_options(options, species, cutoff, statistics)
 
     def hold(self, name: str, value: Tensor, trainable: bool) -> None:
         """Part of the model's state either way, a parameter only where it is trained."""

@@ -87,15 +87,6 @@ class EdgeGraph:
     def by_destination(self) -> Segments:
         return Segments(self.destination, self.n_atoms, rows_are_sorted=True)
 
-    @cached_property
-    def by_pair(self) -> Segments | None:
-        """Edges by pair, where pairs are known."""
-        if self.pair is None or self.pair_edge is None or self.reverse is None:
-            return None
-        both = torch.stack([self.pair_edge, self.reverse.index_select(0, self.pair_edge)], 1).flatten()
-        pointers = torch.arange(self.n_edges // 2 + 1, device=both.device) * 2
-        return Segments(self.pair, self.n_edges // 2, known=(both, pointers))
-
     @property
     def n_edges(self) -> int:
         return self.source.shape[0]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from forgefield.ops.activations import activate, second_moment_scale
-from forgefield.ops.convolution import Block
+from forgefield.ops.convolution_plan import Block
 from forgefield.ops.graph import cut
 from forgefield.ops.products import product
 

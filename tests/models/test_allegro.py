@@ -441,8 +441,9 @@ def test_pair_cutoffs_and_an_adaptive_one_are_refused_together():
 
 
 def test_an_odd_number_of_scalars_is_fine_where_the_embedding_has_its_own_width():
-    potential_of(num_scalar_features=7, radial_chemical_embed_dim=8)
-    potential_of(num_scalar_features=7, radial_chemical_embed="spline")
+    for options in ({"radial_chemical_embed_dim": 8}, {"radial_chemical_embed": "spline"}):
+        potential = potential_of(num_scalar_features=7, **options)
+        assert 7 in {size for weight in potential.parameters() for size in weight.shape}
 
 
 def test_weights_depend_on_the_seed_alone_and_not_on_the_precision():

@@ -7,7 +7,8 @@ import torch
 from e3nn import o3
 
 from forgefield.ops import convolution
-from forgefield.ops.convolution import Block, convolve, plan_convolution
+from forgefield.ops.convolution import convolve
+from forgefield.ops.convolution_plan import Block, plan_convolution
 from forgefield.ops.graph import EdgeGraph, GradientSwitch, pair_graph, reverse_edges
 from forgefield.ops.harmonics import SphericalHarmonics
 

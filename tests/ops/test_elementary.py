@@ -8,7 +8,7 @@ from e3nn import nn as e3nn_nn
 from e3nn import o3
 
 from forgefield.ops.activations import activate, second_moment_scale
-from forgefield.ops.convolution import Block
+from forgefield.ops.convolution_plan import Block
 from forgefield.ops.graph import GradientSwitch, Segments, barrier, gather, segment_sum
 from forgefield.ops.harmonics import SphericalHarmonics
 from forgefield.ops.linear import Gate, IrrepsLinear, NormActivation, Perceptron, SpeciesLinear

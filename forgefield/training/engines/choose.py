@@ -59,7 +59,10 @@ class Choice:
 
 def build(choice: Choice, on: Circumstances, device: torch.device) -> Engine:
     """The engine of that name, or one sentence why it cannot be had here."""
-    refusal = why_not(choice.name, device) or (on.against_graphs if choice.name == "graphs" else None)
+    compiled = choice.name == "compile" or choice.captured == "compiled"
+    refusal = why_not(choice.name, device) or (why_not("compile", device) if compiled else None)
+    if choice.name == "graphs":
+        refusal = refusal or on.against_graphs
     if refusal is not None:
         raise ForgefieldError(f"training.engine={choice.name}: {refusal}")
     function = on.function(choice.derivative)
@@ -69,7 +72,7 @@ def build(choice: Choice, on: Circumstances, device: torch.device) -> Engine:
         from forgefield.training.engines.script import ScriptEngine
 
         engine = ScriptEngine(function, world_size=on.world_size)
-    if choice.name == "compile" or choice.captured == "compiled":
+    if compiled:
         from forgefield.training.engines.compiled import CompileEngine
 
         options = _inductor_options(on.options)
@@ -88,7 +91,7 @@ def why_not(name: str, device: torch.device) -> str | None:
         return (
             "on a CPU torch compiles with a C++ compiler, and there is none (g++ or clang++); install one or use eager."
         )
-    if name in ("compile", "graphs") and device.type == "cuda" and not _has_triton():
+    if name == "compile" and device.type == "cuda" and not _has_triton():
         return "torch compiles for a GPU with Triton, which is not installed; use eager."
     return None
 
