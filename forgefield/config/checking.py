@@ -282,7 +282,7 @@ def _wrong(sources: Sources, key: str, value: Any, expected: str) -> ForgefieldE
 
 def _check_choice(value: Any, choices: Sequence[Any], key: str, sources: Sources) -> None:
     if value not in choices:
-        names = [str(choice) for choice in choices]
+        names = ["null" if choice is None else str(choice) for choice in choices]
         valid = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"
         hint = did_you_mean(str(value), names)
         raise ForgefieldError(f"{sources.where(key)}: '{key}' is {valid}, not {value!r}.{hint}")

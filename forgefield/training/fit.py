@@ -38,6 +38,7 @@ from forgefield.training.callbacks.progress import RunProgress
 from forgefield.training.callbacks.run_checkpoint import RunCheckpoint
 from forgefield.training.callbacks.tensorboard import TensorBoardLog
 from forgefield.training.checkpoint import Restart, find_restart
+from forgefield.training.engines.choose import refuse_engine
 from forgefield.training.engines.size_plan import plan_sizes
 from forgefield.training.engines.start import EngineStarter
 from forgefield.training.folder import compare_with_stored_config, has_begun, run_folder
@@ -247,6 +248,7 @@ def _run_lightning(plan: _Plan, potential: Potential, restart: Restart | None, p
         )
     precision = Precision(config.training.precision)
     precision.require_device(trainer.strategy.root_device)
+    refuse_engine(config.training, trainer.strategy.root_device)
     if not plan.quick:
         precision.require_end(epochs=trainer.max_epochs, steps=trainer.max_steps)
     plan.record.write(run, config, data, ranks)

@@ -114,7 +114,7 @@ def planned_choice(config: DictConfig, device: torch.device) -> Choice:
     name = config.training.engine or "eager"
     if name not in (*ENGINES, "auto"):
         raise ForgefieldError(f"training.engine is '{name}'; choose one of {', '.join((*ENGINES, 'auto'))}.")
-    choice = wanted(config.training, device)
+    choice = wanted(config.training)
     if choice is None:
         derivative = config.training.derivative
         return Choice("eager", "double" if derivative == "auto" else derivative)

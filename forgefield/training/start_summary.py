@@ -11,6 +11,7 @@ import torch
 from omegaconf import DictConfig
 
 from forgefield.data.module import DataModule
+from forgefield.data.readers import plain
 from forgefield.data.sampling.batching import training_budget
 from forgefield.data.sampling.plan import Budget
 from forgefield.models.potential import Potential
@@ -18,6 +19,7 @@ from forgefield.parallel.group import Ranks
 from forgefield.runs import Run
 from forgefield.tasks.task import Task
 from forgefield.training.journal import Journal
+from forgefield.training.precision import Precision
 from forgefield.training.summary import Rows, device_name, model_rows, package_versions, print_summary
 
 
@@ -62,7 +64,8 @@ def _training_rows(
         *schedule_rows(training.scheduler, ranks.world_size),
         ("average", f"EMA {training.ema:g}" if training.ema else "none"),
         ("best by", monitor),
-        ("engine", training.engine),
+        ("engine", training.engine or "eager"),
+        ("precision", Precision(plain(training.precision)).describe()),
     ]
 
 

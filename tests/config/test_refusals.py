@@ -102,7 +102,7 @@ def test_wrong_types_say_what_is_expected(refused, text, sentence):
             "training: {precision: float16}",
             "'training.precision' is float64, float32, tf32, bf16-mixed or fp16-mixed, not 'float16'.",
         ),
-        ("training: {engine: fast}", "'training.engine' is auto, eager, compile, graphs, script or None, not 'fast'."),
+        ("training: {engine: fast}", "'training.engine' is auto, eager, compile, graphs, script or null, not 'fast'."),
         ("training: {tensorboard: 3}", "'training.tensorboard' is 0, 1 or 2, not 3."),
         (
             "data: {neighbours: matscpy}",

@@ -52,6 +52,10 @@ class Choice:
     derivative: str
     captured: str | None = None
 
+    @property
+    def compiles(self) -> bool:
+        return self.name == "compile" or self.captured == "compiled"
+
     def __str__(self) -> str:
         inner = f" of the {self.captured} step" if self.captured else ""
         return f"{self.name}{inner}, {self.derivative} derivative"
@@ -59,12 +63,7 @@ class Choice:
 
 def build(choice: Choice, on: Circumstances, device: torch.device) -> Engine:
     """The engine of that name, or one sentence why it cannot be had here."""
-    compiled = choice.name == "compile" or choice.captured == "compiled"
-    refusal = why_not(choice.name, device) or (why_not("compile", device) if compiled else None)
-    if choice.name == "graphs":
-        refusal = refusal or on.against_graphs
-    if refusal is not None:
-        raise ForgefieldError(f"training.engine={choice.name}: {refusal}")
+    _refuse(choice, device, on.against_graphs)
     function = on.function(choice.derivative)
     engine = Engine(function, world_size=on.world_size)
     # Imported where they are needed: what they need takes seconds to import.
@@ -72,7 +71,7 @@ def build(choice: Choice, on: Circumstances, device: torch.device) -> Engine:
         from forgefield.training.engines.script import ScriptEngine
 
         engine = ScriptEngine(function, world_size=on.world_size)
-    if compiled:
+    if choice.compiles:
         from forgefield.training.engines.compiled import CompileEngine
 
         options = _inductor_options(on.options)
@@ -81,6 +80,21 @@ def build(choice: Choice, on: Circumstances, device: torch.device) -> Engine:
         engine = GraphsEngine(engine, plan=on.plan(), say=on.say)
     engine.given_denominators = on.given_denominators
     return engine
+
+
+def refuse_engine(options: Any, device: torch.device) -> None:
+    """Stop where the device does not support the engine that the config asks for, before anything is done."""
+    choice = wanted(options)
+    if choice is not None:
+        _refuse(choice, device, None)
+
+
+def _refuse(choice: Choice, device: torch.device, against_graphs: str | None) -> None:
+    refusal = why_not(choice.name, device) or (why_not("compile", device) if choice.compiles else None)
+    if choice.name == "graphs":
+        refusal = refusal or against_graphs
+    if refusal is not None:
+        raise ForgefieldError(f"training.engine={choice.name}: {refusal}")
 
 
 def why_not(name: str, device: torch.device) -> str | None:
@@ -118,7 +132,7 @@ def _inductor_options(options: Any) -> dict[str, Any]:
     return given
 
 
-def wanted(options: Any, device: torch.device) -> Choice | None:
+def wanted(options: Any) -> Choice | None:
     """What the config asks for; None where it leaves the choice to a measurement."""
     name = options.engine or "eager"
     if name == "auto":

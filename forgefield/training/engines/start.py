@@ -53,7 +53,7 @@ class EngineStarter:
             against_graphs=against_graphs,
             given_denominators=self.ranks.world_size > 1 or self.options.memory.split or self.options.memory.parts > 1,
         )
-        choice = wanted(self.options, batch["positions"].device)
+        choice = wanted(self.options)
         engine: Engine | None = None
         if choice is None and self.chosen_before is not None:
             choice = Choice(**self.chosen_before)

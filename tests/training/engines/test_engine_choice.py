@@ -56,7 +56,7 @@ def circumstances(potential, said: list[str], **changes) -> Circumstances:
     ],
 )
 def test_what_the_config_asks_for(given, choice):
-    assert wanted(settings(**given), CPU) == choice
+    assert wanted(settings(**given)) == choice
 
 
 def test_graphs_need_a_gpu_and_say_so():

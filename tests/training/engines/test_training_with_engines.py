@@ -64,9 +64,10 @@ def test_what_auto_has_chosen_is_kept_for_the_resume(tmp_path, capsys):
     assert (again.path / "log.txt").read_text().count("Engine auto: eager") == 1
 
 
-def test_graphs_on_a_cpu_are_refused_before_the_first_step(tmp_path):
+def test_graphs_on_a_cpu_are_refused_and_leave_nothing(tmp_path):
     with pytest.raises(ForgefieldError, match="CUDA graphs need an NVIDIA GPU"):
         train_only(config(tmp_path, "graphs", "graphs"))
+    assert not (tmp_path / "runs" / "graphs").exists()
 
 
 def test_accumulated_batches_add_up_with_given_gradients(tmp_path):
