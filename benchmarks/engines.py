@@ -93,7 +93,6 @@ def trained(model: str, cutoff: float, precision: str, device: torch.device) -> 
     resolved = resolve_model({**MODELS[model], **statistics}, species=SPECIES, cutoff=cutoff)
     potential = build_model(resolved, precision=Precision(precision).weights, seed=1).train().to(device)
     task = Task(TaskOptions(energy=TargetOptions(), forces=TargetOptions()), SPECIES)
-    task.to(device)
     return Trained(potential, resolved, task, ErrorMetrics(task.names, SPECIES), {})
 
 

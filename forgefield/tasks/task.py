@@ -39,6 +39,12 @@ class Target:
     species_weights: Tensor | None
 
 
+@dataclass(frozen=True)
+class _OnDevice:
+    weights: Tensor
+    species_weights: list[Tensor | None]
+
+
 class Task:
     """The trained targets. `species` fixes the meaning of the batch's species indices."""
 
@@ -54,6 +60,7 @@ class Task:
             raise ForgefieldError("task: every weight is zero, so nothing would be trained.")
         self.names = tuple(target.name for target in self.targets)
         self.weights = torch.tensor([target.weight for target in self.targets], dtype=torch.float64)
+        self._on_devices: dict[torch.device, _OnDevice] = {}
 
     @property
     def needs_forces(self) -> bool:
@@ -65,13 +72,12 @@ class Task:
 
     def loss(self, outputs: Batch, batch: Batch) -> LossParts:
         """The loss of one batch. A target that no frame of the batch is labelled for contributes zero."""
-        self.to(batch["weight"].device)
         sums, counts = self.sums(outputs, batch)
         return LossParts(total=self.combine(sums, counts), sums=sums, counts=counts)
 
     def sums(self, outputs: Batch, batch: Batch) -> tuple[Tensor, Tensor]:
-        """(n_targets,) each: numerators and denominators of the loss of one batch, on a device where `to` has been before."""
-        weights = [_element_weights(target, batch) for target in self.targets]
+        """(n_targets,) each: numerators and denominators of the loss of one batch."""
+        weights = self._element_weights(batch)
         sums = torch.stack(
             [_weighted_error(target, outputs, batch, weight).sum() for target, weight in zip(self.targets, weights)]
         )
@@ -79,23 +85,27 @@ class Task:
 
     def counts(self, batch: Batch) -> Tensor:
         """(n_targets,): the denominators of the loss. They depend on labels and weights alone, not on any output."""
-        self.to(batch["weight"].device)
-        return torch.stack([_element_weights(target, batch).sum() for target in self.targets])
+        return torch.stack([weight.sum() for weight in self._element_weights(batch)])
 
     def combine(self, sums: Tensor, counts: Tensor, weights: Tensor | None = None) -> Tensor:
         """The loss from (possibly added-up) sums and counts. weights: of the targets, in place of the task's own."""
-        if weights is None:
-            self.to(sums.device)
-            weights = self.weights
+        weights = self.weights_on(sums.device) if weights is None else weights
         return (weights * sums / torch.where(counts > 0, counts, 1.0)).sum()
 
-    def to(self, device: torch.device) -> None:
-        """Move what the loss needs to a device, once: a copy to the device makes the host wait."""
-        if self.weights.device != device:
-            self.weights = self.weights.to(device)
-        for target in self.targets:
-            if target.species_weights is not None and target.species_weights.device != device:
-                target.species_weights = target.species_weights.to(device)
+    def weights_on(self, device: torch.device) -> Tensor:
+        """(n_targets,): the weights in a tensor that stays where it is, so that captured steps may read it there."""
+        return self._on(device).weights
+
+    def _element_weights(self, batch: Batch) -> list[Tensor]:
+        by_species = self._on(batch["weight"].device).species_weights
+        return [_element_weights(target, batch, known) for target, known in zip(self.targets, by_species)]
+
+    def _on(self, device: torch.device) -> _OnDevice:
+        """What the loss needs on a device, copied there once: a copy makes the host wait."""
+        if device not in self._on_devices:
+            known = [None if t.species_weights is None else t.species_weights.to(device) for t in self.targets]
+            self._on_devices[device] = _OnDevice(self.weights.to(device), known)
+        return self._on_devices[device]
 
     def describe(self) -> list[tuple[str, str]]:
         return [(target.name, _describe_target(target)) for target in self.targets]
@@ -148,13 +158,13 @@ def _species_weights(weights: dict[str, float] | None, species: tuple[str, ...],
     return torch.tensor([float(weights.get(symbol, 1.0)) for symbol in species], dtype=torch.float64)
 
 
-def _element_weights(target: Target, batch: Batch) -> Tensor:
-    """Weight of every element of the label, zero where it is missing."""
+def _element_weights(target: Target, batch: Batch, species_weights: Tensor | None) -> Tensor:
+    """Weight of every element of the label, zero where it is missing. species_weights: (n_species,)."""
     label, weight = batch[target.name], batch["weight"]
     if target.name == "forces":
         weight = weight[batch["frame"]]
-        if target.species_weights is not None:
-            weight = weight * target.species_weights[batch["species"]]
+        if species_weights is not None:
+            weight = weight * species_weights[batch["species"]]
     weight = weight.reshape(-1, *([1] * (label.dim() - 1))).expand_as(label)
     return torch.where(label.isnan(), 0.0, weight)
 

@@ -101,7 +101,6 @@ def bare_step(config: DictConfig, *, precision: str | None = None, data: DataMod
     average = WeightAverage(potential, config.training.ema) if config.training.ema else None
     if average is not None:
         average.to(device)
-    task.to(device)
     return BareStep(data, potential, task, optimiser, average, device, resolved, arithmetic)
 
 

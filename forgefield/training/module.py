@@ -130,10 +130,16 @@ class TrainingModule(L.LightningModule):
         fit_epoch_length(self.trainer, loader)
         self.throughput.resume()
 
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        """The engine is there before the optimiser's `step` is called, in which `training_step` runs: it may replace it."""
         self._follow_precision()
-        with self.precision.applied(self._precision_now):
-            engine = self._engine_for(batch)
+        if self.engine is None:
+            with self.precision.applied(self._precision_now):
+                self.engine = self._start_engine(batch)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        engine = self.engine
+        assert engine is not None
         denominators = None
         if self.exchange is not None:
             self.exchange.send(self.task.counts(batch))
@@ -161,20 +167,18 @@ class TrainingModule(L.LightningModule):
             if self.engine is not None:
                 self.engine.forget()
 
-    def _engine_for(self, batch: Batch) -> Engine:
-        """The engine; on the first batch it is chosen, built and compared with the eager one."""
-        if self.engine is None:
-            inner = Engine(self._eager.function, world_size=self.ranks.world_size)
-            if self.starter is not None:
-                steps = steps_of_fit(self.trainer)
-                against = self._what_speaks_against_graphs()
-                inner = self.starter.start(self._step_function, batch, steps=steps, against_graphs=against)
-            if isinstance(inner, GraphsEngine):
-                self._update = CapturedUpdate(self.trainer.optimizers[0], self.ema)
-            memory = self.options.memory
-            say = self.starter.say if self.starter else print
-            self.engine = SparingEngine(inner, parts=memory.parts, split=memory.split, say=say)
-        return self.engine
+    def _start_engine(self, batch: Batch) -> Engine:
+        """The engine, chosen, built and compared with the eager one on the first batch."""
+        inner = Engine(self._eager.function, world_size=self.ranks.world_size)
+        if self.starter is not None:
+            steps = steps_of_fit(self.trainer)
+            against = self._what_speaks_against_graphs()
+            inner = self.starter.start(self._step_function, batch, steps=steps, against_graphs=against)
+        if isinstance(inner, GraphsEngine):
+            self._update = CapturedUpdate(self.trainer.optimizers[0], self.ema)
+        memory = self.options.memory
+        say = self.starter.say if self.starter else print
+        return SparingEngine(inner, parts=memory.parts, split=memory.split, say=say)
 
     def _what_speaks_against_graphs(self) -> str | None:
         strategy = self.trainer.strategy
@@ -286,7 +290,6 @@ class TrainingModule(L.LightningModule):
 
     def _evaluate(self, batch: Batch) -> Measured:
         if self.engine is None:
-            self.task.to(batch["positions"].device)
             return self._eager.evaluate(batch)
         if not self._evaluation_is_checked and self.starter is not None:
             self.starter.check_evaluation(self.engine, self._eager, batch)
@@ -328,7 +331,7 @@ class TrainingModule(L.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         sums = {"train_loss": self.train_loss.sums.cpu().clone(), "train_errors": self.train_errors.sums.cpu().clone()}
-        portable_optimiser_states(checkpoint.get("optimizer_states", []))
+        portable_optimiser_states(checkpoint.get("optimizer_states", []), self.trainer.optimizers)
         checkpoint["forgefield"] = {
             "ema": self.ema.state_dict() if self.ema is not None else None,
             "sums": self.ranks.gather(sums),

@@ -34,9 +34,11 @@ def test_one_rank_on_nccl_is_the_training_without_any(strategy, tmp_path):
     assert torch.equal(weights(alone.path), weights(tmp_path / "runs" / "ranked"))
 
 
-def test_two_ranks_that_share_a_gpu_train_as_one(tmp_path):
+@pytest.mark.parametrize("engine", ["eager", "graphs"])
+def test_two_ranks_that_share_a_gpu_train_as_one(engine, tmp_path):
     alone = train_only(gpu_config(tmp_path, "alone"))
     ranked = gpu_config(tmp_path, "ranked", frames=2)
+    ranked["training"] |= {"engine": engine, "graphs": {"compiled": False}}
     del ranked["trainer"]["devices"]
     config = write_config(tmp_path / "ranked.yaml", ranked)
     done = start([*torchrun(2), *train_command(config)], tmp_path)

@@ -7,7 +7,7 @@ look at their own step count on the host cannot be captured.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from torch import Tensor
 from forgefield.training.ema import WeightAverage
 
 Clip = tuple[float | None, str | None]
+_CHANGED = ("capturable", "fused", "foreach")
+"""Settings of an optimiser that a captured one has otherwise than it was given."""
 
 
 class CapturedUpdate:
@@ -28,9 +30,7 @@ class CapturedUpdate:
         self.device = parameters[0].device
         self._rates = [torch.zeros((), dtype=p.dtype, device=self.device) for p in parameters]
         self._share = torch.zeros((), dtype=parameters[0].dtype, device=self.device)
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._made_for: Any = None
-        self._is_warm = False
+        self._graphs: dict[Any, torch.cuda.CUDAGraph] = {}
         make_capturable(optimiser, self.device)
         optimiser.step = self.step  # type: ignore[method-assign]
 
@@ -44,21 +44,35 @@ class CapturedUpdate:
             rate.fill_(group["lr"])
         if self.average is not None:
             self._share.fill_(self.average.next_share())
-        if not self._is_warm:  # the optimiser makes its state in its first step
-            self._update()
-            self._is_warm = True
-            return result
-        settings = self._settings()
-        if self._graph is None or settings != self._made_for:
-            self._graph, self._made_for = torch.cuda.CUDAGraph(), settings
-            torch.cuda.synchronize()
-            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-                self._update()
-        self._graph.replay()
+        if self._has_all_states():
+            self._captured().replay()
+        else:  # the optimiser makes its state in its first step
+            self._first_update()
         return result
 
+    def _has_all_states(self) -> bool:
+        state = self.optimiser.state
+        return all(p in state for group in self.optimiser.param_groups for p in group["params"] if p.grad is not None)
+
+    def _first_update(self) -> None:
+        """By the optimiser as it was given, whose step counts are exact from the beginning."""
+        make_plain(self.optimiser)
+        self._update([group["lr"] for group in self.optimiser.param_groups])
+        make_capturable(self.optimiser, self.device)
+
+    def _captured(self) -> torch.cuda.CUDAGraph:
+        settings = self._settings()
+        if settings not in self._graphs:
+            graph = torch.cuda.CUDAGraph()
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self._update(self._rates)
+            self._graphs[settings] = graph
+        return self._graphs[settings]
+
     @torch.no_grad()
-    def _update(self) -> None:
+    def _update(self, rates: Sequence[Any]) -> None:
+        """rates: the learning rate of each group."""
         groups = self.optimiser.param_groups
         parameters = [p for group in groups for p in group["params"] if p.grad is not None]
         value, algorithm = self.clip
@@ -67,24 +81,24 @@ class CapturedUpdate:
                 torch.nn.utils.clip_grad_value_(parameters, value)
             else:
                 torch.nn.utils.clip_grad_norm_(parameters, value)
-        rates = [group["lr"] for group in groups]
-        for group, rate in zip(groups, self._rates):
+        kept = [group["lr"] for group in groups]
+        for group, rate in zip(groups, rates):
             group["lr"] = rate
         try:
             type(self.optimiser).step(self.optimiser)
         finally:
-            for group, rate in zip(groups, rates):
+            for group, rate in zip(groups, kept):
                 group["lr"] = rate
         if self.average is not None:
             self.average.take_in(self._share)
 
     def _settings(self) -> Any:
-        """Everything that is baked into a graph: settings, and where gradients lie."""
+        """Everything that is baked into a graph: settings, and where gradients lie (elsewhere for each size of a step)."""
         groups = self.optimiser.param_groups
-        settings = [
-            sorted((key, str(value)) for key, value in group.items() if key not in ("params", "lr")) for group in groups
-        ]
-        places = [None if p.grad is None else p.grad.data_ptr() for group in groups for p in group["params"]]
+        settings = tuple(
+            (key, str(value)) for group in groups for key, value in group.items() if key not in ("params", "lr")
+        )
+        places = tuple(None if p.grad is None else p.grad.data_ptr() for group in groups for p in group["params"])
         return settings, places, self.clip
 
 
@@ -98,21 +112,41 @@ def why_not_capturable(optimiser: torch.optim.Optimizer) -> str | None:
 
 
 def make_capturable(optimiser: torch.optim.Optimizer, device: torch.device) -> None:
-    """Let the optimiser keep its step counts on the device."""
+    """Let the optimiser keep its step counts on the device.
+
+    Powers of decays are taken of these counts. torch would do so in float32, where the first corrections for bias are wrong by
+    1e-5; the fused kernels do it in float64, and for others the counts are kept in float64.
+    """
     for group in optimiser.param_groups:
+        fused = _has_fused_kernel(optimiser, group)
         if "capturable" in group:
             group["capturable"] = True
-    for state in optimiser.state.values():
-        if isinstance(state.get("step"), Tensor):
-            state["step"] = state["step"].to(device, torch.float32)
+        if fused:
+            group["fused"], group["foreach"] = True, False
+        for parameter in group["params"]:
+            state = optimiser.state.get(parameter, {})
+            if isinstance(state.get("step"), Tensor):
+                state["step"] = state["step"].to(device, torch.float32 if fused else torch.float64)
 
 
-def portable_optimiser_states(states: list[dict[str, Any]]) -> None:
-    """Stored states as any engine can go on with them; changed in place."""
-    for stored in states:
+def make_plain(optimiser: torch.optim.Optimizer) -> None:
+    """The optimiser as it was given, its step counts on the host."""
+    states = [{"param_groups": optimiser.param_groups, "state": optimiser.state}]
+    portable_optimiser_states(states, [optimiser])
+
+
+def _has_fused_kernel(optimiser: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
+    """Whether one kernel updates all weights. It takes a learning rate from the device only in float32."""
+    known = type(optimiser) in (torch.optim.Adam, torch.optim.AdamW)
+    return known and all(p.is_cuda and p.dtype == torch.float32 for p in group["params"])
+
+
+def portable_optimiser_states(states: list[dict[str, Any]], optimisers: Sequence[torch.optim.Optimizer]) -> None:
+    """Stored states as any engine can go on with them; changed in place. optimisers: those they were taken from."""
+    for stored, optimiser in zip(states, optimisers):
+        as_given = {key: optimiser.defaults[key] for key in _CHANGED if key in optimiser.defaults}
         for group in stored["param_groups"]:
-            if "capturable" in group:
-                group["capturable"] = False
+            group.update({key: value for key, value in as_given.items() if key in group})
         for number, state in stored["state"].items():
             if isinstance(state.get("step"), Tensor):
-                stored["state"][number] = {**state, "step": state["step"].cpu()}
+                stored["state"][number] = {**state, "step": state["step"].float().cpu()}

@@ -69,8 +69,8 @@ class Engine:
 
     def _inputs(self, batch: Batch, denominators: Denominators | None) -> tuple[Any, ...]:
         function = self.function
-        function.task.to(batch["positions"].device)
-        weights = function.task.weights if self.world_size == 1 else function.task.weights * self.world_size
+        weights = function.task.weights_on(batch["positions"].device)
+        weights = weights if self.world_size == 1 else weights * self.world_size
         known = None if denominators is None else denominators()
         return function.trained_weights(), function.fixed_weights(), batch, weights, known
 

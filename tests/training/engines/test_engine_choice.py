@@ -251,7 +251,7 @@ def test_stored_optimisers_can_be_taken_over_by_any_engine():
     optimiser.step()
     optimiser.param_groups[0]["capturable"] = True
     stored = [optimiser.state_dict()]
-    portable_optimiser_states(stored)
+    portable_optimiser_states(stored, [optimiser])
     assert stored[0]["param_groups"][0]["capturable"] is False
     again = torch.optim.Adam(weights)
     again.load_state_dict(stored[0])
