@@ -125,8 +125,10 @@ def make_capturable(optimiser: torch.optim.Optimizer, device: torch.device) -> N
             group["fused"], group["foreach"] = True, False
         for parameter in group["params"]:
             state = optimiser.state.get(parameter, {})
-            if isinstance(state.get("step"), Tensor):
-                state["step"] = state["step"].to(device, torch.float32 if fused else torch.float64)
+            for name in _counts(state):
+                state[name] = state[name].to(device)
+            if "step" in _counts(state):
+                state["step"] = state["step"].to(torch.float32 if fused else torch.float64)
 
 
 def make_plain(optimiser: torch.optim.Optimizer) -> None:
@@ -148,5 +150,9 @@ def portable_optimiser_states(states: list[dict[str, Any]], optimisers: Sequence
         for group in stored["param_groups"]:
             group.update({key: value for key, value in as_given.items() if key in group})
         for number, state in stored["state"].items():
-            if isinstance(state.get("step"), Tensor):
-                stored["state"][number] = {**state, "step": state["step"].float().cpu()}
+            stored["state"][number] = state | {name: state[name].cpu().float() for name in _counts(state)}
+
+
+def _counts(state: dict[str, Any]) -> list[str]:
+    """What an optimiser counts for a parameter: its steps, and in some a product over them."""
+    return [name for name in ("step", "mu_product") if isinstance(state.get(name), Tensor)]

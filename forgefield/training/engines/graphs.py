@@ -81,6 +81,16 @@ class GraphsEngine(Engine):
         self._captured.clear()
         self.inner.forget()
 
+    def _laid_out(self, result: Differentiated) -> Differentiated:
+        """With every gradient laid out in memory as its weight is, which fused optimisers ask for."""
+        gradients = [
+            gradient
+            if gradient is None or gradient.stride() == weight.stride()
+            else torch.empty_like(weight).copy_(gradient)
+            for gradient, weight in zip(result.gradients, self.function.trained_weights())
+        ]
+        return result._replace(gradients=gradients)
+
     def _capture(self, size: Size, like: Batch, known: Tensor | None) -> _Captured:
         self.say(f"Capturing the step for {size.frames} frames, {size.atoms} atoms, {size.edges} edges.")
         blank = blank_frames(like, frames=size.frames, atoms=size.atoms, edges=size.edges, reach=self.reach)
@@ -98,7 +108,7 @@ class GraphsEngine(Engine):
         torch.cuda.synchronize()
         try:
             with torch.cuda.graph(captured.graph, pool=self._pool, capture_error_mode="thread_local"):
-                captured.result = self.inner.differentiate(batch, ask)
+                captured.result = self._laid_out(self.inner.differentiate(batch, ask))
         except RuntimeError as error:
             raise ForgefieldError(
                 f"training.engine=graphs: the step cannot be captured, because something in it waits for the GPU or is done "
