@@ -41,7 +41,7 @@ from forgefield.parallel.spawn import run_ranks
 from forgefield.report.page import write_parity_png, write_report
 from forgefield.runs import Run, run_exists
 from forgefield.tasks.metrics import ErrorMetrics
-from forgefield.tasks.task import TARGETS
+from forgefield.tasks.task import LABELS
 from forgefield.training.fit import Fitted, fit
 from forgefield.training.journal import Journal
 from forgefield.training.preflight import require_same_data
@@ -251,7 +251,7 @@ def _evaluate(
     run: Run, dataset: GraphDataset, split: str, *, which: str, device: str, batch: Budget, ranks: Ranks
 ) -> dict[str, float]:
     """Predict a data set, keep the predictions in the run, give the errors (on rank 0; the others only predict)."""
-    labels = {name for name in TARGETS if dataset.frames.carries(name).any()}
+    labels = {name for name in LABELS.values() if dataset.frames.carries(name).any()}
     if not labels:
         raise ForgefieldError(
             "None of these frames carries energy, forces or stress, so there is nothing to compare with; "
@@ -273,7 +273,7 @@ def _evaluate(
     (run.path / "predictions").mkdir(exist_ok=True)
     with written_whole(run.path / "predictions" / f"{split}.npz") as partial:
         np.savez_compressed(partial, allow_pickle=False, **arrays)
-    names = tuple(name for name in TARGETS if name in labels)
+    names = tuple(name for name in dict.fromkeys(LABELS.values()) if name in labels)
     metrics = ErrorMetrics(names, run.species)
     tensors = {key: torch.from_numpy(np.ascontiguousarray(arrays[key])) for key in arrays if key != "species_symbols"}
     metrics.update(

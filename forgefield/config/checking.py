@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from forgefield.config import schema
+from forgefield.config.fields import field_options
 from forgefield.config.nearest import did_you_mean, nearest
 from forgefield.config.sources import Sources
 from forgefield.errors import ForgefieldError
@@ -29,6 +30,7 @@ CHOICES = {
     "data.neighbours": ("auto", "vesin", "matscipy", "device"),
     "data.lazy": ("auto", True, False, None),
     "data.batch.oversized": ("error", "alone", "skip"),
+    "data.batch.bound": ("upper", "lower"),
     "training.engine": ("auto", "eager", "compile", "graphs", "script", None),
     "training.derivative": ("auto", "double", "tangent"),
     "training.tensorboard": (0, 1, 2),
@@ -342,6 +344,7 @@ def _check_data(data: DictConfig, sources: Sources) -> None:
         if isinstance(value, Mapping) and set(value) != {"indices"}:
             raise _wrong(sources, f"data.{key}", dict(value), "a share, a number, a file, or {indices: file-or-list}")
     _check_batch(data, sources)
+    field_options(data.labels.fields, lambda key: f"{sources.where(key)}: ")
     if data.workers is not None and data.workers < 0:
         raise _wrong(sources, "data.workers", data.workers, "zero or more")
     if data.prefetch is not None and data.prefetch < 1:
@@ -371,6 +374,17 @@ def _check_batch(data: DictConfig, sources: Sources) -> None:
             f"{sources.where('data.batch.oversized')}: 'data.batch.oversized' is for batches counted in atoms or edges; no "
             "frame is too large for a number of frames."
         )
+    if data.batch.bound == "lower":
+        if counted not in (["atoms"], ["edges"]):
+            raise ForgefieldError(
+                f"{sources.where('data.batch.bound')}: 'data.batch.bound' is for batches counted in atoms or edges."
+            )
+        if data.batch.oversized != "error":
+            raise ForgefieldError(
+                f"{sources.where('data.batch.oversized')}: 'data.batch.oversized' is for an upper bound; no frame is too "
+                "large for a lower one."
+            )
+    _check_by_source(data.batch.by_source, counted, sources)
     value = data.eval_batch
     if isinstance(value, Mapping):
         sizes = list(value.values())
@@ -381,6 +395,22 @@ def _check_batch(data: DictConfig, sources: Sources) -> None:
     for size in sizes:
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise _wrong(sources, "data.eval_batch", size, "a positive whole number")
+
+
+def _check_by_source(value: Any, counted: list[str], sources: Sources) -> None:
+    key = "data.batch.by_source"
+    if isinstance(value, bool):
+        return
+    if isinstance(value, str) or not isinstance(value, Sequence) or not value:
+        raise _wrong(sources, key, value, "true, false, or a list of numbers of frames, one for each source")
+    for number in value:
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise _wrong(sources, key, list(value), "a list of positive whole numbers, one for each source")
+    if counted:
+        raise ForgefieldError(
+            f"{sources.where(key)}: 'data.batch.by_source' gives the frames of each source, and 'data.batch.{counted[0]}' "
+            f"another size; keep one of them (data.batch.by_source=true goes with {counted[0]})."
+        )
 
 
 def _check_task(task: DictConfig, sources: Sources) -> None:
@@ -397,13 +427,64 @@ def _check_task(task: DictConfig, sources: Sources) -> None:
             raise _wrong(sources, f"{key}.huber_delta", options.huber_delta, "a positive number")
         if "." not in options.loss:
             _check_choice(options.loss, (*LOSSES, "an import path"), f"{key}.loss", sources)
-        _only_for("per_atom", ("energy",), target, options, sources)
+        _only_for("per_atom", ("energy", "virial"), target, options, sources)
+        if options.per_atom not in (True, False, "root"):
+            raise _wrong(sources, f"{key}.per_atom", options.per_atom, "true, false or root")
+        if options.schedule is not None:
+            _check_schedule(options.schedule, f"{key}.schedule", sources)
         _only_for("species_weights", ("forces",), target, options, sources)
         if options.loss != "huber" and _is_set(f"{key}.huber_delta", options.huber_delta, "huber_delta", sources):
             raise ForgefieldError(
                 f"{sources.where(f'{key}.huber_delta')}: '{key}.huber_delta' applies to loss huber only, "
                 f"and '{key}.loss' is {options.loss}."
             )
+
+
+_SCHEDULES = {
+    "linear": ("unit", "begin", "end"),
+    "cosine": ("unit", "begin", "end"),
+    "sigmoid": ("unit", "begin", "end", "slope", "centre"),
+    "step": ("unit", "at"),
+    "lr": (),
+}
+"""Settings of each kind of schedule, beside `to`."""
+
+
+def _check_schedule(schedule: DictConfig, key: str, sources: Sources) -> None:
+    _check_choice(schedule.kind, tuple(_SCHEDULES), f"{key}.kind", sources)
+    for name, value in schedule.items():
+        if value is not None and name not in ("kind", "to", *_SCHEDULES[schedule.kind]):
+            raise ForgefieldError(
+                f"{sources.where(f'{key}.{name}')}: '{key}.{name}' does not apply to kind {schedule.kind}, "
+                f"which takes {', '.join(['to', *_SCHEDULES[schedule.kind]])}."
+            )
+    if schedule.unit is not None:
+        _check_choice(schedule.unit, ("step", "epoch"), f"{key}.unit", sources)
+    values = schedule.to if isinstance(schedule.to, Sequence) and not isinstance(schedule.to, str) else [schedule.to]
+    if not all(isinstance(v, (int, float)) and not isinstance(v, bool) and v >= 0 for v in values):
+        shown = OmegaConf.to_container(schedule.to) if OmegaConf.is_config(schedule.to) else schedule.to
+        raise _wrong(sources, f"{key}.to", shown, "the last value, zero or positive")
+    if schedule.kind == "step":
+        _check_places(schedule, list(values), key, sources)
+    elif len(values) != 1 or values[0] is not schedule.to:
+        raise _wrong(sources, f"{key}.to", list(values), "one number; a list goes with kind step")
+    begin = schedule.begin or 0
+    if begin < 0 or (schedule.end is not None and schedule.end <= begin):
+        raise _wrong(sources, f"{key}.end", schedule.end, f"larger than {key}.begin, which is {begin}")
+    if schedule.slope is not None and schedule.slope <= 0:
+        raise _wrong(sources, f"{key}.slope", schedule.slope, "a positive number")
+    if schedule.centre is not None and not 0 <= schedule.centre <= 1:
+        raise _wrong(sources, f"{key}.centre", schedule.centre, "a number from 0 to 1")
+
+
+def _check_places(schedule: DictConfig, values: list[Any], key: str, sources: Sources) -> None:
+    places = list(schedule.at or [])
+    if not places or places != sorted(set(places)) or places[0] < 1:
+        raise _wrong(sources, f"{key}.at", places, "ascending positive whole numbers")
+    if len(values) != len(places):
+        raise _wrong(
+            sources, f"{key}.to", values, f"a list with one value for each of the {len(places)} places in {key}.at"
+        )
 
 
 def _only_for(name: str, targets: tuple[str, ...], target: str, options: DictConfig, sources: Sources) -> None:

@@ -100,7 +100,7 @@ def _plain(config: DictConfig) -> dict[str, Any]:
 def _all_defaults() -> dict[str, Any]:
     """Defaults of every setting, optional sections included."""
     options = schema.RunOptions()
-    targets = {name: schema.TargetOptions() for name in ("energy", "forces", "stress")}
+    targets = {name: schema.TargetOptions() for name in ("energy", "forces", "stress", "virial")}
     options.task = schema.TaskOptions(**targets)
     options.training.early_stopping = schema.EarlyStoppingOptions()
     plain = OmegaConf.to_container(OmegaConf.structured(options))

@@ -1,4 +1,4 @@
-"""From a YAML file (or a mapping) and overrides to one checked config.
+"""From a YAML file (a DeePMD-kit input, a mapping) and overrides to one checked config.
 
 Hydra composes: `key=value`, `+`, `++`, `~`, defaults lists and config groups in the file's folder mean what they mean
 there. The schema's defaults lie underneath. Afterwards every key, type and value is checked, interpolations are
@@ -33,6 +33,7 @@ from forgefield.config.checking import (
 )
 from forgefield.config.components import also_look_in
 from forgefield.config.datapaths import absolute_data_paths
+from forgefield.config.deepmd import is_deepmd_input, read_input, translate
 from forgefield.config.nearest import did_you_mean
 from forgefield.config.resolvers import RESOLVERS, register_resolvers
 from forgefield.config.sources import Sources, first_line, read_text, read_yaml
@@ -44,6 +45,7 @@ COMPONENTS = ("model", "training.optimizer", "training.scheduler", "trainer.*")
 WHOLE = (
     "task",
     "task.*.species_weights",
+    "task.*.schedule",
     "data.train",
     "data.val",
     "data.test",
@@ -133,7 +135,15 @@ def _read(source: Any) -> tuple[Sources, dict[str, Any], Path]:
         return Sources(), {}, Path.cwd()
     if isinstance(source, (str, Path)):
         path = Path(source).expanduser()
-        return Sources(main=path), read_yaml(path), path.absolute().parent
+        content = read_input(path)
+        if is_deepmd_input(content):
+            return Sources(main=path, translated=True), translate(content, path), path.absolute().parent
+        if path.suffix == ".json":
+            raise ForgefieldError(
+                f"{path} is not an input of DeePMD-kit, which has the sections 'model' and 'training', and our own configs are "
+                "YAML; `forgefield init DATA` writes one."
+            )
+        return Sources(main=path), content, path.absolute().parent
     if isinstance(source, DictConfig):
         source = OmegaConf.to_container(source, resolve=False)
     if not isinstance(source, Mapping):
@@ -154,8 +164,8 @@ def _compose(content: dict[str, Any], overrides: list[str], sources: Sources, fo
         try:
             if "defaults" in content or groups:
                 _note_files(loader, [item.input_line for item in groups], sources, folder)
-            elif sources.main is not None:
-                sources.add_text(read_text(sources.main), sources.main)
+            else:
+                _note_main(sources)
             refuse_lists(content, sources)
             if sources.given("hydra"):
                 raise ForgefieldError(
@@ -219,14 +229,20 @@ def _groups(loader: Any, item: Any) -> list[str]:
     return [prefix + name for name in loader.list_groups(parent)]
 
 
+def _note_main(sources: Sources) -> None:
+    """Record the keys of the file that the user named, where they are ours."""
+    if sources.main is not None and not sources.translated:
+        sources.add_text(read_text(sources.main), sources.main)
+
+
 def _note_files(loader: Any, groups: list[str], sources: Sources, folder: Path) -> None:
     """Record the keys of every file that the defaults lists bring in, in the order in which they count."""
     from hydra.types import RunMode
 
     for default in loader.compute_defaults_list(ENTRY, groups, RunMode.RUN).defaults:
         path = folder / f"{default.config_path}.yaml"
-        if default.config_path == USER and sources.main is not None:
-            sources.add_text(read_text(sources.main), sources.main)
+        if default.config_path == USER:
+            _note_main(sources)
         internal = default.config_path in (ENTRY, DEFAULTS, USER) or str(default.config_path).startswith("hydra/")
         if not internal and path.is_file():
             package = default.package or ""

@@ -26,6 +26,28 @@ class BatchOptions:
     """Edges per batch at most: the same, by what costs time and memory most directly."""
     oversized: str = "error"
     """A frame that exceeds atoms or edges by itself: error, alone (a batch of its own) or skip (never trained on)."""
+    bound: str = "upper"
+    """What the number of atoms or edges is: upper (as many frames as fit) or lower (as few frames as reach it)."""
+    by_source: Any = False
+    """true: a batch holds frames of one source only. A list: so many frames of each source, in place of `frames`."""
+
+
+@dataclass
+class FieldOptions:
+    """A further value of frames or atoms: something to learn (a band gap) or something a model is given (a charge)."""
+
+    key: Optional[str] = None
+    """Its name in the source. Default: the name of the field."""
+    per: str = "frame"
+    """What has one value: frame or atom."""
+    shape: list[int] = field(default_factory=list)
+    """Shape of one value: [] for a number, [3] for a vector."""
+    species: Optional[list[str]] = None
+    """Per atom only: the species whose atoms have a value. The source may leave the other atoms out."""
+    factor: float = 1.0
+    """Values are multiplied by it."""
+    unit: str = ""
+    """Their unit after that, in words, for display."""
 
 
 @dataclass
@@ -38,6 +60,9 @@ class LabelOptions:
     virial: Optional[str] = None
     weight: Optional[str] = None
     """Per-frame weight in the loss; `config_weight` and `weight` are found by themselves."""
+    fields: Any = None
+    """Further values to carry, by name: {band_gap: {key: gap}, fparam: {shape: [2]}, charge: atom}; each has key, per (frame
+    or atom), shape, species, factor and unit. Default: those that a store holds."""
 
 
 @dataclass
@@ -105,6 +130,28 @@ class DataOptions:
 
 
 @dataclass
+class ScheduleOptions:
+    """How the weight of a target changes from `weight` to `to`."""
+
+    kind: str = "linear"
+    """linear, cosine, sigmoid; step: at given places; lr: with the learning rate, as in DeePMD-kit."""
+    to: Any = None
+    """The last value; for kind step a list, one value for each place."""
+    unit: Optional[str] = None
+    """What places are counted in: step (of the optimiser; the default) or epoch."""
+    begin: Optional[int] = None
+    """Where the change begins. Default: at once."""
+    end: Optional[int] = None
+    """Where the last value is reached. Default: at the last step (epoch) of the training."""
+    slope: Optional[float] = None
+    """Sigmoid only: how steep, for the whole schedule as unit. Default: 14.5."""
+    centre: Optional[float] = None
+    """Sigmoid only: where in the schedule it is half way. Default: 0.5."""
+    at: Optional[list[int]] = None
+    """Kind step only: the places, ascending."""
+
+
+@dataclass
 class TargetOptions:
     weight: float = 1.0
     """Weight of this target in the loss."""
@@ -112,10 +159,13 @@ class TargetOptions:
     """mse, mae, huber, or the import path of a function (prediction, target) -> error of the same shape."""
     huber_delta: float = 0.01
     """Where Huber turns from quadratic to linear, in eV, eV/A or eV/A^3."""
-    per_atom: bool = True
-    """Energy only: compare energies per atom."""
+    per_atom: Any = True
+    """Energy and virial only: true, errors are those per atom; false, of the whole; root, divided by the root of the number of
+    atoms, so that squares are what DeePMD-kit minimises."""
     species_weights: Optional[dict[str, float]] = None
     """Forces only: weight of the atoms of each species; species not named have 1."""
+    schedule: Optional[ScheduleOptions] = None
+    """How the weight changes: {kind: linear, to: 0.1}. Default: it does not."""
 
 
 @dataclass
@@ -128,6 +178,8 @@ class TaskOptions:
     """Errors in eV/A."""
     stress: Optional[TargetOptions] = None
     """Errors in eV/A^3."""
+    virial: Optional[TargetOptions] = None
+    """The stress times minus the volume, errors in eV (per atom: eV/atom)."""
 
 
 @dataclass

@@ -42,6 +42,8 @@ class Sources:
     """Every plain value in the files, as written."""
     missing: set[str] = field(default_factory=set)
     """Keys whose value is `???`: somebody else has to give it."""
+    translated: bool = False
+    """`main` is an input of another program: the keys in it are not ours."""
 
     def add_text(self, text: str, file: Path, package: str = "") -> None:
         """Record the keys of one YAML document that Hydra puts under `package`."""
@@ -101,11 +103,6 @@ class Sources:
 
 def read_text(path: Path) -> str:
     """The text of a config file, or a sentence why there is none."""
-    if path.suffix == ".json":
-        raise ForgefieldError(
-            f"{path}: DeePMD-kit input files (.json) are not read by this version; write a YAML config, "
-            "`forgefield init DATA` makes one."
-        )
     if path.is_dir():
         raise ForgefieldError(f"{path} is a folder, not a config file.{did_you_mean(path.stem, _configs_in(path))}")
     if not path.exists():
@@ -181,7 +178,7 @@ def _yaml_hint(text: str, problem: str) -> str:
 
 
 def _configs_in(folder: Path) -> list[str]:
-    return sorted(file.name for file in folder.iterdir() if file.suffix in YAML_SUFFIXES)
+    return sorted(file.name for file in folder.iterdir() if file.suffix in (*YAML_SUFFIXES, ".json"))
 
 
 def _within(name: str, key: str) -> bool:

@@ -59,7 +59,7 @@ def flow(value: Any) -> str:
 
 def _drop_inapplicable(target: str, options: dict[str, Any]) -> None:
     """Leave out settings of a target that cannot apply to it; writing them would be refused on reading."""
-    if target != "energy":
+    if target not in ("energy", "virial"):
         options.pop("per_atom", None)
     if target != "forces":
         options.pop("species_weights", None)

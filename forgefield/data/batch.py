@@ -17,17 +17,19 @@
 | frame_id   | (n_frames,)     | int64   | position in the dataset; -1: a blank frame that counts for nothing |
 
 `edge_reverse` is left out where an edge need not have a reverse (`data.max_neighbours`). NaN in a label means that the
-frame does not carry it; readers refuse NaN in data, so it means nothing else.
+frame does not carry it; readers refuse NaN in data, so it means nothing else. Fields (`data.labels.fields`) are further keys,
+(n_frames, ...) or (n_atoms, ...) float64, NaN where a frame or an atom has no value.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from forgefield.data.fields import Fields, field_values, fields_of
 from forgefield.data.frame import Frame
 from forgefield.data.graphs.edges import EdgeBlock, Geometry, build_block
 from forgefield.data.graphs.graph import GraphOptions
@@ -55,8 +57,20 @@ SHAPES: dict[str, tuple[str | int, ...]] = {
 """Shape of each key, in the sizes that differ from batch to batch."""
 
 
-def batch_from_frames(frames: Sequence[Frame], species: SpeciesTable, graph: GraphOptions | float) -> Batch:
-    """Frames straight to one batch, for use outside training. graph: options, or just the cutoff in A."""
+def batch_shapes(fields: Fields) -> dict[str, tuple[str | int, ...]]:
+    """The same for batches that carry these fields."""
+    return SHAPES | {
+        name: ("atoms" if field.per == "atom" else "frames", *field.shape) for name, field in fields.items()
+    }
+
+
+def batch_from_frames(
+    frames: Sequence[Frame], species: SpeciesTable, graph: GraphOptions | float, fields: Fields | None = None
+) -> Batch:
+    """Frames straight to one batch, for use outside training. graph: options, or just the cutoff in A.
+
+    fields: those that the batch has; all that the frames carry, if None.
+    """
     options = graph if isinstance(graph, GraphOptions) else GraphOptions(float(graph))
     geometry = Geometry(
         n_atoms=np.array([len(frame) for frame in frames], dtype=np.int64),
@@ -65,6 +79,7 @@ def batch_from_frames(frames: Sequence[Frame], species: SpeciesTable, graph: Gra
         pbc=np.stack([frame.pbc for frame in frames]),
     )
     edges, _ = build_block(geometry, options, lambda i: frames[i].where)
+    fields = fields_of(frames) if fields is None else fields
     return assemble(
         geometry,
         edges,
@@ -74,11 +89,12 @@ def batch_from_frames(frames: Sequence[Frame], species: SpeciesTable, graph: Gra
         stress=np.stack([np.full((3, 3), np.nan) if f.stress is None else f.stress for f in frames]),
         weight=np.array([frame.weight for frame in frames], dtype=np.float64),
         frame_id=np.arange(len(frames)),
+        **{name: field_values(frames, name, field) for name, field in fields.items()},
     )
 
 
-def assemble(geometry: Geometry, edges: EdgeBlock | None, **values: np.ndarray) -> Batch:
-    """A batch from arrays of its frames. values: the keys of the table above that are neither geometry nor edges.
+def assemble(geometry: Geometry, edges: EdgeBlock | None, /, **values: np.ndarray) -> Batch:
+    """A batch from arrays of its frames. values: the keys of the table above that are neither geometry nor edges; fields.
 
     Without edges it carries `pbc` instead, from which `with_edges` makes them.
     """
@@ -135,9 +151,13 @@ def _own(array: np.ndarray) -> np.ndarray:
     return array if array.flags.owndata and array.flags.writeable else array.copy()
 
 
-def without_labels(batch: Batch) -> Batch:
-    """The same structures with nothing to learn from or to measure: no label, no weight, no place in a data set."""
-    blank = {name: torch.full_like(batch[name], torch.nan) for name in ("energy", "forces", "stress")}
+def without_labels(batch: Batch, targets: Collection[str] = ()) -> Batch:
+    """The same structures with nothing to learn from or to measure: no label, no weight, no place in a data set.
+
+    targets: fields that are learnt. The others are what a model is given along with a structure, and stay.
+    """
+    learnt = ("energy", "forces", "stress", *(name for name in targets if name in batch and name not in SHAPES))
+    blank = {name: torch.full_like(batch[name], torch.nan) for name in learnt}
     return {
         **batch,
         **blank,

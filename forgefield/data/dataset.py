@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from forgefield.data.batch import Batch, assemble
+from forgefield.data.batch import Batch, assemble, without_labels
+from forgefield.data.fields import Fields
 from forgefield.data.frame import Frame
 from forgefield.data.graphs.edges import (
     BuiltEdges,
@@ -29,6 +30,9 @@ class GraphDataset:
 
     Neighbour lists are made at once and kept for frames in memory, read for stores that hold them, and made batch by batch for
     stores that do not. on_device: batches come without edges, which are then made where the model runs (`with_edges`).
+
+    fields: further keys of its batches, by name. targets: those of them that are learnt; the others are what a model is given,
+    which a blank frame needs too.
     """
 
     def __init__(
@@ -42,6 +46,8 @@ class GraphDataset:
     ) -> None:
         self.frames = frames if isinstance(frames, FrameTable) else FrameTable.from_frames(frames)
         self.species = species
+        self.fields: Fields = self.frames.fields
+        self.targets: frozenset[str] = frozenset()
         self.graph = graph if isinstance(graph, GraphOptions) else GraphOptions(float(graph))
         self._refuse_foreign_species()
         if on_device and (self.graph.adaptive_cutoff is not None or self.graph.max_neighbours is not None):
@@ -95,7 +101,12 @@ class GraphDataset:
             stress=found.column("stress"),
             weight=found.column("weight"),
             frame_id=found.rows,
+            **{name: found.field(name) for name in self.fields},
         )
+
+    def blank(self) -> Batch:
+        """The batch of a frame that counts for nothing, for a rank that would be left without one."""
+        return without_labels(self[int(self.n_atoms.argmin())], self.targets)
 
     def _refuse_foreign_species(self) -> None:
         found = self.frames.components

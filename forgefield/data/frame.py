@@ -37,6 +37,10 @@ class Frame:
     weight: float = 1.0
     source: str = ""
     index: int = 0
+    fields: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """Further values by name, float64: of the frame, or (n_atoms, ...) for those in `per_atom`. A missing one is not there."""
+    per_atom: frozenset[str] = frozenset()
+    """Which fields are values of atoms; a row of NaN: that atom has none."""
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -94,6 +98,8 @@ def check_frame(frame: Frame) -> Frame:
     ):
         if value is not None:
             _check_array(frame, name, np.asarray(value), shape)
+    for name, value in frame.fields.items():
+        _check_field(frame, name, value)
     if frame.weight < 0:
         raise ForgefieldError(f"{frame.where}: its weight is {frame.weight}; weights are not negative")
     _check_cell(frame)
@@ -110,6 +116,21 @@ def _check_array(frame: Frame, name: str, value: np.ndarray, shape: tuple[int, .
         place = f" of atom {int(np.argwhere(~finite)[0][0])}" if name in ("positions", "forces") else ""
         raise ForgefieldError(
             f"{frame.where}: {name}{place} contain NaN or infinity; remove the frame, or leave the label out of it"
+        )
+
+
+def _check_field(frame: Frame, name: str, value: np.ndarray) -> None:
+    missing = np.zeros(1, dtype=bool)
+    if name in frame.per_atom:
+        if value.shape[:1] != (len(frame),):
+            raise ForgefieldError(
+                f"{frame.where}: the field {name} has shape {value.shape}; its first axis should be the {len(frame)} atoms"
+            )
+        missing = np.isnan(value).reshape(len(frame), -1).all(axis=1)
+        value = value[~missing]
+    if missing.all() or not np.isfinite(value).all():
+        raise ForgefieldError(
+            f"{frame.where}: the field {name} contains NaN or infinity; remove the frame, or leave the value out of it"
         )
 
 

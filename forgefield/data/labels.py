@@ -2,7 +2,7 @@
 
 Two candidates that disagree are an error that shows both and names the setting which decides, and so are energies in
 some frames of a source and free energies in others. A label that is not there stays missing. A virial is turned into
-stress (virial = -V * stress); units become eV and A here and nowhere else.
+stress (virial = -V * stress); units become eV and A here and nowhere else. Fields (`data.labels.fields`) are taken along.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from forgefield.config.fields import FIELDS, field_options
 from forgefield.config.schema import LabelOptions, UnitOptions
+from forgefield.data.field_values import frame_field
+from forgefield.data.fields import Field, fields_from
 from forgefield.data.frame import Frame, RawFrame, check_frame
 from forgefield.errors import ForgefieldError
 from forgefield.physics import units as unit_table
@@ -40,6 +43,10 @@ class LabelReader:
     def __init__(self, labels: LabelOptions, units: UnitOptions) -> None:
         self.names: dict[str, str | None] = {label: getattr(labels, label) for label in USUAL_NAMES}
         """The settings: label -> key."""
+        self.fields = field_options(labels.fields)
+        """What is to be taken along."""
+        self.asked: dict[str, Field] | None = None if labels.fields is None else fields_from(self.fields)
+        """The same as columns; None: what stores hold."""
         self._found: set[str] = set()
         self._available: set[str] = set()
         self._quantity: dict[str, tuple[bool, str, str]] = {}
@@ -60,6 +67,7 @@ class LabelReader:
         energy = self._find(raw, "energy")
         forces = self._find(raw, "forces")
         weight = self._find(raw, "weight")
+        fields = self._find_fields(raw) if self.fields else {}
         return check_frame(
             Frame(
                 positions=np.asarray(raw.positions, dtype=np.float64) * self.length,
@@ -72,14 +80,24 @@ class LabelReader:
                 weight=1.0 if weight is None else _scalar(raw, "weight", weight),
                 source=raw.source,
                 index=raw.index,
+                fields=fields,
+                per_atom=self.per_atom(fields),
             )
         )
+
+    def per_atom(self, names: Iterable[str]) -> frozenset[str]:
+        """Which of these fields are values of atoms."""
+        return frozenset(name for name in names if self.fields[name].per == "atom")
 
     def stored(self, frame: Frame) -> Frame:
         """A frame of a store, whose labels were chosen when it was written: `none` in the settings leaves one out."""
         for label in USUAL_NAMES:
             if label == "weight" or getattr(frame, "stress" if label == "virial" else label) is not None:
                 self._found.add(label)
+        self._found.update(map(_of_field, frame.fields))
+        if self.asked is not None and not self.asked.keys() >= frame.fields.keys():
+            kept = {name: value for name, value in frame.fields.items() if name in self.asked}
+            frame = replace(frame, fields=kept, per_atom=frame.per_atom & kept.keys())
         dropped = {label: None for label in ("energy", "forces", "stress") if is_none(self.names[label] or "")}
         if is_none(self.names["weight"] or ""):
             frame = replace(frame, weight=1.0)
@@ -88,6 +106,7 @@ class LabelReader:
     def other_names(self) -> list[str]:
         """Names of values that were met and are no label, in alphabetical order."""
         known = {name for names in (*USUAL_NAMES.values(), *FALLBACK_NAMES.values()) for name in names}
+        known |= {said.key or name for name, said in self.fields.items()}
         return sorted(self._available - known - {name for name in self.names.values() if name})
 
     def notes(self) -> dict[str, Any]:
@@ -98,9 +117,12 @@ class LabelReader:
             "quantity": {label: list(first) for label, first in self._quantity.items()},
         }
 
-    def note(self, where: str, keys: Iterable[str], energy: tuple[bool, str] | None) -> None:
-        """Remember the keys met at `where`; `energy`: whether its fallback was taken there, and under which name."""
+    def note(
+        self, where: str, keys: Iterable[str], energy: tuple[bool, str] | None, fields: Iterable[str] = ()
+    ) -> None:
+        """Remember the keys and fields met at `where`; `energy`: whether its fallback was taken, and under which name."""
         keys = set(keys)
+        self._found.update(map(_of_field, fields))
         self._available |= keys
         self._found.update(label for label, name in self.names.items() if name in keys)
         if energy is not None:
@@ -121,6 +143,18 @@ class LabelReader:
                 raise ForgefieldError(
                     f"data.labels.{label}={name}: no frame of {what} has that key; keys found there: {keys}"
                 )
+        for name, said in self.fields.items():
+            if _of_field(name) not in self._found:
+                keys = ", ".join(sorted(self._available)) or "none at all"
+                raise ForgefieldError(
+                    f"{FIELDS}.{name}: no frame of {what} has the key '{said.key or name}'; keys found there: {keys}"
+                )
+
+    def _find_fields(self, raw: RawFrame) -> dict[str, np.ndarray]:
+        found = {name: frame_field(raw, name, said) for name, said in self.fields.items()}
+        values = {name: value for name, value in found.items() if value is not None}
+        self._found.update(map(_of_field, values))
+        return values
 
     def _find_stress(self, raw: RawFrame, cell: np.ndarray) -> np.ndarray | None:
         # A name given for one of the two decides between them.
@@ -184,6 +218,11 @@ class LabelReader:
         )
 
 
+def _of_field(name: str) -> str:
+    """How a field is remembered beside labels."""
+    return f"fields.{name}"
+
+
 def is_none(name: str) -> bool:
     return name.strip().lower() == "none"
 
@@ -191,7 +230,8 @@ def is_none(name: str) -> bool:
 def _named(raw: RawFrame, label: str, name: str) -> Any:
     if name == CALCULATOR:
         return raw.results.get(label)
-    for place in (raw.info, raw.arrays, raw.results):
+    places = (raw.arrays, raw.info) if label == "forces" else (raw.info, raw.arrays)
+    for place in (*places, raw.results):
         if name in place:
             return place[name]
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 import lightning
@@ -13,6 +14,7 @@ from forgefield.data.graphs.edges import Progress
 from forgefield.data.readers import plain
 from forgefield.data.reading import Progress as ConversionProgress
 from forgefield.data.sampling.batching import Order, batch_threads, evaluation_budget, training_budget, training_order
+from forgefield.data.sampling.by_source import SourceBatches
 from forgefield.data.sampling.loader import FrameLoader
 from forgefield.data.sampling.order import WeightedDraws
 from forgefield.data.sampling.plan import Budget
@@ -80,6 +82,12 @@ class DataModule(lightning.LightningDataModule):
         train, self.val, self.test = parts
         assert train is not None
         self.train = train
+
+    def learn(self, targets: Collection[str]) -> None:
+        """Which fields are learnt; the others are what the model is given. Called before loaders are asked for."""
+        for part in (self.train, self.val, self.test):
+            if part is not None:
+                part.targets = frozenset(targets) & part.fields.keys()
 
     def train_on_gpu(self) -> None:
         """Batches will be copied to a GPU. Called before loaders are asked for."""
@@ -167,11 +175,12 @@ class DataModule(lightning.LightningDataModule):
     def _describe_sampling(self) -> list[tuple[str, str]]:
         """What is drawn how often, what is left out, and who prepares batches, where that is not the plain way."""
         loader, rows = self.train_dataloader(), []
-        if isinstance(loader.order, WeightedDraws):
+        if isinstance(loader.order, WeightedDraws | SourceBatches):
             systems, counts = self.train.frames.systems, loader.order.counts(0)
             shown = [f"{Path(name).name} {100 * n / counts.sum():.1f} %" for name, n in zip(systems.names, counts)]
             more = f", ... ({len(shown)} sources)" if len(shown) > SHOWN else ""
-            rows.append(("sampling", f"{counts.sum()} draws an epoch: {', '.join(shown[:SHOWN])}{more}"))
+            what = "draws" if isinstance(loader.order, WeightedDraws) else "batches of one source each"
+            rows.append(("sampling", f"{counts.sum()} {what} an epoch: {', '.join(shown[:SHOWN])}{more}"))
         if loader.skipped:
             rows.append(
                 ("left out", f"{loader.skipped} of {len(self.train)} frames exceed data.batch (oversized: skip)")

@@ -19,7 +19,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from forgefield.config.schema import LabelOptions, UnitOptions
+from forgefield.config.fields import field_options
+from forgefield.config.schema import FieldOptions, LabelOptions, UnitOptions
+from forgefield.data.fields import Fields, chosen_fields
 from forgefield.data.graphs.graph import GraphOptions, same_graph
 from forgefield.data.labels import USUAL_NAMES, LabelReader, is_none
 from forgefield.data.readers import SourceFile, frames_of, plain, source_files
@@ -50,8 +52,9 @@ def read_table(
     lazy: True leaves everything on disk, False reads everything into memory, None leaves stores on disk. graph: neighbour lists
     that a store made here is to hold. required: a label that `labels` names must be in at least one frame. reader: made of
     the same labels and units, where the caller wants to know what else was met in files.
+    The table has the fields that `labels` names, or those that the stores hold where it says nothing about fields.
     """
-    labels, units = LabelOptions(**_settings(labels)), UnitOptions(**_settings(units))
+    labels, units = label_settings(labels), UnitOptions(**_settings(units))
     reader = reader or LabelReader(labels, units)
     table = FrameTable([])
     hidden = frozenset(
@@ -62,16 +65,19 @@ def read_table(
         files = list(group)
         if in_store:
             for file in files:
-                opened = open_store(file.path).table(factor=file.weight)
-                opened = FrameTable([replace(part, hidden=hidden) for part in opened.parts])
-                table = table + _shared(FrameTable.from_frames(opened) if lazy is False else opened, share)
+                store = open_store(file.path)
+                fields = chosen_fields(file.path, store.fields, reader.asked, required=required)
+                parts = store.table(factor=file.weight).parts
+                opened = FrameTable([replace(part, hidden=hidden, chosen=fields) for part in parts])
+                table = table + _shared(FrameTable.from_frames(opened, fields) if lazy is False else opened, share)
         elif lazy:
             stores_only = False
             table = table + _shared(_kept_on_disk(files, labels, units, graph, progress), share)
         else:
             stores_only, in_memory = False, True
             frames = (frame for file in files for frame in frames_of(file, reader, units))
-            table = table + _shared(FrameTable.from_frames(frames), share)
+            table = table + _shared(FrameTable.from_frames(frames, reader.asked or {}), share)
+    _ = table.fields  # refused here, where parts contradict each other
     if stores_only:
         _refuse_settings_for_files(labels, units)
     elif required and in_memory:  # what is converted has been asked for its labels then
@@ -88,11 +94,28 @@ def _refuse_settings_for_files(labels: LabelOptions, units: UnitOptions) -> None
                 f"data.labels.{name}={value} has no meaning for a store, whose labels were chosen when it was written; "
                 "leave it out (none leaves the label out)"
             )
+    for name, said in field_options(labels.fields).items():
+        for setting in ("key", "factor", "species"):
+            if getattr(said, setting) != getattr(FieldOptions(), setting):
+                raise ForgefieldError(
+                    f"data.labels.fields.{name}.{setting}={getattr(said, setting)} has no meaning for a store, whose fields "
+                    "were chosen when it was written; leave it out"
+                )
     for name in ("energy", "length", "forces", "stress"):
         if getattr(units, name) != getattr(UnitOptions(), name):
             raise ForgefieldError(
                 f"data.units.{name}={getattr(units, name)} has no meaning for a store, which holds eV and A; leave it out"
             )
+
+
+def label_settings(labels: Any, fields: Fields | None = None) -> LabelOptions:
+    """`data.labels` as plain values. fields: what is carried where it says nothing about fields."""
+    settings = LabelOptions(**_settings(labels))
+    if settings.fields is None and fields:
+        settings.fields = {
+            name: {"per": field.per, "shape": list(field.shape), "unit": field.unit} for name, field in fields.items()
+        }
+    return settings
 
 
 def _settings(section: Any) -> dict[str, Any]:
@@ -120,7 +143,8 @@ def _kept_on_disk(
 ) -> FrameTable:
     """Files as a store among the cached things, made by whichever process comes first."""
     names = [(str(file), file.state()) for file in files]
-    settings = [VERSION, names, asdict(labels), asdict(units), None if graph is None else asdict(same_graph(graph))]
+    said = {name: value for name, value in asdict(labels).items() if name != "fields" or value}
+    settings = [VERSION, names, said, asdict(units), None if graph is None else asdict(same_graph(graph))]
     key = hashlib.blake2b(json.dumps(settings, default=str).encode(), digest_size=16).hexdigest()
     folder = cache_folder() / "stores" / key
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -11,9 +11,10 @@ import numpy as np
 
 from forgefield.config.schema import DataOptions
 from forgefield.data.devset import representative_rows
+from forgefield.data.fields import Fields
 from forgefield.data.graphs.graph import GraphOptions
 from forgefield.data.readers import plain, source_files
-from forgefield.data.reading import Progress, read_table
+from forgefield.data.reading import Progress, label_settings, read_table
 from forgefield.data.sampling.order import seeded_permutation
 from forgefield.data.storage.table import FrameTable
 from forgefield.errors import ForgefieldError
@@ -102,7 +103,7 @@ def resolve_splits(options: DataOptions, seed: int, progress: Progress | None = 
     parts = {name: frames.select(rows) for name, rows in chosen.items()}
     for name, kind in kinds.items():
         if kind == "files":
-            parts[name] = _read(wanted[name], options, progress)
+            parts[name] = _read(wanted[name], options, progress, frames.fields)
     if len(pool) == 0:
         raise ForgefieldError("no frame is left to train on: data.val and data.test take all of data.train")
     train, of = frames.select(pool), ""
@@ -130,10 +131,11 @@ def is_lazy(options: DataOptions) -> bool | None:
     raise ForgefieldError(f"data.lazy={options.lazy!r} should be auto, true or false")
 
 
-def _read(spec: Any, options: DataOptions, progress: Progress | None) -> FrameTable:
+def _read(spec: Any, options: DataOptions, progress: Progress | None, fields: Fields | None = None) -> FrameTable:
+    """fields: those of the training data, which the others need as well."""
     return read_table(
         spec,
-        options.labels,
+        label_settings(options.labels, fields),
         options.units,
         lazy=is_lazy(options),
         graph=graph_options(options),

@@ -52,7 +52,7 @@ class Statistics:
     n_atoms: int
     species_counts: dict[str, int]
     labels: dict[str, int]
-    """How many frames carry each of energy, forces, stress."""
+    """How many frames carry each of energy, forces, stress and the fields."""
     mean_neighbours: float
     """Neighbours per atom, averaged over all atoms."""
     mean_neighbours_by_species: dict[str, float]
@@ -166,7 +166,7 @@ def _measure(dataset: GraphDataset, setting: Any) -> Statistics:
         n_frames=len(dataset),
         n_atoms=int(atoms.sum()),
         species_counts=dict(zip(symbols, map(int, atoms))),
-        labels={name: int(table.carries(name).sum()) for name in ("energy", "forces", "stress")},
+        labels={name: int(table.carries(name).sum()) for name in ("energy", "forces", "stress", *table.fields)},
         mean_neighbours=float(neighbours.sum() / neighbour_atoms.sum()),
         mean_neighbours_by_species={
             s: float(k / n) if n else 0.0 for s, k, n in zip(symbols, neighbours, neighbour_atoms)

@@ -127,7 +127,7 @@ class Potential(nn.Module):
         direction = torch.zeros_like(batch["positions"]) if direction is None else -direction
         strain = None
         if "stress" in adjoints:
-            volume = _volumes(batch["cell"])
+            volume = volumes(batch["cell"]).view(-1, 1, 1)
             strain = 0.5 * (adjoints["stress"] + adjoints["stress"].transpose(1, 2))
             strain = torch.where(volume > 0, strain / volume, torch.zeros_like(strain))
         with forward_ad.dual_level():
@@ -182,13 +182,13 @@ def _derivatives(energy: Tensor, variables: list[Tensor], create_graph: bool) ->
 
 def _per_volume(virial: Tensor, cell: Tensor) -> Tensor:
     """Stress of each frame; NaN without a volume, and no gradient from there."""
-    volume = _volumes(cell)
+    volume = volumes(cell).view(-1, 1, 1)
     has_volume = volume > 0
     stress = virial / torch.where(has_volume, volume, torch.ones_like(volume))
     return torch.where(has_volume, stress, torch.full_like(stress, float("nan")))
 
 
-def _volumes(cell: Tensor) -> Tensor:
-    """(n_frames, 1, 1), A^3; zero where there is no cell."""
+def volumes(cell: Tensor) -> Tensor:
+    """(n_frames,), A^3; zero where there is no cell. cell: (n_frames, 3, 3)."""
     a, b, c = cell.unbind(1)
-    return (a * torch.linalg.cross(b, c)).sum(1).abs().view(-1, 1, 1)
+    return (a * torch.linalg.cross(b, c)).sum(1).abs()

@@ -9,12 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from forgefield.models.potential import volumes
 from forgefield.physics.units import EV_PER_A3_TO_GPA
 
-UNITS = {"energy": "meV/atom", "energy_total": "meV", "forces": "meV/A", "stress": "GPa"}
+UNITS = {"energy": "meV/atom", "energy_total": "meV", "forces": "meV/A", "stress": "GPa", "virial": "meV/atom"}
 """Unit of each metric; `energy_mae`, `energy_rmse` and so on share the unit of `energy`."""
 
-_SCALE = {"energy": 1000.0, "energy_total": 1000.0, "forces": 1000.0, "stress": EV_PER_A3_TO_GPA}
+_SCALE = {"energy": 1000.0, "energy_total": 1000.0, "forces": 1000.0, "stress": EV_PER_A3_TO_GPA, "virial": 1000.0}
 
 
 def unit_of(metric: str) -> str:
@@ -26,7 +27,7 @@ def unit_of(metric: str) -> str:
 class ErrorMetrics:
     """Sums of |error|, error^2 and counts for each target, and for forces also by species.
 
-    targets: which of energy, forces, stress are measured. species: symbols, in the order of the batch's indices.
+    targets: which of energy, forces, stress, virial are measured. species: symbols, in the order of the batch's indices.
     """
 
     def __init__(self, targets: tuple[str, ...], species: tuple[str, ...], device: torch.device | str = "cpu") -> None:
@@ -55,12 +56,15 @@ class ErrorMetrics:
         """(n_rows, 3): what one batch contributes to `sums`."""
         added = []
         for target in self.targets:
-            error = outputs[target].detach() - batch[target]
+            label = "stress" if target == "virial" else target
+            error = outputs[label].detach() - batch[label]
             if target == "energy":
                 added += [_moments(error / batch["n_atoms"]), _moments(error)]
             elif target == "forces":
                 by_species = _moments_by(error, batch["species"], len(self.species))
                 added += [by_species.sum(0), *by_species]
+            elif target == "virial":
+                added.append(_moments(error * (volumes(batch["cell"]) / batch["n_atoms"]).view(-1, 1, 1)))
             else:
                 added.append(_moments(error))
         return torch.stack(added)

@@ -7,17 +7,22 @@ applied to added sums: unequal frames and missing labels never change what "mean
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from omegaconf import OmegaConf
 from torch import Tensor
 
 from forgefield.config.schema import TargetOptions, TaskOptions
 from forgefield.errors import ForgefieldError
+from forgefield.models.potential import volumes
 from forgefield.tasks.losses import ElementLoss, element_loss
+from forgefield.tasks.weights import Moment, WeightSchedule
 
-TARGETS = ("energy", "forces", "stress")
+TARGETS = ("energy", "forces", "stress", "virial")
+LABELS = {"energy": "energy", "forces": "forces", "stress": "stress", "virial": "stress"}
+"""The label each target is compared with, which is also the output of the model that it needs."""
 Batch = dict[str, Tensor]
 
 
@@ -35,8 +40,13 @@ class Target:
     name: str
     weight: float
     loss: ElementLoss
-    per_atom: bool
+    per_atom: bool | str
     species_weights: Tensor | None
+    schedule: WeightSchedule | None = None
+
+    @property
+    def label(self) -> str:
+        return LABELS[self.name]
 
 
 @dataclass(frozen=True)
@@ -55,11 +65,17 @@ class Task:
             if getattr(options, name, None) is not None
         ]
         if not self.targets:
-            raise ForgefieldError("task: no target is on; give at least one of task.energy, task.forces, task.stress.")
-        if all(target.weight == 0 for target in self.targets):
+            raise ForgefieldError(
+                "task: no target is on; give at least one of task.energy, task.forces, task.stress, task.virial."
+            )
+        if all(target.weight == 0 and target.schedule is None for target in self.targets):
             raise ForgefieldError("task: every weight is zero, so nothing would be trained.")
         self.names = tuple(target.name for target in self.targets)
         self.weights = torch.tensor([target.weight for target in self.targets], dtype=torch.float64)
+        self.reported = torch.tensor(
+            [t.weight if t.schedule is None else t.schedule.last for t in self.targets]
+        ).double()
+        """(n_targets,): the weights with which losses are reported, the same from the first row to the last."""
         self._on_devices: dict[torch.device, _OnDevice] = {}
 
     @property
@@ -68,7 +84,32 @@ class Task:
 
     @property
     def needs_stress(self) -> bool:
-        return "stress" in self.names
+        return "stress" in self.outputs
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """What the model has to give."""
+        return tuple(dict.fromkeys(target.label for target in self.targets))
+
+    @property
+    def is_scheduled(self) -> bool:
+        return any(target.schedule is not None for target in self.targets)
+
+    @property
+    def needs_an_end(self) -> bool:
+        """Whether a weight changes until the end of the training, which then has to be known."""
+        return any(target.schedule is not None and target.schedule.needs_an_end for target in self.targets)
+
+    def follow(self, moment: Moment) -> None:
+        """Take the weights of this moment. Tensors are changed in place, without waiting for their device."""
+        for i, target in enumerate(self.targets):
+            if target.schedule is not None:
+                value = target.schedule.value(moment)
+                if value != target.weight:
+                    target.weight = value
+                    self.weights[i] = value
+                    for known in self._on_devices.values():
+                        known.weights[i].fill_(value)
 
     def loss(self, outputs: Batch, batch: Batch) -> LossParts:
         """The loss of one batch. A target that no frame of the batch is labelled for contributes zero."""
@@ -92,6 +133,10 @@ class Task:
         weights = self.weights_on(sums.device) if weights is None else weights
         return (weights * sums / torch.where(counts > 0, counts, 1.0)).sum()
 
+    def report(self, sums: Tensor, counts: Tensor) -> float:
+        """The loss to be reported: with lasting weights, so that it is comparable whatever a schedule does meanwhile."""
+        return float(self.combine(sums, counts, self.reported.to(sums.device)))
+
     def weights_on(self, device: torch.device) -> Tensor:
         """(n_targets,): the weights in a tensor that stays where it is, so that captured steps may read it there."""
         return self._on(device).weights
@@ -104,7 +149,7 @@ class Task:
         """What the loss needs on a device, copied there once: a copy makes the host wait."""
         if device not in self._on_devices:
             known = [None if t.species_weights is None else t.species_weights.to(device) for t in self.targets]
-            self._on_devices[device] = _OnDevice(self.weights.to(device), known)
+            self._on_devices[device] = _OnDevice(self.weights.to(device, copy=True), known)
         return self._on_devices[device]
 
     def describe(self) -> list[tuple[str, str]]:
@@ -127,10 +172,12 @@ def default_task(labels: dict[str, int]) -> TaskOptions:
 
 def require_labels(task: Task, labels: dict[str, int], where: str) -> None:
     """Refuse a target that no frame is labelled for."""
-    for name in task.names:
-        if not labels.get(name):
+    for target in task.targets:
+        name, label = target.name, target.label
+        if not labels.get(label):
+            also = "" if name == label else f" or {name}"
             raise ForgefieldError(
-                f"task.{name} is on, but no {where} frame carries {name}; remove task.{name} "
+                f"task.{name} is on, but no {where} frame carries {label}{also}; remove task.{name} "
                 f"or name the label with data.labels.{name}."
             )
 
@@ -142,9 +189,18 @@ def _build_target(name: str, options: Any, species: tuple[str, ...]) -> Target:
         name=name,
         weight=float(options.weight),
         loss=element_loss(options.loss, huber_delta=options.huber_delta, where=f"task.{name}.loss"),
-        per_atom=bool(options.per_atom),
+        per_atom=options.per_atom,
         species_weights=_species_weights(options.species_weights, species, f"task.{name}.species_weights"),
+        schedule=_schedule(options),
     )
+
+
+def _schedule(options: Any) -> WeightSchedule | None:
+    given = getattr(options, "schedule", None)
+    if given is None:
+        return None
+    plain: Any = OmegaConf.to_container(given) if OmegaConf.is_config(given) else asdict(given)
+    return WeightSchedule.from_options(float(options.weight), plain)
 
 
 def _species_weights(weights: dict[str, float] | None, species: tuple[str, ...], where: str) -> Tensor | None:
@@ -160,7 +216,7 @@ def _species_weights(weights: dict[str, float] | None, species: tuple[str, ...],
 
 def _element_weights(target: Target, batch: Batch, species_weights: Tensor | None) -> Tensor:
     """Weight of every element of the label, zero where it is missing. species_weights: (n_species,)."""
-    label, weight = batch[target.name], batch["weight"]
+    label, weight = batch[target.label], batch["weight"]
     if target.name == "forces":
         weight = weight[batch["frame"]]
         if species_weights is not None:
@@ -171,21 +227,33 @@ def _element_weights(target: Target, batch: Batch, species_weights: Tensor | Non
 
 def _weighted_error(target: Target, outputs: Batch, batch: Batch, weight: Tensor) -> Tensor:
     """Weighted error of every element, zero where the label is missing."""
-    label, prediction = batch[target.name], outputs[target.name]
-    if target.name == "energy" and target.per_atom:
-        n_atoms = batch["n_atoms"].to(label.dtype)
-        label, prediction = label / n_atoms, prediction / n_atoms
+    label, prediction = batch[target.label], outputs[target.label]
+    factor = _factor(target, batch)
+    if factor is not None:
+        factor = factor.view(-1, *([1] * (label.dim() - 1)))
+        label, prediction = label * factor, prediction * factor
     labelled = ~label.isnan()
     # The prediction stands in for a missing label: the error is zero there and so is its gradient.
     error = target.loss(prediction, torch.where(labelled, label, prediction.detach()))
     return torch.where(labelled, weight * error, 0.0)
 
 
+def _factor(target: Target, batch: Batch) -> Tensor | None:
+    """(n_frames,): what label and prediction are multiplied with before they are compared."""
+    n_atoms = batch["n_atoms"].to(batch["weight"].dtype)
+    divisor = n_atoms.sqrt() if target.per_atom == "root" else n_atoms
+    if target.name == "virial":
+        return -volumes(batch["cell"]) / divisor if target.per_atom else -volumes(batch["cell"])
+    return 1.0 / divisor if target.name == "energy" and target.per_atom else None
+
+
 def _describe_target(target: Target) -> str:
     loss = getattr(target.loss, "func", target.loss)
     text = f"weight {target.weight:g}, {getattr(loss, '__name__', type(loss).__name__)}"
-    if target.name == "energy":
-        text += ", per atom" if target.per_atom else ", total"
+    if target.schedule is not None:
+        text = text.replace(",", f" {target.schedule.describe()},", 1)
+    if target.name in ("energy", "virial"):
+        text += {True: ", per atom", False: ", total", "root": ", per root of the number of atoms"}[target.per_atom]
     if target.species_weights is not None:
         text += ", weighted by species"
     return text

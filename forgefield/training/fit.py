@@ -30,7 +30,7 @@ from forgefield.parallel.group import Ranks
 from forgefield.parallel.learning_rate import learning_rate_factor
 from forgefield.runs import Run, versions
 from forgefield.tasks.metrics import ErrorMetrics
-from forgefield.tasks.task import TARGETS, Task, default_task, require_labels
+from forgefield.tasks.task import LABELS, Task, default_task, require_labels
 from forgefield.training.callbacks.best_model import BestModel
 from forgefield.training.callbacks.metrics_log import MetricsLog
 from forgefield.training.callbacks.pace import Pace
@@ -405,7 +405,7 @@ def _prepare_model(run: Run, config: DictConfig, data: DataModule, ranks: Ranks)
 
 def _require_any_label(task: Task, split: str, dataset: GraphDataset | None) -> None:
     """Refuse frames that are meant to measure the model and carry nothing to measure it with."""
-    names = task.names if split == "val" else TARGETS
+    names = task.outputs if split == "val" else tuple(dict.fromkeys(LABELS.values()))
     if dataset is not None and not any(dataset.frames.carries(name).any() for name in names):
         raise ForgefieldError(
             f"None of the frames of data.{split} carries {', '.join(names)}, so nothing could be measured on them; "

@@ -21,6 +21,7 @@ from forgefield.parallel.group import Ranks, alone
 from forgefield.parallel.strategies import SimpleDDPStrategy
 from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.task import Task
+from forgefield.tasks.weights import Moment
 from forgefield.training.ema import WeightAverage
 from forgefield.training.engines.captured_update import CapturedUpdate, portable_optimiser_states, why_not_capturable
 from forgefield.training.engines.engine import Engine
@@ -52,7 +53,7 @@ class LossMeter:
         sums = self.sums if sums is None else sums
         if not bool((sums[1] > 0).any()):
             return float("nan")
-        return float(self.task.combine(sums[0], sums[1]))
+        return self.task.report(sums[0], sums[1])
 
     def reset(self) -> None:
         self.sums = torch.zeros_like(self.sums)
@@ -119,7 +120,9 @@ class TrainingModule(L.LightningModule):
             torch.manual_seed(torch.initial_seed() + 7919 * self.ranks.rank)
 
     def on_train_start(self) -> None:
-        self._steps_in_all = steps_of_fit(self.trainer) if self.precision.unit == "steps" else -1
+        counts_steps = self.precision.unit == "steps" or self.task.needs_an_end
+        self._steps_in_all = steps_of_fit(self.trainer) if counts_steps else -1
+        self._require_an_end()
         self._steps_averaged = self.trainer.global_step  # known only now: a resume restores it after `on_fit_start`
         if self._schedule_length is not None and self._world_size_before not in (None, self.ranks.world_size):
             fit_length(self.trainer.lr_scheduler_configs[0].scheduler, self._schedule_length)
@@ -133,6 +136,8 @@ class TrainingModule(L.LightningModule):
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         """The engine is there before the optimiser's `step` is called, in which `training_step` runs: it may replace it."""
         self._follow_precision()
+        if self.task.is_scheduled:
+            self.task.follow(self._moment())
         if self.engine is None:
             with self.precision.applied(self._precision_now):
                 self.engine = self._start_engine(batch)
@@ -153,6 +158,28 @@ class TrainingModule(L.LightningModule):
             self.train_errors.add(step.measured.errors)
         self._batch = batch
         return step.loss
+
+    def _moment(self) -> Moment:
+        group = self.trainer.optimizers[0].param_groups[0]
+        return Moment(
+            step=self.trainer.global_step,
+            steps=self._steps_in_all,
+            epoch=self.current_epoch,
+            epochs=self.trainer.max_epochs if self.trainer.max_epochs is not None else -1,
+            lr_ratio=float(group["lr"]) / (self.options.lr * self.lr_factor),
+        )
+
+    def _require_an_end(self) -> None:
+        for target in self.task.targets:
+            if target.schedule is None or not target.schedule.needs_an_end:
+                continue
+            of_epochs = target.schedule.unit == "epoch"
+            if (self._moment().epochs if of_epochs else self._steps_in_all) < 0:
+                what = "epochs (trainer.max_epochs)" if of_epochs else "steps (trainer.max_steps or max_epochs)"
+                raise ForgefieldError(
+                    f"task.{target.name}.schedule ends with the training, which has no limit of {what}; "
+                    f"give one, or task.{target.name}.schedule.end."
+                )
 
     def _follow_precision(self) -> None:
         """A schedule may change the precision; what was compiled or captured holds for one precision only."""

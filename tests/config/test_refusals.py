@@ -29,7 +29,8 @@ DATA = "data: {train: a.xyz}\n"
         ),
         (
             "data: {batch: {zzzz: 1}}",
-            "my.yaml, line 1: unknown key 'data.batch.zzzz'. 'data.batch' has: frames, atoms, edges, oversized.",
+            "my.yaml, line 1: unknown key 'data.batch.zzzz'. 'data.batch' has: frames, atoms, edges, oversized, bound, "
+            "by_source.",
         ),
         ("data: {neighbors: vesin}", "unknown key 'data.neighbors'. Did you mean 'data.neighbours'?"),
         ("hydra: {run: {dir: x}}", "my.yaml, line 1: 'hydra' settings have no effect in Forgefield; leave them out."),
@@ -59,7 +60,10 @@ def test_a_mapping_is_no_variable(refused):
         ("hydra.run.dir=x", "command line ('hydra.run.dir=x'): unknown key 'hydra.run.dir'."),
         ("data.cutoff.x=1", "unknown key 'data.cutoff.x'. 'data.cutoff' has no keys below it."),
         ("training.lr=fast", "command line ('training.lr=fast'): 'training.lr' is a number, not 'fast'."),
-        ("data.batch=8", "'data.batch' is a section with the keys frames, atoms, edges, oversized, not 8."),
+        (
+            "data.batch=8",
+            "'data.batch' is a section with the keys frames, atoms, edges, oversized, bound, by_source, not 8.",
+        ),
         ("training.lr=1,2", "command line: 'training.lr=1,2' gives several values, and one run takes one"),
         ("data.train=(", "command line: 'data.train=(' cannot be read as key=value"),
         ("just_a_word", "command line: 'just_a_word' cannot be read as key=value"),
@@ -120,7 +124,7 @@ def test_wrong_types_say_what_is_expected(refused, text, sentence):
         ("data: {test: {index: a}}", "'data.test' is a share, a number, a file, or {indices: file-or-list}"),
         ("data: {species: [H, H]}", "'data.species' is a list of different chemical symbols"),
         ("name: a/b", "'name' is the name of a folder, without slashes (the place is 'out'), not 'a/b'."),
-        ("task: {}", "'task' trains nothing; give at least one of energy, forces, stress."),
+        ("task: {}", "'task' trains nothing; give at least one of energy, forces, stress, virial."),
         ("task: {energy: null}", "'task' trains nothing"),
         ("task: {energy: {weight: -1}}", "'task.energy.weight' is zero or positive, not -1.0."),
         ("model: {preset: S}", "'model' needs a name, for example model: {name: nequip, preset: S}."),
@@ -147,6 +151,14 @@ def test_values_without_meaning(refused, text, sentence):
         ("stress: {per_atom: false}", "'task.stress.per_atom' does not apply to stress."),
         ("energy: {species_weights: {H: 1}}", "'task.energy.species_weights' does not apply to energy. Did you mean"),
         ("energy: {huber_delta: 0.1}", "'task.energy.huber_delta' applies to loss huber only"),
+        ("energy: {per_atom: half}", "'task.energy.per_atom' is true, false or root, not 'half'"),
+        ("forces: {schedule: {kind: liner, to: 1}}", "Did you mean 'linear'"),
+        ("forces: {schedule: {kind: lr, to: 1, end: 5}}", "'task.forces.schedule.end' does not apply to kind lr"),
+        ("forces: {schedule: {to: -1}}", "'task.forces.schedule.to' is the last value, zero or positive, not -1"),
+        ("forces: {schedule: {to: [1, 2]}}", "one number; a list goes with kind step"),
+        ("forces: {schedule: {kind: step, at: [5, 3], to: [1, 2]}}", "ascending positive whole numbers"),
+        ("forces: {schedule: {kind: step, at: [3], to: [1, 2]}}", "one value for each of the 1 places"),
+        ("forces: {schedule: {to: 1, begin: 5, end: 5}}", "larger than task.forces.schedule.begin"),
     ],
 )
 def test_settings_of_a_target_that_do_not_apply(refused, text, sentence):
@@ -185,8 +197,8 @@ def test_files_that_are_not_there(folder):
     cases = {
         "watr.yaml": r"config file watr\.yaml not found\. Did you mean 'water\.yaml'\?",
         "nowhere/water.yaml": r"nowhere/water\.yaml not found: there is no folder nowhere",
-        "input.json": r"DeePMD-kit input files \(\.json\) are not read by this version",
-        "gone.json": r"DeePMD-kit input files \(\.json\) are not read by this version",
+        "input.json": r"input\.json is not an input of DeePMD-kit, .* and our own configs are YAML",
+        "gone.json": r"config file gone\.json not found",
         "binary.yaml": "is not a text file in UTF-8",
         ".": "is a folder, not a config file",
     }

@@ -177,7 +177,7 @@ def two_sources() -> FrameTable:
 )
 def test_sources_are_drawn_by_the_rule(sampling, expected):
     table = two_sources()
-    order = training_order(options(sampling=sampling), table, 0)(np.arange(40))
+    order = training_order(options(sampling=sampling), table, 0)(np.arange(40), table.n_atoms)
     for epoch in range(3):
         rows = order.rows(epoch)
         assert {"a": int((rows < 30).sum()), "b": int((rows >= 30).sum())} == expected
@@ -187,17 +187,18 @@ def test_sources_are_drawn_by_the_rule(sampling, expected):
 
 def test_a_source_that_was_left_without_frames_is_not_drawn():
     table = two_sources()
-    order = training_order(options(sampling="uniform"), table, 0)(np.arange(30))
+    order = training_order(options(sampling="uniform"), table, 0)(np.arange(30), table.n_atoms)
     assert set(order.rows(0)) == set(range(30))
     with pytest.raises(ForgefieldError, match=r"b\.xyz is to be drawn with probability 0\.5 but has no frame"):
-        training_order(options(sampling=[1, 1]), table, 0)(np.arange(30))
+        training_order(options(sampling=[1, 1]), table, 0)(np.arange(30), table.n_atoms)
 
 
 def test_settings_of_batches_that_would_do_nothing_are_refused():
     with pytest.raises(ForgefieldError, match=r"data\.eval_batch\.oversized=skip"):
         evaluation_budget(options(eval_batch={"atoms": 9, "oversized": "skip"}))
     assert batch_threads(options(prefetch=3), on_gpu=False) == 1
-    order = training_order(options(sampling={"frames": 100, "rule": None}), two_sources(), 0)(np.arange(40))
+    table = two_sources()
+    order = training_order(options(sampling={"frames": 100, "rule": None}), table, 0)(np.arange(40), table.n_atoms)
     assert order.draws == 100
 
 

@@ -32,6 +32,8 @@ def budgets(draw, costs):
     kind = draw(st.sampled_from(["frames", "atoms", "edges"]))
     if kind == "frames":
         return Budget(kind, draw(st.integers(1, 9)))
+    if draw(st.integers(0, 3)) == 0:
+        return Budget(kind, draw(st.integers(1, 150)), bound="lower")
     oversized = draw(st.sampled_from(["error", "alone"]))
     least = max(1, int(costs.max(initial=1))) if oversized == "error" else 1
     return Budget(kind, draw(st.integers(least, least + 150)), oversized)
@@ -109,7 +111,7 @@ def test_the_budget_is_never_exceeded_and_an_oversized_frame_is_alone(case):
         for part in parts:
             if plan.budget.kind == "frames":
                 assert len(part) <= plan.budget.size
-            elif costs[part].sum() > plan.budget.size:
+            elif costs[part].sum() > plan.budget.size and plan.budget.bound == "upper":
                 assert plan.budget.oversized == "alone"
                 assert len(part) == 1
 
@@ -238,7 +240,47 @@ def test_oversized_frames_are_refused_by_name_or_left_out_by_the_caller():
     assert fitting(costs, Budget("frames", 1)).all()
 
 
+@given(costs=columns(), size=st.integers(1, 200), ranks=RANKS, balanced=st.booleans())
+def test_with_a_lower_bound_every_rank_reaches_it_with_as_few_frames_as_come(costs, size, ranks, balanced):
+    balance = np.random.default_rng(1).integers(0, 500, len(costs)) if balanced else None
+    plan = StepPlan(costs, Budget("atoms", size, bound="lower"), ranks, balance)
+    costs = np.maximum(costs, 1)
+    for step, parts in enumerate(shares(plan)):
+        loads = [0] * ranks  # the slow and obvious count: each frame to the rank that has least, until all have enough
+        taken = 0
+        while min(loads) < size and plan.bounds[step] + taken < len(costs):
+            loads[loads.index(min(loads))] += costs[plan.bounds[step] + taken]
+            taken += 1
+        assert plan.bounds[step + 1] - plan.bounds[step] == taken
+        if min(loads) >= size:
+            assert min(costs[part].sum() for part in parts) >= size
+        else:
+            assert step == len(plan) - 1
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        (Budget("atoms", 32, bound="lower"), {3: 11, 16: 2, 32: 1, 192: 1}),  # auto: ceil(32 / atoms)
+        (Budget("atoms", 32, "alone"), {3: 10, 16: 2, 32: 1, 192: 1}),  # max:32, floor but at least one
+    ],
+)
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_frames_alike_make_the_batches_of_deepmd_kits_rules(rule, expected, ranks):
+    for atoms, frames in expected.items():
+        plan = StepPlan(np.full(20 * ranks * frames + 1, atoms), rule, ranks)
+        assert len(plan) == 21
+        for parts in shares(plan)[:-1]:
+            assert [len(part) for part in parts] == [frames] * ranks
+
+
 def test_budgets_that_make_no_sense_are_refused():
+    with pytest.raises(ForgefieldError, match=r"data\.batch\.bound is 'least'; it should be one of upper, lower"):
+        Budget("atoms", 3, bound="least")
+    with pytest.raises(ForgefieldError, match=r"data\.batch\.bound is for a number of atoms or edges"):
+        Budget("frames", 3, bound="lower")
+    with pytest.raises(ForgefieldError, match=r"data\.batch\.oversized=skip has no meaning for a lower bound"):
+        Budget("atoms", 3, "skip", bound="lower")
     for size in (0, -3, 2.5, True, "8"):
         with pytest.raises(ForgefieldError, match=r"data\.batch\.edges is .*at least one edge"):
             Budget("edges", size)

@@ -235,7 +235,7 @@ def test_a_share_of_the_draws_belongs_to_all_that_one_entry_names(source, tmp_pa
     table = read_table([{"path": str(tmp_path / "b*.extxyz"), "share": 0.75}, str(tmp_path / "store")])
     assert table.systems.shares == [0.75, None]
     assert np.bincount(table.systems.of_frame).tolist() == [20, 60]
-    order = training_order(OmegaConf.structured(DataOptions), table, 0)(np.arange(80))
+    order = training_order(OmegaConf.structured(DataOptions), table, 0)(np.arange(80), table.n_atoms)
     assert (order.rows(0) < 20).sum() == 60
 
 

@@ -32,6 +32,7 @@ LOSSES: dict[str, dict[str, Any]] = {
     "all three": {"energy": {}, "forces": {"weight": 10.0}, "stress": {"weight": 5.0}},
     "mae": {"energy": {"loss": "mae"}, "forces": {"loss": "mae"}},
     "huber": {"energy": {"loss": "huber", "huber_delta": 0.1}, "forces": {"loss": "huber", "huber_delta": 0.3}},
+    "as in DeePMD-kit": {"energy": {"per_atom": "root"}, "virial": {"weight": 0.1, "per_atom": "root"}},
     "by species": {"energy": {}, "forces": {"species_weights": {"Cu": 3.0, "Au": 0.25}}},
     "one species only": {"forces": {"species_weights": {"Au": 0.0}}},
     "two batches a step": {"energy": {}, "forces": {"weight": 10.0}, "stress": {"weight": 5.0}},

@@ -80,6 +80,25 @@ def test_loss_is_the_weighted_mean_over_existing_labels(sizes, seed):
     assert float(make_task().loss(outputs, batch).total) == pytest.approx(expected, rel=1e-12, abs=1e-14)
 
 
+@pytest.mark.parametrize(("per_atom", "power"), [(True, 2), ("root", 1), (False, 0)])
+def test_energies_and_virials_are_divided_by_the_power_of_the_number_of_atoms_that_is_asked_for(per_atom, power):
+    """`root` is what DeePMD-kit minimises: the square of an extensive error over the number of atoms."""
+    batch, outputs = random_batch([2, 5, 1], seed=3, missing=0.0)
+    batch["cell"] = torch.diag_embed(torch.tensor([[2.0, 3, 4], [1, 1, 5], [3, 3, 3]], dtype=torch.float64))
+    volume, n = torch.tensor([24.0, 5, 27]).double(), batch["n_atoms"].double()
+    options = TaskOptions(
+        energy=TargetOptions(weight=2.0, per_atom=per_atom), virial=TargetOptions(weight=3.0, per_atom=per_atom)
+    )
+    weight = batch["weight"]
+    energy = (weight * (outputs["energy"] - batch["energy"]) ** 2 / n**power).sum() / weight.sum()
+    squares = ((outputs["stress"] - batch["stress"]) * volume.view(-1, 1, 1)).square().mean((1, 2))
+    virial = (weight * squares / n**power).sum() / weight.sum()
+    expected = float(2.0 * energy + 3.0 * virial)
+    task = Task(options, SPECIES)
+    assert float(task.loss(outputs, batch).total) == pytest.approx(expected, rel=1e-12)
+    assert (task.outputs, task.needs_stress) == (("energy", "stress"), True)
+
+
 def test_missing_labels_get_no_gradient_and_no_nan():
     batch, outputs = random_batch([2, 3, 1], seed=0, missing=0.5)
     batch["energy"][0] = NAN

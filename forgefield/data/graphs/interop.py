@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from forgefield.data.batch import Batch
+from forgefield.data.fields import Fields
 from forgefield.data.species import SpeciesTable
 from forgefield.errors import ForgefieldError
 from forgefield.ops.graph import reverse_edges
@@ -24,8 +25,8 @@ PADDING = -1
 _LABELS = {"energy": (), "forces": (3,), "stress": (3, 3)}
 
 
-def to_pyg(batch: Batch, species: SpeciesTable) -> Any:
-    """A `torch_geometric.data.Batch` with one graph per frame.
+def to_pyg(batch: Batch, species: SpeciesTable, fields: Fields | None = None) -> Any:
+    """A `torch_geometric.data.Batch` with one graph per frame. fields: those of the batch, which go along by their names.
 
     Per atom: z (atomic numbers), pos, species, forces. Per edge: edge_index (row 0 neighbour, row 1 centre, as PyG's
     source_to_target flow has it), edge_shift (images, integers), shift_vec (the same in A), edge_vec (from centre to
@@ -37,7 +38,7 @@ def to_pyg(batch: Batch, species: SpeciesTable) -> Any:
         from torch_geometric.data import Data
     except ImportError as error:
         raise ForgefieldError("PyTorch Geometric is not installed; pip install torch-geometric") from error
-    atoms, edges, frames = _columns(batch, species)
+    atoms, edges, frames = _columns(batch, species, fields)
     n_atoms = batch["n_atoms"].tolist()
     n_edges = _edges_per_frame(batch)
     atoms_of, edges_of = _cut(atoms, n_atoms), _cut(edges, n_edges)
@@ -84,8 +85,8 @@ def from_pyg(data: Any, species: SpeciesTable) -> Batch:
     return batch | _labels(given, n, n_frames, device)
 
 
-def to_dgl(batch: Batch, species: SpeciesTable) -> tuple[Any, dict[str, Tensor]]:
-    """A batched `dgl.DGLGraph` and what belongs to whole frames: cell, energy, stress, weight, frame_id.
+def to_dgl(batch: Batch, species: SpeciesTable, fields: Fields | None = None) -> tuple[Any, dict[str, Tensor]]:
+    """A batched `dgl.DGLGraph` and what belongs to whole frames: cell, energy, stress, weight, frame_id. fields: as above.
 
     Node data: z, pos, species, forces; edge data: edge_shift, shift_vec, edge_vec, distance, as in `to_pyg`. Edges lead
     from the neighbour to the centre, so messages are summed at the centre.
@@ -94,7 +95,7 @@ def to_dgl(batch: Batch, species: SpeciesTable) -> tuple[Any, dict[str, Tensor]]
         import dgl
     except ImportError as error:
         raise ForgefieldError("DGL is not installed (or not for this torch); see https://www.dgl.ai") from error
-    atoms, edges, frames = _columns(batch, species)
+    atoms, edges, frames = _columns(batch, species, fields)
     source, destination = batch["edge_index"]
     graph = dgl.graph((source, destination), num_nodes=batch["species"].shape[0])
     edges["distance"] = edges.pop("edge_weight")
@@ -162,7 +163,9 @@ def graph_from_point_clouds(
     return batch | _labels({}, where.shape[0], n_frames, device)
 
 
-def _columns(batch: Batch, species: SpeciesTable) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+def _columns(
+    batch: Batch, species: SpeciesTable, fields: Fields | None
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
     """What other libraries get of each atom, edge and frame."""
     if "edge_index" not in batch:
         raise ForgefieldError("the batch has no edges yet; make them with forgefield.data.batch.with_edges")
@@ -185,6 +188,8 @@ def _columns(batch: Batch, species: SpeciesTable) -> tuple[dict[str, Tensor], di
     for name in ("cell", "energy", "stress", "weight", "frame_id"):
         if name in batch:
             frames[name] = batch[name]
+    for name, field in (fields or {}).items():
+        (atoms if field.per == "atom" else frames)[name] = batch[name]
     return atoms, edges, frames
 
 

@@ -43,6 +43,7 @@ class LabelRange:
     low: float
     high: float
     unit: str
+    mean: float
 
 
 @dataclass(frozen=True)
@@ -149,17 +150,18 @@ def _periodicity(table: FrameTable) -> dict[str, int]:
 
 
 def _read_all(table: FrameTable, progress: Progress | None) -> tuple[list[LabelRange], np.ndarray, np.ndarray]:
-    """Ranges of the labels, frames that repeat an earlier one, frames that repeat an earlier structure with other labels."""
-    forces, stress = Moments(), Moments()
+    """Ranges of labels and fields, frames that repeat an earlier one, frames that repeat its structure with other labels."""
+    moments = dict.fromkeys(("forces", "stress", *table.fields), Moments())
     seen: set[bytes] = set()
     structures: set[bytes] = set()
     repeated, relabelled = [], []
     compare = len(table) <= COMPARED
     any_forces = table.carries("forces").any()
     for rows in row_blocks(table.n_atoms):
-        block = {"stress": table.column("stress", rows)}
-        block["forces"] = table.atoms("forces", rows) if any_forces else np.full((0, 3), np.nan)
-        forces, stress = forces.merge(Moments.of(block["forces"])), stress.merge(Moments.of(block["stress"]))
+        found = table.find(rows)
+        block = {"forces": found.atoms("forces") if any_forces else np.full((0, 3), np.nan)}
+        block |= {"stress": found.column("stress"), **{name: found.field(name) for name in table.fields}}
+        moments = {name: moments[name].merge(Moments.of(values)) for name, values in block.items()}
         if compare:
             for row, (structure, whole) in zip(rows, _digests(table, rows, block)):
                 if whole in seen:
@@ -170,17 +172,18 @@ def _read_all(table: FrameTable, progress: Progress | None) -> tuple[list[LabelR
                 structures.add(structure)
         if progress is not None:
             progress(int(rows[-1]) + 1, len(table))
-    energy = Moments.of(table.column("energy") / table.n_atoms)
-    ranges = [
-        LabelRange(name, int(table.carries(name).sum()), found.low * factor, found.high * factor, unit)
-        for name, found, factor, unit in (
-            ("energy", energy, 1.0, "eV/atom"),
-            ("forces", forces, 1.0, "eV/A"),
-            ("stress", stress, EV_PER_A3_TO_GPA, "GPa"),
-        )
-        if found.low is not None and found.high is not None
-    ]
+    moments = {"energy": Moments.of(table.column("energy") / table.n_atoms), **moments}
+    ranges = [span for name, numbers in moments.items() if (span := _range(table, name, numbers)) is not None]
     return ranges, np.array(repeated, dtype=np.int64), np.array(relabelled, dtype=np.int64)
+
+
+def _range(table: FrameTable, name: str, found: Moments) -> LabelRange | None:
+    if found.low is None or found.high is None:
+        return None
+    factor = EV_PER_A3_TO_GPA if name == "stress" else 1.0
+    unit = {"energy": "eV/atom", "forces": "eV/A", "stress": "GPa"}.get(name) or table.fields[name].unit
+    frames = int(table.carries(name).sum())
+    return LabelRange(name, frames, found.low * factor, found.high * factor, unit, found.mean * factor)
 
 
 def _digests(table: FrameTable, rows: np.ndarray, block: dict[str, np.ndarray]) -> Iterator[tuple[bytes, bytes]]:
@@ -189,12 +192,14 @@ def _digests(table: FrameTable, rows: np.ndarray, block: dict[str, np.ndarray]) 
     cell, pbc, energy = (table.column(name, rows) for name in ("cell", "pbc", "energy"))
     cell, energy, positions = cell + 0.0, energy + 0.0, positions + 0.0  # zero has one sign
     ends = table.n_atoms[rows].cumsum()
+    fields = [(field.per == "atom", block[name]) for name, field in table.fields.items()]
     for i, (first, end) in enumerate(zip(ends - table.n_atoms[rows], ends)):
         digest = hashlib.blake2b(numbers[first:end].data, digest_size=16)
         for values in (positions[first:end], cell[i], pbc[i]):
             digest.update(np.ascontiguousarray(values).data)
         structure = digest.digest()
-        for values in (energy[i : i + 1], forces[first:end], block["stress"][i]):
+        own = [values[first:end] if each else values[i : i + 1] for each, values in fields]
+        for values in (energy[i : i + 1], forces[first:end], block["stress"][i], *own):
             digest.update(np.ascontiguousarray(values).data)
         yield structure, digest.digest()
 
@@ -252,7 +257,7 @@ def _energy_outliers(table: FrameTable) -> list[str]:
 
 def _partial_labels(table: FrameTable) -> list[str]:
     remarks = []
-    for name in ("energy", "forces", "stress"):
+    for name in ("energy", "forces", "stress", *table.fields):
         without = np.flatnonzero(~table.carries(name))
         if 0 < len(without) < len(table):
             remarks += _named(table, without, f"without {name}")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forgefield.config.schema import LabelOptions, UnitOptions
+from forgefield.data.fields import chosen_fields
 from forgefield.data.frame import Frame, RawFrame
 from forgefield.data.labels import LabelReader
 from forgefield.data.readers.block_labels import block_frames
@@ -118,9 +119,12 @@ def _refuse_empty(file: SourceFile) -> None:
 
 def _frames(file: SourceFile, reader: LabelReader, units: UnitOptions, start: int, stop: int | None) -> Iterator[Frame]:
     if file_format(file.path) == "store":
-        yield from map(reader.stored, _store(file.path).table()[start:stop])
+        store = _store(file.path)
+        chosen_fields(file.path, store.fields, reader.asked, required=False)  # what never comes, `finish` will name
+        yield from map(reader.stored, store.table()[start:stop])
         return
-    for raw in _raw(file, units, start, stop):
+    keys = frozenset(said.key or name for name, said in reader.fields.items()) - set(reader.names.values())
+    for raw in _raw(file, units, keys, start, stop):
         if isinstance(raw, RawFrame):
             yield reader.frame(raw)
             continue
@@ -145,8 +149,8 @@ def _opened(path: Path, *_: str | int) -> Store:
     return open_store(path)
 
 
-def _raw(file: SourceFile, units: UnitOptions, start: int, stop: int | None) -> Raw:
-    """Frames start to stop as they stand in the file. Readers are imported when a file needs them."""
+def _raw(file: SourceFile, units: UnitOptions, fields: frozenset[str], start: int, stop: int | None) -> Raw:
+    """Frames start to stop as they stand in the file. fields: keys of fields. Readers are imported when a file needs them."""
     path, kind = file.path, file_format(file.path)
     if kind == "extxyz":
         from forgefield.data.readers.extxyz import read_extxyz
@@ -163,7 +167,7 @@ def _raw(file: SourceFile, units: UnitOptions, start: int, stop: int | None) -> 
     if kind == "hdf5":
         from forgefield.data.readers.hdf5 import read_hdf5
 
-        return read_hdf5(path, units, start, stop, group=file.group, type_map=file.type_map)
+        return read_hdf5(path, units, start, stop, group=file.group, type_map=file.type_map, fields=fields)
     if kind == "lmdb":
         from forgefield.data.readers.matsciml import read_matsciml
 

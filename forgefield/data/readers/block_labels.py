@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from forgefield.data.field_values import block_field
 from forgefield.data.frame import FLATTEST_CELL, Frame
 from forgefield.data.labels import FALLBACK_NAMES, USUAL_NAMES, LabelReader, is_none
 from forgefield.data.readers.blocks import RawBlock
@@ -40,7 +41,11 @@ def block_frames(block: RawBlock, reader: LabelReader) -> list[Frame] | None:
         return None
     if weight is not None and (weight < 0).any():
         return None
-    reader.note(f"{block.source}, frame {block.start}", [*block.info, *block.arrays], columns.energy)
+    fields = _fields(block, reader)
+    if fields is None:
+        return None
+    reader.note(f"{block.source}, frame {block.start}", [*block.info, *block.arrays], columns.energy, fields)
+    per_atom = reader.per_atom(fields)
     return [
         Frame(
             positions[i],
@@ -53,9 +58,23 @@ def block_frames(block: RawBlock, reader: LabelReader) -> list[Frame] | None:
             1.0 if weight is None else float(weight[i]),
             block.source,
             block.start + i,
+            {name: values[i] for name, values in fields.items()},
+            per_atom,
         )
         for i in range(n_frames)
     ]
+
+
+def _fields(block: RawBlock, reader: LabelReader) -> dict[str, np.ndarray] | None:
+    """Values of the fields that the block carries; None where there is anything to decide or to refuse."""
+    found = {}
+    for name, said in reader.fields.items():
+        usual, values = block_field(block, said, said.key or name)
+        if not usual:
+            return None
+        if values is not None:
+            found[name] = values
+    return found
 
 
 class _Columns:

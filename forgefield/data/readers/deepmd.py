@@ -23,8 +23,8 @@ from forgefield.errors import ForgefieldError, SourceUnreadable
 
 PADDING = -1
 """In `real_atom_types`: there is no atom here."""
-OF_FRAMES = ("energy", "virial", "box", "fparam", "dipole", "polarizability", "dos", "numb_copy")
-"""Arrays of whole frames, whatever their width."""
+STRUCTURE = ("coord", "box", "real_atom_types")
+"""Arrays that are no values of their own."""
 
 
 @dataclass(frozen=True)
@@ -118,10 +118,11 @@ def _block(system: System, arrays: Mapping[str, Any], start: int, stop: int, typ
         return np.asarray(arrays[name][start:stop])
 
     def of_atoms(name: str) -> np.ndarray:
-        return of_frames(name).reshape(n_frames, n_atoms, 3)[:, there]
+        return of_frames(name).reshape(n_frames, n_atoms, -1)[:, there]
 
-    labels = [name for name in arrays if name not in ("coord", "box", "real_atom_types")]
-    per_atom = [name for name in labels if name not in OF_FRAMES and _width(arrays[name]) == 3 * n_atoms]
+    # An array does not say whether it belongs to frames or atoms; who asks for it knows.
+    values = [name for name in arrays if name not in STRUCTURE and _width(arrays[name]) > 0]
+    per_atom = [name for name in values if _width(arrays[name]) % n_atoms == 0]
     return RawBlock(
         positions=of_atoms("coord"),
         numbers=_numbers(system, types[..., there], place),
@@ -129,7 +130,7 @@ def _block(system: System, arrays: Mapping[str, Any], start: int, stop: int, typ
         pbc=np.full(3, system.periodic),
         source=system.name,
         start=start,
-        info=LazyColumns({name: partial(of_frames, name) for name in labels if name not in per_atom}),
+        info=LazyColumns({name: partial(of_frames, name) for name in values}),
         arrays=LazyColumns({name: partial(of_atoms, name) for name in per_atom}),
     )
 

@@ -47,8 +47,9 @@ def read_hdf5(
     *,
     group: str | None = None,
     type_map: tuple[str, ...] | None = None,
+    fields: frozenset[str] = frozenset(),
 ) -> Iterator[RawBlock]:
-    """Frames start to stop of a file, or of all systems in one of its groups."""
+    """Frames start to stop of a file, or of all systems in one of its groups. fields: keys whose values stay as they are."""
     source = str(path) if group is None else f"{path}#{group}"
     entries = _entries(path, group, type_map)
     ends = list(accumulate(entry.n_frames for entry in entries))
@@ -63,7 +64,7 @@ def read_hdf5(
                 system = open_group(file[entry.group], place, type_map)
                 yield from read_system(system, low, high, source=source, first=first)
             else:
-                yield from _read_group(file[entry.group], place, units, low, high, source, first)
+                yield from _read_group(file[entry.group], place, units, fields, low, high, source, first)
 
 
 def count_hdf5(path: Path, *, group: str | None = None, type_map: tuple[str, ...] | None = None) -> int:
@@ -184,7 +185,7 @@ def _dataset(group: Any, names: tuple[str, ...]) -> Any:
 
 
 def _read_group(
-    group: Any, place: str, units: UnitOptions, start: int, stop: int, source: str, first: int
+    group: Any, place: str, units: UnitOptions, fields: frozenset[str], start: int, stop: int, source: str, first: int
 ) -> Iterator[RawBlock]:
     positions = _dataset(group, POSITION_NAMES)
     _refuse_second(group, POSITION_NAMES, place, "positions")
@@ -193,7 +194,7 @@ def _read_group(
     numbers = _numbers(group, place, n_frames, n_atoms)
     cells, periodic = _cells(group, place, units, n_frames)
     factor = stated_factor(positions, units, "length")
-    found = label_datasets(group, place, units, n_frames if many else None, n_atoms)
+    found = label_datasets(group, place, units, n_frames if many else None, n_atoms, fields)
     for a, b in block_ranges(start, stop, n_atoms):
         coordinates = np.asarray(positions[a:b] if many else positions[()][None], dtype=np.float64) * factor
         columns = LazyColumns({name: partial(column.values, a, b) for name, column in found.items()})

@@ -1,7 +1,8 @@
 """Labels in an HDF5 group: which datasets they are, in which units, read only where somebody asks for them.
 
 A dataset may state its unit in the attribute `units`: its numbers are then converted to `data.units`, unless these were
-set to another unit than the stated one, which is an error. A gradient is turned into a force by its sign.
+set to another unit than the stated one, which is an error. A gradient is turned into a force by its sign. Values of fields
+stay as they are: what they mean, and in which unit, the settings say.
 """
 
 from __future__ import annotations
@@ -49,8 +50,15 @@ class Column:
         return values if self.factor == 1.0 else values * np.float64(self.factor)
 
 
-def label_datasets(group: Any, place: str, units: UnitOptions, n_frames: int | None, n_atoms: int) -> dict[str, Column]:
-    """All datasets of numbers that belong to frames. `n_frames` None: the group is one frame.
+def label_datasets(
+    group: Any,
+    place: str,
+    units: UnitOptions,
+    n_frames: int | None,
+    n_atoms: int,
+    fields: frozenset[str] = frozenset(),
+) -> dict[str, Column]:
+    """All datasets of numbers that belong to frames. `n_frames` None: the group is one frame. fields: keys of fields.
 
     MACE writes its labels into a group `properties`, and a weight of zero for a label that is not there.
     """
@@ -59,14 +67,15 @@ def label_datasets(group: Any, place: str, units: UnitOptions, n_frames: int | N
         if home is None or not hasattr(home, "keys"):
             continue
         for name, dataset in home.items():
-            if not hasattr(dataset, "shape") or dataset.dtype.kind not in "fiu" or _weightless(group, name):
+            kinds = "fiub" if name in fields else "fiu"
+            if not hasattr(dataset, "shape") or dataset.dtype.kind not in kinds or _weightless(group, name):
                 continue
             label = _label_of(name)
             if label is not None:
                 _check_shape(dataset, name, place, label, n_frames, n_atoms)
             elif n_frames is not None and (not dataset.ndim or len(dataset) != n_frames):
                 continue
-            factor = _factor(dataset, name, units, label)
+            factor = 1.0 if label is None and name in fields else _factor(dataset, name, units, label)
             if factor is not None:
                 columns[name] = Column(dataset, factor, n_frames is not None)
     return columns

@@ -68,7 +68,7 @@ def _frame(sample: dict[str, Any], source: str, index: int, where: str) -> RawFr
         pbc=pbc,
         source=source,
         index=index,
-        info={key: value for key, value in values.items() if key not in per_atom},
+        info=values,
         arrays={key: values[key] for key in per_atom},
         extra_names=EXTRA_NAMES,
     )

@@ -10,6 +10,7 @@ import numpy as np
 
 from forgefield.config.schema import DataOptions
 from forgefield.data.readers import plain
+from forgefield.data.sampling.by_source import SourceBatches
 from forgefield.data.sampling.order import EpochOrder, EveryFrameOnce, WeightedDraws, system_probabilities
 from forgefield.data.sampling.plan import KINDS, Budget
 from forgefield.data.storage.table import FrameTable
@@ -17,20 +18,27 @@ from forgefield.errors import ForgefieldError
 
 DEFAULT_FRAMES = 8
 
-Order = Callable[[np.ndarray], EpochOrder]
-"""Makes the order of an epoch from the rows of a table that take part."""
+Order = Callable[[np.ndarray, np.ndarray], EpochOrder]
+"""Makes the order of an epoch from the rows of a table that take part, and what each of them costs."""
 
 
 def training_budget(options: DataOptions) -> Budget:
     """What `data.batch` says."""
-    return _budget(plain(options.batch), "data.batch")
+    sizes = _frames_by_source(options)
+    return _budget(plain(options.batch), "data.batch") if sizes is None else Budget("frames", max(sizes))
+
+
+def _frames_by_source(options: DataOptions) -> list[int] | None:
+    """Frames of a batch of each source, where `data.batch.by_source` gives them."""
+    given = plain(options.batch.by_source)
+    return None if isinstance(given, bool) else list(given)
 
 
 def evaluation_budget(options: DataOptions) -> Budget:
     """What `data.eval_batch` says, else `data.batch`. No frame is too large to be measured."""
-    given = plain(options.eval_batch)
+    given, sizes = plain(options.eval_batch), _frames_by_source(options)
     if given is None:
-        found = training_budget(options)
+        found = training_budget(options) if sizes is None else Budget("frames", min(sizes))
     elif isinstance(given, Mapping):
         if given.get("oversized", "alone") != "alone":
             raise ForgefieldError(
@@ -39,43 +47,63 @@ def evaluation_budget(options: DataOptions) -> Budget:
         found = _budget(given, "data.eval_batch")
     else:
         found = _budget({"frames": given}, "data.eval_batch")
-    return Budget(found.kind, found.size, "alone", found.setting)
+    return Budget(found.kind, found.size, "alone", found.setting, found.bound)
 
 
 def _budget(given: Any, setting: str) -> Budget:
-    values = (
-        dict(given) if isinstance(given, Mapping) else {name: getattr(given, name) for name in (*KINDS, "oversized")}
-    )
-    unknown = set(values) - {*KINDS, "oversized"}
+    names = (*KINDS, "oversized", "bound")
+    values = dict(given) if isinstance(given, Mapping) else {name: getattr(given, name) for name in names}
+    values.pop("by_source", None)
+    unknown = set(values) - set(names)
     if unknown:
         raise ForgefieldError(f"{setting}.{sorted(unknown)[0]} is not known; a batch is counted in {', '.join(KINDS)}")
-    oversized = values.pop("oversized", None) or "error"
+    oversized, bound = values.pop("oversized", None) or "error", values.pop("bound", None) or "upper"
     named = {kind: size for kind, size in values.items() if size is not None}
     if len(named) > 1:
         raise ForgefieldError(
             f"{setting} gives {' and '.join(named)}; a batch is counted in one of them (set the others to null)"
         )
     kind, size = next(iter(named.items())) if named else ("frames", DEFAULT_FRAMES)
-    return Budget(kind, size, oversized, setting)
+    return Budget(kind, size, oversized, setting, bound)
 
 
 def training_order(options: DataOptions, table: FrameTable, seed: int) -> Order:
-    """How the chosen rows of `table` come in an epoch, as `data.shuffle` and `data.sampling` say."""
+    """How the chosen rows of `table` come in an epoch, as `data.shuffle`, `data.sampling` and `data.batch.by_source` say."""
     rule, draws = _sampling(plain(options.sampling))
-    shares = [part.share for part in table.parts if part.share is not None]
-    if rule is None and not shares:
-        return lambda rows: EveryFrameOnce(len(rows), seed, bool(options.shuffle))
-    if not options.shuffle:
+    weighted = rule is not None or any(part.share is not None for part in table.parts)
+    by_source = plain(options.batch.by_source) is not False
+    if weighted and not options.shuffle:
         raise ForgefieldError("data.shuffle=false and weighted sampling contradict each other: draws are random")
-    systems = table.systems
+    if by_source and draws is not None:
+        raise ForgefieldError(
+            "data.sampling.frames counts frames, but with data.batch.by_source whole batches are drawn; leave it out"
+        )
+    if not weighted and not by_source:
+        return lambda rows, costs: EveryFrameOnce(len(rows), seed, bool(options.shuffle))
+    systems, budget = table.systems, training_budget(options)
 
-    def order(rows: np.ndarray) -> EpochOrder:
+    def drawn(rows: np.ndarray, costs: np.ndarray) -> EpochOrder:
         of_row = systems.of_frame[rows]
         sizes = np.bincount(of_row, minlength=len(systems.names))
         chances = system_probabilities("size" if rule is None else rule, sizes, systems.shares)
         return WeightedDraws(of_row, chances, len(rows) if draws is None else draws, seed, systems.names)
 
-    return order
+    def in_batches(rows: np.ndarray, costs: np.ndarray) -> EpochOrder:
+        order = SourceBatches(
+            systems.of_frame[rows],
+            costs,
+            budget,
+            sizes=_frames_by_source(options),
+            seed=seed,
+            shuffle=bool(options.shuffle),
+            names=systems.names,
+            where=lambda place: table.where(int(rows[place])),
+        )
+        if not weighted:
+            return order
+        return order.draw_by(system_probabilities("size" if rule is None else rule, order.n_batches, systems.shares))
+
+    return in_batches if by_source else drawn
 
 
 def _sampling(given: Any) -> tuple[Any, int | None]:

@@ -13,10 +13,11 @@ from typing import TypeVar
 
 import numpy as np
 
-from forgefield.data.batch import Batch, without_labels
+from forgefield.data.batch import Batch
 from forgefield.data.dataset import GraphDataset
+from forgefield.data.sampling.by_source import SourceBatches, WholeBatches
 from forgefield.data.sampling.order import EpochOrder, EveryFrameOnce
-from forgefield.data.sampling.plan import Budget, StepPlan, fitting
+from forgefield.data.sampling.plan import Budget, EpochPlan, StepPlan, fitting
 from forgefield.errors import ForgefieldError
 
 T = TypeVar("T")
@@ -28,9 +29,11 @@ class FrameLoader:
     Step k of an epoch takes the next stretch of the epoch's one global order and deals it out to the ranks; a rank that is
     left without a frame gets a blank one, which counts for nothing. So every frame is seen exactly once per epoch by
     exactly one rank (with an order of weighted draws: as often as it was drawn), all ranks take equally many steps, and what
-    the ranks together see in a step is what one rank with the larger batch would see.
+    the ranks together see in a step is what one rank with the larger batch would see. Where the order comes in batches
+    (`by_source.SourceBatches`), a step takes one of them for each rank.
 
-    batch: the budget of a rank; a number means frames. order: of the rows that fit the budget; each once, if None.
+    batch: the budget of a rank; a number means frames. order: of the rows that fit the budget and their costs; each row once,
+    if None.
     workers: threads that prepare batches ahead, 0 for none. prefetch: how many batches ahead. pin: put them into memory from
     which they are copied to a GPU without waiting.
     """
@@ -40,7 +43,7 @@ class FrameLoader:
         dataset: GraphDataset,
         batch: Budget | int,
         *,
-        order: Callable[[np.ndarray], EpochOrder] | None = None,
+        order: Callable[[np.ndarray, np.ndarray], EpochOrder] | None = None,
         shuffle: bool = False,
         seed: int = 0,
         rank: int = 0,
@@ -66,9 +69,11 @@ class FrameLoader:
                 f"every frame has more {self.budget.kind} than {self.budget.setting}.{self.budget.kind}="
                 f"{self.budget.size}; raise it"
             )
-        self._order = EveryFrameOnce(len(self._rows), seed, shuffle) if order is None else order(self._rows)
-        self._planned: tuple[int, np.ndarray, StepPlan] | None = None
-        self._rest: tuple[int, int, StepPlan] | None = None
+        self._order: EpochOrder = EveryFrameOnce(len(self._rows), seed, shuffle)
+        if order is not None:
+            self._order = order(self._rows, self._costs[self._rows])
+        self._planned: tuple[int, np.ndarray, EpochPlan] | None = None
+        self._rest: tuple[int, int, EpochPlan] | None = None
         """After `start_at`: epoch, number of its first batch, and the plan of what is left."""
         self._start_at_rest = False
 
@@ -108,14 +113,16 @@ class FrameLoader:
         """Frames of an epoch, over all ranks."""
         return self._order.draws
 
-    def _plan(self) -> tuple[np.ndarray, StepPlan]:
+    def _plan(self) -> tuple[np.ndarray, EpochPlan]:
         """Rows of the present epoch in their order, and its whole plan."""
         if self._planned is None or self._planned[0] != self.epoch:
             self._planned = self.epoch, *self._planned_epoch(self.epoch)
         return self._planned[1], self._planned[2]
 
-    def _planned_epoch(self, epoch: int) -> tuple[np.ndarray, StepPlan]:
-        rows = self._rows[self._order.rows(epoch)]
+    def _planned_epoch(self, epoch: int) -> tuple[np.ndarray, EpochPlan]:
+        rows, batches = self._rows[self._order.rows(epoch)], self._order.batches(epoch)
+        if batches is not None:
+            return rows, WholeBatches(batches, self.world_size)
         balance = self.dataset.n_atoms if self.dataset.n_edges is None else self.dataset.n_edges
         plan = StepPlan(
             self._costs[rows],
@@ -149,7 +156,7 @@ class FrameLoader:
                     found.append((len(mine), self.dataset.n_atoms[mine].sum(), n_edges[mine].sum()))
         return np.array(found, dtype=np.int64).reshape(-1, 3)
 
-    def _rest_of_epoch(self) -> tuple[int, StepPlan]:
+    def _rest_of_epoch(self) -> tuple[int, EpochPlan]:
         """Number of the first batch and the plan from there on: the whole epoch, unless `start_at` said otherwise."""
         if self._rest is not None and self._rest[0] == self.epoch:
             return self._rest[1:]
@@ -187,19 +194,28 @@ class FrameLoader:
 
     def is_full(self, batch: int) -> bool:
         """Whether that batch is no smaller than others: only the last of an epoch is."""
-        if self.budget.kind == "frames":
+        if self._is_frames:
             size = self.position(batch + 1) - self.position(batch)
             return size == self.budget.size * self.world_size
         return batch + 1 < len(self)
 
+    @property
+    def _is_frames(self) -> bool:
+        """Whether all batches but the last have the same number of frames."""
+        return self.budget.kind == "frames" and self._order.batches(self.epoch) is None
+
     def keep_order(self) -> None:
         """From now on frames come as they lie, each once, the same in every epoch."""
-        self._order, self._planned = EveryFrameOnce(len(self._rows), shuffle=False), None
+        if isinstance(self._order, SourceBatches):
+            self._order.as_they_lie()
+        else:
+            self._order = EveryFrameOnce(len(self._rows), shuffle=False)
+        self._planned = None
 
     @property
     def frames_per_rank(self) -> int:
         """Frames of a rank in a full step; the average, where they differ."""
-        if self.budget.kind == "frames":
+        if self._is_frames:
             return self.budget.size
         return max(1, round(self.draws / (len(self._plan()[1]) * self.world_size)))
 
@@ -223,7 +239,7 @@ class FrameLoader:
 
     def _batch(self, rows: np.ndarray) -> Batch:
         if len(rows) == 0:
-            batch = without_labels(self.dataset[int(self.dataset.n_atoms.argmin())])
+            batch = self.dataset.blank()
         else:
             batch = self.dataset.batch(rows)
         return {name: tensor.pin_memory() for name, tensor in batch.items()} if self.pin else batch

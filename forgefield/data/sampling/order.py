@@ -41,12 +41,15 @@ def _raw(n: int, *key: int) -> np.ndarray:
 
 
 class EpochOrder(Protocol):
-    """What a loader asks of an order: how many rows an epoch has, and which they are."""
+    """What a loader asks of an order: how many rows an epoch has, which they are, and whether batches are made already."""
 
     @property
     def draws(self) -> int: ...
 
     def rows(self, epoch: int) -> np.ndarray: ...
+
+    def batches(self, epoch: int) -> np.ndarray | None:
+        """Where batches begin and the last one ends in the rows of that epoch, (n_batches + 1,); None: anywhere."""
 
 
 class EveryFrameOnce:
@@ -62,6 +65,9 @@ class EveryFrameOnce:
         if self.shuffle:
             return epoch_permutation(self.draws, self.seed, epoch)
         return np.arange(self.draws)
+
+    def batches(self, epoch: int) -> None:
+        return None
 
 
 class WeightedDraws:
@@ -83,14 +89,43 @@ class WeightedDraws:
         names: Sequence[str] | None = None,
     ) -> None:
         systems = np.asarray(system_of_row, dtype=np.int64)
+        self.draws = int(draws)
+        self.seed = int(seed)
+        self._rows = np.argsort(systems, kind="stable")
+        self._system = systems[self._rows]
+        self._sizes = np.bincount(systems, minlength=len(probabilities))
+        self._first = np.cumsum(self._sizes) - self._sizes
+        self._chances = Chances(probabilities, self._sizes, self.draws, self.seed, names)
+
+    def counts(self, epoch: int) -> np.ndarray:
+        """How often each system is drawn in that epoch, (n_systems,) int64, `draws` in all."""
+        return self._chances.counts(epoch)
+
+    def rows(self, epoch: int) -> np.ndarray:
+        """Rows of that epoch, (draws,) int64."""
+        shuffled = self._rows[shuffle_within(self._system, len(self._sizes), self.seed, epoch)]
+        return shuffled[drawn_in_turn(self.counts(epoch), self._first, self._sizes, self.seed, epoch)]
+
+    def batches(self, epoch: int) -> None:
+        return None
+
+
+class Chances:
+    """How often each system is drawn in an epoch: the whole number below or above its probability times `draws`.
+
+    probabilities: (n_systems,), normalised here. sizes: (n_systems,) what there is to draw. names: of the systems.
+    """
+
+    def __init__(
+        self, probabilities: np.ndarray, sizes: np.ndarray, draws: int, seed: int, names: Sequence[str] | None
+    ) -> None:
         chances = np.asarray(probabilities, dtype=np.float64)
         if draws < 1:
             raise ForgefieldError(f"an epoch of {draws} draws is not possible; it should have at least one")
-        if systems.size and not 0 <= systems.min() <= systems.max() < len(chances):
-            raise ValueError(f"rows belong to systems {systems.min()}..{systems.max()}; there are {len(chances)}")
+        if len(sizes) > len(chances):
+            raise ValueError(f"rows belong to systems 0..{len(sizes) - 1}; there are {len(chances)}")
         if not (np.isfinite(chances).all() and (chances >= 0).all() and chances.sum() > 0):
             raise ValueError("probabilities of systems are numbers from 0, not all of them 0")
-        sizes = np.bincount(systems, minlength=len(chances))
         hollow = np.flatnonzero((chances > 0) & (sizes == 0))
         if len(hollow):
             first = hollow[0]
@@ -99,35 +134,31 @@ class WeightedDraws:
                 f"{name} is to be drawn with probability {chances[first] / chances.sum():.3g} but has no frame to train on "
                 f"({len(hollow)} such sources); give it frames or probability 0"
             )
-        self.draws = int(draws)
-        self.seed = int(seed)
-        self._rows = np.argsort(systems, kind="stable")
-        self._system = systems[self._rows]
-        self._sizes = sizes
-        self._first = np.cumsum(sizes) - sizes
+        self.draws, self.seed = draws, seed
         self._until = np.cumsum(chances) / np.cumsum(chances)[-1]
 
     def counts(self, epoch: int) -> np.ndarray:
-        """How often each system is drawn in that epoch, (n_systems,) int64, `draws` in all."""
+        """(n_systems,) int64, `draws` in all; on average over epochs exactly the probabilities times `draws`."""
         offset = float(_raw(1, self.seed, epoch, ROUNDING)[0] >> np.uint64(11)) * 2.0**-53
         until = np.minimum(np.floor(self._until * self.draws + offset).astype(np.int64), self.draws)
         return np.diff(until, prepend=0)
 
-    def rows(self, epoch: int) -> np.ndarray:
-        """Rows of that epoch, (draws,) int64."""
-        counts = self.counts(epoch)
-        shuffled = self._rows[self._shuffle_within_systems(epoch)]
-        drawn = np.repeat(np.arange(len(counts)), counts)
-        turn = np.arange(self.draws) - np.repeat(np.cumsum(counts) - counts, counts)
-        rows = shuffled[self._first[drawn] + turn % self._sizes[drawn]]
-        return rows[seeded_permutation(self.draws, self.seed, epoch, TOGETHER)]
 
-    def _shuffle_within_systems(self, epoch: int) -> np.ndarray:
-        """A permutation of the rows sorted by system that leaves each among those of its own system."""
-        # One sort for all systems: the system in the upper bits of the key, chance in the others.
-        bits = max(1, len(self._sizes) - 1).bit_length()
-        chance = _raw(len(self._rows), self.seed, epoch, WITHIN) >> np.uint64(bits)
-        return np.argsort(chance | (self._system.astype(np.uint64) << np.uint64(64 - bits)), kind="stable")
+def drawn_in_turn(counts: np.ndarray, first: np.ndarray, sizes: np.ndarray, seed: int, epoch: int) -> np.ndarray:
+    """Numbers first[s], first[s] + 1, ... of each system, counts[s] of them and again from the first after sizes[s], mixed."""
+    draws = int(counts.sum())
+    drawn = np.repeat(np.arange(len(counts)), counts)
+    turn = np.arange(draws) - np.repeat(np.cumsum(counts) - counts, counts)
+    numbers = first[drawn] + turn % sizes[drawn]
+    return numbers[seeded_permutation(draws, seed, epoch, TOGETHER)]
+
+
+def shuffle_within(system: np.ndarray, n_systems: int, seed: int, epoch: int) -> np.ndarray:
+    """A permutation of rows sorted by system, (n,), that leaves each among those of its own system."""
+    # One sort for all systems: the system in the upper bits of the key, chance in the others.
+    bits = max(1, n_systems - 1).bit_length()
+    chance = _raw(len(system), seed, epoch, WITHIN) >> np.uint64(bits)
+    return np.argsort(chance | (system.astype(np.uint64) << np.uint64(64 - bits)), kind="stable")
 
 
 def system_probabilities(
@@ -245,8 +276,9 @@ def _blocks(rule: str, sizes: np.ndarray, setting: str) -> np.ndarray:
             raise ForgefieldError(f"{where}: the block '{block.strip()}' has a weight but no frame")
         weights.append(weight)
     if (block_of < 0).any():
+        first = int(np.flatnonzero(block_of < 0)[0])
         raise ForgefieldError(
-            f"{where}: system {np.flatnonzero(block_of < 0)[0]} is in no block; blocks should cover all"
+            f"{where}: system {first} is in no block; blocks should cover all ({first}:{first + 1}:0 leaves it out)"
         )
     totals = np.bincount(block_of, weights=sizes)
     inside = sizes / np.where(totals > 0, totals, 1.0)[block_of]

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from heapq import heappop, heappush, heapreplace
 from numbers import Integral
+from typing import Protocol
 
 import numpy as np
 
@@ -19,23 +20,25 @@ from forgefield.errors import ForgefieldError
 
 KINDS = ("frames", "atoms", "edges")
 OVERSIZED = ("error", "alone", "skip")
+BOUNDS = ("upper", "lower")
 KEPT_STEPS = 16
 """Steps whose dealing is remembered."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """The most one rank takes in a step: `size` frames, atoms or edges.
+    """What one rank takes in a step: `size` frames, or at most or at least so many atoms or edges.
 
-    oversized: what becomes of a frame that is larger than the budget: `error` (refused), `alone` (it is all its rank has in
-    that step, the one case in which the budget is exceeded) or `skip` (left out; see `fitting`).
-    setting: name of the option in messages.
+    oversized: what becomes of a frame that is larger than an upper bound: `error` (refused), `alone` (it is all its rank has
+    in that step, the one case in which the bound is exceeded) or `skip` (left out; see `fitting`).
+    setting: name of the option in messages. bound: whether atoms or edges are an `upper` or a `lower` bound.
     """
 
     kind: str
     size: int
     oversized: str = "error"
     setting: str = "data.batch"
+    bound: str = "upper"
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -48,12 +51,56 @@ class Budget:
             raise ForgefieldError(
                 f"{self.setting}.oversized is {self.oversized!r}; it should be one of {', '.join(OVERSIZED)}"
             )
+        if self.bound not in BOUNDS:
+            raise ForgefieldError(f"{self.setting}.bound is {self.bound!r}; it should be one of {', '.join(BOUNDS)}")
+        if self.bound == "lower" and self.kind == "frames":
+            raise ForgefieldError(f"{self.setting}.bound is for a number of atoms or edges, and frames are given")
+        if self.bound == "lower" and self.oversized == "skip":
+            raise ForgefieldError(
+                f"{self.setting}.oversized=skip has no meaning for a lower bound; leave one of them out"
+            )
+
+    @property
+    def limits_frames(self) -> bool:
+        """Whether a frame can be too large for it."""
+        return self.kind != "frames" and self.bound == "upper"
 
 
 def fitting(costs: np.ndarray, budget: Budget) -> np.ndarray:
-    """Which frames are not larger than the budget, (n,) bool. Every frame fits a budget of frames."""
+    """Which frames are not larger than the budget, (n,) bool. Every frame fits a number of frames or a lower bound."""
     costs = _whole_numbers(costs)
-    return np.ones(len(costs), dtype=bool) if budget.kind == "frames" else costs <= budget.size
+    return costs <= budget.size if budget.limits_frames else np.ones(len(costs), dtype=bool)
+
+
+def refuse_oversized(costs: np.ndarray, budget: Budget, name_of: Callable[[int], str] | None = None) -> None:
+    """Raise where frames of these costs exceed the budget and that is an error. name_of: words for the frame at a place."""
+    oversized = np.flatnonzero(~fitting(costs, budget))
+    if len(oversized) == 0 or budget.oversized == "alone":
+        return
+    kind, key = budget.kind, f"{budget.setting}.{budget.kind}"
+    if budget.oversized == "skip":
+        raise ValueError(f"{len(oversized)} frames exceed {key}; they are left out before a plan is made")
+    largest = int(costs.argmax())
+    name = name_of(largest) if name_of else f"at position {largest} of the epoch"
+    raise ForgefieldError(
+        f"{len(oversized)} of {len(costs)} frames have more {kind} than {key}={budget.size}; the largest, "
+        f"{name}, has {costs[largest]}; raise {key} to that, or set {budget.setting}.oversized to alone (such "
+        "a frame is a batch of its own) or skip (it is left out)"
+    )
+
+
+class EpochPlan(Protocol):
+    """What a loader asks of a plan: where steps begin and end in the epoch's order, and which of it a rank has."""
+
+    bounds: np.ndarray
+
+    def __len__(self) -> int: ...
+
+    def from_position(self, position: int, world_size: int | None = None) -> EpochPlan: ...
+
+    def share(self, step: int, rank: int) -> np.ndarray: ...
+
+    def n_own(self, step: int, rank: int) -> int: ...
 
 
 class StepPlan:
@@ -69,6 +116,9 @@ class StepPlan:
     Atoms, edges: a step takes as many of the next frames as can be dealt to the ranks, the largest first to the rank that
     has least, without exceeding `size` on any; at least one. A frame without edges counts as one edge. A rank is left with
     none only where there are fewer frames than ranks.
+
+    With a lower bound it takes the next frames until every rank, each frame given to the one that has least, has reached
+    `size`; the last step of an epoch may not reach it.
     """
 
     def __init__(
@@ -97,8 +147,11 @@ class StepPlan:
         if budget.kind == "frames":
             stride = min(world_size * int(budget.size), max(n, 1))
             self.bounds = np.append(np.arange(start, n, stride), n)
+        elif budget.bound == "lower":
+            self._costs, self._size = np.maximum(self._given, 1), int(budget.size)
+            self.bounds = np.array(_reaching_ends(self._costs, self._size, self.world_size, start), dtype=np.int64)
         else:
-            self._refuse_oversized()
+            refuse_oversized(self._given, budget, name_of)
             self._costs, self._size = _in_units(self._given, int(budget.size))
             self.bounds = np.array(_step_ends(self._costs, self._size, self.world_size, start), dtype=np.int64)
 
@@ -142,6 +195,8 @@ class StepPlan:
         if self.budget.kind == "frames":
             return _deal_equal_counts(balance, self.world_size)
         costs = self._costs[stretch]
+        if self.budget.bound == "lower":
+            return _deal_reaching(costs, balance, self.world_size, self._size)
         by_cost = _deal_within(costs, costs, self.world_size, self._size)
         assert by_cost is not None  # the step was ended where this is so
         if self._balanced_by_cost:
@@ -150,21 +205,6 @@ class StepPlan:
         if by_balance is None or _largest_load(by_cost, balance) < _largest_load(by_balance, balance):
             return by_cost
         return by_balance
-
-    def _refuse_oversized(self) -> None:
-        oversized = np.flatnonzero(~fitting(self._given, self.budget))
-        if len(oversized) == 0 or self.budget.oversized == "alone":
-            return
-        kind, key = self.budget.kind, f"{self.budget.setting}.{self.budget.kind}"
-        if self.budget.oversized == "skip":
-            raise ValueError(f"{len(oversized)} frames exceed {key}; they are left out before a plan is made")
-        largest = int(self._given.argmax())
-        name = self._name_of(largest) if self._name_of else f"at position {largest} of the epoch"
-        raise ForgefieldError(
-            f"{len(oversized)} of {len(self._given)} frames have more {kind} than {key}={self.budget.size}; the largest, "
-            f"{name}, has {self._given[largest]}; raise {key} to that, or set {self.budget.setting}.oversized to alone (such "
-            "a frame is a batch of its own) or skip (it is left out)"
-        )
 
 
 def _whole_numbers(values: np.ndarray) -> np.ndarray:
@@ -223,6 +263,48 @@ def _step_end(costs: list[int], at: int, furthest: int, size: int, world_size: i
         else:
             too_far = middle
     return end
+
+
+def _reaching_ends(costs: np.ndarray, size: int, world_size: int, start: int) -> list[int]:
+    """Where steps end, beginning with `start`, in each of which every rank reaches `size`."""
+    ends, n = [start], len(costs)
+    if world_size == 1:
+        until = np.append(0, np.cumsum(costs))
+        enough = np.minimum(np.searchsorted(until, until[start:-1] + size, side="left"), n).tolist()
+        while ends[-1] < n:
+            ends.append(enough[ends[-1] - start])
+        return ends
+    loads = [0] * world_size
+    for at, cost in enumerate(costs[start:].tolist(), start + 1):
+        heapreplace(loads, loads[0] + cost)
+        if loads[0] >= size:
+            ends.append(at)
+            loads = [0] * world_size
+    return ends if ends[-1] == n else [*ends, n]
+
+
+def _deal_reaching(costs: np.ndarray, balance: np.ndarray, world_size: int, size: int) -> np.ndarray:
+    """A rank for each frame: as balanced as every rank still reaches `size`. The last step may reach it in no way."""
+    everything = int(costs.sum())
+    by_balance = _deal_within(costs, balance, world_size, everything)
+    by_cost = _deal_within(costs, costs, world_size, everything)
+    assert by_balance is not None
+    assert by_cost is not None
+    for ranks in (by_balance, by_cost, _deal_in_turn(costs, world_size)):
+        if np.bincount(ranks, weights=costs, minlength=world_size).min() >= size:
+            return ranks
+    return by_balance
+
+
+def _deal_in_turn(costs: np.ndarray, world_size: int) -> np.ndarray:
+    """A rank for each frame, as they come: the one that has least so far, as `_reaching_ends` counts."""
+    ranks = np.empty(len(costs), dtype=np.int64)
+    loads = [(0, rank) for rank in range(world_size)]
+    for frame, cost in enumerate(costs.tolist()):
+        load, rank = loads[0]
+        heapreplace(loads, (load + cost, rank))
+        ranks[frame] = rank
+    return ranks
 
 
 def _can_be_dealt(costs: list[int], size: int, world_size: int) -> bool:

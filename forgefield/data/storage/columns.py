@@ -9,23 +9,12 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from forgefield.data.fields import Field, Fields, field_values, fields_of
 from forgefield.data.frame import Frame
-
-
-@dataclass(frozen=True)
-class Field:
-    """What a column holds: one value of `shape` per frame, per atom, or per species that occurs in a frame (component)."""
-
-    per: str
-    shape: tuple[int, ...]
-    dtype: str
-    unit: str = ""
-
 
 FIELDS: dict[str, Field] = {
     "positions": Field("atom", (3,), "float64", "A"),
@@ -72,6 +61,8 @@ class Columns(ABC):
     sources: Sequence[str]
     origin: str = ""
     """What tells these sources from others of the same name: the store they lie in."""
+    fields: Fields
+    """Columns beyond those that all have."""
 
     @property
     @abstractmethod
@@ -91,11 +82,12 @@ class Columns(ABC):
 
 
 class MemoryColumns(Columns):
-    """Columns held in memory. arrays: as `columns_of` makes them."""
+    """Columns held in memory. arrays: as `columns_of` makes them, of these fields."""
 
-    def __init__(self, arrays: dict[str, np.ndarray], sources: Sequence[str]) -> None:
+    def __init__(self, arrays: dict[str, np.ndarray], sources: Sequence[str], fields: Fields | None = None) -> None:
         self._arrays = arrays
         self.sources = list(sources)
+        self.fields = fields or {}
 
     @property
     def n_frames(self) -> int:
@@ -134,8 +126,14 @@ def ranges(first: np.ndarray, counts: np.ndarray) -> np.ndarray:
     return np.arange(total) + np.repeat(first - (ends - counts), counts)
 
 
-def columns_of(frames: Sequence[Frame], source_rows: dict[str, int]) -> dict[str, np.ndarray]:
-    """All columns of these frames, at least one. source_rows: name of a source to its row; new names are added."""
+def columns_of(
+    frames: Sequence[Frame], source_rows: dict[str, int], fields: Fields | None = None
+) -> dict[str, np.ndarray]:
+    """All columns of these frames, at least one. source_rows: name of a source to its row; new names are added.
+
+    fields: those that become columns; all that frames carry, if None.
+    """
+    fields = fields_of(frames) if fields is None else fields
     n_atoms = np.array([len(frame) for frame in frames], dtype=np.int64)
     numbers = np.concatenate([frame.numbers for frame in frames])
     nothing = np.full((3, 3), np.nan)
@@ -156,10 +154,12 @@ def columns_of(frames: Sequence[Frame], source_rows: dict[str, int]) -> dict[str
         "first_atom": offsets(n_atoms),
     }
     arrays.update(_components(arrays, n_atoms))
-    for name in OPTIONAL:
+    arrays.update({name: field_values(frames, name, field) for name, field in fields.items()})
+    for name in (*OPTIONAL, *fields):
         if np.isnan(arrays[name]).all():
             del arrays[name]
-    return {name: np.ascontiguousarray(array, dtype=FIELDS[name].dtype) for name, array in arrays.items()}
+    known: Mapping[str, Field] = {**FIELDS, **fields}
+    return {name: np.ascontiguousarray(array, dtype=known[name].dtype) for name, array in arrays.items()}
 
 
 def offsets(counts: np.ndarray) -> np.ndarray:
@@ -191,4 +191,7 @@ def frame_digest(frame: Frame) -> bytes:
     for value in (*structure, frame.energy, frame.forces, frame.stress):
         data = b"-" if value is None else np.ascontiguousarray(value).tobytes()
         digest.update(len(data).to_bytes(8, "little") + data)
+    for name in sorted(frame.fields):
+        data = np.ascontiguousarray(frame.fields[name], dtype=np.float64).tobytes()
+        digest.update(f"{name} {name in frame.per_atom} {len(data)} ".encode() + data)
     return digest.digest()

@@ -18,12 +18,13 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from forgefield._version import __version__
 from forgefield.config.schema import LabelOptions, UnitOptions
+from forgefield.data.fields import Field, chosen_fields, fields_of, merged
 from forgefield.data.frame import Frame
 from forgefield.data.graphs.graph import GraphOptions, same_graph
 from forgefield.data.labels import LabelReader
@@ -31,6 +32,7 @@ from forgefield.data.readers import SourceFile, chunks, frame_count, frames_of, 
 from forgefield.data.storage.columns import EDGE_FIELDS, FIELDS
 from forgefield.data.storage.moments import PartStatistics
 from forgefield.data.storage.store import FORMAT, MANIFEST, VERSION, is_store, manifest_hash, open_store
+from forgefield.data.storage.table import FrameTable
 from forgefield.data.storage.writer import ABOUT, PartWriter
 from forgefield.errors import ForgefieldError, SourceUnreadable
 from forgefield.files import write_whole
@@ -68,6 +70,8 @@ class Settings:
     labels: LabelOptions
     units: UnitOptions
     graph: GraphOptions | None
+    fields: dict[str, Field] = field(default_factory=dict)
+    """What is kept beyond the labels."""
 
 
 def convert(
@@ -88,11 +92,20 @@ def convert(
     target = Path(target)
     if target.exists():
         raise ForgefieldError(f"{target} exists already; delete it or choose another name")
-    settings = Settings(labels or LabelOptions(), units or UnitOptions(), None if graph is None else same_graph(graph))
+    labels, units, graph = (
+        labels or LabelOptions(),
+        units or UnitOptions(),
+        None if graph is None else same_graph(graph),
+    )
     files = spec if _are_files(spec) else source_files(spec)
+    asked = LabelReader(labels, units).asked
+    fields = [] if asked is None else [("data.labels.fields", asked)]
     for file in files:
         if is_store(file.path):
-            open_store(file.path).verify()  # damage must not be passed on with fresh hashes
+            store = open_store(file.path)
+            store.verify()  # damage must not be passed on with fresh hashes
+            fields.append((str(file.path), chosen_fields(file.path, store.fields, asked)))
+    settings = Settings(labels, units, graph, merged(*fields))
     parts = _divide([unit for file in files for unit in units_of(file)])
     with _being_written(target) as partial:
         _begin(partial, parts, settings)
@@ -103,14 +116,20 @@ def convert(
 
 
 def store_frames(frames: Iterable[Frame], target: Path, graph: GraphOptions | None = None) -> dict[str, Any]:
-    """Write a store with just these frames, as one part. Returns its manifest. graph: also keep neighbour lists."""
+    """Write a store with just these frames, as one part. Returns its manifest. graph: also keep neighbour lists.
+
+    Fields are kept too: those of a table, or those that the frames of a list carry.
+    """
     target = Path(target)
     if target.exists():
         raise ForgefieldError(f"{target} exists already; delete it or choose another name")
-    settings = Settings(LabelOptions(), UnitOptions(), None if graph is None else same_graph(graph))
+    if not isinstance(frames, FrameTable):
+        frames = list(frames)
+    fields = dict(frames.fields) if isinstance(frames, FrameTable) else fields_of(frames)
+    settings = Settings(LabelOptions(), UnitOptions(), None if graph is None else same_graph(graph), fields)
     with _being_written(target) as partial:
         _begin(partial, [], settings)
-        writer = PartWriter(partial / _name(0), settings.graph)
+        writer = PartWriter(partial / _name(0), settings.graph, settings.fields)
         try:
             for block in _blocks(frames):
                 writer.add(block)
@@ -277,7 +296,7 @@ def _write_whole_part(target: Path, units: list[Unit], settings: Settings) -> in
 
 def write_part(target: Path, units: list[Unit], settings: Settings) -> Iterator[int]:
     """Write one part; yields how many frames were added each time."""
-    writer = PartWriter(target, settings.graph)
+    writer = PartWriter(target, settings.graph, settings.fields)
     reader = LabelReader(settings.labels, settings.units)
     try:
         for unit in units:
@@ -316,6 +335,7 @@ def _finish(partial: Path, n_parts: int, spec: Any, settings: Settings) -> dict[
         statistics.merge(PartStatistics.from_dict(part.pop("statistics")))
     reader.finish(", ".join(file.name for file in spec) if _are_files(spec) else str(spec))
     columns = {name for part in parts for name in part["columns"]}
+    known = {**FIELDS, **EDGE_FIELDS, **settings.fields}
     manifest: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
@@ -323,7 +343,7 @@ def _finish(partial: Path, n_parts: int, spec: Any, settings: Settings) -> dict[
         "n_frames": sum(part["n_frames"] for part in parts),
         "n_atoms": sum(part["n_atoms"] for part in parts),
         "n_edges": sum(part["n_edges"] for part in parts) if settings.graph is not None else None,
-        "fields": {name: asdict(field) for name, field in {**FIELDS, **EDGE_FIELDS}.items() if name in columns},
+        "fields": {name: asdict(field) for name, field in known.items() if name in columns},
         "graph": None if settings.graph is None else asdict(settings.graph),
         "statistics": statistics.to_dict(),
         "parts": parts,

@@ -1,12 +1,13 @@
 """Frames written out again, one after the other: extended xyz, ASE trajectories and databases.
 
 Numbers are written so that reading the file gives the same frames to the last bit, in eV and A, under the usual names of the
-labels. The file appears whole or not at all.
+labels and the names of the fields. The file appears whole or not at all.
 """
 
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -66,20 +67,30 @@ def extxyz_text(frame: Frame, stream: io.TextIOBase) -> None:
     words = []
     if frame.cell.any():
         words.append(f'Lattice="{_row(frame.cell)}"')
-    words.append("Properties=species:S:1:pos:R:3" + (":forces:R:3" if frame.forces is not None else ""))
+    columns = {"pos": frame.positions} | ({} if frame.forces is None else {"forces": frame.forces})
+    columns |= {name: frame.fields[name].reshape(len(frame), -1) for name in sorted(frame.per_atom)}
+    words.append("Properties=species:S:1:" + ":".join(f"{name}:R:{part.shape[1]}" for name, part in columns.items()))
     if frame.energy is not None:
         words.append(f"energy={float(frame.energy)!r}")
     if frame.stress is not None:
         words.append(f'stress="{_row(frame.stress)}"')
     if frame.weight != 1.0:
         words.append(f"{WEIGHT}={float(frame.weight)!r}")
+    words += [f"{name}={_field(value)}" for name, value in frame.fields.items() if name not in frame.per_atom]
     words.append('pbc="{}"'.format(" ".join("T" if periodic else "F" for periodic in frame.pbc)))
-    columns = frame.positions if frame.forces is None else np.hstack([frame.positions, frame.forces])
+    table = np.hstack(list(columns.values())).astype(np.float64, copy=False)
     atoms = [
         f"{chemical_symbols[number]} {' '.join(map(repr, row))}\n"
-        for number, row in zip(frame.numbers.tolist(), columns.astype(np.float64, copy=False).tolist())
+        for number, row in zip(frame.numbers.tolist(), table.tolist())
     ]
     stream.write(f"{len(frame)}\n{' '.join(words)}\n{''.join(atoms)}")
+
+
+def _field(value: np.ndarray) -> str:
+    """A number, a row of numbers, or a nested list as ASE writes it."""
+    if value.ndim == 0:
+        return repr(float(value))
+    return f'"{_row(value)}"' if value.ndim == 1 else f'"_JSON {json.dumps(value.tolist())}"'
 
 
 def _row(matrix: np.ndarray) -> str:
@@ -94,6 +105,7 @@ def _ase_atoms(frame: Frame) -> tuple[Any, dict[str, Any]]:
     atoms = Atoms(frame.numbers, positions=frame.positions, cell=frame.cell, pbc=frame.pbc)
     results: dict[str, Any] = {}
     more: dict[str, Any] = {} if frame.weight == 1.0 else {WEIGHT: float(frame.weight)}
+    more |= {name: value.tolist() for name, value in frame.fields.items()}
     if frame.energy is not None:
         results["energy"] = float(frame.energy)
     if frame.forces is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -60,10 +61,10 @@ class PartStatistics:
     atoms: Moments = field(default_factory=Moments)
     """Of the number of atoms in a frame."""
     labels: dict[str, Moments] = field(default_factory=lambda: {name: Moments() for name in LABELS})
-    """Of all energies per atom, force components and stress components."""
+    """Of all energies per atom, force components, stress components, and numbers in fields."""
 
-    def add(self, arrays: dict[str, np.ndarray], n_atoms: np.ndarray) -> None:
-        """Take in a block of columns."""
+    def add(self, arrays: dict[str, np.ndarray], n_atoms: np.ndarray, fields: Iterable[str] = ()) -> None:
+        """Take in a block of columns. fields: names of fields among them."""
         counts = np.bincount(arrays["numbers"])
         self.merge(
             PartStatistics(
@@ -73,6 +74,7 @@ class PartStatistics:
                     "energy_per_atom": Moments.of(arrays["energy"] / n_atoms),
                     "forces": Moments.of(arrays["forces"]),
                     "stress": Moments.of(arrays["stress"]),
+                    **{name: Moments.of(arrays[name]) for name in fields},
                 },
             )
         )
@@ -83,7 +85,7 @@ class PartStatistics:
             self.species[symbol] = self.species.get(symbol, 0) + count
         self.atoms = self.atoms.merge(other.atoms)
         for name, moments in other.labels.items():
-            self.labels[name] = self.labels[name].merge(moments)
+            self.labels[name] = self.labels.get(name, Moments()).merge(moments)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

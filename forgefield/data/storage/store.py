@@ -24,8 +24,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from forgefield.data.fields import Field, Fields, field_from_manifest
 from forgefield.data.graphs.graph import GraphOptions, same_graph
-from forgefield.data.storage.columns import EDGE_FIELDS, FIELDS, OPTIONAL, Columns, Field
+from forgefield.data.storage.columns import EDGE_FIELDS, FIELDS, OPTIONAL, Columns
 from forgefield.data.storage.table import FrameTable, Part
 from forgefield.errors import ForgefieldError
 
@@ -146,10 +147,16 @@ def _runs(begins: list[int], first: list[int], counts: list[int]) -> Iterator[tu
 
 
 class StoreColumns(Columns):
-    """One part of a store. about: its entry in the manifest. graph: options of its neighbour lists, if it has any."""
+    """One part of a store. about: its entry in the manifest. graph: options of its neighbour lists, if it has any.
 
-    def __init__(self, folder: Path, about: dict[str, Any], graph: GraphOptions | None) -> None:
-        self.graph, self.origin = graph, str(folder.resolve())
+    fields: those that the store holds beyond what every store does.
+    """
+
+    def __init__(
+        self, folder: Path, about: dict[str, Any], graph: GraphOptions | None, fields: Fields | None = None
+    ) -> None:
+        self.graph, self.fields, self.origin = graph, fields or {}, str(folder.resolve())
+        self._known = {**ALL_FIELDS, **self.fields}
         try:
             self._n_frames = int(about["n_frames"])
             self.sources = about["sources"]
@@ -157,7 +164,7 @@ class StoreColumns(Columns):
                 raise ValueError(about["name"])
             self._files = {
                 name: ColumnFile(
-                    folder / about["name"] / f"{name}.npy", ALL_FIELDS[name], entry["bytes"], entry["hash"]
+                    folder / about["name"] / f"{name}.npy", self._known[name], entry["bytes"], entry["hash"]
                 )
                 for name, entry in about["columns"].items()
             }
@@ -182,7 +189,7 @@ class StoreColumns(Columns):
             if name not in self._files:
                 raise ValueError(f"{name} is missing")
         for name, file in self._files.items():
-            if file.rows != counts[ALL_FIELDS[name].per]:
+            if file.rows != counts[self._known[name].per]:
                 raise ValueError(f"{name} has {file.rows} values")
 
     @property
@@ -203,17 +210,24 @@ class StoreColumns(Columns):
             file.verify()
 
 
+def _fields(about: dict[str, Any]) -> dict[str, Field]:
+    """The fields among the columns that a manifest describes."""
+    return {name: field_from_manifest(name, field) for name, field in about.items() if name not in ALL_FIELDS}
+
+
 class Store:
-    """An opened store."""
+    """An opened store. fields: what it holds beyond what every store does."""
 
     def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
         self.path = folder
         self.manifest = manifest
         try:
-            graph = self.graph
-            self.parts = [StoreColumns(folder, about, graph) for about in manifest["parts"]]
+            graph, self.fields = self.graph, _fields(manifest["fields"])
+            self.parts = [StoreColumns(folder, about, graph, self.fields) for about in manifest["parts"]]
         except (KeyError, TypeError) as error:
             raise ForgefieldError(f"{folder / MANIFEST}: it lacks {error}; convert the data again") from error
+        except ValueError as error:
+            raise ForgefieldError(f"{folder / MANIFEST}: {error}; convert the data again") from error
 
     @property
     def graph(self) -> GraphOptions | None:

@@ -14,8 +14,9 @@ from typing import overload
 
 import numpy as np
 
+from forgefield.data.fields import Field, Fields, fields_of, merged
 from forgefield.data.frame import Frame
-from forgefield.data.storage.columns import FIELDS, Columns, Field, MemoryColumns, columns_of, ranges
+from forgefield.data.storage.columns import FIELDS, Columns, MemoryColumns, columns_of, ranges
 
 
 @dataclass(frozen=True)
@@ -35,23 +36,31 @@ class Part:
     share: Share | None = None
     hidden: frozenset[str] = frozenset()
     """Labels that are there and not to be seen; `weight`: all weights are `factor`."""
+    chosen: Fields | None = None
+    """Fields to be seen, whether or not its columns hold them; None: those that are there."""
+
+    @property
+    def fields(self) -> Fields:
+        return self.columns.fields if self.chosen is None else self.chosen
 
     def has(self, name: str) -> bool:
         """Whether any frame carries this label."""
         return name not in self.hidden and self.columns.has(name)
 
-    def values(self, name: str, rows: np.ndarray | None = None) -> np.ndarray:
-        """Per-frame values of these rows of the part (all, if None). NaN where a label is missing."""
+    def values(self, name: str, rows: np.ndarray | None = None, shape: tuple[int, ...] | None = None) -> np.ndarray:
+        """Per-frame values of these rows of the part (all, if None). NaN where a label is missing. shape: of a field."""
         n = self.columns.n_frames if rows is None else len(rows)
         if name == "weight" and name in self.hidden:
             return np.broadcast_to(np.float64(self.factor), (n,))
         if not self.has(_LABEL_OF.get(name, name)):
-            return np.broadcast_to(np.float64(np.nan), (n, *FIELDS[name].shape))
+            return np.broadcast_to(np.float64(np.nan), (n, *(FIELDS[name].shape if shape is None else shape)))
         values = self.columns.column(name)
         values = values if rows is None else values[rows]
         return values * self.factor if name == "weight" and self.factor != 1.0 else values
 
 
+_READ_ROWS = 256
+"""Frames read together."""
 _FEW_ROWS = 4096
 """Up to so many rows it does not pay to look whether they ascend."""
 _LABEL_OF = {"max_force": "forces"}
@@ -90,20 +99,27 @@ class Found:
     n_atoms: np.ndarray
     located: list[tuple[Part, np.ndarray, np.ndarray]]
     """As `FrameTable.located` gives it."""
+    fields: Fields
+    """Those of the table."""
 
     def column(self, name: str) -> np.ndarray:
         """Per-frame values: (n, ...). NaN where a label is missing."""
+        field = FIELDS.get(name) or self.fields[name]
         if len(self.located) == 1:
             part, _, local = self.located[0]
-            return part.values(name, local)
-        out = np.empty((len(self.rows), *FIELDS[name].shape), dtype=FIELDS[name].dtype)
+            return part.values(name, local, field.shape)
+        out = np.empty((len(self.rows), *field.shape), dtype=field.dtype)
         for part, places, local in self.located:
-            out[places] = part.values(name, local)
+            out[places] = part.values(name, local, field.shape)
         return out
 
     def atoms(self, name: str) -> np.ndarray:
         """Per-atom values, one frame after the other: (n_atoms, ...)."""
-        return self.ranges(name, FIELDS[name], self.n_atoms, "first_atom")
+        return self.ranges(name, FIELDS.get(name) or self.fields[name], self.n_atoms, "first_atom")
+
+    def field(self, name: str) -> np.ndarray:
+        """Values of a field: (n, ...) or (n_atoms, ...). NaN where a frame does not carry it."""
+        return self.atoms(name) if self.fields[name].per == "atom" else self.column(name)
 
     def ranges(self, name: str, field: Field, counts: np.ndarray, offsets: str) -> np.ndarray:
         """Values of a column of which each frame has `counts`, from its entry in the column `offsets` on: a fresh array."""
@@ -127,14 +143,21 @@ class FrameTable(Sequence[Frame]):
         self._rows = rows
 
     @classmethod
-    def from_frames(cls, frames: Iterable[Frame]) -> FrameTable:
-        """Frames held in memory, at least one unless the table is to be empty."""
+    def from_frames(cls, frames: Iterable[Frame], fields: Fields | None = None) -> FrameTable:
+        """Frames held in memory, at least one unless the table is to be empty. fields: default all that they carry."""
         frames = list(frames)
         if not frames:
             return cls([])
         names: dict[str, int] = {}
-        arrays = columns_of(frames, names)
-        return cls([Part(MemoryColumns(arrays, list(names)))])
+        fields = fields_of(frames) if fields is None else fields
+        arrays = columns_of(frames, names, fields)
+        return cls([Part(MemoryColumns(arrays, list(names), fields))])
+
+    @cached_property
+    def fields(self) -> Fields:
+        """Further values that its frames may carry, by name."""
+        places = [(part.columns.origin or "the files", part.fields) for part in self.parts if part.fields]
+        return merged(*places)
 
     # ---- rows
 
@@ -186,12 +209,13 @@ class FrameTable(Sequence[Frame]):
     def column(self, name: str, rows: np.ndarray | None = None) -> np.ndarray:
         """Per-frame values of these rows (all, if None): (n, ...). NaN where a label is missing."""
         if rows is None and self._rows is None and len(self.parts) == 1:
-            return self.parts[0].values(name)
+            field = FIELDS.get(name) or self.fields[name]
+            return self.parts[0].values(name, None, field.shape)
         return self.find(self._every if rows is None else rows).column(name)
 
     def find(self, rows: np.ndarray) -> Found:
         """These rows, looked up once for several columns."""
-        return Found(rows, self.n_atoms[rows], list(self.located(rows)))
+        return Found(rows, self.n_atoms[rows], list(self.located(rows)), self.fields)
 
     @cached_property
     def n_atoms(self) -> np.ndarray:
@@ -231,13 +255,26 @@ class FrameTable(Sequence[Frame]):
     # ---- labels
 
     def carries(self, name: str) -> np.ndarray:
-        """(n_frames,) whether each frame carries energy, forces or stress."""
+        """(n_frames,) whether each frame carries energy, forces, stress or a field."""
         if not any(part.has(name) for part in self.parts):
             return np.zeros(len(self), dtype=bool)
         if name == "forces":
             return ~np.isnan(self.column("max_force"))
+        if name in self.fields and self.fields[name].per == "atom":
+            return self._carries_atoms(name)
         values = self.column(name)
-        return ~np.isnan(values if values.ndim == 1 else values[:, 0, 0])
+        return ~np.isnan(values.reshape(len(self), -1)[:, 0])
+
+    def _carries_atoms(self, name: str) -> np.ndarray:
+        """(n_frames,) whether any atom of each frame has a value."""
+        carried = np.zeros(len(self), dtype=bool)
+        for begin in range(0, len(self), _READ_ROWS):
+            rows = np.arange(begin, min(begin + _READ_ROWS, len(self)))
+            values = self.atoms(name, rows)
+            has_value = ~np.isnan(values.reshape(len(values), -1)[:, 0])
+            ends = self.n_atoms[rows].cumsum()
+            carried[rows] = np.logical_or.reduceat(has_value, ends - self.n_atoms[rows])
+        return carried
 
     # ---- frames
 
@@ -253,8 +290,8 @@ class FrameTable(Sequence[Frame]):
         return next(self.frames(np.array([row % len(self)])))
 
     def __iter__(self) -> Iterator[Frame]:
-        for begin in range(0, len(self), 256):
-            yield from self.frames(np.arange(begin, min(begin + 256, len(self))))
+        for begin in range(0, len(self), _READ_ROWS):
+            yield from self.frames(np.arange(begin, min(begin + _READ_ROWS, len(self))))
 
     def frames(self, rows: np.ndarray) -> Iterator[Frame]:
         """Frames of these rows, read together."""
@@ -265,7 +302,10 @@ class FrameTable(Sequence[Frame]):
             found.column(name) for name in ("cell", "pbc", "energy", "stress", "weight")
         )
         names, indices = self._names(rows), self.column("index", rows)
+        columns = {name: (field.per == "atom", found.field(name)) for name, field in self.fields.items()}
         for i, (first, end) in enumerate(zip(ends - counts, ends)):
+            fields = {name: values[first:end] if each else values[i] for name, (each, values) in columns.items()}
+            fields = {name: np.asarray(value) for name, value in fields.items() if not np.isnan(value).all()}
             yield Frame(
                 positions=positions[first:end],
                 numbers=numbers[first:end].astype(np.int64),
@@ -277,6 +317,8 @@ class FrameTable(Sequence[Frame]):
                 weight=float(weight[i]),
                 source=names[i],
                 index=int(indices[i]),
+                fields=fields,
+                per_atom=frozenset(name for name in fields if columns[name][0]),
             )
 
     def where(self, row: int) -> str:
@@ -322,7 +364,9 @@ class FrameTable(Sequence[Frame]):
     def fingerprint(self) -> str:
         """Fixed by structures, labels, weights and their order; file names do not enter."""
         digest = hashlib.blake2b(digest_size=16)
-        hidden = sorted({name for part in self.parts for name in part.hidden})
+        hidden = sorted(
+            {name for part in self.parts for name in part.hidden | (part.columns.fields.keys() - part.fields)}
+        )
         digest.update(f"{len(self)} {hidden}".encode())
         for name in ("digest", "weight"):
             digest.update(np.ascontiguousarray(self.column(name)).data)

@@ -15,10 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from forgefield.data.fields import Field, Fields
 from forgefield.data.frame import Frame
 from forgefield.data.graphs.edges import Geometry, build_block, edge_columns
 from forgefield.data.graphs.graph import GraphOptions
-from forgefield.data.storage.columns import EDGE_FIELDS, FIELDS, OPTIONAL, Field, columns_of
+from forgefield.data.storage.columns import EDGE_FIELDS, FIELDS, OPTIONAL, columns_of
 from forgefield.data.storage.moments import PartStatistics
 from forgefield.data.storage.store import ALL_FIELDS, HEADER
 from forgefield.errors import ForgefieldError
@@ -65,17 +66,19 @@ def npy_header(dtype: np.dtype, shape: tuple[int, ...]) -> bytes:
 
 
 class PartWriter:
-    """Collects frames into the folder `target`. graph: make and keep neighbour lists of these options."""
+    """Collects frames into the folder `target`. graph: make and keep neighbour lists of these options. fields: to keep."""
 
-    def __init__(self, target: Path, graph: GraphOptions | None = None) -> None:
-        self.target, self.graph = target, graph
+    def __init__(self, target: Path, graph: GraphOptions | None = None, fields: Fields | None = None) -> None:
+        self.target, self.graph, self.fields = target, graph, fields or {}
         self._folder = target.with_name(target.name + ".partial")
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir(parents=True)
         names = list(FIELDS) + (list(EDGE_FIELDS) if graph is not None else [])
         if graph is not None and graph.max_neighbours is not None:
             names.remove("edge_reverse")
-        self._columns = {name: _GrowingColumn(self._folder / f"{name}.npy", ALL_FIELDS[name]) for name in names}
+        known = {**{name: ALL_FIELDS[name] for name in names}, **self.fields}
+        self._optional = (*OPTIONAL, *self.fields)
+        self._columns = {name: _GrowingColumn(self._folder / f"{name}.npy", field) for name, field in known.items()}
         self._sources: dict[str, int] = {}
         self._ends: dict[str, int] = {}
         """Last entry of each column of offsets."""
@@ -87,14 +90,15 @@ class PartWriter:
         """Append these frames."""
         if not frames:
             return
-        arrays = columns_of(frames, self._sources)
+        arrays = columns_of(frames, self._sources, self.fields)
         n_atoms = np.diff(arrays["first_atom"])
-        self._carried.update(name for name in OPTIONAL if name in arrays)
-        for name in OPTIONAL:
+        self._carried.update(name for name in self._optional if name in arrays)
+        for name in self._optional:
             if name not in arrays:
-                rows = len(frames) if FIELDS[name].per == "frame" else int(n_atoms.sum())
-                arrays[name] = np.full((rows, *FIELDS[name].shape), np.nan)
-        self._statistics.add(arrays, n_atoms)
+                field = self._columns[name].field
+                rows = len(frames) if field.per == "frame" else int(n_atoms.sum())
+                arrays[name] = np.full((rows, *field.shape), np.nan)
+        self._statistics.add(arrays, n_atoms, self.fields)
         if self.graph is not None:
             geometry = Geometry(n_atoms, arrays["positions"], arrays["cell"], arrays["pbc"])
             block, shortest = build_block(geometry, self.graph, lambda i: frames[i].where)
@@ -107,7 +111,7 @@ class PartWriter:
 
     def _append(self, name: str, values: np.ndarray) -> None:
         column = self._columns[name]
-        if ALL_FIELDS[name].per != "offsets":
+        if column.field.per != "offsets":
             column.append(values)
             return
         begin = self._ends.get(name, 0)
@@ -121,7 +125,7 @@ class PartWriter:
         columns = {}
         for name, column in self._columns.items():
             entry = column.finish()
-            if name in OPTIONAL and name not in self._carried:
+            if name in self._optional and name not in self._carried:
                 (self._folder / f"{name}.npy").unlink()
             else:
                 columns[name] = entry

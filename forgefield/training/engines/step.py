@@ -94,7 +94,7 @@ class StepFunction:
     ) -> Differentiated:
         with _Evaluating(self.potential):
             outputs = self._outputs(batch)
-        leaves = {name: outputs[name].detach().requires_grad_(True) for name in self.task.names}
+        leaves = {name: outputs[name].detach().requires_grad_(True) for name in self.task.outputs}
         loss, measured = self._loss(leaves, batch, target_weights, denominators)
         adjoints = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values()))))
         gradients = torch.autograd.grad(self.potential.response(batch, adjoints), weights, allow_unused=True)

@@ -1,0 +1,5 @@
+"""DeePMD-kit's input files, read as they are: the same run as a Forgefield config."""
+
+from forgefield.config.deepmd.translation import Translation, is_deepmd_input, read_input, translate, translation
+
+__all__ = ["Translation", "is_deepmd_input", "read_input", "translate", "translation"]

@@ -1,0 +1,102 @@
+"""The `loss` section: prefactors that follow the learning rate become weights with a schedule, norms become `per_atom`.
+
+DeePMD-kit's terms of an energy loss, N atoms in a frame, means over frames and components:
+
+| | energy, virial | forces |
+|---|---|---|
+| mse | (dE)^2 / N, or / N^2 where `intensive_ener_virial` | (dF)^2 |
+| mae | abs(dE) / N | abs(dF) |
+| Huber | of dE / N | of dF |
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from forgefield.config.deepmd.section import Section, is_number
+from forgefield.errors import ForgefieldError
+
+TERMS = {"energy": ("e", 0.02, 1.0), "forces": ("f", 1000.0, 1.0), "virial": ("v", 0.0, 0.0)}
+"""Target -> how its prefactors are called, and their defaults at the start and in the limit."""
+OTHER_TERMS = {
+    "ae": "energies of single atoms are not trained here",
+    "pf": "forces are weighted by frame (config_weight) or species (task.forces.species_weights), not atom by atom",
+    "gf": "generalised forces are not trained here",
+    "h": "second derivatives are not trained here",
+}
+OTHER_LOSSES = ("ener_spin", "dens", "denoise", "population")
+LOSS_OF_FITTING = {"ener": "ener", "property": "property", "dos": "dos", "dipole": "tensor", "polar": "tensor"}
+
+
+def translate_loss(section: Section, fitting: dict[str, Any]) -> dict[str, Any]:
+    """Our `task` section. fitting: what the network is fitted to."""
+    kind = section.take("type", LOSS_OF_FITTING[fitting["type"]])
+    kind = "ener" if kind == "ener_hess" else kind
+    if kind in OTHER_LOSSES:
+        raise section.refused("type", f"is '{kind}', which is not known here")
+    if kind not in LOSS_OF_FITTING.values():
+        raise section.wrong("type", kind, f"one of {', '.join(dict.fromkeys(LOSS_OF_FITTING.values()))}")
+    if kind != LOSS_OF_FITTING[fitting["type"]]:
+        raise section.wrong(
+            "type", kind, f"{LOSS_OF_FITTING[fitting['type']]} where 'model.fitting_net.type' is {fitting['type']}"
+        )
+    if kind != "ener":
+        raise ForgefieldError(
+            f"{section.file}: 'model.fitting_net.type' is '{fitting['type']}', and so far inputs of energy models are read; "
+            "write a config of our own (`forgefield init DATA`) with the same model."
+        )
+    return _energy(section)
+
+
+def _energy(section: Section) -> dict[str, Any]:
+    shape = _shape(section)
+    for name, why in OTHER_TERMS.items():
+        for end in ("start", "limit"):
+            section.only(f"{end}_pref_{name}", 0.0, why)
+    section.only("use_default_pf", False, OTHER_TERMS["pf"])
+    section.only("relative_f", None, "errors of forces are not divided by their size here")
+    section.only("enable_atom_ener_coeff", False, "energies are plain sums over atoms here")
+    section.only("numb_generalized_coord", 0, OTHER_TERMS["gf"])
+    task: dict[str, Any] = {}
+    for target, (letter, start, limit) in TERMS.items():
+        first = section.number(f"start_pref_{letter}", start, at_least=0)
+        last = section.number(f"limit_pref_{letter}", limit, at_least=0)
+        if first or last:
+            task[target] = _weight(float(first), float(last)) | shape[target]
+    section.finish()
+    if not task:
+        raise section.refused("start_pref_e", "and all other prefactors are 0, so nothing would be trained")
+    return task
+
+
+def _weight(first: float, last: float) -> dict[str, Any]:
+    """A weight that goes from the one to the other as the learning rate goes to zero."""
+    return {"weight": first} if first == last else {"weight": first, "schedule": {"kind": "lr", "to": last}}
+
+
+def _shape(section: Section) -> dict[str, dict[str, Any]]:
+    """How errors are measured, by target."""
+    kind = section.choice("loss_func", "mse", ("mse", "mae"))
+    huber = section.flag("use_huber")
+    by_atom = section.flag("intensive_ener_virial")
+    section.only("f_use_norm", False, "errors of forces are counted by component here")
+    deltas = _deltas(section)
+    if huber and kind == "mae":
+        raise section.refused("use_huber", "and loss_func mae contradict each other; keep one")
+    if huber:
+        return {
+            target: {"loss": "huber", "huber_delta": delta} | ({} if target == "forces" else {"per_atom": True})
+            for target, delta in zip(TERMS, deltas)
+        }
+    per_atom = True if kind == "mae" or by_atom else "root"
+    extensive = {"loss": kind, "per_atom": per_atom}
+    return {"energy": extensive, "forces": {"loss": kind}, "virial": extensive}
+
+
+def _deltas(section: Section) -> list[float]:
+    """Of energy, forces and virial."""
+    given = section.take("huber_delta", 0.01)
+    deltas = given if isinstance(given, list) else [given] * 3
+    if len(deltas) != 3 or not all(is_number(value) and value > 0 for value in deltas):
+        raise section.wrong("huber_delta", given, "a positive number, or three of them for energy, force and virial")
+    return [float(value) for value in deltas]

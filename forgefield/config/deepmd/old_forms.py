@@ -1,0 +1,81 @@
+"""Inputs of earlier versions of DeePMD-kit, in the form of the present one.
+
+Version 1 named the data in `training` itself and gave a decay rate; 3.1 had warm-up and optimiser in `training`. Nothing is
+changed in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from forgefield.config.deepmd.section import is_number
+from forgefield.errors import ForgefieldError
+
+DATA_OF_VERSION_1 = (
+    "systems",
+    "set_prefix",
+    "batch_size",
+    "sys_probs",
+    "sys_prob",
+    "sys_weights",
+    "auto_prob",
+    "auto_prob_style",
+)
+WARM_UP = ("warmup_steps", "warmup_ratio", "warmup_start_factor")
+OPTIMISER = {
+    "opt_type": "type",
+    **{name: name for name in ("weight_decay", "adam_beta1", "adam_beta2", "momentum", "muon_momentum", "lr_adjust")},
+    **{name: name for name in ("lr_adjust_coeff", "muon_2d_only", "min_2d_dim", "kf_blocksize")},
+    **{f"kf_{end}_pref_{term}": f"kf_{end}_pref_{term}" for end in ("start", "limit") for term in ("e", "f")},
+}
+"""Keys of the optimiser that were keys of `training`, and what they are called now."""
+
+
+def updated(values: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    """The input with everything where the present version has it."""
+    found = {key: dict(value) if isinstance(value, Mapping) else value for key, value in values.items()}
+    training = found.get("training")
+    if not isinstance(training, dict):
+        return found
+    if "systems" in training:
+        _from_version_1(found, training, file)
+    _move(found, training, {name: name for name in WARM_UP}, "learning_rate", file)
+    _move(found, training, OPTIMISER, "optimizer", file)
+    return found
+
+
+def _from_version_1(found: dict[str, Any], training: dict[str, Any], file: Path) -> None:
+    if "training_data" in training:
+        raise ForgefieldError(
+            f"{file}: 'training.systems' is the form of DeePMD-kit 1 and 'training.training_data' that of 2 and 3; keep one."
+        )
+    data = {name: training.pop(name) for name in DATA_OF_VERSION_1 if name in training}
+    if "sys_prob" in data:
+        data["sys_probs"] = data.pop("sys_prob")
+    training["training_data"] = data
+    if isinstance(found.get("learning_rate"), dict):
+        _give_last_rate(found["learning_rate"], training.get("stop_batch", training.get("numb_steps")))
+
+
+def _give_last_rate(rate: dict[str, Any], steps: Any) -> None:
+    """A decay rate that held for the whole run is the same curve as the last rate it leads to."""
+    numbers: list[Any] = [rate.get("start_lr"), rate.get("decay_rate"), steps, rate.get("decay_steps", 5000)]
+    if all(is_number(number) and number > 0 for number in numbers):
+        first, decay, length, every = numbers
+        rate["stop_lr"] = float(first * decay ** (length / every))
+        del rate["decay_rate"]
+
+
+def _move(found: dict[str, Any], training: dict[str, Any], names: dict[str, str], section: str, file: Path) -> None:
+    moved = {new: training.pop(old) for old, new in names.items() if old in training}
+    if not moved:
+        return
+    target = found.get(section) or {}
+    if not isinstance(target, Mapping):
+        return  # which is refused soon
+    for name in moved:
+        if name in target:
+            raise ForgefieldError(f"{file}: '{section}.{name}' is also given in 'training', its old place; keep one.")
+    found[section] = {**target, **moved}

@@ -1,0 +1,161 @@
+"""A section of a DeePMD-kit input while it is translated: every key is taken, refused with a reason, or unknown.
+
+Whoever takes a value says what it should be; whatever nobody took is an error at `finish`. So no key is ever ignored, and
+every message names the file, the key and what would be right.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from forgefield.config.nearest import did_you_mean
+from forgefield.errors import ForgefieldError
+
+LARGEST = sys.float_info.max
+MISSING: Any = object()
+"""Default of a key that must be given."""
+
+
+class Section:
+    """One mapping of the input. key: its dotted name, empty for the whole file. notes: what the user should know, by key.
+
+    Keys that begin with `_` are comments. A value of null is no value.
+    """
+
+    def __init__(self, values: Any, file: Path, key: str = "", notes: dict[str, str] | None = None) -> None:
+        self.file, self.key = file, key
+        self.notes: dict[str, str] = {} if notes is None else notes
+        if not isinstance(values, Mapping):
+            raise ForgefieldError(f"{file}: '{key}' is a section (a mapping of keys), not {values!r:.60}.")
+        self._left = {str(name): value for name, value in values.items() if not str(name).startswith("_")}
+        self._known: dict[str, None] = {}
+        self._written: dict[str, str] = {}
+
+    def names(self) -> list[str]:
+        """The keys that nobody has taken yet, in their order."""
+        return list(self._left)
+
+    def written(self, name: str) -> str:
+        """Under which of its names a key was taken."""
+        return self._written.get(name, name)
+
+    # --- values
+
+    def take(self, name: str, default: Any = None, *, also: Sequence[str] = ()) -> Any:
+        """The value of a key, as it is. also: other names that DeePMD-kit accepts for it."""
+        self._known |= dict.fromkeys((name, *also))
+        given = [alias for alias in (name, *also) if self._left.get(alias) is not None]
+        if len(given) > 1:
+            raise ForgefieldError(
+                f"{self.file}: '{self.path(given[0])}' and '{self.path(given[1])}' are two names of one key."
+            )
+        for alias in (name, *also):
+            if alias in self._left and alias not in given:
+                del self._left[alias]
+        if given:
+            self._written[name] = given[0]
+            return self._left.pop(given[0])
+        if default is MISSING:
+            raise ForgefieldError(f"{self.file}: '{self.path(name)}' is missing.")
+        return default
+
+    def whole(
+        self, name: str, default: Any = None, *, at_least: int | None = None, also: Sequence[str] = ()
+    ) -> int | Any:
+        """A whole number."""
+        value = self.take(name, default, also=also)
+        if value is default:
+            return value
+        kind = "a whole number" if at_least is None else f"a whole number from {at_least}"
+        if not is_number(value) or value != int(value) or (at_least is not None and value < at_least):
+            raise self.wrong(name, value, kind)
+        return int(value)
+
+    def number(
+        self,
+        name: str,
+        default: Any = None,
+        *,
+        above: float = -math.inf,
+        at_least: float = -math.inf,
+        at_most: float = math.inf,
+        below: float = math.inf,
+        also: Sequence[str] = (),
+    ) -> float | Any:
+        """A number within bounds."""
+        value = self.take(name, default, also=also)
+        if value is default:
+            return value
+        if not (is_number(value) and above < value < below and at_least <= value <= at_most):
+            bounds = {"above": above, "from": at_least, "up to": at_most, "below": below}
+            words = [f"{word} {bound:g}" for word, bound in bounds.items() if math.isfinite(bound)]
+            raise self.wrong(name, value, " ".join(["a number", *words]))
+        return float(value)
+
+    def flag(self, name: str, default: Any = False, *, also: Sequence[str] = ()) -> bool | Any:
+        """True or false."""
+        value = self.take(name, default, also=also)
+        if value is not default and not isinstance(value, bool):
+            raise self.wrong(name, value, "true or false")
+        return value
+
+    def text(self, name: str, default: Any = None, *, also: Sequence[str] = ()) -> str | Any:
+        value = self.take(name, default, also=also)
+        if value is not default and (not isinstance(value, str) or not value.strip()):
+            raise self.wrong(name, value, "text")
+        return value
+
+    def choice(self, name: str, default: str, choices: Sequence[str]) -> str:
+        value = self.take(name, default)
+        if value not in choices:
+            valid = ", ".join(choices)
+            hint = did_you_mean(str(value), choices)
+            raise ForgefieldError(f"{self.file}: '{self.path(name)}' is one of {valid}, not {value!r:.60}.{hint}")
+        return value
+
+    def below(self, name: str) -> Section | None:
+        """The section inside this one, None where there is none."""
+        values = self.take(name)
+        return None if values is None else Section(values, self.file, self.path(name), self.notes)
+
+    # --- what has no counterpart
+
+    def only(self, name: str, default: Any, why: str, *, also: Sequence[str] = ()) -> None:
+        """Accept a key at its default, at which it does nothing; refuse any other value."""
+        value = self.take(name, default, also=also)
+        if value != default or isinstance(value, bool) != isinstance(default, bool):
+            raise self.refused(name, f"is {value!r:.60}, but {why}")
+
+    def note(self, name: str, text: str, *, unless: Collection[Any] = ()) -> None:
+        """Take a key whose effect is had anyway, or in another way; say how, unless it has one of these values."""
+        value = self.take(name)
+        if value is not None and value not in unless:
+            self.notes[self.path(name)] = text
+
+    def finish(self) -> None:
+        """Refuse whatever nobody took."""
+        for name in self._left:
+            known = list(self._known)
+            where = f"'{self.key}' has" if self.key else "an input has"
+            hint = did_you_mean(name, known) or f" DeePMD-kit's {where}: {', '.join(known)}."
+            raise ForgefieldError(f"{self.file}: unknown key '{self.path(name)}'.{hint}")
+
+    # --- messages
+
+    def path(self, name: str) -> str:
+        """Dotted name of a key of this section, as it was written."""
+        return f"{self.key}.{self.written(name)}" if self.key else self.written(name)
+
+    def wrong(self, name: str, value: Any, expected: str) -> ForgefieldError:
+        return ForgefieldError(f"{self.file}: '{self.path(name)}' is {expected}, not {value!r:.60}.")
+
+    def refused(self, name: str, why: str) -> ForgefieldError:
+        return ForgefieldError(f"{self.file}: '{self.path(name)}' {why}.")
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and -LARGEST < value < LARGEST

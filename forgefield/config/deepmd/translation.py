@@ -1,0 +1,116 @@
+"""From a DeePMD-kit input to a Forgefield config of the same run.
+
+Every key of DeePMD-kit's schema is translated, is without effect for a reason that `Translation.notes` tells, or is refused
+with that reason. The config holds plain values and can be written down, changed and trained like any other.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from forgefield.config.deepmd.data import translate_data
+from forgefield.config.deepmd.learning import translate_learning_rate, translate_optimiser
+from forgefield.config.deepmd.loss import translate_loss
+from forgefield.config.deepmd.model import translate_model
+from forgefield.config.deepmd.old_forms import updated
+from forgefield.config.deepmd.run import (
+    precision,
+    refuse_epochs_of_draws,
+    translate_length,
+    translate_run,
+    translate_validating,
+)
+from forgefield.config.deepmd.section import Section
+from forgefield.config.sources import read_text, read_yaml
+from forgefield.errors import ForgefieldError
+
+
+@dataclass(frozen=True)
+class Translation:
+    """config: as a YAML file would hold it. notes: dotted key of the input -> what became of it, where it is not plain."""
+
+    config: dict[str, Any]
+    notes: dict[str, str] = field(default_factory=dict)
+
+
+def is_deepmd_input(content: Any) -> bool:
+    """Whether this is an input of DeePMD-kit: a training, and a model without a name but with a type map or a descriptor, or
+    several."""
+    if not isinstance(content, Mapping) or not isinstance(content.get("training"), Mapping):
+        return False
+    model = content.get("model")
+    if not isinstance(model, Mapping) or "name" in model:
+        return False
+    return any(key in model for key in ("type_map", "descriptor", "model_dict"))
+
+
+def translate(content: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    """The Forgefield config of an input. file: where it was read, for messages and relative paths."""
+    return translation(content, file).config
+
+
+def translation(content: Mapping[str, Any], file: Path) -> Translation:
+    """The same, with what the user should know."""
+    whole = Section(updated(content, file), file)
+    model_section, training = whole.below("model"), whole.below("training")
+    if model_section is None or training is None:
+        raise ForgefieldError(f"{file}: an input of DeePMD-kit needs the sections 'model' and 'training'.")
+    _refuse_several(whole, model_section, training)
+    model = translate_model(model_section)
+    task = translate_loss(whole.below("loss") or Section({}, file, "loss", whole.notes), model.fitting)
+    length = translate_length(training)
+    data = {"species": model.species, "cutoff": model.cutoff, "reference_energies": "fit"}
+    data |= translate_data(training, model.species)
+    if model.fields:
+        data["labels"] = {"fields": model.fields}
+    refuse_epochs_of_draws(training, length, data)
+    weights = precision(training, model.precision)
+    run = translate_run(training, length, task, validates=data["val"] is not None)
+    learning = translate_learning_rate(whole.below("learning_rate"), file, length.get("max_steps"))
+    optimiser = translate_optimiser(whole.below("optimizer"))
+    best = translate_validating(whole.below("validating"), list(task))
+    whole.only("nvnmd", None, "training for NVNMD hardware is of DeePMD-kit's TensorFlow alone")
+    whole.finish()
+    config = {
+        "name": file.stem,
+        "seed": run["seed"],
+        "data": data,
+        "model": model.options,
+        "task": task,
+        "training": {**learning, "optimizer": optimiser, "precision": weights, **run["training"], **best},
+        "trainer": run["trainer"],
+        "callbacks": run["callbacks"],
+    }
+    return Translation(config, whole.notes)
+
+
+def _refuse_several(whole: Section, model: Section, training: Section) -> None:
+    """Several models trained together: said in one place, for all keys that belong to it."""
+    several = "several models are not trained together here yet; train each with an input of its own"
+    for section, name in ((model, "model_dict"), (model, "shared_dict"), (whole, "loss_dict"), (training, "data_dict")):
+        section.only(name, None, several)
+    for name in ("model_prob", "num_epoch_dict"):
+        if training.take(name):
+            raise training.refused(name, f"has no meaning: {several}")
+
+
+def read_input(file: Path) -> Any:
+    """The content of a file, JSON by its name or else YAML; bad syntax and keys given twice are refused."""
+    if file.suffix != ".json":
+        return read_yaml(file)
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = [name for name, _ in pairs if not name.startswith("_")]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ForgefieldError(f"{file}: '{twice}' is given twice in one section.")
+        return dict(pairs)
+
+    try:
+        return json.loads(read_text(file), object_pairs_hook=once)
+    except json.JSONDecodeError as error:
+        raise ForgefieldError(f"{file}, line {error.lineno}: this is not valid JSON: {error.msg}.") from error
