@@ -91,25 +91,16 @@ def _from_run(args: argparse.Namespace, overrides: list[str]) -> tuple[Potential
 
 def _from_config(args: argparse.Namespace, overrides: list[str]) -> tuple[Potential, FrameTable, Mapping[str, Any]]:
     """Fresh model for the data of a config, frames to pick from, and the model's resolved options."""
-    from omegaconf import OmegaConf
-
     from forgefield.config.loading import load_config
     from forgefield.data.module import DataModule
     from forgefield.data.reading import read_table
-    from forgefield.models.registry import build_model, resolve_model
+    from forgefield.models.registry import build_model
+    from forgefield.training.resolved_model import resolved_model
 
     config = load_config(args.target, overrides)
     data = DataModule(config.data, seed=config.seed)
     data.prepare()
-    given: Any = OmegaConf.to_container(config.model, resolve=True)
-    resolved = resolve_model(
-        given,
-        species=data.species.symbols,
-        cutoff=config.data.cutoff,
-        adaptive_cutoff=config.data.adaptive_cutoff,
-        max_neighbours=config.data.max_neighbours,
-        statistics=data.statistics,
-    )
+    resolved = resolved_model(config, data)
     frames = data.train.frames
     if args.data is not None:
         frames = read_table(args.data, config.data.labels, config.data.units, required=False)

@@ -38,7 +38,8 @@ from forgefield.ops.neighbours import batched_neighbours
 
 Batch = dict[str, Tensor]
 
-SHAPES: dict[str, tuple[str | int, ...]] = {
+Shapes = dict[str, tuple[str | int, ...]]
+SHAPES: Shapes = {
     "positions": ("atoms", 3),
     "species": ("atoms",),
     "frame": ("atoms",),
@@ -57,7 +58,7 @@ SHAPES: dict[str, tuple[str | int, ...]] = {
 """Shape of each key, in the sizes that differ from batch to batch."""
 
 
-def batch_shapes(fields: Fields) -> dict[str, tuple[str | int, ...]]:
+def batch_shapes(fields: Fields) -> Shapes:
     """The same for batches that carry these fields."""
     return SHAPES | {
         name: ("atoms" if field.per == "atom" else "frames", *field.shape) for name, field in fields.items()

@@ -14,11 +14,11 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from forgefield.data.batch import Batch, to_device, with_edges
+from forgefield.data.batch import Batch, batch_shapes, to_device, with_edges
 from forgefield.data.module import DataModule
 from forgefield.data.readers import plain
 from forgefield.models.potential import Potential
-from forgefield.models.registry import build_model, resolve_model
+from forgefield.models.registry import build_model
 from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.task import Task, default_task
 from forgefield.training.ema import WeightAverage
@@ -26,6 +26,7 @@ from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.step import StepFunction
 from forgefield.training.optimisers import build_optimiser
 from forgefield.training.precision import Precision
+from forgefield.training.resolved_model import resolved_model
 
 
 @dataclass
@@ -46,7 +47,8 @@ class BareStep:
         self.errors = ErrorMetrics(self.task.names, self.data.species.symbols)
 
     def function(self, derivative: str) -> StepFunction:
-        return StepFunction(self.potential, self.task, self.errors, derivative=derivative)
+        shapes = batch_shapes(self.data.train.fields)
+        return StepFunction(self.potential, self.task, self.errors, derivative=derivative, shapes=shapes)
 
     def batch(self, rows: Sequence[int] | np.ndarray) -> Batch:
         """These frames of the training data, on the device."""
@@ -86,14 +88,7 @@ def bare_step(config: DictConfig, *, precision: str | None = None, data: DataMod
     arithmetic = Precision(precision if precision is not None else first_precision(config))
     arithmetic.require_device(device)
     task = Task(config.task if config.task is not None else default_task(data.statistics.labels), species)
-    resolved = resolve_model(
-        plain(config.model),
-        species=species,
-        cutoff=config.data.cutoff,
-        adaptive_cutoff=config.data.adaptive_cutoff,
-        max_neighbours=config.data.max_neighbours,
-        statistics=data.statistics,
-    )
+    resolved = resolved_model(config, data)
     potential = build_model(resolved, precision=arithmetic.weights, seed=config.seed)
     potential.train().to(device)
     parameters = [p for p in potential.parameters() if p.requires_grad]

@@ -17,6 +17,7 @@ from omegaconf import DictConfig
 
 from forgefield.config.nearest import did_you_mean
 from forgefield.config.template import commented_yaml
+from forgefield.data.batch import batch_shapes
 from forgefield.data.dataset import GraphDataset
 from forgefield.data.module import DataModule
 from forgefield.data.readers import plain
@@ -24,7 +25,7 @@ from forgefield.data.sampling.loader import FrameLoader
 from forgefield.errors import ForgefieldError
 from forgefield.files import write_whole
 from forgefield.models.potential import Potential
-from forgefield.models.registry import build_model, resolve_model
+from forgefield.models.registry import build_model
 from forgefield.parallel.exchange import StepExchange
 from forgefield.parallel.group import Ranks
 from forgefield.parallel.learning_rate import learning_rate_factor
@@ -47,6 +48,7 @@ from forgefield.training.module import TrainingModule
 from forgefield.training.precision import Precision
 from forgefield.training.preflight import check_settings, require_same_data, require_same_settings
 from forgefield.training.requeue import ask_slurm_to_requeue
+from forgefield.training.resolved_model import resolved_model
 from forgefield.training.signals import StopRequested, StopWish
 from forgefield.training.start_summary import summarise
 from forgefield.training.trainer import (
@@ -230,6 +232,7 @@ def _run_lightning(plan: _Plan, potential: Potential, restart: Restart | None, p
         exchange=exchange,
         lr_factor=party.lr_factor,
         starter=_engine_starter(plan, party, restart),
+        shapes=batch_shapes(data.train.fields),
     )
     first = RunCheckpoint(
         run.checkpoints,
@@ -385,14 +388,7 @@ def _prepare_model(run: Run, config: DictConfig, data: DataModule, ranks: Ranks)
         require_same_data(data.test.frames.fingerprint, ranks)
     resolved: dict[str, Any] = {}
     if ranks.is_first:
-        resolved = resolve_model(
-            plain(config.model),
-            species=species,
-            cutoff=config.data.cutoff,
-            adaptive_cutoff=config.data.adaptive_cutoff,
-            max_neighbours=config.data.max_neighbours,
-            statistics=statistics,
-        )
+        resolved = resolved_model(config, data)
         if has_begun(run):
             if run.info["data_fingerprint"] != fingerprint:
                 raise ForgefieldError(

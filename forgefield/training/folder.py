@@ -97,6 +97,7 @@ def compare_with_stored_config(
             change.key == "data.batch.frames"
             and int(change.old or DEFAULT_FRAMES) * before == int(change.new or DEFAULT_FRAMES) * now
             and config.training.scale_lr == "none"
+            and not config.data.batch.by_source
         )
     ]
     if refused:

@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
-from forgefield.data.batch import with_edges
+from forgefield.data.batch import SHAPES, Shapes, with_edges
 from forgefield.errors import ForgefieldError
 from forgefield.models.potential import Potential
 from forgefield.parallel.exchange import StepExchange
@@ -74,9 +74,10 @@ class TrainingModule(L.LightningModule):
         exchange: StepExchange | None = None,
         lr_factor: float = 1.0,
         starter: EngineStarter | None = None,
+        shapes: Shapes = SHAPES,
     ) -> None:
         """ranks: who trains together. exchange: their message of every batch. lr_factor: multiplies every learning rate.
-        starter: gets the engine going on the first batch; without one it is eager.
+        starter: gets the engine going on the first batch; without one it is eager. shapes: of the tensors of a batch.
         """
         super().__init__()
         self.potential = potential
@@ -92,7 +93,8 @@ class TrainingModule(L.LightningModule):
         self.val_errors = ErrorMetrics(task.names, species)
         self.starter = starter
         self.engine: Engine | None = None
-        self._eager = Engine(StepFunction(potential, task, self.train_errors))
+        self.shapes = shapes
+        self._eager = Engine(self._step_function("double"))
         self._update: CapturedUpdate | None = None
         self._evaluation_is_checked = False
         self.precision = Precision(options.precision)
@@ -217,7 +219,7 @@ class TrainingModule(L.LightningModule):
         return why_not_capturable(self.trainer.optimizers[0])
 
     def _step_function(self, derivative: str) -> StepFunction:
-        return StepFunction(self.potential, self.task, self.train_errors, derivative=derivative)
+        return StepFunction(self.potential, self.task, self.train_errors, derivative=derivative, shapes=self.shapes)
 
     @property
     def _gradients_lie_still(self) -> bool:

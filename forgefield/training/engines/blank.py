@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from forgefield.data.batch import SHAPES, Shapes
+
 Batch = dict[str, Tensor]
 EDGES_PER_ATOM = 64
 """Edges of one blank atom at most; sums over the edges of an atom take as long as its longest list."""
@@ -20,11 +22,12 @@ def sizes(batch: Batch) -> tuple[int, int, int]:
     return batch["n_atoms"].shape[0], batch["positions"].shape[0], batch["edge_index"].shape[1]
 
 
-def blank_frames(like: Batch, *, frames: int, atoms: int, edges: int, reach: float) -> Batch:
+def blank_frames(like: Batch, *, frames: int, atoms: int, edges: int, reach: float, shapes: Shapes = SHAPES) -> Batch:
     """A batch of nothing but blank frames, with the keys of `like`, on its device.
 
     All atoms and edges belong to the last frame; the others are empty, but say that they have one atom, since energies are
-    divided by that number. reach: radius beyond which a model has no edges, A. edges: an even number.
+    divided by that number. reach: radius beyond which a model has no edges, A. edges: an even number. Labels are missing; all
+    else that a model may read is zero.
     """
     if edges % 2 or (edges and not atoms) or (atoms and not frames):
         raise ValueError(f"no blank frames with {frames} frames, {atoms} atoms, {edges} edges")
@@ -45,16 +48,15 @@ def blank_frames(like: Batch, *, frames: int, atoms: int, edges: int, reach: flo
         "frame_id": torch.full((frames,), -1, device=device),
         "pbc": torch.ones(frames, 3, dtype=torch.bool, device=device),
     }
-    rows = {"positions": atoms, "species": atoms, "forces": atoms, "energy": frames, "stress": frames, "weight": frames}
+    rows = {"frames": frames, "atoms": atoms, "edges": edges}
     result = {}
     for key, tensor in like.items():
         if key in made:
             result[key] = made[key].to(tensor.dtype)
-        elif key in rows:
-            fill = float("nan") if key in ("energy", "forces", "stress") else 0
-            result[key] = torch.full((rows[key], *tensor.shape[1:]), fill, dtype=tensor.dtype, device=device)
         else:
-            raise ValueError(f"how a blank frame looks in '{key}' is not known")
+            fill = float("nan") if key in ("energy", "forces", "stress") else 0
+            n_rows = rows[str(shapes[key][0])]
+            result[key] = torch.full((n_rows, *tensor.shape[1:]), fill, dtype=tensor.dtype, device=device)
     return result
 
 
@@ -75,10 +77,11 @@ LEAST = {"frames": 2, "atoms": 64, "edges": 64}
 small sizes as worth another kernel."""
 
 
-def not_too_small(batch: Batch, reach: float) -> Batch:
+def not_too_small(batch: Batch, reach: float, shapes: Shapes = SHAPES) -> Batch:
     """The batch, filled up with a blank frame where it is smaller than `LEAST`."""
     frames, atoms, edges = sizes(batch)
     if frames >= LEAST["frames"] and atoms >= LEAST["atoms"] and edges >= LEAST["edges"]:
         return batch
     atoms, edges = max(LEAST["atoms"] - atoms, 1), max(LEAST["edges"] - edges, 0)
-    return join_batches(batch, blank_frames(batch, frames=1, atoms=atoms, edges=edges + edges % 2, reach=reach))
+    blank = blank_frames(batch, frames=1, atoms=atoms, edges=edges + edges % 2, reach=reach, shapes=shapes)
+    return join_batches(batch, blank)

@@ -22,6 +22,7 @@ from torch._inductor.standalone_compile import standalone_compile
 from torch.fx import Graph, Node
 from torch.utils._sympy.printers import PythonPrinter
 
+from forgefield.data.batch import SHAPES, Shapes
 from forgefield.data.storage.cache import cache_folder
 from forgefield.training.engines.blank import sizes
 from forgefield.training.engines.step import StepFunction
@@ -49,7 +50,10 @@ class CompileEngine(TracedEngine):
     ) -> None:
         def make(flat: Flat, what: str) -> CompiledFunction:
             return CompiledFunction(
-                flat, options or {}, lambda: say(f"Compiling the {what}; later starts find the code on disk ...")
+                flat,
+                options or {},
+                lambda: say(f"Compiling the {what}; later starts find the code on disk ..."),
+                function.shapes,
             )
 
         super().__init__(function, make, world_size=world_size)
@@ -58,8 +62,8 @@ class CompileEngine(TracedEngine):
 class CompiledFunction:
     """`function(static, batch)` compiled. Batches must not be smaller than `blank.LEAST`.
 
-    options: settings of Inductor, by their names. before: called before code is made. compilations: how often code was
-    made, or found on disk.
+    options: settings of Inductor, by their names. before: called before code is made. shapes: of a batch.
+    compilations: how often code was made, or found on disk.
     """
 
     def __init__(
@@ -67,8 +71,9 @@ class CompiledFunction:
         function: Callable[[list[Tensor], Batch], Any],
         options: dict[str, Any],
         before: Callable[[], None] = lambda: None,
+        shapes: Shapes = SHAPES,
     ) -> None:
-        self.function, self.options, self.before = function, options, before
+        self.function, self.options, self.before, self.shapes = function, options, before, shapes
         self.compilations = 0
         self._variants: list[tuple[Callable[[int, int, int], bool], Callable[..., Any], Traced]] = []
 
@@ -87,7 +92,7 @@ class CompiledFunction:
         if len(self._variants) >= 8:
             raise RuntimeError("eight sizes of batches have needed code of their own; something is wrong")
         self.before()
-        traced = trace(self.function, static, batch)
+        traced = trace(self.function, static, batch, self.shapes)
         settings = {"joint_custom_post_pass": ShareEqualNodes(), **self.options}
         context = TracingContext(traced.mode)
         with torch.no_grad(), tracing(context), _kept_cache(), warnings.catch_warnings():

@@ -93,7 +93,14 @@ class GraphsEngine(Engine):
 
     def _capture(self, size: Size, like: Batch, known: Tensor | None) -> _Captured:
         self.say(f"Capturing the step for {size.frames} frames, {size.atoms} atoms, {size.edges} edges.")
-        blank = blank_frames(like, frames=size.frames, atoms=size.atoms, edges=size.edges, reach=self.reach)
+        blank = blank_frames(
+            like,
+            frames=size.frames,
+            atoms=size.atoms,
+            edges=size.edges,
+            reach=self.reach,
+            shapes=self.function.shapes,
+        )
         batch = {key: tensor.clone() for key, tensor in blank.items()}
         denominators = None if known is None else known.clone()
         captured = _Captured(torch.cuda.CUDAGraph(), list(blank.values()), batch, denominators, None)  # type: ignore[arg-type]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from forgefield.data.batch import SHAPES, Shapes
 from forgefield.training.engines.step import StepFunction
 from forgefield.training.engines.traced_engine import Flat, TracedEngine
 from forgefield.training.engines.tracing import Traced, trace
@@ -25,14 +26,14 @@ class ScriptEngine(TracedEngine):
     name = "script"
 
     def __init__(self, function: StepFunction, *, world_size: int = 1) -> None:
-        super().__init__(function, lambda flat, what: ScriptedFunction(flat), world_size=world_size)
+        super().__init__(function, lambda flat, what: ScriptedFunction(flat, function.shapes), world_size=world_size)
 
 
 class ScriptedFunction:
     """`function(static, batch)` as TorchScript, for batches of any size."""
 
-    def __init__(self, function: Flat) -> None:
-        self.function = function
+    def __init__(self, function: Flat, shapes: Shapes = SHAPES) -> None:
+        self.function, self.shapes = function, shapes
         self._made: tuple[Any, Traced, list[int]] | None = None
 
     def __call__(self, static: Sequence[Tensor], batch: Batch) -> Any:
@@ -50,7 +51,7 @@ class ScriptedFunction:
         self._made = None
 
     def _make(self, static: Sequence[Tensor], batch: Batch) -> tuple[Any, Traced, list[int]]:
-        traced = trace(self.function, static, batch)
+        traced = trace(self.function, static, batch, self.shapes)
         present = _leave_out_nothing(traced.graph)
         _in_words_of_torchscript(traced.graph)
         with warnings.catch_warnings():

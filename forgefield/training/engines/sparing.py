@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from forgefield.data.batch import SHAPES
+from forgefield.data.batch import SHAPES, Shapes
 from forgefield.errors import ForgefieldError
 from forgefield.training.engines.blank import sizes
 from forgefield.training.engines.engine import Denominators, Engine, Step
@@ -44,7 +44,7 @@ class SparingEngine(Engine):
 
     def differentiate(self, batch: Batch, denominators: Denominators | None = None) -> Differentiated:
         known = self.function.task.counts(batch) if denominators is None else denominators()
-        results = [self._in_parts(part, known) for part in cut(batch, self.parts)]
+        results = [self._in_parts(part, known) for part in cut(batch, self.parts, self.function.shapes)]
         return functools.reduce(_added, results)
 
     def evaluate(self, batch: Batch) -> Measured:
@@ -73,7 +73,7 @@ class SparingEngine(Engine):
             self.say(
                 f"A batch of {describe(batch)} does not fit into memory: it is computed in parts, with the same gradients."
             )
-        first, second = (self._in_parts(part, known) for part in halves(batch))
+        first, second = (self._in_parts(part, known) for part in halves(batch, self.function.shapes))
         return _added(first, second)
 
 
@@ -92,18 +92,18 @@ def _added(a: Differentiated, b: Differentiated) -> Differentiated:
     return Differentiated(gradients, a.loss + b.loss, measured)
 
 
-def cut(batch: Batch, parts: int) -> list[Batch]:
+def cut(batch: Batch, parts: int, shapes: Shapes = SHAPES) -> list[Batch]:
     """The batch in so many parts, or in as many as it has frames, of about as many atoms each."""
     frames = batch["n_atoms"].shape[0]
     if parts <= 1 or frames == 1:
         return [batch]
-    first, second = halves(batch)
+    first, second = halves(batch, shapes)
     share = max(1, round(parts * first["positions"].shape[0] / batch["positions"].shape[0]))
     share = min(share, parts - 1)
-    return [*cut(first, share), *cut(second, parts - share)]
+    return [*cut(first, share, shapes), *cut(second, parts - share, shapes)]
 
 
-def halves(batch: Batch) -> tuple[Batch, Batch]:
+def halves(batch: Batch, shapes: Shapes = SHAPES) -> tuple[Batch, Batch]:
     """The batch cut between two frames, so that both parts have about as many atoms."""
     n_atoms = batch["n_atoms"].cpu()
     before = torch.cumsum(n_atoms, 0)
@@ -115,15 +115,11 @@ def halves(batch: Batch) -> tuple[Batch, Batch]:
     first, second = {}, {}
     for key, tensor in batch.items():
         dim = int(key == "edge_index")
-        at = cuts[_kind(key)]
+        at = cuts[next(size for size in shapes[key] if isinstance(size, str))]
         first[key] = tensor.narrow(dim, 0, at)
         rest = tensor.narrow(dim, at, tensor.shape[dim] - at)
         second[key] = rest - moves[key] if key in moves else rest
     return first, second
-
-
-def _kind(key: str) -> str:
-    return next(size for size in SHAPES[key] if isinstance(size, str))
 
 
 def describe(batch: Batch) -> str:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from forgefield.data.batch import SHAPES, Shapes
 from forgefield.models.potential import Potential
 from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.task import Task
@@ -38,12 +39,24 @@ class Differentiated(NamedTuple):
 
 
 class StepFunction:
-    """The loss of `task` on the outputs of `potential`, and its gradients. errors: says which errors are measured."""
+    """The loss of `task` on the outputs of `potential`, and its gradients.
 
-    def __init__(self, potential: Potential, task: Task, errors: ErrorMetrics, *, derivative: str = "double") -> None:
+    errors: says which errors are measured. shapes: of the tensors of a batch.
+    """
+
+    def __init__(
+        self,
+        potential: Potential,
+        task: Task,
+        errors: ErrorMetrics,
+        *,
+        derivative: str = "double",
+        shapes: Shapes = SHAPES,
+    ) -> None:
         if derivative not in DERIVATIVES:
             raise ValueError(f"there is no derivative form '{derivative}'")
         self.potential, self.task, self.errors, self.derivative = potential, task, errors, derivative
+        self.shapes = shapes
         parameters = dict(potential.named_parameters())
         self.trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
         frozen = [name for name in parameters if name not in set(self.trained)]

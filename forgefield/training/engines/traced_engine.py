@@ -44,12 +44,15 @@ class TracedEngine(Engine):
         return self._given(self.differentiate(batch, denominators))
 
     def differentiate(self, batch: Batch, denominators: Denominators | None = None) -> Differentiated:
-        trained, fixed, batch, weights, known = self._inputs(not_too_small(batch, self.reach), denominators)
+        trained, fixed, batch, weights, known = self._inputs(self._not_too_small(batch), denominators)
         return self.training([*trained, *fixed, weights, *([] if known is None else [known])], batch)
 
     def evaluate(self, batch: Batch) -> Measured:
-        trained, fixed, batch, _, _ = self._inputs(not_too_small(batch, self.reach), None)
+        trained, fixed, batch, _, _ = self._inputs(self._not_too_small(batch), None)
         return self.evaluation([*trained, *fixed], batch)
+
+    def _not_too_small(self, batch: Batch) -> Batch:
+        return not_too_small(batch, self.reach, self.function.shapes)
 
     def forget(self) -> None:
         self.training.forget()

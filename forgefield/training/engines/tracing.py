@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from forgefield.data.batch import SHAPES
+from forgefield.data.batch import SHAPES, Shapes
 from forgefield.errors import ForgefieldError
 from forgefield.training.engines.blank import LEAST, sizes
 
@@ -56,10 +56,12 @@ class Traced:
         return tree_unflatten(list(values), self.structure)
 
 
-def trace(function: Callable[[list[Tensor], Batch], Any], static: Sequence[Tensor], batch: Batch) -> Traced:
+def trace(
+    function: Callable[[list[Tensor], Batch], Any], static: Sequence[Tensor], batch: Batch, shapes: Shapes = SHAPES
+) -> Traced:
     """The graph of `function(static, batch)`. static: tensors whose shapes never change.
 
-    batch: only its keys, types and, as a hint, sizes matter.
+    batch: only its keys, types and, as a hint, sizes matter. shapes: of its tensors.
     """
     environment = _Sizes(duck_shape=False)
     mode = FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
@@ -76,7 +78,7 @@ def trace(function: Callable[[list[Tensor], Batch], Any], static: Sequence[Tenso
     with mode, enable_python_dispatcher():
         inputs: list[Any] = [mode.from_tensor(tensor.detach(), static_shapes=True) for tensor in static]
         for key, tensor in batch.items():
-            shape = [lengths.get(size, size) for size in SHAPES[key]]
+            shape = [lengths.get(size, size) for size in shapes[key]]
             inputs.append(torch.empty(shape, dtype=tensor.dtype, device=tensor.device))
         with torch.enable_grad(), _ZeroTangents():
             graph = make_fx(flat, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)

@@ -1,0 +1,84 @@
+"""From a config and its data to the options of a model in full: every number that comes from the data is made explicit.
+
+Some models ask for more than the statistics of the data (`measure` of their class): one pass over the training frames, kept on
+disk by a hash of all it depends on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from omegaconf import DictConfig
+
+from forgefield.data.batch import Batch, with_edges
+from forgefield.data.dataset import GraphDataset
+from forgefield.data.graphs.graph import same_graph
+from forgefield.data.module import DataModule
+from forgefield.data.readers import plain
+from forgefield.data.storage.cache import cache_folder
+from forgefield.errors import ForgefieldError
+from forgefield.files import write_whole
+from forgefield.models.registry import model_statistics, resolve_model
+
+EDGES_AT_ONCE = 2_000_000
+MOST_FRAMES = 20_000
+"""Of larger data sets so many frames are measured, evenly spread."""
+
+
+def resolved_model(config: DictConfig, data: DataModule) -> dict[str, Any]:
+    """Options of the config's model with everything explicit; see `models.registry.resolve_model`."""
+    return resolve_model(
+        plain(config.model),
+        species=data.species.symbols,
+        cutoff=config.data.cutoff,
+        adaptive_cutoff=config.data.adaptive_cutoff,
+        max_neighbours=config.data.max_neighbours,
+        statistics=asdict(data.statistics) | _measured(config, data),
+    )
+
+
+def _measured(config: DictConfig, data: DataModule) -> dict[str, Any]:
+    """What the model itself measures on the training data; nothing for most models."""
+    species, cutoff, model = data.species.symbols, float(config.data.cutoff), plain(config.model)
+    kept = _place(config, data) if config.data.cache else None
+    try:
+        if kept is not None:
+            return json.loads(kept.read_text())
+    except (OSError, ValueError):
+        pass  # nothing is there, or it is damaged, which only costs measuring again
+    found = model_statistics(model, lambda: _batches(data.train, cutoff), species=species, cutoff=cutoff)
+    if found and kept is not None:
+        with suppress(ForgefieldError, OSError):
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(kept, json.dumps(found))
+    return found
+
+
+def _place(config: DictConfig, data: DataModule) -> Path:
+    settings = {
+        "format": 1,
+        "frames": data.train.frames.fingerprint,
+        "model": plain(config.model),
+        "species": data.species.symbols,
+        "graph": asdict(same_graph(data.train.graph)),
+        "most": MOST_FRAMES,
+    }
+    name = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=16).hexdigest()
+    return cache_folder() / "model-statistics" / f"{name}.json"
+
+
+def _batches(dataset: GraphDataset, cutoff: float) -> Iterator[Batch]:
+    rows = np.arange(len(dataset))
+    if len(rows) > MOST_FRAMES:
+        rows = np.unique(np.linspace(0, len(rows) - 1, MOST_FRAMES).round().astype(np.int64))
+    costs = dataset.n_edges if dataset.n_edges is not None else 100 * dataset.n_atoms
+    part = (costs[rows].cumsum() - 1) // EDGES_AT_ONCE
+    for number in np.unique(part):
+        yield with_edges(dataset.batch(rows[part == number]), cutoff)
