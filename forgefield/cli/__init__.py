@@ -26,7 +26,9 @@ VERBS = {
     "data": ("data", "look at data, convert it to a store, cut a small set from it"),
     "bench": ("bench", "how fast each engine trains here, how it scales, what fits into memory"),
     "report": ("report", "write the report of a run anew, one self-contained HTML page"),
+    "convert-config": ("convert_config", "show an input file of DeePMD-kit as a config of ours"),
     "import": ("import_", "turn a model of another program into a run"),
+    "export": ("export", "write the model of a run for another program"),
 }
 
 EXAMPLES = """\

@@ -236,7 +236,7 @@ class TrainingOptions:
     """Name of a torch optimiser, an import path, or {name: adamw, weight_decay: 1e-3, ...}."""
     scheduler: Any = None
     """Name of a torch learning-rate scheduler or {name: ReduceLROnPlateau, patience: 20, ..., interval: epoch|step}."""
-    engine: Optional[str] = "eager"
+    engine: Optional[str] = "auto"
     """How a step is executed: eager, compile, graphs (CUDA graphs), script; auto measures and takes the fastest."""
     derivative: str = "auto"
     """How a loss of forces is differentiated: double (backward twice) or tangent (forward once, backward once); auto."""

@@ -1,9 +1,9 @@
-"""Optimisers and learning-rate schedulers by name: any of torch's, or the user's own by import path."""
+"""Optimisers and learning-rate schedulers by name: any of torch's, those of `schedules`, or the user's own by import path."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from forgefield.config.components import check_signature, import_path
 from forgefield.config.nearest import did_you_mean
 from forgefield.errors import ForgefieldError
+from forgefield.training.schedules import SCHEDULES, StepSchedule
 
 
 def build_optimiser(spec: Any, parameters: list[torch.nn.Parameter], *, lr: float) -> torch.optim.Optimizer:
@@ -38,17 +39,20 @@ def build_scheduler(
 ) -> dict[str, Any]:
     """Lightning's description of a scheduler. spec may hold `interval: epoch | step` beside the scheduler's options.
 
-    epochs, steps(): length of the run, -1 where it has no limit; `CosineAnnealingLR` takes its T_max from it if not told.
+    epochs, steps(): length of the run, -1 where it has no limit; `CosineAnnealingLR` and the schedules by step take their T_max
+    from it if not told.
     lr_factor: multiplies every option that is itself a learning rate, as it does the optimiser's.
     """
     name, options = _name_and_options(spec, "training.scheduler")
-    interval = options.pop("interval", "epoch")
-    if interval not in ("epoch", "step"):
-        raise ForgefieldError(f"training.scheduler.interval is epoch or step, not '{interval}'.")
     base = torch.optim.lr_scheduler.LRScheduler
-    cls = _find(torch.optim.lr_scheduler, name, base, "training.scheduler")
-    check_signature(cls, options, where="training.scheduler")
-    if cls is torch.optim.lr_scheduler.CosineAnnealingLR and "T_max" not in options:
+    cls = _find(torch.optim.lr_scheduler, name, base, "training.scheduler", SCHEDULES)
+    by_step = issubclass(cls, StepSchedule)
+    interval = options.pop("interval", "step" if by_step else "epoch")
+    if interval not in (("step",) if by_step else ("epoch", "step")):
+        valid = "step" if by_step else "epoch or step"
+        raise ForgefieldError(f"training.scheduler.interval is {valid} for {name}, not '{interval}'.")
+    check_signature(cls, options, where="training.scheduler", supplied=("optimizer",))
+    if (by_step or cls is torch.optim.lr_scheduler.CosineAnnealingLR) and "T_max" not in options:
         options["T_max"] = _length(interval, epochs, steps)
     options = {key: _scaled(item, lr_factor) if key in _RATES else item for key, item in options.items()}
     try:
@@ -65,14 +69,27 @@ def build_scheduler(
 
 def fit_length(scheduler: Any, length: int) -> None:
     """A schedule as long as the run, resumed where the run has another number of steps: the same place of the same curve."""
-    if scheduler.T_max != length:
+    if isinstance(scheduler, StepSchedule):
+        scheduler.fit(length)
+    elif scheduler.T_max != length:
         scheduler.last_epoch = round(scheduler.last_epoch * length / scheduler.T_max)
         scheduler.T_max = length
 
 
-_RATES = ("eta_min", "min_lr", "max_lr", "base_lr")
-"""Options of torch's schedulers that are learning rates."""
-_STORED_RATES = ("lr", "initial_lr", "min_lr", "max_lr", "base_lrs", "_last_lr", "eta_min", "min_lrs", "max_lrs")
+_RATES = ("eta_min", "min_lr", "max_lr", "base_lr", "stop_lr")
+"""Options of schedulers that are learning rates."""
+_STORED_RATES = (
+    "lr",
+    "initial_lr",
+    "min_lr",
+    "max_lr",
+    "base_lrs",
+    "_last_lr",
+    "eta_min",
+    "min_lrs",
+    "max_lrs",
+    "stop_lr",
+)
 """The same as torch stores them in the state of optimisers and schedulers."""
 
 
@@ -88,6 +105,8 @@ def rescale_learning_rates(checkpoint: dict[str, Any], ratio: float) -> None:
 
 
 def _scaled(value: Any, factor: float) -> Any:
+    if value is None:
+        return None
     if isinstance(value, (list, tuple)):
         return type(value)(_scaled(item, factor) for item in value)
     return value * factor
@@ -109,8 +128,8 @@ def _name_and_options(spec: Any, where: str) -> tuple[str, dict[str, Any]]:
     return str(options.pop("name")), options
 
 
-def _find(module: Any, name: str, base: type, where: str) -> type:
-    """A class of `module` by name, whatever the case, or of any module by import path."""
+def _find(module: Any, name: str, base: type, where: str, own: Mapping[str, type] | None = None) -> type:
+    """A class of `module` or one of our `own` by name, whatever the case, or of any module by import path."""
     if "." in name:
         found = import_path(name)
         if not (inspect.isclass(found) and issubclass(found, base)):
@@ -121,9 +140,12 @@ def _find(module: Any, name: str, base: type, where: str) -> type:
         for key, value in vars(module).items()
         if inspect.isclass(value) and issubclass(value, base) and value is not base and not key.startswith("_")
     }
+    own = own or {}
+    if name.lower() in own:
+        return own[name.lower()]
     aliases = {"plateau": "reducelronplateau", "cosine": "cosineannealinglr"}
     key = aliases.get(name.lower(), name.lower())
     if key not in known:
-        names = sorted(value.__name__ for value in known.values())
-        raise ForgefieldError(f"{where}: torch has no '{name}'.{did_you_mean(name, names)} Known: {', '.join(names)}.")
+        names = [*own, *sorted(value.__name__ for value in known.values())]
+        raise ForgefieldError(f"{where}: there is no '{name}'.{did_you_mean(name, names)} Known: {', '.join(names)}.")
     return known[key]

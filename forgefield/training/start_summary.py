@@ -70,9 +70,9 @@ def _training_rows(
 
 
 def effective_batch(budget: Budget, world_size: int, accumulate: int) -> str:
-    """`8 frames`, or `8 frames x 4 ranks x 2 batches a step = 64 frames a step`; `up to 4096 atoms ...`."""
+    """`8 frames`, or `8 frames x 4 ranks x 2 batches a step = 64 frames a step`; `up to 4096 atoms ...`, `at least ...`."""
     kind, size = budget.kind, budget.size
-    at_most = "" if kind == "frames" else "up to "
+    at_most = "" if kind == "frames" else "at least " if budget.bound == "lower" else "up to "
     factors = [f"{at_most}{size} {kind if size > 1 else kind[:-1]}"]
     if world_size > 1:
         factors.append(f"{world_size} ranks")

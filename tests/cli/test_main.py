@@ -20,7 +20,7 @@ def test_overview_has_one_line_per_verb_and_examples(capsys):
     assert cli.main(["--help"]) == 0
     shown = capsys.readouterr().out
     for verb, (_, text) in cli.VERBS.items():
-        assert f"  {verb:<7}  {text}\n" in shown
+        assert f"  {verb:<{max(map(len, cli.VERBS))}}  {text}\n" in shown
     assert "forgefield train water.yaml training.lr=3e-3 ++trainer.max_epochs=200" in shown
     assert cli.main([]) == 0
     assert capsys.readouterr().out == shown

@@ -94,4 +94,4 @@ def test_errors_of_the_config_end_the_command(capsys):
     assert main(["train", "my.yaml", "training.lrr=1"]) == 2
     assert "unknown key 'training.lrr'. Did you mean 'training.lr'?" in capsys.readouterr().err
     assert main(["train", "input.json"]) == 2
-    assert "DeePMD-kit input files" in capsys.readouterr().err
+    assert "config file input.json not found" in capsys.readouterr().err

@@ -1,0 +1,192 @@
+"""Writes the learning curve as DeePMD-kit does (`lcurve.out`), for the scripts and eyes that are used to it.
+
+One row per validation; where there is none, one every so many steps. The numbers are those of all ranks: training columns are
+over all frames since the row before, validation columns over all validation frames. A checkpoint knows how many rows had been
+written; on a resume, rows behind it are cut off.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+
+from forgefield.errors import ForgefieldError
+from forgefield.files import write_whole
+from forgefield.tasks.metrics import unit_of
+
+LETTERS = {"energy": "e", "forces": "f", "virial": "v", "stress": "s"}
+"""How the columns of a target are called there."""
+ERRORS = ("rmse", "mae")
+
+
+class LearningCurve(Callback):
+    """file: a name lies in the run folder, a path with a folder from the working directory. every: steps between two rows where
+    nothing is validated. errors: rmse or mae, what is written for each target.
+    """
+
+    def __init__(self, file: str = "lcurve.out", every: int = 1000, errors: str = "rmse") -> None:
+        if errors not in ERRORS:
+            raise ForgefieldError(
+                f"callbacks: the errors of a learning curve are {' or '.join(ERRORS)}, not {errors!r}."
+            )
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ForgefieldError(f"callbacks: a learning curve has a row every so many steps, not {every!r}.")
+        self.file, self.every, self.errors = file, every, errors
+        self._rows = 0
+        self._row_step = -1
+        self._lr = math.nan
+        self._values: dict[str, float] = {}
+        # Training sums over all ranks. They begin anew with every epoch and every row of metrics.
+        self._before: Tensor | None = None
+        """Since the last row, but of epochs that are over."""
+        self._taken: Tensor | None = None
+        """What is in the present sums but was counted already."""
+        self._epoch_is_over = False
+
+    def state_dict(self) -> dict[str, Any]:
+        sums = {"before": self._before, "taken": self._taken, "epoch_is_over": self._epoch_is_over}
+        return {"rows": self._rows, "row_step": self._row_step, **sums}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._rows, self._row_step = state_dict["rows"], state_dict["row_step"]
+        self._before, self._taken = state_dict["before"], state_dict["taken"]
+        self._epoch_is_over = state_dict["epoch_is_over"]
+
+    # ---- when
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        """Begin a new file, or keep of the old one the rows that had been written when the checkpoint was taken."""
+        if not self._writes(trainer):
+            return
+        path = self._path(trainer)
+        kept = [line for line in _lines(path) if not line.startswith("#")][: self._rows]
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, self._header(trainer, pl_module) + "".join(line + "\n" for line in kept))
+        except OSError as error:
+            raise ForgefieldError(f"The learning curve {path} cannot be written: {error.strerror}.") from error
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        # The schedule moves on at the end of a step; a row tells with which rate its step was taken.
+        self._lr = trainer.optimizers[0].param_groups[0]["lr"]
+        if self._epoch_is_over:
+            self._taken, self._epoch_is_over = None, False
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        step = trainer.global_step
+        if not trainer.enable_validation and step % self.every == 0 and step != self._row_step:
+            self._write(trainer, _values(self._take(pl_module), pl_module))
+        if trainer.is_last_batch:
+            self._before, self._epoch_is_over = self._take(pl_module), True
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        if self._counts(trainer):  # at its end the sums begin anew
+            self._values = _values(self._take(pl_module), pl_module)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        measured = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
+        if self._counts(trainer):
+            self._taken = None
+            loss = _loss(_over_ranks(pl_module, pl_module.val_loss.sums), pl_module)
+            self._write(trainer, {**measured, "val/loss": loss, **self._values})
+
+    # ---- what
+
+    def _counts(self, trainer: L.Trainer) -> bool:
+        return trainer.state.fn == "fit" and not trainer.sanity_checking
+
+    def _take(self, pl_module: Any) -> Tensor:
+        """Sums over all ranks since the last row; the next row begins here."""
+        total = _over_ranks(pl_module, pl_module.train_loss.sums, pl_module.train_errors.sums)
+        since = total if self._taken is None else total - self._taken
+        since = since if self._before is None else since + self._before
+        self._taken, self._before = total, None
+        return since
+
+    def _write(self, trainer: L.Trainer, values: dict[str, float]) -> None:
+        step = trainer.global_step
+        self._rows += 1
+        self._row_step = step
+        if not self._writes(trainer):
+            return
+        line = f"{step:7d}"
+        for metric in self._metrics(trainer.lightning_module):
+            found = [_in_units(f"{split}/{metric}", values) for split in _splits(trainer)]
+            line += "   " + " ".join(f"{value:11.2e}" for value in found)
+        path = self._path(trainer)
+        try:
+            with open(path, "a") as file:
+                file.write(f"{line}   {float(self._lr):8.1e}\n")
+        except OSError as error:
+            raise ForgefieldError(
+                f"Could not write {path}: {error.strerror}; the checkpoints are untouched. Make room, then run the same "
+                "command to go on."
+            ) from error
+
+    def _header(self, trainer: L.Trainer, pl_module: Any) -> str:
+        short = {"val": "val", "train": "trn"}
+        line = "# step "
+        for metric in self._metrics(pl_module):
+            line += "   " + " ".join(f"{self._column(metric) + '_' + short[split]:>11s}" for split in _splits(trainer))
+        return f"{line}   {'lr':8s}\n# nan where no frame carries the label\n"
+
+    def _metrics(self, pl_module: Any) -> list[str]:
+        """Names of the values in a row, in the order of their columns."""
+        return sorted(["loss", *(f"{target}_{self.errors}" for target in pl_module.task.names)], key=self._column)
+
+    def _column(self, metric: str) -> str:
+        """`rmse` (of the loss, its root), `rmse_e`, ..."""
+        target = metric.removesuffix(f"_{self.errors}")
+        return "rmse" if metric == "loss" else f"{self.errors}_{LETTERS.get(target, target)}"
+
+    def _writes(self, trainer: L.Trainer) -> bool:
+        return trainer.is_global_zero and not getattr(trainer, "fast_dev_run", False)
+
+    def _path(self, trainer: L.Trainer) -> Path:
+        inside = "/" not in self.file
+        return Path(trainer.default_root_dir) / self.file if inside else Path(self.file).expanduser()
+
+
+def _splits(trainer: L.Trainer) -> tuple[str, ...]:
+    return ("val", "train") if trainer.enable_validation else ("train",)
+
+
+def _over_ranks(pl_module: Any, *parts: Tensor) -> Tensor:
+    """Accumulators one after the other, added up over ranks."""
+    return pl_module.ranks.sum(torch.cat([part.reshape(-1).to(pl_module.device) for part in parts])).cpu()
+
+
+def _values(sums: Tensor, pl_module: Any) -> dict[str, float]:
+    """Values of a row from the sums of training: loss, then errors."""
+    errors = pl_module.train_errors
+    first, second = sums.split([pl_module.train_loss.sums.numel(), errors.sums.numel()])
+    found = {"loss": _loss(first, pl_module), **errors.compute(second.reshape(errors.sums.shape))}
+    return {f"train/{name}": value for name, value in found.items()}
+
+
+def _loss(sums: Tensor, pl_module: Any) -> float:
+    """The loss with the weights of this moment; NaN where there was no label."""
+    numerators, counts = sums.reshape(2, -1)
+    return float(pl_module.task.combine(numerators, counts)) if bool((counts > 0).any()) else math.nan
+
+
+def _in_units(name: str, values: dict[str, float]) -> float:
+    """A value in the units of DeePMD-kit: eV and A; of a loss, its root."""
+    value = values.get(name, math.nan)
+    if name.endswith("/loss"):
+        return math.sqrt(value)
+    return value / 1000 if unit_of(name).startswith("meV") else value
+
+
+def _lines(path: Path) -> list[str]:
+    """Complete lines of a file; a last one that was cut off by a crash does not count."""
+    if not path.exists():
+        return []
+    text = path.read_text()
+    return [line for line in text[: text.rfind("\n") + 1].splitlines() if line]

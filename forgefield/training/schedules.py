@@ -1,0 +1,251 @@
+"""Learning rates as a function of the step number: exponential, cosine, and warm-up, stable, decay.
+
+The three schedules of DeePMD-kit, with its names and options. Each rate is computed from the step number alone, never from
+the rate before it, so a resumed run takes exactly the same rates. Step 0 has the optimiser's rate (without a warm-up),
+step `T_max` exactly the last one.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+TINY = 1e-10
+"""A decay towards zero is computed as one towards this rate; an exponential never gets to zero."""
+DECAYS = ("inverse_linear", "cosine", "linear")
+
+
+class StepSchedule(LRScheduler):
+    """What the schedules have in common: their length, the last rate and the warm-up.
+
+    optimizer:           its rates are those after the warm-up.
+    T_max:               steps of the whole schedule, the warm-up included.
+    stop_lr:             rate at step `T_max` and after it; or
+    stop_lr_ratio:       the same as a share of the optimiser's rate.
+    warmup_steps:        the rate first grows linearly for so many steps; or
+    warmup_ratio:        for this share of `T_max`.
+    warmup_start_factor: with what share of the optimiser's rate the warm-up begins.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        T_max: int,
+        *,
+        stop_lr: float | None = None,
+        stop_lr_ratio: float | None = None,
+        warmup_steps: int = 0,
+        warmup_ratio: float | None = None,
+        warmup_start_factor: float = 0.0,
+    ) -> None:
+        self.T_max = T_max
+        self.stop_lr, self.stop_lr_ratio = stop_lr, stop_lr_ratio
+        self.warmup_steps, self.warmup_ratio = warmup_steps, warmup_ratio
+        self.warmup_start_factor = warmup_start_factor
+        self._length_before: int | None = None
+        self._check([group["lr"] for group in optimizer.param_groups])
+        super().__init__(optimizer)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {key: value for key, value in super().state_dict().items() if key != "_length_before"}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on at the step of the stored schedule. Where the run is now longer or shorter, so is the schedule."""
+        length = self.T_max
+        super().load_state_dict(state_dict)
+        self._length_before, self.T_max = self.T_max, length
+        if length != self._length_before:
+            self._apply()
+
+    def fit(self, length: int) -> None:
+        """Of a loaded schedule: be so many steps long, at the same share of the way as before."""
+        before = self.T_max if self._length_before is None else self._length_before
+        if before != length:
+            self.last_epoch = round(self.last_epoch * length / before)
+            self.T_max = self._length_before = length
+            self._apply()
+
+    def _apply(self) -> None:
+        self._last_lr = self.get_lr()
+        for group, rate in zip(self.optimizer.param_groups, self._last_lr):
+            group["lr"] = rate
+
+    @property
+    def warmup(self) -> int:
+        """Steps of the warm-up."""
+        return int(self.warmup_ratio * self.T_max) if self.warmup_ratio is not None else self.warmup_steps
+
+    @property
+    def rest(self) -> int:
+        """Steps after the warm-up."""
+        return self.T_max - self.warmup
+
+    def get_lr(self) -> list[float | torch.Tensor]:
+        return [self.rate(self.last_epoch, start=float(start)) for start in self.base_lrs]
+
+    def rate(self, step: int, *, start: float) -> float:
+        """The rate of one step, counted from 0, where the optimiser was given the rate `start`."""
+        if step < self.warmup:
+            first = self.warmup_start_factor * start
+            return first + (start - first) * (step / self.warmup)
+        return self.decayed(step - self.warmup, start, self.stop(start))
+
+    def stop(self, start: float) -> float:
+        return float(self.stop_lr) if self.stop_lr is not None else start * float(self.stop_lr_ratio or 0.0)
+
+    def decayed(self, step: int, start: float, stop: float) -> float:
+        """The rate `step` steps after the warm-up."""
+        raise NotImplementedError
+
+    def _check(self, starts: list[float]) -> None:
+        _whole("T_max", self.T_max, at_least=1)
+        if (self.stop_lr is None) == (self.stop_lr_ratio is None):
+            raise ValueError("it needs either stop_lr or stop_lr_ratio")
+        if self.warmup_steps and self.warmup_ratio is not None:
+            raise ValueError("warmup_steps and warmup_ratio say the same thing; keep one")
+        if self.warmup_ratio is not None:
+            _within("warmup_ratio", self.warmup_ratio, 0, 1)
+        else:
+            _whole("warmup_steps", self.warmup_steps, at_least=0)
+        _within("warmup_start_factor", self.warmup_start_factor, 0, 1)
+        if not self.warmup < self.T_max:
+            raise ValueError(f"a warm-up of {self.warmup} steps leaves nothing of the {self.T_max} steps of the run")
+        if self.stop_lr_ratio is not None:
+            _within("stop_lr_ratio", self.stop_lr_ratio, 0, 1)
+        else:
+            _within("stop_lr", self.stop_lr, 0, min(map(float, starts)))
+
+
+class ExponentialTo(StepSchedule):
+    """start * r^(t/s), every s = `decay_steps` steps or, if `smooth`, at every step; r is such that the last rate is reached.
+
+    Where `decay_steps` is not shorter than what there is to decay in, it becomes 100, or about a hundredth in runs of up to a
+    thousand steps (as in DeePMD-kit). A `decay_rate` that is given is r; the last rate is then only a lower bound.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        T_max: int,
+        *,
+        decay_steps: int = 5000,
+        decay_rate: float | None = None,
+        smooth: bool = False,
+        stop_lr: float | None = None,
+        stop_lr_ratio: float | None = None,
+        warmup_steps: int = 0,
+        warmup_ratio: float | None = None,
+        warmup_start_factor: float = 0.0,
+    ) -> None:
+        _whole("decay_steps", decay_steps, at_least=1)
+        if decay_rate is not None and not 0 < decay_rate <= 1:
+            raise ValueError(f"decay_rate is a number above 0 and at most 1, not {decay_rate}")
+        self.decay_steps, self.decay_rate, self.smooth = decay_steps, decay_rate, bool(smooth)
+        super().__init__(
+            optimizer,
+            T_max,
+            stop_lr=stop_lr,
+            stop_lr_ratio=stop_lr_ratio,
+            warmup_steps=warmup_steps,
+            warmup_ratio=warmup_ratio,
+            warmup_start_factor=warmup_start_factor,
+        )
+
+    @property
+    def period(self) -> int:
+        """Steps between two changes of the rate."""
+        if self.decay_rate is not None or self.decay_steps < self.rest:
+            return self.decay_steps
+        return 100 if self.rest // 10 > 100 else self.rest // 100 + 1
+
+    def decayed(self, step: int, start: float, stop: float) -> float:
+        turns = step / self.period if self.smooth else step // self.period
+        if self.decay_rate is not None:
+            return max(start * self.decay_rate**turns, stop)
+        last = max(stop, TINY)
+        if step == self.rest and (self.smooth or step % self.period == 0):
+            return last
+        rate = math.exp(math.log(last / start) / (self.rest / self.period))
+        return max(start * rate**turns, stop)
+
+
+class CosineTo(StepSchedule):
+    """Half a cosine from the optimiser's rate to the last one."""
+
+    def decayed(self, step: int, start: float, stop: float) -> float:
+        return stop if step >= self.rest else _cosine(step / self.rest, start, stop)
+
+
+class WarmupStableDecay(StepSchedule):
+    """The optimiser's rate until the last `decay_phase_ratio` of the run, then down to the last one.
+
+    decay_type: of the rate: `cosine`, `linear`; or `inverse_linear`, linear in one over the rate.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        T_max: int,
+        *,
+        decay_phase_ratio: float = 0.1,
+        decay_type: str = "inverse_linear",
+        stop_lr: float | None = None,
+        stop_lr_ratio: float | None = None,
+        warmup_steps: int = 0,
+        warmup_ratio: float | None = None,
+        warmup_start_factor: float = 0.0,
+    ) -> None:
+        if not 0 < decay_phase_ratio <= 1:
+            raise ValueError(f"decay_phase_ratio is a number above 0 and at most 1, not {decay_phase_ratio}")
+        if decay_type not in DECAYS:
+            raise ValueError(f"decay_type is {', '.join(DECAYS[:-1])} or {DECAYS[-1]}, not {decay_type!r}")
+        self.decay_phase_ratio, self.decay_type = decay_phase_ratio, decay_type
+        super().__init__(
+            optimizer,
+            T_max,
+            stop_lr=stop_lr,
+            stop_lr_ratio=stop_lr_ratio,
+            warmup_steps=warmup_steps,
+            warmup_ratio=warmup_ratio,
+            warmup_start_factor=warmup_start_factor,
+        )
+
+    def decayed(self, step: int, start: float, stop: float) -> float:
+        phase = max(1, min(int(self.decay_phase_ratio * self.T_max), self.rest))
+        stable = self.rest - phase
+        if step < stable:
+            return start
+        if step >= self.rest:
+            return stop
+        done = (step - stable) / phase
+        if self.decay_type == "cosine":
+            return _cosine(done, start, stop)
+        if self.decay_type == "linear":
+            return start + (stop - start) * done
+        return 1 / (done / stop + (1 - done) / start)
+
+    def _check(self, starts: list[float]) -> None:
+        super()._check(starts)
+        if any(self.stop(float(start)) <= 0 for start in starts):
+            raise ValueError("the last rate of this schedule is positive; set stop_lr or stop_lr_ratio above 0")
+
+
+SCHEDULES: dict[str, type[StepSchedule]] = {"exp": ExponentialTo, "cosine_to": CosineTo, "wsd": WarmupStableDecay}
+"""By their names in `training.scheduler`."""
+
+
+def _cosine(done: float, start: float, stop: float) -> float:
+    return stop + (start - stop) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def _whole(name: str, value: Any, *, at_least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+        raise ValueError(f"{name} is a whole number from {at_least}, not {value!r}")
+
+
+def _within(name: str, value: Any, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+        raise ValueError(f"{name} should lie between {low:g} and {high:g}, it is {value!r}")
