@@ -4,30 +4,34 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from forgefield.errors import ForgefieldError
+
+if TYPE_CHECKING:
+    from forgefield.models.importers.framework import ImportedModel
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("program", choices=["nequip", "allegro"], help="kind of model")
+    parser.add_argument("program", choices=["nequip", "allegro", "deepmd"], help="kind of model")
     parser.add_argument(
-        "file", help="checkpoint (.ckpt), or state dict (.pt, .pth, .npz) with its options as JSON beside it"
+        "file",
+        help="nequip, allegro: checkpoint (.ckpt), or state dict (.pt, .pth, .npz) with its options as JSON beside it; "
+        "deepmd: backend-free model (.yaml, .dp) or checkpoint (.pt)",
     )
     parser.add_argument("--name", help="name of the run; default: name of the file")
     parser.add_argument("--out", default="runs", help="folder that holds runs (default: runs)")
     parser.add_argument("--options", help="JSON file with the model section it was trained with, for a state dict")
     parser.add_argument(
-        "--weights", choices=["ema", "raw"], default="ema", help="averaged weights if there are any, or the last ones"
+        "--weights", choices=["ema", "raw"], help="averaged weights if there are any (default), or the last ones"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    from forgefield.models.importers.allegro import ALLEGRO
-    from forgefield.models.importers.framework import read_model
-    from forgefield.models.importers.nequip import NEQUIP
     from forgefield.models.registry import build_model
     from forgefield.runs import create_run_from_model
 
-    kind = {"nequip": NEQUIP, "allegro": ALLEGRO}[args.program]
-    imported = read_model(kind, args.file, options=args.options, weights=args.weights)
+    imported = _read(args)
     potential = build_model(imported.resolved, precision=imported.precision, seed=0)
     potential.load_state_dict(imported.state)
     created = create_run_from_model(
@@ -40,3 +44,19 @@ def run(args: argparse.Namespace) -> int:
     )
     print(f"{created.path}: {imported.origin}, species {' '.join(potential.species)}, cutoff {potential.cutoff:g} A")
     return 0
+
+
+def _read(args: argparse.Namespace) -> ImportedModel:
+    if args.program == "deepmd":
+        from forgefield.models.importers.deepmd import read_deepmd
+
+        for key in ("options", "weights"):
+            if getattr(args, key) is not None:
+                raise ForgefieldError(f"--{key} has no meaning for deepmd: its files say how a model was built.")
+        return read_deepmd(args.file)
+    from forgefield.models.importers.allegro import ALLEGRO
+    from forgefield.models.importers.framework import read_model
+    from forgefield.models.importers.nequip import NEQUIP
+
+    kind = {"nequip": NEQUIP, "allegro": ALLEGRO}[args.program]
+    return read_model(kind, args.file, options=args.options, weights=args.weights or "ema")

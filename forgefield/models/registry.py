@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,12 @@ from forgefield.config.nearest import did_you_mean
 from forgefield.errors import ForgefieldError
 from forgefield.models.potential import Potential
 
-BUILT_IN = {"nequip": "forgefield.models.nequip.NequIP", "allegro": "forgefield.models.allegro.Allegro"}
-"""Models by name; each class has `Options`, `presets` and `complete`."""
+BUILT_IN = {
+    "nequip": "forgefield.models.nequip.NequIP",
+    "allegro": "forgefield.models.allegro.Allegro",
+    "deeppot": "forgefield.models.deeppot.model.DeepPot",
+}
+"""Models by name; each class has `Options`, `presets` and `complete`, and `check_options` where options have parts."""
 PRECISIONS = {"float32": torch.float32, "float64": torch.float64}
 MODULE_FOLDER = "module_folder"
 """Resolved options of a user's own model: where its module was found, if Python would not find it by itself."""
@@ -96,6 +100,24 @@ def resolve_model(
     return resolved | own | ({} if folder is None else {MODULE_FOLDER: str(folder)})
 
 
+def model_statistics(
+    options: Mapping[str, Any],
+    batches: Callable[[], Iterable[Mapping[str, torch.Tensor]]],
+    *,
+    species: Sequence[str],
+    cutoff: float,
+) -> dict[str, Any]:
+    """What a model wants to know of the training data beyond its `Statistics`; to be added to the `statistics` of
+    `resolve_model`. Empty for models that ask for nothing.
+
+    batches: called where the model does ask: training data with edges made for `cutoff`, A.
+    """
+    _, found, given = check_model(options)
+    if not hasattr(found, "measure"):
+        return {}
+    return found.measure(given, batches(), species=tuple(species), cutoff=float(cutoff))
+
+
 def build_model(resolved: Mapping[str, Any], *, precision: str, seed: int) -> Potential:
     """Potential from resolved options. Weights depend on `seed` alone; the global random state is left as it was."""
     if precision not in PRECISIONS:
@@ -120,16 +142,26 @@ def build_model(resolved: Mapping[str, Any], *, precision: str, seed: int) -> Po
 def _check_built_in(found: Any, given: Mapping[str, Any]) -> None:
     preset = given.get("preset")
     if preset is not None and str(preset).upper() not in found.presets:
-        raise ForgefieldError(f"model.preset is '{preset}'; choose one of {', '.join(found.presets)}.")
-    known = [field.name for field in fields(found.Options)]
-    hints = typing.get_type_hints(found.Options)
+        choice = f"choose one of {', '.join(found.presets)}" if found.presets else "this model has none"
+        raise ForgefieldError(f"model.preset is '{preset}'; {choice}.")
+    options = {key: value for key, value in given.items() if key != "preset"}
+    check_keys(found.Options, options, where="model", what="this model", also=("preset",))
+    if hasattr(found, "check_options"):
+        found.check_options(options)
+
+
+def check_keys(options: type, given: Mapping[str, Any], *, where: str, what: str, also: Sequence[str] = ()) -> None:
+    """Raise for a key that the dataclass `options` does not have, or a value that is not of its kind.
+
+    where: section that holds the keys. what: who has these options, for the message. also: further valid keys, for the hint.
+    """
+    known = [field.name for field in fields(options)]
+    hints = typing.get_type_hints(options)
     for key, value in given.items():
-        if key == "preset":
-            continue
         if key not in known:
-            raise ForgefieldError(f"model.{key} is not an option of this model.{did_you_mean(key, [*known, 'preset'])}")
+            raise ForgefieldError(f"{where}.{key} is not an option of {what}.{did_you_mean(key, [*known, *also])}")
         if not _matches(value, hints[key]):
-            raise ForgefieldError(f"model.{key} is {value!r}; it must be {_in_words(hints[key])}.")
+            raise ForgefieldError(f"{where}.{key} is {value!r}; it must be {_in_words(hints[key])}.")
 
 
 def _check_adaptive(found: Any, name: str, cutoff: float, adaptive_cutoff: float) -> None:
@@ -217,4 +249,7 @@ def _in_words(hint: Any) -> str:
         return " or ".join(_in_words(part) for part in typing.get_args(hint))
     names = {bool: "true or false", int: "a whole number", float: "a number", str: "a word", type(None): "null"}
     names |= {list[int]: "a list of whole numbers", dict[str, float]: "a number for each name"}
-    return names.get(hint, "a mapping" if typing.get_origin(hint) is dict else str(hint))
+    names |= {list[float]: "a list of numbers", list[bool]: "a list of true and false"}
+    names |= {list[list[int]]: "a list of pairs of whole numbers"}
+    others = {dict: "a mapping", list: "a list"}
+    return names.get(hint) or others.get(typing.get_origin(hint)) or str(hint)  # type: ignore[arg-type]

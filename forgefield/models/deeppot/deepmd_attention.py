@@ -1,0 +1,203 @@
+"""DeePMD-kit's backend-free form of the attention descriptors, there and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from forgefield.errors import ForgefieldError
+from forgefield.models.deeppot.attention import AttentionLayer
+from forgefield.models.deeppot.deepmd_networks import (
+    Arrays,
+    Tree,
+    affine_tree,
+    collection_tree,
+    layer_state,
+    layer_tree,
+    numpy_of,
+    precision_of,
+    refuse,
+    stacked_state,
+)
+from forgefield.models.deeppot.se_atten import SeAtten
+
+TYPES = {"dpa1": "se_atten", "se_atten": "se_atten", "se_atten_v2": "se_atten_v2"}
+"""By DeePMD-kit's names, ours."""
+_SAME = (
+    "rcut_smth", "neuron", "axis_neuron", "tebd_dim", "resnet_dt", "type_one_side", "attn", "attn_layer", "attn_dotr",
+    "attn_mask", "activation_function", "scaling_factor", "normalize", "temperature", "trainable_ln", "ln_eps",
+    "concat_output_tebd", "use_econf_tebd", "precision", "trainable",
+)  # fmt: skip
+"""Settings with the same name and meaning in both forms."""
+
+
+def from_deepmd(section: Mapping[str, Any]) -> tuple[Tree, Arrays]:
+    """Options and state of a descriptor of type dpa1, se_atten or se_atten_v2."""
+    if section["type"] not in TYPES:
+        raise ForgefieldError(f"descriptor.type is {section['type']}; known here are {', '.join(TYPES)}.")
+    refuse("descriptor", section, {"spin": (), "compress": (), "lmax": (1,)})
+    refuse("descriptor.env_mat", section.get("env_mat", {}), {"use_exp_switch": (False,)})
+    variables = section["@variables"]
+    options = {key: section[key] for key in _SAME}
+    options |= {
+        "type": TYPES[section["type"]],
+        "sel": [int(number) for number in section["sel"]],
+        "use_tebd_bias": section.get("use_tebd_bias", True),
+        "exclude_types": [list(pair) for pair in section["exclude_types"]],
+        "env_protection": float(section.get("env_protection", 0.0)),
+        "davg": _one_per_centre("davg", variables["davg"]),
+        "dstd": _one_per_centre("dstd", variables["dstd"]),
+        # There it says how statistics are made, here that means are zero.
+        "set_davg_zero": bool(section["set_davg_zero"]) and not np.any(variables["davg"]),
+    }
+    if options["type"] == "se_atten":
+        options |= {key: section[key] for key in ("tebd_input_mode", "smooth_type_embedding")}
+    state = stacked_state("embedding", section["embeddings"]["networks"])
+    if "embeddings_strip" in section:
+        state |= stacked_state("type_network", section["embeddings_strip"]["networks"])
+    state |= _type_embedding_state(section["type_embedding"])
+    for number, layer in enumerate(section["attention_layers"]["attention_layers"]):
+        state |= {f"attention.{number}.{key}": value for key, value in _attention_state(layer).items()}
+    return options, state
+
+
+def _one_per_centre(name: str, values: np.ndarray) -> list[list[float]]:
+    """(species, slots, 4) -> (species, 4): they are the same in all slots."""
+    if not np.allclose(values, values[:, :1], rtol=1e-12, atol=0):
+        raise ForgefieldError(f"descriptor.{name} differs between the neighbours of a centre.")
+    return values[:, 0].astype(np.float64).tolist()
+
+
+def _type_embedding_state(section: Mapping[str, Any]) -> Arrays:
+    layers = section["embedding"]["layers"]
+    if len(layers) != 1 or str(layers[0]["activation_function"]).lower() not in ("linear", "none"):
+        raise ForgefieldError("descriptor.type_embedding is not a single linear layer, which has no counterpart here.")
+    state = layer_state(layers)
+    return {f"type_embedding.{key}": value[0] for key, value in state.items()}
+
+
+def _attention_state(section: Mapping[str, Any]) -> Arrays:
+    inner, norm = section["attention_layer"], section["attn_layer_norm"]["@variables"]
+    refuse("descriptor.attention_layers", inner, {"num_heads": (1,)})
+    state: Arrays = {"norm_scale": norm["w"], "norm_shift": norm["b"]}
+    for name, theirs in (("project_in", "in_proj"), ("project_out", "out_proj")):
+        state |= {f"{name}.{key}": value for key, value in layer_state([inner[theirs]]).items()}
+    return state
+
+
+def to_deepmd(descriptor: SeAtten) -> Tree:
+    """The descriptor as DeePMD-kit's class `Descriptor`."""
+    options = descriptor.options
+    if descriptor.room is None:
+        raise ForgefieldError(
+            "model.descriptor.sel was left out, but DeePMD-kit needs it and divides by it; train with sel to export."
+        )
+    if options.attn_mask:
+        raise ForgefieldError("model.descriptor.attn_mask is true, which DeePMD-kit's files cannot say.")
+    n, precision = len(descriptor.species), precision_of(descriptor.embedding)
+    is_v2 = options.type == "se_atten_v2"
+    tree: Tree = {"@class": "Descriptor", "type": "se_atten_v2" if is_v2 else "dpa1", "@version": 2}
+    tree |= {key: getattr(options, key) for key in _SAME}
+    tree |= {
+        "rcut": descriptor.cutoff,
+        "sel": list(options.sel) if isinstance(options.sel, list) else [options.sel],
+        "ntypes": n,
+        "type_map": list(descriptor.species),
+        "use_tebd_bias": options.use_tebd_bias,
+        "exclude_types": [list(pair) for pair in options.exclude_types],
+        "env_protection": options.env_protection,
+        "set_davg_zero": options.set_davg_zero,
+        "precision": precision,
+        "spin": None,
+        "embeddings": collection_tree(descriptor.embedding, n, "embedding_network"),
+        "attention_layers": _attention_tree(descriptor, precision),
+        "env_mat": {
+            "rcut": descriptor.cutoff,
+            "rcut_smth": options.rcut_smth,
+            "protection": options.env_protection,
+            "use_exp_switch": False,
+        },
+        "type_embedding": _type_embedding_tree(descriptor, precision),
+        "@variables": {
+            "davg": _in_all_slots(options.davg, descriptor.room, precision),
+            "dstd": _in_all_slots(options.dstd, descriptor.room, precision),
+        },
+    }
+    if not is_v2:
+        tree |= {key: getattr(options, key) for key in ("tebd_input_mode", "smooth_type_embedding")}
+    if descriptor.type_network is not None:
+        tree["embeddings_strip"] = collection_tree(descriptor.type_network, n, "embedding_network")
+    return tree
+
+
+def _in_all_slots(rows: list[list[float]], slots: int, precision: str) -> np.ndarray:
+    return np.repeat(np.asarray(rows, dtype=precision)[:, None], slots, 1)
+
+
+def _type_embedding_tree(descriptor: SeAtten, precision: str) -> Tree:
+    options, embedding = descriptor.options, descriptor.type_embedding
+    arrays = {"w": numpy_of(embedding.w), "b": None if embedding.b is None else numpy_of(embedding.b), "idt": None}
+    how: Tree = {"activation_function": "Linear", "resnet_dt": False, "precision": precision}
+    layer = layer_tree(arrays, activation="Linear", resnet=True, precision=precision, trainable=options.trainable)
+    network = {
+        "@class": "EmbeddingNetwork",
+        "@version": 2,
+        "in_dim": embedding.w.shape[0],
+        "neuron": [options.tebd_dim],
+        "bias": options.use_tebd_bias,
+        "layers": [layer],
+    }
+    return {
+        "@class": "TypeEmbedNet",
+        "@version": 2,
+        "ntypes": len(descriptor.species),
+        "neuron": [options.tebd_dim],
+        "trainable": options.trainable,
+        "padding": True,
+        "use_econf_tebd": options.use_econf_tebd,
+        "use_tebd_bias": options.use_tebd_bias,
+        "type_map": list(descriptor.species),
+        "embedding": network | how,
+    } | how
+
+
+def _attention_tree(descriptor: SeAtten, precision: str) -> Tree:
+    options = descriptor.options
+    common: Tree = {
+        "nnei": descriptor.room,
+        "embed_dim": options.neuron[-1],
+        "hidden_dim": options.attn,
+        "dotr": options.attn_dotr,
+        "do_mask": False,
+        "scaling_factor": options.scaling_factor,
+        "normalize": options.normalize,
+        "temperature": options.temperature,
+        "precision": precision,
+    }
+    outer = common | {"trainable_ln": options.trainable_ln, "ln_eps": options.ln_eps}
+    inner = common | {"num_heads": 1, "bias": True, "smooth": descriptor.smooth}
+    layers = [
+        outer
+        | {"attention_layer": inner | _projections(layer, precision), "attn_layer_norm": _norm_tree(layer, precision)}
+        for layer in descriptor.attention
+    ]
+    head: Tree = {"@class": "NeighborGatedAttention", "@version": 1, "layer_num": len(layers)}
+    return head | outer | {"attention_layers": layers}
+
+
+def _projections(layer: AttentionLayer, precision: str) -> Tree:
+    parts = {"in_proj": layer.project_in, "out_proj": layer.project_out}
+    return {name: affine_tree(part, 0, precision, resnet=False) for name, part in parts.items()}
+
+
+def _norm_tree(layer: AttentionLayer, precision: str) -> Tree:
+    return {
+        "@class": "LayerNorm",
+        "@version": 1,
+        "eps": layer.norm_eps,
+        "trainable": layer.norm_scale.requires_grad,
+        "precision": precision,
+        "@variables": {"w": numpy_of(layer.norm_scale), "b": numpy_of(layer.norm_shift)},
+    }

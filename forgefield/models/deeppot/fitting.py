@@ -1,0 +1,131 @@
+"""Fitting networks: from the descriptor of an atom, and parameters of its frame or its own, to what is predicted of it.
+
+Each species has a network of its own, unless the descriptor tells species apart. Parameters (`fparam` of frames, `aparam` of
+atoms) are standardised and follow the descriptor in the network's input.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from forgefield.errors import ForgefieldError
+from forgefield.models.deeppot.grouping import ATOM_BLOCK, group_rows
+from forgefield.models.deeppot.networks import Networks
+from forgefield.models.deeppot.options import EnergyFittingOptions, check_fitting
+from forgefield.models.deeppot.se_e2 import DTYPES
+
+PARAMETERS = ("fparam", "aparam")
+
+
+class Fitting(nn.Module):
+    """Networks of `dim_out` numbers per atom."""
+
+    Options: ClassVar[type]
+    """Dataclass of its options, `type` first; defaults are DeePMD-kit's."""
+    isolated: Tensor
+    default_fparam: Tensor
+
+    def __init__(
+        self,
+        options: Any,
+        *,
+        species: Sequence[str],
+        dim_descriptor: int,
+        mixed_types: bool,
+        dim_out: int = 1,
+        dtype: torch.dtype,
+        generator: torch.Generator,
+    ) -> None:
+        super().__init__()
+        self.options, self.n_species, self.dim_descriptor = options, len(species), dim_descriptor
+        if options.seed is not None:
+            generator = torch.Generator().manual_seed(options.seed)
+        self.networks = Networks(
+            1 if mixed_types else len(species),
+            [dim_descriptor + options.numb_fparam + options.numb_aparam, *options.neuron, dim_out],
+            activation=options.activation_function,
+            resnet_dt=options.resnet_dt,
+            linear_out=True,
+            trainable=options.trainable,
+            dtype=DTYPES.get(options.precision, dtype),
+            generator=generator,
+        )
+        for name in PARAMETERS:
+            for which in ("avg", "std"):
+                values = getattr(options, f"{name}_{which}") or []
+                tensor = torch.tensor(values, dtype=torch.float64)
+                self.register_buffer(f"{name}_{which}", tensor, persistent=False)
+        default = torch.tensor(options.default_fparam or [], dtype=torch.float64)
+        self.register_buffer("default_fparam", default, persistent=False)
+        known = [float(value is not None) for value in getattr(options, "atom_ener", [])]
+        self.has_isolated = any(known)
+        isolated = torch.tensor(known or [0.0] * len(species), dtype=torch.float64)
+        self.register_buffer("isolated", isolated, persistent=False)
+
+    @classmethod
+    def complete(cls, options: Any, *, species: tuple[str, ...], statistics: Mapping[str, Any]) -> Any:
+        """Options checked, with means and deviations of the parameters given."""
+        check_fitting(options, species)
+        found: Mapping[str, Any] = statistics.get("environment") or {}
+        filled: dict[str, Any] = {}
+        for name in PARAMETERS:
+            count = getattr(options, f"numb_{name}")
+            for which in ("avg", "std") if count else ():
+                key = f"{name}_{which}"
+                value = getattr(options, key) or found.get(key)
+                if value is None:
+                    raise ForgefieldError(f"model.fitting_net.{key} is not given and no training data gives it.")
+                if len(value) != count:
+                    raise ForgefieldError(
+                        f"model.fitting_net.numb_{name} is {count}, but the data has {len(value)} numbers in {name}."
+                    )
+                filled[key] = list(value)
+        return dataclasses.replace(options, **filled)
+
+    def forward(self, descriptor: Tensor, batch: dict[str, Any]) -> Tensor:
+        """(n_atoms, dim_out) in the networks' precision. descriptor: (n_atoms, dim_descriptor)."""
+        species, dtype = batch["species"], self.networks.dtype
+        kinds = torch.zeros_like(species) if self.networks.count == 1 else species
+        groups = group_rows(kinds, self.networks.count, ATOM_BLOCK)
+        parameters = self.parameters_of_atoms(batch)
+        inputs = torch.cat([descriptor.to(dtype), *(part.to(dtype) for part in parameters)], 1)
+        outputs = groups.collect(self.networks(groups.spread(inputs), groups))
+        if not self.has_isolated:
+            return outputs
+        bare = torch.cat([torch.zeros_like(inputs[:, : self.dim_descriptor]), inputs[:, self.dim_descriptor :]], 1)
+        isolated = groups.collect(self.networks(groups.spread(bare), groups))
+        return outputs - isolated * self.isolated.to(dtype).index_select(0, species).unsqueeze(1)
+
+    def parameters_of_atoms(self, batch: dict[str, Any]) -> list[Tensor]:
+        """Standardised parameters of every atom, each (n_atoms, number) float64."""
+        result = []
+        for name in PARAMETERS:
+            count = getattr(self.options, f"numb_{name}")
+            if count == 0:
+                continue
+            values = batch.get(name)
+            if values is None and name == "fparam" and self.options.default_fparam is not None:
+                values = self.default_fparam.expand(batch["n_atoms"].shape[0], count)
+            if values is None:
+                raise ForgefieldError(
+                    f"model.fitting_net.numb_{name} is {count}, but the data carries no field {name}; "
+                    f"name it in data.labels.fields."
+                )
+            values = values.reshape(values.shape[0], count)
+            if name == "fparam":
+                if self.options.default_fparam is not None:
+                    values = torch.where(values.isnan(), self.default_fparam, values)
+                values = values.index_select(0, batch["frame"])
+            result.append((values - getattr(self, f"{name}_avg")) / getattr(self, f"{name}_std"))
+        return result
+
+
+class EnergyFitting(Fitting):
+    """`ener`: one number, the energy of the atom."""
+
+    Options = EnergyFittingOptions

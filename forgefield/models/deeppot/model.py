@@ -1,0 +1,146 @@
+"""Deep Potential: a descriptor of every atom's neighbours, and a fitting network that makes an energy of it.
+
+The mathematics and the names of options are those of DeePMD-kit (Wang et al., Comput. Phys. Commun. 228, 178, 2018), so that
+weights can be exchanged with it. Geometry and energies are float64, networks have the precision of their weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from ase.data import atomic_numbers
+from torch import Tensor, nn
+
+from forgefield.errors import ForgefieldError
+from forgefield.models.deeppot import options as model_options
+from forgefield.models.deeppot.descriptor import Descriptor
+from forgefield.models.deeppot.fitting import Fitting
+from forgefield.models.deeppot.options import check_pairs, excluded_kinds, per_species
+from forgefield.models.deeppot.parts import check_parts, descriptor_part, fitting_part
+from forgefield.models.deeppot.short_range import PairTable, complete_short_range, zbl_energies
+from forgefield.models.deeppot.statistics import environment_statistics
+from forgefield.ops.graph import EdgeGraph, Segments, edge_graph, gather
+
+
+class DeepPot(nn.Module):
+    """Atomic energies from edge vectors. Built from resolved options: every number is given."""
+
+    only_edge_vectors = True
+    Options = model_options.Options
+    presets: dict[str, dict[str, Any]] = {}
+    check_options = staticmethod(check_parts)
+    out_bias: Tensor
+    pair_seen: Tensor
+    atom_seen: Tensor
+    atomic_numbers: Tensor
+
+    def __init__(
+        self,
+        options: model_options.Options,
+        *,
+        species: Sequence[str],
+        cutoff: float,
+        dtype: torch.dtype = torch.float32,
+        generator: torch.Generator,
+    ) -> None:
+        super().__init__()
+        self.options, self.species, self.cutoff = options, tuple(species), float(cutoff)
+        made_of: dict[str, Any] = {"species": self.species, "dtype": dtype, "generator": generator}
+        descriptor, of_descriptor = descriptor_part(options.descriptor)
+        fitting, of_fitting = fitting_part(options.fitting_net)
+        self.descriptor: Descriptor = descriptor(of_descriptor, cutoff=self.cutoff, **made_of)
+        dimensions = {"dim_descriptor": self.descriptor.dim_out, "mixed_types": self.descriptor.mixed_types}
+        self.fitting: Fitting = fitting(of_fitting, **dimensions, **made_of)
+        has_table = options.srtab is not None
+        self.table = PairTable(options, len(self.species), self.cutoff) if has_table else None
+        numbers = [atomic_numbers.get(symbol, 0) for symbol in self.species]
+        self.register_buffer("atomic_numbers", torch.tensor(numbers, dtype=torch.float64), persistent=False)
+        self.register_buffer("out_bias", torch.tensor(options.out_bias, dtype=torch.float64))
+        pair_seen = torch.tensor(excluded_kinds(options.pair_exclude_types, len(self.species)), dtype=torch.float64)
+        self.register_buffer("pair_seen", pair_seen, persistent=False)
+        atom_seen = [float(number not in options.atom_exclude_types) for number in range(len(self.species))]
+        self.register_buffer("atom_seen", torch.tensor(atom_seen, dtype=torch.float64), persistent=False)
+
+    @classmethod
+    def measure(
+        cls,
+        given: Mapping[str, Any],
+        batches: Iterable[Mapping[str, Tensor]],
+        *,
+        species: tuple[str, ...],
+        cutoff: float,
+    ) -> dict[str, Any]:
+        """Statistics of training data that `complete` fills options with; given: the `model` section."""
+        return {"environment": environment_statistics(given, batches, species=species, cutoff=cutoff)}
+
+    @classmethod
+    def complete(
+        cls, options: model_options.Options, *, species: tuple[str, ...], cutoff: float, statistics: Mapping[str, Any]
+    ) -> model_options.Options:
+        """Options checked and with every number explicit; see `environment_statistics` for those of the data."""
+        check_pairs("model.pair_exclude_types", options.pair_exclude_types, len(species))
+        for number in options.atom_exclude_types:
+            if not 0 <= number < len(species):
+                raise ForgefieldError(
+                    f"model.atom_exclude_types holds {number}; species have numbers from 0 to {len(species) - 1}."
+                )
+        short_range = complete_short_range(options, species, cutoff)
+        kind, given = fitting_part(options.fitting_net)
+        fitting = kind.complete(given, species=species, statistics=statistics)
+        kind, given = descriptor_part(options.descriptor)
+        descriptor = kind.complete(given, species=species, cutoff=cutoff, statistics=statistics)
+        return dataclasses.replace(
+            options,
+            descriptor=dataclasses.asdict(descriptor),
+            fitting_net=dataclasses.asdict(fitting),
+            out_bias=_out_bias(options, fitting, species, statistics),
+            **short_range,
+        )
+
+    def forward(self, batch: dict[str, Any]) -> Tensor:
+        """(n_atoms,) atomic energies, eV, float64."""
+        species, options = batch["species"], self.options
+        graph: EdgeGraph = batch.get("edge_graph") or edge_graph(batch)
+        kinds = lengths = mask = None
+        if options.pair_exclude_types or self.table is not None:
+            kinds = species.index_select(0, graph.destination) * len(self.species)
+            kinds = kinds + species.index_select(0, graph.source)
+        if options.pair_exclude_types and kinds is not None:
+            mask = self.pair_seen.index_select(0, kinds)
+            batch = batch | {"edge_mask": mask}
+        descriptor, _ = self.descriptor(batch, graph)
+        energies = self.fitting(descriptor, batch).squeeze(1).double()
+        if self.table is not None or options.zbl:
+            lengths = torch.linalg.vector_norm(batch["edge_vectors"], dim=1)
+        if self.table is not None:
+            tabulated, weights = self.table(lengths, kinds, graph, mask)
+            energies = (1 - weights) * energies + weights * tabulated
+        energies = energies + gather(self.out_bias, Segments(species, len(self.species)))
+        if options.zbl and lengths is not None:
+            z = self.atomic_numbers.index_select(0, species)
+            energies = energies + zbl_energies(lengths, z, graph, self.cutoff, options.zbl)
+        if options.atom_exclude_types:
+            energies = energies * self.atom_seen.index_select(0, species)
+        return energies
+
+
+def _out_bias(
+    options: model_options.Options, fitting: Any, species: tuple[str, ...], statistics: Mapping[str, Any]
+) -> list[float]:
+    """Given, or fitted to the data; energies of isolated atoms are taken as they are."""
+    bias = options.out_bias
+    if bias is None:
+        found: Mapping[str, Any] = statistics.get("environment") or {}
+        fitted = found.get("out_bias") if statistics.get("reference_kind", "fit") == "fit" else None
+        energies = fitted if fitted is not None else statistics.get("reference_energies")
+        if energies is None:
+            raise ForgefieldError("model.out_bias is not given and there is no training data to take it from.")
+        bias = per_species(energies, species)
+        for number, energy in enumerate(fitting.atom_ener):
+            bias[number] = bias[number] if energy is None else float(energy)
+    if len(bias) != len(species):
+        raise ForgefieldError(f"model.out_bias has {len(bias)} numbers for {len(species)} species.")
+    return [float(value) for value in bias]

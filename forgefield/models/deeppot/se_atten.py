@@ -1,0 +1,265 @@
+"""The descriptor of DPA-1: embeddings of neighbours that know both species and look at each other through attention.
+
+Sums are over the neighbours there are. The empty slots that DeePMD-kit fills each atom's list up with enter its results in
+two ways, and both are added in closed form: in the denominator of a smooth attention, and, where means are subtracted from
+the rows, as rows that hold nothing but the mean. Without `sel` the latter do not exist, and the former are as many as keep the
+attention smooth where neighbours leave.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from forgefield.errors import ForgefieldError
+from forgefield.models.deeppot.attention import (
+    AttentionLayer,
+    Slots,
+    count_edges,
+    lay_out,
+    neighbourhood,
+)
+from forgefield.models.deeppot.descriptor import Descriptor
+from forgefield.models.deeppot.environment import Standardise, environment_rows, switch
+from forgefield.models.deeppot.grouping import Groups
+from forgefield.models.deeppot.networks import Networks
+from forgefield.models.deeppot.options import excluded_kinds
+from forgefield.models.deeppot.se_atten_options import (
+    SeAttenOptions,
+    SeAttenV2Options,
+    complete_options,
+    room_for,
+)
+from forgefield.models.deeppot.type_embedding import TypeEmbedding, pick_rows
+from forgefield.ops.graph import EdgeGraph, barrier, cut, is_traced, join
+
+ALL = Groups(1)
+"""All rows belong to one network."""
+CHUNK = 1 << 22
+"""Numbers that what is computed of some atoms at a time fills on a CPU: larger arrays would be new memory each time."""
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+
+
+class _Edges(NamedTuple):
+    """Of every edge: standardised row (n_edges, 4), zero where the edge is not seen; what networks read (n_edges, 1); switch
+    (n_edges, 1); direction (n_edges, 3); species of centre and neighbour. Floating numbers in the weights' precision.
+
+    seen: (n_edges,) bool, neighbours within the cutoff that are not excluded. room: (n_atoms,) int64, slots that the
+    neighbours within the cutoff take, excluded or not.
+    """
+
+    rows: Tensor
+    scalars: Tensor
+    switch: Tensor
+    directions: Tensor
+    centre: Tensor
+    neighbour: Tensor
+    seen: Tensor
+    room: Tensor
+
+
+class SeAtten(Descriptor):
+    """Embedding of distance and species of each neighbour, attention among neighbours, products of moments."""
+
+    Options = SeAttenOptions
+    mixed_types = True
+    attention: list[AttentionLayer]
+    kept: Tensor
+
+    def __init__(
+        self,
+        options: Any,
+        *,
+        species: Sequence[str],
+        cutoff: float,
+        dtype: torch.dtype,
+        generator: torch.Generator,
+    ) -> None:
+        super().__init__(options, species=species, cutoff=cutoff, dtype=dtype, generator=generator)
+        if options.seed is not None:
+            generator = torch.Generator().manual_seed(options.seed)
+        dtype = DTYPES.get(options.precision, dtype)
+        make: dict[str, Any] = {"trainable": options.trainable, "dtype": dtype, "generator": generator}
+        self.strip, self.smooth = options.tebd_input_mode == "strip", options.smooth_type_embedding
+        self.dim_rotation = options.neuron[-1]
+        self.dim_out = options.neuron[-1] * options.axis_neuron
+        self.dim_out += options.tebd_dim if options.concat_output_tebd else 0
+        self.room = room_for(options.sel)
+        self.slots = options.neighbour_norm if self.room is None else float(self.room)
+        self.type_embedding = TypeEmbedding(
+            self.species,
+            options.tebd_dim,
+            from_configuration=options.use_econf_tebd,
+            bias=options.use_tebd_bias,
+            **make,
+        )
+        kinds = options.tebd_dim * (1 if options.type_one_side else 2)
+        shape: dict[str, Any] = {"activation": options.activation_function, "resnet_dt": options.resnet_dt, **make}
+        self.embedding = Networks(1, [1 if self.strip else 1 + kinds, *options.neuron], **shape)
+        self.type_network = Networks(1, [kinds, *options.neuron], **shape) if self.strip else None
+        layers = nn.ModuleList(self._attention_layer(make) for _ in range(options.attn_layer))
+        self.attention = layers  # type: ignore[assignment]
+        self.standardise = Standardise(options.davg, options.dstd, shift_rows=self.room is not None)
+        kept = torch.tensor(excluded_kinds(options.exclude_types, len(self.species)), dtype=torch.bool)
+        self.register_buffer("kept", kept, persistent=False)
+
+    def _attention_layer(self, make: dict[str, Any]) -> AttentionLayer:
+        options = self.options
+        scaling = options.temperature
+        return AttentionLayer(
+            options.neuron[-1],
+            options.attn,
+            scaling=1 / math.sqrt(options.attn * options.scaling_factor) if scaling is None else scaling,
+            normalise=options.normalize,
+            dot_directions=options.attn_dotr,
+            trainable_norm=options.trainable_ln,
+            norm_eps=options.ln_eps,
+            **make,
+        )
+
+    @classmethod
+    def complete(cls, options: Any, *, species: tuple[str, ...], cutoff: float, statistics: Mapping[str, Any]) -> Any:
+        """Options with davg, dstd, neighbour_norm and max_neighbours given."""
+        return complete_options(options, species, cutoff, statistics)
+
+    def forward(self, batch: dict[str, Any], graph: EdgeGraph) -> tuple[Tensor, Tensor | None]:
+        options, table = self.options, self.type_embedding()
+        edges = self._edges(batch, graph, table.dtype)
+        features = self._embed(edges.scalars, edges.switch, table, edges.centre, edges.neighbour)
+        moments = self._moments(features, edges, graph)
+        if self.room is not None and self.standardise.has_shift:
+            moments = moments + self._empty_slots(batch, table, edges.room)
+        moments = moments / options.neighbour_norm
+        result = torch.bmm(moments, moments[:, : options.axis_neuron].transpose(1, 2)).flatten(1)
+        if options.concat_output_tebd:
+            result = join([result, pick_rows(table, batch["species"])], 1)
+        return self._refuse(result, edges.room), moments[:, :, 1:]
+
+    def _edges(self, batch: dict[str, Any], graph: EdgeGraph, dtype: torch.dtype) -> _Edges:
+        options, vectors, mask = self.options, batch["edge_vectors"], batch.get("edge_mask")
+        lengths = torch.linalg.vector_norm(vectors, dim=1)
+        within = lengths.detach() < self.cutoff
+        if mask is not None:
+            within = within & (mask > 0)
+        species = batch["species"]
+        centre, neighbour = species.index_select(0, graph.destination), species.index_select(0, graph.source)
+        seen = within
+        if options.exclude_types:
+            seen = within & self.kept.index_select(0, centre * len(self.species) + neighbour)
+        rows = environment_rows(vectors, options.rcut_smth, self.cutoff, options.env_protection)
+        rows, scalars = self.standardise(rows, centre)
+        directions = rows[:, 1:] * rows[:, 1:].square().sum(1, keepdim=True).clamp(min=1e-24).rsqrt()
+        fades = switch(lengths, options.rcut_smth, self.cutoff).unsqueeze(1)
+        alone = batch.get("edge_gradient")
+        rows, scalars, fades, directions = (
+            barrier(value.to(dtype), alone) for value in (rows, scalars.unsqueeze(1), fades, directions)
+        )
+        return _Edges(
+            rows,
+            scalars,
+            fades,
+            directions,
+            centre,
+            neighbour,
+            seen,
+            count_edges(within, graph.by_destination.pointers),
+        )
+
+    def _moments(self, features: Tensor, edges: _Edges, graph: EdgeGraph) -> Tensor:
+        """(n_atoms, m, 4): the sum over each atom's neighbours of what attention makes of their features (x) their rows."""
+        pointers, centre, room = graph.by_destination.pointers, graph.destination, edges.room
+        if self._is_fixed(room) or graph.n_atoms == 0:
+            slots = lay_out(edges.seen, centre, pointers, self.options.max_neighbours, features.dtype)
+            return self._attend(features, edges.rows, edges.switch, edges.directions, slots)
+        self._check_room(int(room.max()))
+        per_atom = max(1, edges.seen.shape[0] // graph.n_atoms) * max(3 * self.options.attn, features.shape[1])
+        n_chunk = graph.n_atoms if room.is_cuda else max(1, CHUNK // per_atom)
+        atoms = [*range(0, graph.n_atoms, n_chunk), graph.n_atoms]
+        ends = pointers[atoms].tolist()
+        sizes = [end - begin for begin, end in zip(ends, ends[1:])]
+        parts = zip(*(cut(whole, sizes, 0) for whole in (features, edges.rows, edges.switch, edges.directions)))
+        all_chosen = bool(edges.seen.all())
+        sums = []
+        for part, first, last, begin, end in zip(parts, atoms, atoms[1:], ends, ends[1:]):
+            needed, where = int(room[first:last].max()), (centre[begin:end] - first, pointers[first : last + 1] - begin)
+            slots = lay_out(edges.seen[begin:end], *where, needed, features.dtype, all_chosen=all_chosen)
+            sums.append(self._attend(*part, slots))
+        return join(sums, 0)
+
+    def _check_room(self, most: int) -> None:
+        if self.room is not None and most > self.room:
+            raise ForgefieldError(
+                f"model.descriptor.sel has room for {self.room} neighbours, but an atom has {most} within the cutoff; "
+                f"set it to at least {most}, or leave it out."
+            )
+
+    def _is_fixed(self, tensor: Tensor) -> bool:
+        """Whether sizes may not depend on values: an engine traces or captures, or a training on a GPU would wait."""
+        if is_traced(tensor):
+            return True
+        return tensor.is_cuda and (self.training or torch.cuda.is_current_stream_capturing())
+
+    def _refuse(self, result: Tensor, room: Tensor) -> Tensor:
+        """The result, without a number for atoms with more neighbours than places where nothing could be said of them."""
+        if not self._is_fixed(room):
+            return result
+        too_many = room > self.options.max_neighbours
+        return result + torch.where(too_many, torch.nan, 0.0).to(result.dtype).unsqueeze(1)
+
+    def _embed(self, scalars: Tensor, fades: Tensor, table: Tensor, centre: Tensor, neighbour: Tensor) -> Tensor:
+        """(n, m) of rows with these scalars and switches, both (n, 1), and species, both (n,)."""
+        one_side = self.options.type_one_side
+        if self.type_network is None:
+            kinds = [neighbour] if one_side else [neighbour, centre]
+            return self.embedding(join([scalars, *(pick_rows(table, kind) for kind in kinds)], 1), ALL)
+        n = table.shape[0]
+        pairs = table
+        if not one_side:
+            pairs = torch.cat([table.repeat(n, 1), table.repeat_interleave(n, 0)], 1)
+        factors = pick_rows(self.type_network(pairs, ALL), neighbour if one_side else centre * n + neighbour)
+        radial = self.embedding(scalars, ALL)
+        return radial + radial * (factors * fades if self.smooth else factors)
+
+    def _attend(self, features: Tensor, rows: Tensor, fades: Tensor, directions: Tensor, slots: Slots) -> Tensor:
+        """(n_atoms, m, 4): moments of the atoms whose neighbours are in these slots."""
+        options = self.options
+        if options.attn_layer:
+            around = neighbourhood(
+                slots,
+                directions,
+                fades,
+                smooth=self.smooth,
+                dot_directions=options.attn_dotr,
+                mask_diagonal=options.attn_mask,
+                n_slots=self.slots,
+            )
+            for layer in self.attention:
+                features = layer(features, around)
+        return torch.bmm(slots.spread(features).transpose(1, 2), slots.spread(rows))
+
+    def _empty_slots(self, batch: dict[str, Any], table: Tensor, room: Tensor) -> Tensor:
+        """(n_atoms, m, 4): what the empty slots of each atom add to its moments.
+
+        DeePMD-kit takes the species of a frame's first atom for that of a neighbour that is not there.
+        """
+        n, species, frame = len(self.species), batch["species"], batch["frame"]
+        numbers = torch.arange(n, device=species.device)
+        centre, neighbour = numbers.repeat_interleave(n), numbers.repeat(n)
+        rows = self.standardise.empty.to(table.dtype).index_select(0, centre)
+        features = self._embed(rows[:, :1], torch.zeros_like(rows[:, :1]), table, centre, neighbour)
+        for layer in self.attention:
+            features = layer.alone(features)
+        moments = (features.unsqueeze(2) * rows.unsqueeze(1)).flatten(1)
+        first = species.index_select(0, torch.searchsorted(frame, frame))
+        number = (self.slots - room).to(table.dtype).unsqueeze(1)
+        return (number * pick_rows(moments, species * n + first)).unflatten(1, (-1, 4))
+
+
+class SeAttenV2(SeAtten):
+    """`se_atten_v2`: species through a network of their own, smooth."""
+
+    Options = SeAttenV2Options  # type: ignore[assignment]

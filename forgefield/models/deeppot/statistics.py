@@ -1,0 +1,191 @@
+"""What a Deep Potential has to know of its training data: mean and deviation of rows, neighbours, parameters, energies.
+
+One pass over batches, sums in float64. With `sel` the numbers are DeePMD-kit's: rows of the empty places, all zero, are counted
+with the others. Without, they are those of the neighbours there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forgefield.errors import ForgefieldError
+from forgefield.models.deeppot.environment import environment_rows
+from forgefield.models.deeppot.options import Options, excluded_kinds
+from forgefield.models.deeppot.parts import descriptor_part, fitting_part
+from forgefield.models.potential import edge_vectors
+
+LEAST_DEVIATION = 1e-2
+"""Deviations are at least this; DeePMD-kit calls it the protection."""
+UNSEEN_DEVIATION = 1e-1
+"""Of species that the data does not have."""
+
+
+class Moments:
+    """Sums that mean and deviation of several columns are made of."""
+
+    def __init__(self, columns: int) -> None:
+        self.number, self.sum, self.squares = (np.zeros(columns) for _ in range(3))
+
+    def add(self, number: Any, values: Any, squares: Any) -> None:
+        self.number += number
+        self.sum += values
+        self.squares += squares
+
+    @property
+    def mean(self) -> np.ndarray:
+        return self.sum / np.maximum(self.number, 1)
+
+    @property
+    def deviation(self) -> np.ndarray:
+        number = np.maximum(self.number, 1)
+        found = np.sqrt(np.clip(self.squares / number - (self.sum / number) ** 2, 0, None))
+        return np.where(self.number > 0, np.maximum(found, LEAST_DEVIATION), UNSEEN_DEVIATION)
+
+
+def environment_statistics(
+    model: Mapping[str, Any], batches: Iterable[Mapping[str, Tensor]], *, species: Sequence[str], cutoff: float
+) -> dict[str, Any]:
+    """Numbers that resolved options need: davg, dstd, mean_neighbours, max_neighbours, out_bias, fparam_avg, ...
+
+    model: the `model` section. batches: of training data, with edges. The result is JSON-able; `DeepPot.complete` looks for it
+    under the key `environment` of its statistics.
+    """
+    options = Options(**{key: value for key, value in model.items() if key != "name"})
+    _, descriptor = descriptor_part(options.descriptor)
+    _, fitting = fitting_part(options.fitting_net)
+    rows = RowStatistics(options, descriptor, len(species), cutoff)
+    energies = EnergyFit(len(species), fitting)
+    parameters = {name: ParameterStatistics(name, fitting) for name in ("fparam", "aparam")}
+    for batch in batches:
+        rows.add(batch)
+        energies.add(batch)
+        for part in parameters.values():
+            part.add(batch)
+    found = rows.result() | energies.result()
+    for part in parameters.values():
+        found |= part.result()
+    return found
+
+
+class RowStatistics:
+    """Mean and deviation of the rows around atoms of each species."""
+
+    def __init__(self, options: Options, descriptor: Any, n_species: int, cutoff: float) -> None:
+        self.options, self.cutoff, self.n = descriptor, cutoff, n_species
+        sel = descriptor.sel
+        self.places = sum(sel) if isinstance(sel, list) else sel if isinstance(sel, int) else None
+        self.columns = 1 if descriptor.type == "se_e2_r" else 4
+        self.radial, self.angular = Moments(n_species), Moments(n_species)
+        present = torch.tensor(excluded_kinds(options.pair_exclude_types, n_species), dtype=torch.float64)
+        self.present = present
+        self.seen = present * torch.tensor(excluded_kinds(descriptor.exclude_types, n_species), dtype=torch.float64)
+        self.most, self.atoms, self.neighbours = np.zeros(n_species, dtype=int), 0, 0.0
+
+    def add(self, batch: Mapping[str, Tensor]) -> None:
+        species, (source, centre) = batch["species"], batch["edge_index"]
+        kinds = species[centre] * self.n + species[source]
+        seen, present = self.seen[kinds], self.present[kinds]
+        start, protection = self.options.rcut_smth, self.options.env_protection
+        rows = environment_rows(edge_vectors(dict(batch)), start, self.cutoff, protection) * seen.unsqueeze(1)
+        of_centre = species[centre]
+        atoms = torch.bincount(species, minlength=self.n).double()
+        number = atoms * self.places if self.places is not None else self._by_centre(seen, of_centre)
+        self.radial.add(number.numpy(), *self._sums(rows[:, 0], of_centre))
+        sums, squares = zip(*(self._sums(rows[:, axis], of_centre) for axis in (1, 2, 3)))
+        self.angular.add(3 * number.numpy(), sum(sums), sum(squares))
+        counts = torch.zeros(len(species) * self.n, dtype=torch.float64)
+        counts.index_add_(0, centre * self.n + species[source], present)
+        self.most = np.maximum(self.most, counts.view(-1, self.n).amax(0).int().numpy())
+        self.atoms += len(species)
+        self.neighbours += float(seen.sum())
+
+    def _by_centre(self, values: Tensor, centre: Tensor) -> Tensor:
+        return torch.zeros(self.n, dtype=torch.float64).index_add_(0, centre, values)
+
+    def _sums(self, values: Tensor, centre: Tensor) -> tuple[np.ndarray, np.ndarray]:
+        return self._by_centre(values, centre).numpy(), self._by_centre(values.square(), centre).numpy()
+
+    def result(self) -> dict[str, Any]:
+        if not self.atoms:
+            raise ForgefieldError("there is no training data to take the statistics of the descriptor from.")
+        means, radial, angular = self.radial.mean, self.radial.deviation, self.angular.deviation
+        return {
+            "davg": [[float(mean), 0.0, 0.0, 0.0][: self.columns] for mean in means],
+            "dstd": [[float(r), *[float(a)] * 3][: self.columns] for r, a in zip(radial, angular)],
+            "mean_neighbours": self.neighbours / self.atoms,
+            "max_neighbours": [int(number) for number in self.most],
+        }
+
+
+class EnergyFit:
+    """Energies of species by least squares of total energies, as DeePMD-kit makes them."""
+
+    def __init__(self, n_species: int, fitting: Any) -> None:
+        self.n, self.fitting = n_species, fitting
+        self.counts: list[np.ndarray] = []
+        self.energies: list[np.ndarray] = []
+
+    def add(self, batch: Mapping[str, Tensor]) -> None:
+        n_frames = batch["n_atoms"].shape[0]
+        counts = torch.bincount(batch["frame"] * self.n + batch["species"], minlength=n_frames * self.n)
+        has_energy = ~batch["energy"].isnan().numpy()
+        self.counts.append(counts.view(n_frames, self.n).double().numpy()[has_energy])
+        self.energies.append(batch["energy"].numpy()[has_energy])
+
+    def result(self) -> dict[str, Any]:
+        counts, energies = np.concatenate(self.counts), np.concatenate(self.energies)
+        if not len(energies):
+            return {}
+        given = getattr(self.fitting, "atom_ener", None) or [None] * self.n
+        known = np.array([energy is not None for energy in given])
+        fixed = np.array([0.0 if energy is None else energy for energy in given])
+        rest = energies - counts @ fixed
+        solution = np.linalg.lstsq(counts * ~known, rest, rcond=getattr(self.fitting, "rcond", None))[0]
+        return {"out_bias": [float(value) for value in np.where(known, fixed, solution)]}
+
+
+class ParameterStatistics:
+    """Mean and deviation of the parameters of frames or atoms."""
+
+    def __init__(self, name: str, fitting: Any) -> None:
+        self.name, self.count = name, int(getattr(fitting, f"numb_{name}", 0))
+        self.default = getattr(fitting, "default_fparam", None) if name == "fparam" else None
+        self.moments = Moments(self.count)
+
+    def add(self, batch: Mapping[str, Tensor]) -> None:
+        if not self.count:
+            return
+        values = batch.get(self.name)
+        if values is None:
+            if self.default is not None:
+                return
+            raise ForgefieldError(
+                f"model.fitting_net.numb_{self.name} is {self.count}, but the data carries no field {self.name}; "
+                "name it in data.labels.fields."
+            )
+        if values[0].numel() != self.count:
+            raise ForgefieldError(
+                f"model.fitting_net.numb_{self.name} is {self.count}, but the data has {values[0].numel()} numbers in "
+                f"{self.name}."
+            )
+        table = values.reshape(values.shape[0], self.count).numpy()
+        missing = np.isnan(table).any(1)
+        if missing.any() and self.default is None:
+            raise ForgefieldError(
+                f"model.fitting_net.numb_{self.name} is {self.count}, but a training frame carries no {self.name}."
+            )
+        table = table[~missing]
+        self.moments.add(len(table), table.sum(0), (table**2).sum(0))
+
+    def result(self) -> dict[str, Any]:
+        if not self.count:
+            return {}
+        return {
+            f"{self.name}_avg": self.moments.mean.tolist(),
+            f"{self.name}_std": self.moments.deviation.tolist(),
+        }

@@ -1,0 +1,137 @@
+"""Files of DeePMD-kit as trees of settings and arrays: its backend-free models (.yaml, .dp) and its torch checkpoints (.pt).
+
+The tree is the one that backend-free files hold; of a checkpoint one with the same parts is made. Nothing is executed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from torch import Tensor
+
+from forgefield.errors import ForgefieldError
+from forgefield.models.deeppot.options import EnergyFittingOptions, SeE2AOptions
+from forgefield.models.importers.torch_file import read_torch_file
+
+Tree = dict[str, Any]
+
+
+def read_tree(path: Path) -> Tree:
+    """The tree in a file, whose suffix says of which kind it is."""
+    if path.suffix not in READERS:
+        raise ForgefieldError(
+            f"{path}: files of DeePMD-kit that can be imported end in {', '.join(READERS)}; "
+            "`dp convert-backend` makes one of a frozen model."
+        )
+    if not path.is_file():
+        raise ForgefieldError(f"{path} does not exist.")
+    tree = READERS[path.suffix](path)
+    if not isinstance(tree, Mapping) or not isinstance(tree.get("model"), Mapping):
+        raise ForgefieldError(f"{path} holds no model of DeePMD-kit.")
+    return dict(tree)
+
+
+def _read_yaml(path: Path) -> Tree:
+    try:
+        content = yaml.load(path.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ForgefieldError(f"{path} is not readable YAML: {error}") from error
+    return _with_arrays(content, lambda value: value)
+
+
+def _read_hdf5(path: Path) -> Tree:
+    import h5py
+
+    try:
+        with h5py.File(path, "r") as file:
+            content = json.loads(file.attrs["json"])
+            return _with_arrays(content, lambda name: np.asarray(file[name]))
+    except (OSError, KeyError, ValueError) as error:
+        raise ForgefieldError(f"{path} is not a readable .dp file: {error}.") from error
+
+
+def _with_arrays(node: Any, fetch: Callable[[Any], Any], inside: bool = False) -> Any:
+    """The tree with arrays in place of what stands for them: fetched by `fetch`, or written out as a list."""
+    if isinstance(node, Mapping):
+        if node.get("@is_variable"):
+            return np.asarray(node["value"], dtype=np.dtype(node["dtype"]))
+        return {key: _with_arrays(item, fetch, inside or key == "@variables") for key, item in node.items()}
+    if isinstance(node, list):
+        return [_with_arrays(item, fetch, inside) for item in node]
+    return fetch(node) if inside and node is not None else node
+
+
+def _read_checkpoint(path: Path) -> Tree:
+    content = read_torch_file(path)
+    state = content.get("model", content) if isinstance(content, Mapping) else None
+    extra = state.get("_extra_state") if isinstance(state, Mapping) else None
+    settings = extra.get("model_params") if isinstance(extra, Mapping) else None
+    if not isinstance(settings, Mapping) or not isinstance(state, Mapping):
+        raise ForgefieldError(f"{path} is no checkpoint of DeePMD-kit: it does not say how its model was built.")
+    if "model_dict" in settings:
+        raise ForgefieldError(
+            f"{path} holds several models ({', '.join(settings['model_dict'])}); "
+            "`dp --pt freeze --head NAME` and `dp convert-backend` make a file of one of them."
+        )
+    arrays = {
+        re.sub(r"^model\.Default\.(atomic_model\.)?", "", key): value.numpy()
+        for key, value in state.items()
+        if isinstance(value, Tensor)
+    }
+    return _checkpoint_tree(path, settings, arrays)
+
+
+def _checkpoint_tree(path: Path, settings: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Tree:
+    kind = "zbl" if "use_srtab" in settings else settings.get("type", "standard")
+    descriptor = asdict(SeE2AOptions()) | dict(settings["descriptor"])
+    fitting = asdict(EnergyFittingOptions()) | dict(settings["fitting_net"])
+    block = next((name for name in ("sea", "ser") if f"descriptor.{name}.mean" in arrays), None)
+    if kind == "standard" and block is not None:
+        prefix = f"descriptor.{block}"
+        descriptor["@variables"] = {"davg": arrays[f"{prefix}.mean"], "dstd": arrays[f"{prefix}.stddev"]}
+        networks = _networks(arrays, f"{prefix}.filter_layers.networks")
+        descriptor["embeddings"] = {"networks": networks}
+        descriptor["precision"] = networks[0]["layers"][0]["@variables"]["w"].dtype.name
+        descriptor["type_one_side"] = len(networks) == len(settings["type_map"])
+        fitting["nets"] = {"networks": _networks(arrays, "fitting_net.filter_layers.networks")}
+        fitting["precision"] = fitting["nets"]["networks"][0]["layers"][0]["@variables"]["w"].dtype.name
+    names = ("bias_atom_e", "fparam_avg", "fparam_inv_std", "aparam_avg", "aparam_inv_std")
+    fitting["@variables"] = {name: arrays.get(f"fitting_net.{name}") for name in names}
+    fitting["type"] = fitting.get("type", "ener")
+    model = {
+        "type": kind,
+        "type_map": settings["type_map"],
+        "pair_exclude_types": settings.get("pair_exclude_types", []),
+        "atom_exclude_types": settings.get("atom_exclude_types", []),
+        "@variables": {"out_bias": arrays["out_bias"]},
+        "descriptor": descriptor,
+        "fitting": fitting,
+    }
+    return {"model": model, "software": "deepmd-kit", "version": "checkpoint"}
+
+
+def _networks(arrays: Mapping[str, np.ndarray], prefix: str) -> list[Tree]:
+    """Networks below a prefix, each with its layers."""
+    found: dict[int, dict[int, Tree]] = {}
+    names = {"matrix": "w", "bias": "b", "idt": "idt"}
+    for key, value in arrays.items():
+        match = re.fullmatch(re.escape(prefix) + r"\.(\d+)\.layers\.(\d+)\.(\w+)", key)
+        if match and match[3] in names:
+            layer = found.setdefault(int(match[1]), {}).setdefault(int(match[2]), {"@variables": {}})
+            layer["@variables"][names[match[3]]] = value
+    return [{"layers": [layers[i] for i in sorted(layers)]} for _, layers in sorted(found.items())]
+
+
+READERS: dict[str, Callable[[Path], Tree]] = {
+    ".yaml": _read_yaml,
+    ".yml": _read_yaml,
+    ".dp": _read_hdf5,
+    ".pt": _read_checkpoint,
+}
