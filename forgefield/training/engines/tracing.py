@@ -132,9 +132,9 @@ class _ZeroTangents(TorchFunctionMode):
         moving = [item for item in flat if _is_floating(item) and forward_ad.unpack_dual(item).tangent is not None]
         if not moving:
             return function(*args, **kwargs)
-        scales = getattr(function, "__name__", "") in _PRODUCTS
+        operands = len(tree_flatten(args)[0]) if getattr(function, "__name__", "") in _OF_TWO_OPERANDS else 0
         for i, item in enumerate(flat):
-            if scales and isinstance(item, (int, float)):
+            if i < operands and isinstance(item, (int, float)):
                 item = torch.full((), item, dtype=moving[0].dtype, device=moving[0].device)
             if _is_floating(item) and forward_ad.unpack_dual(item).tangent is None:
                 flat[i] = forward_ad.make_dual(item, torch.zeros_like(item))
@@ -142,8 +142,12 @@ class _ZeroTangents(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-_PRODUCTS = ("mul", "__mul__", "__rmul__", "multiply", "div", "__truediv__", "__rtruediv__", "true_divide", "divide")
-"""Operations of two factors, of which one may be a plain number."""
+_ARITHMETIC = ("mul", "truediv", "div", "add", "sub")
+_OF_TWO_OPERANDS = {
+    *("mul", "multiply", "div", "true_divide", "divide", "add", "sub", "rsub"),
+    *(f"__{side}{name}__" for side in ("", "r") for name in _ARITHMETIC),
+}
+"""Operations of two operands, of which one may be a plain number."""
 
 
 def _is_floating(item: Any) -> bool:
