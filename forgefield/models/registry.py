@@ -56,6 +56,10 @@ def check_model(options: Mapping[str, Any]) -> tuple[str, Any, dict[str, Any]]:
     """Name, class and options of a model section; refuses all that can be seen to be wrong without the data."""
     given = _plain(options)
     name = given.pop("name", None)
+    if "from" in given and name is None:
+        raise ForgefieldError(
+            f"model.from is {given['from']}, which starts a training from that run; for anything else name the run itself."
+        )
     if not isinstance(name, str):
         raise ForgefieldError(f"model.name is missing; built in: {', '.join(BUILT_IN)}.")
     found = model_class(name)

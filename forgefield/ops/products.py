@@ -52,6 +52,11 @@ def products_in(dtype: torch.dtype | None) -> Iterator[Lowering | None]:
         _current.lowering = before
 
 
+def is_lowered(x: Tensor) -> bool:
+    """Whether products of x with weights are being made in less than its precision."""
+    return _current.lowering is not None and x.dtype == torch.float32
+
+
 def product(x: Tensor, matrix: Tensor) -> Tensor:
     """x (..., c) times matrix (c, d): (..., d), in the precision that `products_in` asks for."""
     lowering = _current.lowering

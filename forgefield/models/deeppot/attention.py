@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from forgefield.models.deeppot.networks import Layer
-from forgefield.ops.graph import cut
+from forgefield.ops.graph import cut, is_traced
 from forgefield.ops.products import add_product
 
 SHIFT = 20.0
@@ -309,6 +309,8 @@ class _UnitsGradient(torch.autograd.Function):
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
     """Of rows: (n, k, c), (n, k, c) -> (n, k)."""
+    if a.is_cuda or is_traced(a):
+        return (a * b).sum(-1)
     return torch.matmul(a.unsqueeze(-2), b.unsqueeze(-1)).squeeze(-1).squeeze(-1)
 
 

@@ -51,6 +51,7 @@ class Descriptor(nn.Module):
         """Descriptor (n_atoms, dim_out) and rotation (n_atoms, dim_rotation, 3) or None, both in the descriptor's precision.
 
         batch: with `species` (n_atoms,), `edge_vectors` (n_edges, 3), A, float64, from centre to neighbour, and
-        `edge_index`. graph: its edges, `destination` is the centre.
+        `edge_index`; with `edge_mask` (n_edges,) float64, where it is there, 0 for edges that count as absent. graph: its
+        edges, `destination` is the centre.
         """
         raise NotImplementedError

@@ -93,7 +93,9 @@ class Fitting(nn.Module):
         kinds = torch.zeros_like(species) if self.networks.count == 1 else species
         groups = group_rows(kinds, self.networks.count, ATOM_BLOCK)
         parameters = self.parameters_of_atoms(batch)
-        inputs = torch.cat([descriptor.to(dtype), *(part.to(dtype) for part in parameters)], 1)
+        inputs = descriptor.to(dtype)
+        if parameters:
+            inputs = torch.cat([inputs, *(part.to(dtype) for part in parameters)], 1)
         outputs = groups.collect(self.networks(groups.spread(inputs), groups))
         if not self.has_isolated:
             return outputs

@@ -71,7 +71,7 @@ class Groups:
         assert self.block_group is not None
         by_block = Segments(self.block_group, self.count, rows_are_sorted=True)
         shift = gather(bias, by_block).unsqueeze(1)
-        if rounds_products(x):
+        if products.is_lowered(x):
             mine = torch.nn.functional.one_hot(self.block_group, self.count).to(x.dtype)
             wide = (mine[:, None, :, None] * x.unsqueeze(2)).flatten(2)
             return products.product(wide, weight.flatten(0, 1)) + shift
@@ -109,11 +109,6 @@ def group_rows(kind: Tensor, count: int, block: int) -> Groups:
     rank = _inverse(torch.argsort(kind, stable=True))
     first = (last_block - blocks) * block - (last_row - members)
     return Groups(count, slot=rank + first.index_select(0, kind), block_group=block_group, block=block)
-
-
-def rounds_products(x: Tensor) -> bool:
-    """Whether products of x with weights are being made in less than its precision."""
-    return products._current.lowering is not None and x.dtype == torch.float32
 
 
 def _inverse(order: Tensor) -> Tensor:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from forgefield.models.deeppot.grouping import EDGE_BLOCK, group_rows, rounds_products
+from forgefield.models.deeppot.grouping import EDGE_BLOCK, group_rows
 from forgefield.models.deeppot.moments import expand, sum_by_moments
 from forgefield.models.deeppot.networks import Networks
+from forgefield.ops import products
 from forgefield.ops.graph import EdgeGraph, GradientSwitch, Segments, is_traced, segment_sum
 
 
@@ -43,7 +44,7 @@ def can_use_moments(networks: Networks, vectors: Tensor, switch: GradientSwitch 
     return (
         not vectors.is_cuda
         and not is_traced(vectors)
-        and not rounds_products(networks.layers[0].w)
+        and not products.is_lowered(networks.layers[0].w)
         and (not vectors.requires_grad or (switch is not None and vectors.is_leaf))
     )
 

@@ -10,11 +10,16 @@ from forgefield.config.nearest import did_you_mean
 from forgefield.errors import ForgefieldError
 from forgefield.models.registry import check_keys
 
-DESCRIPTORS = {"se_e2_a": "se_e2_a.SeE2A", "se_e2_r": "se_e2_r.SeE2R"}
+DESCRIPTORS = {
+    "se_e2_a": "se_e2_a.SeE2A",
+    "se_e2_r": "se_e2_r.SeE2R",
+    "se_atten": "se_atten.SeAtten",
+    "se_atten_v2": "se_atten.SeAttenV2",
+}
 """Where the class of each descriptor is; it has `Options` and `complete`."""
 FITTINGS = {"ener": "fitting.EnergyFitting"}
 """Where the class of each fitting network is; likewise."""
-ALIASES = {"se_a": "se_e2_a", "se_r": "se_e2_r"}
+ALIASES = {"se_a": "se_e2_a", "se_r": "se_e2_r", "dpa1": "se_atten"}
 _ELSEWHERE = {"rcut": "data.cutoff", "type_map": "data.species", "ntypes": "data.species"}
 _WITHOUT_MEANING = {
     "dim_case_embd": "a model has one fitting network",

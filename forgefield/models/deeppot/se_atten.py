@@ -39,7 +39,7 @@ from forgefield.ops.graph import EdgeGraph, barrier, cut, is_traced, join
 
 ALL = Groups(1)
 """All rows belong to one network."""
-CHUNK = 1 << 22
+CHUNK = 1 << 20
 """Numbers that what is computed of some atoms at a time fills on a CPU: larger arrays would be new memory each time."""
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
@@ -171,24 +171,32 @@ class SeAtten(Descriptor):
 
     def _moments(self, features: Tensor, edges: _Edges, graph: EdgeGraph) -> Tensor:
         """(n_atoms, m, 4): the sum over each atom's neighbours of what attention makes of their features (x) their rows."""
-        pointers, centre, room = graph.by_destination.pointers, graph.destination, edges.room
-        if self._is_fixed(room) or graph.n_atoms == 0:
-            slots = lay_out(edges.seen, centre, pointers, self.options.max_neighbours, features.dtype)
-            return self._attend(features, edges.rows, edges.switch, edges.directions, slots)
-        self._check_room(int(room.max()))
-        per_atom = max(1, edges.seen.shape[0] // graph.n_atoms) * max(3 * self.options.attn, features.shape[1])
-        n_chunk = graph.n_atoms if room.is_cuda else max(1, CHUNK // per_atom)
-        atoms = [*range(0, graph.n_atoms, n_chunk), graph.n_atoms]
-        ends = pointers[atoms].tolist()
-        sizes = [end - begin for begin, end in zip(ends, ends[1:])]
-        parts = zip(*(cut(whole, sizes, 0) for whole in (features, edges.rows, edges.switch, edges.directions)))
-        all_chosen = bool(edges.seen.all())
-        sums = []
-        for part, first, last, begin, end in zip(parts, atoms, atoms[1:], ends, ends[1:]):
-            needed, where = int(room[first:last].max()), (centre[begin:end] - first, pointers[first : last + 1] - begin)
-            slots = lay_out(edges.seen[begin:end], *where, needed, features.dtype, all_chosen=all_chosen)
-            sums.append(self._attend(*part, slots))
-        return join(sums, 0)
+        parts = (features, edges.rows, edges.switch, edges.directions)
+        if self._is_fixed(edges.room) or graph.n_atoms == 0:
+            where = graph.destination, graph.by_destination.pointers
+            slots = lay_out(edges.seen, *where, self.options.max_neighbours, features.dtype)
+            return self._attend(*parts, slots)
+        self._check_room(int(edges.room.max()))
+        slots_of_chunks = self._chunks(edges, graph, features.dtype)
+        sizes = [slots.place.shape[0] for slots in slots_of_chunks]
+        chunks = zip(*(cut(part, sizes, 0) for part in parts), slots_of_chunks)
+        return join([self._attend(*chunk) for chunk in chunks], 0)
+
+    def _chunks(self, edges: _Edges, graph: EdgeGraph, dtype: torch.dtype) -> list[Slots]:
+        """Places of the neighbours of some atoms after the other, as many as the fullest of them needs."""
+        options, n_atoms, pointers = self.options, graph.n_atoms, graph.by_destination.pointers
+        columns = max(options.neuron[-1], 3 * options.attn if options.attn_layer else 0)
+        numbers = max(1, graph.n_edges // n_atoms) * columns
+        step = n_atoms if pointers.is_cuda else max(1, CHUNK // numbers)
+        all_seen = bool(edges.seen.all())
+        result = []
+        for first in range(0, n_atoms, step):
+            starts = pointers[first : first + step + 1]
+            begin, end = int(starts[0]), int(starts[-1])
+            needed = int(edges.room[first : first + step].max())
+            where = graph.destination[begin:end] - first, starts - begin
+            result.append(lay_out(edges.seen[begin:end], *where, needed, dtype, all_chosen=all_seen))
+        return result
 
     def _check_room(self, most: int) -> None:
         if self.room is not None and most > self.room:

@@ -115,7 +115,7 @@ class PairTable(nn.Module):
         nodes = self.start + self.step * np.arange(len(energies))
         for (a, b), column in zip(pairs, energies.T):
             splines[a, b] = splines[b, a] = CubicSpline(nodes, column, bc_type="clamped").c.T
-        self.register_buffer("splines", torch.from_numpy(splines).flatten(0, 2), persistent=False)
+        self.register_buffer("splines", torch.from_numpy(splines).flatten(0, 2).t().contiguous(), persistent=False)
 
     def forward(self, lengths: Tensor, kinds: Tensor, graph: EdgeGraph, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Energies (n_atoms,), eV, and weights (n_atoms,) of the table.
@@ -124,7 +124,7 @@ class PairTable(nn.Module):
         """
         number = ((lengths.detach() - self.start) / self.step).long().clamp(0, self.count - 1)
         inside = lengths - (self.start + self.step * number.to(lengths.dtype))
-        a, b, c, d = self.splines.index_select(0, kinds * self.count + number).unbind(1)
+        a, b, c, d = (part.index_select(0, kinds * self.count + number) for part in self.splines.unbind(0))
         pair = 0.5 * (((a * inside + b) * inside + c) * inside + d)
         end = min(self.cutoff, self.start + self.step * self.count)
         is_real = lengths < end if mask is None else (lengths < end) & (mask > 0)

@@ -92,9 +92,8 @@ def _checkpoint_tree(path: Path, settings: Mapping[str, Any], arrays: Mapping[st
     kind = "zbl" if "use_srtab" in settings else settings.get("type", "standard")
     descriptor = asdict(SeE2AOptions()) | dict(settings["descriptor"])
     fitting = asdict(EnergyFittingOptions()) | dict(settings["fitting_net"])
-    block = next((name for name in ("sea", "ser") if f"descriptor.{name}.mean" in arrays), None)
-    if kind == "standard" and block is not None:
-        prefix = f"descriptor.{block}"
+    prefix = next((name for name in ("descriptor.sea", "descriptor") if f"{name}.mean" in arrays), None)
+    if kind == "standard" and prefix is not None:
         descriptor["@variables"] = {"davg": arrays[f"{prefix}.mean"], "dstd": arrays[f"{prefix}.stddev"]}
         networks = _networks(arrays, f"{prefix}.filter_layers.networks")
         descriptor["embeddings"] = {"networks": networks}
