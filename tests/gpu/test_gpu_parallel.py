@@ -20,7 +20,12 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is 
 def gpu_config(folder, name: str, frames: int = 4, **trainer) -> dict:
     config = tiny_config(folder, name=name)
     config["data"] = {**config["data"], "batch": {"frames": frames}}
-    config["training"] = {**config["training"], "precision": "float64", "checkpoint": {"every_steps": 1}}
+    config["training"] = {
+        **config["training"],
+        "precision": "float64",
+        "engine": "eager",
+        "checkpoint": {"every_steps": 1},
+    }
     config["trainer"] = {**config["trainer"], "accelerator": "gpu", "devices": 1, **trainer}
     return config
 

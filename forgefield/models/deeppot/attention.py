@@ -163,6 +163,8 @@ class AttentionLayer(nn.Module):
     scaling: of the products of queries and keys. trainable_norm: whether scale and shift of the normalisation are trained.
     """
 
+    plain_factors: Tensor
+
     def __init__(
         self,
         dim: int,
@@ -188,6 +190,7 @@ class AttentionLayer(nn.Module):
         self.project_out.draw(0, generator)
         self.norm_scale = nn.Parameter(torch.ones(dim, dtype=dtype), requires_grad=trainable_norm)
         self.norm_shift = nn.Parameter(torch.zeros(dim, dtype=dtype), requires_grad=trainable_norm)
+        self.register_buffer("plain_factors", torch.tensor([scaling, 1.0, 1.0], dtype=torch.float64), persistent=False)
 
     def forward(self, features: Tensor, around: Neighbourhood) -> Tensor:
         """(n_edges, dim) -> (n_edges, dim)."""
@@ -222,7 +225,7 @@ class AttentionLayer(nn.Module):
     def _factors(self, switch: Tensor | None, rows: Tensor) -> Tensor:
         """(n_edges, 3): of query, key and value."""
         if switch is None:
-            return torch.tensor([self.scaling, 1.0, 1.0], dtype=rows.dtype, device=rows.device).expand(rows.shape[0], 3)
+            return self.plain_factors.to(rows.dtype).expand(rows.shape[0], 3)
         value = torch.ones_like(switch) if self.dot_directions else switch
         return torch.cat([switch * self.scaling, switch, value], 1)
 

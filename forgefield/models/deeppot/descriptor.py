@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from forgefield.ops.graph import EdgeGraph
+from forgefield.ops.graph import EdgeGraph, is_traced
 
 
 class Descriptor(nn.Module):
@@ -46,6 +46,12 @@ class Descriptor(nn.Module):
         """Options checked, with every number explicit. statistics: `statistics["environment"]` is what
         `environment_statistics` gives, where there is training data."""
         raise NotImplementedError
+
+    def may_wait_for(self, tensor: Tensor) -> bool:
+        """Whether values may be looked at here: not in a trace or a capture, nor in training on a GPU, which must not wait."""
+        if is_traced(tensor):
+            return False
+        return not (tensor.is_cuda and (self.training or torch.cuda.is_current_stream_capturing()))
 
     def forward(self, batch: dict[str, Any], graph: EdgeGraph) -> tuple[Tensor, Tensor | None]:
         """Descriptor (n_atoms, dim_out) and rotation (n_atoms, dim_rotation, 3) or None, both in the descriptor's precision.

@@ -34,6 +34,7 @@ from forgefield.models.deeppot.se_atten_options import (
     complete_options,
     room_for,
 )
+from forgefield.models.deeppot.se_e2 import DTYPES
 from forgefield.models.deeppot.type_embedding import TypeEmbedding, pick_rows
 from forgefield.ops.graph import EdgeGraph, barrier, cut, is_traced, join
 
@@ -41,12 +42,11 @@ ALL = Groups(1)
 """All rows belong to one network."""
 CHUNK = 1 << 20
 """Numbers that what is computed of some atoms at a time fills on a CPU: larger arrays would be new memory each time."""
-DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
 class _Edges(NamedTuple):
-    """Of every edge: standardised row (n_edges, 4), zero where the edge is not seen; what networks read (n_edges, 1); switch
-    (n_edges, 1); direction (n_edges, 3); species of centre and neighbour. Floating numbers in the weights' precision.
+    """Of every edge: standardised row (n_edges, 4); what networks read (n_edges, 1); switch (n_edges, 1); direction
+    (n_edges, 3); species of centre and neighbour, each (n_edges,). Floating numbers in the weights' precision.
 
     seen: (n_edges,) bool, neighbours within the cutoff that are not excluded. room: (n_atoms,) int64, slots that the
     neighbours within the cutoff take, excluded or not.
@@ -89,7 +89,7 @@ class SeAtten(Descriptor):
         self.dim_out = options.neuron[-1] * options.axis_neuron
         self.dim_out += options.tebd_dim if options.concat_output_tebd else 0
         self.room = room_for(options.sel)
-        self.slots = options.neighbour_norm if self.room is None else float(self.room)
+        self.n_slots = options.neighbour_norm if self.room is None else float(self.room)
         self.type_embedding = TypeEmbedding(
             self.species,
             options.tebd_dim,
@@ -158,16 +158,8 @@ class SeAtten(Descriptor):
         rows, scalars, fades, directions = (
             barrier(value.to(dtype), alone) for value in (rows, scalars.unsqueeze(1), fades, directions)
         )
-        return _Edges(
-            rows,
-            scalars,
-            fades,
-            directions,
-            centre,
-            neighbour,
-            seen,
-            count_edges(within, graph.by_destination.pointers),
-        )
+        room = count_edges(within, graph.by_destination.pointers)
+        return _Edges(rows, scalars, fades, directions, centre, neighbour, seen, room)
 
     def _moments(self, features: Tensor, edges: _Edges, graph: EdgeGraph) -> Tensor:
         """(n_atoms, m, 4): the sum over each atom's neighbours of what attention makes of their features (x) their rows."""
@@ -243,7 +235,7 @@ class SeAtten(Descriptor):
                 smooth=self.smooth,
                 dot_directions=options.attn_dotr,
                 mask_diagonal=options.attn_mask,
-                n_slots=self.slots,
+                n_slots=self.n_slots,
             )
             for layer in self.attention:
                 features = layer(features, around)
@@ -263,7 +255,7 @@ class SeAtten(Descriptor):
             features = layer.alone(features)
         moments = (features.unsqueeze(2) * rows.unsqueeze(1)).flatten(1)
         first = species.index_select(0, torch.searchsorted(frame, frame))
-        number = (self.slots - room).to(table.dtype).unsqueeze(1)
+        number = (self.n_slots - room).to(table.dtype).unsqueeze(1)
         return (number * pick_rows(moments, species * n + first)).unflatten(1, (-1, 4))
 
 

@@ -21,7 +21,7 @@ from forgefield.models.deeppot.environment import Standardise
 from forgefield.models.deeppot.grouping import Groups
 from forgefield.models.deeppot.networks import Networks
 from forgefield.models.deeppot.options import SeE2ROptions, check_descriptor, excluded_kinds
-from forgefield.ops.graph import EdgeGraph, is_traced
+from forgefield.ops.graph import EdgeGraph
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
@@ -117,7 +117,7 @@ class TwoBodyDescriptor(Descriptor):
         ones = torch.ones_like(neighbour, dtype=torch.float64) if mask is None else mask
         counts = ones.new_zeros(species.shape[0] * n).index_add_(0, graph.destination * n + neighbour, ones)
         empty = self.sel - counts.view(species.shape[0], n)
-        if not is_traced(species) and not (species.is_cuda and self.training) and bool((empty < 0).any()):
+        if self.may_wait_for(species) and bool((empty < 0).any()):
             require_room([int(s) for s in self.sel], (self.sel - empty.amin(0)).int().tolist(), self.species)
         return empty
 
