@@ -85,7 +85,9 @@ def float64_copy(potential: Potential) -> Potential:
     model = twin.model
     if hasattr(type(model), "Options"):
         device = next(model.parameters()).device
-        identity = {"species": model.species, "cutoff": model.cutoff, "adaptive_cutoff": model.adaptive_cutoff}
+        identity: dict[str, Any] = {"species": model.species, "cutoff": model.cutoff}
+        if hasattr(model, "adaptive_cutoff"):
+            identity["adaptive_cutoff"] = model.adaptive_cutoff
         rebuilt = type(model)(model.options, **identity, dtype=torch.float64, generator=torch.Generator())
         rebuilt.load_state_dict(model.state_dict())
         twin.model = rebuilt.to(device)

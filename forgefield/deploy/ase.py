@@ -122,7 +122,8 @@ class Calculator(AseCalculator):
         if "stress" in properties and not has_volume:
             raise PropertyNotImplementedError("stress needs a cell with a volume; this structure has none")
         gradients = any(name in properties for name in ("forces", "stress"))
-        out = self.potential(self._batch(frame), forces=gradients, stress=gradients and has_volume)
+        batch = self._batch(frame) | self._inputs(self.atoms)
+        out = self.potential(batch, forces=gradients, stress=gradients and has_volume)
         out = {name: value.detach().cpu().numpy() for name, value in out.items()}
         energy = float(out["energy"][0])
         self.results = {"energy": energy, "free_energy": energy, "energies": out["atomic_energy"]}
@@ -130,6 +131,18 @@ class Calculator(AseCalculator):
             self.results["forces"] = out["forces"]
             if has_volume:
                 self.results["stress"] = full_3x3_to_voigt_6_stress(out["stress"][0])
+
+    def check_state(self, atoms: Atoms, tol: float = 1e-15) -> list[str]:
+        """What has changed since the last calculation; ASE does not look at parameters by itself."""
+        changes = super().check_state(atoms, tol=tol)
+        if self.potential.inputs and self.atoms is not None:
+            before, now = (_parameters(structure, self.potential) for structure in (self.atoms, atoms))
+            changes += [name for name in now if not np.array_equal(now[name], before.get(name, np.nan))]
+        return changes
+
+    def _inputs(self, atoms: Atoms) -> dict[str, torch.Tensor]:
+        found = _parameters(atoms, self.potential)
+        return {name: torch.from_numpy(values).to(self.device) for name, values in found.items()}
 
     def _batch(self, frame: Frame) -> dict[str, torch.Tensor]:
         source, destination, shifts = self.neighbours.edges(frame)
@@ -144,6 +157,22 @@ class Calculator(AseCalculator):
             "edge_shift": torch.from_numpy(shifts.astype(np.float64)),
         }
         return {name: tensor.to(self.device) for name, tensor in batch.items()}
+
+
+def _parameters(atoms: Atoms, potential: Potential) -> dict[str, np.ndarray]:
+    """What the model reads beside the structure: of the frame from `atoms.info`, of atoms from `atoms.arrays`."""
+    found = {}
+    for name, (per, count) in potential.inputs.items():
+        given = (atoms.info if per == "frame" else atoms.arrays).get(name)
+        if given is None:
+            continue
+        rows = 1 if per == "frame" else len(atoms)
+        values = np.array(given, dtype=np.float64)
+        if values.size != rows * count:
+            where = f"atoms.info['{name}']" if per == "frame" else f"atoms.arrays['{name}']"
+            raise ForgefieldError(f"{where} has {values.size} numbers; the model reads {rows * count}.")
+        found[name] = values.reshape(rows, count)
+    return found
 
 
 def _frame(atoms: Atoms) -> Frame:

@@ -58,6 +58,11 @@ class Potential(nn.Module):
         limit = getattr(self.model, "adaptive_cutoff", None)
         return None if limit is None else float(limit)  # type: ignore[arg-type]
 
+    @property
+    def inputs(self) -> dict[str, tuple[str, int]]:
+        """Further keys of a batch that the model reads: name -> (per frame or atom, how many numbers)."""
+        return dict(getattr(self.model, "inputs", {}))
+
     def forward(self, batch: Batch, *, forces: bool = True, stress: bool = False) -> dict[str, Tensor]:
         """Outputs, all float64: `energy` (n_frames,) eV, `atomic_energy` (n_atoms,) eV, and where asked `forces`
         (n_atoms, 3) eV/A and `stress` (n_frames, 3, 3) eV/A^3, (1/V) dE/dstrain; NaN for a frame without a volume.

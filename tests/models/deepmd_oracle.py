@@ -1,6 +1,6 @@
 """Runs inside an environment with deepmd-kit: makes models there and evaluates models, for tests that compare with it.
 
-usage: python deepmd_oracle.py make|evaluate|statistics JOB.json. A job names the files to write; arrays are .npz.
+usage: python deepmd_oracle.py make|evaluate|statistics|bias JOB.json. A job names the files to write; arrays are .npz.
 """
 
 import json
@@ -13,7 +13,7 @@ import torch
 
 def main(what: str, path: str) -> None:
     job = json.loads(Path(path).read_text())
-    {"make": make, "evaluate": evaluate, "statistics": statistics}[what](job)
+    {"make": make, "evaluate": evaluate, "statistics": statistics, "bias": bias}[what](job)
 
 
 def make(job: dict) -> None:
@@ -67,17 +67,7 @@ def statistics(job: dict) -> None:
     from deepmd.pt.model.model import get_model
 
     model = get_model(job["params"])
-    given = np.load(job["frames"])
-    n_types = len(job["params"]["type_map"])
-    sample = {
-        "coord": torch.tensor(given["coord"]),
-        "atype": torch.tensor(given["atype"]),
-        "box": torch.tensor(given["box"]) if "box" in given else None,
-        "energy": torch.tensor(given["energy"]).view(-1, 1),
-        "find_energy": torch.tensor(1.0),
-        "natoms": torch.tensor([[len(a), len(a), *np.bincount(a, minlength=n_types)] for a in given["atype"]]),
-    }
-    model.atomic_model.compute_or_load_stat(lambda: [sample], None)
+    model.atomic_model.compute_or_load_stat(lambda: [_sample(job["frames"], len(job["params"]["type_map"]))], None)
     block = getattr(model.atomic_model.descriptor, "sea", model.atomic_model.descriptor)
     np.savez(
         job["results"],
@@ -85,6 +75,29 @@ def statistics(job: dict) -> None:
         dstd=block.stddev[:, 0].numpy(),
         out_bias=model.atomic_model.out_bias.numpy().ravel(),
     )
+
+
+def bias(job: dict) -> None:
+    """out_bias of the model in `model` as fine-tuning on `frames` would begin with."""
+    from deepmd.dpmodel.utils.serialization import load_dp_model
+    from deepmd.pt.model.model.model import BaseModel
+
+    model = BaseModel.deserialize(load_dp_model(job["model"])["model"])
+    model.change_out_bias([_sample(job["frames"], len(model.get_type_map()))], bias_adjust_mode="change-by-statistic")
+    np.savez(job["results"], out_bias=model.get_out_bias().numpy().ravel())
+
+
+def _sample(frames: str, n_types: int) -> dict:
+    """A system in the form in which DeePMD-kit takes statistics of it."""
+    given = np.load(frames)
+    return {
+        "coord": torch.tensor(given["coord"]),
+        "atype": torch.tensor(given["atype"]),
+        "box": torch.tensor(given["box"]) if "box" in given else None,
+        "energy": torch.tensor(given["energy"]).view(-1, 1),
+        "find_energy": torch.tensor(1.0),
+        "natoms": torch.tensor([[len(a), len(a), *np.bincount(a, minlength=n_types)] for a in given["atype"]]),
+    }
 
 
 def _predict(model: torch.nn.Module, frames: str, results: str) -> None:

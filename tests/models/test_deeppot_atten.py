@@ -311,9 +311,19 @@ def test_gradients_of_the_weights_are_those_of_finite_differences():
         assert float((gradients[name] * direction).sum()) == pytest.approx(slope, rel=1e-5), name
 
 
+@pytest.mark.parametrize("form", ["double", "tangent"])
+def test_atoms_may_be_taken_a_few_at_a_time(form, monkeypatch):
+    potential, batch = make_energies(**VARIANTS["smooth with slots"]), labelled(7, 5, 1, 6)
+    whole = Engine(step_function(potential, derivative=form)).differentiate(batch)
+    monkeypatch.setattr("forgefield.models.deeppot.se_atten.CHUNK", 300)
+    parts = Engine(step_function(potential, derivative=form)).differentiate(batch)
+    for one, other in zip(whole.gradients, parts.gradients):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["double", "tangent"])
-@pytest.mark.parametrize("name", ["smooth with slots", "stripped"])
+@pytest.mark.parametrize("name", ["as it is", "smooth with slots", "stripped"])
 def test_one_trace_serves_every_size(name, form):
     potential = make_energies(**VARIANTS[name])
     engine, eager = ScriptEngine(step_function(potential, derivative=form)), Engine(step_function(potential))

@@ -128,6 +128,13 @@ CASES: dict[str, dict[str, Any]] = {
     "radial": {"descriptor": {"type": "se_e2_r", "neuron": [3, 6, 6]}},
     "radial, excluded": {"descriptor": {"type": "se_e2_r", "exclude_types": [[0, 1]], "resnet_dt": True}},
     "radial, excluded in the model": {"descriptor": {"type": "se_e2_r"}, "model": {"pair_exclude_types": [[0, 0]]}},
+    "attention": {"descriptor": {"type": "se_atten", "sel": 40, "attn_layer": 2, "attn": 8, "tebd_dim": 4}},
+    "attention, smooth": {
+        "descriptor": {"type": "se_atten", "sel": 40, "attn_layer": 1, "attn": 8, "smooth_type_embedding": True},
+        "fitting": {"numb_fparam": 2},
+        "frames": {"fparam": 2},
+    },
+    "attention, stripped": {"descriptor": {"type": "se_atten_v2", "sel": 40, "attn_layer": 1, "attn": 8}},
 }
 for _i, _name in enumerate(("tanh", "relu", "softplus", "sigmoid", "relu6", "silu", "linear", "none")):
     _wide = {"activation_function": _name, "neuron": [[6], [1, 2, 4], [5, 5, 5]][_i % 3], "axis_neuron": 2}
@@ -136,8 +143,9 @@ for _i, _name in enumerate(("tanh", "relu", "softplus", "sigmoid", "relu6", "sil
 
 def params_of(case: dict[str, Any], seed: int) -> dict[str, Any]:
     descriptor = {"type": "se_e2_a", "seed": seed, **BASE, **case.get("descriptor", {})}
-    if descriptor["type"] == "se_e2_a":
+    if descriptor["type"] != "se_e2_r":
         descriptor.setdefault("axis_neuron", 4)
+    if descriptor["type"] == "se_e2_a":
         descriptor.setdefault("type_one_side", True)
     fitting = {"neuron": [9, 9, 9], "precision": "float64", "seed": seed, **case.get("fitting", {})}
     return {"type_map": list(SPECIES), "descriptor": descriptor, "fitting_net": fitting, **case.get("model", {})}
@@ -163,7 +171,7 @@ def test_models_of_deepmd_kit_predict_here_what_they_predict_there(made, name):
     compare(load(made[name]["model"]), made[name]["frames"], made[name]["results"], CASES[name].get("tolerance", 1e-10))
 
 
-@pytest.mark.parametrize("name", ["one side", "both sides", "parameters", "radial", "single"])
+@pytest.mark.parametrize("name", ["one side", "both sides", "parameters", "radial", "single", "attention", "attention, stripped"])
 def test_checkpoints_of_deepmd_kit_are_read_like_its_models(made, name):
     model, checkpoint = load(made[name]["model"]), load(made[name]["checkpoint"])
     first, second = model.state_dict(), checkpoint.state_dict()

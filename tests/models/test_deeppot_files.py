@@ -24,6 +24,8 @@ MODELS = {
     "one side": {**ROOM, "type_one_side": True, "exclude_types": [[0, 1]], "env_protection": 0.01},
     "float32": {**ROOM, "precision": "float32", "fitting": {"precision": "float32", "trainable": [True, False, True]}},
     "radial": {**ROOM, "kind": "se_e2_r", "type_one_side": True},
+    "attention": {"sel": 70, "kind": "se_atten", "attn_layer": 2, "attn": 6, "tebd_dim": 3, "axis_neuron": 3},
+    "stripped": {"sel": 70, "kind": "se_atten_v2", "attn_layer": 0, "tebd_dim": 3, "axis_neuron": 3},
     "excluded": {**ROOM, "model": {"pair_exclude_types": [[0, 0]], "atom_exclude_types": [1]}},
     "isolated": {**ROOM, "fitting": {"atom_ener": [-1.0, None], "rcond": 1e-8}},
 }

@@ -115,8 +115,8 @@ class Fitting(nn.Module):
                 values = self.default_fparam.expand(batch["n_atoms"].shape[0], count)
             if values is None:
                 raise ForgefieldError(
-                    f"model.fitting_net.numb_{name} is {count}, but the data carries no field {name}; "
-                    f"name it in data.labels.fields."
+                    f"model.fitting_net.numb_{name} is {count}, but the data carries no field {name}; name it in "
+                    f"data.labels.fields (with ASE: atoms.{'info' if name == 'fparam' else 'arrays'}['{name}'])."
                 )
             values = values.reshape(values.shape[0], count)
             if name == "fparam":

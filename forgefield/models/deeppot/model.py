@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from forgefield.errors import ForgefieldError
 from forgefield.models.deeppot import options as model_options
 from forgefield.models.deeppot.descriptor import Descriptor
-from forgefield.models.deeppot.fitting import Fitting
+from forgefield.models.deeppot.fitting import PARAMETERS, Fitting
 from forgefield.models.deeppot.options import check_pairs, excluded_kinds, per_species
 from forgefield.models.deeppot.parts import check_parts, descriptor_part, fitting_part
 from forgefield.models.deeppot.short_range import PairTable, complete_short_range, zbl_energies
@@ -63,6 +63,12 @@ class DeepPot(nn.Module):
         self.register_buffer("pair_seen", pair_seen, persistent=False)
         atom_seen = [float(number not in options.atom_exclude_types) for number in range(len(self.species))]
         self.register_buffer("atom_seen", torch.tensor(atom_seen, dtype=torch.float64), persistent=False)
+
+    @property
+    def inputs(self) -> dict[str, tuple[str, int]]:
+        """Parameters of frames and atoms that the fitting network reads; see `Potential.inputs`."""
+        numbers = {name: getattr(self.fitting.options, f"numb_{name}") for name in PARAMETERS}
+        return {name: ("frame" if name == "fparam" else "atom", n) for name, n in numbers.items() if n}
 
     @classmethod
     def measure(

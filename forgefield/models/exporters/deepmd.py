@@ -18,6 +18,7 @@ import yaml
 from forgefield._version import __version__
 from forgefield.errors import ForgefieldError
 from forgefield.files import written_whole
+from forgefield.models.deeppot.deepmd_attention import to_deepmd
 from forgefield.models.deeppot.model import DeepPot
 from forgefield.models.deeppot.networks import Networks
 from forgefield.models.deeppot.se_e2_r import SCALE
@@ -50,9 +51,13 @@ def model_tree(model: DeepPot, sel: list[int] | None = None) -> Tree:
         key = "zbl" if options.zbl else "use_srtab"
         raise ForgefieldError(f"the model has {key}, which cannot be written for DeePMD-kit.")
     kind = model.descriptor.options.type
-    if kind not in ("se_e2_a", "se_e2_r"):
-        raise ForgefieldError(f"the descriptor {kind} cannot be written for DeePMD-kit; se_e2_a and se_e2_r can.")
-    described, embedding, fitting = _room(model, sel)
+    if kind.startswith("se_atten"):
+        if sel is not None:
+            raise ForgefieldError(f"a model with {kind} keeps the sel it was trained with; leave --sel out.")
+        descriptor, fitting = to_deepmd(model.descriptor), _weights(model.fitting.networks)  # type: ignore[arg-type]
+    else:
+        described, embedding, fitting = _room(model, sel)
+        descriptor = _descriptor(model, described, embedding)
     species = list(model.species)
     return {
         "model": {
@@ -68,7 +73,7 @@ def model_tree(model: DeepPot, sel: list[int] | None = None) -> Tree:
                 "out_bias": model.out_bias.detach().numpy().reshape(1, -1, 1),
                 "out_std": np.ones((1, len(species), 1)),
             },
-            "descriptor": _descriptor(model, described, embedding),
+            "descriptor": descriptor,
             "fitting": _fitting(model, fitting),
         },
         "model_def_script": {},
@@ -198,7 +203,7 @@ def _descriptor(model: DeepPot, settings: Tree, embedding: list[Weights]) -> Tre
 
 
 def _fitting(model: DeepPot, weights: list[Weights]) -> Tree:
-    fitting, n = model.fitting, len(model.species)
+    fitting, n, mixed = model.fitting, len(model.species), model.descriptor.mixed_types
     options, precision = fitting.options, _precision(fitting.networks)
     layers = len(options.neuron) + 1
     trees = [
@@ -226,7 +231,7 @@ def _fitting(model: DeepPot, weights: list[Weights]) -> Tree:
         "rcond": options.rcond,
         "activation_function": options.activation_function,
         "precision": precision,
-        "mixed_types": False,
+        "mixed_types": mixed,
         "exclude_types": list(model.options.atom_exclude_types),
         "type_map": list(model.species),
         "atom_ener": list(options.atom_ener) or None,
@@ -235,7 +240,7 @@ def _fitting(model: DeepPot, weights: list[Weights]) -> Tree:
         "layer_name": None,
         "use_aparam_as_mask": False,
         "spin": None,
-        "nets": _collection("fitting_network", 1, n, trees),
+        "nets": _collection("fitting_network", 0 if mixed else 1, n, trees),
         "@variables": variables,
         **default,
     }

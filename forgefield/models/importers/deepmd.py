@@ -16,6 +16,7 @@ from ase.data import atomic_numbers
 from torch import Tensor
 
 from forgefield.errors import ForgefieldError
+from forgefield.models.deeppot import deepmd_attention
 from forgefield.models.importers.deepmd_files import Tree, read_tree
 from forgefield.models.importers.framework import ImportedModel
 from forgefield.models.registry import build_model, resolve_model
@@ -121,9 +122,19 @@ def _one_per_centre(path: Path, name: str, values: np.ndarray) -> list[list[floa
     return values[:, 0].astype(np.float64).tolist()
 
 
-_DESCRIPTORS: dict[str, Callable[[Path, Tree, int], tuple[Tree, dict[str, np.ndarray]]]] = dict.fromkeys(
-    ("se_e2_a", "se_a", "se_e2_r", "se_r"), _two_body
-)
+def _attention(path: Path, section: Tree, n_species: int) -> tuple[Tree, dict[str, np.ndarray]]:
+    """Options and weights of se_atten and se_atten_v2."""
+    try:
+        options, state = deepmd_attention.from_deepmd(section)
+    except ForgefieldError as error:
+        raise ForgefieldError(f"{path}: {error}") from error
+    return options, {f"descriptor.{name}": value for name, value in state.items()}
+
+
+_DESCRIPTORS: dict[str, Callable[[Path, Tree, int], tuple[Tree, dict[str, np.ndarray]]]] = {
+    **dict.fromkeys(("se_e2_a", "se_a", "se_e2_r", "se_r"), _two_body),
+    **dict.fromkeys(deepmd_attention.TYPES, _attention),
+}
 
 
 def _fitting(path: Path, section: Tree, excluded: list[int]) -> tuple[Tree, dict[str, np.ndarray]]:

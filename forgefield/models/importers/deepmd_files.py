@@ -18,6 +18,7 @@ from torch import Tensor
 
 from forgefield.errors import ForgefieldError
 from forgefield.models.deeppot.options import EnergyFittingOptions, SeE2AOptions
+from forgefield.models.deeppot.se_atten_options import SeAttenOptions, SeAttenV2Options
 from forgefield.models.importers.torch_file import read_torch_file
 
 Tree = dict[str, Any]
@@ -90,15 +91,24 @@ def _read_checkpoint(path: Path) -> Tree:
 
 def _checkpoint_tree(path: Path, settings: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Tree:
     kind = "zbl" if "use_srtab" in settings else settings.get("type", "standard")
-    descriptor = asdict(SeE2AOptions()) | dict(settings["descriptor"])
+    given = dict(settings["descriptor"])
+    defaults = {"se_atten_v2": SeAttenV2Options, **dict.fromkeys(("se_atten", "dpa1"), SeAttenOptions)}
+    descriptor = asdict(defaults.get(given.get("type", ""), SeE2AOptions)())
+    if "smooth_type_embedding" in descriptor:  # inputs have another default than the class that reads them
+        descriptor["smooth_type_embedding"] = True
+    descriptor |= given
     fitting = asdict(EnergyFittingOptions()) | dict(settings["fitting_net"])
-    prefix = next((name for name in ("descriptor.sea", "descriptor") if f"{name}.mean" in arrays), None)
+    places = ("descriptor.sea", "descriptor.se_atten", "descriptor")
+    prefix = next((name for name in places if f"{name}.mean" in arrays), None)
     if kind == "standard" and prefix is not None:
         descriptor["@variables"] = {"davg": arrays[f"{prefix}.mean"], "dstd": arrays[f"{prefix}.stddev"]}
         networks = _networks(arrays, f"{prefix}.filter_layers.networks")
         descriptor["embeddings"] = {"networks": networks}
         descriptor["precision"] = networks[0]["layers"][0]["@variables"]["w"].dtype.name
-        descriptor["type_one_side"] = len(networks) == len(settings["type_map"])
+        if prefix == "descriptor.se_atten":
+            descriptor |= _attention_tree(arrays, prefix, descriptor["sel"])
+        else:
+            descriptor["type_one_side"] = len(networks) == len(settings["type_map"])
         fitting["nets"] = {"networks": _networks(arrays, "fitting_net.filter_layers.networks")}
         fitting["precision"] = fitting["nets"]["networks"][0]["layers"][0]["@variables"]["w"].dtype.name
     names = ("bias_atom_e", "fparam_avg", "fparam_inv_std", "aparam_avg", "aparam_inv_std")
@@ -114,6 +124,28 @@ def _checkpoint_tree(path: Path, settings: Mapping[str, Any], arrays: Mapping[st
         "fitting": fitting,
     }
     return {"model": model, "software": "deepmd-kit", "version": "checkpoint"}
+
+
+def _attention_tree(arrays: Mapping[str, np.ndarray], prefix: str, sel: Any) -> Tree:
+    """What attention descriptors have beside their embedding network."""
+
+    def affine(name: str) -> Tree:
+        return {"@variables": {"w": arrays[f"{name}.matrix"], "b": arrays.get(f"{name}.bias")}}
+
+    of_types = affine("descriptor.type_embedding.embedding.embedding_net.layers.0") | {"activation_function": "linear"}
+    layers: list[Tree] = []
+    inside = f"{prefix}.dpa1_attention.attention_layers"
+    while f"{inside}.{len(layers)}.attn_layer_norm.matrix" in arrays:
+        one = f"{inside}.{len(layers)}"
+        inner = {name: affine(f"{one}.attention_layer.{name}") for name in ("in_proj", "out_proj")}
+        layers.append({"attention_layer": inner, "attn_layer_norm": affine(f"{one}.attn_layer_norm")})
+    stripped = _networks(arrays, f"{prefix}.filter_layers_strip.networks")
+    return {
+        "sel": [sel] if isinstance(sel, int) else list(sel),
+        "type_embedding": {"embedding": {"layers": [of_types]}},
+        "attention_layers": {"attention_layers": layers},
+        **({"embeddings_strip": {"networks": stripped}} if stripped else {}),
+    }
 
 
 def _networks(arrays: Mapping[str, np.ndarray], prefix: str) -> list[Tree]:
