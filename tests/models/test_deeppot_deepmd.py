@@ -171,7 +171,10 @@ def test_models_of_deepmd_kit_predict_here_what_they_predict_there(made, name):
     compare(load(made[name]["model"]), made[name]["frames"], made[name]["results"], CASES[name].get("tolerance", 1e-10))
 
 
-@pytest.mark.parametrize("name", ["one side", "both sides", "parameters", "radial", "single", "attention", "attention, stripped"])
+CHECKPOINTS = ["one side", "both sides", "parameters", "radial", "single", "attention", "attention, stripped"]
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
 def test_checkpoints_of_deepmd_kit_are_read_like_its_models(made, name):
     model, checkpoint = load(made[name]["model"]), load(made[name]["checkpoint"])
     first, second = model.state_dict(), checkpoint.state_dict()
