@@ -148,7 +148,7 @@ def create_run_from_model(
     origin: str,
     precision: str,
 ) -> Run:
-    """A run folder around a model that was trained elsewhere; it can be tested, used and reported on."""
+    """A run folder around a model that was trained elsewhere; it can be tested, used, reported on and trained further."""
     path = Path(out) / name
     if path.exists():
         raise ForgefieldError(f"{path} exists already; choose another name.")

@@ -1,4 +1,4 @@
-"""`forgefield import`: turn a model trained elsewhere into a run that can be tested, used and reported on."""
+"""`forgefield import`: turn a model trained elsewhere into a run that can be tested, used, reported on and trained further."""
 
 from __future__ import annotations
 

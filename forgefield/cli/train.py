@@ -23,6 +23,7 @@ examples:
   forgefield train my.yaml
   forgefield train my.yaml training.lr=3e-3 ++trainer.max_epochs=200 '~task.stress'
   forgefield train -cp configs -cn water --name water-2 --fresh
+  forgefield train other.yaml --finetune runs/my
   torchrun --nproc-per-node 4 --no-python forgefield train my.yaml -l train.log -m collect
 """
 
@@ -30,12 +31,24 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     parser.add_argument(
-        "words", metavar="CONFIG | key=value", nargs="*", help="config file (YAML), and settings that override it"
+        "words",
+        metavar="CONFIG | key=value",
+        nargs="*",
+        help="config file (YAML, or an input of DeePMD-kit), and settings that override it",
     )
     parser.add_argument("-cn", "--config-name", metavar="NAME", help="config by name, with or without .yaml")
     parser.add_argument("-cp", "--config-path", metavar="DIR", help="folder of the config (default: this one)")
     parser.add_argument("--name", help="name of the run (default: that of the config)")
     parser.add_argument("--fresh", action="store_true", help="start over; the old run of that name is moved aside")
+    initial = parser.add_mutually_exclusive_group()
+    initial.add_argument(
+        "--init-model",
+        metavar="RUN",
+        help="start from the model and weights of a run, trained here or imported (model.from)",
+    )
+    initial.add_argument(
+        "--finetune", metavar="RUN", help="the same, with its energy shifts fitted to the new data (model.shifts=fit)"
+    )
     parser.add_argument("-l", "--log", metavar="FILE", type=Path, help="write what is said to this file too")
     parser.add_argument(
         "-m",
@@ -66,7 +79,19 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
 
         loaded = load_config(config, overrides)
         require_training_data(loaded, config)
+        if ranks.is_first:
+            _print_notes(config)
     return api.train_with_outcome(loaded, fresh=args.fresh, log=args.log, log_mode=args.log_mode).exit_code
+
+
+def _print_notes(config: Path) -> None:
+    """What became of keys of a DeePMD-kit input that have no setting of their own."""
+    from forgefield.config.deepmd import is_deepmd_input, read_input, translation
+
+    content = read_input(config)
+    if is_deepmd_input(content):
+        for key, text in translation(content, config).notes.items():
+            print(f"{config}: {key}: {text}", flush=True)
 
 
 def config_and_overrides(args: argparse.Namespace) -> tuple[Path | None, list[str]]:
@@ -74,6 +99,7 @@ def config_and_overrides(args: argparse.Namespace) -> tuple[Path | None, list[st
     word, overrides = split_config(args.words)
     if args.name is not None:
         overrides.append(f"name={json.dumps(args.name)}")
+    overrides += _initial_model(args, overrides)
     name, folder = args.config_name, args.config_path
     if word is not None and name is not None:
         raise ForgefieldError(f"the config is given twice: {word} and -cn {name}.")
@@ -82,3 +108,16 @@ def config_and_overrides(args: argparse.Namespace) -> tuple[Path | None, list[st
     if name is None:
         return (None if word is None else Path(word)), overrides
     return Path(folder or "") / (name if name.endswith(CONFIG_SUFFIXES) else f"{name}.yaml"), overrides
+
+
+def _initial_model(args: argparse.Namespace, overrides: list[str]) -> list[str]:
+    """--init-model and --finetune as overrides."""
+    run, flag = (args.finetune, "--finetune") if args.init_model is None else (args.init_model, "--init-model")
+    if run is None:
+        return []
+    for text in overrides:
+        if text.lstrip("+~").partition("=")[0] in ("model", "model.from", "model.shifts"):
+            raise ForgefieldError(
+                f"{flag} says where the model comes from, and so does '{text}'; leave one of them out."
+            )
+    return [f"model.from={json.dumps(run)}", *(["model.shifts=fit"] if flag == "--finetune" else [])]

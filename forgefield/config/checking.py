@@ -353,7 +353,7 @@ def _check_data(data: DictConfig, sources: Sources) -> None:
         raise ForgefieldError(
             f"{sources.where('data.prefetch')}: 'data.prefetch' needs a thread that prepares batches; data.workers is 0."
         )
-    if data.adaptive_cutoff is not None and not data.adaptive_cutoff > data.cutoff:
+    if None not in (data.cutoff, data.adaptive_cutoff) and not data.adaptive_cutoff > data.cutoff:
         raise _wrong(
             sources, "data.adaptive_cutoff", data.adaptive_cutoff, f"a radius above data.cutoff={data.cutoff:g}"
         )
@@ -452,8 +452,8 @@ _SCHEDULES = {
 
 def _check_schedule(schedule: DictConfig, key: str, sources: Sources) -> None:
     _check_choice(schedule.kind, tuple(_SCHEDULES), f"{key}.kind", sources)
-    for name, value in schedule.items():
-        if value is not None and name not in ("kind", "to", *_SCHEDULES[schedule.kind]):
+    for name in map(str, schedule):
+        if schedule[name] is not None and name not in ("kind", "to", *_SCHEDULES[schedule.kind]):
             raise ForgefieldError(
                 f"{sources.where(f'{key}.{name}')}: '{key}.{name}' does not apply to kind {schedule.kind}, "
                 f"which takes {', '.join(['to', *_SCHEDULES[schedule.kind]])}."
@@ -506,9 +506,13 @@ def _check_components(config: DictConfig, sources: Sources) -> None:
         raise ForgefieldError(
             f"{sources.where('model')}: 'model' is a section, not '{model}'. Did you mean 'model.name={model}'?"
         )
-    if not isinstance(model, Mapping) or not isinstance(model.get("name"), str) or not model["name"]:
+    if isinstance(model, Mapping) and "from" in model:
+        _check_initial_model(model, sources)
+    elif not isinstance(model, Mapping) or not isinstance(model.get("name"), str) or not model["name"]:
         where = sources.where("model")
         raise ForgefieldError(f"{where}: 'model' needs a name, for example model: {{name: nequip, preset: S}}.")
+    elif config.data.cutoff is None:
+        raise _wrong(sources, "data.cutoff", None, "a number")
     for key, optional in (("training.optimizer", False), ("training.scheduler", True)):
         spec = OmegaConf.select(config, key)
         if not (_is_component(spec) or (optional and spec is None)):
@@ -524,6 +528,13 @@ def _check_components(config: DictConfig, sources: Sources) -> None:
             raise _wrong(
                 sources, f"callbacks.{position}", spec, "an import path, or {name: import.path, argument: value}"
             )
+
+
+def _check_initial_model(model: Mapping[Any, Any], sources: Sources) -> None:
+    if not isinstance(model["from"], str) or not model["from"].strip():
+        raise _wrong(sources, "model.from", model["from"], "the name or the folder of a run")
+    _check_choice(model.get("which"), ("best", "last"), "model.which", sources)
+    _check_choice(model.get("shifts"), ("keep", "fit"), "model.shifts", sources)
 
 
 def _is_component(spec: Any) -> bool:

@@ -58,6 +58,8 @@ WHOLE = (
     "model.*",
 )
 """Settings whose mapping is one value: given as an override, it replaces what is there. Other mappings are merged."""
+INITIAL_MODEL = {"which": "best", "shifts": "keep"}
+"""Settings of a `model` that is taken from a run, beside `from`: its weights, and whether its energy shifts are fitted."""
 PRESETS = Path(__file__).parent / "presets"
 
 
@@ -81,6 +83,10 @@ def load_config(
             config[key] = empty
     if config.name is None and sources.main is not None:
         config.name = sources.main.stem
+    if isinstance(config.model, Mapping) and "from" in config.model:
+        config.model = {"from": config.model["from"], **INITIAL_MODEL, **config.model}
+        if not (sources.explicit("data.cutoff") or _in(content, "data.cutoff")):
+            config.data.cutoff = None
     check_values(config, sources)
     absolute_data_paths(config.data, [Path.cwd(), folder])
     if sources.main is not None:
@@ -270,6 +276,7 @@ def _replaced(item: Any) -> list[str]:
         if not isinstance(value, dict):
             return
         named = "name" in map(str, value) and any(fnmatchcase(key, pattern) for pattern in COMPONENTS)
+        named = named or (key == "model" and "from" in map(str, value))
         if named or any(fnmatchcase(key, pattern) for pattern in WHOLE):
             yield key
         else:
@@ -330,7 +337,8 @@ def _defaults(content: Mapping[str, Any], sources: Sources) -> dict[str, Any]:
     assert isinstance(defaults, dict)
     # Left open, so that a list or a mapping in the wrong place gets a sentence of ours and not a merge error.
     defaults["trainer"] = defaults["callbacks"] = None
-    if content.get("model") is not None or sources.given("model") or sources.explicit("model.name"):
+    named = sources.explicit("model.name") or sources.explicit("model.from")
+    if content.get("model") is not None or sources.given("model") or named:
         defaults["model"] = None
     return {str(key): value for key, value in defaults.items()}
 

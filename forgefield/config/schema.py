@@ -87,8 +87,8 @@ class DataOptions:
     """As `val`. Errors on it are printed at the end of training."""
     indices: Any = None
     """Use only these frames of `train` (list, file of integers, or 'start:stop'), before val and test are split off."""
-    cutoff: float = 5.0
-    """Radius of the neighbour list, A."""
+    cutoff: Optional[float] = 5.0
+    """Radius of the neighbour list, A. With `model.from` it is that of the model, and left out (null)."""
     adaptive_cutoff: Optional[float] = None
     """Where an atom has no neighbour within `cutoff` its radius grows smoothly up to this one, A. Default: it does not."""
     max_neighbours: Optional[int] = None
@@ -235,7 +235,8 @@ class TrainingOptions:
     optimizer: Any = "adam"
     """Name of a torch optimiser, an import path, or {name: adamw, weight_decay: 1e-3, ...}."""
     scheduler: Any = None
-    """Name of a torch learning-rate scheduler or {name: ReduceLROnPlateau, patience: 20, ..., interval: epoch|step}."""
+    """Name of a torch learning-rate scheduler or {name: ReduceLROnPlateau, patience: 20, ..., interval: epoch|step}; or by step
+    and as long as the run, as in DeePMD-kit: {name: exp|cosine_to|wsd, stop_lr: 1e-6, warmup_steps: 1000, ...}."""
     engine: Optional[str] = "auto"
     """How a step is executed: eager, compile, graphs (CUDA graphs), script; auto measures and takes the fastest."""
     derivative: str = "auto"
@@ -278,7 +279,8 @@ class RunOptions:
     data: DataOptions = field(default_factory=DataOptions)
     """Frames to learn from, and how they are split, read and batched."""
     model: Any = field(default_factory=lambda: {"name": "nequip", "preset": "S"})
-    """The network: a built-in name or an import path, and its options; presets S, M, L, XL fill those not given."""
+    """The network: a built-in name or an import path, and its options; presets S, M, L, XL fill those not given. Or {from: RUN,
+    which: best, shifts: keep}: the model of a run, trained further; shifts fit: energy shifts are fitted to the new data."""
     task: Optional[TaskOptions] = None
     """What is trained. Default (null): energy, and forces where the data has them."""
     training: TrainingOptions = field(default_factory=TrainingOptions)

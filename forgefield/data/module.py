@@ -31,7 +31,7 @@ SHOWN = 6
 class DataModule(lightning.LightningDataModule):
     """`options` is a `DataOptions` or an OmegaConf section of the same shape; `seed` orders frames and draws splits.
 
-    rank, world_size: whose share of the batches is served.
+    rank, world_size: whose share of the batches is served. species_of: the run whose model fixes `data.species`, for messages.
     """
 
     train: GraphDataset
@@ -41,11 +41,14 @@ class DataModule(lightning.LightningDataModule):
     statistics: Statistics
     split_description: str
 
-    def __init__(self, options: DataOptions, seed: int, *, rank: int = 0, world_size: int = 1) -> None:
+    def __init__(
+        self, options: DataOptions, seed: int, *, rank: int = 0, world_size: int = 1, species_of: str | None = None
+    ) -> None:
         super().__init__()
         self.options = options
         self.seed = int(seed)
         self.rank, self.world_size = rank, world_size
+        self.species_of = species_of
         self._on_gpu = False
         self._ready = False
 
@@ -60,7 +63,8 @@ class DataModule(lightning.LightningDataModule):
         if len(splits.train) == 0:
             raise ForgefieldError("data.train holds no frame")
         names = plain(self.options.species)
-        self.species = SpeciesTable(names) if names is not None else SpeciesTable.from_frames(splits.train)
+        found = SpeciesTable(names, whose=self.species_of) if names is not None else None
+        self.species = found if found is not None else SpeciesTable.from_frames(splits.train)
         self._build_graphs(splits, progress)
         others = [part for part in (self.val, self.test) if part is not None]
         self.statistics = compute_statistics(self.train, self.options, others)

@@ -15,8 +15,10 @@ from forgefield.errors import ForgefieldError
 class SpeciesTable:
     """Chemical symbols in a fixed order; `index` turns atomic numbers into positions in that order."""
 
-    def __init__(self, symbols: Iterable[str]) -> None:
+    def __init__(self, symbols: Iterable[str], *, whose: str | None = None) -> None:
+        """whose: the run whose model fixes the species, for messages; None: data.species or the data do."""
         self.symbols: tuple[str, ...] = tuple(symbols)
+        self.whose = whose
         if not self.symbols:
             raise ForgefieldError("data.species is empty; it should name at least one chemical element")
         for symbol in self.symbols:
@@ -51,6 +53,11 @@ class SpeciesTable:
         rows = self._row_of_number[numbers]
         if rows.size and rows.min() < 0:
             symbol = chemical_symbols[int(np.asarray(numbers)[rows < 0][0])]
+            if self.whose is not None:
+                raise ForgefieldError(
+                    f"{where}: it holds {symbol}, which the model of {self.whose} does not know (it knows "
+                    f"{', '.join(self.symbols)}); leave such frames out, or train a new model"
+                )
             raise ForgefieldError(
                 f"{where}: it holds {symbol}, which is not among the known species ({', '.join(self.symbols)}); "
                 "train with it, or list it in data.species"

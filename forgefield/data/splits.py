@@ -118,6 +118,8 @@ def resolve_splits(options: DataOptions, seed: int, progress: Progress | None = 
 
 def graph_options(options: DataOptions) -> GraphOptions:
     """What makes two atoms neighbours, from the settings."""
+    if options.cutoff is None:
+        raise ForgefieldError("data.cutoff is null: it comes with the model of a run (model.from), in a training alone")
     library = "auto" if options.neighbours == ON_DEVICE else options.neighbours
     return GraphOptions(float(options.cutoff), library, options.adaptive_cutoff, options.max_neighbours)
 

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.pytorch.callbacks import Callback
 from omegaconf import DictConfig
 
@@ -43,6 +44,7 @@ from forgefield.training.engines.choose import refuse_engine
 from forgefield.training.engines.size_plan import plan_sizes
 from forgefield.training.engines.start import EngineStarter
 from forgefield.training.folder import compare_with_stored_config, has_begun, run_folder
+from forgefield.training.initial_model import InitialModel, initial_model
 from forgefield.training.journal import Journal
 from forgefield.training.module import TrainingModule
 from forgefield.training.precision import Precision
@@ -96,6 +98,7 @@ class _Record:
     model: dict[str, Any]
     fingerprint: str
     parameters: int
+    initial_model: dict[str, Any] | None = None
 
     def write(self, run: Run, config: DictConfig, data: DataModule, ranks: Ranks) -> None:
         """Store settings and record, when it is certain that they will be used."""
@@ -120,6 +123,7 @@ class _Record:
             data=[list(row) for row in data.describe()],
             data_fingerprint=self.fingerprint,
             world_size=ranks.world_size,
+            initial_model=self.initial_model,
         )
 
 
@@ -161,14 +165,20 @@ def fit(config: DictConfig, *, fresh: bool, journal: Journal, ranks: Ranks) -> F
     quick = bool(options.get("fast_dev_run"))
     with party.stop, run_folder(config, fresh=fresh, quick=quick, journal=journal, ranks=ranks) as run:
         journal.keep_in(run.path)
+        initial = initial_model(run, config, ranks)
+        config = config if initial is None else initial.settle(config, journal.say)
         changed = ranks.share(_changed_settings(run, config, party) if ranks.is_first else None)
-        data = DataModule(config.data, seed=config.seed, rank=ranks.rank, world_size=ranks.world_size)
+        whose = None if initial is None else initial.known.whose
+        data = DataModule(config.data, config.seed, rank=ranks.rank, world_size=ranks.world_size, species_of=whose)
         data.prepare(converting=_conversion_report(journal.say))
         L.seed_everything(config.seed, verbose=False)
-        task, resolved, fingerprint = _prepare_model(run, config, data, ranks)
+        task, resolved, fingerprint = _prepare_model(run, config, data, ranks, initial)
         precision = Precision(config.training.precision).weights
         potential = build_model(resolved, precision=precision, seed=config.seed)
-        record = _Record(task, resolved, fingerprint, sum(p.numel() for p in potential.parameters()))
+        if initial is not None:
+            _start_from(initial, potential, resolved, data, options, party)
+        n_parameters = sum(p.numel() for p in potential.parameters())
+        record = _Record(task, resolved, fingerprint, n_parameters, initial.record if initial is not None else None)
         plan = _Plan(run, config, options, data, record)
         restart, status = ranks.share(_where_to_go_on(run, journal) if ranks.is_first else None)
         limits_changed = any(key.startswith(_LIMITS) for key in changed)
@@ -373,7 +383,26 @@ def _monitor(training: Any, columns: list[str], has_val: bool, journal: Journal)
     return monitor
 
 
-def _prepare_model(run: Run, config: DictConfig, data: DataModule, ranks: Ranks) -> tuple[Task, dict[str, Any], str]:
+def _start_from(
+    initial: InitialModel,
+    potential: Potential,
+    resolved: dict[str, Any],
+    data: DataModule,
+    options: dict[str, Any],
+    party: Party,
+) -> None:
+    """The first weights from another run, and what is to be said about them."""
+    on_gpu = torch.cuda.is_available() and options.get("accelerator", "auto") != "cpu"
+    changed = initial.start(potential, resolved, data.train, "cuda" if on_gpu else "cpu", party.ranks)
+    if initial.state is not None:
+        party.journal.say(f"Starting from the {initial.record['which']} weights of {initial.known.whose}.")
+    if changed is not None:
+        party.journal.say(changed)
+
+
+def _prepare_model(
+    run: Run, config: DictConfig, data: DataModule, ranks: Ranks, initial: InitialModel | None
+) -> tuple[Task, dict[str, Any], str]:
     """Task, model options in full and fingerprint of the data. A run that has begun keeps the options it has."""
     data.statistics = ranks.share(data.statistics)
     statistics, species = data.statistics, data.species.symbols
@@ -388,7 +417,7 @@ def _prepare_model(run: Run, config: DictConfig, data: DataModule, ranks: Ranks)
         require_same_data(data.test.frames.fingerprint, ranks)
     resolved: dict[str, Any] = {}
     if ranks.is_first:
-        resolved = resolved_model(config, data)
+        resolved = resolved_model(config, data) if initial is None else dict(initial.known.resolved)
         if has_begun(run):
             if run.info["data_fingerprint"] != fingerprint:
                 raise ForgefieldError(

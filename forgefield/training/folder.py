@@ -84,7 +84,10 @@ def compare_with_stored_config(
     many frames as before, means the same.
     """
     if run.exists and run.info.get("status") == "imported":
-        raise ForgefieldError(f"Run {run.name} was imported, not trained here; give the new run its own name=NAME.")
+        raise ForgefieldError(
+            f"Run {run.name} was imported, and stays as it is; to train its model further give the new run its own name: "
+            f"forgefield train CONFIG --init-model {run.path} --name NAME."
+        )
     if not has_begun(run):
         return []
     changes = config_diff(run.config, config)

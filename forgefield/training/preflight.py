@@ -17,12 +17,16 @@ from forgefield.parallel.contradictions import check_trainer_options
 from forgefield.parallel.environment import MPI_LAUNCHERS
 from forgefield.parallel.group import Ranks
 from forgefield.parallel.registry import check_strategy
+from forgefield.training.initial_model import refuse_itself, starts_from_run
 from forgefield.training.optimisers import build_optimiser
 
 
 def check_settings(config: DictConfig, options: dict[str, Any], ranks: Ranks) -> None:
     """Refuse settings that cannot work. options: the config's `trainer` section as a plain dict."""
-    check_model(plain(config.model))
+    if starts_from_run(config):
+        refuse_itself(config)
+    else:
+        check_model(plain(config.model))
     optimiser = build_optimiser(config.training.optimizer, [nn.Parameter(torch.zeros(2, 2))], lr=config.training.lr)
     if ranks.world_size > 1 and isinstance(optimiser, torch.optim.LBFGS):
         raise ForgefieldError(

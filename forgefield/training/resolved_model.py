@@ -53,7 +53,8 @@ def _measured(config: DictConfig, data: DataModule) -> dict[str, Any]:
             return json.loads(kept.read_text())
     except (OSError, ValueError):
         pass  # nothing is there, or it is damaged, which only costs measuring again
-    found = model_statistics(model, lambda: _batches(data.train, cutoff), species=species, cutoff=cutoff)
+    rows = spread(len(data.train), MOST_FRAMES)
+    found = model_statistics(model, lambda: measured_batches(data.train, rows, cutoff), species=species, cutoff=cutoff)
     if found and kept is not None:
         with suppress(ForgefieldError, OSError):
             kept.parent.mkdir(parents=True, exist_ok=True)
@@ -74,11 +75,18 @@ def _place(config: DictConfig, data: DataModule) -> Path:
     return cache_folder() / "model-statistics" / f"{name}.json"
 
 
-def _batches(dataset: GraphDataset, cutoff: float) -> Iterator[Batch]:
-    rows = np.arange(len(dataset))
-    if len(rows) > MOST_FRAMES:
-        rows = np.unique(np.linspace(0, len(rows) - 1, MOST_FRAMES).round().astype(np.int64))
+def spread(n: int, most: int) -> np.ndarray:
+    """All rows of n, or `most` of them, evenly spread."""
+    if n <= most:
+        return np.arange(n)
+    return np.unique(np.linspace(0, n - 1, most).round().astype(np.int64))
+
+
+def measured_batches(
+    dataset: GraphDataset, rows: np.ndarray, cutoff: float, *, edges: int = EDGES_AT_ONCE
+) -> Iterator[Batch]:
+    """These frames in order, with edges, about so many at a time."""
     costs = dataset.n_edges if dataset.n_edges is not None else 100 * dataset.n_atoms
-    part = (costs[rows].cumsum() - 1) // EDGES_AT_ONCE
+    part = (costs[rows].cumsum() - 1) // edges
     for number in np.unique(part):
         yield with_edges(dataset.batch(rows[part == number]), cutoff)

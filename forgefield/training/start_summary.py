@@ -37,12 +37,19 @@ def summarise(
 ) -> None:
     sections: dict[str, Sequence[tuple[str, str]]] = {
         "Data": list(data.describe()),
-        "Model": [("name", str(config.model.name)), *model_rows(potential)],
+        "Model": [("name", str(config.model.name)), *_first_weights(config), *model_rows(potential)],
         "Task": list(task.describe()),
         "Training": _training_rows(run, config, trainer, monitor, ranks, lr_factor),
         "Summary of the training": process_rows(trainer, ranks),
     }
     journal.show(lambda console: print_summary(console, sections))
+
+
+def _first_weights(config: DictConfig) -> Rows:
+    model = config.model
+    return (
+        [("first weights", f"{model['which']} of {model['from']}, shifts: {model.shifts}")] if "from" in model else []
+    )
 
 
 def _training_rows(

@@ -43,7 +43,7 @@ def is_deepmd_input(content: Any) -> bool:
     if not isinstance(content, Mapping) or not isinstance(content.get("training"), Mapping):
         return False
     model = content.get("model")
-    if not isinstance(model, Mapping) or "name" in model:
+    if not isinstance(model, Mapping) or "name" in model or "from" in model:
         return False
     return any(key in model for key in ("type_map", "descriptor", "model_dict"))
 

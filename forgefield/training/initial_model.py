@@ -1,0 +1,172 @@
+"""Training that starts from the model of another run: `model: {from: RUN, which: best, shifts: keep}`.
+
+Options (all numbers that once came from data included), species, cutoff and weights are those of that run, which was trained
+here or imported; weights alone are trained. The new run keeps all of it: continuing or loading it never needs the first.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
+
+from forgefield.data.dataset import GraphDataset
+from forgefield.data.readers import plain
+from forgefield.errors import ForgefieldError
+from forgefield.models.potential import Potential
+from forgefield.parallel.group import Ranks
+from forgefield.runs import Run
+from forgefield.training.folder import has_begun
+from forgefield.training.initial_options import KnownModel, require_same_options, section_of
+from forgefield.training.shifts import fit_shifts, set_shifts
+
+RECORD = "initial_model"
+"""Where `run.json` says what a run started from."""
+GRAPH = ("cutoff", "adaptive_cutoff", "max_neighbours")
+"""Settings of the data section that belong to a model."""
+
+
+@dataclass(frozen=True)
+class InitialModel:
+    """known: the run and its model. state: weights to begin with; None where the run has begun, and goes on with its own.
+    shifts: `keep` or `fit`.
+
+    record: what `run.json` keeps. references: `data.reference_energies` of the first run.
+    """
+
+    known: KnownModel
+    state: Mapping[str, Tensor] | None
+    shifts: str
+    record: dict[str, Any] = field(default_factory=dict)
+    references: Any = None
+
+    def settle(self, config: DictConfig, say: Callable[[str], None]) -> DictConfig:
+        """The config with everything that the model decides: species and neighbours. Refuses what contradicts it."""
+        known, config = self.known, copy.deepcopy(config)
+        species = plain(config.data.species)
+        strange = [symbol for symbol in species or [] if symbol not in known.species]
+        if strange:
+            raise ForgefieldError(
+                f"data.species names {', '.join(strange)}, which the model of {known.whose} does not know "
+                f"(it knows {', '.join(known.species)}); train a new model for such data."
+            )
+        require_same_options(plain(config.model), known, species)
+        self._require_same_references(plain(config.data.reference_energies))
+        if species is not None and species != known.species:
+            say(
+                f"Species are those of {known.whose}, in its order: {', '.join(known.species)} "
+                f"(data.species has {', '.join(species)})."
+            )
+        config.data.species = known.species
+        for name in GRAPH:
+            config.data[name] = self._of_model(name, config.data[name])
+        OmegaConf.update(config, "model.name", known.resolved["name"], force_add=True)
+        return config
+
+    def _of_model(self, name: str, given: float | int | None) -> float | int | None:
+        of_model = self.known.resolved.get(name)
+        if given is not None and (of_model is None or not math.isclose(given, of_model, rel_tol=1e-12)):
+            shown = "none" if of_model is None else f"{of_model:g}"
+            raise ForgefieldError(
+                f"data.{name} is {given:g}, and the model of {self.known.whose} was made for {shown}; leave it out: it comes "
+                "with the model."
+            )
+        return of_model
+
+    def _require_same_references(self, given: Any) -> None:
+        if given not in ("auto", "fit", self.references):
+            raise ForgefieldError(
+                f"data.reference_energies is {given}, but the model of {self.known.whose} has its energy shifts already; leave "
+                "it out (model.shifts=fit fits them to the new data)."
+            )
+
+    def start(
+        self, potential: Potential, resolved: dict[str, Any], train: GraphDataset, device: str, ranks: Ranks
+    ) -> str | None:
+        """Give the model its first weights, on all ranks the same. Returns what changed beside, in words.
+
+        resolved: its options, changed where shifts are. device: where rank 0 fits them.
+        """
+        if self.state is None:
+            return None
+        potential.load_state_dict(dict(self.state))
+        if self.shifts != "fit":
+            return None
+        fitted = ranks.share(fit_shifts(potential, train, device=torch.device(device)) if ranks.is_first else None)
+        set_shifts(potential, resolved, fitted.after)
+        self.record["fitted_shifts"] = asdict(fitted)
+        return fitted.table()
+
+
+def starts_from_run(config: DictConfig) -> bool:
+    return "from" in config.model
+
+
+def refuse_itself(config: DictConfig) -> None:
+    """Refuse a run that would start from itself, before its folder is touched."""
+    own = (Path(config.out) / config.name).resolve()
+    if own in [place.resolve() for place in (Path(config.model["from"]), Path(config.out) / config.model["from"])]:
+        raise ForgefieldError(
+            f"Run {config.name} cannot start from itself (model.from); give the new run its own name=NAME, or leave "
+            "model.from out to continue it."
+        )
+
+
+def initial_model(run: Run, config: DictConfig, ranks: Ranks) -> InitialModel | None:
+    """What `model.from` names, read by rank 0 and known to all; None where the config describes a model of its own."""
+    if not starts_from_run(config):
+        return None
+    return ranks.share(_read(run, config) if ranks.is_first else None)
+
+
+def _read(run: Run, config: DictConfig) -> InitialModel:
+    model = plain(config.model)
+    if has_begun(run):
+        info = run.info
+        record = info.get(RECORD) or {}
+        known = KnownModel(f"run {record.get('run', run.name)}", _section(run), info["model"])
+        return InitialModel(known, None, model["shifts"], record, record.get("reference_energies"))
+    first = Run.open(model["from"], out=config.out)
+    info = first.info
+    potential = first.load_potential(model["which"])
+    resolved = _at_any_precision(info, model) if info.get("status") == "imported" else info["model"]
+    stored = first.config.get("data")
+    references = plain(stored.get("reference_energies")) if stored is not None else None
+    record = {
+        "run": first.name,
+        "folder": str(first.path),
+        "which": model["which"],
+        "shifts": model["shifts"],
+        "section": _section(first),
+        "reference_energies": references,
+    }
+    known = KnownModel(f"run {first.name}", record["section"], resolved)
+    state = {name: tensor.detach().clone() for name, tensor in potential.state_dict().items()}
+    return InitialModel(known, state, model["shifts"], record, references)
+
+
+def _section(run: Run) -> dict[str, Any]:
+    """The `model` section that a run's options come from, over any number of runs that started from one another."""
+    info = run.info
+    if info.get(RECORD):
+        return info[RECORD]["section"]
+    return section_of(info["model"]) if info.get("status") == "imported" else plain(run.config.model)
+
+
+def _at_any_precision(info: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of an imported model. Files spell out the precision of each part; where it is that of the whole, and the config
+    does not name it, it follows `training.precision`."""
+    resolved = copy.deepcopy(dict(info["model"]))
+    for name, part in resolved.items():
+        if isinstance(part, dict) and part.get("precision") == info["precision"]:
+            named = model.get(name)
+            if not (isinstance(named, Mapping) and "precision" in named):
+                part["precision"] = "default"
+    return resolved

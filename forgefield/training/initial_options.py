@@ -1,0 +1,163 @@
+"""Whether a `model` section that stands beside `model.from` describes the model of that run.
+
+Options left out are the run's. One that is named has to have the value that the run was made with, or that was made of it:
+weights belong to their options, so another value could only be ignored, and no option is. Options that number species are
+compared by symbol.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from forgefield.config.diff import ABSENT, Change, format_diff
+from forgefield.errors import ForgefieldError
+from forgefield.models.registry import BUILT_IN, MODULE_FOLDER, check_model, model_class
+
+STARTING = ("from", "which", "shifts")
+"""Keys of the section that are no options of the model."""
+WITHOUT_MEANING = ("descriptor.seed", "fitting_net.seed")
+"""They fix weights that are drawn, and here none are."""
+PAIRS = ("pair_exclude_types", "descriptor.exclude_types")
+NUMBERS = ("atom_exclude_types",)
+ROWS = (
+    *("out_bias", "fitting_net.atom_ener"),
+    *("descriptor.sel", "descriptor.davg", "descriptor.dstd", "descriptor.most_neighbours"),
+)
+"""Options of a Deep Potential that mean species by their numbers: in pairs, one by one, or with an entry for each."""
+
+
+@dataclass(frozen=True)
+class KnownModel:
+    """whose: the run, in words. section: the `model` section it was made with. resolved: its options in full."""
+
+    whose: str
+    section: Mapping[str, Any]
+    resolved: Mapping[str, Any]
+
+    @property
+    def species(self) -> list[str]:
+        return list(self.resolved["species"])
+
+
+def require_same_options(model: Mapping[str, Any], known: KnownModel, species: Sequence[str] | None) -> None:
+    """Raise where the section `model` names another value than the run has. species: what its numbers mean, if not the same
+    as in the run."""
+    given = _plain({key: value for key, value in model.items() if key not in STARTING})
+    name = known.resolved["name"]
+    if given.setdefault("name", name) != name:
+        raise ForgefieldError(
+            f"model.name is {given['name']}, and {known.whose} holds a {name}: weights of the one are none of the other."
+        )
+    if name in BUILT_IN:
+        check_model(_with_kinds(given, known.resolved))
+    options = _with_preset(given)
+    made_with = [_with_preset(_plain(known.section)), _plain(known.resolved)]
+    changes = [
+        Change(f"model.{key}", old, new, meaning=True)
+        for key, old, new in _differences(options, made_with, _Symbols(known.species, species))
+    ]
+    if changes:
+        raise ForgefieldError(
+            f"The model is that of {known.whose}, and the config asks for another one:\n{format_diff(changes)}\n"
+            "Leave these options out, or train a new model."
+        )
+
+
+def section_of(resolved: Mapping[str, Any]) -> dict[str, Any]:
+    """Resolved options as a `model` section, for a run that knows no other."""
+    told = ("species", "cutoff", "adaptive_cutoff", "max_neighbours", "statistics", MODULE_FOLDER)
+    return {key: value for key, value in resolved.items() if key not in told}
+
+
+@dataclass(frozen=True)
+class _Symbols:
+    """What numbers of species mean in the run's options (`ours`) and in the config's (`theirs`)."""
+
+    ours: Sequence[str]
+    theirs: Sequence[str] | None
+
+    def of_run(self, key: str, value: Any) -> Any:
+        """Only what concerns species that the config knows."""
+        named = _by_symbol(key, value, self.ours)
+        if self.theirs is None or named is value:
+            return named
+        known = frozenset(self.theirs)
+        if isinstance(named, dict):
+            return {symbol: entry for symbol, entry in named.items() if symbol in known}
+        return {group for group in named if group <= known}
+
+    def of_config(self, key: str, value: Any) -> Any:
+        return _by_symbol(key, value, self.ours if self.theirs is None else self.theirs)
+
+
+def _by_symbol(key: str, value: Any, species: Sequence[str]) -> Any:
+    """Numbers of species replaced by their symbols; the value itself where it has none (or makes no sense)."""
+    if not isinstance(value, list):
+        return value
+    try:
+        if key in PAIRS:
+            return {frozenset(species[number] for number in pair) for pair in value}
+        if key in NUMBERS:
+            return {frozenset([species[number]]) for number in value}
+        if key in ROWS and value:
+            return dict(zip(species, value, strict=True))
+    except (IndexError, TypeError, ValueError):
+        pass
+    return value
+
+
+def _differences(
+    given: Mapping[str, Any], made_with: Sequence[Mapping[str, Any]], symbols: _Symbols, prefix: str = ""
+) -> Iterator[tuple[str, Any, Any]]:
+    """Of each named option that is not as in one of `made_with`: key, the run's value, the config's."""
+    for name, value in given.items():
+        key = f"{prefix}{name}"
+        known = [options[name] for options in made_with if name in options]
+        if key in WITHOUT_MEANING or (value is None and name not in made_with[0]):  # null: left to the data
+            continue
+        if isinstance(value, Mapping) and known and all(isinstance(one, Mapping) for one in known):
+            parts = [options.get(name, {}) for options in made_with]
+            yield from _differences(value, parts, symbols, f"{key}.")
+            continue
+        same = any(_same(symbols.of_config(key, value), symbols.of_run(key, one)) for one in known)
+        if not same and not any(_same_room(key, value, one, made_with[-1]) for one in known):
+            yield key, known[-1] if known else ABSENT, value
+
+
+def _same(one: Any, other: Any) -> bool:
+    return one == other and isinstance(one, bool) == isinstance(other, bool)
+
+
+def _same_room(key: str, one: Any, other: Any, descriptor: Mapping[str, Any]) -> bool:
+    """`sel` of se_atten is a number of neighbours of any species, or numbers whose sum counts."""
+    if key != "descriptor.sel" or descriptor.get("type") != "se_atten":
+        return False
+    sums = [sum(value) if isinstance(value, list) else value for value in (one, other)]
+    return sums[0] == sums[1]
+
+
+def _with_preset(section: Mapping[str, Any]) -> dict[str, Any]:
+    """The section with the options that its preset stands for."""
+    options = dict(section)
+    preset = options.pop("preset", None)
+    if preset is None or options.get("name") not in BUILT_IN:
+        return options
+    return model_class(options["name"]).preset_options(str(preset).upper(), options) | options
+
+
+def _with_kinds(given: Mapping[str, Any], resolved: Mapping[str, Any]) -> dict[str, Any]:
+    """The section with the type of each part, which decides what its options are."""
+    result = dict(given)
+    for name, part in given.items():
+        if isinstance(part, Mapping) and "type" not in part:
+            known = resolved.get(name)
+            result[name] = {"type": known["type"], **part} if isinstance(known, Mapping) and "type" in known else part
+    return result
+
+
+def _plain(value: Any) -> Any:
+    """As it would be read from JSON: no tuples, keys are strings."""
+    return json.loads(json.dumps(value))
