@@ -33,6 +33,13 @@ def add_reading(parser: argparse.ArgumentParser) -> None:
         )
     for name in LABELS:
         group.add_argument(f"--{name}-key", metavar="KEY", help=f"name of the {name} in the files, or none")
+    group.add_argument(
+        "--field",
+        action="append",
+        default=[],
+        metavar="NAME[=KEY][:PER[:SHAPE]]",
+        help="a further value, as in data.labels.fields: gap, gap=band_gap, charge:atom, dipole:frame:3, tensor:frame:3x3",
+    )
 
 
 def add_graph(parser: argparse.ArgumentParser) -> None:
@@ -55,15 +62,37 @@ def reading_of(args: argparse.Namespace) -> tuple[LabelOptions, UnitOptions]:
 
     given = [f"--{name}-unit" for name, default in UNITS.items() if getattr(args, f"{name}_unit") != default]
     given += [f"--{name}-key" for name in LABELS if getattr(args, f"{name}_key") is not None]
+    given += ["--field"] if args.field else []
     if given and all(is_store(file.path) for file in source_files(spec_of(args.paths))):
         raise ForgefieldError(
             f"{given[0]} says how files are read, but {', '.join(args.paths)} is a store: it is in eV and A, and its labels "
             "were chosen when it was written"
         )
     return (
-        LabelOptions(**{name: getattr(args, f"{name}_key") for name in LABELS}),
+        LabelOptions(**{name: getattr(args, f"{name}_key") for name in LABELS}, fields=_fields(args.field)),
         UnitOptions(**{name: getattr(args, f"{name}_unit") for name in UNITS}),
     )
+
+
+def _fields(words: list[str]) -> dict[str, Any] | None:
+    """What `--field` says, as `data.labels.fields`; None where nothing is said."""
+    from forgefield.config.fields import field_options
+
+    found: dict[str, Any] = {}
+    for word in words:
+        named, *more = word.split(":")
+        name, _, key = named.partition("=")
+        options: dict[str, Any] = {"key": key} if key else {}
+        try:
+            options |= {"per": more[0]} if more else {}
+            options |= {"shape": [int(size) for size in more[1].split("x")]} if len(more) > 1 else {}
+        except ValueError:
+            raise ForgefieldError(f"--field {word}: a shape is numbers with x between them, such as 3 or 3x3") from None
+        if len(more) > 2:
+            raise ForgefieldError(f"--field {word}: it is NAME=KEY:PER:SHAPE, such as dipole=mu:frame:3")
+        found[name] = options
+    field_options(found)  # refuses what cannot be a field
+    return found or None
 
 
 def graph_of(args: argparse.Namespace) -> GraphOptions | None:

@@ -111,7 +111,7 @@ def print_inspection(
     for axes, count in found.periodicity.items():
         table.add_row("periodic", f"{axes}: {counted(count, 'frame')}")
     for label in found.labels:
-        span = f"{label.low:.6g} to {label.high:.6g} {label.unit}"
+        span = f"{label.low:.6g} to {label.high:.6g} {label.unit}".rstrip()
         table.add_row(label.name, f"{span}, {label.frames} of {found.n_frames} frames")
     if not found.labels:
         table.add_row("labels", "none found")

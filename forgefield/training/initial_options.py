@@ -133,7 +133,7 @@ def _same(one: Any, other: Any) -> bool:
 
 def _same_room(key: str, one: Any, other: Any, descriptor: Mapping[str, Any]) -> bool:
     """`sel` of se_atten is a number of neighbours of any species, or numbers whose sum counts."""
-    if key != "descriptor.sel" or descriptor.get("type") != "se_atten":
+    if key != "descriptor.sel" or descriptor.get("type") not in ("se_atten", "se_atten_v2"):
         return False
     sums = [sum(value) if isinstance(value, list) else value for value in (one, other)]
     return sums[0] == sums[1]

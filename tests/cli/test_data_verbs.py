@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import ase.io
 import numpy as np
 import pytest
 from PIL import Image
@@ -434,6 +435,23 @@ def test_refusals_of_sample_write_nothing(source, work, capsys):
     assert "only a store can" in refused(capsys, "sample", "cu.extxyz", "4", "--cutoff", "3")
     assert sorted(path.name for path in work.iterdir()) == ["cu-5.extxyz", "cu.extxyz"]
     assert (work / "cu-5.extxyz").read_text() == "mine"
+
+
+def test_further_fields_are_named_on_the_command_line(work, capsys):
+    frames = emt_frames(3, seed=1)
+    for number, atoms in enumerate(frames):
+        atoms.info |= {"band_gap": 0.5 * number, "mu": np.arange(3.0)}
+        atoms.arrays["charge"] = np.full(len(atoms), 0.25)
+    ase.io.write("more.extxyz", frames, format="extxyz")
+    words = ("--field", "gap=band_gap", "--field", "charge:atom", "--field", "mu:frame:3")
+    text = done(capsys, "info", "more.extxyz", *words)
+    assert "0 to 1, 3 of 3 frames" in next(line for line in text.splitlines() if line.startswith("gap"))
+    done(capsys, "convert", "more.extxyz", "more.store", *words)
+    frame = next(iter(read_table("more.store")))
+    assert frame.fields["mu"].tolist() == [0.0, 1.0, 2.0]
+    assert frame.fields["charge"].tolist() == [0.25] * len(frame)
+    assert "a shape is numbers with x between them" in refused(capsys, "info", "more.extxyz", "--field", "mu:frame:a")
+    assert "--field says how files are read" in refused(capsys, "info", "more.store", "--field", "gap")
 
 
 @pytest.mark.parametrize("verb", ["info", "convert", "sample"])

@@ -15,7 +15,7 @@ DESCRIPTORS = {"se_a": "se_e2_a", "se_r": "se_e2_r", "dpa1": "se_atten"}
 """Other names of descriptors that are read."""
 OTHER_DESCRIPTORS = (
     *("loc_frame", "se_e3", "se_at", "se_a_3be", "se_t", "se_e3_tebd", "se_a_tpe", "se_a_ebd", "se_a_ebd_v2"),
-    *("se_a_tpe_v2", "se_a_mask", "se_atten_v2", "dpa2", "dpa3", "dpa4", "dpa4c", "se_zm", "SeZM", "hybrid"),
+    *("se_a_tpe_v2", "se_a_mask", "dpa2", "dpa3", "dpa4", "dpa4c", "se_zm", "SeZM", "hybrid"),
 )
 FITTINGS = ("ener", "property", "dos", "dipole", "polar")
 OTHER_FITTINGS = ("dpa4_ener", "sezm_ener", "population", "global_polar", "wfc")
@@ -31,15 +31,16 @@ PRECISIONS = {
 
 NETWORK = ("neuron", "activation_function", "resnet_dt", "trainable", "seed", "precision")
 SE_E2_R = (*NETWORK, "sel", "rcut_smth", "type_one_side", "exclude_types", "env_protection", "set_davg_zero")
+SE_ATTEN_V2 = (
+    *SE_E2_R,
+    *("axis_neuron", "attn", "attn_layer", "attn_dotr", "attn_mask", "trainable_ln", "ln_eps", "tebd_dim"),
+    *("use_econf_tebd", "use_tebd_bias", "scaling_factor", "normalize", "temperature", "concat_output_tebd"),
+)
 DESCRIPTOR_KEYS = {
     "se_e2_r": SE_E2_R,
     "se_e2_a": (*SE_E2_R, "axis_neuron"),
-    "se_atten": (
-        *SE_E2_R,
-        *("axis_neuron", "attn", "attn_layer", "attn_dotr", "attn_mask", "smooth_type_embedding", "trainable_ln"),
-        *("ln_eps", "tebd_dim", "use_econf_tebd", "use_tebd_bias", "tebd_input_mode", "scaling_factor", "normalize"),
-        *("temperature", "concat_output_tebd"),
-    ),
+    "se_atten": (*SE_ATTEN_V2, "smooth_type_embedding", "tebd_input_mode"),
+    "se_atten_v2": SE_ATTEN_V2,
 }
 PARAMETERS = ("numb_fparam", "numb_aparam", "default_fparam")
 FITTING_KEYS = {
@@ -155,8 +156,8 @@ def _descriptor(section: Section) -> tuple[dict[str, Any], float]:
     kind = _kind(inner, MISSING, DESCRIPTOR_KEYS, DESCRIPTORS, OTHER_DESCRIPTORS, "descriptor")
     cutoff = inner.number("rcut", 6.0, above=0)
     options = _given(inner, DESCRIPTOR_KEYS[kind])
-    if kind == "se_atten":
-        inner.only("lmax", None, "se_atten has moments of degree 1 here; leave it out")
+    if kind.startswith("se_atten"):
+        inner.only("lmax", None, f"{kind} has moments of degree 1 here; leave it out")
         stripped = inner.take("stripped_type_embedding")
         if stripped is not None:  # wins over the newer key, as in DeePMD-kit
             options["tebd_input_mode"] = "strip" if stripped else "concat"
