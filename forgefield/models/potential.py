@@ -63,6 +63,12 @@ class Potential(nn.Module):
         """Further keys of a batch that the model reads: name -> (per frame or atom, how many numbers)."""
         return dict(getattr(self.model, "inputs", {}))
 
+    @property
+    def required_inputs(self) -> list[str]:
+        """Those of `inputs` that every frame has to carry."""
+        optional = getattr(self.model, "optional_inputs", ())
+        return [name for name in self.inputs if name not in optional]
+
     def forward(self, batch: Batch, *, forces: bool = True, stress: bool = False) -> dict[str, Tensor]:
         """Outputs, all float64: `energy` (n_frames,) eV, `atomic_energy` (n_atoms,) eV, and where asked `forces`
         (n_atoms, 3) eV/A and `stress` (n_frames, 3, 3) eV/A^3, (1/V) dE/dstrain; NaN for a frame without a volume.

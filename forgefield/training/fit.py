@@ -19,7 +19,6 @@ from omegaconf import DictConfig
 from forgefield.config.nearest import did_you_mean
 from forgefield.config.template import commented_yaml
 from forgefield.data.batch import batch_shapes
-from forgefield.data.dataset import GraphDataset
 from forgefield.data.module import DataModule
 from forgefield.data.readers import plain
 from forgefield.data.sampling.loader import FrameLoader
@@ -32,7 +31,7 @@ from forgefield.parallel.group import Ranks
 from forgefield.parallel.learning_rate import learning_rate_factor
 from forgefield.runs import Run, versions
 from forgefield.tasks.metrics import ErrorMetrics
-from forgefield.tasks.task import LABELS, Task, default_task, require_labels
+from forgefield.tasks.task import Task, default_task, require_labels
 from forgefield.training.callbacks.best_model import BestModel
 from forgefield.training.callbacks.metrics_log import MetricsLog
 from forgefield.training.callbacks.pace import Pace
@@ -48,7 +47,13 @@ from forgefield.training.initial_model import InitialModel, initial_model
 from forgefield.training.journal import Journal
 from forgefield.training.module import TrainingModule
 from forgefield.training.precision import Precision
-from forgefield.training.preflight import check_settings, require_same_data, require_same_settings
+from forgefield.training.preflight import (
+    check_settings,
+    require_any_label,
+    require_inputs,
+    require_same_data,
+    require_same_settings,
+)
 from forgefield.training.requeue import ask_slurm_to_requeue
 from forgefield.training.resolved_model import resolved_model
 from forgefield.training.signals import StopRequested, StopWish
@@ -178,6 +183,7 @@ def fit(config: DictConfig, *, fresh: bool, journal: Journal, ranks: Ranks) -> F
         if initial is not None:
             _start_from(initial, potential, resolved, data, options, party)
         n_parameters = sum(p.numel() for p in potential.parameters())
+        require_inputs(potential, data)
         record = _Record(task, resolved, fingerprint, n_parameters, initial.record if initial is not None else None)
         plan = _Plan(run, config, options, data, record)
         restart, status = ranks.share(_where_to_go_on(run, journal) if ranks.is_first else None)
@@ -410,7 +416,7 @@ def _prepare_model(
     task = Task(task_options, species)
     require_labels(task, statistics.labels, "training")
     for name, dataset in (("val", data.val), ("test", data.test)):
-        _require_any_label(task, name, dataset)
+        require_any_label(task, name, dataset)
     fingerprint = " ".join(part.frames.fingerprint for part in (data.train, data.val) if part is not None)
     require_same_data(fingerprint, ranks)
     if data.test is not None:
@@ -426,13 +432,3 @@ def _prepare_model(
                 )
             resolved = run.info["model"]
     return task, ranks.share(resolved), fingerprint
-
-
-def _require_any_label(task: Task, split: str, dataset: GraphDataset | None) -> None:
-    """Refuse frames that are meant to measure the model and carry nothing to measure it with."""
-    names = task.outputs if split == "val" else tuple(dict.fromkeys(LABELS.values()))
-    if dataset is not None and not any(dataset.frames.carries(name).any() for name in names):
-        raise ForgefieldError(
-            f"None of the frames of data.{split} carries {', '.join(names)}, so nothing could be measured on them; "
-            f"give labelled frames or data.{split}=0."
-        )

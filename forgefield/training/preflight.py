@@ -5,18 +5,23 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
+import numpy as np
 import torch
 from omegaconf import DictConfig
 from torch import nn
 
 from forgefield.config.template import commented_yaml
+from forgefield.data.dataset import GraphDataset
+from forgefield.data.module import DataModule
 from forgefield.data.readers import plain
 from forgefield.errors import ForgefieldError
+from forgefield.models.potential import Potential
 from forgefield.models.registry import check_model
 from forgefield.parallel.contradictions import check_trainer_options
 from forgefield.parallel.environment import MPI_LAUNCHERS
 from forgefield.parallel.group import Ranks
 from forgefield.parallel.registry import check_strategy
+from forgefield.tasks.task import LABELS, Task
 from forgefield.training.initial_model import refuse_itself, starts_from_run
 from forgefield.training.optimisers import build_optimiser
 
@@ -68,3 +73,27 @@ def _require_same(what: str, text: str, ranks: Ranks) -> None:
     for rank, other in enumerate(everyone):
         if other != everyone[0]:
             raise ForgefieldError(f"{ranks.describe(rank)} does not have {what} as {ranks.describe(0)}.")
+
+
+def require_inputs(potential: Potential, data: DataModule) -> None:
+    """Refuse frames without a value that the model reads: it would be computed with as if it were a number."""
+    for name in potential.required_inputs:
+        for split, dataset in (("train", data.train), ("val", data.val), ("test", data.test)):
+            if dataset is None:
+                continue
+            missing = np.flatnonzero(~dataset.frames.carries(name)) if name in dataset.fields else [0]
+            if len(missing):
+                raise ForgefieldError(
+                    f"The model reads {name}, and {dataset.frames.where(int(missing[0]))} of data.{split} does not carry it; "
+                    f"name it in data.labels.fields, or leave out frames without."
+                )
+
+
+def require_any_label(task: Task, split: str, dataset: GraphDataset | None) -> None:
+    """Refuse frames that are meant to measure the model and carry nothing to measure it with."""
+    names = task.outputs if split == "val" else tuple(dict.fromkeys(LABELS.values()))
+    if dataset is not None and not any(dataset.frames.carries(name).any() for name in names):
+        raise ForgefieldError(
+            f"None of the frames of data.{split} carries {', '.join(names)}, so nothing could be measured on them; "
+            f"give labelled frames or data.{split}=0."
+        )

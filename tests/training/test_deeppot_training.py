@@ -140,6 +140,21 @@ def test_parameters_of_frames_reach_the_network_in_training_prediction_and_calcu
     assert energies[1] - energies[0] == pytest.approx(0.8, abs=0.4)
 
 
+def test_a_validation_frame_without_a_parameter_is_refused(tmp_path):
+    for name, last in (("train", None), ("val", 2)):
+        frames = emt_frames(3, seed=5)
+        for number, atoms in enumerate(frames):
+            if number != last:
+                atoms.info["fparam"] = 1.0
+        ase.io.write(tmp_path / f"{name}.extxyz", frames, format="extxyz")
+    model = {"name": "deeppot", "descriptor": DESCRIPTOR, "fitting_net": {**FITTING, "numb_fparam": 1}}
+    config = tiny_config(tmp_path) | {"model": model}
+    config["data"] |= {name: str(tmp_path / f"{name}.extxyz") for name in ("train", "val")}
+    config["data"] |= {"labels": {"fields": {"fparam": {"shape": [1]}}}}
+    with pytest.raises(ForgefieldError, match=r"reads fparam, and .*val.extxyz, frame 2 of data.val does not carry it"):
+        train_only(config)
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [

@@ -70,6 +70,11 @@ class DeepPot(nn.Module):
         numbers = {name: getattr(self.fitting.options, f"numb_{name}") for name in PARAMETERS}
         return {name: ("frame" if name == "fparam" else "atom", n) for name, n in numbers.items() if n}
 
+    @property
+    def optional_inputs(self) -> tuple[str, ...]:
+        """Parameters that stand for themselves where a frame does not carry them."""
+        return ("fparam",) if self.fitting.options.default_fparam is not None else ()
+
     @classmethod
     def measure(
         cls,
