@@ -25,6 +25,7 @@ from forgefield.cli.bench import Water
 from forgefield.cli.bench_children import Children, be_child
 from forgefield.cli.bench_rows import Row, best_row, engines_notes, peer_row, percent
 from forgefield.config.loading import load_config
+from forgefield.config.schema import BatchOptions
 from forgefield.parallel.group import alone
 from forgefield.training import bench_peers
 from forgefield.training.bench_step import bare_step
@@ -208,7 +209,7 @@ def test_water_is_the_same_every_time_and_enough_for_full_batches(tmp_path: Path
         write_water(tmp_path / name, 2)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
     for batch, frames in (({"frames": 16}, 32), ({"atoms": 1920}, 20), ({"edges": 100_000}, 18)):
-        options: Any = SimpleNamespace(batch={"frames": None, "atoms": None, "edges": None, **batch})
+        options: Any = SimpleNamespace(batch=BatchOptions(**batch))
         assert frames_for(options, ranks=2) >= frames
 
 
