@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from engines import whole_step
 
 from forgefield.config.schema import LabelOptions, TargetOptions, TaskOptions, UnitOptions
 from forgefield.data.batch import Batch, batch_from_frames, to_device
@@ -36,7 +37,6 @@ from forgefield.models.registry import build_model, model_statistics, resolve_mo
 from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.task import Task
 from forgefield.training.engines.blank import sizes
-from forgefield.training.engines.captured_update import CapturedUpdate
 from forgefield.training.engines.compiled import CompileEngine
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.graphs import GraphsEngine
@@ -45,7 +45,7 @@ from forgefield.training.engines.step import StepFunction
 from forgefield.training.engines.verify import require_equal
 from forgefield.training.precision import TOLERANCES
 
-SPECIES, CUTOFF, LR = ("O", "H"), 6.0, 1e-3
+SPECIES, CUTOFF = ("O", "H"), 6.0
 FITTING = {"type": "ener", "neuron": [240, 240, 240], "resnet_dt": True, "seed": 1}
 EMBEDDING = {"rcut_smth": 0.5, "neuron": [25, 50, 100], "axis_neuron": 16, "seed": 1}
 MODELS: dict[str, dict[str, Any]] = {
@@ -66,27 +66,6 @@ def function_of(model: str, precision: str, batch: Batch, device: torch.device) 
     potential = build_model(resolved, precision=precision, seed=0).train().to(device)
     task = Task(TaskOptions(energy=TargetOptions(), forces=TargetOptions()), SPECIES)
     return StepFunction(potential, task, ErrorMetrics(task.names, SPECIES))
-
-
-def step_of(engine: Engine, batch: Batch) -> Callable[[], None]:
-    weights = engine.function.trained_weights()
-    optimiser = torch.optim.Adam(weights, lr=LR)
-    if isinstance(engine, GraphsEngine):
-        update = CapturedUpdate(optimiser, None)
-
-        def replay() -> None:
-            engine.differentiate(batch)
-            engine.bring_gradients()
-            update.step()
-
-        return replay
-
-    def step() -> None:
-        for weight, gradient in zip(weights, engine.differentiate(batch).gradients):
-            weight.grad = gradient
-        optimiser.step()
-
-    return step
 
 
 def milliseconds(step: Callable[[], None], device: torch.device, repeats: int) -> tuple[float, float]:
@@ -116,7 +95,7 @@ def ours(model: str, precision: str, engine_name: str, batch: Batch, device: tor
         engine = CompileEngine(function)
     if engine_name.startswith("graphs"):
         engine = GraphsEngine(engine, plan=plan_sizes(np.array([sizes(here)])))
-    first, later = milliseconds(step_of(engine, here), device, repeats)
+    first, later = milliseconds(whole_step(engine, here), device, repeats)
     if engine is not reference:
         require_equal(engine, reference, here, TOLERANCES[precision])
     return [first, later]

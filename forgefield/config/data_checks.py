@@ -1,0 +1,105 @@
+"""The checks of the `data` section: sizes, places and rules that have the right type and no meaning."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from omegaconf import DictConfig
+
+from forgefield.config.fields import field_options
+from forgefield.config.refusals import check_choice, wrong
+from forgefield.config.sources import Sources
+from forgefield.errors import ForgefieldError
+
+REFERENCES = ("auto", "isolated", "fit", "none")
+
+
+def check_data(data: DictConfig, sources: Sources) -> None:
+    """Refuse data settings without a meaning."""
+    reference = data.reference_energies
+    if not isinstance(reference, Mapping):
+        check_choice(reference, REFERENCES, "data.reference_energies", sources)
+    else:
+        for symbol, value in reference.items():
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise wrong(sources, f"data.reference_energies.{symbol}", value, "an energy in eV")
+    for key in ("train", "val", "test", "indices"):
+        if data[key] == "":
+            raise wrong(sources, f"data.{key}", "", "the name of a file, folder or pattern")
+    for key in ("val", "test"):
+        value = data[key]
+        if isinstance(value, bool) or (isinstance(value, (int, float)) and value < 0):
+            raise wrong(sources, f"data.{key}", value, "a share of train (0.1), a number of frames (50) or a file")
+        if isinstance(value, float) and value >= 1 and not value.is_integer():
+            raise wrong(sources, f"data.{key}", value, "a share below 1, or a whole number of frames")
+        if isinstance(value, Mapping) and set(value) != {"indices"}:
+            raise wrong(sources, f"data.{key}", dict(value), "a share, a number, a file, or {indices: file-or-list}")
+    _check_batch(data, sources)
+    field_options(data.labels.fields, lambda key: f"{sources.where(key)}: ")
+    if data.workers is not None and data.workers < 0:
+        raise wrong(sources, "data.workers", data.workers, "zero or more")
+    if data.prefetch is not None and data.prefetch < 1:
+        raise wrong(sources, "data.prefetch", data.prefetch, "one or more (data.workers=0 prepares nothing ahead)")
+    if data.prefetch is not None and data.workers == 0:
+        raise ForgefieldError(
+            f"{sources.where('data.prefetch')}: 'data.prefetch' needs a thread that prepares batches; data.workers is 0."
+        )
+    if None not in (data.cutoff, data.adaptive_cutoff) and not data.adaptive_cutoff > data.cutoff:
+        raise wrong(
+            sources, "data.adaptive_cutoff", data.adaptive_cutoff, f"a radius above data.cutoff={data.cutoff:g}"
+        )
+    species = data.species
+    if species is not None and (not species or len(set(species)) != len(species)):
+        raise wrong(sources, "data.species", list(species), "a list of different chemical symbols")
+
+
+def _check_batch(data: DictConfig, sources: Sources) -> None:
+    counted = [name for name in ("frames", "atoms", "edges") if data.batch[name] is not None]
+    if len(counted) > 1:
+        raise ForgefieldError(
+            f"{sources.where(f'data.batch.{counted[-1]}')}: 'data.batch' gives {' and '.join(counted)}; a batch is counted "
+            f"in one of them (data.batch.{counted[0]}=null takes one back)."
+        )
+    if data.batch.oversized != "error" and counted not in (["atoms"], ["edges"]):
+        raise ForgefieldError(
+            f"{sources.where('data.batch.oversized')}: 'data.batch.oversized' is for batches counted in atoms or edges; no "
+            "frame is too large for a number of frames."
+        )
+    if data.batch.bound == "lower":
+        if counted not in (["atoms"], ["edges"]):
+            raise ForgefieldError(
+                f"{sources.where('data.batch.bound')}: 'data.batch.bound' is for batches counted in atoms or edges."
+            )
+        if data.batch.oversized != "error":
+            raise ForgefieldError(
+                f"{sources.where('data.batch.oversized')}: 'data.batch.oversized' is for an upper bound; no frame is too "
+                "large for a lower one."
+            )
+    _check_by_source(data.batch.by_source, counted, sources)
+    value = data.eval_batch
+    if isinstance(value, Mapping):
+        sizes = list(value.values())
+        if len(value) != 1 or next(iter(value)) not in ("frames", "atoms", "edges"):
+            raise wrong(sources, "data.eval_batch", dict(value), "a number of frames, or {frames|atoms|edges: number}")
+    else:
+        sizes = [] if value is None else [value]
+    for size in sizes:
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise wrong(sources, "data.eval_batch", size, "a positive whole number")
+
+
+def _check_by_source(value: Any, counted: list[str], sources: Sources) -> None:
+    key = "data.batch.by_source"
+    if isinstance(value, bool):
+        return
+    if isinstance(value, str) or not isinstance(value, Sequence) or not value:
+        raise wrong(sources, key, value, "true, false, or a list of numbers of frames, one for each source")
+    for number in value:
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise wrong(sources, key, list(value), "a list of positive whole numbers, one for each source")
+    if counted:
+        raise ForgefieldError(
+            f"{sources.where(key)}: 'data.batch.by_source' gives the frames of each source, and 'data.batch.{counted[0]}' "
+            f"another size; keep one of them (data.batch.by_source=true goes with {counted[0]})."
+        )
