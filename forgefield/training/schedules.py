@@ -8,6 +8,7 @@ step `T_max` exactly the last one.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ TINY = 1e-10
 DECAYS = ("inverse_linear", "cosine", "linear")
 
 
-class StepSchedule(LRScheduler):
+class StepSchedule(LRScheduler, ABC):
     """What the schedules have in common: their length, the last rate and the warm-up.
 
     optimizer:           its rates are those after the warm-up.
@@ -96,9 +97,9 @@ class StepSchedule(LRScheduler):
     def stop(self, start: float) -> float:
         return float(self.stop_lr) if self.stop_lr is not None else start * float(self.stop_lr_ratio or 0.0)
 
+    @abstractmethod
     def decayed(self, step: int, start: float, stop: float) -> float:
         """The rate `step` steps after the warm-up."""
-        raise NotImplementedError
 
     def _check(self, starts: list[float]) -> None:
         _whole("T_max", self.T_max, at_least=1)

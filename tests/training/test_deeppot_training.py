@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +106,30 @@ def test_an_input_of_deepmd_kit_trains_writes_its_curve_and_goes_on_exactly(tmp_
     metrics = whole.metrics()
     assert metrics[-1]["val/forces_rmse"] < metrics[0]["val/forces_rmse"]
     assert float(rows[-1].split()[7]) == pytest.approx(metrics[-1]["val/virial_rmse"] / 1000, rel=1e-2)
+
+
+def test_an_input_killed_for_real_goes_on_exactly(tmp_path):
+    file = deepmd_input(tmp_path, training__numb_steps=150, training__disp_freq=30, training__save_freq=10)
+    train(file, f"out={tmp_path}/whole", "training.engine=eager")
+    command = [
+        sys.executable,
+        "-m",
+        "forgefield",
+        "train",
+        str(file),
+        f"out={tmp_path}/killed",
+        "training.engine=eager",
+    ]
+    checkpoints = tmp_path / "killed" / "input" / "checkpoints"
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        while not any(checkpoints.glob("step-*[4-9]0.ckpt")) and process.poll() is None:
+            time.sleep(0.01)
+        process.kill()
+    assert process.returncode == -signal.SIGKILL
+    train(file, f"out={tmp_path}/killed", "training.engine=eager")
+    for name in ("lcurve.out", "metrics.csv", "checkpoints/last.safetensors"):
+        whole, again = ((tmp_path / out / "input" / name).read_bytes() for out in ("whole", "killed"))
+        assert whole == again, name
 
 
 def test_two_ranks_train_an_input_as_one_does(tmp_path):

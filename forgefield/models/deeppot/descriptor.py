@@ -6,6 +6,7 @@ that were left out are filled in from statistics of the training data, so that a
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from forgefield.ops.graph import EdgeGraph, is_traced
 
 
-class Descriptor(nn.Module):
+class Descriptor(nn.Module, ABC):
     """Base of descriptors.
 
     dim_out: numbers per atom. dim_rotation: rows M of the rotation matrix, 0 where it has none. mixed_types: the descriptor
@@ -42,10 +43,10 @@ class Descriptor(nn.Module):
         self.options, self.species, self.cutoff = options, tuple(species), float(cutoff)
 
     @classmethod
+    @abstractmethod
     def complete(cls, options: Any, *, species: tuple[str, ...], cutoff: float, statistics: Mapping[str, Any]) -> Any:
         """Options checked, with every number explicit. statistics: `statistics["environment"]` is what
         `environment_statistics` gives, where there is training data."""
-        raise NotImplementedError
 
     def may_wait_for(self, tensor: Tensor) -> bool:
         """Whether values may be looked at here: not in a trace or a capture, nor in training on a GPU, which must not wait."""
@@ -53,6 +54,7 @@ class Descriptor(nn.Module):
             return False
         return not (tensor.is_cuda and (self.training or torch.cuda.is_current_stream_capturing()))
 
+    @abstractmethod
     def forward(self, batch: dict[str, Any], graph: EdgeGraph) -> tuple[Tensor, Tensor | None]:
         """Descriptor (n_atoms, dim_out) and rotation (n_atoms, dim_rotation, 3) or None, both in the descriptor's precision.
 
@@ -60,4 +62,3 @@ class Descriptor(nn.Module):
         `edge_index`; with `edge_mask` (n_edges,) float64, where it is there, 0 for edges that count as absent. graph: its
         edges, `destination` is the centre.
         """
-        raise NotImplementedError

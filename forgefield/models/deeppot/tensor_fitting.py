@@ -6,6 +6,7 @@ that atom, and says how those of a frame follow from them. The mathematics is De
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -130,7 +131,7 @@ class PropertyOptions(FittingOptions):
     """What the network's numbers are multiplied with, for each species. Default: one."""
 
 
-class TensorFitting(nn.Module):
+class TensorFitting(nn.Module, ABC):
     """Base of these fittings. dim_rotation: rows of the rotation."""
 
     Options: ClassVar[type]
@@ -165,17 +166,18 @@ class TensorFitting(nn.Module):
         return Fitting.complete(options, species=species, statistics=statistics)
 
     @property
+    @abstractmethod
     def outputs(self) -> tuple[Output, ...]:
-        raise NotImplementedError
+        """What it gives."""
 
+    @abstractmethod
     def forward(self, descriptor: Tensor, rotation: Tensor | None, batch: dict[str, Any]) -> dict[str, Tensor]:
         """Values of every atom by name, (n_atoms, *shape) float64. descriptor: (n_atoms, dim_descriptor); rotation:
         (n_atoms, dim_rotation, 3); batch: with `species`, and `frame`, `fparam`, `aparam` where the network reads them."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _dim_out(self) -> int:
         """Numbers of the network."""
-        raise NotImplementedError
 
     def _table(self, name: str, values: Any, shape: tuple[int, ...], default: float) -> None:
         """State `name`, (n_species, *shape) float64, that options give or that is `default` everywhere."""
