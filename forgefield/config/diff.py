@@ -13,6 +13,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from forgefield.config import schema
+from forgefield.config.targets import TARGETS, as_written
 
 HARMLESS = (
     "name",
@@ -94,13 +95,13 @@ def format_diff(changes: Sequence[Change]) -> str:
 def _plain(config: DictConfig) -> dict[str, Any]:
     plain = OmegaConf.to_container(config, resolve=True)
     assert isinstance(plain, dict)
-    return {str(key): value for key, value in plain.items()}
+    return {str(key): as_written(value) if key == "task" else value for key, value in plain.items()}
 
 
 def _all_defaults() -> dict[str, Any]:
     """Defaults of every setting, optional sections included."""
     options = schema.RunOptions()
-    targets = {name: schema.TargetOptions() for name in ("energy", "forces", "stress", "virial")}
+    targets = {name: schema.TargetOptions() for name in TARGETS}
     options.task = schema.TaskOptions(**targets)
     options.training.early_stopping = schema.EarlyStoppingOptions()
     plain = OmegaConf.to_container(OmegaConf.structured(options))
