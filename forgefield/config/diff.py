@@ -124,6 +124,9 @@ def _default(defaults: Any, key: str) -> Any:
     """Default of a setting inside a section that is there. Optional sections that are not there are off."""
     if key in ("task", "training.early_stopping") or key in ("task.energy", "task.forces", "task.stress"):
         return None
+    section, _, rest = key.removeprefix("task.").partition(".")
+    if key.startswith("task.") and section not in TARGETS and rest:
+        key, defaults = rest, _plain(OmegaConf.structured(schema.FieldTargetOptions))
     for part in key.split("."):
         if not isinstance(defaults, Mapping) or part not in defaults:
             return ABSENT
