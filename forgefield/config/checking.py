@@ -507,11 +507,15 @@ def _check_field_target(options: DictConfig, key: str, sources: Sources) -> None
         raise _wrong(sources, f"{key}.normalise", shown, "auto, none or {mean: ..., scale: ...}")
     scale = shown["scale"]
     if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale < float("inf"):
-        raise _wrong(sources, f"{key}.normalise.scale", scale, "a positive number: network outputs are multiplied by it")
+        raise _wrong(
+            sources, f"{key}.normalise.scale", scale, "a positive number: network outputs are multiplied by it"
+        )
     mean = shown["mean"] if isinstance(shown["mean"], (list, dict)) else [shown["mean"]]
     for value in mean.values() if isinstance(mean, dict) else _leaves(mean):
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise _wrong(sources, f"{key}.normalise.mean", shown["mean"], "a number, one for each component, or {H: ...}")
+            raise _wrong(
+                sources, f"{key}.normalise.mean", shown["mean"], "a number, one for each component, or {H: ...}"
+            )
 
 
 def _leaves(value: Any) -> Iterator[Any]:

@@ -180,7 +180,8 @@ class FieldTargetOptions:
     huber_delta: float = 1.0
     """Where Huber turns from quadratic to linear, in units of the scale."""
     reduce: Optional[str] = None
-    """Of a value per frame: mean (intensive, such as a band gap; the default) or sum (extensive) of its atoms' contributions."""
+    """Of a value per frame: mean (intensive, such as a band gap; the default) or sum (extensive) of contributions of its
+    atoms."""
     per_atom: Any = None
     """With reduce: sum, what the loss compares: true (default), values per atom; false, of the whole; root, divided by the root
     of the number of atoms."""

@@ -87,7 +87,7 @@ class Calculator(AseCalculator):
         skin: how far beyond the cutoff neighbours are remembered, A
 
     Results: energy and free_energy (eV), energies (n_atoms,), forces (n_atoms, 3) (eV/A), and for cells with a
-    volume stress (6,) (eV/A^3, Voigt order xx yy zz yz xz xy).
+    volume stress (6,) (eV/A^3, Voigt order xx yy zz yz xz xy). Further outputs of the model are in `results` by their names.
     """
 
     name = "forgefield"
@@ -106,6 +106,12 @@ class Calculator(AseCalculator):
         super().__init__()
         self.device = torch.device(device)
         self.potential = _potential(run, which, self.device, dtype)
+        if not self.potential.has_energy:
+            raise ForgefieldError(
+                f"This model predicts {', '.join(self.potential.further)} and no energy, so it is no calculator; "
+                "forgefield predict writes what it predicts."
+            )
+        self.implemented_properties = [*type(self).implemented_properties, *self.potential.further]
         self.species = SpeciesTable(self.potential.species)
         self.neighbours = VerletList(graph_of(self.potential), skin)
 
@@ -126,6 +132,8 @@ class Calculator(AseCalculator):
         out = {name: value.detach().cpu().numpy() for name, value in out.items()}
         energy = float(out["energy"][0])
         self.results = {"energy": energy, "free_energy": energy, "energies": out["atomic_energy"]}
+        for name, output in self.potential.further.items():
+            self.results[name] = out[name] if output.per == "atom" else out[name][0]
         if gradients:
             self.results["forces"] = out["forces"]
             if has_volume:

@@ -7,6 +7,7 @@ into cells.
 
 from __future__ import annotations
 
+import itertools
 import math
 import zlib
 from collections.abc import Mapping
@@ -56,7 +57,9 @@ def check_heads(given: Any) -> dict[str, dict[str, Any]]:
     """The section `model.heads`, or one sentence on what is wrong with it."""
     given = {} if given is None else given
     if not isinstance(given, Mapping):
-        raise ForgefieldError(f"model.heads is {given!r}; it should be a mapping such as {{band_gap: {{hidden: [64]}}}}.")
+        raise ForgefieldError(
+            f"model.heads is {given!r}; it should be a mapping such as {{band_gap: {{hidden: [64]}}}}."
+        )
     return {str(name): _check_head(name, section) for name, section in given.items()}
 
 
@@ -70,7 +73,9 @@ def _check_head(name: str, given: Any) -> dict[str, Any]:
         if key not in CHOSEN:
             raise ForgefieldError(f"{where}.{key} is not an option of a head.{did_you_mean(str(key), CHOSEN)}")
     hidden = given.get("hidden", [])
-    if not isinstance(hidden, list) or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in hidden):
+    if not isinstance(hidden, list) or not all(
+        isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in hidden
+    ):
         raise ForgefieldError(f"{where}.hidden is {hidden!r}; it should be a list of widths, such as [64, 64].")
     if given.get("activation", "silu") not in ACTIVATIONS:
         raise ForgefieldError(f"{where}.activation is {given['activation']!r}; choose one of {', '.join(ACTIVATIONS)}.")
@@ -96,7 +101,7 @@ class Head(nn.Module):
         generator = torch.Generator().manual_seed((seed << 32) ^ zlib.crc32(name.encode()))
         self.weights = nn.ParameterList(
             nn.Parameter(unit_normal(n_in, n_out, generator=generator, dtype=dtype) / math.sqrt(n_in))
-            for n_in, n_out in zip(sizes, sizes[1:])
+            for n_in, n_out in itertools.pairwise(sizes)
         )
         self.biases = nn.ParameterList(nn.Parameter(torch.zeros(n_out, dtype=dtype)) for n_out in sizes[1:])
         shift = torch.zeros(n_species, size, dtype=torch.float64)

@@ -53,6 +53,8 @@ class Predictions:
     forces_ref: np.ndarray | None
     stress_pred: np.ndarray | None
     stress_ref: np.ndarray | None
+    further: dict[str, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
+    """Prediction and reference of further outputs, by name."""
 
     def frame_of_atom(self) -> np.ndarray:
         return np.repeat(np.arange(len(self.n_atoms)), self.n_atoms)
@@ -86,6 +88,16 @@ class RunData:
         training = self.config.get("training")
         monitor = training.get("monitor") if isinstance(training, dict) else None
         return monitor if isinstance(monitor, str) else "val/loss"
+
+    @property
+    def heads(self) -> dict[str, str]:
+        """Further outputs of the model and their units."""
+        found: Any = self.info
+        for key in ("model", "predicts", "heads"):
+            found = found.get(key) if isinstance(found, dict) else None
+        if not isinstance(found, dict):
+            return {}
+        return {str(name): str(head.get("unit", "")) for name, head in found.items() if isinstance(head, dict)}
 
     def note(self, file: str) -> Note | None:
         return next((note for note in self.notes if note.file == file), None)
@@ -141,7 +153,30 @@ def predictions_from_npz(file: str | os.PathLike[str]) -> Predictions:
         _checked(file, "species", species, (atoms,))
         if atoms and (species.dtype.kind not in "iu" or species.min() < 0 or species.max() >= len(symbols)):
             raise ForgefieldError(f"{file.name}: `species` does not index the {len(symbols)} `species_symbols`")
-    return Predictions(n_atoms=n_atoms.astype(np.int64), species=species, symbols=symbols, **labels)
+    further = _further(file, arrays, known=tuple(shapes), rows=(frames, atoms))
+    return Predictions(n_atoms=n_atoms.astype(np.int64), species=species, symbols=symbols, further=further, **labels)
+
+
+def _further(
+    file: Path, arrays: dict[str, np.ndarray], *, known: tuple[str, ...], rows: tuple[int, int]
+) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Pairs of arrays `NAME_pred` and `NAME_ref` beside the known ones; rows: numbers of frames and atoms."""
+    found = {}
+    for key in sorted(arrays):
+        name = key.removesuffix("_pred")
+        if name == key or name in known or f"{name}_ref" not in arrays:
+            continue
+        predicted = arrays[key]
+        if predicted.ndim == 0 or len(predicted) not in rows:
+            raise ForgefieldError(
+                f"{file.name}: `{key}` has shape {predicted.shape}, expected a row for each frame or atom"
+            )
+        shape = predicted.shape
+        found[name] = (
+            _checked(file, key, predicted, shape),
+            _checked(file, f"{name}_ref", arrays[f"{name}_ref"], shape),
+        )
+    return found
 
 
 def _test_command(run: RunData) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from forgefield.report.analysis import QUANTITIES, errors
+from forgefield.report.analysis import Quantity, errors, quantities
 from forgefield.report.folder import SPLIT_NAMES, Row, RunData, as_number
 from forgefield.report.markup import Child, Html, join, tag
 from forgefield.report.numbers import NOTHING, count, duration, short_count, shorten, significant
@@ -39,7 +39,7 @@ def title_block(run: RunData) -> Html:
 def headline(run: RunData) -> Html:
     """A row of cards: errors, time, speed, size."""
     by_split = known_errors(run)
-    cards = [card for name in QUANTITIES if (card := _error_card(name, by_split)) is not None]
+    cards = [card for shown in quantities(run.heads).values() if (card := _error_card(shown, by_split)) is not None]
     if not cards:
         cards = [_stat("Errors", NOTHING, None, "no test, no validation yet", main=True)]
     return tag("div", *cards, *_run_cards(run), class_="headline")
@@ -100,8 +100,8 @@ def _count_in_weights(file: Path) -> float | None:
     return float(total)
 
 
-def _error_card(name: str, by_split: dict[str, dict[str, float]]) -> Html | None:
-    quantity = QUANTITIES[name]
+def _error_card(quantity: Quantity, by_split: dict[str, dict[str, float]]) -> Html | None:
+    name = quantity.name
     available = [split for split in ("test", "val") if f"{name}_mae" in by_split.get(split, {})]
     if not available:
         return None

@@ -13,9 +13,10 @@ from forgefield.models.potential import volumes
 from forgefield.physics.units import EV_PER_A3_TO_GPA
 
 UNITS = {"energy": "meV/atom", "energy_total": "meV", "forces": "meV/A", "stress": "GPa", "virial": "meV/atom"}
-"""Unit of each metric; `energy_mae`, `energy_rmse` and so on share the unit of `energy`."""
+"""Unit of each metric; `energy_mae`, `energy_rmse` and so on share the unit of `energy`. Errors of any other quantity are in
+the unit of its label."""
 
-_SCALE = {"energy": 1000.0, "energy_total": 1000.0, "forces": 1000.0, "stress": EV_PER_A3_TO_GPA, "virial": 1000.0}
+_FACTORS = {"energy": 1000.0, "energy_total": 1000.0, "forces": 1000.0, "stress": EV_PER_A3_TO_GPA, "virial": 1000.0}
 
 
 def unit_of(metric: str) -> str:
@@ -27,7 +28,8 @@ def unit_of(metric: str) -> str:
 class ErrorMetrics:
     """Sums of |error|, error^2 and counts for each target, and for forces also by species.
 
-    targets: which of energy, forces, stress, virial are measured. species: symbols, in the order of the batch's indices.
+    targets: what is measured: energy, forces, stress, virial, or fields by their names. species: symbols, in the order of the
+    batch's indices.
     """
 
     def __init__(self, targets: tuple[str, ...], species: tuple[str, ...], device: torch.device | str = "cpu") -> None:
@@ -79,9 +81,9 @@ class ErrorMetrics:
             if count == 0:
                 continue
             name, _, symbol = row.partition("/")
-            scale, suffix = _SCALE[name], f"/{symbol}" if symbol else ""
-            values[f"{name}_mae{suffix}"] = scale * absolute / count
-            values[f"{name}_rmse{suffix}"] = scale * (square / count) ** 0.5
+            factor, suffix = _FACTORS.get(name, 1.0), f"/{symbol}" if symbol else ""
+            values[f"{name}_mae{suffix}"] = factor * absolute / count
+            values[f"{name}_rmse{suffix}"] = factor * (square / count) ** 0.5
         return values
 
     def names(self) -> list[str]:

@@ -7,22 +7,25 @@ applied to added sums: unequal frames and missing labels never change what "mean
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
+from forgefield.config.nearest import did_you_mean
 from forgefield.config.schema import TargetOptions, TaskOptions
+from forgefield.config.targets import TARGETS, given_targets
 from forgefield.errors import ForgefieldError
-from forgefield.models.potential import volumes
+from forgefield.models.potential import FurtherOutput, volumes
 from forgefield.tasks.losses import ElementLoss, element_loss
 from forgefield.tasks.weights import Moment, WeightSchedule
 
-TARGETS = ("energy", "forces", "stress", "virial")
 LABELS = {"energy": "energy", "forces": "forces", "stress": "stress", "virial": "stress"}
-"""The label each target is compared with, which is also the output of the model that it needs."""
+"""The label each of these targets is compared with, which is also the output of the model that it needs. Any other target is a
+field, compared with the label and the output of its own name."""
 Batch = dict[str, Tensor]
 
 
@@ -43,10 +46,17 @@ class Target:
     per_atom: bool | str
     species_weights: Tensor | None
     schedule: WeightSchedule | None = None
+    per: str = "frame"
+    """What has a value: frame or atom."""
+    scale: float = 1.0
+    """Errors are measured in it before the loss is taken."""
+    unit: str = ""
+    reduce: str | None = None
+    """Of a field that frames have: sum or mean of its atoms' contributions."""
 
     @property
     def label(self) -> str:
-        return LABELS[self.name]
+        return LABELS.get(self.name, self.name)
 
 
 @dataclass(frozen=True)
@@ -56,13 +66,20 @@ class _OnDevice:
 
 
 class Task:
-    """The trained targets. `species` fixes the meaning of the batch's species indices."""
+    """The trained targets. `species` fixes the meaning of the batch's species indices.
 
-    def __init__(self, options: TaskOptions | Any, species: tuple[str, ...]) -> None:
+    further: what the model says of its outputs beside energy, forces and stress; every target that is a field is one of them.
+    """
+
+    def __init__(
+        self,
+        options: TaskOptions | Any,
+        species: tuple[str, ...],
+        further: Mapping[str, FurtherOutput] | None = None,
+    ) -> None:
         self.targets = [
-            _build_target(name, getattr(options, name), species)
-            for name in TARGETS
-            if getattr(options, name, None) is not None
+            _build_target(name, given, species) if name in TARGETS else _build_field_target(name, given, further or {})
+            for name, given in given_targets(options).items()
         ]
         if not self.targets:
             raise ForgefieldError(
@@ -90,6 +107,11 @@ class Task:
     def outputs(self) -> tuple[str, ...]:
         """What the model has to give."""
         return tuple(dict.fromkeys(target.label for target in self.targets))
+
+    @property
+    def units(self) -> dict[str, str]:
+        """Units of those targets that are fields."""
+        return {target.name: target.unit for target in self.targets if target.name not in TARGETS}
 
     @property
     def is_scheduled(self) -> bool:
@@ -170,16 +192,56 @@ def default_task(labels: dict[str, int]) -> TaskOptions:
     return options
 
 
-def require_labels(task: Task, labels: dict[str, int], where: str) -> None:
-    """Refuse a target that no frame is labelled for."""
-    for target in task.targets:
-        name, label = target.name, target.label
+def require_labels(targets: Iterable[str], labels: Mapping[str, int], where: str) -> None:
+    """Refuse a target that no frame is labelled for. labels: how many frames carry each label and each field there is."""
+    for name in targets:
+        label = LABELS.get(name, name)
+        if label not in LABELS.values() and not labels.get(label):
+            _refuse_field(name, labels, where)
         if not labels.get(label):
             also = "" if name == label else f" or {name}"
             raise ForgefieldError(
                 f"task.{name} is on, but no {where} frame carries {label}{also}; remove task.{name} "
                 f"or name the label with data.labels.{name}."
             )
+
+
+def _refuse_field(name: str, labels: Mapping[str, int], where: str) -> NoReturn:
+    fields = [label for label in labels if label not in LABELS.values()]
+    if name in fields:
+        raise ForgefieldError(
+            f"task.{name} is on, but no {where} frame carries {name}; remove task.{name}, or say what the source calls it "
+            f"with data.labels.fields.{name}.key."
+        )
+    hint = did_you_mean(name, [*TARGETS, *fields])
+    held = f"it has the fields {', '.join(fields)}" if fields else "it has no fields"
+    raise ForgefieldError(
+        f"task.{name}: the data has no field of that name ({held}); a value of the source becomes one with "
+        f"data.labels.fields={{{name}: {{}}}}.{hint}"
+    )
+
+
+def _build_field_target(name: str, options: Any, further: Mapping[str, FurtherOutput]) -> Target:
+    output = further.get(name)
+    if output is None:
+        known = ", ".join(further) or "none"
+        raise ForgefieldError(f"task.{name}: the model has no output of that name; its further outputs: {known}.")
+    if options.weight < 0:
+        raise ForgefieldError(f"task.{name}.weight must not be negative, it is {options.weight}.")
+    per_atom = True if options.per_atom is None else options.per_atom
+    extensive = output.per == "frame" and output.reduce == "sum"
+    return Target(
+        name=name,
+        weight=float(options.weight),
+        loss=element_loss(options.loss, huber_delta=options.huber_delta, where=f"task.{name}.loss"),
+        per_atom=per_atom if extensive else False,
+        species_weights=None,
+        schedule=_schedule(options),
+        per=output.per,
+        scale=float(output.scale),
+        unit=output.unit,
+        reduce=output.reduce if output.per == "frame" else None,
+    )
 
 
 def _build_target(name: str, options: Any, species: tuple[str, ...]) -> Target:
@@ -192,6 +254,7 @@ def _build_target(name: str, options: Any, species: tuple[str, ...]) -> Target:
         per_atom=options.per_atom,
         species_weights=_species_weights(options.species_weights, species, f"task.{name}.species_weights"),
         schedule=_schedule(options),
+        per="atom" if name == "forces" else "frame",
     )
 
 
@@ -217,7 +280,7 @@ def _species_weights(weights: dict[str, float] | None, species: tuple[str, ...],
 def _element_weights(target: Target, batch: Batch, species_weights: Tensor | None) -> Tensor:
     """Weight of every element of the label, zero where it is missing. species_weights: (n_species,)."""
     label, weight = batch[target.label], batch["weight"]
-    if target.name == "forces":
+    if target.per == "atom":
         weight = weight[batch["frame"]]
         if species_weights is not None:
             weight = weight * species_weights[batch["species"]]
@@ -230,7 +293,7 @@ def _weighted_error(target: Target, outputs: Batch, batch: Batch, weight: Tensor
     label, prediction = batch[target.label], outputs[target.label]
     factor = _factor(target, batch)
     if factor is not None:
-        factor = factor.view(-1, *([1] * (label.dim() - 1)))
+        factor = factor.view(-1, *([1] * (label.dim() - 1))) if isinstance(factor, Tensor) else factor
         label, prediction = label * factor, prediction * factor
     labelled = ~label.isnan()
     # The prediction stands in for a missing label: the error is zero there and so is its gradient.
@@ -238,13 +301,17 @@ def _weighted_error(target: Target, outputs: Batch, batch: Batch, weight: Tensor
     return torch.where(labelled, weight * error, 0.0)
 
 
-def _factor(target: Target, batch: Batch) -> Tensor | None:
-    """(n_frames,): what label and prediction are multiplied with before they are compared."""
+def _factor(target: Target, batch: Batch) -> Tensor | float | None:
+    """A number, or (n_frames,): what label and prediction are multiplied with before they are compared."""
+    if target.name not in TARGETS and not target.per_atom:
+        return 1.0 / target.scale
     n_atoms = batch["n_atoms"].to(batch["weight"].dtype)
     divisor = n_atoms.sqrt() if target.per_atom == "root" else n_atoms
     if target.name == "virial":
         return -volumes(batch["cell"]) / divisor if target.per_atom else -volumes(batch["cell"])
-    return 1.0 / divisor if target.name == "energy" and target.per_atom else None
+    if target.name in ("forces", "stress") or not target.per_atom:
+        return None
+    return 1.0 / (divisor if target.scale == 1.0 else target.scale * divisor)
 
 
 def _describe_target(target: Target) -> str:
@@ -252,7 +319,10 @@ def _describe_target(target: Target) -> str:
     text = f"weight {target.weight:g}, {getattr(loss, '__name__', type(loss).__name__)}"
     if target.schedule is not None:
         text = text.replace(",", f" {target.schedule.describe()},", 1)
-    if target.name in ("energy", "virial"):
+    if target.name not in TARGETS:
+        text += {"sum": ", extensive", "mean": ", intensive", None: ", of atoms"}[target.reduce]
+        text += f", in units of {target.scale:.4g} {target.unit}".rstrip()
+    if target.name in ("energy", "virial") or target.reduce == "sum":
         text += {True: ", per atom", False: ", total", "root": ", per root of the number of atoms"}[target.per_atom]
     if target.species_weights is not None:
         text += ", weighted by species"

@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import Callback
 from omegaconf import DictConfig
 
 from forgefield.config.nearest import did_you_mean
+from forgefield.config.targets import given_targets
 from forgefield.config.template import commented_yaml
 from forgefield.data.batch import batch_shapes
 from forgefield.data.dataset import GraphDataset
@@ -31,7 +32,7 @@ from forgefield.parallel.group import Ranks
 from forgefield.parallel.learning_rate import learning_rate_factor
 from forgefield.runs import Run, versions
 from forgefield.tasks.metrics import ErrorMetrics
-from forgefield.tasks.task import LABELS, Task, default_task, require_labels
+from forgefield.tasks.task import LABELS, Task
 from forgefield.training.callbacks.best_model import BestModel
 from forgefield.training.callbacks.metrics_log import MetricsLog
 from forgefield.training.callbacks.pace import Pace
@@ -43,12 +44,13 @@ from forgefield.training.engines.choose import refuse_engine
 from forgefield.training.engines.size_plan import plan_sizes
 from forgefield.training.engines.start import EngineStarter
 from forgefield.training.folder import compare_with_stored_config, has_begun, run_folder
+from forgefield.training.further import has_energy
 from forgefield.training.journal import Journal
 from forgefield.training.module import TrainingModule
 from forgefield.training.precision import Precision
 from forgefield.training.preflight import check_settings, require_same_data, require_same_settings
 from forgefield.training.requeue import ask_slurm_to_requeue
-from forgefield.training.resolved_model import resolved_model
+from forgefield.training.resolved_model import built_task, resolved_model, wanted_task
 from forgefield.training.signals import StopRequested, StopWish
 from forgefield.training.start_summary import summarise
 from forgefield.training.trainer import (
@@ -311,7 +313,14 @@ def _callbacks(plan: _Plan, monitor: str, step: int, party: Party, exchange: Ste
         *([early] if (early := early_stopping(training.early_stopping, monitor)) else []),
         *([Pace(ranks, party.journal, exchange)] if ranks.world_size > 1 else []),
         *(
-            [RunProgress(party.journal.console, monitor=monitor, max_seconds=party.stop.seconds_left())]
+            [
+                RunProgress(
+                    party.journal.console,
+                    monitor=monitor,
+                    max_seconds=party.stop.seconds_left(),
+                    units=plan.record.task.units,
+                )
+            ]
             if shows_progress
             else []
         ),
@@ -376,12 +385,9 @@ def _monitor(training: Any, columns: list[str], has_val: bool, journal: Journal)
 def _prepare_model(run: Run, config: DictConfig, data: DataModule, ranks: Ranks) -> tuple[Task, dict[str, Any], str]:
     """Task, model options in full and fingerprint of the data. A run that has begun keeps the options it has."""
     data.statistics = ranks.share(data.statistics)
-    statistics, species = data.statistics, data.species.symbols
-    task_options = config.task if config.task is not None else default_task(statistics.labels)
-    task = Task(task_options, species)
-    require_labels(task, statistics.labels, "training")
+    options = wanted_task(config, data)
     for name, dataset in (("val", data.val), ("test", data.test)):
-        _require_any_label(task, name, dataset)
+        _require_any_label(options, name, dataset)
     fingerprint = " ".join(part.frames.fingerprint for part in (data.train, data.val) if part is not None)
     require_same_data(fingerprint, ranks)
     if data.test is not None:
@@ -396,12 +402,15 @@ def _prepare_model(run: Run, config: DictConfig, data: DataModule, ranks: Ranks)
                     "restore it, or start over with --fresh."
                 )
             resolved = run.info["model"]
-    return task, ranks.share(resolved), fingerprint
+    resolved = ranks.share(resolved)
+    return built_task(options, resolved), resolved, fingerprint
 
 
-def _require_any_label(task: Task, split: str, dataset: GraphDataset | None) -> None:
+def _require_any_label(task: Any, split: str, dataset: GraphDataset | None) -> None:
     """Refuse frames that are meant to measure the model and carry nothing to measure it with."""
-    names = task.outputs if split == "val" else tuple(dict.fromkeys(LABELS.values()))
+    names = tuple(dict.fromkeys(LABELS.get(name, name) for name in given_targets(task)))
+    if split == "test" and has_energy(task):
+        names = tuple(dict.fromkeys([*LABELS.values(), *names]))
     if dataset is not None and not any(dataset.frames.carries(name).any() for name in names):
         raise ForgefieldError(
             f"None of the frames of data.{split} carries {', '.join(names)}, so nothing could be measured on them; "
