@@ -101,7 +101,7 @@ def _plain(config: DictConfig) -> dict[str, Any]:
 def _all_defaults() -> dict[str, Any]:
     """Defaults of every setting, optional sections included."""
     options = schema.RunOptions()
-    targets = {name: schema.TargetOptions() for name in TARGETS}
+    targets: dict[str, Any] = {name: schema.TargetOptions() for name in TARGETS}
     options.task = schema.TaskOptions(**targets)
     options.training.early_stopping = schema.EarlyStoppingOptions()
     plain = OmegaConf.to_container(OmegaConf.structured(options))

@@ -1,7 +1,8 @@
 """Predictions for the structures of a source, written as a file that ASE and we can read.
 
 Predicted energy, forces and stress are the frame's calculator results, further outputs are values of the frame or its atoms
-under their own names; labels the source carried are kept beside them as `REF_energy`, `REF_forces`, `REF_NAME`. The source is only read, and the output appears whole or not at all.
+under their own names; labels the source carried are kept beside them as `REF_energy`, `REF_forces`, `REF_NAME`. The source is
+only read, and the output appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def _image(frame: Frame, values: dict[str, Any], potential: Potential) -> Atoms:
     """values: outputs of the model for this frame, by name."""
     atoms = Atoms(frame.numbers, positions=frame.positions, cell=frame.cell, pbc=frame.pbc)
     for name, output in potential.further.items():
-        place = atoms.arrays if output.per == "atom" else atoms.info
+        place: dict[str, Any] = atoms.arrays if output.per == "atom" else atoms.info
         place[name] = values[name] if np.ndim(values[name]) else float(values[name])
         if name in frame.fields:
             place[f"REF_{name}"] = frame.fields[name] if np.ndim(frame.fields[name]) else float(frame.fields[name])

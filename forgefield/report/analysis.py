@@ -81,7 +81,7 @@ class GroupError:
 
 
 def pairs(predictions: Predictions, name: str, unit: str = "") -> Pairs | None:
-    """The labelled values of `energy`, `forces`, `stress` or a further output; None where there are none. unit: of the latter."""
+    """The labelled values of `energy`, `forces`, `stress` or a further output (with its unit); None where there are none."""
     if name in QUANTITIES:
         predicted, reference = getattr(predictions, f"{name}_pred"), getattr(predictions, f"{name}_ref")
     else:

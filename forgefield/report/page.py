@@ -47,7 +47,7 @@ def write_report(run_path: Path) -> Path:
 
 
 def write_parity_png(run_path: Path, split: str = "test") -> Path:
-    """Write `parity-SPLIT.png` (energy, forces, stress, further outputs, as far as labelled) into the run folder and return its path."""
+    """Write `parity-SPLIT.png` (all outputs, as far as labelled) into the run folder and return its path."""
     run_path = Path(run_path)
     known = sorted(path.stem for path in (run_path / "predictions").glob("*.npz"))
     if split not in known and split not in SPLITS:
