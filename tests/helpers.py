@@ -44,7 +44,9 @@ def property_frames(n: int, seed: int) -> list[Atoms]:
         missing = {1: ("gap",), 3: ("cohesion",), 4: ("site_charge", "moduli")}.get(number % 6, ())
         atoms.info.update({name: value for name, value in labels.items() if name not in missing})
         if "site_charge" not in missing:
-            atoms.arrays["site_charge"] = np.where(atoms.symbols == "Au", -0.4, 0.3) + 0.02 * atoms.get_forces()[:, 0] ** 2
+            atoms.arrays["site_charge"] = (
+                np.where(atoms.symbols == "Au", -0.4, 0.3) + 0.02 * atoms.get_forces()[:, 0] ** 2
+            )
     return frames
 
 

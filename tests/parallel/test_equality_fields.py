@@ -17,7 +17,12 @@ from tests.parallel.train_many import train_only
 
 TASKS: dict[str, dict[str, Any]] = {
     "one value": {"gap": {}},
-    "all fields": {"gap": {"loss": "mae"}, "cohesion": {"reduce": "sum", "weight": 0.3}, "moduli": {}, "site_charge": {}},
+    "all fields": {
+        "gap": {"loss": "mae"},
+        "cohesion": {"reduce": "sum", "weight": 0.3},
+        "moduli": {},
+        "site_charge": {},
+    },
     "whole sums": {"cohesion": {"reduce": "sum", "per_atom": False, "loss": "huber"}, "site_charge": {"weight": 2.0}},
     "beside forces": {"energy": {}, "forces": {"weight": 3.0}, "site_charge": {}, "gap": {}},
 }

@@ -180,7 +180,10 @@ def test_a_label_without_spread_is_refused(task, why, tmp_path):
 @pytest.mark.parametrize(
     ("task", "sentence"),
     [
-        ({"site_charge": {"reduce": "sum"}}, r"task\.site_charge\.reduce does not apply: site_charge has a value for every atom"),
+        (
+            {"site_charge": {"reduce": "sum"}},
+            r"task\.site_charge\.reduce does not apply: site_charge has a value for every atom",
+        ),
         ({"gap": {"normalise": {"mean": [1, 2], "scale": 1}}}, r"mean does not have the shape of the field, \[\]"),
         ({"site_charge": {"normalise": {"mean": {"Cu": 1}, "scale": 1}}}, r"the species are Cu, Au, give each a value"),
         ({"atomic_energy": {}}, r"task\.atomic_energy: a model has an output of that name"),
@@ -197,6 +200,10 @@ def test_a_target_that_no_training_frame_has_is_refused(tmp_path):
     frames = ase.io.read(write_properties(tmp_path / "frames.extxyz", 14), ":")
     frames[3].info["rare"] = 1.0
     ase.io.write(tmp_path / "frames.extxyz", frames, format="extxyz")
-    made = config(tmp_path, task={"gap": {}, "rare": {}}, fields={**PROPERTIES, "rare": {}}, data={"val": {"indices": [3, 4]}})
-    with pytest.raises(ForgefieldError, match=r"task\.rare is on, but no training frame carries rare; remove task\.rare"):
+    made = config(
+        tmp_path, task={"gap": {}, "rare": {}}, fields={**PROPERTIES, "rare": {}}, data={"val": {"indices": [3, 4]}}
+    )
+    with pytest.raises(
+        ForgefieldError, match=r"task\.rare is on, but no training frame carries rare; remove task\.rare"
+    ):
         api.train(made)

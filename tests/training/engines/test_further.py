@@ -118,9 +118,7 @@ def test_compiled_equals_eager_from_one_compilation(targets, tmp_path, monkeypat
 def test_blank_frames_are_inert_and_carry_no_target(targets):
     potential, batch = predictor("nequip", has_energy=bool(targets)), with_fields(5, 3)
     step = function(potential, targets)
-    blank = blank_frames(
-        batch, frames=3, atoms=7, edges=200, reach=3.0, shapes=SHAPES, targets=step.task.outputs
-    )
+    blank = blank_frames(batch, frames=3, atoms=7, edges=200, reach=3.0, shapes=SHAPES, targets=step.task.outputs)
     assert all(bool(blank[name].isnan().all()) for name in FACTS)
     assert not bool(blank["field_strength"].any())
     a, b = Engine(step).differentiate(batch), Engine(step).differentiate(join_batches(batch, blank))
