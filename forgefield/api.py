@@ -40,6 +40,7 @@ from forgefield.parallel.session import this_group
 from forgefield.parallel.spawn import run_ranks
 from forgefield.report.page import write_parity_png, write_report
 from forgefield.runs import Run, run_exists
+from forgefield.tasks.classes import auroc
 from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.task import LABELS
 from forgefield.training.fit import Fitted, fit
@@ -168,7 +169,8 @@ def test(
         errors = _evaluate(run, dataset, name, which=which, device=device, batch=batch, ranks=ranks)
         if ranks.is_first:
             _write_test(run, errors, name=name, source=str(data), which=which, n_frames=len(frames))
-            write_parity_png(run.path, name)
+            if any("_mae" in error for error in errors):
+                write_parity_png(run.path, name)
             write_report(run.path)
         return ranks.share(errors)
 
@@ -276,17 +278,30 @@ def _evaluate(
     with written_whole(run.path / "predictions" / f"{split}.npz") as partial:
         np.savez_compressed(partial, allow_pickle=False, **arrays)
     names = tuple(labels)
-    metrics = ErrorMetrics(names, run.species)
+    classes = {name: values for name, values in run.classes.items() if name in names}
+    metrics = ErrorMetrics(names, run.species, classes=classes)
     tensors = {key: torch.from_numpy(np.ascontiguousarray(arrays[key])) for key in arrays if key != "species_symbols"}
+    logits = {name: tensors[f"{name}_prob"].clamp(min=1e-300).log() for name in classes}
     metrics.update(
-        {name: tensors[f"{name}_pred"] for name in names},
+        {name: tensors[f"{name}_pred"] for name in names} | logits,
         {
             **{name: tensors[f"{name}_ref"] for name in names},
             "n_atoms": tensors["n_atoms"],
             "species": tensors["species"],
         },
     )
-    return metrics.compute()
+    return metrics.compute() | _auroc(arrays, classes)
+
+
+def _auroc(arrays: dict[str, np.ndarray], classes: dict[str, list[float]]) -> dict[str, float]:
+    """Of targets with two classes; the second is the positive one."""
+    found = {}
+    for name, values in classes.items():
+        labelled = ~np.isnan(arrays[f"{name}_ref"])
+        area = auroc(arrays[f"{name}_prob"][labelled, -1], arrays[f"{name}_ref"][labelled] == values[-1])
+        if len(values) == 2 and area is not None:
+            found[f"{name}_auroc"] = area
+    return found
 
 
 def _labels_of(dataset: GraphDataset) -> set[str]:

@@ -98,8 +98,13 @@ class Run:
 
     @property
     def units(self) -> dict[str, str]:
-        """Units of what its heads predict."""
-        return {name: head["unit"] for name, head in self.heads.items()}
+        """Units of the values that its heads predict."""
+        return {name: head["unit"] for name, head in self.heads.items() if head.get("classes") is None}
+
+    @property
+    def classes(self) -> dict[str, list[float]]:
+        """Labels of the classes that its heads tell apart."""
+        return {name: head["classes"] for name, head in self.heads.items() if head.get("classes") is not None}
 
     @property
     def checkpoints(self) -> Path:

@@ -479,14 +479,14 @@ def _check_target(options: DictConfig, key: str, default: Any, sources: Sources)
         raise _wrong(sources, f"{key}.weight", options.weight, "zero or positive")
     if options.huber_delta <= 0:
         raise _wrong(sources, f"{key}.huber_delta", options.huber_delta, "a positive number")
-    if "." not in options.loss:
+    if options.loss is not None and "." not in options.loss:
         _check_choice(options.loss, (*LOSSES, "an import path"), f"{key}.loss", sources)
     if options.schedule is not None:
         _check_schedule(options.schedule, f"{key}.schedule", sources)
     delta = f"{key}.huber_delta"
     if options.loss != "huber" and (sources.explicit(delta) or options.huber_delta != default.huber_delta):
         raise ForgefieldError(
-            f"{sources.where(delta)}: '{delta}' applies to loss huber only, and '{key}.loss' is {options.loss}."
+            f"{sources.where(delta)}: '{delta}' applies to loss huber only, and '{key}.loss' is {options.loss or 'mse'}."
         )
 
 
@@ -498,6 +498,8 @@ def _check_field_target(options: DictConfig, key: str, sources: Sources) -> None
         raise ForgefieldError(
             f"{sources.where(f'{key}.per_atom')}: '{key}.per_atom' applies to extensive values only ({key}.reduce=sum)."
         )
+    if options.classes is not None:
+        _check_classes(options, key, sources)
     normalise = options.normalise
     if normalise is None or isinstance(normalise, str):
         _check_choice(normalise, ("auto", "none", None), f"{key}.normalise", sources)
@@ -515,6 +517,21 @@ def _check_field_target(options: DictConfig, key: str, sources: Sources) -> None
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise _wrong(
                 sources, f"{key}.normalise.mean", shown["mean"], "a number, one for each component, or {H: ...}"
+            )
+
+
+def _check_classes(options: DictConfig, key: str, sources: Sources) -> None:
+    given = OmegaConf.to_container(options.classes) if OmegaConf.is_config(options.classes) else options.classes
+    is_list = isinstance(given, list) and len(set(map(str, given))) == len(given) > 1
+    numbers = is_list and all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in given)
+    several = isinstance(given, int) and not isinstance(given, bool) and given > 1
+    if not (numbers or several or given == "auto"):
+        raise _wrong(sources, f"{key}.classes", given, "a number above 1, a list of different labels, or auto")
+    fixed = {"loss": None, "reduce": ("mean", None), "per_atom": None, "normalise": ("auto", "none", None)}
+    for name, allowed in fixed.items():
+        if options[name] is not None and (allowed is None or options[name] not in allowed):
+            raise ForgefieldError(
+                f"{sources.where(f'{key}.{name}')}: '{key}.{name}' does not apply to classes, whose cross-entropy is minimised."
             )
 
 

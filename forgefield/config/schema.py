@@ -174,9 +174,12 @@ class FieldTargetOptions:
 
     weight: float = 1.0
     """Weight of this target in the loss."""
-    loss: str = "mse"
+    loss: Optional[str] = None
     """mse, mae, huber, or the import path of a function (prediction, target) -> error of the same shape. Errors are in units of
-    the scale of `normalise`."""
+    the scale of `normalise`. Default: mse; for classes their cross-entropy, and nothing else."""
+    classes: Any = None
+    """The label says which class: how many there are (labels 0, 1, ...), the list of their labels, or auto: those that occur in
+    the training data. Default: the label is a number to be learnt."""
     huber_delta: float = 1.0
     """Where Huber turns from quadratic to linear, in units of the scale."""
     reduce: Optional[str] = None

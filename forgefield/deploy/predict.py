@@ -26,7 +26,7 @@ from forgefield.data.frame import Frame
 from forgefield.data.graphs.graph import graph_of
 from forgefield.data.reading import read_table
 from forgefield.data.species import SpeciesTable
-from forgefield.deploy.evaluate import evaluating, outputs_of_atoms
+from forgefield.deploy.evaluate import evaluating, further_answers, outputs_of_atoms
 from forgefield.errors import ForgefieldError
 from forgefield.files import written_whole
 from forgefield.models.potential import Potential
@@ -73,9 +73,11 @@ def predict_frames(
     any_volume = any(frame.volume > 0 for frame in frames)
     with evaluating(potential, device) as place:
         result = potential(to_device(batch, place), forces=True, stress=any_volume)
+    result = {**result, **further_answers(potential, result)}
     arrays = {name: value.detach().cpu().numpy() for name, value in result.items()}
     ends = np.cumsum([len(frame) for frame in frames])[:-1]
-    per_atom = ("forces", "atomic_energy", *outputs_of_atoms(potential))
+    of_atoms = outputs_of_atoms(potential)
+    per_atom = ("forces", "atomic_energy", *of_atoms, *(f"{name}_prob" for name in of_atoms))
     values = {name: np.split(array, ends) if name in per_atom else array for name, array in arrays.items()}
     return [
         _image(frame, {name: value[i] for name, value in values.items()}, potential) for i, frame in enumerate(frames)
@@ -87,7 +89,9 @@ def _image(frame: Frame, values: dict[str, Any], potential: Potential) -> Atoms:
     atoms = Atoms(frame.numbers, positions=frame.positions, cell=frame.cell, pbc=frame.pbc)
     for name, output in potential.further.items():
         place: dict[str, Any] = atoms.arrays if output.per == "atom" else atoms.info
-        place[name] = values[name] if np.ndim(values[name]) else float(values[name])
+        for key in (name, f"{name}_prob"):
+            if key in values:
+                place[key] = values[key] if np.ndim(values[key]) else float(values[key])
         if name in frame.fields:
             place[f"REF_{name}"] = frame.fields[name] if np.ndim(frame.fields[name]) else float(frame.fields[name])
     if frame.energy is not None:

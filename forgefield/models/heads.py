@@ -47,6 +47,14 @@ class HeadOptions:
     """(n_species, size of a value): added to the values of atoms. Default: zero."""
     scale: float = 1.0
     """What the network's output is multiplied by."""
+    classes: list[float] | None = None
+    """Labels of the classes that it tells apart; its output are then logits, one for each. Default: none, its output is a
+    value."""
+
+    @property
+    def output_shape(self) -> list[int]:
+        """Of the output for one frame or atom."""
+        return self.shape if self.classes is None else [len(self.classes)]
 
 
 CHOSEN = ("hidden", "activation")
@@ -96,7 +104,7 @@ class Head(nn.Module):
     ) -> None:
         super().__init__()
         self.options, self.n_species = options, n_species
-        size = math.prod(options.shape)
+        size = math.prod(options.output_shape)
         sizes = [n_features, *options.hidden, size]
         generator = torch.Generator().manual_seed((seed << 32) ^ zlib.crc32(name.encode()))
         self.weights = nn.ParameterList(
@@ -117,7 +125,7 @@ class Head(nn.Module):
             values = segment_sum(values, Segments(batch["frame"], n_atoms.shape[0], rows_are_sorted=True))
             if self.options.reduce == "mean":
                 values = values / n_atoms.to(values.dtype).unsqueeze(1)
-        return values.reshape(-1, *self.options.shape)
+        return values.reshape(-1, *self.options.output_shape)
 
     def _of_atoms(self, x: Tensor, species: Tensor) -> Tensor:
         """(n_atoms, size) float64."""

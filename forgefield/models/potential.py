@@ -39,7 +39,8 @@ class FurtherOutput(Protocol):
 
     per: `frame` or `atom`, what has a value. shape: of one value. unit: of values, in words. reduce: how the value of a frame
     follows from its atoms', by `sum` (extensive) or `mean` (intensive). scale: how far values usually are from what
-    composition or species say; losses are measured in it.
+    composition or species say; losses are measured in it. classes: labels of the classes that the output tells apart; it is
+    then a logit for each, else None.
     """
 
     per: str
@@ -47,6 +48,7 @@ class FurtherOutput(Protocol):
     unit: str
     reduce: str
     scale: float
+    classes: list[float] | None
 
 
 class Potential(nn.Module):

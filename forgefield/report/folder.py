@@ -91,13 +91,14 @@ class RunData:
 
     @property
     def heads(self) -> dict[str, str]:
-        """Further outputs of the model and their units."""
+        """Further outputs of the model that are values, and their units."""
         found: Any = self.info
         for key in ("model", "predicts", "heads"):
             found = found.get(key) if isinstance(found, dict) else None
         if not isinstance(found, dict):
             return {}
-        return {str(name): str(head.get("unit", "")) for name, head in found.items() if isinstance(head, dict)}
+        values = {name: head for name, head in found.items() if isinstance(head, dict) and head.get("classes") is None}
+        return {str(name): str(head.get("unit", "")) for name, head in values.items()}
 
     def note(self, file: str) -> Note | None:
         return next((note for note in self.notes if note.file == file), None)
@@ -323,4 +324,5 @@ def _errors_of(stored: dict[str, Any]) -> dict[str, float]:
         if isinstance(value, dict):
             found = {**_numbers(value), **found}
     errors = {key.removeprefix("test/"): value for key, value in found.items()}
-    return {key: value for key, value in errors.items() if "_mae" in key or "_rmse" in key}
+    known = ("_mae", "_rmse", "_accuracy", "_f1", "_auroc", "_cross_entropy")
+    return {key: value for key, value in errors.items() if any(kind in key for kind in known)}

@@ -56,7 +56,7 @@ def write_parity_png(run_path: Path, split: str = "test") -> Path:
     if not source.exists():
         raise ForgefieldError(f"{source} is not there; `forgefield test {run_path}` makes predictions.")
     predictions, units = predictions_from_npz(source), read_run(run_path).heads
-    names = (*QUANTITIES, *predictions.further)
+    names = [name for name in (*QUANTITIES, *predictions.further) if name in QUANTITIES or name in units]
     panels = [panel for name in names if (panel := pairs(predictions, name, units.get(name, ""))) is not None]
     if not panels:
         raise ForgefieldError(f"{source} holds no labelled values to compare with.")

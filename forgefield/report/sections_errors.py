@@ -45,10 +45,11 @@ def errors_section(run: RunData) -> Html:
 
 def _panel(run: RunData, split: str) -> Html:
     predictions, units = run.predictions[split], run.heads
-    names = (*QUANTITIES, *predictions.further)
+    names = [name for name in (*QUANTITIES, *predictions.further) if name in QUANTITIES or name in units]
     compared = [values for name in names if (values := pairs(predictions, name, units.get(name, ""))) is not None]
     if not compared:
-        return tag("div", tag("p", "These predictions have no reference labels to compare with."), class_="card empty")
+        words = "These predictions have no reference values to compare with."
+        return tag("div", tag("p", words), class_="card empty")
     parity = [card(values.quantity.title, _parity_svg(values, split)) for values in compared]
     rows = [tag("div", *parity, class_="grid")]
     species, magnitude = errors_by_species(predictions), errors_by_magnitude(predictions)

@@ -20,6 +20,7 @@ from forgefield.config.schema import TargetOptions, TaskOptions
 from forgefield.config.targets import TARGETS, given_targets
 from forgefield.errors import ForgefieldError
 from forgefield.models.potential import FurtherOutput, volumes
+from forgefield.tasks.classes import cross_entropy, one_hot
 from forgefield.tasks.losses import ElementLoss, element_loss
 from forgefield.tasks.weights import Moment, WeightSchedule
 
@@ -53,6 +54,8 @@ class Target:
     unit: str = ""
     reduce: str | None = None
     """Of a field that frames have: sum or mean of its atoms' contributions."""
+    classes: tuple[float, ...] | None = None
+    """Labels of the classes, where the target is one of them; the output then has a logit for each."""
 
     @property
     def label(self) -> str:
@@ -63,6 +66,7 @@ class Target:
 class _OnDevice:
     weights: Tensor
     species_weights: list[Tensor | None]
+    classes: list[Tensor | None]
 
 
 class Task:
@@ -110,8 +114,13 @@ class Task:
 
     @property
     def units(self) -> dict[str, str]:
-        """Units of those targets that are fields."""
-        return {target.name: target.unit for target in self.targets if target.name not in TARGETS}
+        """Units of those targets that are fields with values."""
+        return {t.name: t.unit for t in self.targets if t.name not in TARGETS and t.classes is None}
+
+    @property
+    def classes(self) -> dict[str, tuple[float, ...]]:
+        """Labels of those targets that are classes."""
+        return {target.name: target.classes for target in self.targets if target.classes is not None}
 
     @property
     def is_scheduled(self) -> bool:
@@ -140,9 +149,12 @@ class Task:
 
     def sums(self, outputs: Batch, batch: Batch) -> tuple[Tensor, Tensor]:
         """(n_targets,) each: numerators and denominators of the loss of one batch."""
-        weights = self._element_weights(batch)
+        weights, classes = self._element_weights(batch), self._on(batch["weight"].device).classes
         sums = torch.stack(
-            [_weighted_error(target, outputs, batch, weight).sum() for target, weight in zip(self.targets, weights)]
+            [
+                _weighted_error(target, outputs, batch, weight, values).sum()
+                for target, weight, values in zip(self.targets, weights, classes)
+            ]
         )
         return sums, torch.stack([weight.sum() for weight in weights])
 
@@ -171,7 +183,11 @@ class Task:
         """What the loss needs on a device, copied there once: a copy makes the host wait."""
         if device not in self._on_devices:
             known = [None if t.species_weights is None else t.species_weights.to(device) for t in self.targets]
-            self._on_devices[device] = _OnDevice(self.weights.to(device, copy=True), known)
+            classes = [
+                None if t.classes is None else torch.tensor(t.classes, dtype=torch.float64, device=device)
+                for t in self.targets
+            ]
+            self._on_devices[device] = _OnDevice(self.weights.to(device, copy=True), known, classes)
         return self._on_devices[device]
 
     def describe(self) -> list[tuple[str, str]]:
@@ -228,12 +244,13 @@ def _build_field_target(name: str, options: Any, further: Mapping[str, FurtherOu
         raise ForgefieldError(f"task.{name}: the model has no output of that name; its further outputs: {known}.")
     if options.weight < 0:
         raise ForgefieldError(f"task.{name}.weight must not be negative, it is {options.weight}.")
+    loss = options.loss or "mse"
     per_atom = True if options.per_atom is None else options.per_atom
     extensive = output.per == "frame" and output.reduce == "sum"
     return Target(
         name=name,
         weight=float(options.weight),
-        loss=element_loss(options.loss, huber_delta=options.huber_delta, where=f"task.{name}.loss"),
+        loss=element_loss(loss, huber_delta=options.huber_delta, where=f"task.{name}.loss"),
         per_atom=per_atom if extensive else False,
         species_weights=None,
         schedule=_schedule(options),
@@ -241,6 +258,7 @@ def _build_field_target(name: str, options: Any, further: Mapping[str, FurtherOu
         scale=float(output.scale),
         unit=output.unit,
         reduce=output.reduce if output.per == "frame" else None,
+        classes=None if output.classes is None else tuple(output.classes),
     )
 
 
@@ -288,9 +306,11 @@ def _element_weights(target: Target, batch: Batch, species_weights: Tensor | Non
     return torch.where(label.isnan(), 0.0, weight)
 
 
-def _weighted_error(target: Target, outputs: Batch, batch: Batch, weight: Tensor) -> Tensor:
-    """Weighted error of every element, zero where the label is missing."""
+def _weighted_error(target: Target, outputs: Batch, batch: Batch, weight: Tensor, classes: Tensor | None) -> Tensor:
+    """Weighted error of every element, zero where the label is missing. classes: (n_classes,), labels of them."""
     label, prediction = batch[target.label], outputs[target.label]
+    if classes is not None:
+        return weight * cross_entropy(prediction, one_hot(label, classes))
     factor = _factor(target, batch)
     if factor is not None:
         factor = factor.view(-1, *([1] * (label.dim() - 1))) if isinstance(factor, Tensor) else factor
@@ -316,10 +336,13 @@ def _factor(target: Target, batch: Batch) -> Tensor | float | None:
 
 def _describe_target(target: Target) -> str:
     loss = getattr(target.loss, "func", target.loss)
-    text = f"weight {target.weight:g}, {getattr(loss, '__name__', type(loss).__name__)}"
+    word = getattr(loss, "__name__", type(loss).__name__)
+    if target.classes is not None:
+        word = f"cross-entropy of {len(target.classes)} classes"
+    text = f"weight {target.weight:g}, {word}"
     if target.schedule is not None:
         text = text.replace(",", f" {target.schedule.describe()},", 1)
-    if target.name not in TARGETS:
+    if target.name not in TARGETS and target.classes is None:
         text += {"sum": ", extensive", "mean": ", intensive", None: ", of atoms"}[target.reduce]
         text += f", in units of {target.scale:.4g} {target.unit}".rstrip()
     if target.name in ("energy", "virial") or target.reduce == "sum":

@@ -44,7 +44,7 @@ class BareStep:
     errors: ErrorMetrics = field(init=False)
 
     def __post_init__(self) -> None:
-        self.errors = ErrorMetrics(self.task.names, self.data.species.symbols)
+        self.errors = ErrorMetrics(self.task.names, self.data.species.symbols, classes=self.task.classes)
 
     def function(self, derivative: str) -> StepFunction:
         shapes = batch_shapes(self.data.train.fields)

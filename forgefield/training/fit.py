@@ -146,7 +146,8 @@ class _Plan:
     @property
     def columns(self) -> list[str]:
         """Every metric that a row may hold."""
-        names = ["loss", *ErrorMetrics(self.record.task.names, self.data.species.symbols).names()]
+        task = self.record.task
+        names = ["loss", *ErrorMetrics(task.names, self.data.species.symbols, classes=task.classes).names()]
         return [f"{split}/{name}" for split in (("train", "val") if self.has_val else ("train",)) for name in names]
 
 
@@ -376,6 +377,11 @@ def _monitor(training: Any, columns: list[str], has_val: bool, journal: Journal)
     if training.early_stopping is not None and training.early_stopping.monitor:
         watched["training.early_stopping.monitor"] = training.early_stopping.monitor
     for setting, name in watched.items():
+        if name in columns and name.endswith(("_accuracy", "_f1")):
+            raise ForgefieldError(
+                f"{setting}={name}: what is watched is the better the smaller it is; watch "
+                f"{name.rpartition('_')[0]}_cross_entropy or val/loss."
+            )
         if name not in columns:
             reason = "; without validation only train/... can be watched" if not has_val else ""
             raise ForgefieldError(f"{setting}={name} is not a value of this run{reason}.{did_you_mean(name, columns)}")

@@ -93,7 +93,10 @@ def end_summary(
     by_split = {split: _bare(split, errors) for split, errors in by_split.items() if errors}
     parts: list[RenderableType] = []
     if by_split:
-        parts.append(errors_table(by_split, units))
+        if any(key.removesuffix("_mae") != key for errors in by_split.values() for key in errors):
+            parts.append(errors_table(by_split, units))
+        if any(key.endswith("_accuracy") for errors in by_split.values() for key in errors):
+            parts.append(classes_table(by_split))
     else:
         parts.append(Text("No errors were measured: there are no labelled validation or test frames."))
     parts.append(Text.assemble(("run folder  ", "dim"), str(run_path)))
@@ -120,6 +123,26 @@ def errors_table(by_split: dict[str, dict[str, float]], units: Mapping[str, str]
         cells = [Text(digits(value), style=style) for value in values]
         table.add_row(Text(name, style="dim" if species else ""), *cells, Text(units.get(quantity, "")))
     return table
+
+
+def classes_table(by_split: dict[str, dict[str, float]]) -> Table:
+    """One row per target that is a class: what was measured of each split, shares between 0 and 1."""
+    kinds = [kind for kind in _CLASS_TITLES if any(key.endswith(f"_{kind}") for e in by_split.values() for key in e)]
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="dim")
+    table.add_column("class", no_wrap=True)
+    for split in by_split:
+        for kind in kinds:
+            table.add_column(f"{SPLIT_TITLES.get(split, split)}\n{_CLASS_TITLES[kind]}", justify="right", no_wrap=True)
+    names = [key.removesuffix("_accuracy") for e in by_split.values() for key in e if key.endswith("_accuracy")]
+    for name in dict.fromkeys(names):
+        cells = [
+            Text(digits(errors.get(f"{name}_{kind}")), style="bold") for errors in by_split.values() for kind in kinds
+        ]
+        table.add_row(Text(name), *cells)
+    return table
+
+
+_CLASS_TITLES = {"accuracy": "accuracy", "f1": "F1", "auroc": "AUROC", "cross_entropy": "cross-entropy"}
 
 
 def digits(value: float | None) -> str:

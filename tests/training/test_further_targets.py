@@ -207,3 +207,97 @@ def test_a_target_that_no_training_frame_has_is_refused(tmp_path):
         ForgefieldError, match=r"task\.rare is on, but no training frame carries rare; remove task\.rare"
     ):
         api.train(made)
+
+
+# ---- classes
+
+
+def with_classes(path: Path, n: int, seed: int = 0) -> Path:
+    """`kind` 1, 2 or 5 by the share of gold; `rich` 0 or 1; of atoms `site`, 0 for copper and 1 for gold."""
+    frames = ase.io.read(write_properties(path, n, seed), ":")
+    for number, atoms in enumerate(frames):
+        gold = (atoms.symbols == "Au").mean()
+        atoms.info["rich"] = int(gold > 0.45)
+        if number % 5:
+            atoms.info["kind"] = 1 if gold < 0.4 else 2 if gold < 0.6 else 5
+        atoms.arrays["site"] = (atoms.symbols == "Au").astype(int)
+    ase.io.write(path, frames, format="extxyz")
+    return path
+
+
+CLASSES: dict[str, Any] = {"kind": {"classes": "auto"}, "rich": {"classes": 2}, "site": {"classes": [0, 1]}}
+CLASS_FIELDS = {"kind": {}, "rich": {}, "site": "atom", "gap": {}}
+
+
+def test_classes_are_learnt_measured_and_written(tmp_path, capsys):
+    with_classes(tmp_path / "frames.extxyz", 40)
+    task = {**CLASSES, "gap": {}}
+    made = config(tmp_path, task=task, fields=CLASS_FIELDS, data={"val": 10}, trainer={"max_epochs": 25})
+    run = api.train(made)
+    said = capsys.readouterr().out
+    assert "AUROC" in said
+    first, last = run.metrics()[0], run.metrics()[-1]
+    assert last["val/site_accuracy"] == 1.0
+    assert last["val/kind_cross_entropy"] < 0.7 * first["val/kind_cross_entropy"]
+    assert "accuracy, validation" in (run.path / "report.html").read_text()
+    errors = api.test(run, with_classes(tmp_path / "test.extxyz", 20, seed=4))
+    found = predictions(run.path, "test")
+    labelled = ~np.isnan(found["kind_ref"])
+    assert errors["kind_accuracy"] == np.mean((found["kind_pred"] == found["kind_ref"])[labelled])
+    assert errors["rich_auroc"] > 0.8
+    np.testing.assert_allclose(found["site_prob"].sum(1), 1.0)
+    api.predict(run, tmp_path / "test.extxyz", tmp_path / "out.extxyz")
+    written = ase.io.read(tmp_path / "out.extxyz", ":")
+    assert {atoms.info["kind"] for atoms in written} <= {1, 2, 5}
+    assert written[0].info["kind_prob"].shape == (3,)
+    assert written[0].arrays["site"].tolist() == (written[0].symbols == "Au").tolist()
+
+
+@pytest.mark.parametrize("way", [{"engine": "script"}, {"derivative": "tangent"}], ids=str)
+def test_classes_are_learnt_alike_by_every_way_to_take_a_step(way, tmp_path):
+    with_classes(tmp_path / "frames.extxyz", 14)
+    task = {**CLASSES, "forces": {}}
+    given = {"task": task, "fields": CLASS_FIELDS, "trainer": {"max_steps": 3}}
+    eager, other = (
+        train_only(config(tmp_path, name, **given, training={"precision": "float64", "engine": "eager", **more}))
+        for name, more in (("eager", {}), ("other", way))
+    )
+    for a, b in zip(eager.metrics(), other.metrics()):
+        assert a == pytest.approx(b, rel=1e-9)
+
+
+def test_interrupted_run_of_classes_equals_uninterrupted_run(tmp_path, monkeypatch):
+    with_classes(tmp_path / "frames.extxyz", 14)
+    given = {"task": CLASSES, "fields": CLASS_FIELDS, "callbacks": [END]}
+    given["training"] = {"checkpoint": {"every_steps": 2}}
+    straight = train_only(config(tmp_path, "straight", **given)).path
+    assert_same_run(straight, interrupted_run(config(tmp_path, "broken", **given), [3, 8], monkeypatch))
+
+
+@pytest.mark.parametrize(
+    ("task", "sentence"),
+    [
+        ({"kind": {"classes": 3}}, r"frame \d+: its kind is 5, and task\.kind\.classes has 0, 1, 2; correct the label"),
+        ({"kind": {"classes": [1, 2]}}, r"its kind is 5, and task\.kind\.classes has 1, 2"),
+        ({"same": {"classes": "auto"}}, r"all training frames have the label 1, so there is nothing to tell apart"),
+        ({"moduli": {"classes": 3}}, r"a class is one number, and moduli has the shape \[3\]"),
+        ({"kind": {"classes": 1}}, r"'task\.kind\.classes' is a number above 1, a list of different labels, or auto"),
+        ({"kind": {"classes": 3, "loss": "mae"}}, r"'task\.kind\.loss' does not apply to classes"),
+        ({"kind": {"classes": 3, "reduce": "sum"}}, r"'task\.kind\.reduce' does not apply to classes"),
+        ({"kind": {"classes": 3, "normalise": {"mean": 0, "scale": 1}}}, r"normalise' does not apply to classes"),
+    ],
+)
+def test_classes_that_cannot_be_are_refused(task, sentence, tmp_path):
+    frames = ase.io.read(with_classes(tmp_path / "frames.extxyz", 14), ":")
+    for atoms in frames:
+        atoms.info["same"] = 1
+    ase.io.write(tmp_path / "frames.extxyz", frames, format="extxyz")
+    with pytest.raises(ForgefieldError, match=sentence):
+        api.train(config(tmp_path, task=task, fields={**CLASS_FIELDS, "same": {}, "moduli": {"shape": [3]}}))
+
+
+def test_what_is_the_better_the_larger_it_is_cannot_be_watched(tmp_path):
+    with_classes(tmp_path / "frames.extxyz", 14)
+    made = config(tmp_path, task=CLASSES, fields=CLASS_FIELDS, training={"monitor": "val/kind_accuracy"})
+    with pytest.raises(ForgefieldError, match=r"watch val/kind_cross_entropy or val/loss"):
+        api.train(made)

@@ -265,6 +265,11 @@ class RunProgress(ProgressBar):
             value = self._values.get(f"{split}/{name}_mae")
             if value is not None:
                 parts.append(f"{split} {name} {digits(value)} {unit}".rstrip())
+        for key, value in self._values.items():
+            if key.startswith(f"{split}/") and key.endswith("_accuracy"):
+                parts.append(
+                    f"{split} {key.removeprefix(f'{split}/').replace('_accuracy', ' accuracy')} {digits(value)}"
+                )
         return parts
 
     def _log_speed(self, trainer: L.Trainer) -> list[str]:
