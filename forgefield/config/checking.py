@@ -21,7 +21,9 @@ from omegaconf.errors import OmegaConfBaseException
 from forgefield.config import schema
 from forgefield.config.fields import field_options
 from forgefield.config.nearest import did_you_mean, nearest
+from forgefield.config.refusals import check_choice, wrong
 from forgefield.config.sources import Sources
+from forgefield.config.target_checks import check_task
 from forgefield.config.targets import FIELDS, TARGETS, as_typed
 from forgefield.errors import ForgefieldError
 
@@ -37,7 +39,6 @@ CHOICES = {
 PRECISIONS = ("float64", "float32", "tf32", "bf16-mixed", "fp16-mixed")
 SCHEDULE = ("start", "finish", "finish_epochs", "finish_steps")
 """Keys of a schedule of precisions."""
-LOSSES = ("mse", "mae", "huber")
 REFERENCES = ("auto", "isolated", "fit", "none")
 
 POSITIVE = (
@@ -144,7 +145,7 @@ def refuse_lists(content: Mapping[str, Any], sources: Sources) -> None:
         for part in key.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         if section is not None and isinstance(value, (list, tuple)):
-            raise _wrong(sources, key, value, f"a section with the keys {', '.join(_kinds(section))}")
+            raise wrong(sources, key, value, f"a section with the keys {', '.join(_kinds(section))}")
 
 
 def typed_config(values: Mapping[str, Any], sources: Sources) -> DictConfig:
@@ -159,19 +160,19 @@ def typed_config(values: Mapping[str, Any], sources: Sources) -> DictConfig:
 def check_values(config: DictConfig, sources: Sources) -> None:
     """Refuse values without meaning and settings that do not apply."""
     for key, choices in CHOICES.items():
-        _check_choice(OmegaConf.select(config, key), choices, key, sources)
+        check_choice(OmegaConf.select(config, key), choices, key, sources)
     for key in POSITIVE:
         value = OmegaConf.select(config, key)
         if value is not None and not value > 0:
-            raise _wrong(sources, key, value, "a positive number")
+            raise wrong(sources, key, value, "a positive number")
     ema = config.training.ema
     if ema is not None and not 0 < ema < 1:
-        raise _wrong(sources, "training.ema", ema, "a number between 0 and 1, or null for no average")
+        raise wrong(sources, "training.ema", ema, "a number between 0 and 1, or null for no average")
     _check_precision(config.training.precision, sources)
     _check_name(config, sources)
     _check_data(config.data, sources)
     if config.task is not None:
-        _check_task(config.task, sources)
+        check_task(config.task, sources)
     _check_components(config, sources)
 
 
@@ -282,7 +283,7 @@ def _fill(node: DictConfig, cls: type, values: Mapping[str, Any], prefix: str, s
             _fill(node[name], inner, value, f"{key}.", sources)
         else:
             options = ", ".join(_types(inner))
-            raise _wrong(sources, key, value, f"a section with the keys {options}")
+            raise wrong(sources, key, value, f"a section with the keys {options}")
 
 
 def _fill_fields(task: DictConfig, values: Mapping[str, Any], prefix: str, sources: Sources) -> None:
@@ -292,18 +293,18 @@ def _fill_fields(task: DictConfig, values: Mapping[str, Any], prefix: str, sourc
             _fill(task.fields[name], schema.FieldTargetOptions, value, f"{prefix}{name}.", sources)
         elif value is not None:
             options = ", ".join(_types(schema.FieldTargetOptions))
-            raise _wrong(sources, f"{prefix}{name}", value, f"a section with the keys {options}")
+            raise wrong(sources, f"{prefix}{name}", value, f"a section with the keys {options}")
 
 
 def _set(node: DictConfig, name: str, value: Any, kind: Any, key: str, sources: Sources) -> None:
     expected = _expected(kind)
     inner = _strip(kind)
     if typing.get_origin(inner) is list and isinstance(value, list) and any(isinstance(i, (dict, list)) for i in value):
-        raise _wrong(sources, key, value, expected)
+        raise wrong(sources, key, value, expected)
     try:
         node[name] = value
     except OmegaConfBaseException as error:
-        raise _wrong(sources, key, value, expected) from error
+        raise wrong(sources, key, value, expected) from error
 
 
 def _expected(kind: Any) -> str:
@@ -316,26 +317,13 @@ def _expected(kind: Any) -> str:
     return EXPECTED.get(inner, "another value") + suffix
 
 
-def _wrong(sources: Sources, key: str, value: Any, expected: str) -> ForgefieldError:
-    shown = "null" if value is None else repr(value)
-    return ForgefieldError(f"{sources.where(key)}: '{key}' is {expected}, not {shown}.")
-
-
 # --- values
-
-
-def _check_choice(value: Any, choices: Sequence[Any], key: str, sources: Sources) -> None:
-    if value not in choices:
-        names = ["null" if choice is None else str(choice) for choice in choices]
-        valid = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"
-        hint = did_you_mean(str(value), names)
-        raise ForgefieldError(f"{sources.where(key)}: '{key}' is {valid}, not {value!r}.{hint}")
 
 
 def _check_precision(value: Any, sources: Sources) -> None:
     key = "training.precision"
     if not isinstance(value, Mapping):
-        _check_choice(value, PRECISIONS, key, sources)
+        check_choice(value, PRECISIONS, key, sources)
         return
     for name in value:
         if name not in SCHEDULE:
@@ -347,61 +335,61 @@ def _check_precision(value: Any, sources: Sources) -> None:
     # Weights keep their type through a run.
     for name in ("start", "finish"):
         if name in value or name == "start":
-            _check_choice(value.get(name), PRECISIONS[1:], f"{key}.{name}", sources)
+            check_choice(value.get(name), PRECISIONS[1:], f"{key}.{name}", sources)
     if value["start"] == value.get("finish", "float32"):
-        raise _wrong(sources, f"{key}.finish", value["start"], "another precision than start")
+        raise wrong(sources, f"{key}.finish", value["start"], "another precision than start")
     last = {name: value[name] for name in SCHEDULE[2:] if value.get(name) is not None}
     if len(last) != 1:
         raise ForgefieldError(f"{sources.where(key)}: '{key}' needs one of finish_epochs and finish_steps.")
     for name, number in last.items():
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise _wrong(sources, f"{key}.{name}", number, "a positive whole number")
+            raise wrong(sources, f"{key}.{name}", number, "a positive whole number")
 
 
 def _check_name(config: DictConfig, sources: Sources) -> None:
     name = config.name
     if name is not None and (name.strip() in ("", ".", "..") or re.search(r"[/\\\0]", name)):
-        raise _wrong(sources, "name", name, "the name of a folder, without slashes (the place is 'out')")
+        raise wrong(sources, "name", name, "the name of a folder, without slashes (the place is 'out')")
     if not config.out.strip():
-        raise _wrong(sources, "out", config.out, "a folder")
+        raise wrong(sources, "out", config.out, "a folder")
 
 
 def _check_data(data: DictConfig, sources: Sources) -> None:
     reference = data.reference_energies
     if not isinstance(reference, Mapping):
-        _check_choice(reference, REFERENCES, "data.reference_energies", sources)
+        check_choice(reference, REFERENCES, "data.reference_energies", sources)
     else:
         for symbol, value in reference.items():
             if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise _wrong(sources, f"data.reference_energies.{symbol}", value, "an energy in eV")
+                raise wrong(sources, f"data.reference_energies.{symbol}", value, "an energy in eV")
     for key in ("train", "val", "test", "indices"):
         if data[key] == "":
-            raise _wrong(sources, f"data.{key}", "", "the name of a file, folder or pattern")
+            raise wrong(sources, f"data.{key}", "", "the name of a file, folder or pattern")
     for key in ("val", "test"):
         value = data[key]
         if isinstance(value, bool) or (isinstance(value, (int, float)) and value < 0):
-            raise _wrong(sources, f"data.{key}", value, "a share of train (0.1), a number of frames (50) or a file")
+            raise wrong(sources, f"data.{key}", value, "a share of train (0.1), a number of frames (50) or a file")
         if isinstance(value, float) and value >= 1 and not value.is_integer():
-            raise _wrong(sources, f"data.{key}", value, "a share below 1, or a whole number of frames")
+            raise wrong(sources, f"data.{key}", value, "a share below 1, or a whole number of frames")
         if isinstance(value, Mapping) and set(value) != {"indices"}:
-            raise _wrong(sources, f"data.{key}", dict(value), "a share, a number, a file, or {indices: file-or-list}")
+            raise wrong(sources, f"data.{key}", dict(value), "a share, a number, a file, or {indices: file-or-list}")
     _check_batch(data, sources)
     field_options(data.labels.fields, lambda key: f"{sources.where(key)}: ")
     if data.workers is not None and data.workers < 0:
-        raise _wrong(sources, "data.workers", data.workers, "zero or more")
+        raise wrong(sources, "data.workers", data.workers, "zero or more")
     if data.prefetch is not None and data.prefetch < 1:
-        raise _wrong(sources, "data.prefetch", data.prefetch, "one or more (data.workers=0 prepares nothing ahead)")
+        raise wrong(sources, "data.prefetch", data.prefetch, "one or more (data.workers=0 prepares nothing ahead)")
     if data.prefetch is not None and data.workers == 0:
         raise ForgefieldError(
             f"{sources.where('data.prefetch')}: 'data.prefetch' needs a thread that prepares batches; data.workers is 0."
         )
     if data.adaptive_cutoff is not None and not data.adaptive_cutoff > data.cutoff:
-        raise _wrong(
+        raise wrong(
             sources, "data.adaptive_cutoff", data.adaptive_cutoff, f"a radius above data.cutoff={data.cutoff:g}"
         )
     species = data.species
     if species is not None and (not species or len(set(species)) != len(species)):
-        raise _wrong(sources, "data.species", list(species), "a list of different chemical symbols")
+        raise wrong(sources, "data.species", list(species), "a list of different chemical symbols")
 
 
 def _check_batch(data: DictConfig, sources: Sources) -> None:
@@ -431,12 +419,12 @@ def _check_batch(data: DictConfig, sources: Sources) -> None:
     if isinstance(value, Mapping):
         sizes = list(value.values())
         if len(value) != 1 or next(iter(value)) not in ("frames", "atoms", "edges"):
-            raise _wrong(sources, "data.eval_batch", dict(value), "a number of frames, or {frames|atoms|edges: number}")
+            raise wrong(sources, "data.eval_batch", dict(value), "a number of frames, or {frames|atoms|edges: number}")
     else:
         sizes = [] if value is None else [value]
     for size in sizes:
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise _wrong(sources, "data.eval_batch", size, "a positive whole number")
+            raise wrong(sources, "data.eval_batch", size, "a positive whole number")
 
 
 def _check_by_source(value: Any, counted: list[str], sources: Sources) -> None:
@@ -444,164 +432,15 @@ def _check_by_source(value: Any, counted: list[str], sources: Sources) -> None:
     if isinstance(value, bool):
         return
     if isinstance(value, str) or not isinstance(value, Sequence) or not value:
-        raise _wrong(sources, key, value, "true, false, or a list of numbers of frames, one for each source")
+        raise wrong(sources, key, value, "true, false, or a list of numbers of frames, one for each source")
     for number in value:
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise _wrong(sources, key, list(value), "a list of positive whole numbers, one for each source")
+            raise wrong(sources, key, list(value), "a list of positive whole numbers, one for each source")
     if counted:
         raise ForgefieldError(
             f"{sources.where(key)}: 'data.batch.by_source' gives the frames of each source, and 'data.batch.{counted[0]}' "
             f"another size; keep one of them (data.batch.by_source=true goes with {counted[0]})."
         )
-
-
-def _check_task(task: DictConfig, sources: Sources) -> None:
-    given = [target for target in TARGETS if task[target] is not None]
-    if not given and not task.fields:
-        raise ForgefieldError(
-            f"{sources.where('task')}: 'task' trains nothing; give at least one of {', '.join(TARGETS)}."
-        )
-    for target in given:
-        options, key = task[target], f"task.{target}"
-        _check_target(options, key, schema.TargetOptions(), sources)
-        _only_for("per_atom", ("energy", "virial"), target, options, sources)
-        if options.per_atom not in (True, False, "root"):
-            raise _wrong(sources, f"{key}.per_atom", options.per_atom, "true, false or root")
-        _only_for("species_weights", ("forces",), target, options, sources)
-    for name, options in task.fields.items():
-        _check_target(options, f"task.{name}", schema.FieldTargetOptions(), sources)
-        _check_field_target(options, f"task.{name}", sources)
-
-
-def _check_target(options: DictConfig, key: str, default: Any, sources: Sources) -> None:
-    """What all targets have. default: the same without any setting."""
-    if options.weight < 0:
-        raise _wrong(sources, f"{key}.weight", options.weight, "zero or positive")
-    if options.huber_delta <= 0:
-        raise _wrong(sources, f"{key}.huber_delta", options.huber_delta, "a positive number")
-    if options.loss is not None and "." not in options.loss:
-        _check_choice(options.loss, (*LOSSES, "an import path"), f"{key}.loss", sources)
-    if options.schedule is not None:
-        _check_schedule(options.schedule, f"{key}.schedule", sources)
-    delta = f"{key}.huber_delta"
-    if options.loss != "huber" and (sources.explicit(delta) or options.huber_delta != default.huber_delta):
-        raise ForgefieldError(
-            f"{sources.where(delta)}: '{delta}' applies to loss huber only, and '{key}.loss' is {options.loss or 'mse'}."
-        )
-
-
-def _check_field_target(options: DictConfig, key: str, sources: Sources) -> None:
-    _check_choice(options.reduce, ("sum", "mean", None), f"{key}.reduce", sources)
-    if options.per_atom not in (True, False, "root", None):
-        raise _wrong(sources, f"{key}.per_atom", options.per_atom, "true, false or root")
-    if options.per_atom is not None and options.reduce != "sum":
-        raise ForgefieldError(
-            f"{sources.where(f'{key}.per_atom')}: '{key}.per_atom' applies to extensive values only ({key}.reduce=sum)."
-        )
-    if options.classes is not None:
-        _check_classes(options, key, sources)
-    normalise = options.normalise
-    if normalise is None or isinstance(normalise, str):
-        _check_choice(normalise, ("auto", "none", None), f"{key}.normalise", sources)
-        return
-    shown = OmegaConf.to_container(normalise) if OmegaConf.is_config(normalise) else normalise
-    if not isinstance(shown, Mapping) or set(shown) != {"mean", "scale"}:
-        raise _wrong(sources, f"{key}.normalise", shown, "auto, none or {mean: ..., scale: ...}")
-    scale = shown["scale"]
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale < float("inf"):
-        raise _wrong(
-            sources, f"{key}.normalise.scale", scale, "a positive number: network outputs are multiplied by it"
-        )
-    mean = shown["mean"] if isinstance(shown["mean"], (list, dict)) else [shown["mean"]]
-    for value in mean.values() if isinstance(mean, dict) else _leaves(mean):
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise _wrong(
-                sources, f"{key}.normalise.mean", shown["mean"], "a number, one for each component, or {H: ...}"
-            )
-
-
-def _check_classes(options: DictConfig, key: str, sources: Sources) -> None:
-    given = OmegaConf.to_container(options.classes) if OmegaConf.is_config(options.classes) else options.classes
-    is_list = isinstance(given, list) and len(set(map(str, given))) == len(given) > 1
-    numbers = is_list and all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in given)
-    several = isinstance(given, int) and not isinstance(given, bool) and given > 1
-    if not (numbers or several or given == "auto"):
-        raise _wrong(sources, f"{key}.classes", given, "a number above 1, a list of different labels, or auto")
-    fixed = {"loss": None, "reduce": ("mean", None), "per_atom": None, "normalise": ("auto", "none", None)}
-    for name, allowed in fixed.items():
-        if options[name] is not None and (allowed is None or options[name] not in allowed):
-            raise ForgefieldError(
-                f"{sources.where(f'{key}.{name}')}: '{key}.{name}' does not apply to classes, whose cross-entropy is minimised."
-            )
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    """The numbers of nested lists."""
-    for item in value if isinstance(value, list) else [value]:
-        if isinstance(item, list):
-            yield from _leaves(item)
-        else:
-            yield item
-
-
-_SCHEDULES = {
-    "linear": ("unit", "begin", "end"),
-    "cosine": ("unit", "begin", "end"),
-    "sigmoid": ("unit", "begin", "end", "slope", "centre"),
-    "step": ("unit", "at"),
-    "lr": (),
-}
-"""Settings of each kind of schedule, beside `to`."""
-
-
-def _check_schedule(schedule: DictConfig, key: str, sources: Sources) -> None:
-    _check_choice(schedule.kind, tuple(_SCHEDULES), f"{key}.kind", sources)
-    for name, value in schedule.items():
-        if value is not None and name not in ("kind", "to", *_SCHEDULES[schedule.kind]):
-            raise ForgefieldError(
-                f"{sources.where(f'{key}.{name}')}: '{key}.{name}' does not apply to kind {schedule.kind}, "
-                f"which takes {', '.join(['to', *_SCHEDULES[schedule.kind]])}."
-            )
-    if schedule.unit is not None:
-        _check_choice(schedule.unit, ("step", "epoch"), f"{key}.unit", sources)
-    values = schedule.to if isinstance(schedule.to, Sequence) and not isinstance(schedule.to, str) else [schedule.to]
-    if not all(isinstance(v, (int, float)) and not isinstance(v, bool) and v >= 0 for v in values):
-        shown = OmegaConf.to_container(schedule.to) if OmegaConf.is_config(schedule.to) else schedule.to
-        raise _wrong(sources, f"{key}.to", shown, "the last value, zero or positive")
-    if schedule.kind == "step":
-        _check_places(schedule, list(values), key, sources)
-    elif len(values) != 1 or values[0] is not schedule.to:
-        raise _wrong(sources, f"{key}.to", list(values), "one number; a list goes with kind step")
-    begin = schedule.begin or 0
-    if begin < 0 or (schedule.end is not None and schedule.end <= begin):
-        raise _wrong(sources, f"{key}.end", schedule.end, f"larger than {key}.begin, which is {begin}")
-    if schedule.slope is not None and schedule.slope <= 0:
-        raise _wrong(sources, f"{key}.slope", schedule.slope, "a positive number")
-    if schedule.centre is not None and not 0 <= schedule.centre <= 1:
-        raise _wrong(sources, f"{key}.centre", schedule.centre, "a number from 0 to 1")
-
-
-def _check_places(schedule: DictConfig, values: list[Any], key: str, sources: Sources) -> None:
-    places = list(schedule.at or [])
-    if not places or places != sorted(set(places)) or places[0] < 1:
-        raise _wrong(sources, f"{key}.at", places, "ascending positive whole numbers")
-    if len(values) != len(places):
-        raise _wrong(
-            sources, f"{key}.to", values, f"a list with one value for each of the {len(places)} places in {key}.at"
-        )
-
-
-def _only_for(name: str, targets: tuple[str, ...], target: str, options: DictConfig, sources: Sources) -> None:
-    key = f"task.{target}.{name}"
-    if target not in targets and _is_set(key, options[name], name, sources):
-        right = f"task.{targets[0]}.{name}"
-        raise ForgefieldError(f"{sources.where(key)}: '{key}' does not apply to {target}. Did you mean '{right}'?")
-
-
-def _is_set(key: str, value: Any, name: str, sources: Sources) -> bool:
-    """Whether the user set this field of a target. Configs from Python may carry defaults that nobody wrote."""
-    default = getattr(schema.TargetOptions(), name)
-    return sources.explicit(key) or value != default
 
 
 def _check_components(config: DictConfig, sources: Sources) -> None:
@@ -617,15 +456,15 @@ def _check_components(config: DictConfig, sources: Sources) -> None:
         spec = OmegaConf.select(config, key)
         if not (_is_component(spec) or (optional and spec is None)):
             shown = OmegaConf.to_container(spec) if OmegaConf.is_config(spec) else spec
-            raise _wrong(sources, key, shown, "a name, or a mapping such as {name: adamw, weight_decay: 1e-3}")
+            raise wrong(sources, key, shown, "a name, or a mapping such as {name: adamw, weight_decay: 1e-3}")
     if not isinstance(config.trainer, Mapping):
-        raise _wrong(sources, "trainer", config.trainer, "a section with what lightning.Trainer takes")
+        raise wrong(sources, "trainer", config.trainer, "a section with what lightning.Trainer takes")
     callbacks = config.callbacks
     if isinstance(callbacks, (str, Mapping)) or not isinstance(callbacks, Sequence):
-        raise _wrong(sources, "callbacks", callbacks, "a list")
+        raise wrong(sources, "callbacks", callbacks, "a list")
     for position, spec in enumerate(callbacks):
         if not _is_component(spec):
-            raise _wrong(
+            raise wrong(
                 sources, f"callbacks.{position}", spec, "an import path, or {name: import.path, argument: value}"
             )
 

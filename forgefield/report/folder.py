@@ -90,15 +90,24 @@ class RunData:
         return monitor if isinstance(monitor, str) else "val/loss"
 
     @property
+    def has_energy(self) -> bool:
+        return self._predicted("energy") is not False
+
+    @property
     def heads(self) -> dict[str, str]:
         """Further outputs of the model that are values, and their units."""
-        found: Any = self.info
-        for key in ("model", "predicts", "heads"):
-            found = found.get(key) if isinstance(found, dict) else None
+        found = self._predicted("heads")
         if not isinstance(found, dict):
             return {}
         values = {name: head for name, head in found.items() if isinstance(head, dict) and head.get("classes") is None}
         return {str(name): str(head.get("unit", "")) for name, head in values.items()}
+
+    def _predicted(self, what: str) -> Any:
+        """What `run.json` says of a model with further outputs."""
+        found: Any = self.info
+        for key in ("model", "predicts", what):
+            found = found.get(key) if isinstance(found, dict) else None
+        return found
 
     def note(self, file: str) -> Note | None:
         return next((note for note in self.notes if note.file == file), None)

@@ -259,17 +259,15 @@ def use_section(run: RunData) -> Html:
         )
     )
     quoted = shlex.quote(name)
-    shell = "\n".join(
-        (
-            f"forgefield predict {quoted} structures.extxyz -o predicted.extxyz",
-            f"forgefield test {quoted} --data more.extxyz",
-            f"forgefield check {quoted}",
-        )
-    )
-    cards = (
-        card("In Python, with ASE", tag("pre", _dim_comments(python))),
-        card("On the command line", tag("pre", shell)),
-    )
+    shell = [
+        f"forgefield predict {quoted} structures.extxyz -o predicted.extxyz",
+        f"forgefield test {quoted} --data more.extxyz",
+    ]
+    cards = [card("On the command line", tag("pre", "\n".join([*shell, f"forgefield check {quoted}"])))]
+    if run.has_energy:
+        cards.insert(0, card("In Python, with ASE", tag("pre", _dim_comments(python))))
+    else:
+        cards = [card("On the command line", tag("pre", "\n".join(shell)))]
     return section("use", "Use this model", None, tag("div", *cards, class_="grid two"))
 
 
