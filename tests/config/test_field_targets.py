@@ -1,5 +1,8 @@
 """Fields as targets in a config: written beside energy and forces, checked like them, stored and compared like them."""
 
+import re
+from pathlib import Path
+
 import pytest
 from omegaconf import OmegaConf
 
@@ -10,6 +13,12 @@ from forgefield.config.targets import given_targets
 from forgefield.config.template import commented_yaml
 
 DATA = "data: {train: a.xyz, labels: {fields: {band_gap: {unit: eV}, energy_above_hull: {}, q: atom}}}\n"
+
+
+def test_the_example_of_the_docs_loads(load):
+    page = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```yaml\n(.*?)```", page, flags=re.DOTALL)
+    assert list(given_targets(load(example).task)) == ["band_gap", "charge", "dos", "formation_energy", "space_group"]
 
 
 def test_a_field_is_a_target_by_its_own_name(load):

@@ -24,6 +24,7 @@ TASKS: dict[str, dict[str, Any]] = {
         "site_charge": {},
     },
     "whole sums": {"cohesion": {"reduce": "sum", "per_atom": False, "loss": "huber"}, "site_charge": {"weight": 2.0}},
+    "classes": {"rich": {"classes": 2}, "site": {"classes": "auto", "weight": 0.5}, "gap": {}},
     "beside forces": {"energy": {}, "forces": {"weight": 3.0}, "site_charge": {}, "gap": {}},
 }
 
@@ -35,6 +36,10 @@ def folder(tmp_path_factory) -> Path:
     frames = property_frames(16, seed=11)
     for number, atoms in enumerate(frames):
         atoms.info["config_weight"] = 0.5 + number % 3
+        gold = atoms.symbols == "Au"
+        atoms.arrays["site"] = gold.astype(int)
+        if number % 4:
+            atoms.info["rich"] = int(gold.mean() > 0.4)
     ase.io.write(path / "frames.extxyz", frames[:10], format="extxyz")
     ase.io.write(path / "val.extxyz", frames[10:], format="extxyz")
     return path
@@ -51,7 +56,7 @@ def one_step(folder: Path, task: str, world_size: int, strategy: str | None) -> 
 
 def with_task(config: dict[str, Any], task: str) -> dict[str, Any]:
     config["task"] = copy.deepcopy(TASKS[task])
-    config["data"]["labels"] = {"fields": PROPERTIES}
+    config["data"]["labels"] = {"fields": {**PROPERTIES, "rich": {}, "site": "atom"}}
     return config
 
 
@@ -82,7 +87,7 @@ def test_other_ways_to_take_a_step_give_the_same_gradient(way, folder, gradients
     assert float((weights(train_only(config).path) - gradients["beside forces"]).abs().max()) < 1e-11
 
 
-def training(folder: Path, name: str, world_size: int) -> dict[str, Any]:
+def training(folder: Path, task: str, name: str, world_size: int) -> dict[str, Any]:
     config = make_config(
         folder,
         name,
@@ -91,17 +96,21 @@ def training(folder: Path, name: str, world_size: int) -> dict[str, Any]:
         training={"optimizer": {"name": "sgd", "momentum": 0.9}, "lr": 1e-3, "ema": 0.9, "clip_norm": 1.0},
     )
     config["data"] |= {"val": str(folder / "val.extxyz"), "eval_batch": 1}
-    return with_task(config, "all fields")
+    return with_task(config, task)
 
 
-def test_a_training_and_its_metrics_are_those_of_one_process(folder):
+@pytest.mark.parametrize("task", ["all fields", "classes"])
+def test_a_training_and_its_metrics_are_those_of_one_process(task, folder):
     """Six frames of validation on four ranks: each counts once."""
     assert FRAMES_A_STEP == 4
-    config = training(folder, "four", 4)
-    path = write_config(folder / "training.yaml", [config])
+    config = training(folder, task, f"four-{task[:3]}", 4)
+    path = write_config(folder / f"training-{task[:3]}.yaml", [config])
     done = ranks(4, "tests.parallel.train_many", str(path), folder=folder, timeout=280)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    serial, parallel = train_only(training(folder, "serial", 1)).path, folder / "runs" / "four"
+    serial, parallel = (
+        train_only(training(folder, task, f"serial-{task[:3]}", 1)).path,
+        folder / "runs" / config["name"],
+    )
     assert_same_rows(serial, parallel)
     assert float((weights(serial) - weights(parallel)).abs().max()) < 1e-12
     assert float((average(serial) - average(parallel)).abs().max()) < 1e-12
