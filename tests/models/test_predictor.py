@@ -14,6 +14,7 @@ from torch import nn
 from forgefield.data.frame import Frame
 from forgefield.errors import ForgefieldError
 from forgefield.models import Potential, build_model, resolve_model
+from forgefield.models.exporters.deepmd import write_deepmd
 from forgefield.models.predictor import Predictor
 from tests.models.deeppots import section
 from tests.models.structures import SPECIES, STATISTICS, TINY, make_batch, make_frame
@@ -175,6 +176,13 @@ class Encoder(Featureless):
 
     def forward(self, batch):
         return batch["species"].double().unsqueeze(1)
+
+
+def test_a_model_with_heads_is_not_written_without_them(tmp_path):
+    with pytest.raises(
+        ForgefieldError, match="also predicts charge, gap, tensor, for which files of DeePMD-kit have no"
+    ):
+        write_deepmd(predictor("deeppot"), tmp_path / "model.yaml")
 
 
 def test_models_that_give_no_features_or_no_energies_are_told_so():
