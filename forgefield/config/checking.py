@@ -12,7 +12,7 @@ import functools
 import inspect
 import re
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -21,10 +21,11 @@ from omegaconf.errors import OmegaConfBaseException
 from forgefield.config import schema
 from forgefield.config.fields import field_options
 from forgefield.config.nearest import did_you_mean, nearest
+from forgefield.config.refusals import check_choice, wrong
 from forgefield.config.sources import Sources
+from forgefield.config.target_checks import check_task
+from forgefield.config.targets import FIELDS, TARGETS, as_typed
 from forgefield.errors import ForgefieldError
-
-TARGETS = tuple(field.name for field in dataclasses.fields(schema.TaskOptions))
 
 CHOICES = {
     "data.neighbours": ("auto", "vesin", "matscipy", "device"),
@@ -38,7 +39,6 @@ CHOICES = {
 PRECISIONS = ("float64", "float32", "tf32", "bf16-mixed", "fp16-mixed")
 SCHEDULE = ("start", "finish", "finish_epochs", "finish_steps")
 """Keys of a schedule of precisions."""
-LOSSES = ("mse", "mae", "huber")
 REFERENCES = ("auto", "isolated", "fit", "none")
 
 POSITIVE = (
@@ -87,14 +87,21 @@ OTHER_NAMES = {
 EXPECTED = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
-def unknown_key(key: str) -> str | None:
-    """None where the schema has this dotted key, else a hint: the nearest valid key, or the valid keys."""
+def unknown_key(key: str, fields: Collection[str] | None = None) -> str | None:
+    """None where the schema has this dotted key, else a hint: the nearest valid key, or the valid keys.
+
+    fields: of the data, as far as the config names them. Without, any other name in `task` may be one of a store's, unless it
+    looks like one of our own targets.
+    """
     cls: Any = schema.RunOptions
     parts = key.split(".")
     for depth, part in enumerate(parts):
-        if part not in _types(cls):
-            return _hint(parts, depth, list(_types(cls)))
-        kind = _types(cls)[part]
+        kind = _kinds(cls).get(part)
+        if kind is None and cls is schema.TaskOptions and _may_be_field(part, fields):
+            kind = schema.FieldTargetOptions
+        if kind is None:
+            further = list(fields or []) if cls is schema.TaskOptions else []
+            return _hint(parts, depth, [*_kinds(cls), *further])
         if key.startswith("trainer."):
             return None if parts[1] in trainer_keys() else _hint(parts, 1, trainer_keys())
         inner = _section(kind)
@@ -106,14 +113,29 @@ def unknown_key(key: str) -> str | None:
     return None
 
 
+def _may_be_field(name: str, fields: Collection[str] | None) -> bool:
+    if fields is not None:
+        return name in fields
+    return re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) is not None and nearest(name, TARGETS) is None
+
+
 def check_keys(values: Mapping[str, Any], sources: Sources, *, variables: Sequence[str] = ()) -> None:
     """Refuse every key that the schema does not have. `variables` are top-level keys of the user's own."""
+    fields = declared_fields(values)
     for key in _paths(values, schema.RunOptions, ""):
         if key in variables:
             continue
-        hint = unknown_key(key)
+        hint = unknown_key(key, fields)
         if hint is not None:
             raise ForgefieldError(f"{sources.where(key)}: unknown key '{key}'.{hint}")
+
+
+def declared_fields(values: Mapping[str, Any]) -> list[str] | None:
+    """Names of the fields in `data.labels.fields`, or None where it says nothing."""
+    found: Any = values
+    for part in ("data", "labels", "fields"):
+        found = found.get(part) if isinstance(found, Mapping) else None
+    return [str(name) for name in found] if isinstance(found, Mapping) else None
 
 
 def refuse_lists(content: Mapping[str, Any], sources: Sources) -> None:
@@ -123,12 +145,14 @@ def refuse_lists(content: Mapping[str, Any], sources: Sources) -> None:
         for part in key.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         if section is not None and isinstance(value, (list, tuple)):
-            raise _wrong(sources, key, value, f"a section with the keys {', '.join(_types(section))}")
+            raise wrong(sources, key, value, f"a section with the keys {', '.join(_kinds(section))}")
 
 
 def typed_config(values: Mapping[str, Any], sources: Sources) -> DictConfig:
     """A config of the schema's types, defaults filled in, from plain values whose keys are known to be valid."""
     config = OmegaConf.structured(schema.RunOptions)
+    if "task" in values:
+        values = {**values, "task": as_typed(values["task"])}
     _fill(config, schema.RunOptions, values, "", sources)
     return config
 
@@ -136,19 +160,19 @@ def typed_config(values: Mapping[str, Any], sources: Sources) -> DictConfig:
 def check_values(config: DictConfig, sources: Sources) -> None:
     """Refuse values without meaning and settings that do not apply."""
     for key, choices in CHOICES.items():
-        _check_choice(OmegaConf.select(config, key), choices, key, sources)
+        check_choice(OmegaConf.select(config, key), choices, key, sources)
     for key in POSITIVE:
         value = OmegaConf.select(config, key)
         if value is not None and not value > 0:
-            raise _wrong(sources, key, value, "a positive number")
+            raise wrong(sources, key, value, "a positive number")
     ema = config.training.ema
     if ema is not None and not 0 < ema < 1:
-        raise _wrong(sources, "training.ema", ema, "a number between 0 and 1, or null for no average")
+        raise wrong(sources, "training.ema", ema, "a number between 0 and 1, or null for no average")
     _check_precision(config.training.precision, sources)
     _check_name(config, sources)
     _check_data(config.data, sources)
     if config.task is not None:
-        _check_task(config.task, sources)
+        check_task(config.task, sources)
     _check_components(config, sources)
 
 
@@ -168,6 +192,11 @@ def _types(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 
+def _kinds(cls: type) -> dict[str, Any]:
+    """Keys of a section as they are written, with the type of each."""
+    return {name: kind for name, kind in _types(cls).items() if not (cls is schema.TaskOptions and name == FIELDS)}
+
+
 def _strip(kind: Any) -> Any:
     """X of Optional[X]."""
     inner = [arg for arg in typing.get_args(kind) if arg is not type(None)]
@@ -185,7 +214,8 @@ def _paths(values: Any, cls: type | None, prefix: str) -> Iterator[str]:
     for name, value in values.items():
         key = f"{prefix}{name}"
         yield key
-        inner = _section(_types(cls).get(str(name))) if cls is not None else None
+        kind = _kinds(cls).get(str(name)) if cls is not None else None
+        inner = schema.FieldTargetOptions if kind is None and cls is schema.TaskOptions else _section(kind)
         if isinstance(value, Mapping) and (inner is not None or key == "trainer"):
             yield from _paths(value, inner, f"{key}.")
 
@@ -200,7 +230,7 @@ def _schema() -> dict[str, type | None]:
     """Dotted key -> dataclass of the section, or None for a plain setting."""
 
     def below(cls: type, prefix: str) -> Iterator[tuple[str, type | None]]:
-        for name, kind in _types(cls).items():
+        for name, kind in _kinds(cls).items():
             inner = _section(kind)
             yield f"{prefix}{name}", inner
             if inner is not None:
@@ -238,6 +268,9 @@ def _hint(parts: list[str], depth: int, siblings: list[str]) -> str:
 def _fill(node: DictConfig, cls: type, values: Mapping[str, Any], prefix: str, sources: Sources) -> None:
     for name, value in values.items():
         key, kind = f"{prefix}{name}", _types(cls)[str(name)]
+        if cls is schema.TaskOptions and name == FIELDS:
+            _fill_fields(node, value, prefix, sources)
+            continue
         inner = _section(kind)
         if inner is None:
             _set(node, str(name), value, kind, key, sources)
@@ -250,18 +283,28 @@ def _fill(node: DictConfig, cls: type, values: Mapping[str, Any], prefix: str, s
             _fill(node[name], inner, value, f"{key}.", sources)
         else:
             options = ", ".join(_types(inner))
-            raise _wrong(sources, key, value, f"a section with the keys {options}")
+            raise wrong(sources, key, value, f"a section with the keys {options}")
+
+
+def _fill_fields(task: DictConfig, values: Mapping[str, Any], prefix: str, sources: Sources) -> None:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            task.fields[name] = schema.FieldTargetOptions()
+            _fill(task.fields[name], schema.FieldTargetOptions, value, f"{prefix}{name}.", sources)
+        elif value is not None:
+            options = ", ".join(_types(schema.FieldTargetOptions))
+            raise wrong(sources, f"{prefix}{name}", value, f"a section with the keys {options}")
 
 
 def _set(node: DictConfig, name: str, value: Any, kind: Any, key: str, sources: Sources) -> None:
     expected = _expected(kind)
     inner = _strip(kind)
     if typing.get_origin(inner) is list and isinstance(value, list) and any(isinstance(i, (dict, list)) for i in value):
-        raise _wrong(sources, key, value, expected)
+        raise wrong(sources, key, value, expected)
     try:
         node[name] = value
     except OmegaConfBaseException as error:
-        raise _wrong(sources, key, value, expected) from error
+        raise wrong(sources, key, value, expected) from error
 
 
 def _expected(kind: Any) -> str:
@@ -274,26 +317,13 @@ def _expected(kind: Any) -> str:
     return EXPECTED.get(inner, "another value") + suffix
 
 
-def _wrong(sources: Sources, key: str, value: Any, expected: str) -> ForgefieldError:
-    shown = "null" if value is None else repr(value)
-    return ForgefieldError(f"{sources.where(key)}: '{key}' is {expected}, not {shown}.")
-
-
 # --- values
-
-
-def _check_choice(value: Any, choices: Sequence[Any], key: str, sources: Sources) -> None:
-    if value not in choices:
-        names = ["null" if choice is None else str(choice) for choice in choices]
-        valid = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"
-        hint = did_you_mean(str(value), names)
-        raise ForgefieldError(f"{sources.where(key)}: '{key}' is {valid}, not {value!r}.{hint}")
 
 
 def _check_precision(value: Any, sources: Sources) -> None:
     key = "training.precision"
     if not isinstance(value, Mapping):
-        _check_choice(value, PRECISIONS, key, sources)
+        check_choice(value, PRECISIONS, key, sources)
         return
     for name in value:
         if name not in SCHEDULE:
@@ -305,61 +335,61 @@ def _check_precision(value: Any, sources: Sources) -> None:
     # Weights keep their type through a run.
     for name in ("start", "finish"):
         if name in value or name == "start":
-            _check_choice(value.get(name), PRECISIONS[1:], f"{key}.{name}", sources)
+            check_choice(value.get(name), PRECISIONS[1:], f"{key}.{name}", sources)
     if value["start"] == value.get("finish", "float32"):
-        raise _wrong(sources, f"{key}.finish", value["start"], "another precision than start")
+        raise wrong(sources, f"{key}.finish", value["start"], "another precision than start")
     last = {name: value[name] for name in SCHEDULE[2:] if value.get(name) is not None}
     if len(last) != 1:
         raise ForgefieldError(f"{sources.where(key)}: '{key}' needs one of finish_epochs and finish_steps.")
     for name, number in last.items():
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise _wrong(sources, f"{key}.{name}", number, "a positive whole number")
+            raise wrong(sources, f"{key}.{name}", number, "a positive whole number")
 
 
 def _check_name(config: DictConfig, sources: Sources) -> None:
     name = config.name
     if name is not None and (name.strip() in ("", ".", "..") or re.search(r"[/\\\0]", name)):
-        raise _wrong(sources, "name", name, "the name of a folder, without slashes (the place is 'out')")
+        raise wrong(sources, "name", name, "the name of a folder, without slashes (the place is 'out')")
     if not config.out.strip():
-        raise _wrong(sources, "out", config.out, "a folder")
+        raise wrong(sources, "out", config.out, "a folder")
 
 
 def _check_data(data: DictConfig, sources: Sources) -> None:
     reference = data.reference_energies
     if not isinstance(reference, Mapping):
-        _check_choice(reference, REFERENCES, "data.reference_energies", sources)
+        check_choice(reference, REFERENCES, "data.reference_energies", sources)
     else:
         for symbol, value in reference.items():
             if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise _wrong(sources, f"data.reference_energies.{symbol}", value, "an energy in eV")
+                raise wrong(sources, f"data.reference_energies.{symbol}", value, "an energy in eV")
     for key in ("train", "val", "test", "indices"):
         if data[key] == "":
-            raise _wrong(sources, f"data.{key}", "", "the name of a file, folder or pattern")
+            raise wrong(sources, f"data.{key}", "", "the name of a file, folder or pattern")
     for key in ("val", "test"):
         value = data[key]
         if isinstance(value, bool) or (isinstance(value, (int, float)) and value < 0):
-            raise _wrong(sources, f"data.{key}", value, "a share of train (0.1), a number of frames (50) or a file")
+            raise wrong(sources, f"data.{key}", value, "a share of train (0.1), a number of frames (50) or a file")
         if isinstance(value, float) and value >= 1 and not value.is_integer():
-            raise _wrong(sources, f"data.{key}", value, "a share below 1, or a whole number of frames")
+            raise wrong(sources, f"data.{key}", value, "a share below 1, or a whole number of frames")
         if isinstance(value, Mapping) and set(value) != {"indices"}:
-            raise _wrong(sources, f"data.{key}", dict(value), "a share, a number, a file, or {indices: file-or-list}")
+            raise wrong(sources, f"data.{key}", dict(value), "a share, a number, a file, or {indices: file-or-list}")
     _check_batch(data, sources)
     field_options(data.labels.fields, lambda key: f"{sources.where(key)}: ")
     if data.workers is not None and data.workers < 0:
-        raise _wrong(sources, "data.workers", data.workers, "zero or more")
+        raise wrong(sources, "data.workers", data.workers, "zero or more")
     if data.prefetch is not None and data.prefetch < 1:
-        raise _wrong(sources, "data.prefetch", data.prefetch, "one or more (data.workers=0 prepares nothing ahead)")
+        raise wrong(sources, "data.prefetch", data.prefetch, "one or more (data.workers=0 prepares nothing ahead)")
     if data.prefetch is not None and data.workers == 0:
         raise ForgefieldError(
             f"{sources.where('data.prefetch')}: 'data.prefetch' needs a thread that prepares batches; data.workers is 0."
         )
     if None not in (data.cutoff, data.adaptive_cutoff) and not data.adaptive_cutoff > data.cutoff:
-        raise _wrong(
+        raise wrong(
             sources, "data.adaptive_cutoff", data.adaptive_cutoff, f"a radius above data.cutoff={data.cutoff:g}"
         )
     species = data.species
     if species is not None and (not species or len(set(species)) != len(species)):
-        raise _wrong(sources, "data.species", list(species), "a list of different chemical symbols")
+        raise wrong(sources, "data.species", list(species), "a list of different chemical symbols")
 
 
 def _check_batch(data: DictConfig, sources: Sources) -> None:
@@ -389,12 +419,12 @@ def _check_batch(data: DictConfig, sources: Sources) -> None:
     if isinstance(value, Mapping):
         sizes = list(value.values())
         if len(value) != 1 or next(iter(value)) not in ("frames", "atoms", "edges"):
-            raise _wrong(sources, "data.eval_batch", dict(value), "a number of frames, or {frames|atoms|edges: number}")
+            raise wrong(sources, "data.eval_batch", dict(value), "a number of frames, or {frames|atoms|edges: number}")
     else:
         sizes = [] if value is None else [value]
     for size in sizes:
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise _wrong(sources, "data.eval_batch", size, "a positive whole number")
+            raise wrong(sources, "data.eval_batch", size, "a positive whole number")
 
 
 def _check_by_source(value: Any, counted: list[str], sources: Sources) -> None:
@@ -402,102 +432,15 @@ def _check_by_source(value: Any, counted: list[str], sources: Sources) -> None:
     if isinstance(value, bool):
         return
     if isinstance(value, str) or not isinstance(value, Sequence) or not value:
-        raise _wrong(sources, key, value, "true, false, or a list of numbers of frames, one for each source")
+        raise wrong(sources, key, value, "true, false, or a list of numbers of frames, one for each source")
     for number in value:
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise _wrong(sources, key, list(value), "a list of positive whole numbers, one for each source")
+            raise wrong(sources, key, list(value), "a list of positive whole numbers, one for each source")
     if counted:
         raise ForgefieldError(
             f"{sources.where(key)}: 'data.batch.by_source' gives the frames of each source, and 'data.batch.{counted[0]}' "
             f"another size; keep one of them (data.batch.by_source=true goes with {counted[0]})."
         )
-
-
-def _check_task(task: DictConfig, sources: Sources) -> None:
-    given = [target for target in TARGETS if task[target] is not None]
-    if not given:
-        raise ForgefieldError(
-            f"{sources.where('task')}: 'task' trains nothing; give at least one of {', '.join(TARGETS)}."
-        )
-    for target in given:
-        options, key = task[target], f"task.{target}"
-        if options.weight < 0:
-            raise _wrong(sources, f"{key}.weight", options.weight, "zero or positive")
-        if options.huber_delta <= 0:
-            raise _wrong(sources, f"{key}.huber_delta", options.huber_delta, "a positive number")
-        if "." not in options.loss:
-            _check_choice(options.loss, (*LOSSES, "an import path"), f"{key}.loss", sources)
-        _only_for("per_atom", ("energy", "virial"), target, options, sources)
-        if options.per_atom not in (True, False, "root"):
-            raise _wrong(sources, f"{key}.per_atom", options.per_atom, "true, false or root")
-        if options.schedule is not None:
-            _check_schedule(options.schedule, f"{key}.schedule", sources)
-        _only_for("species_weights", ("forces",), target, options, sources)
-        if options.loss != "huber" and _is_set(f"{key}.huber_delta", options.huber_delta, "huber_delta", sources):
-            raise ForgefieldError(
-                f"{sources.where(f'{key}.huber_delta')}: '{key}.huber_delta' applies to loss huber only, "
-                f"and '{key}.loss' is {options.loss}."
-            )
-
-
-_SCHEDULES = {
-    "linear": ("unit", "begin", "end"),
-    "cosine": ("unit", "begin", "end"),
-    "sigmoid": ("unit", "begin", "end", "slope", "centre"),
-    "step": ("unit", "at"),
-    "lr": (),
-}
-"""Settings of each kind of schedule, beside `to`."""
-
-
-def _check_schedule(schedule: DictConfig, key: str, sources: Sources) -> None:
-    _check_choice(schedule.kind, tuple(_SCHEDULES), f"{key}.kind", sources)
-    for name in map(str, schedule):
-        if schedule[name] is not None and name not in ("kind", "to", *_SCHEDULES[schedule.kind]):
-            raise ForgefieldError(
-                f"{sources.where(f'{key}.{name}')}: '{key}.{name}' does not apply to kind {schedule.kind}, "
-                f"which takes {', '.join(['to', *_SCHEDULES[schedule.kind]])}."
-            )
-    if schedule.unit is not None:
-        _check_choice(schedule.unit, ("step", "epoch"), f"{key}.unit", sources)
-    values = schedule.to if isinstance(schedule.to, Sequence) and not isinstance(schedule.to, str) else [schedule.to]
-    if not all(isinstance(v, (int, float)) and not isinstance(v, bool) and v >= 0 for v in values):
-        shown = OmegaConf.to_container(schedule.to) if OmegaConf.is_config(schedule.to) else schedule.to
-        raise _wrong(sources, f"{key}.to", shown, "the last value, zero or positive")
-    if schedule.kind == "step":
-        _check_places(schedule, list(values), key, sources)
-    elif len(values) != 1 or values[0] is not schedule.to:
-        raise _wrong(sources, f"{key}.to", list(values), "one number; a list goes with kind step")
-    begin = schedule.begin or 0
-    if begin < 0 or (schedule.end is not None and schedule.end <= begin):
-        raise _wrong(sources, f"{key}.end", schedule.end, f"larger than {key}.begin, which is {begin}")
-    if schedule.slope is not None and schedule.slope <= 0:
-        raise _wrong(sources, f"{key}.slope", schedule.slope, "a positive number")
-    if schedule.centre is not None and not 0 <= schedule.centre <= 1:
-        raise _wrong(sources, f"{key}.centre", schedule.centre, "a number from 0 to 1")
-
-
-def _check_places(schedule: DictConfig, values: list[Any], key: str, sources: Sources) -> None:
-    places = list(schedule.at or [])
-    if not places or places != sorted(set(places)) or places[0] < 1:
-        raise _wrong(sources, f"{key}.at", places, "ascending positive whole numbers")
-    if len(values) != len(places):
-        raise _wrong(
-            sources, f"{key}.to", values, f"a list with one value for each of the {len(places)} places in {key}.at"
-        )
-
-
-def _only_for(name: str, targets: tuple[str, ...], target: str, options: DictConfig, sources: Sources) -> None:
-    key = f"task.{target}.{name}"
-    if target not in targets and _is_set(key, options[name], name, sources):
-        right = f"task.{targets[0]}.{name}"
-        raise ForgefieldError(f"{sources.where(key)}: '{key}' does not apply to {target}. Did you mean '{right}'?")
-
-
-def _is_set(key: str, value: Any, name: str, sources: Sources) -> bool:
-    """Whether the user set this field of a target. Configs from Python may carry defaults that nobody wrote."""
-    default = getattr(schema.TargetOptions(), name)
-    return sources.explicit(key) or value != default
 
 
 def _check_components(config: DictConfig, sources: Sources) -> None:
@@ -512,29 +455,29 @@ def _check_components(config: DictConfig, sources: Sources) -> None:
         where = sources.where("model")
         raise ForgefieldError(f"{where}: 'model' needs a name, for example model: {{name: nequip, preset: S}}.")
     elif config.data.cutoff is None:
-        raise _wrong(sources, "data.cutoff", None, "a number")
+        raise wrong(sources, "data.cutoff", None, "a number")
     for key, optional in (("training.optimizer", False), ("training.scheduler", True)):
         spec = OmegaConf.select(config, key)
         if not (_is_component(spec) or (optional and spec is None)):
             shown = OmegaConf.to_container(spec) if OmegaConf.is_config(spec) else spec
-            raise _wrong(sources, key, shown, "a name, or a mapping such as {name: adamw, weight_decay: 1e-3}")
+            raise wrong(sources, key, shown, "a name, or a mapping such as {name: adamw, weight_decay: 1e-3}")
     if not isinstance(config.trainer, Mapping):
-        raise _wrong(sources, "trainer", config.trainer, "a section with what lightning.Trainer takes")
+        raise wrong(sources, "trainer", config.trainer, "a section with what lightning.Trainer takes")
     callbacks = config.callbacks
     if isinstance(callbacks, (str, Mapping)) or not isinstance(callbacks, Sequence):
-        raise _wrong(sources, "callbacks", callbacks, "a list")
+        raise wrong(sources, "callbacks", callbacks, "a list")
     for position, spec in enumerate(callbacks):
         if not _is_component(spec):
-            raise _wrong(
+            raise wrong(
                 sources, f"callbacks.{position}", spec, "an import path, or {name: import.path, argument: value}"
             )
 
 
 def _check_initial_model(model: Mapping[Any, Any], sources: Sources) -> None:
     if not isinstance(model["from"], str) or not model["from"].strip():
-        raise _wrong(sources, "model.from", model["from"], "the name or the folder of a run")
-    _check_choice(model.get("which"), ("best", "last"), "model.which", sources)
-    _check_choice(model.get("shifts"), ("keep", "fit"), "model.shifts", sources)
+        raise wrong(sources, "model.from", model["from"], "the name or the folder of a run")
+    check_choice(model.get("which"), ("best", "last"), "model.which", sources)
+    check_choice(model.get("shifts"), ("keep", "fit"), "model.shifts", sources)
 
 
 def _is_component(spec: Any) -> bool:

@@ -1,0 +1,165 @@
+"""The checks of the `task` section: values that have the right type and no meaning, settings that do not apply to a target."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from forgefield.config import schema
+from forgefield.config.refusals import check_choice, wrong
+from forgefield.config.sources import Sources
+from forgefield.config.targets import TARGETS
+from forgefield.errors import ForgefieldError
+
+LOSSES = ("mse", "mae", "huber")
+
+
+def check_task(task: DictConfig, sources: Sources) -> None:
+    """Refuse targets whose settings have no meaning."""
+    given = [target for target in TARGETS if task[target] is not None]
+    if not given and not task.fields:
+        raise ForgefieldError(
+            f"{sources.where('task')}: 'task' trains nothing; give at least one of {', '.join(TARGETS)}."
+        )
+    for target in given:
+        options, key = task[target], f"task.{target}"
+        _check_target(options, key, schema.TargetOptions(), sources)
+        _only_for("per_atom", ("energy", "virial"), target, options, sources)
+        if options.per_atom not in (True, False, "root"):
+            raise wrong(sources, f"{key}.per_atom", options.per_atom, "true, false or root")
+        _only_for("species_weights", ("forces",), target, options, sources)
+    for name, options in task.fields.items():
+        _check_target(options, f"task.{name}", schema.FieldTargetOptions(), sources)
+        _check_field_target(options, f"task.{name}", sources)
+
+
+def _check_target(options: DictConfig, key: str, default: Any, sources: Sources) -> None:
+    """What all targets have. default: the same without any setting."""
+    if options.weight < 0:
+        raise wrong(sources, f"{key}.weight", options.weight, "zero or positive")
+    if options.huber_delta <= 0:
+        raise wrong(sources, f"{key}.huber_delta", options.huber_delta, "a positive number")
+    if options.loss is not None and "." not in options.loss:
+        check_choice(options.loss, (*LOSSES, "an import path"), f"{key}.loss", sources)
+    if options.schedule is not None:
+        _check_schedule(options.schedule, f"{key}.schedule", sources)
+    delta = f"{key}.huber_delta"
+    if options.loss != "huber" and (sources.explicit(delta) or options.huber_delta != default.huber_delta):
+        raise ForgefieldError(
+            f"{sources.where(delta)}: '{delta}' applies to loss huber only, and '{key}.loss' is {options.loss or 'mse'}."
+        )
+
+
+def _check_field_target(options: DictConfig, key: str, sources: Sources) -> None:
+    check_choice(options.reduce, ("sum", "mean", None), f"{key}.reduce", sources)
+    if options.per_atom not in (True, False, "root", None):
+        raise wrong(sources, f"{key}.per_atom", options.per_atom, "true, false or root")
+    if options.per_atom is not None and options.reduce != "sum":
+        raise ForgefieldError(
+            f"{sources.where(f'{key}.per_atom')}: '{key}.per_atom' applies to extensive values only ({key}.reduce=sum)."
+        )
+    if options.classes is not None:
+        _check_classes(options, key, sources)
+    normalise = options.normalise
+    if normalise is None or isinstance(normalise, str):
+        check_choice(normalise, ("auto", "none", None), f"{key}.normalise", sources)
+        return
+    shown = OmegaConf.to_container(normalise) if OmegaConf.is_config(normalise) else normalise
+    if not isinstance(shown, Mapping) or set(shown) != {"mean", "scale"}:
+        raise wrong(sources, f"{key}.normalise", shown, "auto, none or {mean: ..., scale: ...}")
+    scale = shown["scale"]
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale < float("inf"):
+        raise wrong(sources, f"{key}.normalise.scale", scale, "a positive number: network outputs are multiplied by it")
+    mean = shown["mean"] if isinstance(shown["mean"], (list, dict)) else [shown["mean"]]
+    for value in mean.values() if isinstance(mean, dict) else _leaves(mean):
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise wrong(
+                sources, f"{key}.normalise.mean", shown["mean"], "a number, one for each component, or {H: ...}"
+            )
+
+
+def _check_classes(options: DictConfig, key: str, sources: Sources) -> None:
+    given: Any = OmegaConf.to_container(options.classes) if OmegaConf.is_config(options.classes) else options.classes
+    is_list = isinstance(given, list) and len(set(map(str, given))) == len(given) > 1
+    numbers = is_list and all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in given)
+    several = isinstance(given, int) and not isinstance(given, bool) and given > 1
+    if not (numbers or several or given == "auto"):
+        raise wrong(sources, f"{key}.classes", given, "a number above 1, a list of different labels, or auto")
+    fixed = {"loss": None, "reduce": ("mean", None), "per_atom": None, "normalise": ("auto", "none", None)}
+    for name, allowed in fixed.items():
+        if options[name] is not None and (allowed is None or options[name] not in allowed):
+            raise ForgefieldError(
+                f"{sources.where(f'{key}.{name}')}: '{key}.{name}' does not apply to classes, whose cross-entropy is minimised."
+            )
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """The numbers of nested lists."""
+    for item in value if isinstance(value, list) else [value]:
+        if isinstance(item, list):
+            yield from _leaves(item)
+        else:
+            yield item
+
+
+_SCHEDULES = {
+    "linear": ("unit", "begin", "end"),
+    "cosine": ("unit", "begin", "end"),
+    "sigmoid": ("unit", "begin", "end", "slope", "centre"),
+    "step": ("unit", "at"),
+    "lr": (),
+}
+"""Settings of each kind of schedule, beside `to`."""
+
+
+def _check_schedule(schedule: DictConfig, key: str, sources: Sources) -> None:
+    check_choice(schedule.kind, tuple(_SCHEDULES), f"{key}.kind", sources)
+    for name, value in schedule.items():
+        name = str(name)
+        if value is not None and name not in ("kind", "to", *_SCHEDULES[schedule.kind]):
+            raise ForgefieldError(
+                f"{sources.where(f'{key}.{name}')}: '{key}.{name}' does not apply to kind {schedule.kind}, "
+                f"which takes {', '.join(['to', *_SCHEDULES[schedule.kind]])}."
+            )
+    if schedule.unit is not None:
+        check_choice(schedule.unit, ("step", "epoch"), f"{key}.unit", sources)
+    values = schedule.to if isinstance(schedule.to, Sequence) and not isinstance(schedule.to, str) else [schedule.to]
+    if not all(isinstance(v, (int, float)) and not isinstance(v, bool) and v >= 0 for v in values):
+        shown = OmegaConf.to_container(schedule.to) if OmegaConf.is_config(schedule.to) else schedule.to
+        raise wrong(sources, f"{key}.to", shown, "the last value, zero or positive")
+    if schedule.kind == "step":
+        _check_places(schedule, list(values), key, sources)
+    elif len(values) != 1 or values[0] is not schedule.to:
+        raise wrong(sources, f"{key}.to", list(values), "one number; a list goes with kind step")
+    begin = schedule.begin or 0
+    if begin < 0 or (schedule.end is not None and schedule.end <= begin):
+        raise wrong(sources, f"{key}.end", schedule.end, f"larger than {key}.begin, which is {begin}")
+    if schedule.slope is not None and schedule.slope <= 0:
+        raise wrong(sources, f"{key}.slope", schedule.slope, "a positive number")
+    if schedule.centre is not None and not 0 <= schedule.centre <= 1:
+        raise wrong(sources, f"{key}.centre", schedule.centre, "a number from 0 to 1")
+
+
+def _check_places(schedule: DictConfig, values: list[Any], key: str, sources: Sources) -> None:
+    places = list(schedule.at or [])
+    if not places or places != sorted(set(places)) or places[0] < 1:
+        raise wrong(sources, f"{key}.at", places, "ascending positive whole numbers")
+    if len(values) != len(places):
+        raise wrong(
+            sources, f"{key}.to", values, f"a list with one value for each of the {len(places)} places in {key}.at"
+        )
+
+
+def _only_for(name: str, targets: tuple[str, ...], target: str, options: DictConfig, sources: Sources) -> None:
+    key = f"task.{target}.{name}"
+    if target not in targets and _is_set(key, options[name], name, sources):
+        right = f"task.{targets[0]}.{name}"
+        raise ForgefieldError(f"{sources.where(key)}: '{key}' does not apply to {target}. Did you mean '{right}'?")
+
+
+def _is_set(key: str, value: Any, name: str, sources: Sources) -> bool:
+    """Whether the user set this field of a target. Configs from Python may carry defaults that nobody wrote."""
+    default = getattr(schema.TargetOptions(), name)
+    return sources.explicit(key) or value != default
