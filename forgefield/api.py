@@ -27,7 +27,7 @@ from forgefield.data.sampling.plan import Budget
 from forgefield.data.species import SpeciesTable
 from forgefield.data.splits import is_lazy
 from forgefield.deploy.ase import Calculator
-from forgefield.deploy.evaluate import in_order, predict_batches
+from forgefield.deploy.evaluate import in_order, outputs_of_atoms, predict_batches
 from forgefield.deploy.predict import predict_file
 from forgefield.errors import ForgefieldError
 from forgefield.files import write_whole, written_whole
@@ -40,6 +40,7 @@ from forgefield.parallel.session import this_group
 from forgefield.parallel.spawn import run_ranks
 from forgefield.report.page import write_parity_png, write_report
 from forgefield.runs import Run, run_exists
+from forgefield.tasks.classes import auroc
 from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.task import LABELS
 from forgefield.training.fit import Fitted, fit
@@ -168,7 +169,8 @@ def test(
         errors = _evaluate(run, dataset, name, which=which, device=device, batch=batch, ranks=ranks)
         if ranks.is_first:
             _write_test(run, errors, name=name, source=str(data), which=which, n_frames=len(frames))
-            write_parity_png(run.path, name)
+            if any("_mae" in error for error in errors):
+                write_parity_png(run.path, name)
             write_report(run.path)
         return ranks.share(errors)
 
@@ -240,26 +242,28 @@ def _measure(fitted: Fitted, config: DictConfig, journal: Journal, ranks: Ranks)
         )
     write_report(run.path)
     hints = [
-        f"from forgefield import Calculator; atoms.calc = Calculator({str(run.path)!r})",
+        *([f"from forgefield import Calculator; atoms.calc = Calculator({str(run.path)!r})"] if run.has_energy else []),
         f"forgefield predict {run.path} structures.extxyz -o predicted.extxyz",
         f"report: {run.path / 'report.html'}",
     ]
-    journal.show(lambda console: end_summary(console, run.path, results, hints))
+    journal.show(lambda console: end_summary(console, run.path, results, hints, units=run.units))
 
 
 def _evaluate(
     run: Run, dataset: GraphDataset, split: str, *, which: str, device: str, batch: Budget, ranks: Ranks
 ) -> dict[str, float]:
     """Predict a data set, keep the predictions in the run, give the errors (on rank 0; the others only predict)."""
-    labels = {name for name in LABELS.values() if dataset.frames.carries(name).any()}
+    potential = load_shared(run, which, device, ranks)
+    outputs = [*(dict.fromkeys(LABELS.values()) if potential.has_energy else ()), *potential.further]
+    labels = [name for name in outputs if name in _labels_of(dataset) and dataset.frames.carries(name).any()]
     if not labels:
         raise ForgefieldError(
-            "None of these frames carries energy, forces or stress, so there is nothing to compare with; "
-            "use forgefield predict."
+            f"None of these frames carries {', '.join(outputs[:-1])}{' or ' if outputs[1:] else ''}{outputs[-1]}, so there "
+            "is nothing to compare with; use forgefield predict."
         )
     loader = FrameLoader(dataset, batch, rank=ranks.rank, world_size=ranks.world_size)
     parts = predict_batches(
-        load_shared(run, which, device, ranks),
+        potential,
         loader,
         forces="forces" in labels,
         stress="stress" in labels,
@@ -268,23 +272,41 @@ def _evaluate(
     everyone = ranks.gather(parts)
     if not ranks.is_first:
         return {}
-    arrays = in_order([part for of_rank in everyone for part in of_rank])
+    arrays = in_order([part for of_rank in everyone for part in of_rank], per_atom=outputs_of_atoms(potential))
     arrays["species_symbols"] = np.array(run.species)
     (run.path / "predictions").mkdir(exist_ok=True)
     with written_whole(run.path / "predictions" / f"{split}.npz") as partial:
         np.savez_compressed(partial, allow_pickle=False, **arrays)
-    names = tuple(name for name in dict.fromkeys(LABELS.values()) if name in labels)
-    metrics = ErrorMetrics(names, run.species)
+    names = tuple(labels)
+    classes = {name: values for name, values in run.classes.items() if name in names}
+    metrics = ErrorMetrics(names, run.species, classes=classes)
     tensors = {key: torch.from_numpy(np.ascontiguousarray(arrays[key])) for key in arrays if key != "species_symbols"}
+    logits = {name: tensors[f"{name}_prob"].clamp(min=1e-300).log() for name in classes}
     metrics.update(
-        {name: tensors[f"{name}_pred"] for name in names},
+        {name: tensors[f"{name}_pred"] for name in names} | logits,
         {
             **{name: tensors[f"{name}_ref"] for name in names},
             "n_atoms": tensors["n_atoms"],
             "species": tensors["species"],
         },
     )
-    return metrics.compute()
+    return metrics.compute() | _auroc(arrays, classes)
+
+
+def _auroc(arrays: dict[str, np.ndarray], classes: dict[str, list[float]]) -> dict[str, float]:
+    """Of targets with two classes; the second is the positive one."""
+    found = {}
+    for name, values in classes.items():
+        labelled = ~np.isnan(arrays[f"{name}_ref"])
+        area = auroc(arrays[f"{name}_prob"][labelled, -1], arrays[f"{name}_ref"][labelled] == values[-1])
+        if len(values) == 2 and area is not None:
+            found[f"{name}_auroc"] = area
+    return found
+
+
+def _labels_of(dataset: GraphDataset) -> set[str]:
+    """What its frames may carry."""
+    return {*LABELS.values(), *dataset.fields}
 
 
 def load_shared(run: Run, which: str, device: str, ranks: Ranks) -> Potential:
@@ -314,7 +336,13 @@ def _write_test(run: Run, errors: dict[str, float], *, name: str, source: str, w
 
 
 def _data_options(run: Run) -> Any:
-    """The data section of the run; for an imported model, the defaults."""
+    """The data section of the run; for an imported model, the defaults. Fields that the model predicts are read as in training,
+    where a store said what they are, too."""
     defaults = OmegaConf.structured(DataOptions)  # a run of an earlier version lacks what came later
     stored = run.config.get("data")
-    return OmegaConf.merge(defaults, stored) if stored is not None else defaults
+    options = OmegaConf.merge(defaults, stored) if stored is not None else defaults
+    if options.labels.fields is None and run.heads:
+        options.labels.fields = {
+            name: {"per": head["per"], "shape": head["shape"], "unit": head["unit"]} for name, head in run.heads.items()
+        }
+    return options

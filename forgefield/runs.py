@@ -24,7 +24,7 @@ from forgefield.data.graphs.graph import GraphOptions
 from forgefield.errors import ForgefieldError
 from forgefield.files import write_whole
 from forgefield.models.potential import Potential
-from forgefield.models.registry import build_model
+from forgefield.models.registry import HEADS, PREDICTS, build_model
 
 WEIGHTS = ("best", "last")
 
@@ -86,6 +86,25 @@ class Run:
         return GraphOptions(
             self.cutoff, adaptive_cutoff=model.get("adaptive_cutoff"), max_neighbours=model.get("max_neighbours")
         )
+
+    @property
+    def heads(self) -> dict[str, dict[str, Any]]:
+        """What its model predicts beside energy, forces and stress: options of each head, by name."""
+        return self.info["model"].get(PREDICTS, {}).get(HEADS, {})
+
+    @property
+    def has_energy(self) -> bool:
+        return self.info["model"].get(PREDICTS, {}).get("energy", True)
+
+    @property
+    def units(self) -> dict[str, str]:
+        """Units of the values that its heads predict."""
+        return {name: head["unit"] for name, head in self.heads.items() if head.get("classes") is None}
+
+    @property
+    def classes(self) -> dict[str, list[float]]:
+        """Labels of the classes that its heads tell apart."""
+        return {name: head["classes"] for name, head in self.heads.items() if head.get("classes") is not None}
 
     @property
     def checkpoints(self) -> Path:

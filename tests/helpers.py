@@ -32,6 +32,38 @@ def emt_frames(n: int, seed: int, symbols: tuple[str, ...] = ("Cu", "Au")) -> li
     return frames
 
 
+def property_frames(n: int, seed: int) -> list[Atoms]:
+    """The same with further labels: `gap` (intensive, eV), `cohesion` (extensive: the EMT energy of the frame in another
+    unit), `moduli` (three intensive numbers) and, of atoms, `site_charge`; each is missing in some frames."""
+    frames = emt_frames(n, seed)
+    for number, atoms in enumerate(frames):
+        share = float((atoms.symbols == "Au").mean())
+        per_atom = atoms.get_volume() / len(atoms)
+        labels = {"gap": 1.0 + share + 0.1 * (per_atom - 12.0), "cohesion": 23.0 * atoms.get_potential_energy()}
+        labels["moduli"] = np.array([share, per_atom, share * per_atom])
+        missing = {1: ("gap",), 3: ("cohesion",), 4: ("site_charge", "moduli")}.get(number % 6, ())
+        atoms.info.update({name: value for name, value in labels.items() if name not in missing})
+        if "site_charge" not in missing:
+            atoms.arrays["site_charge"] = (
+                np.where(atoms.symbols == "Au", -0.4, 0.3) + 0.02 * atoms.get_forces()[:, 0] ** 2
+            )
+    return frames
+
+
+PROPERTIES = {
+    "gap": {"unit": "eV"},
+    "cohesion": {"unit": "kcal/mol"},
+    "moduli": {"shape": [3]},
+    "site_charge": {"per": "atom", "unit": "e"},
+}
+"""`data.labels.fields` of these frames."""
+
+
+def write_properties(path: Path, n: int, seed: int = 0) -> Path:
+    ase.io.write(path, property_frames(n, seed), format="extxyz")
+    return path
+
+
 def write_emt(path: Path, n: int, seed: int = 0) -> Path:
     ase.io.write(path, emt_frames(n, seed), format="extxyz")
     return path

@@ -42,6 +42,8 @@ def run_checks(
     """
     if not frames:
         raise ForgefieldError("There is no frame to check the model on; give at least one.")
+    if not potential.has_energy:
+        raise ForgefieldError("These checks are for potentials; this model predicts no energy.")
     probe = Probe(potential, species, cutoff)
     return [
         check_rotation(probe, frames, generator),

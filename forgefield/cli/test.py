@@ -66,6 +66,10 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     if errors.get("energy_mae", 0.0) > SUSPICIOUS:
         hints.append("energies are off by more than 20 eV/atom: are units and reference those of the training data?")
     end_summary(
-        Console(highlight=False), opened.path, {"test": errors}, [*hints, f"report: {opened.path / 'report.html'}"]
+        Console(highlight=False),
+        opened.path,
+        {"test": errors},
+        [*hints, f"report: {opened.path / 'report.html'}"],
+        units=opened.units,
     )
     return 0

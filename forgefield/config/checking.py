@@ -12,7 +12,7 @@ import functools
 import inspect
 import re
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -24,6 +24,7 @@ from forgefield.config.nearest import did_you_mean, nearest
 from forgefield.config.refusals import check_choice, wrong
 from forgefield.config.sources import Sources
 from forgefield.config.target_checks import check_task
+from forgefield.config.targets import FIELDS, TARGETS, as_typed
 from forgefield.errors import ForgefieldError
 
 CHOICES = {
@@ -85,14 +86,21 @@ OTHER_NAMES = {
 EXPECTED = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
-def unknown_key(key: str) -> str | None:
-    """None where the schema has this dotted key, else a hint: the nearest valid key, or the valid keys."""
+def unknown_key(key: str, fields: Collection[str] | None = None) -> str | None:
+    """None where the schema has this dotted key, else a hint: the nearest valid key, or the valid keys.
+
+    fields: of the data, as far as the config names them. Without, any other name in `task` may be one of a store's, unless it
+    looks like one of our own targets.
+    """
     cls: Any = schema.RunOptions
     parts = key.split(".")
     for depth, part in enumerate(parts):
-        if part not in _types(cls):
-            return _hint(parts, depth, list(_types(cls)))
-        kind = _types(cls)[part]
+        kind = _kinds(cls).get(part)
+        if kind is None and cls is schema.TaskOptions and _may_be_field(part, fields):
+            kind = schema.FieldTargetOptions
+        if kind is None:
+            further = list(fields or []) if cls is schema.TaskOptions else []
+            return _hint(parts, depth, [*_kinds(cls), *further])
         if key.startswith("trainer."):
             return None if parts[1] in trainer_keys() else _hint(parts, 1, trainer_keys())
         inner = _section(kind)
@@ -104,14 +112,29 @@ def unknown_key(key: str) -> str | None:
     return None
 
 
+def _may_be_field(name: str, fields: Collection[str] | None) -> bool:
+    if fields is not None:
+        return name in fields
+    return re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) is not None and nearest(name, TARGETS) is None
+
+
 def check_keys(values: Mapping[str, Any], sources: Sources, *, variables: Sequence[str] = ()) -> None:
     """Refuse every key that the schema does not have. `variables` are top-level keys of the user's own."""
+    fields = declared_fields(values)
     for key in _paths(values, schema.RunOptions, ""):
         if key in variables:
             continue
-        hint = unknown_key(key)
+        hint = unknown_key(key, fields)
         if hint is not None:
             raise ForgefieldError(f"{sources.where(key)}: unknown key '{key}'.{hint}")
+
+
+def declared_fields(values: Mapping[str, Any]) -> list[str] | None:
+    """Names of the fields in `data.labels.fields`, or None where it says nothing."""
+    found: Any = values
+    for part in ("data", "labels", "fields"):
+        found = found.get(part) if isinstance(found, Mapping) else None
+    return [str(name) for name in found] if isinstance(found, Mapping) else None
 
 
 def refuse_lists(content: Mapping[str, Any], sources: Sources) -> None:
@@ -121,12 +144,14 @@ def refuse_lists(content: Mapping[str, Any], sources: Sources) -> None:
         for part in key.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         if section is not None and isinstance(value, (list, tuple)):
-            raise wrong(sources, key, value, f"a section with the keys {', '.join(_types(section))}")
+            raise wrong(sources, key, value, f"a section with the keys {', '.join(_kinds(section))}")
 
 
 def typed_config(values: Mapping[str, Any], sources: Sources) -> DictConfig:
     """A config of the schema's types, defaults filled in, from plain values whose keys are known to be valid."""
     config = OmegaConf.structured(schema.RunOptions)
+    if "task" in values:
+        values = {**values, "task": as_typed(values["task"])}
     _fill(config, schema.RunOptions, values, "", sources)
     return config
 
@@ -166,6 +191,11 @@ def _types(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 
+def _kinds(cls: type) -> dict[str, Any]:
+    """Keys of a section as they are written, with the type of each."""
+    return {name: kind for name, kind in _types(cls).items() if not (cls is schema.TaskOptions and name == FIELDS)}
+
+
 def _strip(kind: Any) -> Any:
     """X of Optional[X]."""
     inner = [arg for arg in typing.get_args(kind) if arg is not type(None)]
@@ -183,7 +213,8 @@ def _paths(values: Any, cls: type | None, prefix: str) -> Iterator[str]:
     for name, value in values.items():
         key = f"{prefix}{name}"
         yield key
-        inner = _section(_types(cls).get(str(name))) if cls is not None else None
+        kind = _kinds(cls).get(str(name)) if cls is not None else None
+        inner = schema.FieldTargetOptions if kind is None and cls is schema.TaskOptions else _section(kind)
         if isinstance(value, Mapping) and (inner is not None or key == "trainer"):
             yield from _paths(value, inner, f"{key}.")
 
@@ -198,7 +229,7 @@ def _schema() -> dict[str, type | None]:
     """Dotted key -> dataclass of the section, or None for a plain setting."""
 
     def below(cls: type, prefix: str) -> Iterator[tuple[str, type | None]]:
-        for name, kind in _types(cls).items():
+        for name, kind in _kinds(cls).items():
             inner = _section(kind)
             yield f"{prefix}{name}", inner
             if inner is not None:
@@ -236,6 +267,9 @@ def _hint(parts: list[str], depth: int, siblings: list[str]) -> str:
 def _fill(node: DictConfig, cls: type, values: Mapping[str, Any], prefix: str, sources: Sources) -> None:
     for name, value in values.items():
         key, kind = f"{prefix}{name}", _types(cls)[str(name)]
+        if cls is schema.TaskOptions and name == FIELDS:
+            _fill_fields(node, value, prefix, sources)
+            continue
         inner = _section(kind)
         if inner is None:
             _set(node, str(name), value, kind, key, sources)
@@ -249,6 +283,16 @@ def _fill(node: DictConfig, cls: type, values: Mapping[str, Any], prefix: str, s
         else:
             options = ", ".join(_types(inner))
             raise wrong(sources, key, value, f"a section with the keys {options}")
+
+
+def _fill_fields(task: DictConfig, values: Mapping[str, Any], prefix: str, sources: Sources) -> None:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            task.fields[name] = schema.FieldTargetOptions()
+            _fill(task.fields[name], schema.FieldTargetOptions, value, f"{prefix}{name}.", sources)
+        elif value is not None:
+            options = ", ".join(_types(schema.FieldTargetOptions))
+            raise wrong(sources, f"{prefix}{name}", value, f"a section with the keys {options}")
 
 
 def _set(node: DictConfig, name: str, value: Any, kind: Any, key: str, sources: Sources) -> None:

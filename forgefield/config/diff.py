@@ -13,6 +13,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from forgefield.config import schema
+from forgefield.config.targets import TARGETS, as_written
 
 HARMLESS = (
     "name",
@@ -94,13 +95,13 @@ def format_diff(changes: Sequence[Change]) -> str:
 def _plain(config: DictConfig) -> dict[str, Any]:
     plain = OmegaConf.to_container(config, resolve=True)
     assert isinstance(plain, dict)
-    return {str(key): value for key, value in plain.items()}
+    return {str(key): as_written(value) if key == "task" else value for key, value in plain.items()}
 
 
 def _all_defaults() -> dict[str, Any]:
     """Defaults of every setting, optional sections included."""
     options = schema.RunOptions()
-    targets = {name: schema.TargetOptions() for name in ("energy", "forces", "stress", "virial")}
+    targets: dict[str, Any] = {name: schema.TargetOptions() for name in TARGETS}
     options.task = schema.TaskOptions(**targets)
     options.training.early_stopping = schema.EarlyStoppingOptions()
     plain = OmegaConf.to_container(OmegaConf.structured(options))
@@ -123,6 +124,9 @@ def _default(defaults: Any, key: str) -> Any:
     """Default of a setting inside a section that is there. Optional sections that are not there are off."""
     if key in ("task", "training.early_stopping") or key in ("task.energy", "task.forces", "task.stress"):
         return None
+    section, _, rest = key.removeprefix("task.").partition(".")
+    if key.startswith("task.") and section not in TARGETS and rest:
+        key, defaults = rest, _plain(OmegaConf.structured(schema.FieldTargetOptions))
     for part in key.split("."):
         if not isinstance(defaults, Mapping) or part not in defaults:
             return ABSENT

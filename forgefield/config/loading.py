@@ -26,6 +26,7 @@ from forgefield.config import schema
 from forgefield.config.checking import (
     check_keys,
     check_values,
+    declared_fields,
     refuse_lists,
     schema_keys,
     typed_config,
@@ -37,6 +38,7 @@ from forgefield.config.deepmd import is_deepmd_input, read_input, translate
 from forgefield.config.nearest import did_you_mean
 from forgefield.config.resolvers import RESOLVERS, register_resolvers
 from forgefield.config.sources import Sources, first_line, read_text, read_yaml
+from forgefield.config.targets import as_written
 from forgefield.errors import ForgefieldError
 
 ENTRY, DEFAULTS, USER = "__forgefield_entry__", "__forgefield_defaults__", "__forgefield_user__"
@@ -46,6 +48,7 @@ WHOLE = (
     "task",
     "task.*.species_weights",
     "task.*.schedule",
+    "task.*.normalise",
     "data.train",
     "data.val",
     "data.test",
@@ -154,7 +157,8 @@ def _read(source: Any) -> tuple[Sources, dict[str, Any], Path]:
         source = OmegaConf.to_container(source, resolve=False)
     if not isinstance(source, Mapping):
         raise ForgefieldError(f"a config is a file, a mapping or a DictConfig, not a {type(source).__name__}.")
-    return Sources(), {str(key): value for key, value in source.items()}, Path.cwd()
+    content = {str(key): as_written(value) if key == "task" else value for key, value in source.items()}
+    return Sources(), content, Path.cwd()
 
 
 def _compose(content: dict[str, Any], overrides: list[str], sources: Sources, folder: Path) -> dict[str, Any]:
@@ -301,7 +305,10 @@ def _prefixed(item: Any, content: Mapping[str, Any], sources: Sources) -> str:
     key, text = item.key_or_group, item.input_line
     is_variable = key.partition(".")[0] not in schema_keys() and sources.given(key)
     if not is_variable:
-        hint = unknown_key(key)
+        fields = declared_fields(content)
+        if fields is None and sources.given("data.labels.fields"):  # in another file; judged when all are together
+            fields = key.split(".")[1:2]
+        hint = unknown_key(key, fields)
         if hint is not None:
             if "." not in key:
                 hint = did_you_mean(key, content) or hint

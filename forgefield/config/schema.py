@@ -169,8 +169,36 @@ class TargetOptions:
 
 
 @dataclass
+class FieldTargetOptions:
+    """A target that is a field of the data (`data.labels.fields`), such as a band gap."""
+
+    weight: float = 1.0
+    """Weight of this target in the loss."""
+    loss: Optional[str] = None
+    """mse, mae, huber, or the import path of a function (prediction, target) -> error of the same shape. Errors are in units of
+    the scale of `normalise`. Default: mse; for classes their cross-entropy, and nothing else."""
+    classes: Any = None
+    """The label says which class: how many there are (labels 0, 1, ...), the list of their labels, or auto: those that occur in
+    the training data. Default: the label is a number to be learnt."""
+    huber_delta: float = 1.0
+    """Where Huber turns from quadratic to linear, in units of the scale."""
+    reduce: Optional[str] = None
+    """Of a value per frame: mean (intensive, such as a band gap; the default) or sum (extensive) of contributions of its
+    atoms."""
+    per_atom: Any = None
+    """With reduce: sum, what the loss compares: true (default), values per atom; false, of the whole; root, divided by the root
+    of the number of atoms."""
+    normalise: Any = "auto"
+    """What the network's output means: mean + scale times it. auto: from the training data, by composition where extensive, by
+    species where per atom; {mean: 1.0, scale: 0.5}; none: 0 and 1. It is part of the model."""
+    schedule: Optional[ScheduleOptions] = None
+    """How the weight changes: {kind: linear, to: 0.1}. Default: it does not."""
+
+
+@dataclass
 class TaskOptions:
-    """What is trained: a target that is given (`forces: {}`) is on, one that is left out or null is off."""
+    """What is trained: a target that is given (`forces: {}`) is on, one that is left out or null is off. A field of the data is
+    a target by its own name: `band_gap: {loss: mae}`."""
 
     energy: Optional[TargetOptions] = None
     """Errors in eV (per atom: eV/atom)."""
@@ -180,6 +208,8 @@ class TaskOptions:
     """Errors in eV/A^3."""
     virial: Optional[TargetOptions] = None
     """The stress times minus the volume, errors in eV (per atom: eV/atom)."""
+    fields: dict[str, FieldTargetOptions] = field(default_factory=dict)
+    """Fields of the data that are targets; written beside the others, by their names."""
 
 
 @dataclass

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -11,38 +10,98 @@ from omegaconf import DictConfig, OmegaConf
 from forgefield.config import schema
 from forgefield.config.refusals import check_choice, wrong
 from forgefield.config.sources import Sources
+from forgefield.config.targets import TARGETS
 from forgefield.errors import ForgefieldError
 
-TARGETS = tuple(field.name for field in dataclasses.fields(schema.TaskOptions))
 LOSSES = ("mse", "mae", "huber")
 
 
 def check_task(task: DictConfig, sources: Sources) -> None:
     """Refuse targets whose settings have no meaning."""
     given = [target for target in TARGETS if task[target] is not None]
-    if not given:
+    if not given and not task.fields:
         raise ForgefieldError(
             f"{sources.where('task')}: 'task' trains nothing; give at least one of {', '.join(TARGETS)}."
         )
     for target in given:
         options, key = task[target], f"task.{target}"
-        if options.weight < 0:
-            raise wrong(sources, f"{key}.weight", options.weight, "zero or positive")
-        if options.huber_delta <= 0:
-            raise wrong(sources, f"{key}.huber_delta", options.huber_delta, "a positive number")
-        if "." not in options.loss:
-            check_choice(options.loss, (*LOSSES, "an import path"), f"{key}.loss", sources)
+        _check_target(options, key, schema.TargetOptions(), sources)
         _only_for("per_atom", ("energy", "virial"), target, options, sources)
         if options.per_atom not in (True, False, "root"):
             raise wrong(sources, f"{key}.per_atom", options.per_atom, "true, false or root")
-        if options.schedule is not None:
-            _check_schedule(options.schedule, f"{key}.schedule", sources)
         _only_for("species_weights", ("forces",), target, options, sources)
-        if options.loss != "huber" and _is_set(f"{key}.huber_delta", options.huber_delta, "huber_delta", sources):
-            raise ForgefieldError(
-                f"{sources.where(f'{key}.huber_delta')}: '{key}.huber_delta' applies to loss huber only, "
-                f"and '{key}.loss' is {options.loss}."
+    for name, options in task.fields.items():
+        _check_target(options, f"task.{name}", schema.FieldTargetOptions(), sources)
+        _check_field_target(options, f"task.{name}", sources)
+
+
+def _check_target(options: DictConfig, key: str, default: Any, sources: Sources) -> None:
+    """What all targets have. default: the same without any setting."""
+    if options.weight < 0:
+        raise wrong(sources, f"{key}.weight", options.weight, "zero or positive")
+    if options.huber_delta <= 0:
+        raise wrong(sources, f"{key}.huber_delta", options.huber_delta, "a positive number")
+    if options.loss is not None and "." not in options.loss:
+        check_choice(options.loss, (*LOSSES, "an import path"), f"{key}.loss", sources)
+    if options.schedule is not None:
+        _check_schedule(options.schedule, f"{key}.schedule", sources)
+    delta = f"{key}.huber_delta"
+    if options.loss != "huber" and (sources.explicit(delta) or options.huber_delta != default.huber_delta):
+        raise ForgefieldError(
+            f"{sources.where(delta)}: '{delta}' applies to loss huber only, and '{key}.loss' is {options.loss or 'mse'}."
+        )
+
+
+def _check_field_target(options: DictConfig, key: str, sources: Sources) -> None:
+    check_choice(options.reduce, ("sum", "mean", None), f"{key}.reduce", sources)
+    if options.per_atom not in (True, False, "root", None):
+        raise wrong(sources, f"{key}.per_atom", options.per_atom, "true, false or root")
+    if options.per_atom is not None and options.reduce != "sum":
+        raise ForgefieldError(
+            f"{sources.where(f'{key}.per_atom')}: '{key}.per_atom' applies to extensive values only ({key}.reduce=sum)."
+        )
+    if options.classes is not None:
+        _check_classes(options, key, sources)
+    normalise = options.normalise
+    if normalise is None or isinstance(normalise, str):
+        check_choice(normalise, ("auto", "none", None), f"{key}.normalise", sources)
+        return
+    shown = OmegaConf.to_container(normalise) if OmegaConf.is_config(normalise) else normalise
+    if not isinstance(shown, Mapping) or set(shown) != {"mean", "scale"}:
+        raise wrong(sources, f"{key}.normalise", shown, "auto, none or {mean: ..., scale: ...}")
+    scale = shown["scale"]
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale < float("inf"):
+        raise wrong(sources, f"{key}.normalise.scale", scale, "a positive number: network outputs are multiplied by it")
+    mean = shown["mean"] if isinstance(shown["mean"], (list, dict)) else [shown["mean"]]
+    for value in mean.values() if isinstance(mean, dict) else _leaves(mean):
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise wrong(
+                sources, f"{key}.normalise.mean", shown["mean"], "a number, one for each component, or {H: ...}"
             )
+
+
+def _check_classes(options: DictConfig, key: str, sources: Sources) -> None:
+    given: Any = OmegaConf.to_container(options.classes) if OmegaConf.is_config(options.classes) else options.classes
+    is_list = isinstance(given, list) and len(set(map(str, given))) == len(given) > 1
+    numbers = is_list and all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in given)
+    several = isinstance(given, int) and not isinstance(given, bool) and given > 1
+    if not (numbers or several or given == "auto"):
+        raise wrong(sources, f"{key}.classes", given, "a number above 1, a list of different labels, or auto")
+    fixed = {"loss": None, "reduce": ("mean", None), "per_atom": None, "normalise": ("auto", "none", None)}
+    for name, allowed in fixed.items():
+        if options[name] is not None and (allowed is None or options[name] not in allowed):
+            raise ForgefieldError(
+                f"{sources.where(f'{key}.{name}')}: '{key}.{name}' does not apply to classes, whose cross-entropy is minimised."
+            )
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """The numbers of nested lists."""
+    for item in value if isinstance(value, list) else [value]:
+        if isinstance(item, list):
+            yield from _leaves(item)
+        else:
+            yield item
 
 
 _SCHEDULES = {
@@ -57,8 +116,9 @@ _SCHEDULES = {
 
 def _check_schedule(schedule: DictConfig, key: str, sources: Sources) -> None:
     check_choice(schedule.kind, tuple(_SCHEDULES), f"{key}.kind", sources)
-    for name in map(str, schedule):
-        if schedule[name] is not None and name not in ("kind", "to", *_SCHEDULES[schedule.kind]):
+    for name, value in schedule.items():
+        name = str(name)
+        if value is not None and name not in ("kind", "to", *_SCHEDULES[schedule.kind]):
             raise ForgefieldError(
                 f"{sources.where(f'{key}.{name}')}: '{key}.{name}' does not apply to kind {schedule.kind}, "
                 f"which takes {', '.join(['to', *_SCHEDULES[schedule.kind]])}."

@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from forgefield.config import schema
 from forgefield.config.fielddocs import class_doc, field_docs
+from forgefield.config.targets import TARGETS, as_written
 
 WIDTH = 110
 """Longest line with a comment."""
@@ -29,8 +30,8 @@ def commented_yaml(config: DictConfig, *, header: str = "", notes: Mapping[str, 
     """
     plain = OmegaConf.to_container(config, resolve=True)
     assert isinstance(plain, dict)
-    task = plain.get("task") or {}
-    for target, options in task.items():
+    plain["task"] = as_written(plain.get("task"))
+    for target, options in (plain["task"] or {}).items():
         if options is not None:
             _drop_inapplicable(target, options)
     return yaml_with_comments({str(key): value for key, value in plain.items()}, header=header, notes=notes)
@@ -59,7 +60,7 @@ def flow(value: Any) -> str:
 
 def _drop_inapplicable(target: str, options: dict[str, Any]) -> None:
     """Leave out settings of a target that cannot apply to it; writing them would be refused on reading."""
-    if target not in ("energy", "virial"):
+    if target in ("forces", "stress"):
         options.pop("per_atom", None)
     if target != "forces":
         options.pop("species_weights", None)
@@ -98,6 +99,8 @@ def _comment(cls: type | None, name: str, inner: type | None) -> str | None:
 
 def _section(cls: type | None, name: str) -> type | None:
     """The dataclass of the section `name` of `cls`."""
+    if cls is schema.TaskOptions and name not in TARGETS:
+        return schema.FieldTargetOptions
     kind = typing.get_type_hints(cls).get(name) if cls is not None else None
     for candidate in (kind, *typing.get_args(kind)):
         if isinstance(candidate, type) and dataclasses.is_dataclass(candidate):

@@ -6,6 +6,7 @@ serves to find them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -54,21 +55,22 @@ def energy_by_composition(table: FrameTable, species: SpeciesTable, energies: np
     return np.bincount(found.frame, weights=found.count * energies[species.index(found.number)], minlength=len(table))
 
 
-def fit_by_composition(table: FrameTable, species: SpeciesTable) -> tuple[np.ndarray, int]:
-    """Species energies, (n_species,) eV, that minimise the squared error per atom, and the rank of the problem.
+def fit_by_composition(table: FrameTable, species: SpeciesTable, label: str = "energy") -> tuple[np.ndarray, int]:
+    """Values of species, (n_species, *shape of the label), that minimise the squared error per atom; rank of the problem.
 
-    All frames carry an energy. Where compositions do not tell species apart the solution of smallest norm is taken. Blocks of
+    All frames carry the label. Where compositions do not tell species apart the solution of smallest norm is taken. Blocks of
     frames are reduced to triangles by orthogonal transformations, so that any number of frames takes little memory.
     """
-    triangle: np.ndarray = np.zeros((0, len(species) + 1))
+    shape, n_species = table[:1].column(label).shape[1:], len(species)
+    triangle: np.ndarray = np.zeros((0, n_species + math.prod(shape)))
     for begin in range(0, len(table), BLOCK):
         block = table[begin : begin + BLOCK]
         counts = compositions(block, species)
         n_atoms = counts.sum(axis=1, keepdims=True)
-        rows = np.hstack([counts, block.column("energy")[:, None]]) / n_atoms
+        rows = np.hstack([counts, block.column(label).reshape(len(block), -1)]) / n_atoms
         triangle = np.asarray(np.linalg.qr(np.vstack([triangle, rows]), mode="r")) if len(table) > BLOCK else rows
-    solution, _, rank, _ = np.linalg.lstsq(triangle[:, :-1], triangle[:, -1], rcond=None)
-    return solution, int(rank)
+    solution, _, rank, _ = np.linalg.lstsq(triangle[:, :n_species], triangle[:, n_species:], rcond=None)
+    return solution.reshape(n_species, *shape), int(rank)
 
 
 def robust_fit(counts: np.ndarray, energies: np.ndarray, iterations: int = 30) -> np.ndarray:

@@ -23,6 +23,7 @@ from forgefield.data.graphs.edges import CLOSEST_PAIR, refuse_coinciding_atoms
 from forgefield.data.graphs.graph import GraphOptions, build_edges, graph_of
 from forgefield.data.graphs.neighbours import edge_vectors, neighbour_list, squared_lengths
 from forgefield.data.species import SpeciesTable
+from forgefield.deploy.evaluate import further_answers, outputs_of_atoms
 from forgefield.errors import ForgefieldError
 from forgefield.models.potential import Potential
 from forgefield.models.registry import build_model
@@ -87,7 +88,8 @@ class Calculator(AseCalculator):
         skin: how far beyond the cutoff neighbours are remembered, A
 
     Results: energy and free_energy (eV), energies (n_atoms,), forces (n_atoms, 3) (eV/A), and for cells with a
-    volume stress (6,) (eV/A^3, Voigt order xx yy zz yz xz xy).
+    volume stress (6,) (eV/A^3, Voigt order xx yy zz yz xz xy). Further outputs of the model are in `results` by their names,
+    probabilities of classes as `NAME_prob`.
     """
 
     name = "forgefield"
@@ -106,6 +108,12 @@ class Calculator(AseCalculator):
         super().__init__()
         self.device = torch.device(device)
         self.potential = _potential(run, which, self.device, dtype)
+        if not self.potential.has_energy:
+            raise ForgefieldError(
+                f"This model predicts {', '.join(self.potential.further)} and no energy, so it is no calculator; "
+                "forgefield predict writes what it predicts."
+            )
+        self.implemented_properties = [*type(self).implemented_properties, *self.potential.further]
         self.species = SpeciesTable(self.potential.species)
         self.neighbours = VerletList(graph_of(self.potential), skin)
 
@@ -124,9 +132,13 @@ class Calculator(AseCalculator):
         gradients = any(name in properties for name in ("forces", "stress"))
         batch = self._batch(frame) | self._inputs(self.atoms)
         out = self.potential(batch, forces=gradients, stress=gradients and has_volume)
+        answers = {name: value.cpu().numpy() for name, value in further_answers(self.potential, out).items()}
         out = {name: value.detach().cpu().numpy() for name, value in out.items()}
         energy = float(out["energy"][0])
         self.results = {"energy": energy, "free_energy": energy, "energies": out["atomic_energy"]}
+        of_atoms = outputs_of_atoms(self.potential)
+        for name, value in answers.items():
+            self.results[name] = value if name.removesuffix("_prob") in of_atoms or name in of_atoms else value[0]
         if gradients:
             self.results["forces"] = out["forces"]
             if has_volume:

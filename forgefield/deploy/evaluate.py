@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 
@@ -34,10 +34,14 @@ def predict_dataset(
         energy_pred, energy_ref: (n_frames,), eV; n_atoms: (n_frames,)
         forces_pred, forces_ref: (sum of n_atoms, 3), eV/A; species: (sum of n_atoms,), index into species_symbols
         stress_pred, stress_ref: (n_frames, 3, 3), eV/A^3
+        NAME_pred, NAME_ref: of every further output of the model, (n_frames, *shape) or (sum of n_atoms, *shape); of classes
+        the label of the likeliest one, and NAME_prob: (..., n_classes), the probabilities of all
         species_symbols: (n_species,)
+    A model without an energy gives its further outputs alone.
     """
     batches = _batches(loader_or_dataset, batch) if isinstance(loader_or_dataset, GraphDataset) else loader_or_dataset
-    merged = in_order(predict_batches(potential, batches, forces=forces, stress=stress, device=device))
+    parts = predict_batches(potential, batches, forces=forces, stress=stress, device=device)
+    merged = in_order(parts, per_atom=outputs_of_atoms(potential))
     merged["species_symbols"] = np.array(potential.species)
     return merged
 
@@ -81,22 +85,47 @@ def _batches(dataset: GraphDataset, frames: int) -> Iterator[Batch]:
 def _predict_batch(potential: Potential, batch: Batch, *, forces: bool, stress: bool) -> dict[str, np.ndarray]:
     out = potential(batch, forces=forces, stress=stress)
     n_frames, n_atoms = len(batch["n_atoms"]), len(batch["species"])
-    predicted = {"energy": out["energy"]}
-    predicted["forces"] = out["forces"] if forces else torch.full((n_atoms, 3), torch.nan)
-    predicted["stress"] = out["stress"] if stress else torch.full((n_frames, 3, 3), torch.nan)
+    predicted = {}
+    if potential.has_energy:
+        predicted["energy"] = out["energy"]
+        predicted["forces"] = out["forces"] if forces else torch.full((n_atoms, 3), torch.nan)
+        predicted["stress"] = out["stress"] if stress else torch.full((n_frames, 3, 3), torch.nan)
+    answers = further_answers(potential, out)
+    predicted |= {name: answers[name] for name in potential.further}
     part = {f"{name}_pred": value for name, value in predicted.items()}
-    part |= {f"{name}_ref": batch[name] for name in predicted}
+    part |= {name: value for name, value in answers.items() if name not in potential.further}
+    part |= {f"{name}_ref": batch.get(name, torch.full_like(value, torch.nan)) for name, value in predicted.items()}
     part |= {name: batch[name] for name in ("n_atoms", "species", "frame_id")}
     return {name: value.detach().cpu().numpy() for name, value in part.items()}
 
 
-def in_order(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Join the batches and sort frames, and their atoms with them, by `frame_id`; blank frames are dropped."""
+def further_answers(potential: Potential, outputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Further outputs by name as a user wants them: values; of classes the label of the likeliest and all probabilities, the
+    latter as `NAME_prob`."""
+    found = {}
+    for name, output in potential.further.items():
+        found[name] = outputs[name].detach()
+        if output.classes is not None:
+            found[f"{name}_prob"] = torch.softmax(found[name], 1)
+            found[name] = found[name].new_tensor(output.classes)[found[name].argmax(1)]
+    return found
+
+
+def outputs_of_atoms(potential: Potential) -> list[str]:
+    """Names of the further outputs that atoms have."""
+    return [name for name, output in potential.further.items() if output.per == "atom"]
+
+
+def in_order(parts: list[dict[str, np.ndarray]], *, per_atom: Collection[str] = ()) -> dict[str, np.ndarray]:
+    """Join the batches and sort frames, and their atoms with them, by `frame_id`; blank frames are dropped.
+
+    per_atom: names of the further outputs that atoms have.
+    """
     joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     frame_id = joined.pop("frame_id")
     of_atom = np.repeat(frame_id, joined["n_atoms"])
     blank_frames, blank_atoms = int((frame_id < 0).sum()), int((of_atom < 0).sum())
     frames = np.argsort(frame_id, kind="stable")[blank_frames:]
     atoms = np.argsort(of_atom, kind="stable")[blank_atoms:]
-    of_atoms = ("forces_pred", "forces_ref", "species")
+    of_atoms = {"species", *(f"{name}_{kind}" for name in ("forces", *per_atom) for kind in ("pred", "ref", "prob"))}
     return {name: value[atoms if name in of_atoms else frames] for name, value in joined.items()}

@@ -1,7 +1,8 @@
 """Predictions for the structures of a source, written as a file that ASE and we can read.
 
-Predicted energy, forces and stress are the frame's calculator results; labels the source carried are kept beside them
-as `REF_energy`, `REF_forces`, `REF_stress`. The source is only read, and the output appears whole or not at all.
+Predicted energy, forces and stress are the frame's calculator results, further outputs are values of the frame or its atoms
+under their own names; labels the source carried are kept beside them as `REF_energy`, `REF_forces`, `REF_NAME`. The source is
+only read, and the output appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from forgefield.data.frame import Frame
 from forgefield.data.graphs.graph import graph_of
 from forgefield.data.reading import read_table
 from forgefield.data.species import SpeciesTable
-from forgefield.deploy.evaluate import evaluating
+from forgefield.deploy.evaluate import evaluating, further_answers, outputs_of_atoms
 from forgefield.errors import ForgefieldError
 from forgefield.files import written_whole
 from forgefield.models.potential import Potential
@@ -72,28 +73,44 @@ def predict_frames(
     any_volume = any(frame.volume > 0 for frame in frames)
     with evaluating(potential, device) as place:
         result = potential(to_device(batch, place), forces=True, stress=any_volume)
+    result = {**result, **further_answers(potential, result)}
     arrays = {name: value.detach().cpu().numpy() for name, value in result.items()}
     ends = np.cumsum([len(frame) for frame in frames])[:-1]
-    forces, energies = np.split(arrays["forces"], ends), np.split(arrays["atomic_energy"], ends)
-    images = []
-    for i, frame in enumerate(frames):
-        results = {"energy": float(arrays["energy"][i]), "energies": energies[i], "forces": forces[i]}
-        if frame.volume > 0:
-            results["stress"] = full_3x3_to_voigt_6_stress(arrays["stress"][i])
-        images.append(_image(frame, results))
-    return images
+    of_atoms = outputs_of_atoms(potential)
+    per_atom = ("forces", "atomic_energy", *of_atoms, *(f"{name}_prob" for name in of_atoms))
+    values = {name: np.split(array, ends) if name in per_atom else array for name, array in arrays.items()}
+    return [
+        _image(frame, {name: value[i] for name, value in values.items()}, potential) for i, frame in enumerate(frames)
+    ]
 
 
-def _image(frame: Frame, results: dict[str, Any]) -> Atoms:
+def _image(frame: Frame, values: dict[str, Any], potential: Potential) -> Atoms:
+    """values: outputs of the model for this frame, by name."""
     atoms = Atoms(frame.numbers, positions=frame.positions, cell=frame.cell, pbc=frame.pbc)
+    for name, output in potential.further.items():
+        place: dict[str, Any] = atoms.arrays if output.per == "atom" else atoms.info
+        for key in (name, f"{name}_prob"):
+            if key in values:
+                place[key] = values[key] if np.ndim(values[key]) else float(values[key])
+        if name in frame.fields:
+            place[f"REF_{name}"] = frame.fields[name] if np.ndim(frame.fields[name]) else float(frame.fields[name])
     if frame.energy is not None:
         atoms.info["REF_energy"] = float(frame.energy)
     if frame.forces is not None:
         atoms.arrays["REF_forces"] = np.array(frame.forces)
     if frame.stress is not None:
         atoms.info["REF_stress"] = np.array(frame.stress)
-    atoms.calc = SinglePointCalculator(atoms, **results)
+    if potential.has_energy:
+        atoms.calc = SinglePointCalculator(atoms, **_results(frame, values))
     return atoms
+
+
+def _results(frame: Frame, values: dict[str, Any]) -> dict[str, Any]:
+    """What ASE's calculators give."""
+    results = {"energy": float(values["energy"]), "energies": values["atomic_energy"], "forces": values["forces"]}
+    if frame.volume > 0:
+        results["stress"] = full_3x3_to_voigt_6_stress(values["stress"])
+    return results
 
 
 def _write_extxyz(path: Path, images: Sequence[Atoms]) -> None:
@@ -101,24 +118,24 @@ def _write_extxyz(path: Path, images: Sequence[Atoms]) -> None:
 
 
 def _write_traj(path: Path, images: Sequence[Atoms]) -> None:
-    """ASE's trajectories keep `info` but no arrays of our own, so the reference forces go into `info`."""
+    """ASE's trajectories keep `info` but no arrays of our own, so these go into `info`."""
     moved = []
     for atoms in images:
         image = atoms.copy()
         image.calc = atoms.calc
-        if "REF_forces" in image.arrays:
-            image.info["REF_forces"] = image.arrays.pop("REF_forces")
+        for name in [name for name in image.arrays if name not in ("numbers", "positions")]:
+            image.info[name] = image.arrays.pop(name)
         moved.append(image)
     ase.io.write(path, moved, format="traj")
 
 
 def _write_database(path: Path, images: Sequence[Atoms]) -> None:
-    """A row's `data` holds the references."""
+    """A row's `data` holds further outputs and the references."""
     kind = "json" if ".json" in path.suffixes else "db"
     with ase.db.connect(path, type=kind, append=False) as database:
         for atoms in images:
-            references = {**atoms.info, **{k: v for k, v in atoms.arrays.items() if k.startswith("REF_")}}
-            database.write(atoms, data=references)
+            own = {name: value for name, value in atoms.arrays.items() if name not in ("numbers", "positions")}
+            database.write(atoms, data={**atoms.info, **own})
 
 
 _WRITERS = {

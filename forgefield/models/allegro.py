@@ -128,8 +128,26 @@ class Allegro(SpeciesTerms):
             self.splines = nn.Parameter(splines)
         return width
 
+    @property
+    def feature_dim(self) -> int:
+        return self.options.num_scalar_features
+
     def forward(self, batch: dict[str, Any]) -> Tensor:
         """(n_atoms,) atomic energies, eV, float64."""
+        _, energies = self._evaluate(batch, features=False, energies=True)
+        assert energies is not None
+        return energies
+
+    def encode(self, batch: dict[str, Any], *, energies: bool = True) -> tuple[Tensor, Tensor | None]:
+        """Scalar features of the last layer, summed over the edges of each atom and normalised, (n_atoms, feature_dim) in
+        the interior precision, and atomic energies."""
+        features, atomic = self._evaluate(batch, features=True, energies=energies)
+        assert features is not None
+        return features, atomic
+
+    def _evaluate(
+        self, batch: dict[str, Any], *, features: bool, energies: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
         vectors, species = batch["edge_vectors"], batch["species"]
         switch: GradientSwitch | None = batch.get("edge_gradient")
         graph: EdgeGraph = batch.get("edge_graph") or edge_graph(batch)
@@ -137,11 +155,18 @@ class Allegro(SpeciesTerms):
         embedding = self._embed(pairs, species, graph, switch)
         harmonics = self.harmonics(vectors / pairs.lengths.unsqueeze(1)).to(embedding.dtype)
         harmonics = barrier(harmonics, switch)
-        edge_energies = self._edge_energies(embedding, harmonics, species, graph)
+        x, to_features, *readout = self._last_stage(embedding, harmonics, species, graph)
+        found = None
+        if features:
+            scale = self.feature_scale.to(x.dtype).index_select(0, species).unsqueeze(1)
+            found = segment_sum(product(x, to_features), graph.by_destination) * scale
+        if not energies:
+            return found, None
+        edge_energies = self._edge_energies(x, to_features, *readout)
         atomic = segment_sum(edge_energies.double(), graph.by_destination)
         # Forces have two equal parts, from an edge and from its reverse; so their variance is as wanted.
         atomic = atomic * (self.feature_scale * math.sqrt(0.5)).index_select(0, species)
-        return self.energies(atomic, pairs, species, graph)
+        return found, self.energies(atomic, pairs, species, graph)
 
     def _embed(self, pairs: PairLengths, species: Tensor, graph: EdgeGraph, switch: GradientSwitch | None) -> Tensor:
         """(n_edges, embedding): length and species of every edge; zero where the interaction ends."""
@@ -176,8 +201,11 @@ class Allegro(SpeciesTerms):
         placed = (one_hot.unsqueeze(2) * basis.unsqueeze(1)).flatten(1)
         return placed @ self.splines.reshape(n_kinds * number, width)
 
-    def _edge_energies(self, embedding: Tensor, harmonics: Tensor, species: Tensor, graph: EdgeGraph) -> Tensor:
-        """(n_edges,) in units of the energy scale, before normalisation, in the interior precision.
+    def _last_stage(
+        self, embedding: Tensor, harmonics: Tensor, species: Tensor, graph: EdgeGraph
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Of the last stage: x (n_edges, width), the matrix that makes scalar features of it, what the readout's first matrix
+        has made of the features of all stages before, and the part of that matrix that reads the last ones.
 
         Stage m makes the scalar features m of every edge and its weights for environment m. Features are read by linear
         maps alone: the first ones of the latents from m on and of the readout, whose sums fill up stage by stage.
@@ -202,8 +230,12 @@ class Allegro(SpeciesTerms):
             x, last = latent.after_first(add_product(sums[0], scalars, entries[number][-1]))
             sums = sums[1:]
             features, weights = self._columns(last)
-        _, read = _read(x, None, features, [entries[-1][-1]], channels)
-        x, last = self.readout.after_first(sums[0] + read[0])
+        return x, features, sums[0], entries[-1][-1]
+
+    def _edge_energies(self, x: Tensor, features: Tensor, before: Tensor, reader: Tensor) -> Tensor:
+        """(n_edges,) in units of the energy scale, before normalisation, in the interior precision."""
+        _, read = _read(x, None, features, [reader], self.options.num_tensor_features)
+        x, last = self.readout.after_first(before + read[0])
         return (x @ last).squeeze(1)
 
     def _entries(self) -> list[tuple[Tensor, ...]]:

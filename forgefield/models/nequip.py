@@ -87,8 +87,18 @@ class NequIP(SpeciesTerms):
 
         self.register_buffer("identity", torch.eye(n_species, dtype=dtype), persistent=False)
 
+    @property
+    def feature_dim(self) -> int:
+        return self.layers[-1].out_blocks[0].mul
+
     def forward(self, batch: dict[str, Any]) -> Tensor:
         """(n_atoms,) atomic energies, eV, float64."""
+        _, energies = self.encode(batch)
+        assert energies is not None
+        return energies
+
+    def encode(self, batch: dict[str, Any], *, energies: bool = True) -> tuple[Tensor, Tensor | None]:
+        """Scalar features of the last layer, (n_atoms, feature_dim) in the interior precision, and atomic energies."""
         vectors, species = batch["edge_vectors"], batch["species"]
         switch: GradientSwitch | None = batch.get("edge_gradient")
         graph: EdgeGraph = batch.get("edge_graph") or edge_graph(batch)
@@ -96,8 +106,11 @@ class NequIP(SpeciesTerms):
             graph = EdgeGraph(graph.source, graph.destination, graph.n_atoms)
         pairs = self.pair_lengths(vectors, species, graph)
         basis = self._radial_basis(pairs, graph)
-        atomic = self._network_energies(vectors, pairs.lengths, basis, species, graph, switch)
-        return self.energies(atomic.double(), pairs, species, graph)
+        features = self._features(vectors, pairs.lengths, basis, species, graph, switch)
+        if not energies:
+            return features, None
+        atomic = self.readout(features).squeeze(1)
+        return features, self.energies(atomic.double(), pairs, species, graph)
 
     def _radial_basis(self, pairs: PairLengths, graph: EdgeGraph) -> Tensor:
         """(n_edges or n_pairs, num_bessels) float64."""
@@ -111,7 +124,7 @@ class NequIP(SpeciesTerms):
             lengths, radii = lengths.index_select(0, graph.pair_edge), radii.index_select(0, graph.pair_edge)
         return adaptive_bessel_basis(lengths, radii, self.adaptive_cutoff, self.bessel_frequencies, p)
 
-    def _network_energies(
+    def _features(
         self,
         vectors: Tensor,
         lengths: Tensor,
@@ -120,7 +133,7 @@ class NequIP(SpeciesTerms):
         graph: EdgeGraph,
         switch: GradientSwitch | None,
     ) -> Tensor:
-        """(n_atoms,) in units of the energy scale, in the interior precision."""
+        """(n_atoms, feature_dim): the scalars of the last layer."""
         dtype = self.type_embedding.dtype
         harmonics = self.harmonics(vectors / lengths.unsqueeze(1)).to(dtype)
         geometry_alone = None if self.bessel_frequencies.requires_grad else switch
@@ -140,7 +153,7 @@ class NequIP(SpeciesTerms):
                 x = x * scale.unsqueeze(1)
             summed = convolve(x, couplings[id(layer.plan)], weights, graph, layer.plan, switch)
             blocks = layer.leave(summed, blocks, attributes, table)
-        return self.readout(blocks[0].squeeze(1)).squeeze(1)
+        return blocks[0].squeeze(1)
 
     @property
     def _neighbours_by_species(self) -> bool:

@@ -6,6 +6,7 @@ them share, in float64: forces are the exact derivative of the energy, stress it
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -33,16 +34,40 @@ class EnergyModel(Protocol):
     def forward(self, batch: Batch) -> Tensor: ...
 
 
+class FurtherOutput(Protocol):
+    """What is said of an output beside energy, forces and stress.
+
+    per: `frame` or `atom`, what has a value. shape: of one value. unit: of values, in words. reduce: how the value of a frame
+    follows from its atoms', by `sum` (extensive) or `mean` (intensive). scale: how far values usually are from what
+    composition or species say; losses are measured in it. classes: labels of the classes that the output tells apart; it is
+    then a logit for each, else None.
+    """
+
+    per: str
+    shape: list[int]
+    unit: str
+    reduce: str
+    scale: float
+    classes: list[float] | None
+
+
 class Potential(nn.Module):
     """Energy, forces and stress of batches, for any energy model.
 
     max_neighbours: the edge lists it was trained on hold only so many neighbours of each atom; others have to as well.
     """
 
+    has_energy = True
+
     def __init__(self, model: nn.Module, *, max_neighbours: int | None = None) -> None:
         super().__init__()
         self.model = model
         self.max_neighbours = max_neighbours
+
+    @property
+    def further(self) -> Mapping[str, FurtherOutput]:
+        """What it gives beside energy, forces and stress, by name."""
+        return {}
 
     @property
     def species(self) -> tuple[str, ...]:
@@ -76,8 +101,7 @@ class Potential(nn.Module):
         In training mode forces and stress can be differentiated again. Works under `torch.no_grad`.
         """
         if not (forces or stress):
-            atomic = self._atomic_energies(batch | {"edge_vectors": edge_vectors(batch)})
-            return {"energy": _frame_sum(atomic, batch), "atomic_energy": atomic}
+            return self._outputs(*self._encode(batch | {"edge_vectors": edge_vectors(batch)}), batch)
         derive = self._through_edges if getattr(self.model, "only_edge_vectors", False) else self._through_positions
         with torch.enable_grad():
             outputs = derive(batch, forces, stress)
@@ -85,8 +109,17 @@ class Potential(nn.Module):
             return outputs
         return {key: value.detach() for key, value in outputs.items()}
 
-    def _atomic_energies(self, batch: dict[str, Any]) -> Tensor:
-        return self.model(batch).reshape(-1).double()
+    def _encode(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+        """Atomic energies (n_atoms,), eV, float64; and features of atoms where further outputs are made of them."""
+        return self.model(batch).reshape(-1).double(), None
+
+    def _further(self, features: Tensor | None, batch: Batch) -> dict[str, Tensor]:
+        """Outputs beside energies and their derivatives, by name."""
+        return {}
+
+    def _outputs(self, atomic: Tensor, features: Tensor | None, batch: Batch) -> dict[str, Tensor]:
+        """All but the derivatives."""
+        return {"energy": _frame_sum(atomic, batch), "atomic_energy": atomic, **self._further(features, batch)}
 
     def _through_edges(self, batch: Batch, forces: bool, stress: bool) -> dict[str, Tensor]:
         """Differentiate in the edge vectors; forces and virial are sums of these edge forces."""
@@ -96,8 +129,8 @@ class Potential(nn.Module):
         switch = GradientSwitch()
         graph = edge_graph(batch)
         private: dict[str, Any] = {"edge_vectors": vectors, "edge_gradient": switch, "edge_graph": graph}
-        atomic = self._atomic_energies(batch | private)
-        outputs = {"energy": _frame_sum(atomic, batch), "atomic_energy": atomic}
+        atomic, features = self._encode(batch | private)
+        outputs = self._outputs(atomic, features, batch)
         (slope,) = _derivatives(atomic.sum(), [vectors], self.training or outer)
         switch.off = self.training and not outer
         if forces:
@@ -118,8 +151,8 @@ class Potential(nn.Module):
         deformation = 0.5 * (strain + strain.transpose(1, 2))
         moved = positions + rows_times(positions, deformation.index_select(0, batch["frame"]))
         strained = batch | {"positions": moved, "cell": batch["cell"] + batch["cell"] @ deformation}
-        atomic = self._atomic_energies(strained | {"edge_vectors": edge_vectors(strained)})
-        outputs = {"energy": _frame_sum(atomic, batch), "atomic_energy": atomic}
+        atomic, features = self._encode(strained | {"edge_vectors": edge_vectors(strained)})
+        outputs = self._outputs(atomic, features, batch)
         slope, virial = _derivatives(atomic.sum(), [positions, strain], self.training or outer)
         if forces:
             outputs["forces"] = -slope
@@ -142,11 +175,13 @@ class Potential(nn.Module):
             strain = 0.5 * (adjoints["stress"] + adjoints["stress"].transpose(1, 2))
             strain = torch.where(volume > 0, strain / volume, torch.zeros_like(strain))
         with forward_ad.dual_level():
-            atomic = self._atomic_energies(self._moving(batch, direction, strain))
+            atomic, features = self._encode(self._moving(batch, direction, strain))
             energy, slope = forward_ad.unpack_dual(atomic)
+            still = None if features is None else forward_ad.unpack_dual(features).primal
         result = torch.zeros_like(energy.sum()) if slope is None else slope.sum()
-        if "energy" in adjoints:
-            result = result + (adjoints["energy"] * _frame_sum(energy, batch)).sum()
+        for name, value in self._outputs(energy, still, batch).items():
+            if name in adjoints:
+                result = result + (adjoints[name] * value).sum()
         return result
 
     def _moving(self, batch: Batch, direction: Tensor, strain: Tensor | None) -> dict[str, Any]:

@@ -21,7 +21,9 @@ from torch import nn
 from forgefield.config.components import import_path, own_folder
 from forgefield.config.nearest import did_you_mean
 from forgefield.errors import ForgefieldError
+from forgefield.models.heads import check_heads, complete_heads, head_options
 from forgefield.models.potential import Potential
+from forgefield.models.predictor import Predictor
 
 BUILT_IN = {
     "nequip": "forgefield.models.nequip.NequIP",
@@ -32,6 +34,9 @@ BUILT_IN = {
 PRECISIONS = {"float32": torch.float32, "float64": torch.float64}
 MODULE_FOLDER = "module_folder"
 """Resolved options of a user's own model: where its module was found, if Python would not find it by itself."""
+PREDICTS = "predicts"
+"""Resolved options of a model with further outputs: `energy`, whether it has one, and `heads`, options of each in full."""
+HEADS = "heads"
 _GIVEN_BY_US = ("species", "cutoff", "adaptive_cutoff", "max_neighbours", "statistics")
 
 
@@ -68,9 +73,18 @@ def check_model(options: Mapping[str, Any]) -> tuple[str, Any, dict[str, Any]]:
             raise ForgefieldError(f"model.{key} cannot be set: it comes from the data section.")
     if MODULE_FOLDER in given:
         raise ForgefieldError(f"model.{MODULE_FOLDER} cannot be set: it is where the module of model.name was found.")
+    if PREDICTS in given:
+        raise ForgefieldError(f"model.{PREDICTS} cannot be set: it follows from the task section.")
+    if _has_our_heads(name, found):
+        check_heads(given.pop(HEADS, None))
     if name in BUILT_IN:
         _check_built_in(found, given)
     return name, found, given
+
+
+def _has_our_heads(name: str, found: Any) -> bool:
+    """Whether `model.heads` is ours; a user's own class may have an argument of that name."""
+    return name in BUILT_IN or HEADS not in inspect.signature(found.__init__).parameters
 
 
 def resolve_model(
@@ -81,13 +95,18 @@ def resolve_model(
     adaptive_cutoff: float | None = None,
     max_neighbours: int | None = None,
     statistics: Any = None,
+    heads: Mapping[str, Mapping[str, Any]] | None = None,
+    has_energy: bool = True,
 ) -> dict[str, Any]:
     """The model section with everything explicit: checked options, presets and numbers from the data filled in.
 
     `cutoff`, `adaptive_cutoff` (A), `max_neighbours`: as in the data section. `statistics`: of the training data (an
-    object or a dict), needed where options leave a number to it. The result is JSON-able.
+    object or a dict), needed where options leave a number to it. `heads`: further outputs, by name, with what task and data
+    say of each (`HeadOptions`). `has_energy`: whether energies, forces or stress are wanted. The result is JSON-able.
     """
     name, found, given = check_model(options)
+    made = _plain(options).get(HEADS) if _has_our_heads(name, found) else None
+    completed = complete_heads(made, heads or {})
     facts = _plain(
         asdict(statistics) if is_dataclass(statistics) and not isinstance(statistics, type) else statistics or {}
     )
@@ -97,6 +116,8 @@ def resolve_model(
         resolved["adaptive_cutoff"] = float(adaptive_cutoff)
     if max_neighbours is not None:
         resolved["max_neighbours"] = int(max_neighbours)
+    if completed:
+        resolved[PREDICTS] = {"energy": bool(has_energy), HEADS: _plain(completed)}
     if name in BUILT_IN:
         return resolved | _resolve_built_in(found, given, resolved, facts)
     folder = own_folder(name)
@@ -128,7 +149,7 @@ def build_model(resolved: Mapping[str, Any], *, precision: str, seed: int) -> Po
         raise ForgefieldError(f"training.precision is '{precision}'; choose one of {', '.join(PRECISIONS)}.")
     options = dict(resolved)
     found = model_class(options.pop("name"), options.pop(MODULE_FOLDER, None))
-    max_neighbours = options.get("max_neighbours")
+    max_neighbours, predicts = options.get("max_neighbours"), options.pop(PREDICTS, None)
     if resolved["name"] in BUILT_IN:
         options.pop("max_neighbours", None)
         told = {key: options.pop(key) for key in _GIVEN_BY_US if key in options}
@@ -140,7 +161,16 @@ def build_model(resolved: Mapping[str, Any], *, precision: str, seed: int) -> Po
         )
     else:
         model = _build_own(found, options, PRECISIONS[precision], seed)
-    return Potential(model, max_neighbours=max_neighbours)
+    if predicts is None:
+        return Potential(model, max_neighbours=max_neighbours)
+    return Predictor(
+        model,
+        head_options(predicts[HEADS]),
+        has_energy=predicts["energy"],
+        max_neighbours=max_neighbours,
+        dtype=PRECISIONS[precision],
+        seed=seed,
+    )
 
 
 def _check_built_in(found: Any, given: Mapping[str, Any]) -> None:

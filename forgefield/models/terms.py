@@ -6,7 +6,7 @@ shift plus its scale times what the network says, so an atom without neighbours 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -87,6 +87,12 @@ class SpeciesTerms(nn.Module):
                 "model.per_edge_type_cutoff and data.adaptive_cutoff cannot be used together; set one of them to null."
             )
         return cls.complete_options(options, species, cutoff, statistics)
+
+    def energy_parameters(self) -> Iterator[nn.Parameter]:
+        """What energies depend on and features do not."""
+        for name, parameter in self.named_parameters():
+            if name.startswith(("readout.", "energy_scales", "energy_shifts")):
+                yield parameter
 
     def hold(self, name: str, value: Tensor, trainable: bool) -> None:
         """Part of the model's state either way, a parameter only where it is trained."""

@@ -1,4 +1,4 @@
-"""Errors of predictions in the units of the metrics: meV/atom, meV/A, GPa.
+"""Errors of predictions in the units of the metrics: meV/atom, meV/A, GPa; of further outputs in their own.
 
 The definitions are those of `tasks.metrics`: energies per atom, every component of forces and stress counted once,
 a missing label (NaN) counted never. Pure functions on arrays.
@@ -6,12 +6,14 @@ a missing label (NaN) counted never. Pure functions on arrays.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from forgefield.physics.units import EV_PER_A3_TO_GPA
 from forgefield.report.folder import Predictions
+from forgefield.report.numbers import shorten
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,15 @@ QUANTITIES = {
     "forces": Quantity("forces", "Forces", "F", "eV/Å", "meV/Å", 1000.0),
     "stress": Quantity("stress", "Stress", "σ", "GPa", "GPa", 1.0),
 }
+
+
+def quantities(units: Mapping[str, str]) -> dict[str, Quantity]:
+    """How every quantity of a run is shown. units: of its model's further outputs."""
+    further = {
+        name: Quantity(name, shorten(name, 40), shorten(name, 20), shorten(unit, 20), shorten(unit, 20), 1.0)
+        for name, unit in units.items()
+    }
+    return QUANTITIES | further
 
 
 @dataclass(frozen=True)
@@ -69,10 +80,12 @@ class GroupError:
     relative: float
 
 
-def pairs(predictions: Predictions, name: str) -> Pairs | None:
-    """The labelled values of `energy`, `forces` or `stress`; None where there are none."""
-    predicted = getattr(predictions, f"{name}_pred")
-    reference = getattr(predictions, f"{name}_ref")
+def pairs(predictions: Predictions, name: str, unit: str = "") -> Pairs | None:
+    """The labelled values of `energy`, `forces`, `stress` or a further output (with its unit); None where there are none."""
+    if name in QUANTITIES:
+        predicted, reference = getattr(predictions, f"{name}_pred"), getattr(predictions, f"{name}_ref")
+    else:
+        predicted, reference = predictions.further.get(name, (None, None))
     if predicted is None or reference is None:
         return None
     predicted, reference = np.asarray(predicted, np.float64), np.asarray(reference, np.float64)
@@ -84,13 +97,15 @@ def pairs(predictions: Predictions, name: str) -> Pairs | None:
     labelled = np.isfinite(predicted) & np.isfinite(reference)
     if not labelled.any():
         return None
-    return Pairs(QUANTITIES[name], predicted[labelled], reference[labelled])
+    return Pairs(
+        quantities({name: unit} if name not in QUANTITIES else {})[name], predicted[labelled], reference[labelled]
+    )
 
 
 def errors(predictions: Predictions) -> dict[str, float]:
     """`{energy_mae: ..., energy_rmse: ..., forces_mae: ...}`, as the training reports them."""
     found: dict[str, float] = {}
-    for name in QUANTITIES:
+    for name in (*QUANTITIES, *predictions.further):
         values = pairs(predictions, name)
         if values is not None:
             found[f"{name}_mae"], found[f"{name}_rmse"] = values.mae, values.rmse

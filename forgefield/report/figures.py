@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from forgefield.report.analysis import GroupError, Pairs
 from forgefield.report.canvas import COLOURS, DENSITY, house_style, linear_ticks, log_ticks, new_figure, plain
-from forgefield.report.numbers import count, shorten, significant
+from forgefield.report.numbers import count, shorten, significant, with_unit
 
 SCATTER_LIMIT = 600
 """Above this many points a density replaces single points."""
@@ -153,7 +153,7 @@ def distribution_figure(pairs: Pairs) -> Figure:
         _legend_above(axes)
         axes.grid(axis="y")
         axes.set_ylabel("share, %")
-        axes.set_xlabel(f"absolute error, {pairs.quantity.error_unit}")
+        axes.set_xlabel(with_unit("absolute error", pairs.quantity.error_unit))
         return figure
 
 
@@ -214,16 +214,16 @@ def _parity_panels(pairs: Pairs, main: Axes, below: Axes) -> None:
     main.set(xlim=(low, high), ylim=(low, high))
     below.set(xlim=(low, high), ylim=(-reach, reach))
     lines = (
-        f"MAE {significant(pairs.mae)} {quantity.error_unit}",
-        f"RMSE {significant(pairs.rmse)} {quantity.error_unit}",
+        f"MAE {significant(pairs.mae)} {quantity.error_unit}".rstrip(),
+        f"RMSE {significant(pairs.rmse)} {quantity.error_unit}".rstrip(),
         f"{count(len(x))} values",
     )
     main.text(
         0.04, 0.96, "\n".join(lines), transform=main.transAxes, va="top", color=COLOURS["strong"], linespacing=1.5
     )
-    main.set_ylabel(f"predicted {quantity.symbol}{of_what}, {quantity.unit}")
-    below.set_xlabel(f"reference {quantity.symbol}{of_what}, {quantity.unit}")
-    below.set_ylabel(f"error, {quantity.error_unit}")
+    main.set_ylabel(with_unit(f"predicted {quantity.symbol}{of_what}", quantity.unit))
+    below.set_xlabel(with_unit(f"reference {quantity.symbol}{of_what}", quantity.unit))
+    below.set_ylabel(with_unit("error", quantity.error_unit))
     for axes in (main, below):
         linear_ticks(axes, "x", 5)
         linear_ticks(axes, "y", 5 if axes is main else 3)

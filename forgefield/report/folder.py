@@ -53,6 +53,8 @@ class Predictions:
     forces_ref: np.ndarray | None
     stress_pred: np.ndarray | None
     stress_ref: np.ndarray | None
+    further: dict[str, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
+    """Prediction and reference of further outputs, by name."""
 
     def frame_of_atom(self) -> np.ndarray:
         return np.repeat(np.arange(len(self.n_atoms)), self.n_atoms)
@@ -86,6 +88,26 @@ class RunData:
         training = self.config.get("training")
         monitor = training.get("monitor") if isinstance(training, dict) else None
         return monitor if isinstance(monitor, str) else "val/loss"
+
+    @property
+    def has_energy(self) -> bool:
+        return self._predicted("energy") is not False
+
+    @property
+    def heads(self) -> dict[str, str]:
+        """Further outputs of the model that are values, and their units."""
+        found = self._predicted("heads")
+        if not isinstance(found, dict):
+            return {}
+        values = {name: head for name, head in found.items() if isinstance(head, dict) and head.get("classes") is None}
+        return {str(name): str(head.get("unit", "")) for name, head in values.items()}
+
+    def _predicted(self, what: str) -> Any:
+        """What `run.json` says of a model with further outputs."""
+        found: Any = self.info
+        for key in ("model", "predicts", what):
+            found = found.get(key) if isinstance(found, dict) else None
+        return found
 
     def note(self, file: str) -> Note | None:
         return next((note for note in self.notes if note.file == file), None)
@@ -141,7 +163,30 @@ def predictions_from_npz(file: str | os.PathLike[str]) -> Predictions:
         _checked(file, "species", species, (atoms,))
         if atoms and (species.dtype.kind not in "iu" or species.min() < 0 or species.max() >= len(symbols)):
             raise ForgefieldError(f"{file.name}: `species` does not index the {len(symbols)} `species_symbols`")
-    return Predictions(n_atoms=n_atoms.astype(np.int64), species=species, symbols=symbols, **labels)
+    further = _further(file, arrays, known=tuple(shapes), rows=(frames, atoms))
+    return Predictions(n_atoms=n_atoms.astype(np.int64), species=species, symbols=symbols, further=further, **labels)
+
+
+def _further(
+    file: Path, arrays: dict[str, np.ndarray], *, known: tuple[str, ...], rows: tuple[int, int]
+) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Pairs of arrays `NAME_pred` and `NAME_ref` beside the known ones; rows: numbers of frames and atoms."""
+    found = {}
+    for key in sorted(arrays):
+        name = key.removesuffix("_pred")
+        if name == key or name in known or f"{name}_ref" not in arrays:
+            continue
+        predicted = arrays[key]
+        if predicted.ndim == 0 or len(predicted) not in rows:
+            raise ForgefieldError(
+                f"{file.name}: `{key}` has shape {predicted.shape}, expected a row for each frame or atom"
+            )
+        shape = predicted.shape
+        found[name] = (
+            _checked(file, key, predicted, shape),
+            _checked(file, f"{name}_ref", arrays[f"{name}_ref"], shape),
+        )
+    return found
 
 
 def _test_command(run: RunData) -> str:
@@ -288,4 +333,5 @@ def _errors_of(stored: dict[str, Any]) -> dict[str, float]:
         if isinstance(value, dict):
             found = {**_numbers(value), **found}
     errors = {key.removeprefix("test/"): value for key, value in found.items()}
-    return {key: value for key, value in errors.items() if "_mae" in key or "_rmse" in key}
+    known = ("_mae", "_rmse", "_accuracy", "_f1", "_auroc", "_cross_entropy")
+    return {key: value for key, value in errors.items() if any(kind in key for kind in known)}

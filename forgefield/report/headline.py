@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from forgefield.report.analysis import QUANTITIES, errors
+from forgefield.report.analysis import Quantity, errors, quantities
 from forgefield.report.folder import SPLIT_NAMES, Row, RunData, as_number
 from forgefield.report.markup import Child, Html, join, tag
 from forgefield.report.numbers import NOTHING, count, duration, short_count, shorten, significant
@@ -39,7 +39,8 @@ def title_block(run: RunData) -> Html:
 def headline(run: RunData) -> Html:
     """A row of cards: errors, time, speed, size."""
     by_split = known_errors(run)
-    cards = [card for name in QUANTITIES if (card := _error_card(name, by_split)) is not None]
+    cards = [card for shown in quantities(run.heads).values() if (card := _error_card(shown, by_split)) is not None]
+    cards += _class_cards(by_split)
     if not cards:
         cards = [_stat("Errors", NOTHING, None, "no test, no validation yet", main=True)]
     return tag("div", *cards, *_run_cards(run), class_="headline")
@@ -51,8 +52,10 @@ def known_errors(run: RunData) -> dict[str, dict[str, float]]:
     if run.test_errors:
         found["test"] = {**found.get("test", {}), **run.test_errors}
     best = best_row(run)
-    if "val" not in found and best is not None:
-        found["val"] = {key.removeprefix("val/"): value for key, value in best.items() if key.startswith("val/")}
+    if best is not None:
+        row = {key.removeprefix("val/"): value for key, value in best.items() if key.startswith("val/")}
+        of_classes = {key: value for key, value in row.items() if key.endswith(("_accuracy", "_f1"))}
+        found["val"] = {**found["val"], **of_classes} if "val" in found else row
     return found
 
 
@@ -100,8 +103,8 @@ def _count_in_weights(file: Path) -> float | None:
     return float(total)
 
 
-def _error_card(name: str, by_split: dict[str, dict[str, float]]) -> Html | None:
-    quantity = QUANTITIES[name]
+def _error_card(quantity: Quantity, by_split: dict[str, dict[str, float]]) -> Html | None:
+    name = quantity.name
     available = [split for split in ("test", "val") if f"{name}_mae" in by_split.get(split, {})]
     if not available:
         return None
@@ -110,6 +113,22 @@ def _error_card(name: str, by_split: dict[str, dict[str, float]]) -> Html | None
     extra += [f"{SPLIT_NAMES[split]} {significant(by_split[split][f'{name}_mae'])}" for split in available[1:]]
     title = f"{quantity.title} MAE, {SPLIT_NAMES[available[0]]}"
     return _stat(title, significant(first[f"{name}_mae"]), quantity.error_unit, "\n".join(extra), main=True)
+
+
+def _class_cards(by_split: dict[str, dict[str, float]]) -> list[Html]:
+    """The share of right answers of each target that is a class."""
+    cards = []
+    names = [key.removesuffix("_accuracy") for e in by_split.values() for key in e if key.endswith("_accuracy")]
+    for name in dict.fromkeys(names):
+        split = next(split for split in ("test", "val") if f"{name}_accuracy" in by_split.get(split, {}))
+        found = by_split[split]
+        extra = [f"F1 {significant(found.get(f'{name}_f1'))}"]
+        extra += [f"AUROC {significant(found[f'{name}_auroc'])}"] if f"{name}_auroc" in found else []
+        value = significant(100 * found[f"{name}_accuracy"])
+        cards.append(
+            _stat(f"{shorten(name, 40)} accuracy, {SPLIT_NAMES[split]}", value, "%", "\n".join(extra), main=True)
+        )
+    return cards
 
 
 def _run_cards(run: RunData) -> list[Html]:

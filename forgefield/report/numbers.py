@@ -55,6 +55,11 @@ def duration(seconds: float | None) -> str:
     return f"{whole // 86400} d {whole % 86400 // 3600:02d} h"
 
 
+def with_unit(name: str, unit: str) -> str:
+    """`MAE, meV`; the name alone for a quantity without a unit."""
+    return f"{name}, {unit}" if unit else name
+
+
 def shorten(value: object, limit: int = 200) -> str:
     """The value as text of bounded length."""
     written = str(value)

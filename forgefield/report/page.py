@@ -47,7 +47,7 @@ def write_report(run_path: Path) -> Path:
 
 
 def write_parity_png(run_path: Path, split: str = "test") -> Path:
-    """Write `parity-SPLIT.png` (energy, forces, stress, as far as labelled) into the run folder and return its path."""
+    """Write `parity-SPLIT.png` (all outputs, as far as labelled) into the run folder and return its path."""
     run_path = Path(run_path)
     known = sorted(path.stem for path in (run_path / "predictions").glob("*.npz"))
     if split not in known and split not in SPLITS:
@@ -55,10 +55,11 @@ def write_parity_png(run_path: Path, split: str = "test") -> Path:
     source = run_path / "predictions" / f"{split}.npz"
     if not source.exists():
         raise ForgefieldError(f"{source} is not there; `forgefield test {run_path}` makes predictions.")
-    predictions = predictions_from_npz(source)
-    panels = [panel for name in QUANTITIES if (panel := pairs(predictions, name)) is not None]
+    predictions, units = predictions_from_npz(source), read_run(run_path).heads
+    names = [name for name in (*QUANTITIES, *predictions.further) if name in QUANTITIES or name in units]
+    panels = [panel for name in names if (panel := pairs(predictions, name, units.get(name, ""))) is not None]
     if not panels:
-        raise ForgefieldError(f"{source} holds no labelled energies, forces or stresses to compare with.")
+        raise ForgefieldError(f"{source} holds no labelled values to compare with.")
     target = run_path / f"parity-{split}.png"
     with house_style():
         try:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-from forgefield.report.analysis import QUANTITIES
+from forgefield.report.analysis import Quantity, quantities
 from forgefield.report.canvas import to_svg
 from forgefield.report.figures import learning_figure, timing_figure
 from forgefield.report.folder import Row, RunData, as_number
 from forgefield.report.headline import best_row, mean_atoms, median_of, parameter_count, species
 from forgefield.report.markup import Child, Html, join, key_values, table, tag
-from forgefield.report.numbers import NOTHING, count, duration, short_count, shorten, significant
+from forgefield.report.numbers import NOTHING, count, duration, short_count, shorten, significant, with_unit
 
 CONFIG_LIMIT = 100_000
 """A config longer than this many characters is cut on the page; the file itself has it all."""
@@ -50,28 +50,29 @@ def learning_section(run: RunData) -> Html:
         figure = learning_figure(loss, x_label=x_key, y_label="loss", learning_rate=rate, best=at)
         drawing = to_svg(figure, "curve-loss", "Loss and learning rate over training")
         cards.append(card("Loss and learning rate", drawing))
-    for quantity in QUANTITIES.values():
+    shown = quantities(run.heads)
+    for quantity in shown.values():
         curves = _curves(run.metrics, x_key, f"{quantity.name}_mae")
         if curves:
-            figure = learning_figure(curves, x_label=x_key, y_label=f"MAE, {quantity.error_unit}", best=at)
+            figure = learning_figure(curves, x_label=x_key, y_label=with_unit("MAE", quantity.error_unit), best=at)
             drawing = to_svg(figure, f"curve-{quantity.name}", f"{quantity.title} MAE over training")
             cards.append(card(f"{quantity.title} error", drawing))
     if cards and best is not None:
-        cards.append(_kept_card(best, x_key, len(cards)))
+        cards.append(_kept_card(best, x_key, len(cards), shown))
     if not cards:
         name = "metrics.jsonl" if run.note("metrics.jsonl") else "metrics.csv"
         cards = [empty_card(run, name, "Learning curves")]
     return section("learning", "Learning", lead, tag("div", *cards, class_="grid"))
 
 
-def _kept_card(best: Row, x_key: str, n_before: int) -> Html:
+def _kept_card(best: Row, x_key: str, n_before: int, shown: dict[str, Quantity]) -> Html:
     """Errors of training and validation at the kept model; as wide as the row of figures leaves room for."""
     rows: list[list[Child]] = []
-    for quantity in QUANTITIES.values():
+    for quantity in shown.values():
         for kind in ("mae", "rmse"):
             train, val = (best.get(f"{split}/{quantity.name}_{kind}") for split in ("train", "val"))
             if train is not None or val is not None:
-                name = f"{quantity.title} {kind.upper()}, {quantity.error_unit}"
+                name = with_unit(f"{quantity.title} {kind.upper()}", quantity.error_unit)
                 rows.append([name, significant(train), significant(val)])
     rows.append(["Loss", significant(best.get("train/loss")), significant(best.get("val/loss"))])
     when = f"{x_key} {count(best.get(x_key))}" if x_key in best else "the best row"
@@ -258,17 +259,15 @@ def use_section(run: RunData) -> Html:
         )
     )
     quoted = shlex.quote(name)
-    shell = "\n".join(
-        (
-            f"forgefield predict {quoted} structures.extxyz -o predicted.extxyz",
-            f"forgefield test {quoted} --data more.extxyz",
-            f"forgefield check {quoted}",
-        )
-    )
-    cards = (
-        card("In Python, with ASE", tag("pre", _dim_comments(python))),
-        card("On the command line", tag("pre", shell)),
-    )
+    shell = [
+        f"forgefield predict {quoted} structures.extxyz -o predicted.extxyz",
+        f"forgefield test {quoted} --data more.extxyz",
+    ]
+    cards = [card("On the command line", tag("pre", "\n".join([*shell, f"forgefield check {quoted}"])))]
+    if run.has_energy:
+        cards.insert(0, card("In Python, with ASE", tag("pre", _dim_comments(python))))
+    else:
+        cards = [card("On the command line", tag("pre", "\n".join(shell)))]
     return section("use", "Use this model", None, tag("div", *cards, class_="grid two"))
 
 

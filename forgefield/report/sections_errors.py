@@ -17,7 +17,7 @@ from forgefield.report.canvas import to_svg
 from forgefield.report.figures import distribution_figure, magnitude_figure, parity_figure, species_figure
 from forgefield.report.folder import SPLIT_NAMES, SPLITS, Predictions, RunData
 from forgefield.report.markup import Child, Html, join, table, tag
-from forgefield.report.numbers import count, shorten, significant
+from forgefield.report.numbers import count, shorten, significant, with_unit
 from forgefield.report.sections import card, empty_card, section, stacks
 
 _QUANTILES = (0.5, 0.9, 0.95, 0.99, 1.0)
@@ -39,14 +39,17 @@ def errors_section(run: RunData) -> Html:
         tabs.append(tag("input", type="radio", name="split", id=f"tab-{split}", checked=chosen))
         frames = count(len(run.predictions[split].n_atoms))
         tabs.append(tag("label", f"{SPLIT_NAMES[split].capitalize()} · {frames} frames", for_=f"tab-{split}"))
-    panels = [tag("div", _panel(run.predictions[s], s), class_=f"panel panel-{s}") for s in available]
+    panels = [tag("div", _panel(run, s), class_=f"panel panel-{s}") for s in available]
     return section("errors", "Errors", lead, tag("div", *tabs, *panels, class_="tabs"))
 
 
-def _panel(predictions: Predictions, split: str) -> Html:
-    compared = [values for name in QUANTITIES if (values := pairs(predictions, name)) is not None]
+def _panel(run: RunData, split: str) -> Html:
+    predictions, units = run.predictions[split], run.heads
+    names = [name for name in (*QUANTITIES, *predictions.further) if name in QUANTITIES or name in units]
+    compared = [values for name in names if (values := pairs(predictions, name, units.get(name, ""))) is not None]
     if not compared:
-        return tag("div", tag("p", "These predictions have no reference labels to compare with."), class_="card empty")
+        words = "These predictions have no reference values to compare with."
+        return tag("div", tag("p", words), class_="card empty")
     parity = [card(values.quantity.title, _parity_svg(values, split)) for values in compared]
     rows = [tag("div", *parity, class_="grid")]
     species, magnitude = errors_by_species(predictions), errors_by_magnitude(predictions)
@@ -69,7 +72,9 @@ def _panel(predictions: Predictions, split: str) -> Html:
 
 def _parity_svg(values: Pairs, split: str) -> Html:
     quantity = values.quantity
-    description = f"{quantity.title}, predicted against reference: MAE {significant(values.mae)} {quantity.error_unit}"
+    description = (
+        f"{quantity.title}, predicted against reference: MAE {significant(values.mae)} {quantity.error_unit}".rstrip()
+    )
     return to_svg(parity_figure(values), f"parity-{quantity.name}-{split}", description)
 
 
@@ -104,7 +109,9 @@ def _quantile_table(compared: list[Pairs]) -> Html:
     rows: list[list[Child]] = []
     for values in compared:
         found = np.quantile(np.abs(values.error), _QUANTILES)
-        rows.append([f"{values.quantity.title}, {values.quantity.error_unit}", *[significant(float(v)) for v in found]])
+        rows.append(
+            [with_unit(values.quantity.title, values.quantity.error_unit), *[significant(float(v)) for v in found]]
+        )
     return card("How large errors get", table(header, rows))
 
 

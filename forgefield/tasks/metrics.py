@@ -6,16 +6,20 @@ weights or normalisation, so a metric means the same whatever is being minimised
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 from torch import Tensor
 
 from forgefield.models.potential import volumes
 from forgefield.physics.units import EV_PER_A3_TO_GPA
+from forgefield.tasks.classes import CLASS_METRICS, class_metrics, class_sums
 
 UNITS = {"energy": "meV/atom", "energy_total": "meV", "forces": "meV/A", "stress": "GPa", "virial": "meV/atom"}
-"""Unit of each metric; `energy_mae`, `energy_rmse` and so on share the unit of `energy`."""
+"""Unit of each metric; `energy_mae`, `energy_rmse` and so on share the unit of `energy`. Errors of any other quantity are in
+the unit of its label."""
 
-_SCALE = {"energy": 1000.0, "energy_total": 1000.0, "forces": 1000.0, "stress": EV_PER_A3_TO_GPA, "virial": 1000.0}
+_FACTORS = {"energy": 1000.0, "energy_total": 1000.0, "forces": 1000.0, "stress": EV_PER_A3_TO_GPA, "virial": 1000.0}
 
 
 def unit_of(metric: str) -> str:
@@ -27,12 +31,22 @@ def unit_of(metric: str) -> str:
 class ErrorMetrics:
     """Sums of |error|, error^2 and counts for each target, and for forces also by species.
 
-    targets: which of energy, forces, stress, virial are measured. species: symbols, in the order of the batch's indices.
+    targets: what is measured: energy, forces, stress, virial, or fields by their names. species: symbols, in the order of the
+    batch's indices. classes: labels of those targets that are classes; what is summed of them is in `classes.py`.
     """
 
-    def __init__(self, targets: tuple[str, ...], species: tuple[str, ...], device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        targets: tuple[str, ...],
+        species: tuple[str, ...],
+        device: torch.device | str = "cpu",
+        *,
+        classes: Mapping[str, Sequence[float]] | None = None,
+    ) -> None:
         self.targets = targets
         self.species = species
+        self.classes = dict(classes or {})
+        self._values: dict[tuple[str, torch.device], Tensor] = {}
         self.rows: list[str] = []
         for target in targets:
             self.rows.append(target)
@@ -40,6 +54,7 @@ class ErrorMetrics:
                 self.rows.append("energy_total")
             if target == "forces":
                 self.rows.extend(f"forces/{symbol}" for symbol in species)
+            self.rows.extend(f"{target}/{value:g}" for value in self.classes.get(target, ()))
         self.sums = torch.zeros(len(self.rows), 3, dtype=torch.float64, device=device)
 
     def update(self, outputs: dict[str, Tensor], batch: dict[str, Tensor]) -> None:
@@ -57,6 +72,10 @@ class ErrorMetrics:
         added = []
         for target in self.targets:
             label = "stress" if target == "virial" else target
+            if target in self.classes:
+                values = self._values_on(target, batch[label].device)
+                added += class_sums(outputs[label].detach(), batch[label], values)
+                continue
             error = outputs[label].detach() - batch[label]
             if target == "energy":
                 added += [_moments(error / batch["n_atoms"]), _moments(error)]
@@ -69,19 +88,30 @@ class ErrorMetrics:
                 added.append(_moments(error))
         return torch.stack(added)
 
+    def _values_on(self, target: str, device: torch.device) -> Tensor:
+        """Labels of the classes, copied to a device once: a copy makes the host wait."""
+        if (target, device) not in self._values:
+            self._values[target, device] = torch.tensor(self.classes[target], dtype=torch.float64, device=device)
+        return self._values[target, device]
+
     def compute(self, sums: Tensor | None = None) -> dict[str, float]:
         """Metrics in the units of `UNITS`; what has no label is left out. This is the one read-back from the device.
 
         sums: accumulators added up over several processes, in place of this one's own.
         """
         values: dict[str, float] = {}
-        for row, (absolute, square, count) in zip(self.rows, (self.sums if sums is None else sums).tolist()):
-            if count == 0:
-                continue
+        numbers = (self.sums if sums is None else sums).tolist()
+        for place, (row, (absolute, square, count)) in enumerate(zip(self.rows, numbers)):
             name, _, symbol = row.partition("/")
-            scale, suffix = _SCALE[name], f"/{symbol}" if symbol else ""
-            values[f"{name}_mae{suffix}"] = scale * absolute / count
-            values[f"{name}_rmse{suffix}"] = scale * (square / count) ** 0.5
+            if count == 0 or (symbol and name in self.classes):
+                continue
+            if name in self.classes:
+                found = class_metrics(numbers[place : place + 1 + len(self.classes[name])])
+                values |= {f"{name}_{kind}": value for kind, value in found.items()}
+                continue
+            factor, suffix = _FACTORS.get(name, 1.0), f"/{symbol}" if symbol else ""
+            values[f"{name}_mae{suffix}"] = factor * absolute / count
+            values[f"{name}_rmse{suffix}"] = factor * (square / count) ** 0.5
         return values
 
     def names(self) -> list[str]:
@@ -90,6 +120,9 @@ class ErrorMetrics:
         for row in self.rows:
             name, _, symbol = row.partition("/")
             suffix = f"/{symbol}" if symbol else ""
+            if name in self.classes:
+                result += [] if symbol else [f"{name}_{kind}" for kind in CLASS_METRICS]
+                continue
             result += [f"{name}_mae{suffix}", f"{name}_rmse{suffix}"]
         return result
 

@@ -7,22 +7,26 @@ applied to added sums: unequal frames and missing labels never change what "mean
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
+from forgefield.config.nearest import did_you_mean
 from forgefield.config.schema import TargetOptions, TaskOptions
+from forgefield.config.targets import TARGETS, given_targets
 from forgefield.errors import ForgefieldError
-from forgefield.models.potential import volumes
+from forgefield.models.potential import FurtherOutput, volumes
+from forgefield.tasks.classes import cross_entropy, one_hot
 from forgefield.tasks.losses import ElementLoss, element_loss
 from forgefield.tasks.weights import Moment, WeightSchedule
 
-TARGETS = ("energy", "forces", "stress", "virial")
 LABELS = {"energy": "energy", "forces": "forces", "stress": "stress", "virial": "stress"}
-"""The label each target is compared with, which is also the output of the model that it needs."""
+"""The label each of these targets is compared with, which is also the output of the model that it needs. Any other target is a
+field, compared with the label and the output of its own name."""
 Batch = dict[str, Tensor]
 
 
@@ -43,26 +47,43 @@ class Target:
     per_atom: bool | str
     species_weights: Tensor | None
     schedule: WeightSchedule | None = None
+    per: str = "frame"
+    """What has a value: frame or atom."""
+    scale: float = 1.0
+    """Errors are measured in it before the loss is taken."""
+    unit: str = ""
+    reduce: str | None = None
+    """Of a field that frames have: sum or mean of its atoms' contributions."""
+    classes: tuple[float, ...] | None = None
+    """Labels of the classes, where the target is one of them; the output then has a logit for each."""
 
     @property
     def label(self) -> str:
-        return LABELS[self.name]
+        return LABELS.get(self.name, self.name)
 
 
 @dataclass(frozen=True)
 class _OnDevice:
     weights: Tensor
     species_weights: list[Tensor | None]
+    classes: list[Tensor | None]
 
 
 class Task:
-    """The trained targets. `species` fixes the meaning of the batch's species indices."""
+    """The trained targets. `species` fixes the meaning of the batch's species indices.
 
-    def __init__(self, options: TaskOptions | Any, species: tuple[str, ...]) -> None:
+    further: what the model says of its outputs beside energy, forces and stress; every target that is a field is one of them.
+    """
+
+    def __init__(
+        self,
+        options: TaskOptions | Any,
+        species: tuple[str, ...],
+        further: Mapping[str, FurtherOutput] | None = None,
+    ) -> None:
         self.targets = [
-            _build_target(name, getattr(options, name), species)
-            for name in TARGETS
-            if getattr(options, name, None) is not None
+            _build_target(name, given, species) if name in TARGETS else _build_field_target(name, given, further or {})
+            for name, given in given_targets(options).items()
         ]
         if not self.targets:
             raise ForgefieldError(
@@ -92,6 +113,16 @@ class Task:
         return tuple(dict.fromkeys(target.label for target in self.targets))
 
     @property
+    def units(self) -> dict[str, str]:
+        """Units of those targets that are fields with values."""
+        return {t.name: t.unit for t in self.targets if t.name not in TARGETS and t.classes is None}
+
+    @property
+    def classes(self) -> dict[str, tuple[float, ...]]:
+        """Labels of those targets that are classes."""
+        return {target.name: target.classes for target in self.targets if target.classes is not None}
+
+    @property
     def is_scheduled(self) -> bool:
         return any(target.schedule is not None for target in self.targets)
 
@@ -118,9 +149,12 @@ class Task:
 
     def sums(self, outputs: Batch, batch: Batch) -> tuple[Tensor, Tensor]:
         """(n_targets,) each: numerators and denominators of the loss of one batch."""
-        weights = self._element_weights(batch)
+        weights, classes = self._element_weights(batch), self._on(batch["weight"].device).classes
         sums = torch.stack(
-            [_weighted_error(target, outputs, batch, weight).sum() for target, weight in zip(self.targets, weights)]
+            [
+                _weighted_error(target, outputs, batch, weight, values).sum()
+                for target, weight, values in zip(self.targets, weights, classes)
+            ]
         )
         return sums, torch.stack([weight.sum() for weight in weights])
 
@@ -149,7 +183,11 @@ class Task:
         """What the loss needs on a device, copied there once: a copy makes the host wait."""
         if device not in self._on_devices:
             known = [None if t.species_weights is None else t.species_weights.to(device) for t in self.targets]
-            self._on_devices[device] = _OnDevice(self.weights.to(device, copy=True), known)
+            classes = [
+                None if t.classes is None else torch.tensor(t.classes, dtype=torch.float64, device=device)
+                for t in self.targets
+            ]
+            self._on_devices[device] = _OnDevice(self.weights.to(device, copy=True), known, classes)
         return self._on_devices[device]
 
     def describe(self) -> list[tuple[str, str]]:
@@ -170,16 +208,58 @@ def default_task(labels: dict[str, int]) -> TaskOptions:
     return options
 
 
-def require_labels(task: Task, labels: dict[str, int], where: str) -> None:
-    """Refuse a target that no frame is labelled for."""
-    for target in task.targets:
-        name, label = target.name, target.label
+def require_labels(targets: Iterable[str], labels: Mapping[str, int], where: str) -> None:
+    """Refuse a target that no frame is labelled for. labels: how many frames carry each label and each field there is."""
+    for name in targets:
+        label = LABELS.get(name, name)
+        if label not in LABELS.values() and not labels.get(label):
+            _refuse_field(name, labels, where)
         if not labels.get(label):
             also = "" if name == label else f" or {name}"
             raise ForgefieldError(
                 f"task.{name} is on, but no {where} frame carries {label}{also}; remove task.{name} "
                 f"or name the label with data.labels.{name}."
             )
+
+
+def _refuse_field(name: str, labels: Mapping[str, int], where: str) -> NoReturn:
+    fields = [label for label in labels if label not in LABELS.values()]
+    if name in fields:
+        raise ForgefieldError(
+            f"task.{name} is on, but no {where} frame carries {name}; remove task.{name}, or say what the source calls it "
+            f"with data.labels.fields.{name}.key."
+        )
+    hint = did_you_mean(name, [*TARGETS, *fields])
+    held = f"it has the fields {', '.join(fields)}" if fields else "it has no fields"
+    raise ForgefieldError(
+        f"task.{name}: the data has no field of that name ({held}); a value of the source becomes one with "
+        f"data.labels.fields={{{name}: {{}}}}.{hint}"
+    )
+
+
+def _build_field_target(name: str, options: Any, further: Mapping[str, FurtherOutput]) -> Target:
+    output = further.get(name)
+    if output is None:
+        known = ", ".join(further) or "none"
+        raise ForgefieldError(f"task.{name}: the model has no output of that name; its further outputs: {known}.")
+    if options.weight < 0:
+        raise ForgefieldError(f"task.{name}.weight must not be negative, it is {options.weight}.")
+    loss = options.loss or "mse"
+    per_atom = True if options.per_atom is None else options.per_atom
+    extensive = output.per == "frame" and output.reduce == "sum"
+    return Target(
+        name=name,
+        weight=float(options.weight),
+        loss=element_loss(loss, huber_delta=options.huber_delta, where=f"task.{name}.loss"),
+        per_atom=per_atom if extensive else False,
+        species_weights=None,
+        schedule=_schedule(options),
+        per=output.per,
+        scale=float(output.scale),
+        unit=output.unit,
+        reduce=output.reduce if output.per == "frame" else None,
+        classes=None if output.classes is None else tuple(output.classes),
+    )
 
 
 def _build_target(name: str, options: Any, species: tuple[str, ...]) -> Target:
@@ -192,6 +272,7 @@ def _build_target(name: str, options: Any, species: tuple[str, ...]) -> Target:
         per_atom=options.per_atom,
         species_weights=_species_weights(options.species_weights, species, f"task.{name}.species_weights"),
         schedule=_schedule(options),
+        per="atom" if name == "forces" else "frame",
     )
 
 
@@ -217,7 +298,7 @@ def _species_weights(weights: dict[str, float] | None, species: tuple[str, ...],
 def _element_weights(target: Target, batch: Batch, species_weights: Tensor | None) -> Tensor:
     """Weight of every element of the label, zero where it is missing. species_weights: (n_species,)."""
     label, weight = batch[target.label], batch["weight"]
-    if target.name == "forces":
+    if target.per == "atom":
         weight = weight[batch["frame"]]
         if species_weights is not None:
             weight = weight * species_weights[batch["species"]]
@@ -225,12 +306,14 @@ def _element_weights(target: Target, batch: Batch, species_weights: Tensor | Non
     return torch.where(label.isnan(), 0.0, weight)
 
 
-def _weighted_error(target: Target, outputs: Batch, batch: Batch, weight: Tensor) -> Tensor:
-    """Weighted error of every element, zero where the label is missing."""
+def _weighted_error(target: Target, outputs: Batch, batch: Batch, weight: Tensor, classes: Tensor | None) -> Tensor:
+    """Weighted error of every element, zero where the label is missing. classes: (n_classes,), labels of them."""
     label, prediction = batch[target.label], outputs[target.label]
+    if classes is not None:
+        return weight * cross_entropy(prediction, one_hot(label, classes))
     factor = _factor(target, batch)
     if factor is not None:
-        factor = factor.view(-1, *([1] * (label.dim() - 1)))
+        factor = factor.view(-1, *([1] * (label.dim() - 1))) if isinstance(factor, Tensor) else factor
         label, prediction = label * factor, prediction * factor
     labelled = ~label.isnan()
     # The prediction stands in for a missing label: the error is zero there and so is its gradient.
@@ -238,21 +321,31 @@ def _weighted_error(target: Target, outputs: Batch, batch: Batch, weight: Tensor
     return torch.where(labelled, weight * error, 0.0)
 
 
-def _factor(target: Target, batch: Batch) -> Tensor | None:
-    """(n_frames,): what label and prediction are multiplied with before they are compared."""
+def _factor(target: Target, batch: Batch) -> Tensor | float | None:
+    """A number, or (n_frames,): what label and prediction are multiplied with before they are compared."""
+    if target.name not in TARGETS and not target.per_atom:
+        return 1.0 / target.scale
     n_atoms = batch["n_atoms"].to(batch["weight"].dtype)
     divisor = n_atoms.sqrt() if target.per_atom == "root" else n_atoms
     if target.name == "virial":
         return -volumes(batch["cell"]) / divisor if target.per_atom else -volumes(batch["cell"])
-    return 1.0 / divisor if target.name == "energy" and target.per_atom else None
+    if target.name in ("forces", "stress") or not target.per_atom:
+        return None
+    return 1.0 / (divisor if target.scale == 1.0 else target.scale * divisor)
 
 
 def _describe_target(target: Target) -> str:
     loss = getattr(target.loss, "func", target.loss)
-    text = f"weight {target.weight:g}, {getattr(loss, '__name__', type(loss).__name__)}"
+    word = getattr(loss, "__name__", type(loss).__name__)
+    if target.classes is not None:
+        word = f"cross-entropy of {len(target.classes)} classes"
+    text = f"weight {target.weight:g}, {word}"
     if target.schedule is not None:
         text = text.replace(",", f" {target.schedule.describe()},", 1)
-    if target.name in ("energy", "virial"):
+    if target.name not in TARGETS and target.classes is None:
+        text += {"sum": ", extensive", "mean": ", intensive", None: ", of atoms"}[target.reduce]
+        text += f", in units of {target.scale:.4g} {target.unit}".rstrip()
+    if target.name in ("energy", "virial") or target.reduce == "sum":
         text += {True: ", per atom", False: ", total", "root": ", per root of the number of atoms"}[target.per_atom]
     if target.species_weights is not None:
         text += ", weighted by species"

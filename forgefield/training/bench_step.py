@@ -20,13 +20,13 @@ from forgefield.data.readers import plain
 from forgefield.models.potential import Potential
 from forgefield.models.registry import build_model
 from forgefield.tasks.metrics import ErrorMetrics
-from forgefield.tasks.task import Task, default_task
+from forgefield.tasks.task import Task
 from forgefield.training.ema import WeightAverage
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.step import StepFunction
 from forgefield.training.optimisers import build_optimiser
 from forgefield.training.precision import Precision
-from forgefield.training.resolved_model import resolved_model
+from forgefield.training.resolved_model import built_task, resolved_model, wanted_task
 
 
 @dataclass
@@ -44,7 +44,7 @@ class BareStep:
     errors: ErrorMetrics = field(init=False)
 
     def __post_init__(self) -> None:
-        self.errors = ErrorMetrics(self.task.names, self.data.species.symbols)
+        self.errors = ErrorMetrics(self.task.names, self.data.species.symbols, classes=self.task.classes)
 
     def function(self, derivative: str) -> StepFunction:
         shapes = batch_shapes(self.data.train.fields)
@@ -84,11 +84,11 @@ def bare_step(config: DictConfig, *, precision: str | None = None, data: DataMod
     if data is None:
         data = DataModule(config.data, seed=config.seed)
         data.prepare()
-    species, device = data.species.symbols, training_device(config)
+    device = training_device(config)
     arithmetic = Precision(precision if precision is not None else first_precision(config))
     arithmetic.require_device(device)
-    task = Task(config.task if config.task is not None else default_task(data.statistics.labels), species)
     resolved = resolved_model(config, data)
+    task = built_task(wanted_task(config, data), resolved)
     potential = build_model(resolved, precision=arithmetic.weights, seed=config.seed)
     potential.train().to(device)
     parameters = [p for p in potential.parameters() if p.requires_grad]

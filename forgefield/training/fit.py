@@ -31,7 +31,7 @@ from forgefield.parallel.group import Ranks
 from forgefield.parallel.learning_rate import learning_rate_factor
 from forgefield.runs import Run, versions
 from forgefield.tasks.metrics import ErrorMetrics
-from forgefield.tasks.task import Task, default_task, require_labels
+from forgefield.tasks.task import Task
 from forgefield.training.callbacks.best_model import BestModel
 from forgefield.training.callbacks.metrics_log import MetricsLog
 from forgefield.training.callbacks.pace import Pace
@@ -55,7 +55,7 @@ from forgefield.training.preflight import (
     require_same_settings,
 )
 from forgefield.training.requeue import ask_slurm_to_requeue
-from forgefield.training.resolved_model import resolved_model
+from forgefield.training.resolved_model import built_task, resolved_model, wanted_task
 from forgefield.training.signals import StopRequested, StopWish
 from forgefield.training.start_summary import summarise
 from forgefield.training.trainer import (
@@ -153,7 +153,8 @@ class _Plan:
     @property
     def columns(self) -> list[str]:
         """Every metric that a row may hold."""
-        names = ["loss", *ErrorMetrics(self.record.task.names, self.data.species.symbols).names()]
+        task = self.record.task
+        names = ["loss", *ErrorMetrics(task.names, self.data.species.symbols, classes=task.classes).names()]
         return [f"{split}/{name}" for split in (("train", "val") if self.has_val else ("train",)) for name in names]
 
 
@@ -327,7 +328,14 @@ def _callbacks(plan: _Plan, monitor: str, step: int, party: Party, exchange: Ste
         *([early] if (early := early_stopping(training.early_stopping, monitor)) else []),
         *([Pace(ranks, party.journal, exchange)] if ranks.world_size > 1 else []),
         *(
-            [RunProgress(party.journal.console, monitor=monitor, max_seconds=party.stop.seconds_left())]
+            [
+                RunProgress(
+                    party.journal.console,
+                    monitor=monitor,
+                    max_seconds=party.stop.seconds_left(),
+                    units=plan.record.task.units,
+                )
+            ]
             if shows_progress
             else []
         ),
@@ -383,6 +391,11 @@ def _monitor(training: Any, columns: list[str], has_val: bool, journal: Journal)
     if training.early_stopping is not None and training.early_stopping.monitor:
         watched["training.early_stopping.monitor"] = training.early_stopping.monitor
     for setting, name in watched.items():
+        if name in columns and name.endswith(("_accuracy", "_f1")):
+            raise ForgefieldError(
+                f"{setting}={name}: what is watched is the better the smaller it is; watch "
+                f"{name.rpartition('_')[0]}_cross_entropy or val/loss."
+            )
         if name not in columns:
             reason = "; without validation only train/... can be watched" if not has_val else ""
             raise ForgefieldError(f"{setting}={name} is not a value of this run{reason}.{did_you_mean(name, columns)}")
@@ -411,12 +424,9 @@ def _prepare_model(
 ) -> tuple[Task, dict[str, Any], str]:
     """Task, model options in full and fingerprint of the data. A run that has begun keeps the options it has."""
     data.statistics = ranks.share(data.statistics)
-    statistics, species = data.statistics, data.species.symbols
-    task_options = config.task if config.task is not None else default_task(statistics.labels)
-    task = Task(task_options, species)
-    require_labels(task, statistics.labels, "training")
+    options = wanted_task(config, data)
     for name, dataset in (("val", data.val), ("test", data.test)):
-        require_any_label(task, name, dataset)
+        require_any_label(options, name, dataset)
     fingerprint = " ".join(part.frames.fingerprint for part in (data.train, data.val) if part is not None)
     require_same_data(fingerprint, ranks)
     if data.test is not None:
@@ -431,4 +441,5 @@ def _prepare_model(
                     "restore it, or start over with --fresh."
                 )
             resolved = run.info["model"]
-    return task, ranks.share(resolved), fingerprint
+    resolved = ranks.share(resolved)
+    return built_task(options, resolved), resolved, fingerprint

@@ -89,8 +89,8 @@ class TrainingModule(L.LightningModule):
         self.lr_factor = lr_factor
         self.ema = WeightAverage(potential, options.ema) if options.ema else None
         self.train_loss, self.val_loss = LossMeter(task), LossMeter(task)
-        self.train_errors = ErrorMetrics(task.names, species)
-        self.val_errors = ErrorMetrics(task.names, species)
+        self.train_errors = ErrorMetrics(task.names, species, classes=task.classes)
+        self.val_errors = ErrorMetrics(task.names, species, classes=task.classes)
         self.starter = starter
         self.engine: Engine | None = None
         self.shapes = shapes

@@ -10,6 +10,7 @@ import torch
 from omegaconf import DictConfig
 from torch import nn
 
+from forgefield.config.targets import given_targets
 from forgefield.config.template import commented_yaml
 from forgefield.data.dataset import GraphDataset
 from forgefield.data.module import DataModule
@@ -21,7 +22,8 @@ from forgefield.parallel.contradictions import check_trainer_options
 from forgefield.parallel.environment import MPI_LAUNCHERS
 from forgefield.parallel.group import Ranks
 from forgefield.parallel.registry import check_strategy
-from forgefield.tasks.task import LABELS, Task
+from forgefield.tasks.task import LABELS
+from forgefield.training.further import has_energy
 from forgefield.training.initial_model import refuse_itself, starts_from_run
 from forgefield.training.optimisers import build_optimiser
 
@@ -89,9 +91,11 @@ def require_inputs(potential: Potential, data: DataModule) -> None:
                 )
 
 
-def require_any_label(task: Task, split: str, dataset: GraphDataset | None) -> None:
-    """Refuse frames that are meant to measure the model and carry nothing to measure it with."""
-    names = task.outputs if split == "val" else tuple(dict.fromkeys(LABELS.values()))
+def require_any_label(task: Any, split: str, dataset: GraphDataset | None) -> None:
+    """Refuse frames that are meant to measure the model and carry nothing to measure it with. task: its options."""
+    names = tuple(dict.fromkeys(LABELS.get(name, name) for name in given_targets(task)))
+    if split == "test" and has_energy(task):
+        names = tuple(dict.fromkeys([*LABELS.values(), *names]))
     if dataset is not None and not any(dataset.frames.carries(name).any() for name in names):
         raise ForgefieldError(
             f"None of the frames of data.{split} carries {', '.join(names)}, so nothing could be measured on them; "

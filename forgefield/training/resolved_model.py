@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 from omegaconf import DictConfig
 
+from forgefield.config.schema import TaskOptions
+from forgefield.config.targets import given_targets
 from forgefield.data.batch import Batch, with_edges
 from forgefield.data.dataset import GraphDataset
 from forgefield.data.graphs.graph import same_graph
@@ -25,7 +27,10 @@ from forgefield.data.readers import plain
 from forgefield.data.storage.cache import cache_folder
 from forgefield.errors import ForgefieldError
 from forgefield.files import write_whole
-from forgefield.models.registry import model_statistics, resolve_model
+from forgefield.models.heads import head_options
+from forgefield.models.registry import HEADS, PREDICTS, model_statistics, resolve_model
+from forgefield.tasks.task import Task, default_task, require_labels
+from forgefield.training.further import has_energy, head_facts
 
 EDGES_AT_ONCE = 2_000_000
 MOST_FRAMES = 20_000
@@ -34,6 +39,7 @@ MOST_FRAMES = 20_000
 
 def resolved_model(config: DictConfig, data: DataModule) -> dict[str, Any]:
     """Options of the config's model with everything explicit; see `models.registry.resolve_model`."""
+    task = config.task
     return resolve_model(
         plain(config.model),
         species=data.species.symbols,
@@ -41,7 +47,23 @@ def resolved_model(config: DictConfig, data: DataModule) -> dict[str, Any]:
         adaptive_cutoff=config.data.adaptive_cutoff,
         max_neighbours=config.data.max_neighbours,
         statistics=asdict(data.statistics) | _measured(config, data),
+        heads={} if task is None else head_facts(task, data),
+        has_energy=task is None or has_energy(task),
     )
+
+
+def wanted_task(config: DictConfig, data: DataModule) -> TaskOptions | Any:
+    """What the config says is trained, or what the labels suggest; all of it is there to be learnt from."""
+    options = config.task if config.task is not None else default_task(data.statistics.labels)
+    require_labels(given_targets(options), data.statistics.labels, "training")
+    data.learn(given_targets(options))
+    return options
+
+
+def built_task(options: TaskOptions | Any, resolved: Mapping[str, Any]) -> Task:
+    """The task of a model with these resolved options."""
+    further = head_options(resolved.get(PREDICTS, {}).get(HEADS, {}))
+    return Task(options, tuple(resolved["species"]), further)
 
 
 def _measured(config: DictConfig, data: DataModule) -> dict[str, Any]:

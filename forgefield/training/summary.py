@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -76,8 +76,15 @@ def device_name(device: torch.device) -> str:
     return next((name for name in names if name), "") or platform.processor() or platform.machine()
 
 
-def end_summary(console: Console, run_path: Path, results: dict[str, Any], hints: Iterable[str]) -> None:
-    """Errors in physical units and how to use the model.
+def end_summary(
+    console: Console,
+    run_path: Path,
+    results: dict[str, Any],
+    hints: Iterable[str],
+    *,
+    units: Mapping[str, str] | None = None,
+) -> None:
+    """Errors in physical units and how to use the model. units: of further quantities.
 
     results: errors by split, {"test": {"forces_mae": 41.0, ...}, "val": {...}}; or the errors of the test alone.
     hints: lines to copy, commands or Python.
@@ -86,7 +93,10 @@ def end_summary(console: Console, run_path: Path, results: dict[str, Any], hints
     by_split = {split: _bare(split, errors) for split, errors in by_split.items() if errors}
     parts: list[RenderableType] = []
     if by_split:
-        parts.append(errors_table(by_split))
+        if any(key.removesuffix("_mae") != key for errors in by_split.values() for key in errors):
+            parts.append(errors_table(by_split, units))
+        if any(key.endswith("_accuracy") for errors in by_split.values() for key in errors):
+            parts.append(classes_table(by_split))
     else:
         parts.append(Text("No errors were measured: there are no labelled validation or test frames."))
     parts.append(Text.assemble(("run folder  ", "dim"), str(run_path)))
@@ -96,22 +106,43 @@ def end_summary(console: Console, run_path: Path, results: dict[str, Any], hints
         console.print(Text("  " + hint), soft_wrap=True)
 
 
-def errors_table(by_split: dict[str, dict[str, float]]) -> Table:
-    """One row per quantity (and species), MAE and RMSE of each split, with units."""
+def errors_table(by_split: dict[str, dict[str, float]], units: Mapping[str, str] | None = None) -> Table:
+    """One row per quantity (and species), MAE and RMSE of each split, with units. units: of further quantities."""
+    units = UNITS | dict(units or {})
     table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="dim")
     table.add_column("error", no_wrap=True)
     for split in by_split:
         for kind in ("MAE", "RMSE"):
             table.add_column(f"{SPLIT_TITLES.get(split, split)}\n{kind}", justify="right", no_wrap=True)
     table.add_column("unit", style="dim", no_wrap=True)
-    for quantity, species in _rows_of(by_split):
+    for quantity, species in _rows_of(by_split, units):
         suffix = f"/{species}" if species else ""
         values = [errors.get(f"{quantity}_{kind}{suffix}") for errors in by_split.values() for kind in ("mae", "rmse")]
-        name = f"  {species}" if species else quantity.replace("_", ", ")
+        name = f"  {species}" if species else quantity.replace("_", ", ") if quantity in UNITS else quantity
         style = "dim" if species else "bold"
         cells = [Text(digits(value), style=style) for value in values]
-        table.add_row(Text(name, style="dim" if species else ""), *cells, UNITS.get(quantity, ""))
+        table.add_row(Text(name, style="dim" if species else ""), *cells, Text(units.get(quantity, "")))
     return table
+
+
+def classes_table(by_split: dict[str, dict[str, float]]) -> Table:
+    """One row per target that is a class: what was measured of each split, shares between 0 and 1."""
+    kinds = [kind for kind in _CLASS_TITLES if any(key.endswith(f"_{kind}") for e in by_split.values() for key in e)]
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="dim")
+    table.add_column("class", no_wrap=True)
+    for split in by_split:
+        for kind in kinds:
+            table.add_column(f"{SPLIT_TITLES.get(split, split)}\n{_CLASS_TITLES[kind]}", justify="right", no_wrap=True)
+    names = [key.removesuffix("_accuracy") for e in by_split.values() for key in e if key.endswith("_accuracy")]
+    for name in dict.fromkeys(names):
+        cells = [
+            Text(digits(errors.get(f"{name}_{kind}")), style="bold") for errors in by_split.values() for kind in kinds
+        ]
+        table.add_row(Text(name), *cells)
+    return table
+
+
+_CLASS_TITLES = {"accuracy": "accuracy", "f1": "F1", "auroc": "AUROC", "cross_entropy": "cross-entropy"}
 
 
 def digits(value: float | None) -> str:
@@ -130,16 +161,16 @@ def _panel(content: RenderableType, title: str) -> Panel:
     return Panel(content, box=ROUNDED, border_style="dim", title=title, title_align="left", expand=False)
 
 
-def _rows_of(by_split: dict[str, dict[str, float]]) -> list[tuple[str, str]]:
-    """(quantity, species) in the order of `UNITS`, each quantity before its species."""
+def _rows_of(by_split: dict[str, dict[str, float]], units: Mapping[str, str]) -> list[tuple[str, str]]:
+    """(quantity, species) in the order of `units`, each quantity before its species."""
     found: dict[tuple[str, str], None] = {}
     for errors in by_split.values():
         for key in errors:
             name, _, species = key.partition("/")
             quantity = name.removesuffix("_mae").removesuffix("_rmse")
-            if quantity != name and quantity in UNITS:
+            if quantity != name and quantity in units:
                 found[quantity, species] = None
-    order = list(UNITS)
+    order = list(units)
     return sorted(found, key=lambda row: (order.index(row[0]), row[1] != ""))
 
 

@@ -24,8 +24,9 @@ from tests.parallel.recorded_environments import (
 PROBE = """
 import dataclasses, json, os
 from forgefield.parallel.launch import detect_launch
-print(json.dumps(dataclasses.asdict(detect_launch(os.environ))), flush=True)
+os.write(1, (json.dumps(dataclasses.asdict(detect_launch(os.environ))) + "\\n").encode())
 """
+"""One write for line and end of line: the lines of processes that print at the same time stay apart."""
 AS_ROOT = ["--allow-run-as-root", "--oversubscribe"]
 CLEAN = {"HOME": os.environ.get("HOME", "/"), "PATH": f"{os.environ['PATH']}:/usr/sbin", "OMP_NUM_THREADS": "1"}
 

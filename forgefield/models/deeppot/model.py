@@ -7,7 +7,7 @@ weights can be exchanged with it. Geometry and energies are float64, networks ha
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from forgefield.models.deeppot.options import check_pairs, excluded_kinds, per_s
 from forgefield.models.deeppot.parts import check_parts, descriptor_part, fitting_part
 from forgefield.models.deeppot.short_range import PairTable, complete_short_range, zbl_energies
 from forgefield.models.deeppot.statistics import environment_statistics
-from forgefield.ops.graph import EdgeGraph, Segments, edge_graph, gather
+from forgefield.ops.graph import EdgeGraph, Segments, edge_graph, gather, join
 
 
 class DeepPot(nn.Module):
@@ -111,8 +111,29 @@ class DeepPot(nn.Module):
             **short_range,
         )
 
+    @property
+    def feature_dim(self) -> int:
+        return self.descriptor.dim_out + len(self.species)
+
+    def energy_parameters(self) -> Iterator[nn.Parameter]:
+        """What energies depend on and features do not."""
+        return self.fitting.parameters()
+
     def forward(self, batch: dict[str, Any]) -> Tensor:
         """(n_atoms,) atomic energies, eV, float64."""
+        _, energies = self._evaluate(batch, energies=True)
+        assert energies is not None
+        return energies
+
+    def encode(self, batch: dict[str, Any], *, energies: bool = True) -> tuple[Tensor, Tensor | None]:
+        """The descriptor and which species the atom is, (n_atoms, feature_dim) in the precision of the descriptor, and
+        atomic energies."""
+        descriptor, atomic = self._evaluate(batch, energies=energies)
+        kinds = torch.eye(len(self.species), dtype=descriptor.dtype, device=descriptor.device)
+        return join([descriptor, kinds.index_select(0, batch["species"])], 1), atomic
+
+    def _evaluate(self, batch: dict[str, Any], *, energies: bool) -> tuple[Tensor, Tensor | None]:
+        """Descriptor and atomic energies."""
         species, options = batch["species"], self.options
         graph: EdgeGraph = batch.get("edge_graph") or edge_graph(batch)
         kinds = lengths = mask = None
@@ -123,19 +144,21 @@ class DeepPot(nn.Module):
             mask = self.pair_seen.index_select(0, kinds)
             batch = batch | {"edge_mask": mask}
         descriptor, _ = self.descriptor(batch, graph)
-        energies = self.fitting(descriptor, batch).squeeze(1).double()
+        if not energies:
+            return descriptor, None
+        atomic = self.fitting(descriptor, batch).squeeze(1).double()
         if self.table is not None or options.zbl:
             lengths = torch.linalg.vector_norm(batch["edge_vectors"], dim=1)
         if self.table is not None:
             tabulated, weights = self.table(lengths, kinds, graph, mask)
-            energies = (1 - weights) * energies + weights * tabulated
-        energies = energies + gather(self.out_bias, Segments(species, len(self.species)))
+            atomic = (1 - weights) * atomic + weights * tabulated
+        atomic = atomic + gather(self.out_bias, Segments(species, len(self.species)))
         if options.zbl and lengths is not None:
             z = self.atomic_numbers.index_select(0, species)
-            energies = energies + zbl_energies(lengths, z, graph, self.cutoff, options.zbl)
+            atomic = atomic + zbl_energies(lengths, z, graph, self.cutoff, options.zbl)
         if options.atom_exclude_types:
-            energies = energies * self.atom_seen.index_select(0, species)
-        return energies
+            atomic = atomic * self.atom_seen.index_select(0, species)
+        return descriptor, atomic
 
 
 def _out_bias(

@@ -38,6 +38,10 @@ def write_deepmd(potential: Potential, path: str | os.PathLike[str], *, sel: Seq
     model = potential.model
     if not isinstance(model, DeepPot):
         raise ForgefieldError(f"a {type(model).__name__} model cannot be written for DeePMD-kit; it needs a deeppot.")
+    if potential.further:
+        raise ForgefieldError(
+            f"this model also predicts {', '.join(potential.further)}, for which files of DeePMD-kit have no place."
+        )
     tree = model_tree(model, None if sel is None else list(sel))
     with written_whole(path) as temporary:
         writers[path.suffix](Path(temporary), tree)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import lightning as L
@@ -30,7 +31,7 @@ _SHOWN = ("energy", "forces", "stress")
 class RunProgress(ProgressBar):
     """console: where to; the one the rest of the program prints to, so that its lines appear above the display.
     max_lines: about how many lines a log gets for the whole training. monitor: what `best` goes by.
-    max_seconds: wall-clock limit of the training, for the time left.
+    max_seconds: wall-clock limit of the training, for the time left. units: of further quantities whose errors are shown.
     """
 
     def __init__(
@@ -41,10 +42,12 @@ class RunProgress(ProgressBar):
         per_second: float = 5.0,
         max_lines: int = 40,
         max_seconds: float | None = None,
+        units: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__()
         self.console = console or Console(highlight=False)
         self.monitor = monitor
+        self._shown = {name: UNITS[name] for name in _SHOWN} | dict(units or {})
         self.interval = 1.0 / per_second
         self.max_lines = max_lines
         self._deadline = time.monotonic() + max_seconds if max_seconds is not None else None
@@ -258,10 +261,15 @@ class RunProgress(ProgressBar):
     def _log_values(self) -> list[str]:
         parts = [f"loss {digits(self._values['train/loss'])}"] if "train/loss" in self._values else []
         split = "val" if any(key.startswith("val/") for key in self._values) else "train"
-        for name in _SHOWN:
+        for name, unit in self._shown.items():
             value = self._values.get(f"{split}/{name}_mae")
             if value is not None:
-                parts.append(f"{split} {name} {digits(value)} {UNITS[name]}")
+                parts.append(f"{split} {name} {digits(value)} {unit}".rstrip())
+        for key, value in self._values.items():
+            if key.startswith(f"{split}/") and key.endswith("_accuracy"):
+                parts.append(
+                    f"{split} {key.removeprefix(f'{split}/').replace('_accuracy', ' accuracy')} {digits(value)}"
+                )
         return parts
 
     def _log_speed(self, trainer: L.Trainer) -> list[str]:
@@ -308,7 +316,9 @@ class RunProgress(ProgressBar):
         if not fitting:
             return Group(head)
         body = Table.grid(padding=(0, 3))
-        shown = [name for name in _SHOWN if any(f"{split}/{name}_mae" in self._values for split in ("train", "val"))]
+        known = [f"{split}/{name}_mae" for split in ("train", "val") for name in self._shown]
+        known = [key for key in known if key in self._values]
+        shown = {name: unit for name, unit in self._shown.items() if any(key.endswith(f"/{name}_mae") for key in known)}
         best_note = f"epoch {self.best.get('epoch', 0):.0f}"
         for title, prefix, values, note in (
             ("train", "train/", self._values, f"lr {_rate(trainer)}"),
@@ -367,12 +377,12 @@ def clock(seconds: float | None) -> str:
     return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
 
 
-def _error_cells(values: dict[str, float], prefix: str, quantities: list[str]) -> list[Text]:
+def _error_cells(values: dict[str, float], prefix: str, quantities: dict[str, str]) -> list[Text]:
     """The loss and the error of each quantity; an empty cell where there is none, so that columns stay in line."""
     cells = [Text(f"loss {digits(values[f'{prefix}loss'])}") if f"{prefix}loss" in values else Text()]
-    for name in quantities:
+    for name, unit in quantities.items():
         value = values.get(f"{prefix}{name}_mae")
-        error = (f"{name} ", (digits(value), "bold"), (f" {UNITS[name]}", "dim"))
+        error = (f"{name} ", (digits(value), "bold"), (f" {unit}".rstrip(), "dim"))
         cells.append(Text.assemble(*error) if value is not None else Text())
     return cells
 

@@ -7,6 +7,8 @@ cutoff, there and back, so that every edge has its reverse and edges stay sorted
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor
 
@@ -22,12 +24,21 @@ def sizes(batch: Batch) -> tuple[int, int, int]:
     return batch["n_atoms"].shape[0], batch["positions"].shape[0], batch["edge_index"].shape[1]
 
 
-def blank_frames(like: Batch, *, frames: int, atoms: int, edges: int, reach: float, shapes: Shapes = SHAPES) -> Batch:
+def blank_frames(
+    like: Batch,
+    *,
+    frames: int,
+    atoms: int,
+    edges: int,
+    reach: float,
+    shapes: Shapes = SHAPES,
+    targets: Collection[str] = (),
+) -> Batch:
     """A batch of nothing but blank frames, with the keys of `like`, on its device.
 
     All atoms and edges belong to the last frame; the others are empty, but say that they have one atom, since energies are
-    divided by that number. reach: radius beyond which a model has no edges, A. edges: an even number. Labels are missing; all
-    else that a model may read is zero.
+    divided by that number. reach: radius beyond which a model has no edges, A. edges: an even number. targets: fields that are
+    learnt; as labels they are missing. All else that a model may read is zero.
     """
     if edges % 2 or (edges and not atoms) or (atoms and not frames):
         raise ValueError(f"no blank frames with {frames} frames, {atoms} atoms, {edges} edges")
@@ -54,7 +65,7 @@ def blank_frames(like: Batch, *, frames: int, atoms: int, edges: int, reach: flo
         if key in made:
             result[key] = made[key].to(tensor.dtype)
         else:
-            fill = float("nan") if key in ("energy", "forces", "stress") else 0
+            fill = float("nan") if key in ("energy", "forces", "stress", *targets) else 0
             n_rows = rows[str(shapes[key][0])]
             result[key] = torch.full((n_rows, *tensor.shape[1:]), fill, dtype=tensor.dtype, device=device)
     return result
@@ -77,11 +88,13 @@ LEAST = {"frames": 2, "atoms": 64, "edges": 64}
 small sizes as worth another kernel."""
 
 
-def not_too_small(batch: Batch, reach: float, shapes: Shapes = SHAPES) -> Batch:
+def not_too_small(batch: Batch, reach: float, shapes: Shapes = SHAPES, targets: Collection[str] = ()) -> Batch:
     """The batch, filled up with a blank frame where it is smaller than `LEAST`."""
     frames, atoms, edges = sizes(batch)
     if frames >= LEAST["frames"] and atoms >= LEAST["atoms"] and edges >= LEAST["edges"]:
         return batch
     atoms, edges = max(LEAST["atoms"] - atoms, 1), max(LEAST["edges"] - edges, 0)
-    blank = blank_frames(batch, frames=1, atoms=atoms, edges=edges + edges % 2, reach=reach, shapes=shapes)
+    blank = blank_frames(
+        batch, frames=1, atoms=atoms, edges=edges + edges % 2, reach=reach, shapes=shapes, targets=targets
+    )
     return join_batches(batch, blank)

@@ -100,6 +100,7 @@ class GraphsEngine(Engine):
             edges=size.edges,
             reach=self.reach,
             shapes=self.function.shapes,
+            targets=self.function.task.outputs,
         )
         batch = {key: tensor.clone() for key, tensor in blank.items()}
         denominators = None if known is None else known.clone()

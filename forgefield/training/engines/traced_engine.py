@@ -52,7 +52,7 @@ class TracedEngine(Engine):
         return self.evaluation([*trained, *fixed], batch)
 
     def _not_too_small(self, batch: Batch) -> Batch:
-        return not_too_small(batch, self.reach, self.function.shapes)
+        return not_too_small(batch, self.reach, self.function.shapes, self.function.task.outputs)
 
     def forget(self) -> None:
         self.training.forget()

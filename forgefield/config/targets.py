@@ -1,0 +1,39 @@
+"""The `task` section in its two forms: as written, where all targets stand side by side, and as typed, where those that are
+fields of the data are in `fields`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from forgefield.config import schema
+
+FIELDS = "fields"
+TARGETS = tuple(item.name for item in dataclasses.fields(schema.TaskOptions) if item.name != FIELDS)
+"""Targets that every potential knows; all others are fields."""
+
+
+def as_typed(task: Any) -> Any:
+    """The plain section with its fields in `fields`."""
+    if not isinstance(task, Mapping):
+        return task
+    known = {name: value for name, value in task.items() if name in TARGETS}
+    return {**known, FIELDS: {name: value for name, value in task.items() if name not in TARGETS}}
+
+
+def as_written(task: Any) -> Any:
+    """The plain section with all targets side by side."""
+    if not isinstance(task, Mapping) or not isinstance(task.get(FIELDS, {}), Mapping):
+        return task
+    return {**{name: value for name, value in task.items() if name != FIELDS}, **task.get(FIELDS, {})}
+
+
+def given_targets(task: Any) -> dict[str, Any]:
+    """Options of every target that is on, of a typed section or a `TaskOptions`: ours in their order, then fields by name."""
+    known = {name: getattr(task, name, None) for name in TARGETS}
+    further = getattr(task, FIELDS, None) or {}
+    return {name: value for name, value in known.items() if value is not None} | {
+        str(name): further[name] for name in sorted(further) if further[name] is not None
+    }

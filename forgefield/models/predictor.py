@@ -1,0 +1,111 @@
+"""A model with further outputs: an encoder of atoms, heads that read its features, and an energy where it has one.
+
+With an energy it is a `Potential` with heads beside it, all fed by one pass through the encoder; without, it gives what its
+heads give and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from forgefield.errors import ForgefieldError
+from forgefield.models.heads import Head, HeadOptions
+from forgefield.models.potential import Batch, Potential, edge_vectors
+
+
+@runtime_checkable
+class Encoder(Protocol):
+    """What heads ask of a model, also of a user's own.
+
+    `encode(batch, energies=...)` gets what `EnergyModel.forward` gets and returns features (n_atoms, feature_dim), invariant
+    under rotations and aware of the atom's species, and atomic energies (n_atoms,), eV, or None where they are not asked for.
+    `energy_parameters` are those that features do not depend on. A model that has `feature_dim` and no `encode` is an encoder
+    alone: its `forward` gives the features.
+    """
+
+    feature_dim: int
+
+    def encode(self, batch: dict[str, Any], *, energies: bool = True) -> tuple[Tensor, Tensor | None]: ...
+
+    def energy_parameters(self) -> Iterable[nn.Parameter]: ...
+
+
+class Predictor(Potential):
+    """model: the encoder. heads: options of the further outputs. has_energy: whether energies, forces and stress are outputs.
+
+    dtype, seed: of the heads' first weights.
+    """
+
+    heads: nn.ModuleDict
+
+    def __init__(
+        self,
+        model: nn.Module,
+        heads: Mapping[str, HeadOptions],
+        *,
+        has_energy: bool,
+        max_neighbours: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(model, max_neighbours=max_neighbours)
+        self.has_energy = has_energy
+        _require_encoder(model, has_energy)
+        make: dict[str, Any] = {"n_features": int(model.feature_dim), "n_species": len(self.species)}  # type: ignore[arg-type]
+        self.heads = nn.ModuleDict(
+            {_key(name): Head(name, options, **make, dtype=dtype, seed=seed) for name, options in heads.items()}
+        )
+        self._names = tuple(heads)
+        if not has_energy and hasattr(model, "energy_parameters"):
+            for parameter in model.energy_parameters():  # type: ignore[operator]
+                parameter.requires_grad_(False)
+
+    @property
+    def further(self) -> Mapping[str, HeadOptions]:
+        return {name: self.head(name).options for name in self._names}
+
+    def head(self, name: str) -> Head:
+        return self.heads[_key(name)]  # type: ignore[return-value]
+
+    def forward(self, batch: Batch, *, forces: bool = True, stress: bool = False) -> dict[str, Tensor]:
+        """As `Potential`, and every further output by its name: (n_frames, *shape) or (n_atoms, *shape), float64."""
+        if self.has_energy:
+            return super().forward(batch, forces=forces, stress=stress)
+        features, _ = self._features(batch | {"edge_vectors": edge_vectors(batch)}, energies=False)
+        return self._further(features, batch)
+
+    def _encode(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+        features, energies = self._features(batch, energies=True)
+        assert energies is not None
+        return energies.reshape(-1).double(), features
+
+    def _features(self, batch: dict[str, Any], *, energies: bool) -> tuple[Tensor, Tensor | None]:
+        if hasattr(self.model, "encode"):
+            return self.model.encode(batch, energies=energies)  # type: ignore[operator]
+        return self.model(batch), None
+
+    def _further(self, features: Tensor | None, batch: Batch) -> dict[str, Tensor]:
+        assert features is not None
+        return {name: self.head(name)(features, batch) for name in self._names}
+
+
+def _key(name: str) -> str:
+    """Of the module; an attribute of a module may be called like a field."""
+    return f"of_{name}"
+
+
+def _require_encoder(model: nn.Module, has_energy: bool) -> None:
+    if not hasattr(model, "feature_dim"):
+        raise ForgefieldError(
+            f"{type(model).__name__} gives no features that further targets could be learnt from: it needs the attribute "
+            "feature_dim and a method encode (or, without energies, a forward that gives (n_atoms, feature_dim))."
+        )
+    if has_energy and not hasattr(model, "encode"):
+        raise ForgefieldError(
+            f"{type(model).__name__} gives features and no energies (it has no method encode), so task cannot have energy, "
+            "forces, stress or virial."
+        )

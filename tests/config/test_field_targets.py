@@ -1,0 +1,102 @@
+"""Fields as targets in a config: written beside energy and forces, checked like them, stored and compared like them."""
+
+import re
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from forgefield.config.diff import config_diff
+from forgefield.config.loading import load_config, options
+from forgefield.config.schema import FieldTargetOptions, ScheduleOptions, TargetOptions, TaskOptions
+from forgefield.config.targets import given_targets
+from forgefield.config.template import commented_yaml
+
+DATA = "data: {train: a.xyz, labels: {fields: {band_gap: {unit: eV}, energy_above_hull: {}, q: atom}}}\n"
+
+
+def test_the_example_of_the_docs_loads(load):
+    page = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```yaml\n(.*?)```", page, flags=re.DOTALL)
+    assert list(given_targets(load(example).task)) == ["band_gap", "charge", "dos", "formation_energy", "space_group"]
+
+
+def test_a_field_is_a_target_by_its_own_name(load):
+    text = DATA + "task: {energy: {}, q: {}, band_gap: {loss: mae, normalise: {mean: 1, scale: 2}, schedule: {to: 3}}}"
+    config = load(text, "task.band_gap.weight=4", "task.energy_above_hull={reduce: sum, per_atom: root}")
+    expected = TaskOptions(
+        energy=TargetOptions(),
+        fields={
+            "q": FieldTargetOptions(),
+            "band_gap": FieldTargetOptions(
+                weight=4.0, loss="mae", normalise={"mean": 1, "scale": 2}, schedule=ScheduleOptions(to=3)
+            ),
+            "energy_above_hull": FieldTargetOptions(reduce="sum", per_atom="root"),
+        },
+    )
+    assert options(config).task == expected
+    assert list(given_targets(config.task)) == ["energy", "band_gap", "energy_above_hull", "q"]
+
+
+def test_normalise_on_the_command_line_replaces_the_whole(load):
+    config = load(DATA + "task: {band_gap: {normalise: {mean: 1, scale: 2}}}", "task.band_gap.normalise=none")
+    assert config.task.fields.band_gap.normalise == "none"
+    config = load(DATA + "task: {band_gap: {}, q: {}}", "~task.q", "task.band_gap=null", "task.energy={}")
+    assert list(given_targets(config.task)) == ["energy"]
+
+
+def test_what_is_written_loads_to_the_same_config_and_shows_no_difference(load, folder):
+    config = load(DATA + "task: {band_gap: {loss: huber, huber_delta: 0.3}, q: {}, energy_above_hull: {reduce: sum}}")
+    text = commented_yaml(config)
+    assert "  band_gap:\n" in text
+    assert "fields:" not in text.partition("\ntask:")[2]
+    (folder / "again.yaml").write_text(text)
+    again = load_config("again.yaml", ["name=my"])
+    assert again == config
+    assert load_config(config) == config
+    assert load_config(OmegaConf.to_container(config)) == config
+    assert config_diff(OmegaConf.create(text), config) == []
+
+
+def test_differences_name_the_key_as_it_is_written(load):
+    old = OmegaConf.create(commented_yaml(load(DATA + "task: {band_gap: {}}")))
+    changes = config_diff(old, load(DATA + "task: {band_gap: {loss: mae}, q: {}}"))
+    assert [(change.key, change.meaning) for change in changes] == [("task.band_gap.loss", True), ("task.q", True)]
+
+
+@pytest.mark.parametrize(
+    ("task", "sentence"),
+    [
+        ("bandgap: {}", "my.yaml, line 3: unknown key 'task.bandgap'. Did you mean 'task.band_gap'?"),
+        (
+            "polar: {}",
+            "unknown key 'task.polar'. 'task' has: energy, forces, stress, virial, band_gap, energy_above_hull, q.",
+        ),
+        ("band_gap: {weigth: 1}", "unknown key 'task.band_gap.weigth'. Did you mean 'task.band_gap.weight'?"),
+        ("band_gap: {species_weights: {H: 1}}", "unknown key 'task.band_gap.species_weights'."),
+        ("band_gap: {reduce: men}", "'task.band_gap.reduce' is sum, mean or null, not 'men'. Did you mean 'mean'?"),
+        ("band_gap: {per_atom: true}", "'task.band_gap.per_atom' applies to extensive values only"),
+        ("band_gap: {loss: meas}", "'task.band_gap.loss' is mse, mae, huber or an import path, not 'meas'."),
+        ("band_gap: {huber_delta: 2}", "'task.band_gap.huber_delta' applies to loss huber only"),
+        (
+            "band_gap: {normalise: aut}",
+            "'task.band_gap.normalise' is auto, none or null, not 'aut'. Did you mean 'auto'?",
+        ),
+        ("band_gap: {normalise: {mean: 1}}", "'task.band_gap.normalise' is auto, none or {mean: ..., scale: ...}"),
+        ("band_gap: {normalise: {mean: 1, scale: 0}}", "'task.band_gap.normalise.scale' is a positive number"),
+        ("band_gap: {normalise: {mean: x, scale: 1}}", "'task.band_gap.normalise.mean' is a number"),
+        ("band_gap: {schedule: {to: -1}}", "'task.band_gap.schedule.to' is the last value, zero or positive"),
+        ("band_gap: {weight: -1}", "'task.band_gap.weight' is zero or positive"),
+        ("band_gap: 3", "'task.band_gap' is a section with the keys weight, loss,"),
+    ],
+)
+def test_targets_that_cannot_be_are_refused_with_their_place(task, sentence, refused):
+    assert sentence in refused(f"{DATA}task:\n  {task}")
+
+
+def test_without_declared_fields_a_name_may_be_one_of_a_store_unless_it_looks_like_ours(load, refused):
+    config = load("data: {train: a.store}\ntask: {polarisation: {}}")
+    assert list(given_targets(config.task)) == ["polarisation"]
+    assert "Did you mean 'task.forces'?" in refused("data: {train: a.store}\ntask: {force: {}}")
+    assert "Did you mean 'task.energy'?" in refused("task: {forces: {}}", "task.enrgy.weight=3")
+    assert "unknown key 'task.bandgap.weight'" in refused(DATA + "task: {q: {}}", "task.bandgap.weight=3")

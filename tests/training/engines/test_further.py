@@ -1,0 +1,156 @@
+"""Further targets in every engine: values of frames and atoms beside an energy and without one, the same by every way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from forgefield.config.schema import FieldTargetOptions, TargetOptions, TaskOptions
+from forgefield.data.batch import batch_shapes
+from forgefield.data.fields import Field
+from forgefield.models import build_model, resolve_model
+from forgefield.models.heads import HeadOptions
+from forgefield.models.predictor import Predictor
+from forgefield.tasks.metrics import ErrorMetrics
+from forgefield.tasks.task import Task
+from forgefield.training.engines.blank import blank_frames, join_batches
+from forgefield.training.engines.compiled import CompileEngine
+from forgefield.training.engines.engine import Engine
+from forgefield.training.engines.script import ScriptEngine
+from forgefield.training.engines.sparing import cut
+from forgefield.training.engines.step import StepFunction
+from tests.models.structures import SPECIES, STATISTICS, TINY
+from tests.training.engines.cases import ALL, difference, labelled
+
+FACTS = {
+    "gap": {"unit": "eV", "reduce": "mean", "shift": [[1.0], [1.0]], "scale": 0.5},
+    "tensor": {"shape": [3, 2], "reduce": "sum", "shift": [[0.1] * 6, [0.2] * 6], "scale": 2.0},
+    "charge": {"per": "atom", "shift": [[0.3], [-0.6]], "scale": 0.1, "hidden": []},
+}
+FIELDS = {name: Field(fact.get("per", "frame"), tuple(fact.get("shape", []))) for name, fact in FACTS.items()}
+INPUT = {"field_strength": Field("frame", (3,))}
+SHAPES = batch_shapes(FIELDS | INPUT)
+SMALL = {
+    "nequip": TINY,
+    "allegro": {"name": "allegro", "l_max": 1, "num_tensor_features": 3, "num_scalar_features": 4},
+}
+
+
+class Lengths(nn.Module):
+    """A user's own encoder: sums of waves of the lengths, and the species; it knows no energy."""
+
+    species, cutoff, feature_dim = SPECIES, 3.0, 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 4, dtype=torch.float64))
+
+    def forward(self, batch):
+        lengths = batch["edge_vectors"].square().sum(1).sqrt()
+        waves = torch.sin(lengths.unsqueeze(1) * self.weight) * ((1 - lengths / 3.0).clamp(min=0) ** 3).unsqueeze(1)
+        rows = waves.new_zeros(batch["species"].shape[0], 4).index_add(0, batch["edge_index"][1], waves)
+        return rows + batch["species"].unsqueeze(1)
+
+
+def predictor(name: str, *, has_energy: bool, precision: str = "float64") -> Predictor:
+    if name == "own":
+        heads = {key: HeadOptions(**fact) for key, fact in FACTS.items()}
+        return Predictor(Lengths(), heads, has_energy=False, dtype=torch.float64)
+    known = {"species": SPECIES, "cutoff": 3.0, "statistics": STATISTICS}
+    return build_model(
+        resolve_model(SMALL[name], heads=FACTS, has_energy=has_energy, **known), precision=precision, seed=1
+    )
+
+
+def function(potential: Predictor, targets: tuple[str, ...], **options) -> StepFunction:
+    fields = {name: FieldTargetOptions(weight=1.0 + i) for i, name in enumerate(FACTS)}
+    ours = {name: TargetOptions(weight=1.5 + i) for i, name in enumerate(targets)}
+    task = Task(TaskOptions(**ours, fields=fields), SPECIES, potential.further)
+    return StepFunction(potential.train(), task, ErrorMetrics(task.names, SPECIES), shapes=SHAPES, **options)
+
+
+def with_fields(*atoms: int, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Every second gap and every third charge is missing, and one frame has no tensor."""
+    batch = labelled(*atoms, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    for name, field in (FIELDS | INPUT).items():
+        n = batch["positions"].shape[0] if field.per == "atom" else len(atoms)
+        batch[name] = torch.randn(n, *field.shape, generator=generator, dtype=torch.float64)
+    batch["gap"][1::2] = float("nan")
+    batch["charge"][::3] = float("nan")
+    batch["tensor"][2:3] = float("nan")
+    return batch
+
+
+@pytest.mark.parametrize("name", ["nequip", "allegro"])
+@pytest.mark.parametrize("targets", [ALL, ("forces",), ("energy", "virial")], ids="+".join)
+def test_tangent_form_gives_the_gradients_of_double_backward(name, targets):
+    potential = predictor(name, has_energy=True)
+    double, tangent = (Engine(function(potential, targets, derivative=form)) for form in ("double", "tangent"))
+    assert difference(tangent, double, with_fields(5, 3, 4)) < 1e-10
+
+
+@pytest.mark.parametrize(
+    ("name", "targets", "form"),
+    [("nequip", ALL, "double"), ("allegro", ("forces",), "tangent"), ("nequip", (), "double"), ("own", (), "tangent")],
+)
+def test_script_equals_eager_for_every_size(name, targets, form):
+    potential = predictor(name, has_energy=bool(targets))
+    engine = ScriptEngine(function(potential, targets, derivative=form))
+    eager = Engine(function(potential, targets))
+    for number, atoms in enumerate([(1,), (4, 3), (5, 1, 2, 6)]):
+        assert difference(engine, eager, with_fields(*atoms, seed=number)) < 1e-9, atoms
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("targets", [("forces",), ()], ids=["with forces", "alone"])
+def test_compiled_equals_eager_from_one_compilation(targets, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    potential = predictor("nequip", has_energy=bool(targets), precision="float32")
+    engine = CompileEngine(function(potential, targets), options={"cpp.simdlen": 1})
+    for atoms in [(5, 4), (1,), (6, 1, 3)]:
+        assert difference(engine, Engine(engine.function), with_fields(*atoms)) < 3e-6, atoms
+    assert engine.training.compilations == 1
+
+
+@pytest.mark.parametrize("targets", [ALL, ()], ids=["with energy", "alone"])
+def test_blank_frames_are_inert_and_carry_no_target(targets):
+    potential, batch = predictor("nequip", has_energy=bool(targets)), with_fields(5, 3)
+    step = function(potential, targets)
+    blank = blank_frames(batch, frames=3, atoms=7, edges=200, reach=3.0, shapes=SHAPES, targets=step.task.outputs)
+    assert all(bool(blank[name].isnan().all()) for name in FACTS)
+    assert not bool(blank["field_strength"].any())
+    a, b = Engine(step).differentiate(batch), Engine(step).differentiate(join_batches(batch, blank))
+    torch.testing.assert_close(a.measured.sums, b.measured.sums, rtol=1e-14, atol=0)
+    torch.testing.assert_close(a.measured.errors, b.measured.errors, rtol=1e-14, atol=0)
+    for x, y in zip(a.gradients, b.gradients):
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-13)
+
+
+def test_parts_of_a_batch_add_up_to_the_whole():
+    step = function(predictor("nequip", has_energy=True), ALL)
+    engine, batch = Engine(step), with_fields(5, 3, 4, 2)
+    known = step.task.counts(batch)
+    whole = engine.differentiate(batch, lambda: known)
+    parts = [engine.differentiate(part, lambda: known) for part in cut(batch, 3, SHAPES)]
+    for number, gradient in enumerate(whole.gradients):
+        torch.testing.assert_close(sum(p.gradients[number] for p in parts), gradient, rtol=1e-11, atol=1e-12)
+
+
+def test_gradients_are_those_of_finite_differences():
+    potential, batch = predictor("nequip", has_energy=False), with_fields(4, 3)
+    step = function(potential, ())
+    gradients = dict(zip(step.trained, Engine(step).differentiate(batch).gradients))
+    assert "model.readout.weights.0" not in gradients  # energies are not asked for
+    with torch.no_grad():
+        for name in ("model.layers.0.linear_in.weight", "heads.of_gap.weights.0", "heads.of_tensor.biases.1"):
+            weight = dict(potential.named_parameters())[name]
+            direction = torch.randn(weight.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+            losses = []
+            for size in (1e-5, -2e-5):
+                weight += size * direction
+                losses.append(float(Engine(step).differentiate(batch).loss))
+            weight += 1e-5 * direction
+            slope = (losses[0] - losses[1]) / 2e-5
+            assert float((gradients[name] * direction).sum()) == pytest.approx(slope, rel=1e-6)
