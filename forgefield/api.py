@@ -279,7 +279,7 @@ def _evaluate(
         np.savez_compressed(partial, allow_pickle=False, **arrays)
     names = tuple(labels)
     classes = {name: values for name, values in run.classes.items() if name in names}
-    metrics = ErrorMetrics(names, run.species, classes=classes)
+    metrics = ErrorMetrics(names, run.species, classes=classes, extensive=run.extensive)
     tensors = {key: torch.from_numpy(np.ascontiguousarray(arrays[key])) for key in arrays if key != "species_symbols"}
     logits = {name: tensors[f"{name}_prob"].clamp(min=1e-300).log() for name in classes}
     metrics.update(

@@ -107,6 +107,12 @@ class Run:
         return {name: head["classes"] for name, head in self.heads.items() if head.get("classes") is not None}
 
     @property
+    def extensive(self) -> list[str]:
+        """Names of the outputs of frames that are sums over atoms."""
+        heads = {name: head for name, head in self.heads.items() if head.get("classes") is None}
+        return [name for name, head in heads.items() if head["per"] == "frame" and head["reduce"] == "sum"]
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 

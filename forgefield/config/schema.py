@@ -48,6 +48,8 @@ class FieldOptions:
     """Values are multiplied by it."""
     unit: str = ""
     """Their unit after that, in words, for display."""
+    cumulative: bool = False
+    """Running sums of the source's values along their last axis are taken: of a density of states the number of states."""
 
 
 @dataclass
@@ -62,7 +64,7 @@ class LabelOptions:
     """Per-frame weight in the loss; `config_weight` and `weight` are found by themselves."""
     fields: Any = None
     """Further values to carry, by name: {band_gap: {key: gap}, fparam: {shape: [2]}, charge: atom}; each has key, per (frame
-    or atom), shape, species, factor and unit. Default: those that a store holds."""
+    or atom), shape, species, factor, cumulative and unit. Default: those that a store holds."""
 
 
 @dataclass
@@ -156,7 +158,8 @@ class TargetOptions:
     weight: float = 1.0
     """Weight of this target in the loss."""
     loss: str = "mse"
-    """mse, mae, huber, or the import path of a function (prediction, target) -> error of the same shape."""
+    """mse, mae, rmse (root of the mean square of a value's components), huber, or the import path of a function (prediction,
+    target) -> error of the same shape."""
     huber_delta: float = 0.01
     """Where Huber turns from quadratic to linear, in eV, eV/A or eV/A^3."""
     per_atom: Any = True
@@ -175,8 +178,8 @@ class FieldTargetOptions:
     weight: float = 1.0
     """Weight of this target in the loss."""
     loss: Optional[str] = None
-    """mse, mae, huber, or the import path of a function (prediction, target) -> error of the same shape. Errors are in units of
-    the scale of `normalise`. Default: mse; for classes their cross-entropy, and nothing else."""
+    """mse, mae, rmse, huber, or the import path of a function (prediction, target) -> error of the same shape. Errors are in
+    units of the scale of `normalise`. Default: mse; for classes their cross-entropy, and nothing else."""
     classes: Any = None
     """The label says which class: how many there are (labels 0, 1, ...), the list of their labels, or auto: those that occur in
     the training data. Default: the label is a number to be learnt."""

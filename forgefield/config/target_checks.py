@@ -13,7 +13,7 @@ from forgefield.config.sources import Sources
 from forgefield.config.targets import TARGETS
 from forgefield.errors import ForgefieldError
 
-LOSSES = ("mse", "mae", "huber")
+LOSSES = ("mse", "mae", "rmse", "huber")
 
 
 def check_task(task: DictConfig, sources: Sources) -> None:

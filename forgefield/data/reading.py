@@ -95,7 +95,7 @@ def _refuse_settings_for_files(labels: LabelOptions, units: UnitOptions) -> None
                 "leave it out (none leaves the label out)"
             )
     for name, said in field_options(labels.fields).items():
-        for setting in ("key", "factor", "species"):
+        for setting in ("key", "factor", "species", "cumulative"):
             if getattr(said, setting) != getattr(FieldOptions(), setting):
                 raise ForgefieldError(
                     f"data.labels.fields.{name}.{setting}={getattr(said, setting)} has no meaning for a store, whose fields "

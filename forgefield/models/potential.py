@@ -39,15 +39,15 @@ class FurtherOutput(Protocol):
 
     per: `frame` or `atom`, what has a value. shape: of one value. unit: of values, in words. reduce: how the value of a frame
     follows from its atoms', by `sum` (extensive) or `mean` (intensive). scale: how far values usually are from what
-    composition or species say; losses are measured in it. classes: labels of the classes that the output tells apart; it is
-    then a logit for each, else None.
+    composition or species say, one number or one for each component; losses are measured in it. classes: labels of the classes
+    that the output tells apart; it is then a logit for each, else None.
     """
 
     per: str
     shape: list[int]
     unit: str
     reduce: str
-    scale: float
+    scale: Any
     classes: list[float] | None
 
 

@@ -22,7 +22,8 @@ from forgefield.config.components import import_path, own_folder
 from forgefield.config.nearest import did_you_mean
 from forgefield.errors import ForgefieldError
 from forgefield.models.heads import check_heads, complete_heads, head_options
-from forgefield.models.potential import Potential
+from forgefield.models.own_outputs import OwnOutput, OwnOutputs
+from forgefield.models.potential import FurtherOutput, Potential
 from forgefield.models.predictor import Predictor
 
 BUILT_IN = {
@@ -35,7 +36,9 @@ PRECISIONS = {"float32": torch.float32, "float64": torch.float64}
 MODULE_FOLDER = "module_folder"
 """Resolved options of a user's own model: where its module was found, if Python would not find it by itself."""
 PREDICTS = "predicts"
-"""Resolved options of a model with further outputs: `energy`, whether it has one, and `heads`, options of each in full."""
+"""Resolved options of a model with further outputs: `energy`, whether it has one, and `heads`, options of each in full; with
+`own` these are what is said of outputs that the model gives by itself."""
+OWN = "own"
 HEADS = "heads"
 _GIVEN_BY_US = ("species", "cutoff", "adaptive_cutoff", "max_neighbours", "statistics")
 
@@ -97,12 +100,14 @@ def resolve_model(
     statistics: Any = None,
     heads: Mapping[str, Mapping[str, Any]] | None = None,
     has_energy: bool = True,
+    units: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """The model section with everything explicit: checked options, presets and numbers from the data filled in.
 
     `cutoff`, `adaptive_cutoff` (A), `max_neighbours`: as in the data section. `statistics`: of the training data (an
     object or a dict), needed where options leave a number to it. `heads`: further outputs, by name, with what task and data
-    say of each (`HeadOptions`). `has_energy`: whether energies, forces or stress are wanted. The result is JSON-able.
+    say of each (`HeadOptions`). `has_energy`: whether energies, forces or stress are wanted. `units`: of those outputs that are
+    trained and that the model gives by itself (`own_outputs`). The result is JSON-able.
     """
     name, found, given = check_model(options)
     made = _plain(options).get(HEADS) if _has_our_heads(name, found) else None
@@ -119,10 +124,36 @@ def resolve_model(
     if completed:
         resolved[PREDICTS] = {"energy": bool(has_energy), HEADS: _plain(completed)}
     if name in BUILT_IN:
-        return resolved | _resolve_built_in(found, given, resolved, facts)
+        full = resolved | _resolve_built_in(found, given, resolved, facts)
+        own = _own_outputs(found, full)
+        return full | ({PREDICTS: _described(own, units or {})} if own else {})
     folder = own_folder(name)
     own = _resolve_own(found, name, given, facts)
     return resolved | own | ({} if folder is None else {MODULE_FOLDER: str(folder)})
+
+
+def own_outputs(options: Mapping[str, Any]) -> dict[str, Any]:
+    """What the model of this section gives by itself in place of energies, by name; nothing for most models."""
+    _, found, given = check_model(options)
+    return _own_outputs(found, given)
+
+
+def _own_outputs(found: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    return found.own_outputs(options) if hasattr(found, "own_outputs") else {}
+
+
+def _described(outputs: Mapping[str, Any], units: Mapping[str, str]) -> dict[str, Any]:
+    """Those that are trained or always given, for `PREDICTS`."""
+    chosen = {name: facts for name, facts in sorted(outputs.items()) if facts.always or name in units}
+    return {"energy": False, OWN: True, HEADS: {n: asdict(f) | {"unit": units.get(n, "")} for n, f in chosen.items()}}
+
+
+def further_outputs(resolved: Mapping[str, Any]) -> Mapping[str, FurtherOutput]:
+    """What a model with these resolved options gives beside energy, forces and stress, by name."""
+    predicts = resolved.get(PREDICTS, {})
+    if not predicts.get(OWN):
+        return head_options(predicts.get(HEADS, {}))
+    return {name: OwnOutput(**facts) for name, facts in predicts[HEADS].items()}
 
 
 def model_statistics(
@@ -163,6 +194,8 @@ def build_model(resolved: Mapping[str, Any], *, precision: str, seed: int) -> Po
         model = _build_own(found, options, PRECISIONS[precision], seed)
     if predicts is None:
         return Potential(model, max_neighbours=max_neighbours)
+    if predicts.get(OWN):
+        return OwnOutputs(model, further_outputs(resolved), max_neighbours=max_neighbours)
     return Predictor(
         model,
         head_options(predicts[HEADS]),

@@ -32,7 +32,8 @@ class ErrorMetrics:
     """Sums of |error|, error^2 and counts for each target, and for forces also by species.
 
     targets: what is measured: energy, forces, stress, virial, or fields by their names. species: symbols, in the order of the
-    batch's indices. classes: labels of those targets that are classes; what is summed of them is in `classes.py`.
+    batch's indices. classes: labels of those targets that are classes; what is summed of them is in `classes.py`. extensive: targets of
+    frames that are also measured per atom, as `NAME_per_atom`.
     """
 
     def __init__(
@@ -42,8 +43,10 @@ class ErrorMetrics:
         device: torch.device | str = "cpu",
         *,
         classes: Mapping[str, Sequence[float]] | None = None,
+        extensive: Sequence[str] = (),
     ) -> None:
         self.targets = targets
+        self.extensive = frozenset(extensive)
         self.species = species
         self.classes = dict(classes or {})
         self._values: dict[tuple[str, torch.device], Tensor] = {}
@@ -52,6 +55,8 @@ class ErrorMetrics:
             self.rows.append(target)
             if target == "energy":
                 self.rows.append("energy_total")
+            if target in self.extensive:
+                self.rows.append(f"{target}_per_atom")
             if target == "forces":
                 self.rows.extend(f"forces/{symbol}" for symbol in species)
             self.rows.extend(f"{target}/{value:g}" for value in self.classes.get(target, ()))
@@ -86,6 +91,9 @@ class ErrorMetrics:
                 added.append(_moments(error * (volumes(batch["cell"]) / batch["n_atoms"]).view(-1, 1, 1)))
             else:
                 added.append(_moments(error))
+                if target in self.extensive:
+                    n_atoms = batch["n_atoms"].view(-1, *[1] * (error.dim() - 1))
+                    added.append(_moments(error / n_atoms))
         return torch.stack(added)
 
     def _values_on(self, target: str, device: torch.device) -> Tensor:

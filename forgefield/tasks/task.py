@@ -22,12 +22,15 @@ from forgefield.errors import ForgefieldError
 from forgefield.models.potential import FurtherOutput, volumes
 from forgefield.tasks.classes import cross_entropy, one_hot
 from forgefield.tasks.losses import ElementLoss, element_loss
+from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.weights import Moment, WeightSchedule
 
 LABELS = {"energy": "energy", "forces": "forces", "stress": "stress", "virial": "stress"}
 """The label each of these targets is compared with, which is also the output of the model that it needs. Any other target is a
 field, compared with the label and the output of its own name."""
 Batch = dict[str, Tensor]
+SHOWN = 4
+"""How many components' scales a summary names."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +52,8 @@ class Target:
     schedule: WeightSchedule | None = None
     per: str = "frame"
     """What has a value: frame or atom."""
-    scale: float = 1.0
-    """Errors are measured in it before the loss is taken."""
+    scale: float | tuple[float, ...] = 1.0
+    """Errors are measured in it before the loss is taken; one number, or one for each component of the value."""
     unit: str = ""
     reduce: str | None = None
     """Of a field that frames have: sum or mean of its atoms' contributions."""
@@ -67,6 +70,8 @@ class _OnDevice:
     weights: Tensor
     species_weights: list[Tensor | None]
     classes: list[Tensor | None]
+    scales: list[Tensor | None]
+    """Of targets whose components have scales of their own."""
 
 
 class Task:
@@ -123,6 +128,11 @@ class Task:
         return {target.name: target.classes for target in self.targets if target.classes is not None}
 
     @property
+    def extensive(self) -> tuple[str, ...]:
+        """Names of those targets that are fields of frames and sums over atoms."""
+        return tuple(t.name for t in self.targets if t.reduce == "sum" and t.classes is None)
+
+    @property
     def is_scheduled(self) -> bool:
         return any(target.schedule is not None for target in self.targets)
 
@@ -130,6 +140,10 @@ class Task:
     def needs_an_end(self) -> bool:
         """Whether a weight changes until the end of the training, which then has to be known."""
         return any(target.schedule is not None and target.schedule.needs_an_end for target in self.targets)
+
+    def error_metrics(self, species: tuple[str, ...]) -> ErrorMetrics:
+        """Accumulators of its targets' errors."""
+        return ErrorMetrics(self.names, species, classes=self.classes, extensive=self.extensive)
 
     def follow(self, moment: Moment) -> None:
         """Take the weights of this moment. Tensors are changed in place, without waiting for their device."""
@@ -149,11 +163,11 @@ class Task:
 
     def sums(self, outputs: Batch, batch: Batch) -> tuple[Tensor, Tensor]:
         """(n_targets,) each: numerators and denominators of the loss of one batch."""
-        weights, classes = self._element_weights(batch), self._on(batch["weight"].device).classes
+        weights, known = self._element_weights(batch), self._on(batch["weight"].device)
         sums = torch.stack(
             [
-                _weighted_error(target, outputs, batch, weight, values).sum()
-                for target, weight, values in zip(self.targets, weights, classes)
+                _weighted_error(target, outputs, batch, weight, values, scale).sum()
+                for target, weight, values, scale in zip(self.targets, weights, known.classes, known.scales)
             ]
         )
         return sums, torch.stack([weight.sum() for weight in weights])
@@ -187,7 +201,11 @@ class Task:
                 None if t.classes is None else torch.tensor(t.classes, dtype=torch.float64, device=device)
                 for t in self.targets
             ]
-            self._on_devices[device] = _OnDevice(self.weights.to(device, copy=True), known, classes)
+            scales = [
+                torch.tensor(t.scale, dtype=torch.float64, device=device) if isinstance(t.scale, tuple) else None
+                for t in self.targets
+            ]
+            self._on_devices[device] = _OnDevice(self.weights.to(device, copy=True), known, classes, scales)
         return self._on_devices[device]
 
     def describe(self) -> list[tuple[str, str]]:
@@ -255,7 +273,7 @@ def _build_field_target(name: str, options: Any, further: Mapping[str, FurtherOu
         species_weights=None,
         schedule=_schedule(options),
         per=output.per,
-        scale=float(output.scale),
+        scale=tuple(map(float, output.scale)) if isinstance(output.scale, list) else float(output.scale),
         unit=output.unit,
         reduce=output.reduce if output.per == "frame" else None,
         classes=None if output.classes is None else tuple(output.classes),
@@ -306,14 +324,18 @@ def _element_weights(target: Target, batch: Batch, species_weights: Tensor | Non
     return torch.where(label.isnan(), 0.0, weight)
 
 
-def _weighted_error(target: Target, outputs: Batch, batch: Batch, weight: Tensor, classes: Tensor | None) -> Tensor:
-    """Weighted error of every element, zero where the label is missing. classes: (n_classes,), labels of them."""
+def _weighted_error(
+    target: Target, outputs: Batch, batch: Batch, weight: Tensor, classes: Tensor | None, scale: Tensor | None
+) -> Tensor:
+    """Weighted error of every element, zero where the label is missing. classes: (n_classes,), labels of them. scale: of the
+    components, where each has its own."""
     label, prediction = batch[target.label], outputs[target.label]
     if classes is not None:
         return weight * cross_entropy(prediction, one_hot(label, classes))
     factor = _factor(target, batch)
     if factor is not None:
         factor = factor.view(-1, *([1] * (label.dim() - 1))) if isinstance(factor, Tensor) else factor
+        factor = factor if scale is None else factor / scale
         label, prediction = label * factor, prediction * factor
     labelled = ~label.isnan()
     # The prediction stands in for a missing label: the error is zero there and so is its gradient.
@@ -323,15 +345,16 @@ def _weighted_error(target: Target, outputs: Batch, batch: Batch, weight: Tensor
 
 def _factor(target: Target, batch: Batch) -> Tensor | float | None:
     """A number, or (n_frames,): what label and prediction are multiplied with before they are compared."""
+    unit = target.scale if isinstance(target.scale, float) else 1.0
     if target.name not in TARGETS and not target.per_atom:
-        return 1.0 / target.scale
+        return 1.0 / unit
     n_atoms = batch["n_atoms"].to(batch["weight"].dtype)
     divisor = n_atoms.sqrt() if target.per_atom == "root" else n_atoms
     if target.name == "virial":
         return -volumes(batch["cell"]) / divisor if target.per_atom else -volumes(batch["cell"])
     if target.name in ("forces", "stress") or not target.per_atom:
         return None
-    return 1.0 / (divisor if target.scale == 1.0 else target.scale * divisor)
+    return 1.0 / (divisor if unit == 1.0 else unit * divisor)
 
 
 def _describe_target(target: Target) -> str:
@@ -344,7 +367,9 @@ def _describe_target(target: Target) -> str:
         text = text.replace(",", f" {target.schedule.describe()},", 1)
     if target.name not in TARGETS and target.classes is None:
         text += {"sum": ", extensive", "mean": ", intensive", None: ", of atoms"}[target.reduce]
-        text += f", in units of {target.scale:.4g} {target.unit}".rstrip()
+        scale = target.scale if isinstance(target.scale, tuple) else (target.scale,)
+        shown = [f"{value:.4g}" for value in scale[:SHOWN]] + ["..."] * (len(scale) > SHOWN)
+        text += f", in units of {', '.join(shown)} {target.unit}".rstrip()
     if target.name in ("energy", "virial") or target.reduce == "sum":
         text += {True: ", per atom", False: ", total", "root": ", per root of the number of atoms"}[target.per_atom]
     if target.species_weights is not None:

@@ -19,7 +19,6 @@ from forgefield.data.module import DataModule
 from forgefield.data.readers import plain
 from forgefield.models.potential import Potential
 from forgefield.models.registry import build_model
-from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.task import Task
 from forgefield.training.ema import WeightAverage
 from forgefield.training.engines.engine import Engine
@@ -44,7 +43,7 @@ class BareStep:
     errors: ErrorMetrics = field(init=False)
 
     def __post_init__(self) -> None:
-        self.errors = ErrorMetrics(self.task.names, self.data.species.symbols, classes=self.task.classes)
+        self.errors = self.task.error_metrics(self.data.species.symbols)
 
     def function(self, derivative: str) -> StepFunction:
         shapes = batch_shapes(self.data.train.fields)

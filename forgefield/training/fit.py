@@ -30,7 +30,6 @@ from forgefield.parallel.exchange import StepExchange
 from forgefield.parallel.group import Ranks
 from forgefield.parallel.learning_rate import learning_rate_factor
 from forgefield.runs import Run, versions
-from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.task import Task
 from forgefield.training.callbacks.best_model import BestModel
 from forgefield.training.callbacks.metrics_log import MetricsLog
@@ -154,7 +153,7 @@ class _Plan:
     def columns(self) -> list[str]:
         """Every metric that a row may hold."""
         task = self.record.task
-        names = ["loss", *ErrorMetrics(task.names, self.data.species.symbols, classes=task.classes).names()]
+        names = ["loss", *task.error_metrics(self.data.species.symbols).names()]
         return [f"{split}/{name}" for split in (("train", "val") if self.has_val else ("train",)) for name in names]
 
 

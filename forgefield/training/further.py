@@ -45,6 +45,37 @@ def head_facts(task: Any, data: DataModule) -> dict[str, dict[str, Any]]:
     return {name: _facts(name, options, data) for name, options in targets.items()}
 
 
+def own_units(outputs: Mapping[str, Any], task: Any, data: DataModule) -> dict[str, str]:
+    """Unit of each target, where the model gives its outputs by itself; raises for what it does not give.
+
+    outputs: what it can give (`models.registry.own_outputs`).
+    """
+    frames = [name for name, facts in outputs.items() if facts.per == "frame"]
+    if task is None or has_energy(task):
+        raise ForgefieldError(
+            f"task: the fitting network of this model gives {', '.join(outputs)} and no energy; write "
+            f"task: {{{frames[0]}: {{}}}}."
+        )
+    targets = field_targets(task)
+    for name, options in targets.items():
+        if name not in outputs:
+            raise ForgefieldError(f"task.{name}: the fitting network of this model gives {', '.join(outputs)}.")
+        for key, fixed in (("classes", None), ("reduce", (None, outputs[name].reduce)), ("normalise", ("auto",))):
+            if plain(options[key]) not in (fixed or (None,)):
+                raise ForgefieldError(
+                    f"task.{name}.{key} does not apply: it is part of model.fitting_net; leave it out."
+                )
+    require_labels(targets, data.statistics.labels, "training")
+    for name in targets:
+        field, facts = data.train.fields[name], outputs[name]
+        if (field.per, list(field.shape)) != (facts.per, list(facts.shape)):
+            raise ForgefieldError(
+                f"task.{name}: the model gives a value of shape {list(facts.shape)} for each {facts.per}, and the data has it "
+                f"{field.describe()}; set data.labels.fields.{name}={{per: {facts.per}, shape: {list(facts.shape)}}}."
+            )
+    return {name: data.train.fields[name].unit for name in targets}
+
+
 def _facts(name: str, options: Any, data: DataModule) -> dict[str, Any]:
     if name in TAKEN:
         raise ForgefieldError(

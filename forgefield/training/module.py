@@ -19,7 +19,6 @@ from forgefield.models.potential import Potential
 from forgefield.parallel.exchange import StepExchange
 from forgefield.parallel.group import Ranks, alone
 from forgefield.parallel.strategies import SimpleDDPStrategy
-from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.task import Task
 from forgefield.tasks.weights import Moment
 from forgefield.training.ema import WeightAverage
@@ -89,8 +88,7 @@ class TrainingModule(L.LightningModule):
         self.lr_factor = lr_factor
         self.ema = WeightAverage(potential, options.ema) if options.ema else None
         self.train_loss, self.val_loss = LossMeter(task), LossMeter(task)
-        self.train_errors = ErrorMetrics(task.names, species, classes=task.classes)
-        self.val_errors = ErrorMetrics(task.names, species, classes=task.classes)
+        self.train_errors, self.val_errors = task.error_metrics(species), task.error_metrics(species)
         self.starter = starter
         self.engine: Engine | None = None
         self.shapes = shapes

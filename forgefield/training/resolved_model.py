@@ -27,10 +27,9 @@ from forgefield.data.readers import plain
 from forgefield.data.storage.cache import cache_folder
 from forgefield.errors import ForgefieldError
 from forgefield.files import write_whole
-from forgefield.models.heads import head_options
-from forgefield.models.registry import HEADS, PREDICTS, model_statistics, resolve_model
+from forgefield.models.registry import further_outputs, model_statistics, own_outputs, resolve_model
 from forgefield.tasks.task import Task, default_task, require_labels
-from forgefield.training.further import has_energy, head_facts
+from forgefield.training.further import has_energy, head_facts, own_units
 
 EDGES_AT_ONCE = 2_000_000
 MOST_FRAMES = 20_000
@@ -39,7 +38,7 @@ MOST_FRAMES = 20_000
 
 def resolved_model(config: DictConfig, data: DataModule) -> dict[str, Any]:
     """Options of the config's model with everything explicit; see `models.registry.resolve_model`."""
-    task = config.task
+    task, own = config.task, own_outputs(plain(config.model))
     return resolve_model(
         plain(config.model),
         species=data.species.symbols,
@@ -47,8 +46,9 @@ def resolved_model(config: DictConfig, data: DataModule) -> dict[str, Any]:
         adaptive_cutoff=config.data.adaptive_cutoff,
         max_neighbours=config.data.max_neighbours,
         statistics=asdict(data.statistics) | _measured(config, data),
-        heads={} if task is None else head_facts(task, data),
+        heads={} if task is None or own else head_facts(task, data),
         has_energy=task is None or has_energy(task),
+        units=own_units(own, task, data) if own else None,
     )
 
 
@@ -62,8 +62,7 @@ def wanted_task(config: DictConfig, data: DataModule) -> TaskOptions | Any:
 
 def built_task(options: TaskOptions | Any, resolved: Mapping[str, Any]) -> Task:
     """The task of a model with these resolved options."""
-    further = head_options(resolved.get(PREDICTS, {}).get(HEADS, {}))
-    return Task(options, tuple(resolved["species"]), further)
+    return Task(options, tuple(resolved["species"]), further_outputs(resolved))
 
 
 def _measured(config: DictConfig, data: DataModule) -> dict[str, Any]:

@@ -61,15 +61,18 @@ def translation(content: Mapping[str, Any], file: Path) -> Translation:
         raise ForgefieldError(f"{file}: an input of DeePMD-kit needs the sections 'model' and 'training'.")
     _refuse_several(whole, model_section, training)
     model = translate_model(model_section)
-    task = translate_loss(whole.below("loss") or Section({}, file, "loss", whole.notes), model.fitting)
     length = translate_length(training)
-    data = {"species": model.species, "cutoff": model.cutoff, "reference_energies": "fit"}
+    data = {"species": model.species, "cutoff": model.cutoff}
+    data |= {"reference_energies": "fit"} if model.fitting["type"] == "ener" else {}
     data |= translate_data(training, model.species)
-    if model.fields:
-        data["labels"] = {"fields": model.fields}
+    loss = whole.below("loss") or Section({}, file, "loss", whole.notes)
+    learnt = translate_loss(loss, model.fitting, model.species, data["batch"])
+    task = learnt.task
+    if model.fields or learnt.fields:
+        data["labels"] = {"fields": {**model.fields, **learnt.fields}}
     refuse_epochs_of_draws(training, length, data)
     weights = precision(training, model.precision)
-    run = translate_run(training, length, task, validates=data["val"] is not None)
+    run = translate_run(training, length, learnt, validates=data["val"] is not None)
     learning = translate_learning_rate(whole.below("learning_rate"), file, length.get("max_steps"))
     optimiser = translate_optimiser(whole.below("optimizer"))
     best = translate_validating(whole.below("validating"), list(task))

@@ -15,8 +15,10 @@ from torch import Tensor
 
 from forgefield.errors import ForgefieldError
 from forgefield.models.deeppot.environment import environment_rows
-from forgefield.models.deeppot.options import Options, excluded_kinds
+from forgefield.models.deeppot.options import Options, excluded_kinds, unseen_species
+from forgefield.models.deeppot.output_statistics import OutputFit
 from forgefield.models.deeppot.parts import descriptor_part, fitting_part
+from forgefield.models.deeppot.tensor_fitting import TensorFitting
 from forgefield.models.potential import edge_vectors
 
 LEAST_DEVIATION = 1e-2
@@ -57,19 +59,25 @@ def environment_statistics(
     """
     options = Options(**{key: value for key, value in model.items() if key != "name"})
     _, descriptor = descriptor_part(options.descriptor)
-    _, fitting = fitting_part(options.fitting_net)
+    kind, fitting = fitting_part(options.fitting_net)
     rows = RowStatistics(options, descriptor, len(species), cutoff)
-    energies = EnergyFit(len(species), fitting)
+    outputs = _output_statistics(kind, fitting, options, len(species))
     parameters = {name: ParameterStatistics(name, fitting) for name in ("fparam", "aparam")}
     for batch in batches:
         rows.add(batch)
-        energies.add(batch)
+        outputs.add(batch)
         for part in parameters.values():
             part.add(batch)
-    found = rows.result() | energies.result()
+    found = rows.result() | outputs.result()
     for part in parameters.values():
         found |= part.result()
     return found
+
+
+def _output_statistics(kind: Any, fitting: Any, options: Options, n_species: int) -> EnergyFit | OutputFit:
+    if not issubclass(kind, TensorFitting):
+        return EnergyFit(n_species, fitting)
+    return OutputFit(kind, fitting, n_species, unseen_species(options.atom_exclude_types, fitting, n_species))
 
 
 class RowStatistics:

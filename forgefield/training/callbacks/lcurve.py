@@ -8,6 +8,7 @@ written; on a resume, rows behind it are cut off.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
+from forgefield.config.nearest import did_you_mean
 from forgefield.errors import ForgefieldError
 from forgefield.files import write_whole
 from forgefield.tasks.metrics import unit_of
@@ -27,17 +29,27 @@ ERRORS = ("rmse", "mae")
 
 class LearningCurve(Callback):
     """file: a name lies in the run folder, a path with a folder from the working directory. every: steps between two rows where
-    nothing is validated. errors: rmse or mae, what is written for each target.
+    nothing is validated. errors: rmse or mae, what is written for each target. columns: in place of these, the name of each
+    column and its metric, such as {rmse_global_dipole: dipole_per_atom_rmse}.
     """
 
-    def __init__(self, file: str = "lcurve.out", every: int = 1000, errors: str = "rmse") -> None:
+    def __init__(
+        self,
+        file: str = "lcurve.out",
+        every: int = 1000,
+        errors: str = "rmse",
+        columns: Mapping[str, str] | None = None,
+    ) -> None:
         if errors not in ERRORS:
             raise ForgefieldError(
                 f"callbacks: the errors of a learning curve are {' or '.join(ERRORS)}, not {errors!r}."
             )
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ForgefieldError(f"callbacks: a learning curve has a row every so many steps, not {every!r}.")
+        if columns is not None and (not isinstance(columns, Mapping) or not columns):
+            raise ForgefieldError(f"callbacks: columns of a learning curve are {{name: metric}}, not {columns!r}.")
         self.file, self.every, self.errors = file, every, errors
+        self.columns = None if columns is None else {str(name): str(metric) for name, metric in columns.items()}
         self._rows = 0
         self._row_step = -1
         self._lr = math.nan
@@ -138,10 +150,25 @@ class LearningCurve(Callback):
 
     def _metrics(self, pl_module: Any) -> list[str]:
         """Names of the values in a row, in the order of their columns."""
+        if self.columns is not None:
+            self._require_known(pl_module)
+            return [self.columns[name] for name in sorted(self.columns)]
         return sorted(["loss", *(f"{target}_{self.errors}" for target in pl_module.task.names)], key=self._column)
+
+    def _require_known(self, pl_module: Any) -> None:
+        known = ["loss", *pl_module.train_errors.names()]
+        known += [f"{name.removesuffix('_rmse')}_mse" for name in known if name.endswith("_rmse")]
+        for name, metric in (self.columns or {}).items():
+            if metric not in known:
+                raise ForgefieldError(
+                    f"callbacks: column {name} of the learning curve is {metric}, which is not a metric of this run."
+                    f"{did_you_mean(metric, known)}"
+                )
 
     def _column(self, metric: str) -> str:
         """`rmse` (of the loss, its root), `rmse_e`, ..."""
+        if self.columns is not None:
+            return next(name for name, known in self.columns.items() if known == metric)
         target = metric.removesuffix(f"_{self.errors}")
         return "rmse" if metric == "loss" else f"{self.errors}_{LETTERS.get(target, target)}"
 
@@ -178,6 +205,8 @@ def _loss(sums: Tensor, pl_module: Any) -> float:
 
 def _in_units(name: str, values: dict[str, float]) -> float:
     """A value in the units of DeePMD-kit: eV and A; of a loss, its root."""
+    if name.endswith("_mse"):
+        return values.get(f"{name.removesuffix('_mse')}_rmse", math.nan) ** 2
     value = values.get(name, math.nan)
     if name.endswith("/loss"):
         return math.sqrt(value)
