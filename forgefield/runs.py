@@ -108,9 +108,8 @@ class Run:
 
     @property
     def extensive(self) -> list[str]:
-        """Names of the outputs of frames that are sums over atoms."""
-        heads = {name: head for name, head in self.heads.items() if head.get("classes") is None}
-        return [name for name, head in heads.items() if head["per"] == "frame" and head["reduce"] == "sum"]
+        """Names of the outputs of frames whose errors are also measured per atom."""
+        return [name for name, head in self.heads.items() if head.get("per_atom_errors")]
 
     @property
     def checkpoints(self) -> Path:

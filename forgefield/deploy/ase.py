@@ -77,6 +77,10 @@ class VerletList:
         return bool(np.max(np.einsum("ij,ij->i", moved, moved)) <= (self.skin / 2) ** 2)
 
 
+RESPONSES = {"dipole", "polarizability"}
+"""Outputs that make a calculator of a model without an energy."""
+
+
 class Calculator(AseCalculator):
     """ASE calculator of a run, or of a `Potential`.
 
@@ -89,7 +93,8 @@ class Calculator(AseCalculator):
 
     Results: energy and free_energy (eV), energies (n_atoms,), forces (n_atoms, 3) (eV/A), and for cells with a
     volume stress (6,) (eV/A^3, Voigt order xx yy zz yz xz xy). Further outputs of the model are in `results` by their names,
-    probabilities of classes as `NAME_prob`.
+    probabilities of classes as `NAME_prob`. A model of dipoles or polarisabilities without an energy gives these alone:
+    `atoms.get_dipole_moment()`.
     """
 
     name = "forgefield"
@@ -108,12 +113,13 @@ class Calculator(AseCalculator):
         super().__init__()
         self.device = torch.device(device)
         self.potential = _potential(run, which, self.device, dtype)
-        if not self.potential.has_energy:
+        if not self.potential.has_energy and not RESPONSES & set(self.potential.further):
             raise ForgefieldError(
                 f"This model predicts {', '.join(self.potential.further)} and no energy, so it is no calculator; "
                 "forgefield predict writes what it predicts."
             )
-        self.implemented_properties = [*type(self).implemented_properties, *self.potential.further]
+        energies = type(self).implemented_properties if self.potential.has_energy else []
+        self.implemented_properties = [*energies, *self.potential.further]
         self.species = SpeciesTable(self.potential.species)
         self.neighbours = VerletList(graph_of(self.potential), skin)
 
@@ -129,13 +135,15 @@ class Calculator(AseCalculator):
         has_volume = frame.volume > 0
         if "stress" in properties and not has_volume:
             raise PropertyNotImplementedError("stress needs a cell with a volume; this structure has none")
-        gradients = any(name in properties for name in ("forces", "stress"))
+        gradients = self.potential.has_energy and any(name in properties for name in ("forces", "stress"))
         batch = self._batch(frame) | self._inputs(self.atoms)
         out = self.potential(batch, forces=gradients, stress=gradients and has_volume)
         answers = {name: value.cpu().numpy() for name, value in further_answers(self.potential, out).items()}
         out = {name: value.detach().cpu().numpy() for name, value in out.items()}
-        energy = float(out["energy"][0])
-        self.results = {"energy": energy, "free_energy": energy, "energies": out["atomic_energy"]}
+        self.results = {}
+        if self.potential.has_energy:
+            energy = float(out["energy"][0])
+            self.results = {"energy": energy, "free_energy": energy, "energies": out["atomic_energy"]}
         of_atoms = outputs_of_atoms(self.potential)
         for name, value in answers.items():
             self.results[name] = value if name.removesuffix("_prob") in of_atoms or name in of_atoms else value[0]

@@ -24,6 +24,8 @@ class OwnOutput:
     cumulative: bool = False
     always: bool = True
     """Given whether or not it is trained."""
+    per_atom_errors: bool = False
+    """Errors of frames are also measured per atom."""
 
 
 class OwnOutputs(Potential):

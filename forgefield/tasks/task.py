@@ -59,6 +59,8 @@ class Target:
     """Of a field that frames have: sum or mean of its atoms' contributions."""
     classes: tuple[float, ...] | None = None
     """Labels of the classes, where the target is one of them; the output then has a logit for each."""
+    per_atom_errors: bool = False
+    """Errors of frames are also measured per atom."""
 
     @property
     def label(self) -> str:
@@ -129,8 +131,8 @@ class Task:
 
     @property
     def extensive(self) -> tuple[str, ...]:
-        """Names of those targets that are fields of frames and sums over atoms."""
-        return tuple(t.name for t in self.targets if t.reduce == "sum" and t.classes is None)
+        """Names of those targets of frames whose errors are also measured per atom."""
+        return tuple(target.name for target in self.targets if target.per_atom_errors)
 
     @property
     def is_scheduled(self) -> bool:
@@ -277,6 +279,7 @@ def _build_field_target(name: str, options: Any, further: Mapping[str, FurtherOu
         unit=output.unit,
         reduce=output.reduce if output.per == "frame" else None,
         classes=None if output.classes is None else tuple(output.classes),
+        per_atom_errors=getattr(output, "per_atom_errors", False),
     )
 
 

@@ -17,8 +17,8 @@ from forgefield.config.deepmd.section import MISSING, Section
 
 TENSORS = {"dipole": ("dipole", [3], "dipole"), "polar": ("polarizability", [3, 3], "polar")}
 """Fitting -> name of labels, shape of a value, name of columns."""
-DENSITIES = {"dos": ("dos", 1.0, 1.0), "cdf": ("cdf", 1000.0, 1.0), "ados": ("atom_dos", 0.0, 0.0), "acdf": ("atom_cdf", 0.0, 0.0)}
-"""Prefactors of a density of states -> target, defaults at the start and in the limit."""
+DENSITIES = {"dos": ("dos", 0.0), "cdf": ("cdf", 0.0), "ados": ("atom_dos", 1.0), "acdf": ("atom_cdf", 0.0)}
+"""Prefactors of a density of states -> target, and their default."""
 NUMB_DOS = 300
 METRICS = ("mae", "mse", "rmse")
 LOSSES = ("smooth_mae", "mae", "mse", "rmse")
@@ -66,9 +66,9 @@ def _of_selected(fitting: dict[str, Any], species: list[str]) -> dict[str, Any]:
 def dos_task(section: Section, fitting: dict[str, Any]) -> OutputTask:
     """Densities of states and their running sums."""
     shape, found = [fitting.get("numb_dos", NUMB_DOS)], OutputTask({})
-    for short, (name, start, limit) in DENSITIES.items():
-        first = float(section.number(f"start_pref_{short}", start, at_least=0))
-        last = float(section.number(f"limit_pref_{short}", limit, at_least=0))
+    for short, (name, default) in DENSITIES.items():
+        first = float(section.number(f"start_pref_{short}", default, at_least=0))
+        last = float(section.number(f"limit_pref_{short}", default, at_least=0))
         if not (first or last):
             continue
         of_atoms, kind = short.startswith("a"), "cdf" if short.endswith("cdf") else "dos"

@@ -92,7 +92,9 @@ class TensorFitting(nn.Module, ABC):
         output = cls.output(options)
         shape, scale = list(output.shape), cls.scale_of(options)
         return {
-            output.name: OwnOutput("frame", shape, output.reduction, scale),
+            output.name: OwnOutput(
+                "frame", shape, output.reduction, scale, per_atom_errors=output.reduction == "sum"
+            ),
             f"{cls.atom_prefix}{output.name}": OwnOutput("atom", shape, output.reduction, scale),
         }
 
@@ -225,7 +227,10 @@ class DosFitting(TensorFitting):
         """Beside the density its running sum, the number of states, where it is trained."""
         found = super().facts(options)
         for name, per in (("cdf", "frame"), ("atom_cdf", "atom")):
-            found[name] = OwnOutput(per, [options.numb_dos], "sum", cumulative=True, always=False)
+            by_atom = per == "frame"
+            found[name] = OwnOutput(
+                per, [options.numb_dos], "sum", cumulative=True, always=False, per_atom_errors=by_atom
+            )
         return found
 
     def _dim_out(self) -> int:

@@ -17,7 +17,9 @@ import yaml
 from torch import Tensor
 
 from forgefield.errors import ForgefieldError
+from forgefield.models.deeppot.deepmd_fittings import TYPES
 from forgefield.models.deeppot.options import EnergyFittingOptions, SeE2AOptions
+from forgefield.models.deeppot.parts import fitting_part
 from forgefield.models.deeppot.se_atten_options import SeAttenOptions, SeAttenV2Options
 from forgefield.models.importers.torch_file import read_torch_file
 
@@ -97,7 +99,10 @@ def _checkpoint_tree(path: Path, settings: Mapping[str, Any], arrays: Mapping[st
     if "smooth_type_embedding" in descriptor:  # inputs have another default than the class that reads them
         descriptor["smooth_type_embedding"] = True
     descriptor |= given
-    fitting = asdict(EnergyFittingOptions()) | dict(settings["fitting_net"])
+    given = dict(settings["fitting_net"])
+    is_energy = given.get("type", "ener") not in TYPES
+    defaults_of_fitting = EnergyFittingOptions() if is_energy else fitting_part({"type": given["type"]})[1]
+    fitting = asdict(defaults_of_fitting) | given
     places = ("descriptor.sea", "descriptor.se_atten", "descriptor")
     prefix = next((name for name in places if f"{name}.mean" in arrays), None)
     if kind == "standard" and prefix is not None:
@@ -114,16 +119,32 @@ def _checkpoint_tree(path: Path, settings: Mapping[str, Any], arrays: Mapping[st
     names = ("bias_atom_e", "fparam_avg", "fparam_inv_std", "aparam_avg", "aparam_inv_std")
     fitting["@variables"] = {name: arrays.get(f"fitting_net.{name}") for name in names}
     fitting["type"] = fitting.get("type", "ener")
+    if not is_energy:
+        fitting |= _tensor_tree(fitting, arrays, len(settings["type_map"]))
     model = {
         "type": kind,
         "type_map": settings["type_map"],
         "pair_exclude_types": settings.get("pair_exclude_types", []),
         "atom_exclude_types": settings.get("atom_exclude_types", []),
-        "@variables": {"out_bias": arrays["out_bias"]},
+        "@variables": {"out_bias": arrays["out_bias"], "out_std": arrays.get("out_std")},
         "descriptor": descriptor,
         "fitting": fitting,
     }
     return {"model": model, "software": "deepmd-kit", "version": "checkpoint"}
+
+
+def _tensor_tree(fitting: Tree, arrays: Mapping[str, np.ndarray], n_species: int) -> Tree:
+    """What fittings of something else than energies have beside their networks."""
+    variables = dict(fitting["@variables"])
+    size = fitting["nets"]["networks"][0]["layers"][-1]["@variables"]["w"].shape[1] if "nets" in fitting else 0
+    if variables["bias_atom_e"] is None:
+        variables["bias_atom_e"] = np.zeros((n_species, size))
+    if fitting["type"] == "polar":
+        scale = np.ravel(fitting["scale"])
+        variables["scale"] = arrays.get("fitting_net.scale", np.broadcast_to(scale, n_species))
+        variables["constant_matrix"] = arrays.get("fitting_net.constant_matrix", np.zeros(n_species))
+    names = {"dim_out": size, "ntypes": n_species, "var_name": fitting.get("property_name")}
+    return {**names, "rcond": fitting.get("rcond"), "@variables": variables}
 
 
 def _attention_tree(arrays: Mapping[str, np.ndarray], prefix: str, sel: Any) -> Tree:
