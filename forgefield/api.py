@@ -31,6 +31,7 @@ from forgefield.deploy.evaluate import in_order, outputs_of_atoms, predict_batch
 from forgefield.deploy.predict import predict_file
 from forgefield.errors import ForgefieldError
 from forgefield.files import write_whole, written_whole
+from forgefield.models.deeppot.branches import single
 from forgefield.models.potential import Potential
 from forgefield.models.registry import build_model
 from forgefield.parallel.faults import failing_together
@@ -133,9 +134,13 @@ def example_config(overrides: list[str], *, make: bool) -> DictConfig:
         return load_config(path, overrides)
 
 
-def load(run: str | os.PathLike[str] | Run, *, which: str = "best", device: str = "cpu") -> Potential:
+def load(
+    run: str | os.PathLike[str] | Run, *, which: str = "best", device: str = "cpu", head: str | None = None
+) -> Potential:
     """The trained model of a run, in evaluation mode."""
-    return (run if isinstance(run, Run) else Run.open(run)).load_potential(which, device)
+    run = run if isinstance(run, Run) else Run.open(run)
+    run.require_head(head)
+    return run.load_potential(which, device, head=head)
 
 
 def load_run(name: str | os.PathLike[str], *, out: str | os.PathLike[str] = "runs") -> Run:
@@ -151,22 +156,25 @@ def test(
     which: str = "best",
     device: str = "cpu",
     labels_required: bool = False,
+    head: str | None = None,
 ) -> dict[str, float]:
     """Errors of a run's model on labelled frames, in meV/atom, meV/A and GPa, with a parity plot, kept in the run.
 
     data: a file, folder, glob or list of them. options: labels and units of that data; default: as in training.
-    labels_required: whether every label that `options` names must be found in the data.
+    labels_required: whether every label that `options` names must be found in the data. head: branch of a model that has
+    several.
     """
     ranks = this_group()
     with failing_together(ranks):
         run = run if isinstance(run, Run) else Run.open(run)
+        run.require_head(head)
         settings: Any = options if options is not None else _data_options(run)
         frames = read_table(data, settings.labels, settings.units, lazy=is_lazy(settings), required=labels_required)
         require_same_data(frames.fingerprint, ranks)
         dataset = GraphDataset(frames, SpeciesTable(run.species), run.graph)
         batch = evaluation_budget(settings)
         name = _test_name(run, data)
-        errors = _evaluate(run, dataset, name, which=which, device=device, batch=batch, ranks=ranks)
+        errors = _evaluate(run, dataset, name, which=which, device=device, batch=batch, ranks=ranks, head=head)
         if ranks.is_first:
             _write_test(run, errors, name=name, source=str(data), which=which, n_frames=len(frames))
             if any("_mae" in error for error in errors):
@@ -184,16 +192,18 @@ def predict(
     which: str = "best",
     device: str = "cpu",
     labels_required: bool = False,
+    head: str | None = None,
 ) -> Path:
     """Write the structures of `source` with predicted energies, forces and stress to `out`.
 
     options: units and labels of `source`, which needs none; labels that are there are kept beside the predictions.
-    labels_required: whether every label that `options` names must be there.
+    labels_required: whether every label that `options` names must be there. head: branch of a model that has several.
     """
     _refuse_company("predict")
     run = run if isinstance(run, Run) else Run.open(run)
+    run.require_head(head)
     options = options if options is not None else _data_options(run)
-    potential = run.load_potential(which, device)
+    potential = run.load_potential(which, device, head=head)
     return predict_file(
         potential, source, Path(out), labels=options.labels, units=options.units, labels_required=labels_required
     )
@@ -250,10 +260,18 @@ def _measure(fitted: Fitted, config: DictConfig, journal: Journal, ranks: Ranks)
 
 
 def _evaluate(
-    run: Run, dataset: GraphDataset, split: str, *, which: str, device: str, batch: Budget, ranks: Ranks
+    run: Run,
+    dataset: GraphDataset,
+    split: str,
+    *,
+    which: str,
+    device: str,
+    batch: Budget,
+    ranks: Ranks,
+    head: str | None = None,
 ) -> dict[str, float]:
     """Predict a data set, keep the predictions in the run, give the errors (on rank 0; the others only predict)."""
-    potential = load_shared(run, which, device, ranks)
+    potential = load_shared(run, which, device, ranks, head)
     outputs = [*(dict.fromkeys(LABELS.values()) if potential.has_energy else ()), *potential.further]
     labels = [name for name in outputs if name in _labels_of(dataset) and dataset.frames.carries(name).any()]
     if not labels:
@@ -309,12 +327,13 @@ def _labels_of(dataset: GraphDataset) -> set[str]:
     return {*LABELS.values(), *dataset.fields}
 
 
-def load_shared(run: Run, which: str, device: str, ranks: Ranks) -> Potential:
-    """The trained model on every rank, read from the disk by rank 0 alone."""
+def load_shared(run: Run, which: str, device: str, ranks: Ranks, head: str | None = None) -> Potential:
+    """The trained model (one branch of it) on every rank, read from the disk by rank 0 alone."""
     if ranks.world_size == 1:
-        return run.load_potential(which, device)
-    potential = run.load_potential(which, "cpu") if ranks.is_first else None
-    recipe = ranks.share((run.info["model"], run.info["precision"], potential.state_dict()) if potential else None)
+        return run.load_potential(which, device, head=head)
+    potential = run.load_potential(which, "cpu", head=head) if ranks.is_first else None
+    resolved = run.info["model"] if head is None else single(run.info["model"], None, head)[0]
+    recipe = ranks.share((resolved, run.info["precision"], potential.state_dict()) if potential else None)
     if potential is None:
         potential = build_model(recipe[0], precision=recipe[1], seed=0)
         potential.load_state_dict(recipe[2])

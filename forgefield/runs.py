@@ -23,8 +23,9 @@ from forgefield.config.nearest import did_you_mean
 from forgefield.data.graphs.graph import GraphOptions
 from forgefield.errors import ForgefieldError
 from forgefield.files import write_whole
+from forgefield.models.deeppot.branches import single
 from forgefield.models.potential import Potential
-from forgefield.models.registry import HEADS, PREDICTS, build_model
+from forgefield.models.registry import HEADS, PREDICTS, branch_names, build_model
 
 WEIGHTS = ("best", "last")
 
@@ -126,8 +127,16 @@ class Run:
         info = {**(self.info if path.exists() else {}), **changes}
         write_whole(path, json.dumps(info, indent=1) + "\n")
 
-    def load_potential(self, which: str = "best", device: str | torch.device = "cpu") -> Potential:
-        """The trained model in evaluation mode. which: `best` (by validation) or `last`."""
+    def require_head(self, head: str | None) -> None:
+        """Refuse a branch that the model does not have, and none where it has several."""
+        if head is not None or branch_names(self.info["model"]):
+            single(self.info["model"], None, head)
+
+    def load_potential(
+        self, which: str = "best", device: str | torch.device = "cpu", *, head: str | None = None
+    ) -> Potential:
+        """The trained model in evaluation mode. which: `best` (by validation) or `last`. head: one branch of a model that has
+        several, as a model of its own."""
         if which not in WEIGHTS:
             raise ForgefieldError(f"Weights are 'best' or 'last', not '{which}'.")
         try:
@@ -141,9 +150,15 @@ class Run:
             )
         info = self.info
         self._refuse_code_from_the_folder(info)
-        potential = build_model(info["model"], precision=info["precision"], seed=0)
+        resolved = info["model"]
         try:
-            potential.load_state_dict(safetensors_tensors(path.read_bytes()))
+            state = safetensors_tensors(path.read_bytes())
+            if head is not None:
+                resolved, state = single(resolved, state, head)
+            potential = build_model(resolved, precision=info["precision"], seed=0)
+            potential.load_state_dict(state)
+        except ForgefieldError:
+            raise
         except Exception as error:
             reason = str(error).splitlines()[0]
             raise ForgefieldError(f"{path} is damaged or belongs to another model: {reason}") from error

@@ -35,6 +35,7 @@ def run(args: argparse.Namespace) -> int:
         args.out,
         options=options,
         which=args.which,
+        head=args.head,
         device=device,
         labels_required=any(key.startswith("data.labels") for key in override_keys(overrides)),
     )

@@ -57,6 +57,7 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
         data,
         options=options,
         which=args.which,
+        head=args.head,
         device=device_name(args.device, local_rank=ranks.launch.local_rank),
         labels_required=any(key.startswith("data.labels") for key in override_keys(overrides)),
     )

@@ -24,7 +24,7 @@ from forgefield.config.nearest import did_you_mean, nearest
 from forgefield.config.refusals import check_choice, wrong
 from forgefield.config.sources import Sources
 from forgefield.config.target_checks import check_task
-from forgefield.config.targets import FIELDS, TARGETS, as_typed
+from forgefield.config.targets import BRANCHES, FIELDS, TARGETS, as_typed
 from forgefield.errors import ForgefieldError
 
 CHOICES = {
@@ -270,6 +270,9 @@ def _fill(node: DictConfig, cls: type, values: Mapping[str, Any], prefix: str, s
         if cls is schema.TaskOptions and name == FIELDS:
             _fill_fields(node, value, prefix, sources)
             continue
+        if cls is schema.TaskOptions and name == BRANCHES:
+            _fill_branches(node, value, key, sources)
+            continue
         inner = _section(kind)
         if inner is None:
             _set(node, str(name), value, kind, key, sources)
@@ -293,6 +296,24 @@ def _fill_fields(task: DictConfig, values: Mapping[str, Any], prefix: str, sourc
         elif value is not None:
             options = ", ".join(_types(schema.FieldTargetOptions))
             raise wrong(sources, f"{prefix}{name}", value, f"a section with the keys {options}")
+
+
+def _fill_branches(task: DictConfig, values: Any, key: str, sources: Sources) -> None:
+    """Targets of each branch of the model."""
+    kinds = ", ".join(_types(schema.BranchTaskOptions))
+    if not isinstance(values, Mapping):
+        raise wrong(sources, key, values, f"a section with a name for each branch, which has the keys {kinds}")
+    for branch, section in values.items():
+        if not re.fullmatch(r"[A-Za-z0-9_-]+", str(branch)):
+            raise ForgefieldError(f"{sources.where(key)}: '{key}': the name of a branch is made of letters, digits, - and _.")
+        if not isinstance(section, Mapping):
+            raise wrong(sources, f"{key}.{branch}", section, f"a section with the keys {kinds}")
+        for path in _paths(section, schema.BranchTaskOptions, ""):
+            hint = unknown_key(f"task.{path}", ())
+            if hint is not None:
+                raise ForgefieldError(f"{sources.where(key)}: unknown key '{key}.{branch}.{path}'.{hint}")
+        task.branches[branch] = schema.BranchTaskOptions()
+        _fill(task.branches[branch], schema.BranchTaskOptions, section, f"{key}.{branch}.", sources)
 
 
 def _set(node: DictConfig, name: str, value: Any, kind: Any, key: str, sources: Sources) -> None:

@@ -82,7 +82,8 @@ class UnitOptions:
 @dataclass
 class DataOptions:
     train: Any = None
-    """File, folder, store, glob, or a list of them; or a list of {path: ..., weight: (in the loss), share: (of the draws)}."""
+    """File, folder, store, glob, or a list of them; or a list of {path: ..., weight: (in the loss), share: (of the draws),
+    branch: (of the model)}."""
     val: Any = 0.1
     """A share of train (0.1), a number of its frames (50), a file (list, glob), or {indices: file-or-list}."""
     test: Any = None
@@ -101,7 +102,8 @@ class DataOptions:
     """The same for validation and test: a number of frames, or {atoms: ...}. Default: as in training."""
     sampling: Any = None
     """Default: every frame once an epoch. uniform or size: sources are drawn alike or by size; a list of weights; DeePMD-kit's
-    blocks ('prob_sys_size;0:2:0.5;2:5:0.5'); or {rule: uniform, frames: 10000}, the draws of an epoch."""
+    blocks ('prob_sys_size;0:2:0.5;2:5:0.5'); or {rule: uniform, frames: 10000}, the draws of an epoch; or {branches: {a: 0.7,
+    b: 0.3}}, how often branches of the model are drawn (auto: by their numbers of sources)."""
     devset: Optional[int] = None
     """Train on so many representative frames of `train` only, to try things out."""
     species: Optional[list[str]] = None
@@ -199,6 +201,16 @@ class FieldTargetOptions:
 
 
 @dataclass
+class BranchTaskOptions:
+    """What one branch of the model is trained on."""
+
+    energy: Optional[TargetOptions] = None
+    forces: Optional[TargetOptions] = None
+    stress: Optional[TargetOptions] = None
+    virial: Optional[TargetOptions] = None
+
+
+@dataclass
 class TaskOptions:
     """What is trained: a target that is given (`forces: {}`) is on, one that is left out or null is off. A field of the data is
     a target by its own name: `band_gap: {loss: mae}`."""
@@ -213,6 +225,8 @@ class TaskOptions:
     """The stress times minus the volume, errors in eV (per atom: eV/atom)."""
     fields: dict[str, FieldTargetOptions] = field(default_factory=dict)
     """Fields of the data that are targets; written beside the others, by their names."""
+    branches: dict[str, BranchTaskOptions] = field(default_factory=dict)
+    """Where the model has branches, targets of each by its name, in place of those above."""
 
 
 @dataclass

@@ -19,20 +19,28 @@ LOSSES = ("mse", "mae", "rmse", "huber")
 def check_task(task: DictConfig, sources: Sources) -> None:
     """Refuse targets whose settings have no meaning."""
     given = [target for target in TARGETS if task[target] is not None]
-    if not given and not task.fields:
+    branches = {f"task.branches.{name}": section for name, section in task.branches.items()}
+    if not given and not task.fields and not branches:
         raise ForgefieldError(
             f"{sources.where('task')}: 'task' trains nothing; give at least one of {', '.join(TARGETS)}."
         )
-    for target in given:
-        options, key = task[target], f"task.{target}"
-        _check_target(options, key, schema.TargetOptions(), sources)
-        _only_for("per_atom", ("energy", "virial"), target, options, sources)
-        if options.per_atom not in (True, False, "root"):
-            raise wrong(sources, f"{key}.per_atom", options.per_atom, "true, false or root")
-        _only_for("species_weights", ("forces",), target, options, sources)
+    for section, prefix in ((task, "task"), *((section, key) for key, section in branches.items())):
+        for target in TARGETS:
+            if section[target] is not None:
+                _check_ours(section[target], target, prefix, sources)
     for name, options in task.fields.items():
         _check_target(options, f"task.{name}", schema.FieldTargetOptions(), sources)
         _check_field_target(options, f"task.{name}", sources)
+
+
+def _check_ours(options: DictConfig, target: str, prefix: str, sources: Sources) -> None:
+    """A target that every potential knows. prefix: the section that it stands in."""
+    key = f"{prefix}.{target}"
+    _check_target(options, key, schema.TargetOptions(), sources)
+    _only_for("per_atom", ("energy", "virial"), target, options, sources, prefix)
+    if options.per_atom not in (True, False, "root"):
+        raise wrong(sources, f"{key}.per_atom", options.per_atom, "true, false or root")
+    _only_for("species_weights", ("forces",), target, options, sources, prefix)
 
 
 def _check_target(options: DictConfig, key: str, default: Any, sources: Sources) -> None:
@@ -152,10 +160,12 @@ def _check_places(schedule: DictConfig, values: list[Any], key: str, sources: So
         )
 
 
-def _only_for(name: str, targets: tuple[str, ...], target: str, options: DictConfig, sources: Sources) -> None:
-    key = f"task.{target}.{name}"
+def _only_for(
+    name: str, targets: tuple[str, ...], target: str, options: DictConfig, sources: Sources, prefix: str
+) -> None:
+    key = f"{prefix}.{target}.{name}"
     if target not in targets and _is_set(key, options[name], name, sources):
-        right = f"task.{targets[0]}.{name}"
+        right = f"{prefix}.{targets[0]}.{name}"
         raise ForgefieldError(f"{sources.where(key)}: '{key}' does not apply to {target}. Did you mean '{right}'?")
 
 

@@ -11,29 +11,46 @@ from typing import Any
 from forgefield.config import schema
 
 FIELDS = "fields"
-TARGETS = tuple(item.name for item in dataclasses.fields(schema.TaskOptions) if item.name != FIELDS)
+BRANCHES = "branches"
+TARGETS = tuple(item.name for item in dataclasses.fields(schema.TaskOptions) if item.name not in (FIELDS, BRANCHES))
 """Targets that every potential knows; all others are fields."""
+
+
+def quantity(name: str) -> str:
+    """What is meant by the name of a target or an error: `energy` for `energy`, and for `water.energy` of the branch water."""
+    return name.rpartition(".")[2]
 
 
 def as_typed(task: Any) -> Any:
     """The plain section with its fields in `fields`."""
     if not isinstance(task, Mapping):
         return task
-    known = {name: value for name, value in task.items() if name in TARGETS}
-    return {**known, FIELDS: {name: value for name, value in task.items() if name not in TARGETS}}
+    known = {name: value for name, value in task.items() if name in (*TARGETS, BRANCHES)}
+    return {**known, FIELDS: {name: value for name, value in task.items() if name not in (*TARGETS, BRANCHES)}}
 
 
 def as_written(task: Any) -> Any:
     """The plain section with all targets side by side."""
     if not isinstance(task, Mapping) or not isinstance(task.get(FIELDS, {}), Mapping):
         return task
-    return {**{name: value for name, value in task.items() if name != FIELDS}, **task.get(FIELDS, {})}
+    known = {name: value for name, value in task.items() if name != FIELDS and (name != BRANCHES or value)}
+    return {**known, **task.get(FIELDS, {})}
 
 
 def given_targets(task: Any) -> dict[str, Any]:
-    """Options of every target that is on, of a typed section or a `TaskOptions`: ours in their order, then fields by name."""
+    """Options of every target that is on, of a typed section or a `TaskOptions`: ours in their order, then fields by name, then
+    those of branches as `branch.target`, by branch."""
     known = {name: getattr(task, name, None) for name in TARGETS}
     further = getattr(task, FIELDS, None) or {}
     return {name: value for name, value in known.items() if value is not None} | {
         str(name): further[name] for name in sorted(further) if further[name] is not None
+    } | _of_branches(getattr(task, BRANCHES, None) or {})
+
+
+def _of_branches(branches: Any) -> dict[str, Any]:
+    return {
+        f"{branch}.{name}": getattr(branches[branch], name)
+        for branch in sorted(branches)
+        for name in TARGETS
+        if getattr(branches[branch], name, None) is not None
     }

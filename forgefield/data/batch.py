@@ -15,6 +15,7 @@
 | stress     | (n_frames, 3, 3)| float64 | eV/A^3 |
 | weight     | (n_frames,)     | float64 | weight in the loss |
 | frame_id   | (n_frames,)     | int64   | position in the dataset; -1: a blank frame that counts for nothing |
+| branch     | (n_frames,)     | int64   | which branch of the model a frame is for; only where a model has several |
 
 `edge_reverse` is left out where an edge need not have a reverse (`data.max_neighbours`). NaN in a label means that the
 frame does not carry it; readers refuse NaN in data, so it means nothing else. Fields (`data.labels.fields`) are further keys,
@@ -54,6 +55,7 @@ SHAPES: Shapes = {
     "stress": ("frames", 3, 3),
     "weight": ("frames",),
     "frame_id": ("frames",),
+    "branch": ("frames",),
 }
 """Shape of each key, in the sizes that differ from batch to batch."""
 

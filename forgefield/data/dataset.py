@@ -48,6 +48,7 @@ class GraphDataset:
         self.species = species
         self.fields: Fields = self.frames.fields
         self.targets: frozenset[str] = frozenset()
+        self._branch: np.ndarray | None = None
         self.graph = graph if isinstance(graph, GraphOptions) else GraphOptions(float(graph))
         self._refuse_foreign_species()
         if on_device and (self.graph.adaptive_cutoff is not None or self.graph.max_neighbours is not None):
@@ -56,6 +57,16 @@ class GraphDataset:
                 "data.max_neighbours, or use data.neighbours=auto"
             )
         self.edges: Neighbourhoods = DeviceEdges() if on_device else _neighbourhoods(self.frames, self.graph, progress)
+
+    def tell_branches(self, names: Sequence[str]) -> None:
+        """From now on batches say which branch of the model each frame belongs to, by its place in `names`."""
+        self._branch = self.frames.branch_of_frame(names)
+        strange = np.flatnonzero(self._branch < 0)
+        if len(strange):
+            raise ForgefieldError(
+                f"{self.frames.where(int(strange[0]))}: its source names no branch of the model; write {{path: ..., branch: "
+                f"NAME}} in the data section, with NAME one of {', '.join(names)}"
+            )
 
     def leave_edges_to_device(self) -> None:
         """From now on the model's device makes the lists that would be made for each batch, if it can make such."""
@@ -101,6 +112,7 @@ class GraphDataset:
             stress=found.column("stress"),
             weight=found.column("weight"),
             frame_id=found.rows,
+            **({} if self._branch is None else {"branch": self._branch[found.rows]}),
             **{name: found.field(name) for name in self.fields},
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import lightning
@@ -92,6 +92,18 @@ class DataModule(lightning.LightningDataModule):
         for part in (self.train, self.val, self.test):
             if part is not None:
                 part.targets = frozenset(targets) & part.fields.keys()
+
+    def tell_branches(self, names: Sequence[str]) -> None:
+        """Batches say which of these branches of the model a frame is for. Called before loaders are asked for."""
+        missing = [name for name in names if name not in self.train.frames.branches]
+        if missing:
+            raise ForgefieldError(
+                f"model.branches has {missing[0]}, and no source of data.train is for it; write {{path: ..., branch: "
+                f"{missing[0]}}} there."
+            )
+        for part in (self.train, self.val, self.test):
+            if part is not None:
+                part.tell_branches(names)
 
     def train_on_gpu(self) -> None:
         """Batches will be copied to a GPU. Called before loaders are asked for."""

@@ -25,6 +25,7 @@ from forgefield.data.graphs.neighbours import edge_vectors, neighbour_list, squa
 from forgefield.data.species import SpeciesTable
 from forgefield.deploy.evaluate import further_answers, outputs_of_atoms
 from forgefield.errors import ForgefieldError
+from forgefield.models.deeppot.branches import single
 from forgefield.models.potential import Potential
 from forgefield.models.registry import build_model
 from forgefield.runs import Run
@@ -88,6 +89,7 @@ class Calculator(AseCalculator):
         run: name of a run, path of its folder, a `Run`, or a `Potential`
         which: weights of the run, `best` or `last`
         device: where the model runs, `cpu` or `cuda`
+        head: branch of a model that has several
         dtype: arithmetic inside the network, `float32` or `float64`, for a run; default: as trained
         skin: how far beyond the cutoff neighbours are remembered, A
 
@@ -109,10 +111,11 @@ class Calculator(AseCalculator):
         device: str | torch.device = "cpu",
         dtype: str | torch.dtype | None = None,
         skin: float = 0.5,
+        head: str | None = None,
     ) -> None:
         super().__init__()
         self.device = torch.device(device)
-        self.potential = _potential(run, which, self.device, dtype)
+        self.potential = _potential(run, which, self.device, dtype, head)
         if not self.potential.has_energy and not RESPONSES & set(self.potential.further):
             raise ForgefieldError(
                 f"This model predicts {', '.join(self.potential.further)} and no energy, so it is no calculator; "
@@ -206,10 +209,16 @@ def _frame(atoms: Atoms) -> Frame:
 
 
 def _potential(
-    run: str | os.PathLike[str] | Run | Potential, which: str, device: torch.device, dtype: str | torch.dtype | None
+    run: str | os.PathLike[str] | Run | Potential,
+    which: str,
+    device: torch.device,
+    dtype: str | torch.dtype | None,
+    head: str | None,
 ) -> Potential:
     """A copy of our own, in evaluation mode, whose weights ask for no gradients."""
     if isinstance(run, nn.Module):
+        if head is not None:
+            raise ForgefieldError("head can be chosen for a run; a Potential is used as it is.")
         if dtype is not None:
             raise ForgefieldError(
                 "dtype can be chosen for a run; a Potential is used in the precision it was built with."
@@ -217,9 +226,11 @@ def _potential(
         potential = copy.deepcopy(run)
     else:
         run = run if isinstance(run, Run) else Run.open(run)
-        potential = run.load_potential(which, device)
+        run.require_head(head)
+        potential = run.load_potential(which, device, head=head)
         if dtype is not None:
             weights = potential.state_dict()
-            potential = build_model(run.info["model"], precision=str(dtype).removeprefix("torch."), seed=0)
+            resolved = run.info["model"] if head is None else single(run.info["model"], None, head)[0]
+            potential = build_model(resolved, precision=str(dtype).removeprefix("torch."), seed=0)
             potential.load_state_dict(weights)
     return potential.to(device).eval().requires_grad_(False)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from forgefield.models.potential import Batch, FurtherOutput, Potential, edge_vectors
 
 
-@dataclass(frozen=True)
+@dataclass
 class OwnOutput:
     """What a model gives under a name (`models.potential.FurtherOutput`). cumulative: running sums of the fitting's numbers."""
 

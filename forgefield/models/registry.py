@@ -132,6 +132,11 @@ def resolve_model(
     return resolved | own | ({} if folder is None else {MODULE_FOLDER: str(folder)})
 
 
+def branch_names(options: Mapping[str, Any]) -> list[str]:
+    """Names of the branches of a model, in the order of their numbers; none for most models. options: resolved or not."""
+    return sorted(options.get("branches") or {}) if options.get("name") == "deeppot" else []
+
+
 def own_outputs(options: Mapping[str, Any]) -> dict[str, Any]:
     """What the model of this section gives by itself in place of energies, by name; nothing for most models."""
     _, found, given = check_model(options)

@@ -7,7 +7,7 @@ applied to added sums: unequal frames and missing labels never change what "mean
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from forgefield.config.nearest import did_you_mean
 from forgefield.config.schema import TargetOptions, TaskOptions
-from forgefield.config.targets import TARGETS, given_targets
+from forgefield.config.targets import TARGETS, given_targets, quantity
 from forgefield.errors import ForgefieldError
 from forgefield.models.potential import FurtherOutput, volumes
 from forgefield.tasks.classes import cross_entropy, one_hot
@@ -61,10 +61,17 @@ class Target:
     """Labels of the classes, where the target is one of them; the output then has a logit for each."""
     per_atom_errors: bool = False
     """Errors of frames are also measured per atom."""
+    branch: int | None = None
+    """The branch of the model whose frames count; None: all do."""
+
+    @property
+    def quantity(self) -> str:
+        """What is learnt, in whichever branch."""
+        return quantity(self.name)
 
     @property
     def label(self) -> str:
-        return LABELS.get(self.name, self.name)
+        return LABELS.get(self.quantity, self.quantity)
 
 
 @dataclass(frozen=True)
@@ -80,6 +87,7 @@ class Task:
     """The trained targets. `species` fixes the meaning of the batch's species indices.
 
     further: what the model says of its outputs beside energy, forces and stress; every target that is a field is one of them.
+    branches: of the model, in the order of the batch's numbers.
     """
 
     def __init__(
@@ -87,10 +95,16 @@ class Task:
         options: TaskOptions | Any,
         species: tuple[str, ...],
         further: Mapping[str, FurtherOutput] | None = None,
+        branches: Sequence[str] = (),
     ) -> None:
+        self.branches = tuple(branches)
+        targets = given_targets(options)
+        _check_branches(targets, self.branches)
         self.targets = [
-            _build_target(name, given, species) if name in TARGETS else _build_field_target(name, given, further or {})
-            for name, given in given_targets(options).items()
+            _build_target(name, given, species, self.branches)
+            if quantity(name) in TARGETS
+            else _build_field_target(name, given, further or {})
+            for name, given in targets.items()
         ]
         if not self.targets:
             raise ForgefieldError(
@@ -108,7 +122,7 @@ class Task:
 
     @property
     def needs_forces(self) -> bool:
-        return "forces" in self.names
+        return any(target.quantity == "forces" for target in self.targets)
 
     @property
     def needs_stress(self) -> bool:
@@ -122,7 +136,7 @@ class Task:
     @property
     def units(self) -> dict[str, str]:
         """Units of those targets that are fields with values."""
-        return {t.name: t.unit for t in self.targets if t.name not in TARGETS and t.classes is None}
+        return {t.name: t.unit for t in self.targets if t.quantity not in TARGETS and t.classes is None}
 
     @property
     def classes(self) -> dict[str, tuple[float, ...]]:
@@ -145,7 +159,9 @@ class Task:
 
     def error_metrics(self, species: tuple[str, ...]) -> ErrorMetrics:
         """Accumulators of its targets' errors."""
-        return ErrorMetrics(self.names, species, classes=self.classes, extensive=self.extensive)
+        return ErrorMetrics(
+            self.names, species, classes=self.classes, extensive=self.extensive, branches=self.branches
+        )
 
     def follow(self, moment: Moment) -> None:
         """Take the weights of this moment. Tensors are changed in place, without waiting for their device."""
@@ -231,14 +247,14 @@ def default_task(labels: dict[str, int]) -> TaskOptions:
 def require_labels(targets: Iterable[str], labels: Mapping[str, int], where: str) -> None:
     """Refuse a target that no frame is labelled for. labels: how many frames carry each label and each field there is."""
     for name in targets:
-        label = LABELS.get(name, name)
+        label = LABELS.get(quantity(name), name)
         if label not in LABELS.values() and not labels.get(label):
             _refuse_field(name, labels, where)
         if not labels.get(label):
-            also = "" if name == label else f" or {name}"
+            also = "" if quantity(name) == label else f" or {quantity(name)}"
             raise ForgefieldError(
                 f"task.{name} is on, but no {where} frame carries {label}{also}; remove task.{name} "
-                f"or name the label with data.labels.{name}."
+                f"or name the label with data.labels.{quantity(name)}."
             )
 
 
@@ -283,7 +299,21 @@ def _build_field_target(name: str, options: Any, further: Mapping[str, FurtherOu
     )
 
 
-def _build_target(name: str, options: Any, species: tuple[str, ...]) -> Target:
+def _check_branches(targets: Iterable[str], branches: tuple[str, ...]) -> None:
+    """Raise where targets are those of other branches than the model has."""
+    named = {name.partition(".")[0] for name in targets if "." in name}
+    for branch in sorted(named):
+        if branch not in branches:
+            known = f"its branches are {', '.join(branches)}" if branches else "it has no branches (model.branches)"
+            raise ForgefieldError(f"task.branches.{branch}: the model has no branch of that name; {known}.")
+    lacking = [branch for branch in branches if branch not in named]
+    if named and lacking:
+        raise ForgefieldError(f"task.branches: nothing is said of {lacking[0]}, which is a branch of the model.")
+    if named and any("." not in name for name in targets):
+        raise ForgefieldError("task: targets are given for all frames or for each branch (task.branches), not both.")
+
+
+def _build_target(name: str, options: Any, species: tuple[str, ...], branches: Sequence[str] = ()) -> Target:
     if options.weight < 0:
         raise ForgefieldError(f"task.{name}.weight must not be negative, it is {options.weight}.")
     return Target(
@@ -293,7 +323,8 @@ def _build_target(name: str, options: Any, species: tuple[str, ...]) -> Target:
         per_atom=options.per_atom,
         species_weights=_species_weights(options.species_weights, species, f"task.{name}.species_weights"),
         schedule=_schedule(options),
-        per="atom" if name == "forces" else "frame",
+        per="atom" if quantity(name) == "forces" else "frame",
+        branch=branches.index(name.partition(".")[0]) if "." in name else None,
     )
 
 
@@ -319,6 +350,8 @@ def _species_weights(weights: dict[str, float] | None, species: tuple[str, ...],
 def _element_weights(target: Target, batch: Batch, species_weights: Tensor | None) -> Tensor:
     """Weight of every element of the label, zero where it is missing. species_weights: (n_species,)."""
     label, weight = batch[target.label], batch["weight"]
+    if target.branch is not None:
+        weight = weight * (batch["branch"] == target.branch).to(weight.dtype)
     if target.per == "atom":
         weight = weight[batch["frame"]]
         if species_weights is not None:
@@ -349,13 +382,13 @@ def _weighted_error(
 def _factor(target: Target, batch: Batch) -> Tensor | float | None:
     """A number, or (n_frames,): what label and prediction are multiplied with before they are compared."""
     unit = target.scale if isinstance(target.scale, float) else 1.0
-    if target.name not in TARGETS and not target.per_atom:
+    if target.quantity not in TARGETS and not target.per_atom:
         return 1.0 / unit
     n_atoms = batch["n_atoms"].to(batch["weight"].dtype)
     divisor = n_atoms.sqrt() if target.per_atom == "root" else n_atoms
-    if target.name == "virial":
+    if target.quantity == "virial":
         return -volumes(batch["cell"]) / divisor if target.per_atom else -volumes(batch["cell"])
-    if target.name in ("forces", "stress") or not target.per_atom:
+    if target.quantity in ("forces", "stress") or not target.per_atom:
         return None
     return 1.0 / (divisor if unit == 1.0 else unit * divisor)
 
@@ -368,12 +401,12 @@ def _describe_target(target: Target) -> str:
     text = f"weight {target.weight:g}, {word}"
     if target.schedule is not None:
         text = text.replace(",", f" {target.schedule.describe()},", 1)
-    if target.name not in TARGETS and target.classes is None:
+    if target.quantity not in TARGETS and target.classes is None:
         text += {"sum": ", extensive", "mean": ", intensive", None: ", of atoms"}[target.reduce]
         scale = target.scale if isinstance(target.scale, tuple) else (target.scale,)
         shown = [f"{value:.4g}" for value in scale[:SHOWN]] + ["..."] * (len(scale) > SHOWN)
         text += f", in units of {', '.join(shown)} {target.unit}".rstrip()
-    if target.name in ("energy", "virial") or target.reduce == "sum":
+    if target.quantity in ("energy", "virial") or target.reduce == "sum":
         text += {True: ", per atom", False: ", total", "root": ", per root of the number of atoms"}[target.per_atom]
     if target.species_weights is not None:
         text += ", weighted by species"

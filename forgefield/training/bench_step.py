@@ -19,6 +19,7 @@ from forgefield.data.module import DataModule
 from forgefield.data.readers import plain
 from forgefield.models.potential import Potential
 from forgefield.models.registry import build_model
+from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.task import Task
 from forgefield.training.ema import WeightAverage
 from forgefield.training.engines.engine import Engine

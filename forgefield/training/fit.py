@@ -25,7 +25,7 @@ from forgefield.data.sampling.loader import FrameLoader
 from forgefield.errors import ForgefieldError
 from forgefield.files import write_whole
 from forgefield.models.potential import Potential
-from forgefield.models.registry import build_model
+from forgefield.models.registry import branch_names, build_model
 from forgefield.parallel.exchange import StepExchange
 from forgefield.parallel.group import Ranks
 from forgefield.parallel.learning_rate import learning_rate_factor
@@ -418,11 +418,24 @@ def _start_from(
         party.journal.say(changed)
 
 
+def _tell_branches(config: DictConfig, data: DataModule, initial: InitialModel | None) -> None:
+    """Let batches say which branch of the model a frame is for, where it has several."""
+    names = branch_names(plain(config.model) if initial is None else initial.known.resolved)
+    if names:
+        data.tell_branches(names)
+    elif (named := data.train.frames.branches) not in ([None], []):
+        raise ForgefieldError(
+            f"data.train has sources for the branch {named[-1]}, and the model has no branches; leave `branch` out, or name "
+            "them in model.branches."
+        )
+
+
 def _prepare_model(
     run: Run, config: DictConfig, data: DataModule, ranks: Ranks, initial: InitialModel | None
 ) -> tuple[Task, dict[str, Any], str]:
     """Task, model options in full and fingerprint of the data. A run that has begun keeps the options it has."""
     data.statistics = ranks.share(data.statistics)
+    _tell_branches(config, data, initial)
     options = wanted_task(config, data)
     for name, dataset in (("val", data.val), ("test", data.test)):
         require_any_label(options, name, dataset)

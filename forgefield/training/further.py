@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from forgefield.config.targets import TARGETS, given_targets
+from forgefield.config.targets import TARGETS, given_targets, quantity
 from forgefield.data.field_statistics import atom_moments, extensive_moments, intensive_moments, largest
 from forgefield.data.fields import Field
 from forgefield.data.module import DataModule
@@ -30,12 +30,12 @@ ROUNDING = 1e-12
 
 def field_targets(task: Any) -> dict[str, Any]:
     """Options of those targets that are fields."""
-    return {name: options for name, options in given_targets(task).items() if name not in TARGETS}
+    return {name: options for name, options in given_targets(task).items() if quantity(name) not in TARGETS}
 
 
 def has_energy(task: Any) -> bool:
     """Whether energies are trained, themselves or through their derivatives."""
-    return any(name in TARGETS for name in given_targets(task))
+    return any(quantity(name) in TARGETS for name in given_targets(task))
 
 
 def head_facts(task: Any, data: DataModule) -> dict[str, dict[str, Any]]:

@@ -27,7 +27,7 @@ from forgefield.data.readers import plain
 from forgefield.data.storage.cache import cache_folder
 from forgefield.errors import ForgefieldError
 from forgefield.files import write_whole
-from forgefield.models.registry import further_outputs, model_statistics, own_outputs, resolve_model
+from forgefield.models.registry import branch_names, further_outputs, model_statistics, own_outputs, resolve_model
 from forgefield.tasks.task import Task, default_task, require_labels
 from forgefield.training.further import has_energy, head_facts, own_units
 
@@ -62,7 +62,7 @@ def wanted_task(config: DictConfig, data: DataModule) -> TaskOptions | Any:
 
 def built_task(options: TaskOptions | Any, resolved: Mapping[str, Any]) -> Task:
     """The task of a model with these resolved options."""
-    return Task(options, tuple(resolved["species"]), further_outputs(resolved))
+    return Task(options, tuple(resolved["species"]), further_outputs(resolved), branch_names(resolved))
 
 
 def _measured(config: DictConfig, data: DataModule) -> dict[str, Any]:

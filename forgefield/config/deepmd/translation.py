@@ -62,7 +62,7 @@ def translation(content: Mapping[str, Any], file: Path) -> Translation:
     _refuse_several(whole, model_section, training)
     model = translate_model(model_section)
     length = translate_length(training)
-    data = {"species": model.species, "cutoff": model.cutoff}
+    data: dict[str, Any] = {"species": model.species, "cutoff": model.cutoff}
     data |= {"reference_energies": "fit"} if model.fitting["type"] == "ener" else {}
     data |= translate_data(training, model.species)
     loss = whole.below("loss") or Section({}, file, "loss", whole.notes)

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from forgefield.errors import ForgefieldError
 from forgefield.models.deeppot import options as model_options
+from forgefield.models.deeppot.branches import check_branches, draw_again, fitting_section, flat_bias, owners
 from forgefield.models.deeppot.descriptor import Descriptor
-from forgefield.models.deeppot.fitting import PARAMETERS, Fitting
+from forgefield.models.deeppot.fitting import PARAMETERS, Fitting, branch_of_atoms
 from forgefield.models.deeppot.options import check_pairs, excluded_kinds, per_species, unseen_species
 from forgefield.models.deeppot.parts import check_parts, descriptor_part, fitting_part
 from forgefield.models.deeppot.short_range import PairTable, complete_short_range, zbl_energies
@@ -28,6 +29,11 @@ from forgefield.models.own_outputs import OwnOutput
 from forgefield.ops.graph import EdgeGraph, Segments, edge_graph, gather, join
 
 
+def _check_options(given: Mapping[str, Any]) -> None:
+    check_parts(given)
+    check_branches(given)
+
+
 class DeepPot(nn.Module):
     """Atomic energies from edge vectors, or what another fitting network gives. Built from resolved options: every number is
     given."""
@@ -35,7 +41,7 @@ class DeepPot(nn.Module):
     only_edge_vectors = True
     Options = model_options.Options
     presets: dict[str, dict[str, Any]] = {}
-    check_options = staticmethod(check_parts)
+    check_options = staticmethod(_check_options)
     out_bias: Tensor
     pair_seen: Tensor
     atom_seen: Tensor
@@ -60,13 +66,18 @@ class DeepPot(nn.Module):
         self.gives_energy = not issubclass(fitting, TensorFitting)
         if not self.gives_energy:
             dimensions["dim_rotation"] = self.descriptor.dim_rotation
+        if options.branches:
+            made_of["owners"] = owners(options.branches)
         self.fitting: Fitting | TensorFitting = fitting(of_fitting, **dimensions, **made_of)
+        if options.branches:
+            draw_again(self.fitting, options.branches)
         has_table = options.srtab is not None
         self.table = PairTable(options, len(self.species), self.cutoff) if has_table else None
         numbers = [atomic_numbers.get(symbol, 0) for symbol in self.species]
         self.register_buffer("atomic_numbers", torch.tensor(numbers, dtype=torch.float64), persistent=False)
         if self.gives_energy:
-            self.register_buffer("out_bias", torch.tensor(options.out_bias, dtype=torch.float64))
+            bias = flat_bias(options.branches) if options.branches else options.out_bias
+            self.register_buffer("out_bias", torch.tensor(bias, dtype=torch.float64))
         pair_seen = torch.tensor(excluded_kinds(options.pair_exclude_types, len(self.species)), dtype=torch.float64)
         self.register_buffer("pair_seen", pair_seen, persistent=False)
         self.unseen = unseen_species(options.atom_exclude_types, of_fitting, len(self.species))
@@ -114,13 +125,12 @@ class DeepPot(nn.Module):
             _refuse_energy_options(options, given)
         kind, given = descriptor_part(options.descriptor)
         descriptor = kind.complete(given, species=species, cutoff=cutoff, statistics=statistics)
-        return dataclasses.replace(
-            options,
-            descriptor=dataclasses.asdict(descriptor),
-            fitting_net=dataclasses.asdict(fitting),
-            out_bias=_out_bias(options, fitting, species, statistics) if fitting.type == "ener" else None,
-            **short_range,
-        )
+        own: dict[str, Any] = {"fitting_net": dataclasses.asdict(fitting)}
+        if options.branches:
+            own["branches"] = _complete_branches(options, species, statistics)
+        elif fitting.type == "ener":
+            own["out_bias"] = _out_bias(options, fitting, species, statistics)
+        return dataclasses.replace(options, descriptor=dataclasses.asdict(descriptor), **own, **short_range)
 
     @property
     def feature_dim(self) -> int:
@@ -195,13 +205,33 @@ class DeepPot(nn.Module):
         if self.table is not None:
             tabulated, weights = self.table(lengths, kinds, graph, mask)
             atomic = (1 - weights) * atomic + weights * tabulated
-        atomic = atomic + gather(self.out_bias, Segments(species, len(self.species)))
+        kind = species
+        if options.branches:
+            kind = species + len(self.species) * branch_of_atoms(batch)
+        atomic = atomic + gather(self.out_bias, Segments(kind, self.out_bias.shape[0]))
         if options.zbl and lengths is not None:
             z = self.atomic_numbers.index_select(0, species)
             atomic = atomic + zbl_energies(lengths, z, graph, self.cutoff, options.zbl)
         if self.unseen:
             atomic = atomic * self.atom_seen.index_select(0, species)
         return descriptor, atomic
+
+
+def _complete_branches(
+    options: model_options.Options, species: tuple[str, ...], statistics: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Fitting network and bias of each branch in full."""
+    check_branches(dataclasses.asdict(options))
+    measured: Mapping[str, Any] = (statistics.get("environment") or {}).get("branches") or {}
+    found = {}
+    for name, section in sorted(options.branches.items()):
+        kind, given = fitting_part(fitting_section(options.fitting_net, section, options.branches))
+        fitting = kind.complete(given, species=species, statistics={})
+        of_branch = dataclasses.replace(options, out_bias=section.get("out_bias"))
+        bias = _out_bias(of_branch, fitting, species, {"environment": measured.get(name) or {}})
+        share = {"share": section["share"]} if section.get("share") else {}
+        found[name] = {"fitting_net": dataclasses.asdict(fitting), "out_bias": bias, **share}
+    return found
 
 
 def _running_sums(values: Tensor) -> Tensor:

@@ -128,6 +128,9 @@ class Options:
     """The table that was read from `use_srtab`."""
     out_bias: list[float] | None = None
     """Energy of each species that is added to the network's, eV. From the training data."""
+    branches: dict[str, Any] = field(default_factory=dict)
+    """Several energies of one descriptor, by name, each learnt from data of its own: {water: {}, ice: {fitting_net: {seed: 2}}}. A
+    branch has its own fitting network, unless `share` names the branch whose network it uses, and its own `out_bias`."""
 
 
 def check_widths(where: str, neuron: Sequence[int], *, allow_none: bool = False) -> None:

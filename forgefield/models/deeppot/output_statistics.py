@@ -1,7 +1,7 @@
 """What the labels of training data say of a fitting network's outputs, beside energies: what is added to them, and their scale.
 
-As DeePMD-kit takes them: mean of each species where atoms are labelled; else by least squares of frames' values on compositions,
-or, where species are not told apart, mean and deviation of the values themselves.
+As DeePMD-kit takes them: mean of each species where atoms are labelled; else by least squares of frames' values on
+compositions, or, where species are not told apart, mean and deviation of the values themselves.
 """
 
 from __future__ import annotations

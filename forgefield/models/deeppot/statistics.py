@@ -61,14 +61,19 @@ def environment_statistics(
     _, descriptor = descriptor_part(options.descriptor)
     kind, fitting = fitting_part(options.fitting_net)
     rows = RowStatistics(options, descriptor, len(species), cutoff)
+    names = sorted(options.branches)
     outputs = _output_statistics(kind, fitting, options, len(species))
+    of_branches = {name: EnergyFit(len(species), fitting, place) for place, name in enumerate(names)}
     parameters = {name: ParameterStatistics(name, fitting) for name in ("fparam", "aparam")}
     for batch in batches:
         rows.add(batch)
-        outputs.add(batch)
+        for fit in (outputs, *of_branches.values()):
+            fit.add(batch)
         for part in parameters.values():
             part.add(batch)
     found = rows.result() | outputs.result()
+    if of_branches:
+        found["branches"] = {name: fit.result() for name, fit in of_branches.items()}
     for part in parameters.values():
         found |= part.result()
     return found
@@ -133,8 +138,9 @@ class RowStatistics:
 class EnergyFit:
     """Energies of species by least squares of total energies, as DeePMD-kit makes them."""
 
-    def __init__(self, n_species: int, fitting: Any) -> None:
-        self.n, self.fitting = n_species, fitting
+    def __init__(self, n_species: int, fitting: Any, branch: int | None = None) -> None:
+        """branch: only frames of this one count."""
+        self.n, self.fitting, self.branch = n_species, fitting, branch
         self.counts: list[np.ndarray] = []
         self.energies: list[np.ndarray] = []
 
@@ -142,6 +148,8 @@ class EnergyFit:
         n_frames = batch["n_atoms"].shape[0]
         counts = torch.bincount(batch["frame"] * self.n + batch["species"], minlength=n_frames * self.n)
         has_energy = ~batch["energy"].isnan().numpy()
+        if self.branch is not None:
+            has_energy = has_energy & (batch["branch"].numpy() == self.branch)
         self.counts.append(counts.view(n_frames, self.n).double().numpy()[has_energy])
         self.energies.append(batch["energy"].numpy()[has_energy])
 
