@@ -33,7 +33,7 @@ from forgefield.errors import ForgefieldError
 from forgefield.files import write_whole, written_whole
 from forgefield.models.deeppot.branches import single
 from forgefield.models.potential import Potential
-from forgefield.models.registry import build_model
+from forgefield.models.registry import branch_names, build_model
 from forgefield.parallel.faults import failing_together
 from forgefield.parallel.group import Ranks
 from forgefield.parallel.launch import detect_launch
@@ -251,9 +251,15 @@ def _measure(fitted: Fitted, config: DictConfig, journal: Journal, ranks: Ranks)
             run, results["test"], name="test", source=str(config.data.test), which="best", n_frames=len(data.test)
         )
     write_report(run.path)
+    branches = branch_names(run.info["model"])
+    head, flag = (f", head={branches[0]!r}", f" --head {branches[0]}") if branches else ("", "")
     hints = [
-        *([f"from forgefield import Calculator; atoms.calc = Calculator({str(run.path)!r})"] if run.has_energy else []),
-        f"forgefield predict {run.path} structures.extxyz -o predicted.extxyz",
+        *(
+            [f"from forgefield import Calculator; atoms.calc = Calculator({str(run.path)!r}{head})"]
+            if run.has_energy
+            else []
+        ),
+        f"forgefield predict {run.path} structures.extxyz -o predicted.extxyz{flag}",
         f"report: {run.path / 'report.html'}",
     ]
     journal.show(lambda console: end_summary(console, run.path, results, hints, units=run.units))

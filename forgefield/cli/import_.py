@@ -22,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", help="name of the run; default: name of the file")
     parser.add_argument("--out", default="runs", help="folder that holds runs (default: runs)")
     parser.add_argument("--options", help="JSON file with the model section it was trained with, for a state dict")
+    parser.add_argument("--head", metavar="NAME", help="deepmd: which of several models that a checkpoint holds")
     parser.add_argument(
         "--weights", choices=["ema", "raw"], help="averaged weights if there are any (default), or the last ones"
     )
@@ -53,7 +54,9 @@ def _read(args: argparse.Namespace) -> ImportedModel:
         for key in ("options", "weights"):
             if getattr(args, key) is not None:
                 raise ForgefieldError(f"--{key} has no meaning for deepmd: its files say how a model was built.")
-        return read_deepmd(args.file)
+        return read_deepmd(args.file, head=args.head)
+    if args.head is not None:
+        raise ForgefieldError(f"--head has no meaning for {args.program}: its files hold one model.")
     from forgefield.models.importers.allegro import ALLEGRO
     from forgefield.models.importers.framework import read_model
     from forgefield.models.importers.nequip import NEQUIP

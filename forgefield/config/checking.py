@@ -305,7 +305,9 @@ def _fill_branches(task: DictConfig, values: Any, key: str, sources: Sources) ->
         raise wrong(sources, key, values, f"a section with a name for each branch, which has the keys {kinds}")
     for branch, section in values.items():
         if not re.fullmatch(r"[A-Za-z0-9_-]+", str(branch)):
-            raise ForgefieldError(f"{sources.where(key)}: '{key}': the name of a branch is made of letters, digits, - and _.")
+            raise ForgefieldError(
+                f"{sources.where(key)}: '{key}': the name of a branch is made of letters, digits, - and _."
+            )
         if not isinstance(section, Mapping):
             raise wrong(sources, f"{key}.{branch}", section, f"a section with the keys {kinds}")
         for path in _paths(section, schema.BranchTaskOptions, ""):

@@ -42,9 +42,11 @@ def given_targets(task: Any) -> dict[str, Any]:
     those of branches as `branch.target`, by branch."""
     known = {name: getattr(task, name, None) for name in TARGETS}
     further = getattr(task, FIELDS, None) or {}
-    return {name: value for name, value in known.items() if value is not None} | {
-        str(name): further[name] for name in sorted(further) if further[name] is not None
-    } | _of_branches(getattr(task, BRANCHES, None) or {})
+    return (
+        {name: value for name, value in known.items() if value is not None}
+        | {str(name): further[name] for name in sorted(further) if further[name] is not None}
+        | _of_branches(getattr(task, BRANCHES, None) or {})
+    )
 
 
 def _of_branches(branches: Any) -> dict[str, Any]:

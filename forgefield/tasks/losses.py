@@ -55,7 +55,9 @@ def element_loss(name: str, *, huber_delta: float, where: str) -> ElementLoss:
             raise ForgefieldError(f"{where.rsplit('.', 1)[0]}.huber_delta must be positive, not {huber_delta}.")
         return partial(huber, delta=huber_delta)
     if "." not in name:
-        raise ForgefieldError(f"{where}: unknown loss '{name}'; use mse, mae, rmse, huber or the import path of a function.")
+        raise ForgefieldError(
+            f"{where}: unknown loss '{name}'; use mse, mae, rmse, huber or the import path of a function."
+        )
     function = import_path(name)
     if not callable(function):
         raise ForgefieldError(f"{where}: '{name}' is not a function.")

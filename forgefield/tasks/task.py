@@ -159,9 +159,7 @@ class Task:
 
     def error_metrics(self, species: tuple[str, ...]) -> ErrorMetrics:
         """Accumulators of its targets' errors."""
-        return ErrorMetrics(
-            self.names, species, classes=self.classes, extensive=self.extensive, branches=self.branches
-        )
+        return ErrorMetrics(self.names, species, classes=self.classes, extensive=self.extensive, branches=self.branches)
 
     def follow(self, moment: Moment) -> None:
         """Take the weights of this moment. Tensors are changed in place, without waiting for their device."""

@@ -47,7 +47,7 @@ for case in json.loads(Path(sys.argv[1]).read_text()):
     systems = given["training"]["training_data"]["systems"]
     samples = [wanted(system(folder, len(given["model"]["type_map"])), given["loss"]) for folder in systems]
     fresh = get_model(json.loads(json.dumps(given["model"])))
-    fresh.atomic_model.compute_or_load_stat(lambda: samples, None)
+    fresh.atomic_model.compute_or_load_stat(lambda found=samples: found, None)
     results = {f"stat_{name}": getattr(fresh.atomic_model, name)[0].numpy() for name in ("out_bias", "out_std")}
     model = BaseModel.deserialize(load_dp_model(case["model"])["model"])
     torch.save({"model": ModelWrapper(model, model_params=given["model"]).state_dict()}, case["checkpoint"])

@@ -10,7 +10,15 @@ import numpy as np
 
 TYPES = ("O", "H")
 N_DOS = 5
-DESCRIPTOR = {"type": "se_e2_a", "neuron": [3, 6], "axis_neuron": 2, "rcut": 3.0, "rcut_smth": 1.0, "seed": 1, "sel": [9, 18]}
+DESCRIPTOR = {
+    "type": "se_e2_a",
+    "neuron": [3, 6],
+    "axis_neuron": 2,
+    "rcut": 3.0,
+    "rcut_smth": 1.0,
+    "seed": 1,
+    "sel": [9, 18],
+}
 FITTINGS: dict[str, dict[str, Any]] = {
     "dipole": {"type": "dipole"},
     "polar": {"type": "polar", "fit_diag": False, "scale": [1.0, 0.5]},
@@ -23,7 +31,7 @@ LOSSES: dict[str, dict[str, Any]] = {
     "polar": {"type": "tensor", "pref": 0.5, "pref_atomic": 0.0},
     "dos": {
         "type": "dos",
-        **{f"{end}_pref_{name}": weight for name, weight in (("dos", 1.0), ("cdf", 0.5), ("acdf", 2.0)) for end in ("start", "limit")},
+        **{f"{end}_pref_{name}": w for name, w in (("dos", 1.0), ("cdf", 0.5), ("acdf", 2.0)) for end in ("start", "limit")},
         "start_pref_ados": 3.0,
         "limit_pref_ados": 0.5,
     },
@@ -70,6 +78,49 @@ def write_system(folder: Path, n_frames: int, seed: int, atoms: tuple[int, int] 
     (folder / "type.raw").write_text("\n".join(map(str, types)))
     (folder / "type_map.raw").write_text("\n".join(TYPES))
     return folder
+
+
+def several_input(folder: Path, **training: Any) -> Path:
+    """Two energies of one descriptor: b's are 500 eV higher, and it has no validation data."""
+    for name, n_frames, seed, atoms in (("a", 5, 1, (2, 4)), ("b", 4, 2, (3, 4)), ("val", 3, 3, (2, 4))):
+        if not (folder / name).exists():
+            write_system(folder / name, n_frames, seed, atoms)
+            if name == "b":
+                energies = folder / "b" / "set.000" / "energy.npy"
+                np.save(energies, np.load(energies) + 500.0)
+    prefactors = {"start_pref_e": 0.1, "limit_pref_e": 1, "start_pref_f": 100, "limit_pref_f": 1}
+    content = {
+        "model": {
+            "shared_dict": {"types": list(TYPES), "described": DESCRIPTOR},
+            "model_dict": {
+                name: {"type_map": "types", "descriptor": "described", "fitting_net": {"neuron": [6, 6], "seed": seed}}
+                for name, seed in (("wet", 1), ("dry", 2))
+            },
+        },
+        "learning_rate": {"type": "exp", "decay_steps": 4, "start_lr": 0.005, "stop_lr": 1e-5},
+        "loss_dict": {
+            "wet": {"type": "ener", **prefactors},
+            "dry": {"type": "ener", "start_pref_e": 0.2, "limit_pref_e": 0.2, "start_pref_f": 0, "limit_pref_f": 0},
+        },
+        "training": {
+            "model_prob": {"wet": 0.5, "dry": 0.5},
+            "data_dict": {
+                "wet": {
+                    "training_data": {"systems": [str(folder / "a")], "batch_size": 1},
+                    "validation_data": {"systems": [str(folder / "val")], "batch_size": 1},
+                },
+                "dry": {"training_data": {"systems": [str(folder / "b")], "batch_size": 1}},
+            },
+            "numb_steps": 6,
+            "disp_freq": 3,
+            "save_freq": 3,
+            "seed": 1,
+            **training,
+        },
+    }
+    path = folder / "several.json"
+    path.write_text(json.dumps(content))
+    return path
 
 
 def write_input(folder: Path, kind: str, **training: Any) -> Path:

@@ -72,7 +72,9 @@ def labels_of(place: Path, name: str, system: str = "b") -> np.ndarray:
 
 
 def compositions(place: Path) -> tuple[np.ndarray, list[str]]:
-    rows = [np.repeat([np.bincount(np.loadtxt(place / s / "type.raw", dtype=int))], n, 0) for s, n in (("a", 5), ("b", 4))]
+    rows = [
+        np.repeat([np.bincount(np.loadtxt(place / s / "type.raw", dtype=int))], n, 0) for s, n in (("a", 5), ("b", 4))
+    ]
     return np.concatenate(rows).astype(float), ["a", "b"]
 
 
@@ -113,7 +115,9 @@ def test_statistics_are_those_of_the_labels(place):
 def test_losses_are_the_formulas(place):
     rows = [0, 2]
     outputs = {kind: run_of(place, kind).load_potential("last")(frames_of(place, kind, rows)) for kind in FITTINGS}
-    outputs = {kind: {k: v.detach().numpy().reshape(2, -1) for k, v in found.items()} for kind, found in outputs.items()}
+    outputs = {
+        kind: {k: v.detach().numpy().reshape(2, -1) for k, v in found.items()} for kind, found in outputs.items()
+    }
 
     def error(kind: str, name: str) -> np.ndarray:
         return outputs[kind][name] - labels_of(place, name)[rows]
@@ -194,7 +198,7 @@ def test_a_config_of_ours_trains_tests_predicts_and_calculates(tmp_path, capsys)
     assert errors["dipole_per_atom_mae"] == pytest.approx(errors["dipole_mae"] / 6)
     write_system(tmp_path / "other", 1, 3)
     atoms = ase.io.read(api.predict(run.path, str(tmp_path / "other"), tmp_path / "out.extxyz"))
-    assert np.allclose(atoms.arrays["atomic_dipole"][2:], 0) and not np.allclose(atoms.arrays["atomic_dipole"][:2], 0)
+    assert [bool(row.any()) for row in atoms.arrays["atomic_dipole"]] == [True] * 2 + [False] * 4
     dipole = atoms.get_dipole_moment()  # ASE reads what it knows as a result
     assert np.allclose(atoms.arrays["atomic_dipole"].sum(0), dipole)
     turned = atoms.copy()
@@ -208,7 +212,7 @@ def test_a_config_of_ours_trains_tests_predicts_and_calculates(tmp_path, capsys)
     ("changes", "said"),
     [
         ({"task": {"energy": {}}}, "gives dipole, atomic_dipole and no energy; write task: {dipole: {}}"),
-        ({"task": {"gap": {}}, "data__labels__fields__gap": {"shape": [2]}}, "task.gap: the fitting network of this model gives dipole, atomic_dipole"),
+        ({"task": {"gap": {}}, "data__labels__fields__gap": {"shape": [2]}}, "task.gap: the fitting network of this model"),
         ({"task__dipole__normalise": "none"}, "task.dipole.normalise does not apply: it is part of model.fitting_net"),
         ({"task__dipole__reduce": "mean"}, "task.dipole.reduce does not apply"),
         ({"model__heads": {"dipole": {}}}, "model.heads.dipole"),
@@ -231,16 +235,22 @@ def deepmd_python() -> str | None:
     return sys.executable if importlib.util.find_spec("deepmd") else os.environ.get("FORGEFIELD_DEEPMD_PYTHON")
 
 
-@pytest.mark.skipif(deepmd_python() is None, reason="no deepmd-kit; FORGEFIELD_DEEPMD_PYTHON names an interpreter with it")
+@pytest.mark.skipif(
+    deepmd_python() is None, reason="no deepmd-kit; FORGEFIELD_DEEPMD_PYTHON names an interpreter with it"
+)
 def test_statistics_predictions_and_losses_are_those_of_deepmd_kit(place, tmp_path):
     cases = []
     for kind in FITTINGS:
         model = write_deepmd(run_of(place, kind).load_potential("last"), tmp_path / f"{kind}.dp")
         case = {"input": str(place / f"{kind}.json"), "model": str(model), "batches": [[1], [0, 2]]}
-        cases.append(case | {name: str(tmp_path / f"{kind}.{end}") for name, end in (("checkpoint", "pt"), ("results", "npz"))})
+        cases.append(
+            case | {name: str(tmp_path / f"{kind}.{end}") for name, end in (("checkpoint", "pt"), ("results", "npz"))}
+        )
     (tmp_path / "job.json").write_text(json.dumps(cases))
     script = Path(__file__).with_name("deepmd_outputs_oracle.py")
-    done = subprocess.run([str(deepmd_python()), str(script), str(tmp_path / "job.json")], capture_output=True, text=True)
+    done = subprocess.run(
+        [str(deepmd_python()), str(script), str(tmp_path / "job.json")], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     for kind, case in zip(FITTINGS, cases):
         there, run = dict(np.load(case["results"])), run_of(place, kind)
@@ -254,11 +264,16 @@ def test_statistics_predictions_and_losses_are_those_of_deepmd_kit(place, tmp_pa
                 if name.endswith("cdf"):
                     continue
                 theirs = there[_name_there(kind, name)]
-                assert np.allclose(values.detach().numpy().ravel(), theirs.ravel(), rtol=1e-10, atol=1e-12), (kind, name)
+                assert np.allclose(values.detach().numpy().ravel(), theirs.ravel(), rtol=1e-10, atol=1e-12), (
+                    kind,
+                    name,
+                )
         assert loss_of(place, kind, [1]) == pytest.approx(float(there["loss_1"]), rel=1e-10), kind
         both = loss_of(place, kind, [0, 2]) * (2 if LOSSES[kind]["type"] == "property" else 1)  # they add frames up
         assert both == pytest.approx(float(there["loss_2"]), rel=1e-10), kind
-        assert set(COLUMNS[kind]) == {k[5:-2] for k in there if k.startswith("more_") and k.endswith("_1") and "l2" not in k}
+        assert set(COLUMNS[kind]) == {
+            k[5:-2] for k in there if k.startswith("more_") and k.endswith("_1") and "l2" not in k
+        }
 
 
 def _name_there(kind: str, name: str) -> str:

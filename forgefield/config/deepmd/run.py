@@ -56,7 +56,8 @@ def translate_run(section: Section, length: dict[str, int], learnt: OutputTask, 
     if frequency is not None:
         trainer["log_every_n_steps"] = frequency
     watched = "forces" if "forces" in task else next(iter(task))
-    training["monitor"] = f"{'val' if validates else 'train'}/{watched}_rmse"
+    error = "loss" if watched == "branches" else f"{watched}_rmse"
+    training["monitor"] = f"{'val' if validates else 'train'}/{error}"
     callbacks = _learning_curve(section, every, learnt)
     _without_effect(section)
     section.finish()
@@ -66,7 +67,8 @@ def translate_run(section: Section, length: dict[str, int], learnt: OutputTask, 
 def _learning_curve(section: Section, every: int, learnt: OutputTask) -> list[dict[str, Any]]:
     file = section.text("disp_file", "lcurve.out")
     how: dict[str, Any] = {"columns": learnt.columns} if learnt.columns else {}
-    if not learnt.columns and any(target["loss"] == "mae" for target in learnt.task.values()):
+    groups = learnt.task.get("branches", {"": learnt.task}).values()
+    if not learnt.columns and any(target["loss"] == "mae" for targets in groups for target in targets.values()):
         how = {"errors": "mae"}
     return [{"name": CURVE, "file": file, "every": every, **how}] if section.flag("disp_training", True) else []
 

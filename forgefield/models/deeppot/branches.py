@@ -71,7 +71,9 @@ def _check_shapes(given: Mapping[str, Any], branches: Mapping[str, Any]) -> None
         raise ForgefieldError("model.out_bias does not apply to a model with branches: each has its own out_bias.")
 
 
-def fitting_section(common: Mapping[str, Any], section: Mapping[str, Any], branches: Mapping[str, Any]) -> dict[str, Any]:
+def fitting_section(
+    common: Mapping[str, Any], section: Mapping[str, Any], branches: Mapping[str, Any]
+) -> dict[str, Any]:
     """The section `fitting_net` of a branch. common: that of the model."""
     share = section.get("share")
     own = branches[share] if share is not None else section

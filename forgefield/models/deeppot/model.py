@@ -127,7 +127,8 @@ class DeepPot(nn.Module):
         descriptor = kind.complete(given, species=species, cutoff=cutoff, statistics=statistics)
         own: dict[str, Any] = {"fitting_net": dataclasses.asdict(fitting)}
         if options.branches:
-            own["branches"] = _complete_branches(options, species, statistics)
+            branches = _complete_branches(options, species, statistics)
+            own = {"branches": branches, "fitting_net": next(iter(branches.values()))["fitting_net"]}
         elif fitting.type == "ener":
             own["out_bias"] = _out_bias(options, fitting, species, statistics)
         return dataclasses.replace(options, descriptor=dataclasses.asdict(descriptor), **own, **short_range)
@@ -177,9 +178,7 @@ class DeepPot(nn.Module):
         kinds = torch.eye(len(self.species), dtype=descriptor.dtype, device=descriptor.device)
         return join([descriptor, kinds.index_select(0, batch["species"])], 1), atomic
 
-    def _neighbours(
-        self, batch: dict[str, Any]
-    ) -> tuple[dict[str, Any], EdgeGraph, Tensor | None, Tensor | None]:
+    def _neighbours(self, batch: dict[str, Any]) -> tuple[dict[str, Any], EdgeGraph, Tensor | None, Tensor | None]:
         """The batch, its edges, pairs of species (n_edges,) where they are asked for, and 0 for edges that count as absent."""
         species, options = batch["species"], self.options
         graph: EdgeGraph = batch.get("edge_graph") or edge_graph(batch)

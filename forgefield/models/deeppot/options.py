@@ -129,7 +129,7 @@ class Options:
     out_bias: list[float] | None = None
     """Energy of each species that is added to the network's, eV. From the training data."""
     branches: dict[str, Any] = field(default_factory=dict)
-    """Several energies of one descriptor, by name, each learnt from data of its own: {water: {}, ice: {fitting_net: {seed: 2}}}. A
+    """Several energies of one descriptor, by name, each learnt from its own data: {water: {}, ice: {fitting_net: {seed: 2}}}. A
     branch has its own fitting network, unless `share` names the branch whose network it uses, and its own `out_bias`."""
 
 

@@ -92,9 +92,7 @@ class TensorFitting(nn.Module, ABC):
         output = cls.output(options)
         shape, scale = list(output.shape), cls.scale_of(options)
         return {
-            output.name: OwnOutput(
-                "frame", shape, output.reduction, scale, per_atom_errors=output.reduction == "sum"
-            ),
+            output.name: OwnOutput("frame", shape, output.reduction, scale, per_atom_errors=output.reduction == "sum"),
             f"{cls.atom_prefix}{output.name}": OwnOutput("atom", shape, output.reduction, scale),
         }
 

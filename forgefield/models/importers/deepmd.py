@@ -22,10 +22,11 @@ from forgefield.models.importers.framework import ImportedModel
 from forgefield.models.registry import build_model, resolve_model
 
 
-def read_deepmd(path: str | os.PathLike[str]) -> ImportedModel:
-    """Model in a file of DeePMD-kit (.yaml, .dp) or a checkpoint of its torch backend (.pt)."""
+def read_deepmd(path: str | os.PathLike[str], *, head: str | None = None) -> ImportedModel:
+    """Model in a file of DeePMD-kit (.yaml, .dp) or a checkpoint of its torch backend (.pt). head: which of several models that
+    were trained together."""
     path = Path(path)
-    tree = read_tree(path)
+    tree = read_tree(path, head)
     try:
         return _assemble(path, tree)
     except (KeyError, TypeError, IndexError, AttributeError) as error:
@@ -72,9 +73,7 @@ def _energy_bias(model: Tree, fitting: Tree, n_species: int) -> list[float]:
     return (bias if more is None else bias + np.asarray(more, dtype=np.float64).reshape(-1)).tolist()
 
 
-def _tensor_fitting(
-    path: Path, model: Tree, section: Tree, excluded: list[int]
-) -> tuple[Tree, dict[str, np.ndarray]]:
+def _tensor_fitting(path: Path, model: Tree, section: Tree, excluded: list[int]) -> tuple[Tree, dict[str, np.ndarray]]:
     """Options and weights of a fitting of something else than energies."""
     applied = [model["@variables"].get(name) for name in ("out_bias", "out_std")]
     bias, std = (None if values is None else np.asarray(values, dtype=np.float64)[0] for values in applied)

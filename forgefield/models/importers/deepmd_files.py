@@ -26,8 +26,8 @@ from forgefield.models.importers.torch_file import read_torch_file
 Tree = dict[str, Any]
 
 
-def read_tree(path: Path) -> Tree:
-    """The tree in a file, whose suffix says of which kind it is."""
+def read_tree(path: Path, head: str | None = None) -> Tree:
+    """The tree in a file, whose suffix says of which kind it is. head: which of several models a checkpoint holds."""
     if path.suffix not in READERS:
         raise ForgefieldError(
             f"{path}: files of DeePMD-kit that can be imported end in {', '.join(READERS)}; "
@@ -35,7 +35,11 @@ def read_tree(path: Path) -> Tree:
         )
     if not path.is_file():
         raise ForgefieldError(f"{path} does not exist.")
-    tree = READERS[path.suffix](path)
+    if head is not None and path.suffix != ".pt":
+        raise ForgefieldError(
+            f"{path}: checkpoints (.pt) may hold several models, this file holds one; leave --head out."
+        )
+    tree = _read_checkpoint(path, head) if path.suffix == ".pt" else READERS[path.suffix](path)
     if not isinstance(tree, Mapping) or not isinstance(tree.get("model"), Mapping):
         raise ForgefieldError(f"{path} holds no model of DeePMD-kit.")
     return dict(tree)
@@ -71,22 +75,23 @@ def _with_arrays(node: Any, fetch: Callable[[Any], Any], inside: bool = False) -
     return fetch(node) if inside and node is not None else node
 
 
-def _read_checkpoint(path: Path) -> Tree:
+def _read_checkpoint(path: Path, head: str | None = None) -> Tree:
     content = read_torch_file(path)
     state = content.get("model", content) if isinstance(content, Mapping) else None
     extra = state.get("_extra_state") if isinstance(state, Mapping) else None
     settings = extra.get("model_params") if isinstance(extra, Mapping) else None
     if not isinstance(settings, Mapping) or not isinstance(state, Mapping):
         raise ForgefieldError(f"{path} is no checkpoint of DeePMD-kit: it does not say how its model was built.")
-    if "model_dict" in settings:
-        raise ForgefieldError(
-            f"{path} holds several models ({', '.join(settings['model_dict'])}); "
-            "`dp --pt freeze --head NAME` and `dp convert-backend` make a file of one of them."
-        )
+    several = settings.get("model_dict")
+    if (several is None) != (head is None) or (several is not None and head not in several):
+        known = f"it holds several models ({', '.join(several)}); choose one with --head" if several else "it holds one"
+        raise ForgefieldError(f"{path}: {known}" + ("." if head is None else f", and not '{head}'."))
+    settings = settings if several is None else several[head]
+    prefix = re.compile(rf"^model\.{re.escape(head or 'Default')}\.(atomic_model\.)?")
     arrays = {
-        re.sub(r"^model\.Default\.(atomic_model\.)?", "", key): value.numpy()
+        prefix.sub("", key): value.numpy()
         for key, value in state.items()
-        if isinstance(value, Tensor)
+        if isinstance(value, Tensor) and prefix.match(key)
     }
     return _checkpoint_tree(path, settings, arrays)
 
