@@ -445,8 +445,9 @@ def _prepare_model(
         require_same_data(data.test.frames.fingerprint, ranks)
     resolved: dict[str, Any] = {}
     if ranks.is_first:
-        resolved = resolved_model(config, data) if initial is None else dict(initial.known.resolved)
-        if has_begun(run):
+        if not has_begun(run):
+            resolved = resolved_model(config, data) if initial is None else initial.options(config, data)
+        else:
             if run.info["data_fingerprint"] != fingerprint:
                 raise ForgefieldError(
                     f"The data of run {run.name} is not the data it was started with (a file or the split changed); "

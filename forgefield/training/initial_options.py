@@ -20,6 +20,8 @@ STARTING = ("from", "which", "shifts")
 """Keys of the section that are no options of the model."""
 WITHOUT_MEANING = ("descriptor.seed", "fitting_net.seed")
 """They fix weights that are drawn, and here none are."""
+CHANGED = ("descriptor.trainable", "fitting_net.trainable")
+"""They say what is trained from now on."""
 PAIRS = ("pair_exclude_types", "descriptor.exclude_types")
 NUMBERS = ("atom_exclude_types",)
 ROWS = (
@@ -90,7 +92,12 @@ class _Symbols:
         return {group for group in named if group <= known}
 
     def of_config(self, key: str, value: Any) -> Any:
-        return _by_symbol(key, value, self.ours if self.theirs is None else self.theirs)
+        """Likewise of species that the run knows; others are new to it."""
+        named = _by_symbol(key, value, self.ours if self.theirs is None else self.theirs)
+        known = frozenset(self.ours)
+        if isinstance(named, dict) and named is not value:
+            return {symbol: entry for symbol, entry in named.items() if symbol in known}
+        return {group for group in named if group <= known} if isinstance(named, set) else named
 
 
 def _by_symbol(key: str, value: Any, species: Sequence[str]) -> Any:
@@ -116,7 +123,9 @@ def _differences(
     for name, value in given.items():
         key = f"{prefix}{name}"
         known = [options[name] for options in made_with if name in options]
-        if key in WITHOUT_MEANING or (value is None and name not in made_with[0]):  # null: left to the data
+        if (
+            key in WITHOUT_MEANING or key in CHANGED or (value is None and name not in made_with[0])
+        ):  # null: left to the data
             continue
         if isinstance(value, Mapping) and known and all(isinstance(one, Mapping) for one in known):
             parts = [options.get(name, {}) for options in made_with]
