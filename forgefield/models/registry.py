@@ -29,6 +29,10 @@ BUILT_IN = {
     "nequip": "forgefield.models.nequip.NequIP",
     "allegro": "forgefield.models.allegro.Allegro",
     "deeppot": "forgefield.models.deeppot.model.DeepPot",
+    "schnet": "forgefield.models.schnet.SchNet",
+    "painn": "forgefield.models.painn.PaiNN",
+    "egnn": "forgefield.models.egnn.EGNN",
+    "cgcnn": "forgefield.models.cgcnn.CGCNN",
 }
 """Models by name; each class has `Options`, `presets` and `complete`, and `check_options` where options have parts."""
 PRECISIONS = {"float32": torch.float32, "float64": torch.float64}
