@@ -70,9 +70,7 @@ class Layer(nn.Module):
         self.mix = nn.Parameter(unit_normal(self.width, 2 * self.width, **make) / math.sqrt(self.width))
         self.update = Dense([2 * self.width, self.width, 3 * self.width], "silu", **make)
 
-    def forward(
-        self, x: Tensor, vectors: Tensor | None, basis: Tensor, around: Surroundings
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, vectors: Tensor | None, basis: Tensor, around: Surroundings) -> tuple[Tensor, Tensor]:
         """x: (n_rows, width); vectors: (n_rows, 3, width); basis: (n, num_bessels)."""
         graph = around.graph
         filters = (basis @ self.filter.weights[0] + self.filter.biases[0]) * around.envelope
