@@ -8,7 +8,7 @@ the origin. Other than there, messages fade out at the cutoff and sums are divid
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn

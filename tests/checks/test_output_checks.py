@@ -1,4 +1,4 @@
-"""Checks of models without an energy: a lawful one passes, and each law that is broken is named with the output that breaks it."""
+"""Checks of models without an energy: a lawful one passes, and a law that is broken is named with the output that breaks it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SchNet against PyTorch Geometric's; PaiNN, EGNN and CGCNN against the formulas of their papers, atom by atom in plain loops."""
+"""SchNet against PyTorch Geometric's; PaiNN, EGNN and CGCNN against the formulas of their papers, atom by atom in loops."""
 
 from __future__ import annotations
 
