@@ -14,7 +14,6 @@ from forgefield.data.species import SpeciesTable
 from forgefield.errors import ForgefieldError
 from forgefield.models import Potential, build_model, resolve_model
 from forgefield.models.potential import edge_vectors
-from forgefield.training.engines.compiled import CompileEngine
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.traced_engine import TracedEngine
 from forgefield.training.engines.tracing import trace
@@ -91,15 +90,6 @@ def test_one_trace_of_the_step_serves_every_size(name, form, layers):
         batch = labelled(*atoms, seed=number)
         found, expected = engine.differentiate(batch), eager.differentiate(batch)
         assert largest_difference(found, expected, function.trained)[0] < 1e-9, atoms
-
-
-@pytest.mark.slow
-def test_compiled_step_equals_eager_from_one_compilation(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    engine = CompileEngine(step_function(potential_of("schnet", "float32", num_features=2)), options={"cpp.simdlen": 1})
-    for atoms in [(5, 4), (6, 1, 3)]:
-        assert difference(engine, Engine(engine.function), labelled(*atoms)) < 3e-6, atoms
-    assert engine.training.compilations == 1
 
 
 @pytest.mark.parametrize("name", ["painn", "egnn"])
