@@ -1,7 +1,7 @@
 """The laws for outputs beside energies and forces, whatever they are: properties of frames, of atoms, logits of classes.
 
-Every output is compared in units of its own scale. What is expected follows from what is said of it (`FurtherOutput`): whether frames or
-atoms have it, whether it grows with the frame, and how it turns with the structure.
+Every output is compared in units of its own scale. What is expected follows from what is said of it (`FurtherOutput`): whether
+frames or atoms have it, whether it grows with the frame, and how it turns with the structure.
 """
 
 from __future__ import annotations

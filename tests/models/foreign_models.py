@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from ase.calculators.lj import LennardJones
 from torch import nn
 
 
@@ -14,7 +13,7 @@ class Dictionary(nn.Module):
         super().__init__()
         self.r_max, self.norm, self.whole = r_max, avg_num_neighbors, whole
         self.embedding = nn.Linear(num_elements, width, bias=False)
-        self.radial = nn.Linear(5, width)
+        self.radial = nn.Linear(5, width, bias=False)
         self.mix = nn.Linear(width, width)
         self.readout = nn.Linear(width, 1)
 
@@ -29,7 +28,7 @@ class Dictionary(nn.Module):
         waves = torch.sin(x * torch.arange(1, 6)) * (1 - x.clamp(max=1.0)) ** 3
         features = self.embedding(data["node_attrs"])
         for _ in range(2):
-            messages = features[sender] * self.radial.weight.new_tensor(1.0) * (waves @ self.radial.weight.T)
+            messages = features[sender] * (waves @ self.radial.weight.T)
             summed = torch.zeros_like(features).index_add(0, receiver, messages) / self.norm
             features = features + torch.tanh(self.mix(summed))
         atomic = self.readout(features).squeeze(1)
@@ -48,7 +47,7 @@ class Structure(nn.Module):
         self.depth = nn.Parameter(torch.tensor(0.7))
 
     def forward(self, *, atomic_numbers, positions, cell, pbc):
-        reach = [torch.arange(-3, 4) if periodic else torch.arange(1) for periodic in pbc.tolist()]
+        reach = [torch.arange(-6, 7) if periodic else torch.arange(1) for periodic in pbc.tolist()]
         images = torch.cartesian_prod(*reach).to(positions.dtype) @ cell
         vectors = positions[None, :, None] - positions[:, None, None] + images
         squares = vectors.square().sum(-1)
@@ -60,7 +59,3 @@ class Structure(nn.Module):
 
 def not_a_module(size: int = 3) -> int:
     return size
-
-
-def argon(cutoff: float = 3.0) -> LennardJones:
-    return LennardJones(sigma=1.2, epsilon=0.1, rc=cutoff, smooth=True)
