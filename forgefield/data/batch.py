@@ -7,6 +7,7 @@
 | frame      | (n_atoms,)      | int64   | frame of each atom, ascending |
 | n_atoms    | (n_frames,)     | int64   | atoms of each frame |
 | cell       | (n_frames, 3, 3)| float64 | rows are lattice vectors, A; zeros where there is none |
+| pbc        | (n_frames, 3)   | bool    | which lattice vectors repeat |
 | edge_index | (2, n_edges)    | int64   | row 0 source j (neighbour), row 1 destination i (centre), ascending in i |
 | edge_shift | (n_edges, 3)    | float64 | integers S: edge vector = positions[j] + S @ cell[frame[i]] - positions[i] |
 | edge_reverse | (n_edges,)    | int64   | number of the edge that leads back: j and i exchanged, S negated |
@@ -99,7 +100,7 @@ def batch_from_frames(
 def assemble(geometry: Geometry, edges: EdgeBlock | None, /, **values: np.ndarray) -> Batch:
     """A batch from arrays of its frames. values: the keys of the table above that are neither geometry nor edges; fields.
 
-    Without edges it carries `pbc` instead, from which `with_edges` makes them.
+    Without edges, `with_edges` makes them.
     """
     n_atoms = geometry.n_atoms
     arrays = {
@@ -107,7 +108,8 @@ def assemble(geometry: Geometry, edges: EdgeBlock | None, /, **values: np.ndarra
         "frame": np.repeat(np.arange(len(n_atoms)), n_atoms),
         "n_atoms": n_atoms,
         "cell": geometry.cell,
-        **({"pbc": geometry.pbc} if edges is None else _edges_in_batch(n_atoms, edges)),
+        "pbc": geometry.pbc,
+        **({} if edges is None else _edges_in_batch(n_atoms, edges)),
         **values,
     }
     return {name: torch.from_numpy(_own(array)) for name, array in arrays.items()}

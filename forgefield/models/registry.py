@@ -12,6 +12,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,14 @@ BUILT_IN = {
     "nequip": "forgefield.models.nequip.NequIP",
     "allegro": "forgefield.models.allegro.Allegro",
     "deeppot": "forgefield.models.deeppot.model.DeepPot",
+    "schnet": "forgefield.models.schnet.SchNet",
+    "painn": "forgefield.models.painn.PaiNN",
+    "egnn": "forgefield.models.egnn.EGNN",
+    "cgcnn": "forgefield.models.cgcnn.CGCNN",
+    "pyg": "forgefield.models.adapters.pyg.PyG",
+    "mace_like": "forgefield.models.adapters.mace_like.MaceLike",
+    "ase_like": "forgefield.models.adapters.ase_like.AseLike",
+    "calculator": "forgefield.models.adapters.calculator.CalculatorModel",
 }
 """Models by name; each class has `Options`, `presets` and `complete`, and `check_options` where options have parts."""
 PRECISIONS = {"float32": torch.float32, "float64": torch.float64}
@@ -184,11 +193,13 @@ def build_model(resolved: Mapping[str, Any], *, precision: str, seed: int) -> Po
     if precision not in PRECISIONS:
         raise ForgefieldError(f"training.precision is '{precision}'; choose one of {', '.join(PRECISIONS)}.")
     options = dict(resolved)
-    found = model_class(options.pop("name"), options.pop(MODULE_FOLDER, None))
+    folder = options.pop(MODULE_FOLDER, None)
+    found = model_class(options.pop("name"), folder)
     max_neighbours, predicts = options.get("max_neighbours"), options.pop(PREDICTS, None)
     if resolved["name"] in BUILT_IN:
         options.pop("max_neighbours", None)
         told = {key: options.pop(key) for key in _GIVEN_BY_US if key in options}
+        options |= {MODULE_FOLDER: folder} if MODULE_FOLDER in found.Options.__dataclass_fields__ else {}
         model = found(
             found.Options(**options),
             **told,
@@ -198,7 +209,8 @@ def build_model(resolved: Mapping[str, Any], *, precision: str, seed: int) -> Po
     else:
         model = _build_own(found, options, PRECISIONS[precision], seed)
     if predicts is None:
-        return Potential(model, max_neighbours=max_neighbours)
+        make = getattr(model, "make_potential", None) or partial(Potential, model)
+        return make(max_neighbours=max_neighbours)
     if predicts.get(OWN):
         return OwnOutputs(model, further_outputs(resolved), max_neighbours=max_neighbours)
     return Predictor(

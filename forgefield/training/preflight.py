@@ -33,7 +33,12 @@ def check_settings(config: DictConfig, options: dict[str, Any], ranks: Ranks) ->
     if starts_from_run(config):
         refuse_itself(config)
     else:
-        check_model(plain(config.model))
+        name, found, _ = check_model(plain(config.model))
+        if not getattr(found, "trainable", True):
+            raise ForgefieldError(
+                f"model.name={name}: an ASE calculator has no weights that could be trained. `forgefield import ase "
+                f"{config.model.module} --species ...` makes a run of it, to be tested and compared with trained models."
+            )
     optimiser = build_optimiser(config.training.optimizer, [nn.Parameter(torch.zeros(2, 2))], lr=config.training.lr)
     if ranks.world_size > 1 and isinstance(optimiser, torch.optim.LBFGS):
         raise ForgefieldError(
