@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from forgefield.config import schema
-from forgefield.config.targets import TARGETS, as_written
+from forgefield.config.targets import DENOISE, TARGETS, as_written
 
 HARMLESS = (
     "name",
@@ -126,7 +126,8 @@ def _default(defaults: Any, key: str) -> Any:
         return None
     section, _, rest = key.removeprefix("task.").partition(".")
     if key.startswith("task.") and section not in TARGETS and rest:
-        key, defaults = rest, _plain(OmegaConf.structured(schema.FieldTargetOptions))
+        kind = schema.DenoiseOptions if section == DENOISE else schema.FieldTargetOptions
+        key, defaults = rest, _plain(OmegaConf.structured(kind))
     for part in key.split("."):
         if not isinstance(defaults, Mapping) or part not in defaults:
             return ABSENT

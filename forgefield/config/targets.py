@@ -11,16 +11,17 @@ from typing import Any
 from forgefield.config import schema
 
 FIELDS = "fields"
-TARGETS = tuple(item.name for item in dataclasses.fields(schema.TaskOptions) if item.name != FIELDS)
-"""Targets that every potential knows; all others are fields."""
+DENOISE = "denoise"
+TARGETS = tuple(item.name for item in dataclasses.fields(schema.TaskOptions) if item.name not in (FIELDS, DENOISE))
+"""Targets that every potential knows; all others are fields, but for `denoise`, which needs no label."""
 
 
 def as_typed(task: Any) -> Any:
     """The plain section with its fields in `fields`."""
     if not isinstance(task, Mapping):
         return task
-    known = {name: value for name, value in task.items() if name in TARGETS}
-    return {**known, FIELDS: {name: value for name, value in task.items() if name not in TARGETS}}
+    known = {name: value for name, value in task.items() if name in (*TARGETS, DENOISE)}
+    return {**known, FIELDS: {name: value for name, value in task.items() if name not in known}}
 
 
 def as_written(task: Any) -> Any:
@@ -32,7 +33,7 @@ def as_written(task: Any) -> Any:
 
 def given_targets(task: Any) -> dict[str, Any]:
     """Options of every target that is on, of a typed section or a `TaskOptions`: ours in their order, then fields by name."""
-    known = {name: getattr(task, name, None) for name in TARGETS}
+    known = {name: getattr(task, name, None) for name in (*TARGETS, DENOISE)}
     further = getattr(task, FIELDS, None) or {}
     return {name: value for name, value in known.items() if value is not None} | {
         str(name): further[name] for name in sorted(further) if further[name] is not None

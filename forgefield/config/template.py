@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from forgefield.config import schema
 from forgefield.config.fielddocs import class_doc, field_docs
-from forgefield.config.targets import TARGETS, as_written
+from forgefield.config.targets import DENOISE, TARGETS, as_written
 
 WIDTH = 110
 """Longest line with a comment."""
@@ -99,7 +99,7 @@ def _comment(cls: type | None, name: str, inner: type | None) -> str | None:
 
 def _section(cls: type | None, name: str) -> type | None:
     """The dataclass of the section `name` of `cls`."""
-    if cls is schema.TaskOptions and name not in TARGETS:
+    if cls is schema.TaskOptions and name not in (*TARGETS, DENOISE):
         return schema.FieldTargetOptions
     kind = typing.get_type_hints(cls).get(name) if cls is not None else None
     for candidate in (kind, *typing.get_args(kind)):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
+import warnings
 from collections.abc import Sequence
 
 import numpy as np
@@ -89,7 +90,8 @@ class Calculator(AseCalculator):
 
     Results: energy and free_energy (eV), energies (n_atoms,), forces (n_atoms, 3) (eV/A), and for cells with a
     volume stress (6,) (eV/A^3, Voigt order xx yy zz yz xz xy). Further outputs of the model are in `results` by their names,
-    probabilities of classes as `NAME_prob`.
+    probabilities of classes as `NAME_prob`. A model trained with `task.forces.direct` gives forces by a head of its own: they are
+    not the derivative of the energy, so dynamics with them does not conserve it; `forces_are_direct` says so.
     """
 
     name = "forgefield"
@@ -108,12 +110,20 @@ class Calculator(AseCalculator):
         super().__init__()
         self.device = torch.device(device)
         self.potential = _potential(run, which, self.device, dtype)
-        if not self.potential.has_energy:
+        self.forces_are_direct = self.potential.forces_are_direct
+        if not self.potential.has_energy and not self.forces_are_direct:
             raise ForgefieldError(
-                f"This model predicts {', '.join(self.potential.further)} and no energy, so it is no calculator; "
+                f"This model predicts {', '.join(self.potential.further) or 'noise'} and no energy, so it is no calculator; "
                 "forgefield predict writes what it predicts."
             )
-        self.implemented_properties = [*type(self).implemented_properties, *self.potential.further]
+        if self.forces_are_direct:
+            warnings.warn(
+                "Forces of this model come from a head of their own (task.forces.direct) and are not the derivative of an "
+                "energy: energy is not conserved in dynamics.",
+                stacklevel=2,
+            )
+        known = type(self).implemented_properties if self.potential.has_energy else ["forces"]
+        self.implemented_properties = [*known, *self.potential.further]
         self.species = SpeciesTable(self.potential.species)
         self.neighbours = VerletList(graph_of(self.potential), skin)
 
@@ -134,14 +144,16 @@ class Calculator(AseCalculator):
         out = self.potential(batch, forces=gradients, stress=gradients and has_volume)
         answers = {name: value.cpu().numpy() for name, value in further_answers(self.potential, out).items()}
         out = {name: value.detach().cpu().numpy() for name, value in out.items()}
-        energy = float(out["energy"][0])
-        self.results = {"energy": energy, "free_energy": energy, "energies": out["atomic_energy"]}
+        self.results = {}
+        if self.potential.has_energy:
+            energy = float(out["energy"][0])
+            self.results = {"energy": energy, "free_energy": energy, "energies": out["atomic_energy"]}
         of_atoms = outputs_of_atoms(self.potential)
         for name, value in answers.items():
             self.results[name] = value if name.removesuffix("_prob") in of_atoms or name in of_atoms else value[0]
-        if gradients:
+        if gradients or "forces" in out:
             self.results["forces"] = out["forces"]
-            if has_volume:
+            if "stress" in out:
                 self.results["stress"] = full_3x3_to_voigt_6_stress(out["stress"][0])
 
     def check_state(self, atoms: Atoms, tol: float = 1e-15) -> list[str]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from forgefield.config.nearest import did_you_mean
 from forgefield.config.schema import TargetOptions, TaskOptions
-from forgefield.config.targets import TARGETS, given_targets
+from forgefield.config.targets import DENOISE, TARGETS, given_targets
 from forgefield.errors import ForgefieldError
 from forgefield.models.potential import FurtherOutput, volumes
 from forgefield.tasks.classes import cross_entropy, one_hot
@@ -56,6 +56,10 @@ class Target:
     """Of a field that frames have: sum or mean of its atoms' contributions."""
     classes: tuple[float, ...] | None = None
     """Labels of the classes, where the target is one of them; the output then has a logit for each."""
+    kind: str = "values"
+    """How it turns with the structure: `values` where it does not."""
+    direct: bool = False
+    """Of forces: an output of the model and not the derivative of its energy."""
 
     @property
     def label(self) -> str:
@@ -101,7 +105,8 @@ class Task:
 
     @property
     def needs_forces(self) -> bool:
-        return "forces" in self.names
+        """As derivatives of the energy."""
+        return any(target.name == "forces" and not target.direct for target in self.targets)
 
     @property
     def needs_stress(self) -> bool:
@@ -211,6 +216,8 @@ def default_task(labels: dict[str, int]) -> TaskOptions:
 def require_labels(targets: Iterable[str], labels: Mapping[str, int], where: str) -> None:
     """Refuse a target that no frame is labelled for. labels: how many frames carry each label and each field there is."""
     for name in targets:
+        if name == DENOISE:
+            continue
         label = LABELS.get(name, name)
         if label not in LABELS.values() and not labels.get(label):
             _refuse_field(name, labels, where)
@@ -245,7 +252,8 @@ def _build_field_target(name: str, options: Any, further: Mapping[str, FurtherOu
     if options.weight < 0:
         raise ForgefieldError(f"task.{name}.weight must not be negative, it is {options.weight}.")
     loss = options.loss or "mse"
-    per_atom = True if options.per_atom is None else options.per_atom
+    per_atom = getattr(options, "per_atom", None)
+    per_atom = True if per_atom is None else per_atom
     extensive = output.per == "frame" and output.reduce == "sum"
     return Target(
         name=name,
@@ -259,6 +267,7 @@ def _build_field_target(name: str, options: Any, further: Mapping[str, FurtherOu
         unit=output.unit,
         reduce=output.reduce if output.per == "frame" else None,
         classes=None if output.classes is None else tuple(output.classes),
+        kind=output.kind,
     )
 
 
@@ -273,6 +282,7 @@ def _build_target(name: str, options: Any, species: tuple[str, ...]) -> Target:
         species_weights=_species_weights(options.species_weights, species, f"task.{name}.species_weights"),
         schedule=_schedule(options),
         per="atom" if name == "forces" else "frame",
+        direct=bool(getattr(options, "direct", False)),
     )
 
 
@@ -343,10 +353,15 @@ def _describe_target(target: Target) -> str:
     if target.schedule is not None:
         text = text.replace(",", f" {target.schedule.describe()},", 1)
     if target.name not in TARGETS and target.classes is None:
-        text += {"sum": ", extensive", "mean": ", intensive", None: ", of atoms"}[target.reduce]
+        text += f", {target.kind}" if target.kind != "values" else ""
+        text += {"sum": ", extensive", "mean": ", intensive", None: ", of atoms"}.get(
+            target.reduce, f", intensive ({target.reduce})"
+        )
         text += f", in units of {target.scale:.4g} {target.unit}".rstrip()
     if target.name in ("energy", "virial") or target.reduce == "sum":
         text += {True: ", per atom", False: ", total", "root": ", per root of the number of atoms"}[target.per_atom]
     if target.species_weights is not None:
         text += ", weighted by species"
+    if target.direct:
+        text += ", direct: not the derivative of an energy, so not conservative"
     return text

@@ -185,6 +185,8 @@ def fit(config: DictConfig, *, fresh: bool, journal: Journal, ranks: Ranks) -> F
             _start_from(initial, potential, resolved, data, options, party)
         n_parameters = sum(p.numel() for p in potential.parameters())
         require_inputs(potential, data)
+        if potential.needs_keys:
+            data.key_frames()
         record = _Record(task, resolved, fingerprint, n_parameters, initial.record if initial is not None else None)
         plan = _Plan(run, config, options, data, record)
         restart, status = ranks.share(_where_to_go_on(run, journal) if ranks.is_first else None)

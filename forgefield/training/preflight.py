@@ -10,7 +10,7 @@ import torch
 from omegaconf import DictConfig
 from torch import nn
 
-from forgefield.config.targets import given_targets
+from forgefield.config.targets import DENOISE, given_targets
 from forgefield.config.template import commented_yaml
 from forgefield.data.dataset import GraphDataset
 from forgefield.data.module import DataModule
@@ -93,7 +93,9 @@ def require_inputs(potential: Potential, data: DataModule) -> None:
 
 def require_any_label(task: Any, split: str, dataset: GraphDataset | None) -> None:
     """Refuse frames that are meant to measure the model and carry nothing to measure it with. task: its options."""
-    names = tuple(dict.fromkeys(LABELS.get(name, name) for name in given_targets(task)))
+    names = tuple(dict.fromkeys(LABELS.get(name, name) for name in given_targets(task) if name != DENOISE))
+    if not names:
+        return
     if split == "test" and has_energy(task):
         names = tuple(dict.fromkeys([*LABELS.values(), *names]))
     if dataset is not None and not any(dataset.frames.carries(name).any() for name in names):
