@@ -187,8 +187,8 @@ class FieldTargetOptions:
     huber_delta: float = 1.0
     """Where Huber turns from quadratic to linear, in units of the scale."""
     kind: Optional[str] = None
-    """How the value turns with the structure: values, numbers that do not (the default); vector (shape [3]); symmetric or tensor
-    (shape [3, 3])."""
+    """How the value turns with the structure: values, numbers that do not (the default); vector (shape [3]); symmetric or
+    tensor (shape [3, 3])."""
     reduce: Optional[str] = None
     """Of a value per frame: mean (intensive, such as a band gap; the default) or sum (extensive) of contributions of its
     atoms; or, of numbers, max or attention: the head's last layer reads the largest of each feature over the atoms, or their
@@ -287,6 +287,18 @@ class MemoryOptions:
 
 
 @dataclass
+class LoraOptions:
+    """Train changes of low rank of weight matrices instead of the matrices, which are frozen; with `model.from`."""
+
+    rank: int = 4
+    """Of the changes."""
+    alpha: Optional[float] = None
+    """A change is multiplied by alpha / rank. Default: by one."""
+    targets: Optional[list[str]] = None
+    """Patterns of names of the matrices. Default: all of the encoder, model.*."""
+
+
+@dataclass
 class TrainingOptions:
     lr: float = 0.01
     """Learning rate."""
@@ -316,6 +328,16 @@ class TrainingOptions:
     """Largest norm of the whole gradient."""
     accumulate: int = 1
     """Batches per optimiser step."""
+    weighting: Any = None
+    """Weights of targets that find themselves: softadapt (what falls slowest weighs most), uncertainty (learnt variances), or
+    {name: softadapt, every: 50, beta: 1.0}, {name: uncertainty, lr: 1.0}. Reported losses have the task's own weights."""
+    freeze: Optional[list[str]] = None
+    """Parameters that are not trained, by patterns of their names: [model.*] is the encoder, [heads.of_gap.*] a head."""
+    lr_groups: Optional[dict[str, float]] = None
+    """Learning rates by part, as factors of `lr`: {model.*: 0.1}; the first pattern that matches counts."""
+    lora: Optional[LoraOptions] = None
+    """Changes of low rank of frozen matrices: {rank: 4, targets: [model.*]}. They are part of the matrices in all that a run
+    writes for use."""
     monitor: str = "val/loss"
     """What picks the best model, feeds ReduceLROnPlateau and early stopping."""
     early_stopping: Optional[EarlyStoppingOptions] = None

@@ -33,8 +33,8 @@ def check_task(task: DictConfig, sources: Sources) -> None:
             _only_for(name, ("forces",), target, options, sources)
         if options.net_zero is not None and not options.direct:
             raise ForgefieldError(
-                f"{sources.where(f'{key}.net_zero')}: '{key}.net_zero' is for direct forces ({key}.direct=true); those that are "
-                "derivatives of an energy add up to zero by themselves."
+                f"{sources.where(f'{key}.net_zero')}: '{key}.net_zero' is for direct forces ({key}.direct=true); those that "
+                "are derivatives of an energy add up to zero by themselves."
             )
     if task.denoise is not None:
         _check_denoise(task.denoise, f"task.{DENOISE}", sources)
@@ -111,8 +111,10 @@ def _check_turning(options: DictConfig, key: str, sources: Sources) -> None:
     normalise = options.normalise
     mean = normalise.get("mean") if isinstance(normalise, Mapping) else 0
     if (options.kind == "vector" and mean != 0) or isinstance(mean, Sequence):
-        allowed = "0: any other vector would not turn with the structure" if options.kind == "vector" else (
-            "one number (times the unit matrix), or one for each species: {H: ...}"
+        allowed = (
+            "0: any other vector would not turn with the structure"
+            if options.kind == "vector"
+            else ("one number (times the unit matrix), or one for each species: {H: ...}")
         )
         raise wrong(sources, f"{key}.normalise.mean", mean, allowed)
 
@@ -124,7 +126,12 @@ def _check_classes(options: DictConfig, key: str, sources: Sources) -> None:
     several = isinstance(given, int) and not isinstance(given, bool) and given > 1
     if not (numbers or several or given == "auto"):
         raise wrong(sources, f"{key}.classes", given, "a number above 1, a list of different labels, or auto")
-    fixed = {"loss": None, "reduce": ("mean", "max", "attention", None), "per_atom": None, "normalise": ("auto", "none", None)}
+    fixed = {
+        "loss": None,
+        "reduce": ("mean", "max", "attention", None),
+        "per_atom": None,
+        "normalise": ("auto", "none", None),
+    }
     for name, allowed in fixed.items():
         if options[name] is not None and (allowed is None or options[name] not in allowed):
             raise ForgefieldError(

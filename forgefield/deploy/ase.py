@@ -90,8 +90,8 @@ class Calculator(AseCalculator):
 
     Results: energy and free_energy (eV), energies (n_atoms,), forces (n_atoms, 3) (eV/A), and for cells with a
     volume stress (6,) (eV/A^3, Voigt order xx yy zz yz xz xy). Further outputs of the model are in `results` by their names,
-    probabilities of classes as `NAME_prob`. A model trained with `task.forces.direct` gives forces by a head of its own: they are
-    not the derivative of the energy, so dynamics with them does not conserve it; `forces_are_direct` says so.
+    probabilities of classes as `NAME_prob`. A model trained with `task.forces.direct` gives forces by a head of its own: they
+    are not the derivative of the energy, so dynamics with them does not conserve it; `forces_are_direct` says so.
     """
 
     name = "forgefield"

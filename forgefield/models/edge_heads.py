@@ -76,7 +76,9 @@ class EdgeHead(HeadNetwork):
 
     def forward(self, features: Tensor, batch: Mapping[str, Tensor], edges: EdgeGeometry | None = None) -> Tensor:
         assert edges is not None
-        weights = self._weights(features.to(self.dtype), batch, edges) * (self.per_neighbour * edges.envelope).unsqueeze(1)
+        weights = self._weights(features.to(self.dtype), batch, edges) * (
+            self.per_neighbour * edges.envelope
+        ).unsqueeze(1)
         made = self._vectors(weights, edges) if self.options.kind == "vector" else self._tensors(weights, edges)
         values = gather(self.shift, Segments(batch["species"], self.n_species)) + self.scale * made
         if self.options.net_zero:

@@ -62,8 +62,6 @@ class Potential(nn.Module):
     has_energy = True
     forces_are_direct = False
     """Whether forces are an output of their own and not the derivative of the energy."""
-    needs_keys = False
-    """Whether batches of a training have to carry `frame_key`."""
 
     def __init__(self, model: nn.Module, *, max_neighbours: int | None = None) -> None:
         super().__init__()
@@ -74,6 +72,11 @@ class Potential(nn.Module):
     def further(self) -> Mapping[str, FurtherOutput]:
         """What it gives beside energy, forces and stress, by name."""
         return {}
+
+    @property
+    def needs_keys(self) -> bool:
+        """Whether batches of a training have to carry `frame_key`."""
+        return False
 
     @property
     def species(self) -> tuple[str, ...]:

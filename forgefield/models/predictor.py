@@ -64,7 +64,10 @@ class Predictor(Potential):
         _require_encoder(model, has_energy)
         make: dict[str, Any] = {"n_features": int(model.feature_dim), "n_species": len(self.species)}  # type: ignore[arg-type]
         self.heads = nn.ModuleDict(
-            {_key(name): build_head(name, options, **make, dtype=dtype, seed=seed) for name, options in heads.items()}
+            {
+                head_key(name): build_head(name, options, **make, dtype=dtype, seed=seed)
+                for name, options in heads.items()
+            }
         )
         self._names = tuple(heads)
         self.forces_are_direct = FORCES in heads
@@ -82,7 +85,7 @@ class Predictor(Potential):
         return any(self.head(name).dropout > 0 for name in self._names)
 
     def head(self, name: str) -> Head | EdgeHead:
-        return self.heads[_key(name)]  # type: ignore[return-value]
+        return self.heads[head_key(name)]  # type: ignore[return-value]
 
     def forward(self, batch: Batch, *, forces: bool = True, stress: bool = False) -> dict[str, Tensor]:
         """As `Potential`, and every further output by its name: (n_frames, *shape) or (n_atoms, *shape), float64."""
@@ -111,7 +114,7 @@ class Predictor(Potential):
         return edge_geometry(edge_vectors(batch), edge_graph(batch), self.cutoff, self.adaptive_cutoff)
 
 
-def _key(name: str) -> str:
+def head_key(name: str) -> str:
     """Of the module; an attribute of a module may be called like a field."""
     return f"of_{name}"
 

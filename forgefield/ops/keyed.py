@@ -1,5 +1,5 @@
-"""Random numbers that are a function of keys: whoever asks with the same keys gets the same numbers, on any device, on any number
-of ranks, compiled or not, and in any order.
+"""Random numbers that are a function of keys: whoever asks with the same keys gets the same numbers, on any device, on any
+number of ranks, compiled or not, and in any order.
 
 Keys are whole numbers from 0 to 2^32, in int64 tensors. Products stay below 2^63, so that nothing depends on how a device
 or a compiler lets an integer overflow.

@@ -68,7 +68,10 @@ class Target:
 
 @dataclass(frozen=True)
 class _OnDevice:
+    """weights: what the loss is made with. plain: those of the task, without what adapts them."""
+
     weights: Tensor
+    plain: Tensor
     species_weights: list[Tensor | None]
     classes: list[Tensor | None]
 
@@ -140,12 +143,28 @@ class Task:
         """Take the weights of this moment. Tensors are changed in place, without waiting for their device."""
         for i, target in enumerate(self.targets):
             if target.schedule is not None:
-                value = target.schedule.value(moment)
-                if value != target.weight:
-                    target.weight = value
-                    self.weights[i] = value
-                    for known in self._on_devices.values():
-                        known.weights[i].fill_(value)
+                self._set_weight(i, target.schedule.value(moment))
+
+    def set_weight(self, name: str, value: float) -> None:
+        """From now on the weight of this target; losses are reported as before."""
+        self._set_weight(self.names.index(name), float(value))
+
+    def _set_weight(self, i: int, value: float) -> None:
+        if value != self.targets[i].weight:
+            self.targets[i].weight = value
+            self.weights[i] = value
+            for known in self._on_devices.values():
+                known.plain[i].fill_(value)
+                known.weights[i].fill_(value)
+
+    def adapt(self, factors: Tensor, device: torch.device) -> None:
+        """Let the loss on a device be made with the task's weights times `factors`, (n_targets,)."""
+        known = self._on(device)
+        known.weights.copy_(known.plain * factors.to(device, non_blocking=True))
+
+    def plain_weights_on(self, device: torch.device) -> Tensor:
+        """(n_targets,): the task's weights without factors."""
+        return self._on(device).plain
 
     def loss(self, outputs: Batch, batch: Batch) -> LossParts:
         """The loss of one batch. A target that no frame of the batch is labelled for contributes zero."""
@@ -192,7 +211,8 @@ class Task:
                 None if t.classes is None else torch.tensor(t.classes, dtype=torch.float64, device=device)
                 for t in self.targets
             ]
-            self._on_devices[device] = _OnDevice(self.weights.to(device, copy=True), known, classes)
+            weights, plain = (self.weights.to(device, copy=True) for _ in range(2))
+            self._on_devices[device] = _OnDevice(weights, plain, known, classes)
         return self._on_devices[device]
 
     def describe(self) -> list[tuple[str, str]]:

@@ -26,6 +26,7 @@ from forgefield.tasks.task import LABELS
 from forgefield.training.further import has_energy
 from forgefield.training.initial_model import refuse_itself, starts_from_run
 from forgefield.training.optimisers import build_optimiser
+from forgefield.training.weighting import weighting_options
 
 
 def check_settings(config: DictConfig, options: dict[str, Any], ranks: Ranks) -> None:
@@ -34,6 +35,7 @@ def check_settings(config: DictConfig, options: dict[str, Any], ranks: Ranks) ->
         refuse_itself(config)
     else:
         check_model(plain(config.model))
+    weighting_options(plain(config.training.weighting))
     optimiser = build_optimiser(config.training.optimizer, [nn.Parameter(torch.zeros(2, 2))], lr=config.training.lr)
     if ranks.world_size > 1 and isinstance(optimiser, torch.optim.LBFGS):
         raise ForgefieldError(

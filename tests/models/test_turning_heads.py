@@ -34,9 +34,7 @@ ATOMS = ("forces", "spins", "shielding")
 def predictor(name: str = "nequip", heads: Any = None, facts: Any = FACTS, **known: Any) -> Predictor:
     section = {**SMALL[name], "heads": heads} if heads else SMALL[name]
     given = {"species": SPECIES, "cutoff": 3.0, "statistics": STATISTICS, **known}
-    model = build_model(
-        resolve_model(section, heads=facts, has_energy=False, **given), precision="float64", seed=1
-    )
+    model = build_model(resolve_model(section, heads=facts, has_energy=False, **given), precision="float64", seed=1)
     if "focus" in facts:
         torch.nn.init.normal_(model.head("focus").attention, generator=torch.Generator().manual_seed(0))
     return model.eval()

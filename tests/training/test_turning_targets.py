@@ -1,4 +1,4 @@
-"""Trainings on vectors, tensors, direct forces and noise, and with dropout: exact in every engine, on any ranks, after a resume."""
+"""Trainings on vectors, tensors, direct forces and noise, with dropout: exact in every engine, on any ranks, after a resume."""
 
 from __future__ import annotations
 
@@ -198,7 +198,10 @@ def test_an_evaluation_moves_copies_always_alike(tmp_path):
     [
         ({"gap": {"kind": "vector"}}, r"task\.gap\.kind=vector: gap has the shape \[\], and a vector has \[3\]"),
         ({"alpha": {"kind": "vector"}}, r"alpha has the shape \[3, 3\], and a vector has \[3\]"),
-        ({"skew": {"kind": "symmetric"}}, r"task\.skew\.kind=symmetric: labels of data\.train differ from their transposes"),
+        (
+            {"skew": {"kind": "symmetric"}},
+            r"task\.skew\.kind=symmetric: labels of data\.train differ from their transposes",
+        ),
         ({"dipole": {"kind": "vector", "reduce": "max"}}, r"'task\.dipole\.reduce' is sum or mean for a vector"),
         (
             {"dipole": {"kind": "vector", "normalise": {"mean": 1.0, "scale": 1.0}}},

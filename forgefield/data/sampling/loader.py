@@ -36,8 +36,8 @@ class FrameLoader:
 
     batch: the budget of a rank; a number means frames. order: of the rows that fit the budget and their costs; each row once,
     if None.
-    keys: seed of the keys that batches carry (`frame_key`); none, if None. noise: frames are moved at random, in training anew in
-    every epoch, else (evaluation) always alike.
+    keys: seed of the keys that batches carry (`frame_key`); none, if None. noise: frames are moved at random, in training anew
+    in every epoch, else (evaluation) always alike.
     workers: threads that prepare batches ahead, 0 for none. prefetch: how many batches ahead. pin: put them into memory from
     which they are copied to a GPU without waiting.
     """

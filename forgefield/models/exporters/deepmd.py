@@ -39,7 +39,9 @@ def write_deepmd(potential: Potential, path: str | os.PathLike[str], *, sel: Seq
     if not isinstance(model, DeepPot):
         raise ForgefieldError(f"a {type(model).__name__} model cannot be written for DeePMD-kit; it needs a deeppot.")
     if potential.forces_are_direct:
-        raise ForgefieldError("forces of this model are no derivative of its energy, which files of DeePMD-kit cannot say.")
+        raise ForgefieldError(
+            "forces of this model are no derivative of its energy, which files of DeePMD-kit cannot say."
+        )
     if potential.further:
         raise ForgefieldError(
             f"this model also predicts {', '.join(potential.further)}, for which files of DeePMD-kit have no place."
