@@ -63,7 +63,8 @@ def _drop_inapplicable(target: str, options: dict[str, Any]) -> None:
     if target in ("forces", "stress"):
         options.pop("per_atom", None)
     if target != "forces":
-        options.pop("species_weights", None)
+        for name in ("species_weights", "direct", "net_zero"):
+            options.pop(name, None)
     if options.get("loss") != "huber":
         options.pop("huber_delta", None)
 

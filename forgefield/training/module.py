@@ -22,7 +22,7 @@ from forgefield.parallel.exchange import StepExchange
 from forgefield.parallel.group import Ranks, alone
 from forgefield.parallel.strategies import SimpleDDPStrategy
 from forgefield.tasks.metrics import ErrorMetrics
-from forgefield.tasks.task import Task
+from forgefield.tasks.task import Target, Task
 from forgefield.tasks.weights import Moment
 from forgefield.training.adaptation import parameter_groups, plain_state
 from forgefield.training.ema import WeightAverage
@@ -152,7 +152,7 @@ class TrainingModule(L.LightningModule):
             torch.manual_seed(torch.initial_seed() + 7919 * self.ranks.rank)
 
     def on_train_start(self) -> None:
-        counts_steps = self.precision.unit == "steps" or self.task.needs_an_end
+        counts_steps = self.precision.unit == "steps" or self.task.is_scheduled
         self._steps_in_all = steps_of_fit(self.trainer) if counts_steps else -1
         self._require_an_end()
         self._steps_averaged = self.trainer.global_step  # known only now: a resume restores it after `on_fit_start`
@@ -212,6 +212,7 @@ class TrainingModule(L.LightningModule):
 
     def _require_an_end(self) -> None:
         for target in self.task.targets:
+            self._refuse_longer(target)
             if target.schedule is None or not target.schedule.needs_an_end:
                 continue
             of_epochs = target.schedule.unit == "epoch"
@@ -221,6 +222,23 @@ class TrainingModule(L.LightningModule):
                     f"task.{target.name}.schedule ends with the training, which has no limit of {what}; "
                     f"give one, or task.{target.name}.schedule.end."
                 )
+
+    def _refuse_longer(self, target: Target) -> None:
+        """A schedule that the training does not reach the end of would not do what it says."""
+        schedule = target.schedule
+        if schedule is None or schedule.kind == "lr" or self.trainer.fast_dev_run:
+            return
+        of_epochs = schedule.unit == "epoch"
+        length = self._moment().epochs if of_epochs else self._steps_in_all
+        last = max(schedule.at) if schedule.at else schedule.end
+        if last is None or length < 0 or last <= length - 1:
+            return
+        key = f"task.{target.name}.schedule.{'at' if schedule.at else 'end'}"
+        unit = schedule.unit
+        raise ForgefieldError(
+            f"{key} is {unit} {last}, and the last {unit} of this training is {length - 1} (they are counted from 0): the last "
+            f"value would never be reached. Train longer, or make the schedule shorter."
+        )
 
     def _follow_precision(self) -> None:
         """A schedule may change the precision; what was compiled or captured holds for one precision only."""

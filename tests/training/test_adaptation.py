@@ -104,25 +104,25 @@ def test_what_is_frozen_stays_and_is_not_in_the_optimiser(folder):
     assert len(state["optimizer_states"][0]["param_groups"][0]["params"]) == 2 * n_heads
 
 
-@pytest.mark.parametrize("engine", ["eager", "script"])
-def test_a_step_of_a_group_is_its_factor_times_the_step_of_the_rest(engine, folder):
+def test_a_step_of_a_group_is_its_factor_times_the_step_of_the_rest(folder):
     def moved(name: str, **training: Any) -> dict[str, torch.Tensor]:
         plain = {"optimizer": "sgd", "lr": 1e-3, "ema": None, **training}
-        made = config(folder, f"{name}-{engine}", {"gap": {}, "moduli": {}}, training=plain, trainer={"max_steps": 1})
-        made["training"]["engine"] = engine
+        made = config(folder, name, {"gap": {}, "moduli": {}}, training=plain, trainer={"max_steps": 1})
+        made["training"]["engine"] = training.get("engine", "eager")
         return train_only(made).load_potential("last").state_dict()
 
     start = moved("still", lr=1e-30)
     plain = moved("plain")
     grouped = moved("grouped", lr_groups={"heads.of_gap": 3.0, "model.*": 0.25})
-    frozen = moved("part", freeze=["model.layers.0.*"])
+    frozen = moved("part", freeze=["model.layers.0.*"], engine="script")
     for name in start:
         factor = 3.0 if "of_gap" in name else 0.25 if name.startswith("model.") else 1.0
         torch.testing.assert_close(
             grouped[name] - start[name], factor * (plain[name] - start[name]), rtol=1e-6, atol=1e-15
         )
         expected = start if name.startswith("model.layers.0.") else plain
-        assert torch.equal(frozen[name], expected[name]), name
+        torch.testing.assert_close(frozen[name], expected[name], rtol=1e-9, atol=1e-14)
+        assert not name.startswith("model.layers.0.") or torch.equal(frozen[name], start[name]), name
 
 
 def test_groups_follow_a_schedule_with_their_factors(folder):
@@ -160,17 +160,19 @@ def test_changes_of_low_rank_start_at_nothing_and_merge_into_the_matrices():
         torch.testing.assert_close(value, changed_outputs[key], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("engine", ["eager", "script"])
-def test_what_a_run_with_low_rank_changes_writes_is_a_plain_model(engine, folder):
-    made = config(folder, f"lora-{engine}", {"gap": {}}, "first", training={"lora": {"rank": 2}, "ema": 0.9})
-    made["training"]["engine"] = engine
-    run = train_only(made)
+def test_what_a_run_with_low_rank_changes_writes_is_a_plain_model(folder):
+    run = train_only(config(folder, "lora", {"gap": {}}, "first", training={"lora": {"rank": 2}, "ema": 0.9}))
     old, new = first_state(folder / "runs" / "first"), run.load_potential("last").state_dict()
     assert "potential.model.type_embedding" in old
     changed = [n for n in new if n.startswith("model.") and not torch.equal(old[f"potential.{n}"].to(new[n]), new[n])]
     assert changed
-    rows = run.metrics()
-    assert all(row["val/loss"] > 0 for row in rows)
+    state = load_checkpoint(list_checkpoints(run.path / "checkpoints")[0])["forgefield"]["ema"]["average"]
+    down = {name: tensor for name, tensor in state.items() if name.endswith(".down")}
+    for name, tensor in down.items():
+        owner, _, matrix = name.removesuffix(".0.down").rpartition(".parametrizations.")
+        up = state[name.removesuffix("down") + "up"]
+        change = new[f"{owner}.{matrix}"] - old[f"potential.{owner}.{matrix}"].to(up)
+        torch.testing.assert_close(change, tensor @ up, rtol=1e-9, atol=1e-13)
 
 
 @pytest.mark.parametrize(
