@@ -37,7 +37,9 @@ ELEMENTS = ("Al", "Cu", "Mg", "Fe", "Si", "Na", "Cl", "Zn")
 GROUPS = {"fcc": 225, "rocksalt": 225, "bcc": 229, "hcp": 194, "diamond": 227, "zincblende": 216, "cesiumchloride": 221}
 
 
-def trained(name: str, encoder: str, args: argparse.Namespace, epochs: int, data: dict, task: dict) -> tuple[Any, float]:
+def trained(
+    name: str, encoder: str, args: argparse.Namespace, epochs: int, data: dict, task: dict
+) -> tuple[Any, float]:
     """The run, and its CPU seconds."""
     folder = Path(args.out) / f"{name}-{encoder}"
     shutil.rmtree(folder, ignore_errors=True)

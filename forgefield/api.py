@@ -242,11 +242,12 @@ def _measure(fitted: Fitted, config: DictConfig, journal: Journal, ranks: Ranks)
     device = f"cuda:{torch.cuda.current_device()}" if on_gpu else "cpu"
     results: dict[str, dict[str, float]] = {}
     for split, dataset in (("val", data.val), ("test", data.test)):
-        if dataset is not None:
+        if dataset is not None and _has_outputs(run):
             results[split] = _evaluate(run, dataset, split, which="best", device=device, batch=batch, ranks=ranks)
     if not ranks.is_first:
         return
-    if data.test is not None:
+    if "test" in results:
+        assert data.test is not None
         _write_test(
             run, results["test"], name="test", source=str(config.data.test), which="best", n_frames=len(data.test)
         )
@@ -259,6 +260,7 @@ def _measure(fitted: Fitted, config: DictConfig, journal: Journal, ranks: Ranks)
             if run.has_energy
             else []
         ),
+        *([] if _has_outputs(run) else [f"train further: model: {{from: {run.name}}}"]),
         f"forgefield predict {run.path} structures.extxyz -o predicted.extxyz{flag}",
         f"report: {run.path / 'report.html'}",
     ]
@@ -278,7 +280,11 @@ def _evaluate(
 ) -> dict[str, float]:
     """Predict a data set, keep the predictions in the run, give the errors (on rank 0; the others only predict)."""
     potential = load_shared(run, which, device, ranks, head)
-    outputs = [*(dict.fromkeys(LABELS.values()) if potential.has_energy else ()), *potential.further]
+    ours = [name for name in dict.fromkeys(LABELS.values()) if potential.has_energy or name == "forces"]
+    ours = ours if potential.has_energy or potential.forces_are_direct else []
+    outputs = [*ours, *potential.further]
+    if not outputs:
+        raise ForgefieldError(f"Run {run.name} learnt noise alone and predicts nothing; train it further (model.from).")
     labels = [name for name in outputs if name in _labels_of(dataset) and dataset.frames.carries(name).any()]
     if not labels:
         raise ForgefieldError(
@@ -315,6 +321,11 @@ def _evaluate(
         },
     )
     return metrics.compute() | _auroc(arrays, classes)
+
+
+def _has_outputs(run: Run) -> bool:
+    """Whether its model predicts anything; one that learnt noise alone does not."""
+    return run.has_energy or run.forces_are_direct or bool(run.heads)
 
 
 def _auroc(arrays: dict[str, np.ndarray], classes: dict[str, list[float]]) -> dict[str, float]:

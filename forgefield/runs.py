@@ -25,6 +25,7 @@ from forgefield.errors import ForgefieldError
 from forgefield.files import write_whole
 from forgefield.models.deeppot.branches import single
 from forgefield.models.potential import Potential
+from forgefield.models.predictor import FORCES, NOISE
 from forgefield.models.registry import HEADS, PREDICTS, branch_names, build_model
 
 WEIGHTS = ("best", "last")
@@ -91,7 +92,12 @@ class Run:
     @property
     def heads(self) -> dict[str, dict[str, Any]]:
         """What its model predicts beside energy, forces and stress: options of each head, by name."""
-        return self.info["model"].get(PREDICTS, {}).get(HEADS, {})
+        heads = self.info["model"].get(PREDICTS, {}).get(HEADS, {})
+        return {name: head for name, head in heads.items() if name not in (FORCES, NOISE)}
+
+    @property
+    def forces_are_direct(self) -> bool:
+        return FORCES in self.info["model"].get(PREDICTS, {}).get(HEADS, {})
 
     @property
     def has_energy(self) -> bool:

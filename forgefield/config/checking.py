@@ -54,6 +54,8 @@ POSITIVE = (
     "training.clip_norm",
     "training.accumulate",
     "training.graphs.sizes",
+    "training.lora.rank",
+    "training.lora.alpha",
     "training.memory.parts",
     "training.early_stopping.patience",
     "training.checkpoint.every_epochs",
@@ -167,6 +169,15 @@ def check_values(config: DictConfig, sources: Sources) -> None:
     ema = config.training.ema
     if ema is not None and not 0 < ema < 1:
         raise wrong(sources, "training.ema", ema, "a number between 0 and 1, or null for no average")
+    for pattern, factor in (config.training.lr_groups or {}).items():
+        if not 0 < factor < float("inf"):
+            hint = f"; what is not to be trained goes into training.freeze=[{pattern}]" if factor == 0 else ""
+            raise wrong(sources, f"training.lr_groups.{pattern}", factor, f"a positive factor of training.lr{hint}")
+    if config.training.lora is not None and "from" not in (config.model if isinstance(config.model, Mapping) else {}):
+        raise ForgefieldError(
+            f"{sources.where('training.lora')}: 'training.lora' changes the matrices of a trained model (model.from); those of "
+            "a new one are random."
+        )
     _check_precision(config.training.precision, sources)
     _check_name(config, sources)
     check_data(config.data, sources)

@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from forgefield.config import schema
-from forgefield.config.targets import TARGETS, as_written
+from forgefield.config.targets import DENOISE, TARGETS, as_written
 
 HARMLESS = (
     "name",
@@ -104,6 +104,7 @@ def _all_defaults() -> dict[str, Any]:
     targets: dict[str, Any] = {name: schema.TargetOptions() for name in TARGETS}
     options.task = schema.TaskOptions(**targets)
     options.training.early_stopping = schema.EarlyStoppingOptions()
+    options.training.lora = schema.LoraOptions()
     plain = OmegaConf.to_container(OmegaConf.structured(options))
     assert isinstance(plain, dict)
     return {str(key): value for key, value in plain.items() if key != "model"}
@@ -122,11 +123,16 @@ def _differences(old: Any, new: Any, defaults: Mapping[str, Any], prefix: str) -
 
 def _default(defaults: Any, key: str) -> Any:
     """Default of a setting inside a section that is there. Optional sections that are not there are off."""
-    if key in ("task", "training.early_stopping") or key in ("task.energy", "task.forces", "task.stress"):
+    if key in ("task", "training.early_stopping", "training.lora") or key in (
+        "task.energy",
+        "task.forces",
+        "task.stress",
+    ):
         return None
     section, _, rest = key.removeprefix("task.").partition(".")
     if key.startswith("task.") and section not in TARGETS and rest:
-        key, defaults = rest, _plain(OmegaConf.structured(schema.FieldTargetOptions))
+        kind = schema.DenoiseOptions if section == DENOISE else schema.FieldTargetOptions
+        key, defaults = rest, _plain(OmegaConf.structured(kind))
     for part in key.split("."):
         if not isinstance(defaults, Mapping) or part not in defaults:
             return ABSENT

@@ -42,7 +42,7 @@ from forgefield.config.targets import as_written
 from forgefield.errors import ForgefieldError
 
 ENTRY, DEFAULTS, USER = "__forgefield_entry__", "__forgefield_defaults__", "__forgefield_user__"
-COMPONENTS = ("model", "training.optimizer", "training.scheduler", "trainer.*")
+COMPONENTS = ("model", "training.optimizer", "training.scheduler", "training.weighting", "trainer.*")
 """Settings that describe one object by its name and options: a mapping with a name replaces what is there."""
 WHOLE = (
     "task",
@@ -57,6 +57,8 @@ WHOLE = (
     "data.sampling",
     "data.reference_energies",
     "training.early_stopping",
+    "training.lr_groups",
+    "training.lora",
     "trainer.max_time",
     "model.*",
 )

@@ -169,6 +169,10 @@ class TargetOptions:
     atoms, so that squares are what DeePMD-kit minimises."""
     species_weights: Optional[dict[str, float]] = None
     """Forces only: weight of the atoms of each species; species not named have 1."""
+    direct: bool = False
+    """Forces only: a head of the model gives them, in place of the derivative of the energy. Faster, and not conservative."""
+    net_zero: Optional[bool] = None
+    """Direct forces only: whether their sum over a frame is taken off. Default: true."""
     schedule: Optional[ScheduleOptions] = None
     """How the weight changes: {kind: linear, to: 0.1}. Default: it does not."""
 
@@ -187,15 +191,39 @@ class FieldTargetOptions:
     the training data. Default: the label is a number to be learnt."""
     huber_delta: float = 1.0
     """Where Huber turns from quadratic to linear, in units of the scale."""
+    kind: Optional[str] = None
+    """How the value turns with the structure: values, numbers that do not (the default); vector (shape [3]); symmetric or
+    tensor (shape [3, 3])."""
     reduce: Optional[str] = None
     """Of a value per frame: mean (intensive, such as a band gap; the default) or sum (extensive) of contributions of its
-    atoms."""
+    atoms; or, of numbers, max or attention: the head's last layer reads the largest of each feature over the atoms, or their
+    mean with learnt weights (both intensive)."""
     per_atom: Any = None
     """With reduce: sum, what the loss compares: true (default), values per atom; false, of the whole; root, divided by the root
     of the number of atoms."""
     normalise: Any = "auto"
     """What the network's output means: mean + scale times it. auto: from the training data, by composition where extensive, by
     species where per atom; {mean: 1.0, scale: 0.5}; none: 0 and 1. It is part of the model."""
+    schedule: Optional[ScheduleOptions] = None
+    """How the weight changes: {kind: linear, to: 0.1}. Default: it does not."""
+
+
+@dataclass
+class DenoiseOptions:
+    """Positions are moved at random, and the model learns by how much: a target that needs no label."""
+
+    sigma: float = 0.1
+    """Standard deviation of the moves along each direction, A."""
+    share: Optional[float] = None
+    """Share of the frames of an epoch whose atoms are moved. Default: all; half of them where there are other targets."""
+    keep_labels: bool = False
+    """Whether moved frames keep their other labels, which are those of the structure before. Without, they train this alone."""
+    weight: float = 1.0
+    """Weight of this target in the loss."""
+    loss: Optional[str] = None
+    """mse (the default), mae, huber, or an import path. Errors are in units of sigma."""
+    huber_delta: float = 1.0
+    """Where Huber turns from quadratic to linear, in units of sigma."""
     schedule: Optional[ScheduleOptions] = None
     """How the weight changes: {kind: linear, to: 0.1}. Default: it does not."""
 
@@ -223,6 +251,8 @@ class TaskOptions:
     """Errors in eV/A^3."""
     virial: Optional[TargetOptions] = None
     """The stress times minus the volume, errors in eV (per atom: eV/atom)."""
+    denoise: Optional[DenoiseOptions] = None
+    """Moves of atoms that were made at random, errors in A: {sigma: 0.1}."""
     fields: dict[str, FieldTargetOptions] = field(default_factory=dict)
     """Fields of the data that are targets; written beside the others, by their names."""
     branches: dict[str, BranchTaskOptions] = field(default_factory=dict)
@@ -274,6 +304,18 @@ class MemoryOptions:
 
 
 @dataclass
+class LoraOptions:
+    """Train changes of low rank of weight matrices instead of the matrices, which are frozen; with `model.from`."""
+
+    rank: int = 4
+    """Of the changes."""
+    alpha: Optional[float] = None
+    """A change is multiplied by alpha / rank. Default: by one."""
+    targets: Optional[list[str]] = None
+    """Patterns of names of the matrices. Default: all of the encoder, model.*."""
+
+
+@dataclass
 class TrainingOptions:
     lr: float = 0.01
     """Learning rate."""
@@ -303,6 +345,16 @@ class TrainingOptions:
     """Largest norm of the whole gradient."""
     accumulate: int = 1
     """Batches per optimiser step."""
+    weighting: Any = None
+    """Weights of targets that find themselves: softadapt (what falls slowest weighs most), uncertainty (learnt variances), or
+    {name: softadapt, every: 50, beta: 1.0}, {name: uncertainty, lr: 1.0}. Reported losses have the task's own weights."""
+    freeze: Optional[list[str]] = None
+    """Parameters that are not trained, by patterns of their names: [model.*] is the encoder, [heads.of_gap.*] a head."""
+    lr_groups: Optional[dict[str, float]] = None
+    """Learning rates by part, as factors of `lr`: {model.*: 0.1}; the first pattern that matches counts."""
+    lora: Optional[LoraOptions] = None
+    """Changes of low rank of frozen matrices: {rank: 4, targets: [model.*]}. They are part of the matrices in all that a run
+    writes for use."""
     monitor: str = "val/loss"
     """What picks the best model, feeds ReduceLROnPlateau and early stopping."""
     early_stopping: Optional[EarlyStoppingOptions] = None

@@ -12,8 +12,10 @@ from forgefield.config import schema
 
 FIELDS = "fields"
 BRANCHES = "branches"
-TARGETS = tuple(item.name for item in dataclasses.fields(schema.TaskOptions) if item.name not in (FIELDS, BRANCHES))
-"""Targets that every potential knows; all others are fields."""
+DENOISE = "denoise"
+_APART = (FIELDS, BRANCHES, DENOISE)
+TARGETS = tuple(item.name for item in dataclasses.fields(schema.TaskOptions) if item.name not in _APART)
+"""Targets that every potential knows; all others are fields, but for `denoise`, which needs no label."""
 
 
 def quantity(name: str) -> str:
@@ -25,8 +27,8 @@ def as_typed(task: Any) -> Any:
     """The plain section with its fields in `fields`."""
     if not isinstance(task, Mapping):
         return task
-    known = {name: value for name, value in task.items() if name in (*TARGETS, BRANCHES)}
-    return {**known, FIELDS: {name: value for name, value in task.items() if name not in (*TARGETS, BRANCHES)}}
+    known = {name: value for name, value in task.items() if name in (*TARGETS, BRANCHES, DENOISE)}
+    return {**known, FIELDS: {name: value for name, value in task.items() if name not in known}}
 
 
 def as_written(task: Any) -> Any:
@@ -40,7 +42,7 @@ def as_written(task: Any) -> Any:
 def given_targets(task: Any) -> dict[str, Any]:
     """Options of every target that is on, of a typed section or a `TaskOptions`: ours in their order, then fields by name, then
     those of branches as `branch.target`, by branch."""
-    known = {name: getattr(task, name, None) for name in TARGETS}
+    known = {name: getattr(task, name, None) for name in (*TARGETS, DENOISE)}
     further = getattr(task, FIELDS, None) or {}
     return (
         {name: value for name, value in known.items() if value is not None}

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from forgefield.config import schema
 from forgefield.config.fielddocs import class_doc, field_docs
-from forgefield.config.targets import BRANCHES, TARGETS, as_written
+from forgefield.config.targets import BRANCHES, DENOISE, TARGETS, as_written
 
 WIDTH = 110
 """Longest line with a comment."""
@@ -63,7 +63,8 @@ def _drop_inapplicable(target: str, options: dict[str, Any]) -> None:
     if target in ("forces", "stress"):
         options.pop("per_atom", None)
     if target != "forces":
-        options.pop("species_weights", None)
+        for name in ("species_weights", "direct", "net_zero"):
+            options.pop(name, None)
     if options.get("loss") != "huber":
         options.pop("huber_delta", None)
 
@@ -99,7 +100,7 @@ def _comment(cls: type | None, name: str, inner: type | None) -> str | None:
 
 def _section(cls: type | None, name: str) -> type | None:
     """The dataclass of the section `name` of `cls`."""
-    if cls is schema.TaskOptions and name not in (*TARGETS, BRANCHES):
+    if cls is schema.TaskOptions and name not in (*TARGETS, BRANCHES, DENOISE):
         return schema.FieldTargetOptions
     kind = typing.get_type_hints(cls).get(name) if cls is not None else None
     for candidate in (kind, *typing.get_args(kind)):

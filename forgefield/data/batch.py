@@ -17,6 +17,8 @@
 | weight     | (n_frames,)     | float64 | weight in the loss |
 | frame_id   | (n_frames,)     | int64   | position in the dataset; -1: a blank frame that counts for nothing |
 | branch     | (n_frames,)     | int64   | which branch of the model a frame is for; only where a model has several |
+| frame_key  | (n_frames,)     | int64   | training with dropout only: 0 to 2^32, from seed, epoch and place in the epoch |
+| denoise    | (n_atoms, 3)    | float64 | training on noise only: by how much `positions` were moved, A |
 
 `edge_reverse` is left out where an edge need not have a reverse (`data.max_neighbours`). NaN in a label means that the
 frame does not carry it; readers refuse NaN in data, so it means nothing else. Fields (`data.labels.fields`) are further keys,
@@ -57,6 +59,8 @@ SHAPES: Shapes = {
     "weight": ("frames",),
     "frame_id": ("frames",),
     "branch": ("frames",),
+    "frame_key": ("frames",),
+    "denoise": ("atoms", 3),
 }
 """Shape of each key, in the sizes that differ from batch to batch."""
 
@@ -161,7 +165,8 @@ def without_labels(batch: Batch, targets: Collection[str] = ()) -> Batch:
 
     targets: fields that are learnt. The others are what a model is given along with a structure, and stay.
     """
-    learnt = ("energy", "forces", "stress", *(name for name in targets if name in batch and name not in SHAPES))
+    learnt = ["energy", "forces", "stress", *(name for name in targets if name in batch and name not in SHAPES)]
+    learnt += ["denoise"] if "denoise" in batch else []
     blank = {name: torch.full_like(batch[name], torch.nan) for name in learnt}
     return {
         **batch,

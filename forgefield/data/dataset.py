@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from forgefield.data.graphs.edges import (
     Neighbourhoods,
     Progress,
     StoredEdges,
+    build_block,
     geometry_of,
 )
 from forgefield.data.graphs.graph import GraphOptions
@@ -99,13 +101,29 @@ class GraphDataset:
         """The batch of one frame."""
         return self.batch(np.array([row]))
 
-    def batch(self, rows: np.ndarray | Sequence[int]) -> Batch:
-        """These frames in this order; `frame_id` is their row."""
+    def batch(self, rows: np.ndarray | Sequence[int], moves: np.ndarray | None = None) -> Batch:
+        """These frames in this order; `frame_id` is their row.
+
+        moves: (n_atoms, 3), A: atoms are that far from where they are in the data, NaN where they are not moved; edges are made
+        for where they are then, and the batch carries the moves as `denoise`.
+        """
         found = self.frames.find(np.array(rows, dtype=np.int64))
         geometry = geometry_of(found)
+        if moves is None:
+            edges, more = self.edges.read(found, geometry), {}
+        else:
+            geometry = replace(geometry, positions=geometry.positions + np.nan_to_num(moves))
+            where = self.frames.where
+            edges = (
+                None
+                if self.on_device
+                else build_block(geometry, self.graph, lambda i: f"{where(int(found.rows[i]))}, its atoms moved")[0]
+            )
+            more = {"denoise": moves}
         return assemble(
             geometry,
-            self.edges.read(found, geometry),
+            edges,
+            **more,
             species=self.species.index(found.atoms("numbers")),
             energy=found.column("energy"),
             forces=found.atoms("forces"),

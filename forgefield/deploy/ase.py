@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
+import warnings
 from collections.abc import Sequence
 
 import numpy as np
@@ -97,6 +98,8 @@ class Calculator(AseCalculator):
     volume stress (6,) (eV/A^3, Voigt order xx yy zz yz xz xy). Further outputs of the model are in `results` by their names,
     probabilities of classes as `NAME_prob`. A model of dipoles or polarisabilities without an energy gives these alone:
     `atoms.get_dipole_moment()`.
+    A model trained with `task.forces.direct` gives forces by a head of its own: they
+    are not the derivative of the energy, so dynamics with them does not conserve it; `forces_are_direct` says so.
     """
 
     name = "forgefield"
@@ -116,13 +119,22 @@ class Calculator(AseCalculator):
         super().__init__()
         self.device = torch.device(device)
         self.potential = _potential(run, which, self.device, dtype, head)
-        if not self.potential.has_energy and not RESPONSES & set(self.potential.further):
+        self.forces_are_direct = self.potential.forces_are_direct
+        responses = RESPONSES & set(self.potential.further)
+        if not self.potential.has_energy and not self.forces_are_direct and not responses:
             raise ForgefieldError(
-                f"This model predicts {', '.join(self.potential.further)} and no energy, so it is no calculator; "
+                f"This model predicts {', '.join(self.potential.further) or 'noise'} and no energy, so it is no calculator; "
                 "forgefield predict writes what it predicts."
             )
-        energies = type(self).implemented_properties if self.potential.has_energy else []
-        self.implemented_properties = [*energies, *self.potential.further]
+        if self.forces_are_direct:
+            warnings.warn(
+                "Forces of this model come from a head of their own (task.forces.direct) and are not the derivative of an "
+                "energy: energy is not conserved in dynamics.",
+                stacklevel=2,
+            )
+        known = type(self).implemented_properties if self.potential.has_energy else []
+        known = ["forces"] if self.forces_are_direct and not known else known
+        self.implemented_properties = [*known, *self.potential.further]
         self.species = SpeciesTable(self.potential.species)
         self.neighbours = VerletList(graph_of(self.potential), skin)
 
@@ -150,9 +162,9 @@ class Calculator(AseCalculator):
         of_atoms = outputs_of_atoms(self.potential)
         for name, value in answers.items():
             self.results[name] = value if name.removesuffix("_prob") in of_atoms or name in of_atoms else value[0]
-        if gradients:
+        if gradients or "forces" in out:
             self.results["forces"] = out["forces"]
-            if has_volume:
+            if "stress" in out:
                 self.results["stress"] = full_3x3_to_voigt_6_stress(out["stress"][0])
 
     def check_state(self, atoms: Atoms, tol: float = 1e-15) -> list[str]:

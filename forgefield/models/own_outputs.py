@@ -18,6 +18,7 @@ class OwnOutput:
     per: str
     shape: list[int]
     reduce: str
+    kind: str = "values"
     scale: float | list[float] = 1.0
     unit: str = ""
     classes: list[float] | None = None

@@ -99,7 +99,11 @@ class RunData:
         found = self._predicted("heads")
         if not isinstance(found, dict):
             return {}
-        values = {name: head for name, head in found.items() if isinstance(head, dict) and head.get("classes") is None}
+        values = {
+            name: head
+            for name, head in found.items()
+            if isinstance(head, dict) and head.get("classes") is None and name not in ("forces", "denoise")
+        }
         return {str(name): str(head.get("unit", "")) for name, head in values.items()}
 
     def _predicted(self, what: str) -> Any:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from forgefield.config.nearest import did_you_mean
 from forgefield.config.schema import TargetOptions, TaskOptions
-from forgefield.config.targets import TARGETS, given_targets, quantity
+from forgefield.config.targets import DENOISE, TARGETS, given_targets, quantity
 from forgefield.errors import ForgefieldError
 from forgefield.models.potential import FurtherOutput, volumes
 from forgefield.tasks.classes import cross_entropy, one_hot
@@ -63,6 +63,10 @@ class Target:
     """Errors of frames are also measured per atom."""
     branch: int | None = None
     """The branch of the model whose frames count; None: all do."""
+    kind: str = "values"
+    """How it turns with the structure: `values` where it does not."""
+    direct: bool = False
+    """Of forces: an output of the model and not the derivative of its energy."""
 
     @property
     def quantity(self) -> str:
@@ -76,7 +80,10 @@ class Target:
 
 @dataclass(frozen=True)
 class _OnDevice:
+    """weights: what the loss is made with. plain: those of the task, without what adapts them."""
+
     weights: Tensor
+    plain: Tensor
     species_weights: list[Tensor | None]
     classes: list[Tensor | None]
     scales: list[Tensor | None]
@@ -122,7 +129,8 @@ class Task:
 
     @property
     def needs_forces(self) -> bool:
-        return any(target.quantity == "forces" for target in self.targets)
+        """As derivatives of the energy."""
+        return any(target.quantity == "forces" and not target.direct for target in self.targets)
 
     @property
     def needs_stress(self) -> bool:
@@ -165,12 +173,28 @@ class Task:
         """Take the weights of this moment. Tensors are changed in place, without waiting for their device."""
         for i, target in enumerate(self.targets):
             if target.schedule is not None:
-                value = target.schedule.value(moment)
-                if value != target.weight:
-                    target.weight = value
-                    self.weights[i] = value
-                    for known in self._on_devices.values():
-                        known.weights[i].fill_(value)
+                self._set_weight(i, target.schedule.value(moment))
+
+    def set_weight(self, name: str, value: float) -> None:
+        """From now on the weight of this target; losses are reported as before."""
+        self._set_weight(self.names.index(name), float(value))
+
+    def _set_weight(self, i: int, value: float) -> None:
+        if value != self.targets[i].weight:
+            self.targets[i].weight = value
+            self.weights[i] = value
+            for known in self._on_devices.values():
+                known.plain[i].fill_(value)
+                known.weights[i].fill_(value)
+
+    def adapt(self, factors: Tensor, device: torch.device) -> None:
+        """Let the loss on a device be made with the task's weights times `factors`, (n_targets,)."""
+        known = self._on(device)
+        known.weights.copy_(known.plain * factors.to(device, non_blocking=True))
+
+    def plain_weights_on(self, device: torch.device) -> Tensor:
+        """(n_targets,): the task's weights without factors."""
+        return self._on(device).plain
 
     def loss(self, outputs: Batch, batch: Batch) -> LossParts:
         """The loss of one batch. A target that no frame of the batch is labelled for contributes zero."""
@@ -221,7 +245,8 @@ class Task:
                 torch.tensor(t.scale, dtype=torch.float64, device=device) if isinstance(t.scale, tuple) else None
                 for t in self.targets
             ]
-            self._on_devices[device] = _OnDevice(self.weights.to(device, copy=True), known, classes, scales)
+            weights, plain = (self.weights.to(device, copy=True) for _ in range(2))
+            self._on_devices[device] = _OnDevice(weights, plain, known, classes, scales)
         return self._on_devices[device]
 
     def describe(self) -> list[tuple[str, str]]:
@@ -245,6 +270,8 @@ def default_task(labels: dict[str, int]) -> TaskOptions:
 def require_labels(targets: Iterable[str], labels: Mapping[str, int], where: str) -> None:
     """Refuse a target that no frame is labelled for. labels: how many frames carry each label and each field there is."""
     for name in targets:
+        if name == DENOISE:
+            continue
         label = LABELS.get(quantity(name), name)
         if label not in LABELS.values() and not labels.get(label):
             _refuse_field(name, labels, where)
@@ -279,7 +306,8 @@ def _build_field_target(name: str, options: Any, further: Mapping[str, FurtherOu
     if options.weight < 0:
         raise ForgefieldError(f"task.{name}.weight must not be negative, it is {options.weight}.")
     loss = options.loss or "mse"
-    per_atom = True if options.per_atom is None else options.per_atom
+    per_atom = getattr(options, "per_atom", None)
+    per_atom = True if per_atom is None else per_atom
     extensive = output.per == "frame" and output.reduce == "sum"
     return Target(
         name=name,
@@ -294,6 +322,7 @@ def _build_field_target(name: str, options: Any, further: Mapping[str, FurtherOu
         reduce=output.reduce if output.per == "frame" else None,
         classes=None if output.classes is None else tuple(output.classes),
         per_atom_errors=getattr(output, "per_atom_errors", False),
+        kind=output.kind,
     )
 
 
@@ -322,6 +351,7 @@ def _build_target(name: str, options: Any, species: tuple[str, ...], branches: S
         species_weights=_species_weights(options.species_weights, species, f"task.{name}.species_weights"),
         schedule=_schedule(options),
         per="atom" if quantity(name) == "forces" else "frame",
+        direct=bool(getattr(options, "direct", False)),
         branch=branches.index(name.partition(".")[0]) if "." in name else None,
     )
 
@@ -400,7 +430,10 @@ def _describe_target(target: Target) -> str:
     if target.schedule is not None:
         text = text.replace(",", f" {target.schedule.describe()},", 1)
     if target.quantity not in TARGETS and target.classes is None:
-        text += {"sum": ", extensive", "mean": ", intensive", None: ", of atoms"}[target.reduce]
+        text += f", {target.kind}" if target.kind != "values" else ""
+        text += {"sum": ", extensive", "mean": ", intensive", None: ", of atoms"}.get(
+            target.reduce, f", intensive ({target.reduce})"
+        )
         scale = target.scale if isinstance(target.scale, tuple) else (target.scale,)
         shown = [f"{value:.4g}" for value in scale[:SHOWN]] + ["..."] * (len(scale) > SHOWN)
         text += f", in units of {', '.join(shown)} {target.unit}".rstrip()
@@ -408,4 +441,6 @@ def _describe_target(target: Target) -> str:
         text += {True: ", per atom", False: ", total", "root": ", per root of the number of atoms"}[target.per_atom]
     if target.species_weights is not None:
         text += ", weighted by species"
+    if target.direct:
+        text += ", direct: not the derivative of an energy, so not conservative"
     return text

@@ -90,6 +90,8 @@ def bare_step(config: DictConfig, *, precision: str | None = None, data: DataMod
     resolved = resolved_model(config, data)
     task = built_task(wanted_task(config, data), resolved)
     potential = build_model(resolved, precision=arithmetic.weights, seed=config.seed)
+    if potential.needs_keys:
+        data.key_frames()
     potential.train().to(device)
     parameters = [p for p in potential.parameters() if p.requires_grad]
     optimiser = build_optimiser(config.training.optimizer, parameters, lr=config.training.lr)

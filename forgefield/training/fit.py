@@ -31,6 +31,7 @@ from forgefield.parallel.group import Ranks
 from forgefield.parallel.learning_rate import learning_rate_factor
 from forgefield.runs import Run, versions
 from forgefield.tasks.task import Task
+from forgefield.training.adaptation import add_low_rank, freeze, require_trained
 from forgefield.training.callbacks.best_model import BestModel
 from forgefield.training.callbacks.metrics_log import MetricsLog
 from forgefield.training.callbacks.pace import Pace
@@ -64,6 +65,7 @@ from forgefield.training.trainer import (
     take_max_seconds,
     user_callbacks,
 )
+from forgefield.training.transfer import Transfer, transfer
 
 _LIMITS = ("trainer.max_epochs", "trainer.max_steps", "training.early_stopping")
 
@@ -177,13 +179,16 @@ def fit(config: DictConfig, *, fresh: bool, journal: Journal, ranks: Ranks) -> F
         data = DataModule(config.data, config.seed, rank=ranks.rank, world_size=ranks.world_size, species_of=whose)
         data.prepare(converting=_conversion_report(journal.say))
         L.seed_everything(config.seed, verbose=False)
-        task, resolved, fingerprint = _prepare_model(run, config, data, ranks, initial)
+        task, resolved, fingerprint, change = _prepare_model(run, config, data, ranks, initial)
         precision = Precision(config.training.precision).weights
         potential = build_model(resolved, precision=precision, seed=config.seed)
-        if initial is not None:
-            _start_from(initial, potential, resolved, data, options, party)
+        if initial is not None and change is not None:
+            _start_from(initial, change, potential, resolved, data, options, party)
+        _choose_trained(potential, config.training, journal.say)
         n_parameters = sum(p.numel() for p in potential.parameters())
         require_inputs(potential, data)
+        if potential.needs_keys:
+            data.key_frames()
         record = _Record(task, resolved, fingerprint, n_parameters, initial.record if initial is not None else None)
         plan = _Plan(run, config, options, data, record)
         restart, status = ranks.share(_where_to_go_on(run, journal) if ranks.is_first else None)
@@ -401,8 +406,23 @@ def _monitor(training: Any, columns: list[str], has_val: bool, journal: Journal)
     return monitor
 
 
+def _choose_trained(potential: Potential, training: Any, say: Callable[[str], None]) -> None:
+    """Freeze what is not to be trained, and say how much is."""
+    lora = training.lora
+    changed = []
+    frozen = freeze(potential, training.freeze) if training.freeze else []
+    if lora is not None:
+        changed = add_low_rank(potential, rank=lora.rank, alpha=lora.alpha, targets=lora.targets)
+        say(f"training.lora: changes of rank {lora.rank} of {len(changed)} matrices are trained, the matrices are not.")
+    if training.freeze or lora is not None:
+        require_trained(potential)
+        counts = [p.numel() for p in potential.parameters() if p.requires_grad]
+        say(f"{sum(counts)} parameters are trained; frozen: {len(frozen)} tensors, named by training.freeze.")
+
+
 def _start_from(
     initial: InitialModel,
+    change: Transfer,
     potential: Potential,
     resolved: dict[str, Any],
     data: DataModule,
@@ -411,9 +431,11 @@ def _start_from(
 ) -> None:
     """The first weights from another run, and what is to be said about them."""
     on_gpu = torch.cuda.is_available() and options.get("accelerator", "auto") != "cpu"
-    changed = initial.start(potential, resolved, data.train, "cuda" if on_gpu else "cpu", party.ranks)
+    changed = initial.start(potential, resolved, data.train, "cuda" if on_gpu else "cpu", party.ranks, change)
     if initial.state is not None:
         party.journal.say(f"Starting from the {initial.record['which']} weights of {initial.known.whose}.")
+        if change.changes_anything():
+            party.journal.say(change.describe())
     if changed is not None:
         party.journal.say(changed)
 
@@ -432,8 +454,9 @@ def _tell_branches(config: DictConfig, data: DataModule, initial: InitialModel |
 
 def _prepare_model(
     run: Run, config: DictConfig, data: DataModule, ranks: Ranks, initial: InitialModel | None
-) -> tuple[Task, dict[str, Any], str]:
-    """Task, model options in full and fingerprint of the data. A run that has begun keeps the options it has."""
+) -> tuple[Task, dict[str, Any], str, Transfer | None]:
+    """Task, model options in full, fingerprint of the data, and what became of the model of another run. A run that has begun
+    keeps the options it has."""
     data.statistics = ranks.share(data.statistics)
     _tell_branches(config, data, initial)
     options = wanted_task(config, data)
@@ -444,9 +467,14 @@ def _prepare_model(
     if data.test is not None:
         require_same_data(data.test.frames.fingerprint, ranks)
     resolved: dict[str, Any] = {}
+    change: Transfer | None = None
     if ranks.is_first:
-        if not has_begun(run):
-            resolved = resolved_model(config, data) if initial is None else initial.options(config, data)
+        begun = has_begun(run)
+        if initial is not None:
+            known = initial.known.resolved if begun else initial.options(config, data)
+            change = transfer(known, initial.known.section, config, options, data)
+        if not begun:
+            resolved = resolved_model(config, data) if change is None else change.resolved
         else:
             if run.info["data_fingerprint"] != fingerprint:
                 raise ForgefieldError(
@@ -454,5 +482,5 @@ def _prepare_model(
                     "restore it, or start over with --fresh."
                 )
             resolved = run.info["model"]
-    resolved = ranks.share(resolved)
-    return built_task(options, resolved), resolved, fingerprint
+    resolved, change = ranks.share((resolved, change))
+    return built_task(options, resolved), resolved, fingerprint, change

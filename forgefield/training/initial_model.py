@@ -31,6 +31,7 @@ from forgefield.training.folder import has_begun
 from forgefield.training.initial_options import KnownModel, require_same_options, section_of
 from forgefield.training.resolved_model import MOST_FRAMES, measured_batches, spread
 from forgefield.training.shifts import fit_shifts, set_shifts
+from forgefield.training.transfer import Transfer
 
 RECORD = "initial_model"
 """Where `run.json` says what a run started from."""
@@ -120,18 +121,27 @@ class InitialModel:
             )
 
     def start(
-        self, potential: Potential, resolved: dict[str, Any], train: GraphDataset, device: str, ranks: Ranks
+        self,
+        potential: Potential,
+        resolved: dict[str, Any],
+        train: GraphDataset,
+        device: str,
+        ranks: Ranks,
+        change: Transfer,
     ) -> str | None:
         """Give the model its first weights, on all ranks the same. Returns what changed beside, in words.
 
-        resolved: its options, changed where shifts are. device: where rank 0 fits them.
+        resolved: its options, changed where shifts are. device: where rank 0 fits them. change: what the new task makes of the
+        model.
         """
+        if self.shifts == "fit" and not potential.has_energy:
+            raise ForgefieldError("model.shifts=fit fits shifts of energies, and the task has none; leave it out.")
         if self.state is None:
             return None
         state = dict(self.state)
         if self.new_species:
             state = extended_state(potential.state_dict(), state, len(self.known.species), len(self.new_species))
-        potential.load_state_dict(state)
+        potential.load_state_dict(change.first_state(potential.state_dict(), state))
         if self.shifts != "fit":
             return None
         fitted = ranks.share(fit_shifts(potential, train, device=torch.device(device)) if ranks.is_first else None)

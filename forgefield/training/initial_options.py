@@ -14,7 +14,7 @@ from typing import Any
 
 from forgefield.config.diff import ABSENT, Change, format_diff
 from forgefield.errors import ForgefieldError
-from forgefield.models.registry import BUILT_IN, MODULE_FOLDER, check_model, model_class
+from forgefield.models.registry import BUILT_IN, HEADS, MODULE_FOLDER, PREDICTS, check_model, model_class
 
 STARTING = ("from", "which", "shifts")
 """Keys of the section that are no options of the model."""
@@ -47,7 +47,8 @@ class KnownModel:
 def require_same_options(model: Mapping[str, Any], known: KnownModel, species: Sequence[str] | None) -> None:
     """Raise where the section `model` names another value than the run has. species: what its numbers mean, if not the same
     as in the run."""
-    given = _plain({key: value for key, value in model.items() if key not in STARTING})
+    ours = STARTING if HEADS in known.resolved else (*STARTING, HEADS)  # heads follow the task, see `transfer.py`
+    given = _plain({key: value for key, value in model.items() if key not in ours})
     name = known.resolved["name"]
     if given.setdefault("name", name) != name:
         raise ForgefieldError(
@@ -70,7 +71,7 @@ def require_same_options(model: Mapping[str, Any], known: KnownModel, species: S
 
 def section_of(resolved: Mapping[str, Any]) -> dict[str, Any]:
     """Resolved options as a `model` section, for a run that knows no other."""
-    told = ("species", "cutoff", "adaptive_cutoff", "max_neighbours", "statistics", MODULE_FOLDER)
+    told = ("species", "cutoff", "adaptive_cutoff", "max_neighbours", "statistics", MODULE_FOLDER, PREDICTS)
     return {key: value for key, value in resolved.items() if key not in told}
 
 

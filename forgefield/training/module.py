@@ -6,6 +6,7 @@ own, and added over ranks and read when a row of metrics is written.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 import lightning as L
@@ -14,13 +15,15 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 from forgefield.data.batch import SHAPES, Shapes, with_edges
+from forgefield.data.readers import plain
 from forgefield.errors import ForgefieldError
 from forgefield.models.potential import Potential
 from forgefield.parallel.exchange import StepExchange
 from forgefield.parallel.group import Ranks, alone
 from forgefield.parallel.strategies import SimpleDDPStrategy
-from forgefield.tasks.task import Task
+from forgefield.tasks.task import Target, Task
 from forgefield.tasks.weights import Moment
+from forgefield.training.adaptation import parameter_groups, plain_state
 from forgefield.training.ema import WeightAverage
 from forgefield.training.engines.captured_update import CapturedUpdate, portable_optimiser_states, why_not_capturable
 from forgefield.training.engines.engine import Engine
@@ -32,6 +35,7 @@ from forgefield.training.epoch_length import fit_epoch_length, steps_of_fit
 from forgefield.training.optimisers import build_optimiser, build_scheduler, fit_length, rescale_learning_rates
 from forgefield.training.precision import Precision
 from forgefield.training.throughput import Throughput
+from forgefield.training.weighting import SoftAdapt, Uncertainty, build_weighting
 
 Batch = dict[str, Tensor]
 
@@ -56,6 +60,30 @@ class LossMeter:
 
     def reset(self) -> None:
         self.sums = torch.zeros_like(self.sums)
+
+
+class _TargetWeights(MutableMapping[str, float]):
+    """The weights of a task by name, for callbacks that change them."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+
+    def __getitem__(self, name: str) -> float:
+        return {target.name: target.weight for target in self.task.targets}[name]
+
+    def __setitem__(self, name: str, value: float) -> None:
+        if self.task.targets[self.task.names.index(name)].schedule is not None:
+            raise ForgefieldError(f"The weight of {name} follows task.{name}.schedule; leave one of the two out.")
+        self.task.set_weight(name, value)
+
+    def __delitem__(self, name: str) -> None:
+        raise TypeError("targets of a task cannot be taken out")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.task.names)
+
+    def __len__(self) -> int:
+        return len(self.task.names)
 
 
 class TrainingModule(L.LightningModule):
@@ -92,6 +120,8 @@ class TrainingModule(L.LightningModule):
         self.starter = starter
         self.engine: Engine | None = None
         self.shapes = shapes
+        self.weighting = build_weighting(plain(options.weighting), task, options.optimizer)
+        self.task_loss_scaling = _TargetWeights(task)
         self._eager = Engine(self._step_function("double"))
         self._update: CapturedUpdate | None = None
         self._evaluation_is_checked = False
@@ -120,7 +150,7 @@ class TrainingModule(L.LightningModule):
             torch.manual_seed(torch.initial_seed() + 7919 * self.ranks.rank)
 
     def on_train_start(self) -> None:
-        counts_steps = self.precision.unit == "steps" or self.task.needs_an_end
+        counts_steps = self.precision.unit == "steps" or self.task.is_scheduled
         self._steps_in_all = steps_of_fit(self.trainer) if counts_steps else -1
         self._require_an_end()
         self._steps_averaged = self.trainer.global_step  # known only now: a resume restores it after `on_fit_start`
@@ -138,6 +168,8 @@ class TrainingModule(L.LightningModule):
         self._follow_precision()
         if self.task.is_scheduled:
             self.task.follow(self._moment())
+        if self.weighting is not None:
+            self.weighting.before_batch(self.trainer.global_step, self.task, self.ranks, self.device)
         if self.engine is None:
             with self.precision.applied(self._precision_now):
                 self.engine = self._start_engine(batch)
@@ -148,7 +180,7 @@ class TrainingModule(L.LightningModule):
         denominators = None
         if self.exchange is not None:
             self.exchange.send(self.task.counts(batch))
-            denominators = self.exchange.counts
+            denominators = _once(self.exchange.counts)
         with self.precision.applied(self._precision_now):
             step = engine.step(batch, denominators)
         self.precision.require_effect(self._precision_now)
@@ -156,8 +188,15 @@ class TrainingModule(L.LightningModule):
             self._measured = (self.current_epoch, batch_idx)
             self.train_loss.add(step.measured.sums)
             self.train_errors.add(step.measured.errors)
+            if isinstance(self.weighting, SoftAdapt):
+                self.weighting.add(step.measured.sums)
         self._batch = batch
-        return step.loss
+        if not isinstance(self.weighting, Uncertainty):
+            return step.loss
+        sums, counts = step.measured.sums
+        counts = counts if denominators is None else denominators()
+        own = self.task.plain_weights_on(sums.device)
+        return step.loss + self.weighting.loss(sums * self.ranks.world_size, counts, own)
 
     def _moment(self) -> Moment:
         group = self.trainer.optimizers[0].param_groups[0]
@@ -166,11 +205,12 @@ class TrainingModule(L.LightningModule):
             steps=self._steps_in_all,
             epoch=self.current_epoch,
             epochs=self.trainer.max_epochs if self.trainer.max_epochs is not None else -1,
-            lr_ratio=float(group["lr"]) / (self.options.lr * self.lr_factor),
+            lr_ratio=float(group["lr"]) / (self.options.lr * self.lr_factor * group.get("factor", 1.0)),
         )
 
     def _require_an_end(self) -> None:
         for target in self.task.targets:
+            self._refuse_longer(target)
             if target.schedule is None or not target.schedule.needs_an_end:
                 continue
             of_epochs = target.schedule.unit == "epoch"
@@ -180,6 +220,23 @@ class TrainingModule(L.LightningModule):
                     f"task.{target.name}.schedule ends with the training, which has no limit of {what}; "
                     f"give one, or task.{target.name}.schedule.end."
                 )
+
+    def _refuse_longer(self, target: Target) -> None:
+        """A schedule that the training does not reach the end of would not do what it says."""
+        schedule = target.schedule
+        if schedule is None or schedule.kind == "lr" or self.trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        of_epochs = schedule.unit == "epoch"
+        length = self._moment().epochs if of_epochs else self._steps_in_all
+        last = max(schedule.at) if schedule.at else schedule.end
+        if last is None or length < 0 or last <= length - 1:
+            return
+        key = f"task.{target.name}.schedule.{'at' if schedule.at else 'end'}"
+        unit = schedule.unit
+        raise ForgefieldError(
+            f"{key} is {unit} {last}, and the last {unit} of this training is {length - 1} (they are counted from 0): the last "
+            f"value would never be reached. Train longer, or make the schedule shorter."
+        )
 
     def _follow_precision(self) -> None:
         """A schedule may change the precision; what was compiled or captured holds for one precision only."""
@@ -231,6 +288,8 @@ class TrainingModule(L.LightningModule):
             assert isinstance(self.engine, SparingEngine)
             assert isinstance(self.engine.inner, GraphsEngine)
             self.engine.inner.bring_gradients()
+            if isinstance(self.weighting, Uncertainty):
+                self.weighting.bring_gradient()
             return
         try:
             with self.precision.applied(self._precision_now):
@@ -337,8 +396,7 @@ class TrainingModule(L.LightningModule):
     # ---- optimiser
 
     def configure_optimizers(self) -> Any:
-        parameters = [p for p in self.potential.parameters() if p.requires_grad]
-        optimiser = build_optimiser(self.options.optimizer, parameters, lr=self.options.lr * self.lr_factor)
+        optimiser = build_optimiser(self.options.optimizer, self._groups(), lr=self.options.lr * self.lr_factor)
         if self.options.scheduler is None:
             return optimiser
         scheduler = build_scheduler(
@@ -354,6 +412,19 @@ class TrainingModule(L.LightningModule):
             self._schedule_length = getattr(scheduler["scheduler"], "T_max", None)
         return {"optimizer": optimiser, "lr_scheduler": scheduler}
 
+    def _groups(self) -> list[Any]:
+        """What is trained, in groups where rates differ."""
+        lr, factors = self.options.lr * self.lr_factor, self.options.lr_groups
+        if not factors and not isinstance(self.weighting, Uncertainty):
+            return [p for p in self.potential.parameters() if p.requires_grad]
+        groups = parameter_groups(self.potential, factors or {}, lr)
+        if isinstance(self.weighting, Uncertainty):
+            factor = self.weighting.options.lr
+            groups.append({"params": [self.weighting.log_variances], "lr": lr * factor, "factor": factor})
+            if "weight_decay" in str(self.options.optimizer):
+                groups[-1]["weight_decay"] = 0.0
+        return groups
+
     # ---- state beyond weights, optimiser and loops
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -364,6 +435,9 @@ class TrainingModule(L.LightningModule):
             "sums": self.ranks.gather(sums),
             "lr_factor": self.lr_factor,
         }
+        if isinstance(self.weighting, SoftAdapt):
+            sums = {"sums": self.weighting.sums.cpu().clone()}
+            checkpoint["forgefield"]["weighting"] = {"sums": self.ranks.gather(sums), **self.weighting.state_dict()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         state = checkpoint["forgefield"]
@@ -372,16 +446,31 @@ class TrainingModule(L.LightningModule):
         self._world_size_before = len(state["sums"])
         own = _own_sums(state["sums"], self.ranks)
         self.train_loss.sums, self.train_errors.sums = own["train_loss"], own["train_errors"]
+        if isinstance(self.weighting, SoftAdapt):
+            self.weighting.load_state_dict(state["weighting"])
+            self.weighting.sums = _own_sums(state["weighting"]["sums"], self.ranks)["sums"]
         rescale_learning_rates(checkpoint, self.lr_factor / state["lr_factor"])
 
     def averaged_state(self) -> dict[str, Tensor]:
         """The potential's state with averaged weights: what is validated, and what is deployed."""
         if self.ema is None:
-            state = self.potential.state_dict()
+            state = plain_state(self.potential)
         else:
             with self.ema.applied():
-                state = {name: tensor.detach().clone() for name, tensor in self.potential.state_dict().items()}
+                state = {name: tensor.detach().clone() for name, tensor in plain_state(self.potential).items()}
         return {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+
+
+def _once(ask: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """The same question, asked at most once."""
+    answers: list[Tensor] = []
+
+    def answer() -> Tensor:
+        if not answers:
+            answers.append(ask())
+        return answers[0]
+
+    return answer
 
 
 def _own_sums(stored: list[dict[str, Tensor]], ranks: Ranks) -> dict[str, Tensor]:

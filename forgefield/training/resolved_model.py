@@ -18,7 +18,7 @@ import numpy as np
 from omegaconf import DictConfig
 
 from forgefield.config.schema import TaskOptions
-from forgefield.config.targets import given_targets
+from forgefield.config.targets import DENOISE, given_targets
 from forgefield.data.batch import Batch, with_edges
 from forgefield.data.dataset import GraphDataset
 from forgefield.data.graphs.graph import same_graph
@@ -56,7 +56,12 @@ def wanted_task(config: DictConfig, data: DataModule) -> TaskOptions | Any:
     """What the config says is trained, or what the labels suggest; all of it is there to be learnt from."""
     options = config.task if config.task is not None else default_task(data.statistics.labels)
     require_labels(given_targets(options), data.statistics.labels, "training")
-    data.learn(given_targets(options))
+    targets = given_targets(options)
+    data.learn(targets)
+    if DENOISE in targets:
+        said, alone = targets[DENOISE], len(targets) == 1
+        share = said.share if said.share is not None else 1.0 if alone or said.keep_labels else 0.5
+        data.move_atoms(said.sigma, share=share, keep_labels=said.keep_labels, alone=alone)
     return options
 
 

@@ -124,7 +124,7 @@ def test_wrong_types_say_what_is_expected(refused, text, sentence):
         ("data: {test: {index: a}}", "'data.test' is a share, a number, a file, or {indices: file-or-list}"),
         ("data: {species: [H, H]}", "'data.species' is a list of different chemical symbols"),
         ("name: a/b", "'name' is the name of a folder, without slashes (the place is 'out'), not 'a/b'."),
-        ("task: {}", "'task' trains nothing; give at least one of energy, forces, stress, virial."),
+        ("task: {}", "'task' trains nothing; give at least one of energy, forces, stress, virial, denoise."),
         ("task: {energy: null}", "'task' trains nothing"),
         ("task: {energy: {weight: -1}}", "'task.energy.weight' is zero or positive, not -1.0."),
         ("model: {preset: S}", "'model' needs a name, for example model: {name: nequip, preset: S}."),

@@ -49,6 +49,8 @@ class TensorFitting(nn.Module, ABC):
     """Base of these fittings. dim_rotation: rows of the rotation."""
 
     Options: ClassVar[type]
+    kind: ClassVar[str] = "values"
+    """How values turn with the structure."""
     atom_prefix: ClassVar[str] = "atom_"
     """What the name of an atom's value begins with, as in DeePMD-kit's files."""
     out_bias: Tensor
@@ -92,8 +94,10 @@ class TensorFitting(nn.Module, ABC):
         output = cls.output(options)
         shape, scale = list(output.shape), cls.scale_of(options)
         return {
-            output.name: OwnOutput("frame", shape, output.reduction, scale, per_atom_errors=output.reduction == "sum"),
-            f"{cls.atom_prefix}{output.name}": OwnOutput("atom", shape, output.reduction, scale),
+            output.name: OwnOutput(
+                "frame", shape, output.reduction, cls.kind, scale, per_atom_errors=output.reduction == "sum"
+            ),
+            f"{cls.atom_prefix}{output.name}": OwnOutput("atom", shape, output.reduction, cls.kind, scale),
         }
 
     @classmethod
@@ -132,6 +136,7 @@ class TensorFitting(nn.Module, ABC):
 class DipoleFitting(TensorFitting):
     """`dipole`: a combination of the rotation's rows."""
 
+    kind = "vector"
     Options = DipoleOptions
     atom_prefix = "atomic_"
 
@@ -155,6 +160,7 @@ class DipoleFitting(TensorFitting):
 class PolarFitting(TensorFitting):
     """`polar`: a symmetric matrix between the rotation's rows, and a multiple of the unit matrix."""
 
+    kind = "symmetric"
     Options = PolarOptions
     atom_prefix = "atomic_"
     scale: Tensor

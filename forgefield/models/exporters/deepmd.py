@@ -41,6 +41,10 @@ def write_deepmd(potential: Potential, path: str | os.PathLike[str], *, sel: Seq
     model = potential.model
     if not isinstance(model, DeepPot):
         raise ForgefieldError(f"a {type(model).__name__} model cannot be written for DeePMD-kit; it needs a deeppot.")
+    if potential.forces_are_direct:
+        raise ForgefieldError(
+            "forces of this model are no derivative of its energy, which files of DeePMD-kit cannot say."
+        )
     if potential.further and model.gives_energy:
         raise ForgefieldError(
             f"this model also predicts {', '.join(potential.further)}, for which files of DeePMD-kit have no place."
