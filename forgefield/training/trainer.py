@@ -24,6 +24,7 @@ from forgefield.parallel.launch import Launch
 from forgefield.parallel.meeting import gpu_index
 from forgefield.parallel.network import free_port
 from forgefield.parallel.registry import DEFAULT, register_strategies
+from forgefield.training.callbacks.names import callback_path
 from forgefield.training.checkpoint import AtomicCheckpointIO
 
 DEFAULT_EPOCHS = 100
@@ -210,7 +211,7 @@ def early_stopping(options: Any, monitor: str) -> EarlyStopping | None:
 
 
 def user_callbacks(specs: Any) -> list[Callback]:
-    """The config's `callbacks`: import paths, or {name: path, argument: value}."""
+    """The config's `callbacks`: names of ours, import paths, or {name: name or path, argument: value}."""
     specs = OmegaConf.to_container(specs, resolve=True) if OmegaConf.is_config(specs) else specs
     built = [_build(spec, "callbacks") for spec in specs or []]
     for item in built:
@@ -232,7 +233,7 @@ def _build(value: Any, where: str) -> Any:
             f"{where}: an object is described by {{name: import.path, argument: value}}; name is missing."
         )
     arguments = {key: item for key, item in value.items() if key != "name"}
-    factory = import_path(value["name"])
+    factory = import_path(callback_path(value["name"]) if where.endswith("callbacks") else value["name"])
     check_signature(factory, arguments, where=where)
     return factory(**arguments)
 
