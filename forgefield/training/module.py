@@ -422,7 +422,7 @@ class TrainingModule(L.LightningModule):
 
 
 def _weight_average(potential: Potential, options: Any) -> WeightAverage | None:
-    if (swa := options.get("swa")) is not None:
+    if (swa := getattr(options, "swa", None)) is not None:
         return StochasticAverage(potential, start=swa.start, every=swa.every)
     return WeightAverage(potential, options.ema) if options.ema else None
 

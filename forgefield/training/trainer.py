@@ -10,7 +10,14 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import Callback, Checkpoint, EarlyStopping, Timer
+from lightning.pytorch.callbacks import (
+    Callback,
+    Checkpoint,
+    EarlyStopping,
+    StochasticWeightAveraging,
+    Timer,
+    WeightAveraging,
+)
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
@@ -93,6 +100,7 @@ def build_trainer(
     own = options.pop("callbacks", None) or []
     plugins = options.pop("plugins", None) or []
     everyone = [first, *callbacks, *(own if isinstance(own, list) else [own])]
+    _refuse_averages(everyone)
     defaults = {
         "default_root_dir": str(folder),
         "logger": False,
@@ -170,6 +178,15 @@ def lightning_errors(where: str, *also: type[Exception]) -> Iterator[None]:
     except expected as error:
         reason = " ".join(str(error).split()) or f"a setting has a value of the wrong type ({type(error).__name__})"
         raise ForgefieldError(f"{where}: {reason}") from error
+
+
+def _refuse_averages(callbacks: list[Callback]) -> None:
+    for callback in callbacks:
+        if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
+            raise ForgefieldError(
+                f"callbacks: {type(callback).__name__} exchanges weights where checkpoints of a run do not know of it, so a resume "
+                "would not be exact; use training.swa={start: 0.75} or training.ema=0.999."
+            )
 
 
 def _refuse(options: dict[str, Any]) -> None:

@@ -18,6 +18,12 @@ from forgefield.training.callbacks.diagnosis import Diagnosis
 from forgefield.training.callbacks.probing import frames_of, listed, loss_of, outputs_of_modules, rehearsal, tensors_in
 
 
+_NO_MODULE = (
+    "ForwardNaNDetection(always=true): {} calls no module, it is compiled or captured, so there is nothing to look at. Use "
+    "training.engine=eager, or always=false, which evaluates a bad batch again."
+)
+
+
 class ForwardNaNDetection(Diagnosis):
     """stop: end the training with what was found; else it is said and the training goes on. always: look at the output of every
     module in every step, which also finds what never reaches the loss; eager steps only, and it costs time."""
@@ -35,7 +41,7 @@ class ForwardNaNDetection(Diagnosis):
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self._batch, self._loss = (batch, batch_idx), None
-        if self.always:
+        if self.always and self._calls_modules(pl_module):
             self._flags = []
             self._hooks = outputs_of_modules(pl_module, self._look)
 
@@ -43,7 +49,8 @@ class ForwardNaNDetection(Diagnosis):
         if self._hooks is not None:
             self._hooks.__exit__(None, None, None)
             self._hooks = None
-            self._require_calls(trainer, pl_module)
+            if not self._flags:
+                raise ForgefieldError(_NO_MODULE.format("the step"))
         if self._loss is None:
             self._loss = loss.detach()
 
@@ -64,12 +71,14 @@ class ForwardNaNDetection(Diagnosis):
     def _look(self, name: str, sub: nn.Module, inputs: Any, output: Any) -> None:
         self._flags += [(name, ~tensor.detach().isfinite().all()) for tensor in tensors_in(output)]
 
-    def _require_calls(self, trainer: L.Trainer, pl_module: Any) -> None:
-        if not self._flags:
-            raise ForgefieldError(
-                "ForwardNaNDetection(always=true): no module was called in this step, so there is nothing to look at: the step is "
-                "compiled or captured. Use training.engine=eager, or always=false, which evaluates a bad batch again."
-            )
+    def _calls_modules(self, pl_module: Any) -> bool:
+        """Whether there is something to hook. A module of ours chooses its engine on the first batch, which is left out."""
+        if not hasattr(pl_module, "eager_loss"):
+            return True
+        engine = pl_module.engine
+        if engine is not None and engine.name != "eager":
+            raise ForgefieldError(_NO_MODULE.format(f"the step of engine {engine.name}"))
+        return engine is not None
 
     def _frames(self, trainer: L.Trainer, pl_module: Any) -> list[str] | None:
         parts = frames_of(trainer, pl_module, *self._batch)

@@ -12,6 +12,7 @@ the host, so there the host waits for the gradient once a step.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
@@ -214,7 +215,7 @@ class GradientCheck(Diagnosis):
         what = f"the gradient holds {kinds} in {listed(list(bad))}{_of_frames(frames)}."
         done = {"stop": "The step was not made.", "skip": "The step was left out.", "zero": "They were set to zero."}
         advice = "Look at these frames (labels, atoms on top of each other) and at the layer's formula (root or division at zero)."
-        if self.find(trainer, pl_module, "gradient", f"{what} {done[self.policy]}", advice, look.step) is None:
+        if self.find(trainer, pl_module, "gradient", f"{what} {done[self.policy]}", advice, look.step) is None and _worth_saying(self.count):
             say(trainer, pl_module, f"GradientCheck: Step {look.step}: {what} {done[self.policy]}")
         if self.policy == "stop" or self.memory["in_a_row"] >= self.patience:
             again = "" if self.policy == "stop" else f" It was the {self.memory['in_a_row']}th in a row (patience)."
@@ -233,8 +234,9 @@ class GradientCheck(Diagnosis):
     def _keep_norm(self, step: int, gradients: list[Tensor]) -> None:
         norm = float(torch.stack([n.double() for n in torch._foreach_norm(gradients)]).norm())
         curve = self.numbers["norms"]
-        curve["step"].append(step)
-        curve["norm"].append(norm)
+        if math.isfinite(norm):
+            curve["step"].append(step)
+            curve["norm"].append(norm)
 
     def record(self) -> dict[str, Any]:
         steps, norms = thinned(self.numbers["norms"]["step"], self.numbers["norms"]["norm"])
@@ -253,6 +255,11 @@ def _finite_gradient(pl_module: Any, batch: Any, batch_idx: int) -> bool:
 def _leave_out(pl_module: Any, bad: Tensor | None = None, *, average: bool = True) -> None:
     if hasattr(pl_module, "leave_out"):
         pl_module.leave_out(bad, average=average)
+
+
+def _worth_saying(count: int) -> bool:
+    """The first ones, then ever more rarely."""
+    return count <= 5 or count & (count - 1) == 0
 
 
 def _of_frames(frames: list[str] | None) -> str:

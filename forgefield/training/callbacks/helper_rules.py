@@ -128,8 +128,10 @@ def unused(without: Sequence[str], zero: Sequence[str]) -> Rule | None:
     )
 
 
-def rate_too_high(update: float, loss: float, first_loss: float) -> Rule | None:
-    diverged = not loss < DIVERGED * abs(first_loss) if first_loss else False
+def rate_too_high(update: float, losses: Sequence[float]) -> Rule | None:
+    """update: of the last look. losses: of single batches at all looks; two that agree are believed."""
+    loss, first_loss = losses[-1], max(losses[:2], key=abs)
+    diverged = len(losses) > 3 and not min(losses[-2:]) < DIVERGED * abs(first_loss)
     if not update > UPDATE_HIGH and not diverged:
         return None
     seen = f"one step changes the weights by {update:.2g} of their size" if update > UPDATE_HIGH else ""

@@ -100,7 +100,7 @@ class ThroughputMeter(Diagnosis):
             if name != "step" and value is not None:
                 self.scalar(trainer, name, float(value))
         self._steps, self._data = [], 0.0
-        if data_share > self.waiting and len(self.numbers["rows"]["step"]) > 1:
+        if min(self.numbers["rows"]["data_share"][-3:]) > self.waiting and len(self.numbers["rows"]["step"]) > 3:
             self.find(
                 trainer,
                 pl_module,

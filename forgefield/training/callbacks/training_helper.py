@@ -205,7 +205,7 @@ class TrainingHelper(Diagnosis):
             value = float(error) / (1000.0 if name in ("energy", "forces") else 1.0)
             mean = self.memory["mean"]
             mean[name] = mean.get(name, 0) + 1 if value > 0.95 * spread else 0
-            if mean[name] >= self.patience and trainer.global_step >= self.every:
+            if mean[name] >= self.patience and trainer.global_step >= 5 * self.every:
                 unit = {"energy": " eV/atom", "forces": " eV/A"}.get(name, "")
                 self._say_all(trainer, pl_module, [rules.output_is_mean(name, value, spread, unit)])
 
@@ -239,7 +239,7 @@ class TrainingHelper(Diagnosis):
         updates, losses = history["update"], history["loss"]
         if len(updates) < 2:
             return
-        found = [rules.rate_too_high(updates[-1], losses[-1], losses[0])]
+        found = [rules.rate_too_high(updates[-1], losses)]
         if len(updates) > self.patience:
             found.append(rules.rate_too_low(updates[-self.patience :], losses[-1], losses[0]))
         self._say_all(trainer, pl_module, found)
