@@ -20,6 +20,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, OmegaConf
 
 from forgefield.config.checking import PRECISIONS
@@ -234,6 +235,10 @@ def user_callbacks(specs: Any) -> list[Callback]:
     for item in built:
         if not isinstance(item, Callback):
             raise ForgefieldError(f"callbacks: {type(item).__name__} is not a Lightning callback.")
+    keys = [item.state_key for item in built if is_overridden("state_dict", item, Callback)]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise ForgefieldError(f"callbacks: {key} is there twice, and its state can be kept only once; leave one out.")
     return built
 
 

@@ -19,7 +19,7 @@ from forgefield.errors import ForgefieldError
 from forgefield.training.callbacks.diagnosis import Diagnosis
 from forgefield.training.callbacks.probing import trained
 
-TENSORS = 12
+TENSORS = 8
 """Parameters that coordinates are sampled from, spread over the model."""
 
 
@@ -31,7 +31,7 @@ class ModelAutocorrelation(Diagnosis):
     name = "autocorrelation"
 
     def __init__(
-        self, window: int = 128, every: int = 100, coordinates: int = 384, threshold: float = 0.6, seed: int = 0
+        self, window: int = 128, every: int = 100, coordinates: int = 256, threshold: float = 0.6, seed: int = 0
     ) -> None:
         super().__init__()
         if window < 8 or every < 1 or coordinates < 1 or not 0 < threshold < 1:
@@ -68,9 +68,9 @@ class ModelAutocorrelation(Diagnosis):
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: Any, optimizer: Any) -> None:
         row = self.memory["taken"] % self.window
         with torch.no_grad():
-            weights = [p.detach().reshape(-1)[rows] for p, rows in self._places]
+            weights = [torch.take(p, rows) for p, rows in self._places]
             gradients = [
-                torch.zeros_like(w) if p.grad is None else p.grad.reshape(-1)[rows]
+                torch.zeros_like(w) if p.grad is None else torch.take(p.grad, rows)
                 for w, (p, rows) in zip(weights, self._places)
             ]
             self.memory["parameters"][row] = torch.cat(weights)

@@ -18,7 +18,9 @@ from forgefield.diagnosis.figures import FIGURES, image_of
 from forgefield.diagnosis.record import FOLDER, Finding, as_rows, write_record
 from forgefield.training.callbacks.tensorboard import TensorBoardLog
 
-FIGURE_PAUSE = 200.0
+FIRST_FIGURE = 60.0
+"""Seconds after which a figure is drawn for the first time; at the end of a training it is drawn always."""
+FIGURE_PAUSE = 1000.0
 """Between two drawings passes this many times the time that the last one took."""
 
 
@@ -34,7 +36,7 @@ class Diagnosis(Callback):
         self.findings: list[Finding] = []
         self.numbers: dict[str, Any] = {}
         self.memory: dict[str, Any] = {}
-        self._next_figure = 0.0
+        self._next_figure: float | None = None
 
     # ---- findings
 
@@ -83,6 +85,8 @@ class Diagnosis(Callback):
     def draw(self, trainer: L.Trainer, *, now: bool = False) -> None:
         """The figure of the present record to TensorBoard and wandb, where there are such loggers; not too often."""
         begin = time.perf_counter()
+        if self._next_figure is None:
+            self._next_figure = begin + FIRST_FIGURE
         if self.name not in FIGURES or not trainer.is_global_zero or not (now or begin > self._next_figure):
             return
         if not any(True for _ in _image_sinks(trainer)):

@@ -60,6 +60,23 @@ class _Look:
         return {name: "NaN" if value != value else "Inf" for name, value in values if not abs(value) < float("inf")}
 
 
+def _any_not_finite(gradients: list[Tensor], found: Tensor) -> Tensor:
+    """1 or 0 on the device, into `found`. The check that torch's gradient scalers use, with a scale of 1: one call for all."""
+    if found.device.type not in ("cpu", "cuda"):
+        return found.copy_(~torch.stack([g.isfinite().all() for g in gradients]).all())
+    found.zero_()
+    by_type: dict[torch.dtype, list[Tensor]] = {}
+    for gradient in gradients:
+        by_type.setdefault(gradient.dtype, []).append(gradient)
+    for group in by_type.values():
+        torch._amp_foreach_non_finite_check_and_unscale_(group, found, torch.ones_like(found))
+    return found
+
+
+def _largest(gradients: list[Tensor]) -> Tensor:
+    return torch.stack([n.double() for n in torch._foreach_norm(gradients, ord=float("inf"))])
+
+
 class GradientCheck(Diagnosis):
     """policy: stop the training; skip the step; or zero, which sets elements that are not finite to zero and steps.
 
@@ -115,23 +132,24 @@ class GradientCheck(Diagnosis):
         gradients = [p.grad.detach() for p in parameters]
         step = trainer.global_step + 1
         self.numbers["checked"] += 1
-        largest = torch.stack([n.double() for n in torch._foreach_norm(gradients, ord=float("inf"))])
+        if self._found is None or self._found.device != gradients[0].device:
+            self._found = torch.zeros((), dtype=torch.float32, device=gradients[0].device)
+        found = _any_not_finite(gradients, self._found)
         if self.norms_every and (step - 1) % self.norms_every == 0:
             self._keep_norm(step, gradients)
-        names = [self._names.get(id(p), f"parameter {i}") for i, p in enumerate(parameters)]
-        lag = self._lag(optimizer, largest.device)
-        look = _Look(step, names, largest, None, *self._batch)
+        lag = self._lag(optimizer, found.device)
         if lag == 0:
-            self._tell_on_device(optimizer, None)
-            if bad := look.bad():
-                self._act(trainer, pl_module, optimizer, gradients)
-                self._report(trainer, pl_module, look, bad)
-            else:
+            self._tell_on_device(optimizer, tell=False)
+            if not bool(found):
                 self.memory["in_a_row"] = 0
+                return
+            look = _Look(step, self._named(parameters), _largest(gradients), None, *self._batch)
+            bad = look.bad()
+            self._act(pl_module, optimizer, gradients)
+            self._report(trainer, pl_module, look, bad)
             return
-        not_finite = ~largest.isfinite().all()
-        self._act_on_device(pl_module, optimizer, gradients, not_finite)
-        look.largest, look.arrived = _to_host(largest)
+        look = _Look(step, self._named(parameters), *_to_host(_largest(gradients)), *self._batch)
+        self._act_on_device(pl_module, optimizer, gradients, found)
         self._waiting.append(look)
         while len(self._waiting) > lag:
             self._read(trainer, pl_module)
@@ -147,7 +165,7 @@ class GradientCheck(Diagnosis):
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         self._read_all(trainer, pl_module)
         for optimizer in trainer.optimizers:
-            self._tell_on_device(optimizer, None)
+            self._tell_on_device(optimizer, tell=False)
         super().on_train_end(trainer, pl_module)
 
     # ---- acting
@@ -162,7 +180,10 @@ class GradientCheck(Diagnosis):
             return 0
         return self.lag if self.lag is not None else (0 if device.type == "cpu" else LAG)
 
-    def _act(self, trainer: L.Trainer, pl_module: Any, optimizer: Any, gradients: list[Tensor]) -> None:
+    def _named(self, parameters: list[Any]) -> list[str]:
+        return [self._names.get(id(p), f"parameter {i}") for i, p in enumerate(parameters)]
+
+    def _act(self, pl_module: Any, optimizer: Any, gradients: list[Tensor]) -> None:
         if self.policy == "zero":
             for gradient in gradients:
                 gradient.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
@@ -171,25 +192,22 @@ class GradientCheck(Diagnosis):
             take_gradients_away(optimizer)
             _leave_out(pl_module)
 
-    def _act_on_device(self, pl_module: Any, optimizer: Any, gradients: list[Tensor], not_finite: Tensor) -> None:
+    def _act_on_device(self, pl_module: Any, optimizer: Any, gradients: list[Tensor], found: Tensor) -> None:
+        not_finite = found > 0
         if self.policy == "zero":
             for gradient in gradients:
                 gradient.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
             _leave_out(pl_module, not_finite, average=False)
             return
-        self._tell_on_device(optimizer, not_finite)
+        self._tell_on_device(optimizer, tell=True)
         _leave_out(pl_module, not_finite)
 
-    def _tell_on_device(self, optimizer: Any, not_finite: Tensor | None) -> None:
+    def _tell_on_device(self, optimizer: Any, *, tell: bool) -> None:
         """torch's fused optimisers leave out a step when `found_inf`, a number on the device, is 1."""
-        if not_finite is None:
-            if self._found is not None and getattr(optimizer, "found_inf", None) is self._found:
-                del optimizer.found_inf
-            return
-        if self._found is None:
-            self._found = torch.zeros((), dtype=torch.float32, device=not_finite.device)
-        self._found.copy_(not_finite)
-        optimizer.found_inf = self._found
+        if tell:
+            optimizer.found_inf = self._found
+        elif self._found is not None and getattr(optimizer, "found_inf", None) is self._found:
+            del optimizer.found_inf
 
     # ---- telling
 

@@ -35,7 +35,8 @@ def label_tensors(batch: Any, names: Sequence[str] | None) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Labels:
-    """values: of each target, one for each frame, NaN where missing; of forces the largest component, as logarithm. spreads:
+    """values: of each target, one for each frame, NaN where missing; energies less what composition says, eV/atom, without those
+    of single atoms, which differ from all others; of forces the largest component, as logarithm. spreads:
     standard deviation of the labels about what composition says, in eV/atom, eV/A or the label's own unit."""
 
     ENOUGH: ClassVar[int] = 256
@@ -56,7 +57,9 @@ class Labels:
         spreads: dict[str, float] = {}
         for target in task.targets:
             if target.name == "energy":
-                labelled = np.flatnonzero(frames.carries("energy"))
+                labelled = np.flatnonzero(frames.carries("energy") & ((frames.n_atoms > 1) | (frames.n_atoms.max() == 1)))
+                if not len(labelled):
+                    continue
                 table = frames.select(labelled)
                 deviations = energy_deviations(table, species, robust_energies([table], species))[0]
                 values["energy"] = np.full(len(frames), np.nan)

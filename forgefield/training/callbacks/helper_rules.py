@@ -132,9 +132,10 @@ def rate_too_high(update: float, losses: Sequence[float]) -> Rule | None:
     """update: of the last look. losses: of single batches at all looks; two that agree are believed."""
     loss, first_loss = losses[-1], max(losses[:2], key=abs)
     diverged = len(losses) > 3 and not min(losses[-2:]) < DIVERGED * abs(first_loss)
-    if not update > UPDATE_HIGH and not diverged:
+    limit = UPDATE_HIGH if len(losses) > 1 else 1.0  # a first step may be large
+    if not update > limit and not diverged:
         return None
-    seen = f"one step changes the weights by {update:.2g} of their size" if update > UPDATE_HIGH else ""
+    seen = f"one step changes the weights by {update:.2g} of their size" if update > limit else ""
     grown = f"the loss is {loss:.3g}, {first_loss:.3g} at the first look" if diverged else ""
     return (
         "learning rate too high",

@@ -127,6 +127,8 @@ class LossSpike(Diagnosis):
         recent = self.memory["recent"]
         if len(recent) < max(4, self.window // 4):
             return None
+        if 0 < loss <= self.factor * math.exp(min(recent)):  # below any limit
+            return None
         middle = statistics.median(recent)
         spread = TO_SIGMA * statistics.median([abs(x - middle) for x in recent])
         limit = middle + max(self.threshold * spread, math.log(self.factor))

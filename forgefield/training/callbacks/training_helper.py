@@ -73,7 +73,7 @@ class TrainingHelper(Diagnosis):
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         step = trainer.global_step
-        looks_now = step in (0, self.every // 10) or step % self.every == 0
+        looks_now = step in (0, max(self.every // 10, 1)) or step % self.every == 0
         self._looking = looks_now and batch_idx % trainer.accumulate_grad_batches == 0
         self._outputs, self._matching, self._last, self._loss, self._before = {}, {}, None, None, None
         if self._labels_at_start is None:
@@ -237,8 +237,6 @@ class TrainingHelper(Diagnosis):
     def _judge_rate(self, trainer: L.Trainer, pl_module: Any) -> None:
         history = self.numbers["history"]
         updates, losses = history["update"], history["loss"]
-        if len(updates) < 2:
-            return
         found = [rules.rate_too_high(updates[-1], losses)]
         if len(updates) > self.patience:
             found.append(rules.rate_too_low(updates[-self.patience :], losses[-1], losses[0]))

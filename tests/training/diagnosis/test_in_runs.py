@@ -128,6 +128,7 @@ def test_a_module_is_named_although_the_step_is_traced(tmp_path, monkeypatch):
     monkeypatch.setenv("TRIED", str(tmp_path / "tried.txt"))
     config = tiny_config(tmp_path, callbacks=[f"{PLANTED}.Disturb", f"{PLANTED}.TriesAlways", "forward_nan"])
     config["training"]["engine"] = "script"
+    config["model"] = {"name": "nequip", "num_layers": 1, "l_max": 0, "num_features": 2, "radial_mlp_width": 2}
     with pytest.raises(ForgefieldError, match=r"step 3: .*module potential\.model.* its own weights are not finite"):
         train_only(config)
     assert "the step of engine script calls no module" in (tmp_path / "tried.txt").read_text()
