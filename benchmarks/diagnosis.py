@@ -95,7 +95,12 @@ class Clock(Callback):
 
 def measure(steps: int, model: str, folder: Path, more: dict[str, dict[str, Any]]) -> tuple[Account, Path]:
     account = Account()
-    overrides = [f"out={folder}/runs", f"++trainer.max_steps={steps}", "training.scheduler=null", "training.engine=eager"]
+    overrides = [
+        f"out={folder}/runs",
+        f"++trainer.max_steps={steps}",
+        "training.scheduler=null",
+        "training.engine=eager",
+    ]
     overrides += ["++trainer.enable_progress_bar=false", "++trainer.accelerator=cpu", "trainer.max_epochs=-1"]
     if model == "S":
         overrides += ["model={name: nequip, preset: S}"]
@@ -128,15 +133,21 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         account, run = measure(args.steps, args.model, Path(place), ON_REQUEST)
         whole = account.end - account.begin - sum(account.spent.values()) - sum(account.at_end.values())
-        print(f"\n{args.model}, {account.steps} steps, {1000 * whole / account.steps:.2f} ms of CPU time a step without callbacks")
+        print(
+            f"\n{args.model}, {account.steps} steps, {1000 * whole / account.steps:.2f} ms of CPU time a step without callbacks"
+        )
         for label, seconds in account.spent.items():
             last = account.at_end[label]
             cost = f"{1e6 * seconds / account.steps:9.1f} us a step {100 * seconds / whole:7.2f} %"
             print(f"{label:28s} {cost}   and {last:.2f} s once at the end")
         lightning = HOOKS_A_STEP * account.of_lightning
-        print(f"{'an empty callback':28s} {1e6 * lightning:9.1f} us a step {100 * lightning * account.steps / whole:7.2f} %")
+        print(
+            f"{'an empty callback':28s} {1e6 * lightning:9.1f} us a step {100 * lightning * account.steps / whole:7.2f} %"
+        )
         together = sum(account.spent[name] for name in MEASURED)
-        print(f"{'all at default settings':28s} {1e6 * together / account.steps:9.1f} us a step {100 * together / whole:7.2f} %")
+        print(
+            f"{'all at default settings':28s} {1e6 * together / account.steps:9.1f} us a step {100 * together / whole:7.2f} %"
+        )
         if args.pictures is not None:
             save_pictures(run, args.pictures)
 

@@ -33,6 +33,7 @@ from forgefield.errors import ForgefieldError
 from forgefield.files import write_whole, written_whole
 from forgefield.models.potential import Potential
 from forgefield.models.registry import build_model
+from forgefield.parallel.accelerators import evaluation_device
 from forgefield.parallel.faults import failing_together
 from forgefield.parallel.group import Ranks
 from forgefield.parallel.launch import detect_launch
@@ -228,8 +229,7 @@ def _measure(fitted: Fitted, config: DictConfig, journal: Journal, ranks: Ranks)
     run, data = fitted.run, fitted.data
     assert data is not None
     batch = evaluation_budget(config.data)
-    on_gpu = torch.cuda.is_available() and config.trainer.get("accelerator", "auto") != "cpu"
-    device = f"cuda:{torch.cuda.current_device()}" if on_gpu else "cpu"
+    device = evaluation_device(config.trainer.get("accelerator"))
     results: dict[str, dict[str, float]] = {}
     for split, dataset in (("val", data.val), ("test", data.test)):
         if dataset is not None:

@@ -94,5 +94,3 @@ def _throughput_rows(record: dict[str, Any]) -> list[tuple[str, Child]]:
             value = values[-1] if key == "memory_mb" else values[len(values) // 2]
             rows.append((title, f"{significant(factor * value)}{unit}" if value is not None else NOTHING))
     return rows
-
-

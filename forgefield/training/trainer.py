@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import torch
 from lightning.pytorch.callbacks import (
     Callback,
     Checkpoint,
@@ -26,6 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 from forgefield.config.checking import PRECISIONS
 from forgefield.config.components import check_signature, import_path
 from forgefield.errors import ForgefieldError
+from forgefield.parallel.accelerators import device_count, settle_accelerator
 from forgefield.parallel.environment import LaunchedEnvironment
 from forgefield.parallel.group import Ranks
 from forgefield.parallel.launch import Launch
@@ -70,7 +70,7 @@ def processes_wanted(config: DictConfig) -> int:
     if isinstance(devices, str) and "," in devices:
         return len([part for part in devices.split(",") if part.strip()])
     if devices in (None, "auto", -1, "-1"):
-        return max(torch.cuda.device_count(), 1) if accelerator in ("auto", "gpu", "cuda") else 1
+        return max(device_count(accelerator), 1)
     try:
         return max(int(devices), 1)
     except (TypeError, ValueError):
@@ -91,6 +91,7 @@ def build_trainer(
     """
     register_strategies()
     training = config.training
+    settle_accelerator(options, world_size=ranks.world_size)
     options = {key: _build(value, f"trainer.{key}") if key in _BUILDABLE else value for key, value in options.items()}
     if options.get("max_epochs") is None and options.get("max_steps", -1) == -1:
         options["max_epochs"] = DEFAULT_EPOCHS
@@ -158,7 +159,7 @@ def _place_among_ranks(options: dict[str, Any], launch: Launch) -> LaunchedEnvir
     options["num_nodes"] = launch.n_nodes
     if isinstance(options.get("devices"), list):
         return LaunchedEnvironment(launch)
-    gpus = torch.cuda.device_count() if options.get("accelerator", "auto") in ("auto", "gpu", "cuda") else 0
+    gpus = device_count(options.get("accelerator"))
     if 0 < gpus < launch.local_size:  # the launcher shows each process its own, or several share one
         options["devices"] = gpus
         return LaunchedEnvironment(launch, device_index=gpu_index(launch))
@@ -185,8 +186,8 @@ def _refuse_averages(callbacks: list[Callback]) -> None:
     for callback in callbacks:
         if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
             raise ForgefieldError(
-                f"callbacks: {type(callback).__name__} exchanges weights where checkpoints of a run do not know of it, so a resume "
-                "would not be exact; use training.swa={start: 0.75} or training.ema=0.999."
+                f"callbacks: {type(callback).__name__} exchanges weights where checkpoints of a run do not know of it, so a "
+                "resume would not be exact; use training.swa={start: 0.75} or training.ema=0.999."
             )
 
 
@@ -238,7 +239,9 @@ def user_callbacks(specs: Any) -> list[Callback]:
     keys = [item.state_key for item in built if is_overridden("state_dict", item, Callback)]
     for key in keys:
         if keys.count(key) > 1:
-            raise ForgefieldError(f"callbacks: {key} is there twice, and its state can be kept only once; leave one out.")
+            raise ForgefieldError(
+                f"callbacks: {key} is there twice, and its state can be kept only once; leave one out."
+            )
     return built
 
 

@@ -66,7 +66,9 @@ def test_quick_ways_do_what_they_say_on_two_ranks(tmp_path):
     train_only(config_of(tmp_path, "one", 1, trainer=few, data={"devset": 8}))
     configs = []
     for strategy in ("simple_ddp", "ddp"):
-        configs.append(config_of(tmp_path, f"few-{strategy}", 2, trainer={**few, "strategy": strategy}, data={"devset": 8}))
+        configs.append(
+            config_of(tmp_path, f"few-{strategy}", 2, trainer={**few, "strategy": strategy}, data={"devset": 8})
+        )
         quick = {"fast_dev_run": 2, "strategy": strategy, "accelerator": "cpu", "enable_progress_bar": False}
         configs.append(config_of(tmp_path, f"quick-{strategy}", 2, trainer=quick, callbacks=["gradient_check"]))
     done = ranks(2, "tests.parallel.train_many", str(write_config(tmp_path / "few.yaml", configs)), folder=tmp_path)

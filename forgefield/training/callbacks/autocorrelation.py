@@ -61,9 +61,7 @@ class ModelAutocorrelation(Diagnosis):
         step = max(len(parameters) / TENSORS, 1.0)
         chosen = [parameters[int(i * step)] for i in range(min(TENSORS, len(parameters)))]
         each = max(self.coordinates // max(len(chosen), 1), 1)
-        return [
-            (p, torch.randperm(p.numel(), generator=generator)[:each].sort().values.to(p.device)) for p in chosen
-        ]
+        return [(p, torch.randperm(p.numel(), generator=generator)[:each].sort().values.to(p.device)) for p in chosen]
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: Any, optimizer: Any) -> None:
         row = self.memory["taken"] % self.window

@@ -32,9 +32,13 @@ class EnergyMeter(Diagnosis):
         if source not in ("auto", "codecarbon", "counters"):
             raise ForgefieldError(f"EnergyMeter: source is auto, codecarbon or counters, not {source!r}.")
         if source == "codecarbon" and importlib.util.find_spec("codecarbon") is None:
-            raise ForgefieldError("EnergyMeter: source=codecarbon needs the package codecarbon; install it, or use counters.")
+            raise ForgefieldError(
+                "EnergyMeter: source=codecarbon needs the package codecarbon; install it, or use counters."
+            )
         if source == "codecarbon" and country is None:
-            raise ForgefieldError("EnergyMeter: CodeCarbon works without a network where country is given, such as DEU or USA.")
+            raise ForgefieldError(
+                "EnergyMeter: CodeCarbon works without a network where country is given, such as DEU or USA."
+            )
         installed = importlib.util.find_spec("codecarbon") is not None
         self.country = country
         self.source = "codecarbon" if installed and country is not None and source != "counters" else "counters"

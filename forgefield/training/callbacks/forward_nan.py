@@ -17,7 +17,6 @@ from forgefield.errors import ForgefieldError
 from forgefield.training.callbacks.diagnosis import Diagnosis
 from forgefield.training.callbacks.probing import frames_of, listed, loss_of, outputs_of_modules, rehearsal, tensors_in
 
-
 _NO_MODULE = (
     "ForwardNaNDetection(always=true): {} calls no module, it is compiled or captured, so there is nothing to look at. Use "
     "training.engine=eager, or always=false, which evaluates a bad batch again."

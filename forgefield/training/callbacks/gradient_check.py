@@ -87,9 +87,7 @@ class GradientCheck(Diagnosis):
 
     name = "gradient_check"
 
-    def __init__(
-        self, policy: str = "stop", patience: int = 20, norms_every: int = 20, lag: int | None = None
-    ) -> None:
+    def __init__(self, policy: str = "stop", patience: int = 20, norms_every: int = 20, lag: int | None = None) -> None:
         super().__init__()
         if policy not in POLICIES:
             raise ForgefieldError(
@@ -114,11 +112,13 @@ class GradientCheck(Diagnosis):
     def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         if getattr(trainer.precision_plugin, "scaler", None) is not None:
             raise ForgefieldError(
-                "GradientCheck: with trainer.precision=16-mixed gradients overflow as a matter of course, and Lightning's scaler "
-                "skips those steps by itself; use bf16-mixed, or leave the check out."
+                "GradientCheck: with trainer.precision=16-mixed gradients overflow as a matter of course, and Lightning's "
+                "scaler skips those steps by itself; use bf16-mixed, or leave the check out."
             )
         if not pl_module.automatic_optimization:
-            raise ForgefieldError("GradientCheck needs automatic optimisation; with manual one, look at gradients yourself.")
+            raise ForgefieldError(
+                "GradientCheck needs automatic optimisation; with manual one, look at gradients yourself."
+            )
         self._trainer = trainer
         self._names = {id(parameter): name for name, parameter in trained(pl_module).items()}
 
@@ -233,7 +233,9 @@ class GradientCheck(Diagnosis):
         what = f"the gradient holds {kinds} in {listed(list(bad))}{_of_frames(frames)}."
         done = {"stop": "The step was not made.", "skip": "The step was left out.", "zero": "They were set to zero."}
         advice = "Look at these frames (labels, atoms on top of each other) and at the layer's formula (root or division at zero)."
-        if self.find(trainer, pl_module, "gradient", f"{what} {done[self.policy]}", advice, look.step) is None and _worth_saying(self.count):
+        if self.find(
+            trainer, pl_module, "gradient", f"{what} {done[self.policy]}", advice, look.step
+        ) is None and _worth_saying(self.count):
             say(trainer, pl_module, f"GradientCheck: Step {look.step}: {what} {done[self.policy]}")
         if self.policy == "stop" or self.memory["in_a_row"] >= self.patience:
             again = "" if self.policy == "stop" else f" It was the {self.memory['in_a_row']}th in a row (patience)."

@@ -57,7 +57,9 @@ class Labels:
         spreads: dict[str, float] = {}
         for target in task.targets:
             if target.name == "energy":
-                labelled = np.flatnonzero(frames.carries("energy") & ((frames.n_atoms > 1) | (frames.n_atoms.max() == 1)))
+                labelled = np.flatnonzero(
+                    frames.carries("energy") & ((frames.n_atoms > 1) | (frames.n_atoms.max() == 1))
+                )
                 if not len(labelled):
                     continue
                 table = frames.select(labelled)

@@ -96,8 +96,8 @@ def outliers(name: str, values: np.ndarray, where: Sequence[str] | None = None) 
     place = f" ({listed([where[i] for i in bad], 3)})" if where is not None else ""
     return (
         f"outliers: {name}",
-        f"{len(bad)} of {len(found)} labels of {name} are outliers{place}: {values[bad[0]]:.6g}, where {middle:.6g} is the median "
-        f"and {spread:.3g} the usual spread.",
+        f"{len(bad)} of {len(found)} labels of {name} are outliers{place}: {values[bad[0]]:.6g}, where {middle:.6g} is the "
+        f"median and {spread:.3g} the usual spread.",
         "Check these frames (units, unconverged calculations) and leave them out, or use a huber or mae loss.",
     )
 
@@ -106,7 +106,11 @@ def not_reached(encoder: float, rest: float, name: str) -> Rule | None:
     """encoder, rest: norms of the gradient in the encoder and in everything else."""
     if encoder > 1e-7 * rest or rest == 0:
         return None
-    amount = "no gradient reaches" if encoder == 0 else f"hardly any gradient ({encoder / rest:.1e} of that of the rest) reaches"
+    amount = (
+        "no gradient reaches"
+        if encoder == 0
+        else f"hardly any gradient ({encoder / rest:.1e} of that of the rest) reaches"
+    )
     return (
         "encoder not reached",
         f"{amount} the encoder ({name}), while the layers behind it get one.",
@@ -150,8 +154,8 @@ def rate_too_low(updates: Sequence[float], loss: float, first_loss: float) -> Ru
         return None
     return (
         "learning rate too low",
-        f"the learning rate is too low: one step changes the weights by {max(updates):.2g} of their size, and the loss stays at "
-        f"{loss:.3g}.",
+        f"the learning rate is too low: one step changes the weights by {max(updates):.2g} of their size, and the loss stays "
+        f"at {loss:.3g}.",
         "Multiply the learning rate by 10 or more; usual changes are 0.0001 to 0.01 a step.",
     )
 
@@ -160,8 +164,8 @@ def output_is_mean(name: str, error: float, spread: float, unit: str = "") -> Ru
     """error: root mean square error. spread: standard deviation of the labels."""
     return (
         f"output is the mean: {name}",
-        f"the prediction of {name} is hardly more than the mean: its error ({error:.4g}{unit}) is as large as the spread of the "
-        f"labels ({spread:.4g}{unit}).",
-        "Check that the label belongs to the frame it is read with, that the loss has a weight for it, and that the learning rate "
-        "is neither too low nor too high; `forgefield check --overfit` tells whether the model can learn one batch.",
+        f"the prediction of {name} is hardly more than the mean: its error ({error:.4g}{unit}) is as large as the spread of "
+        f"the labels ({spread:.4g}{unit}).",
+        "Check that the label belongs to the frame it is read with, that the loss has a weight for it, and that the learning "
+        "rate is neither too low nor too high; `forgefield check --overfit` tells whether the model can learn one batch.",
     )

@@ -49,8 +49,8 @@ class LossSpike(Diagnosis):
         super().__init__()
         if window < 4 or threshold <= 0 or factor <= 1 or snapshot_every < 1 or most < 1 or (lag or 0) < 0:
             raise ForgefieldError(
-                "LossSpike: window is at least 4, threshold positive, factor above 1, snapshot_every and most at least 1, lag not "
-                "negative."
+                "LossSpike: window is at least 4, threshold positive, factor above 1, snapshot_every and most at least 1, lag "
+                "not negative."
             )
         self.window, self.threshold, self.factor, self.rollback = window, threshold, factor, rollback
         self.snapshot_every, self.most, self.lag = snapshot_every, most, lag
@@ -113,8 +113,8 @@ class LossSpike(Diagnosis):
         self.numbers["spikes"].append({"step": step, "loss": loss, "usual": usual, "action": action})
         what = f"the loss is {loss:.4g}, where {usual:.4g} was usual."
         advice = (
-            "Lower training.lr, set training.clip_norm, or look at the frames of this batch; LossSpike(rollback=true) goes back to "
-            "the last good state."
+            "Lower training.lr, set training.clip_norm, or look at the frames of this batch; LossSpike(rollback=true) goes back "
+            "to the last good state."
         )
         if action == "rolled back":
             self._go_back(trainer, pl_module, optimizer, what)
@@ -151,7 +151,10 @@ class LossSpike(Diagnosis):
     def _take_snapshot(self, trainer: L.Trainer, pl_module: Any, optimizer: Any) -> None:
         """The state before the step under way. Two are kept: the newest may hold what leads to a spike already."""
         states = [
-            {key: value.clone() if isinstance(value, Tensor) else value for key, value in optimizer.state.get(p, {}).items()}
+            {
+                key: value.clone() if isinstance(value, Tensor) else value
+                for key, value in optimizer.state.get(p, {}).items()
+            }
             for p in _parameters(optimizer)
         ]
         average = getattr(pl_module, "ema", None)
@@ -189,8 +192,8 @@ class LossSpike(Diagnosis):
             say(trainer, pl_module, f"LossSpike: Step {step}: {done}")
         if self.memory["rollbacks"] > self.most:
             raise ForgefieldError(
-                f"LossSpike: step {step}: {what} The training went back {self.most} times already (most); lower training.lr, set "
-                "training.clip_norm, or look at the data."
+                f"LossSpike: step {step}: {what} The training went back {self.most} times already (most); lower training.lr, "
+                "set training.clip_norm, or look at the data."
             )
 
     def _good_snapshot(self, step: int) -> dict[str, Any]:

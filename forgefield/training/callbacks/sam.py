@@ -33,11 +33,13 @@ class SAM(L.Callback):
             raise ForgefieldError("SAM needs automatic optimisation.")
         if trainer.accumulate_grad_batches != 1:
             raise ForgefieldError(
-                "SAM evaluates the batch of a step a second time; with several batches a step (accumulation) there is none. Use "
-                "larger batches, and training.memory.parts where memory is short."
+                "SAM evaluates the batch of a step a second time; with several batches a step (accumulation) there is none. "
+                "Use larger batches, and training.memory.parts where memory is short."
             )
         if getattr(trainer.precision_plugin, "scaler", None) is not None:
-            raise ForgefieldError("SAM cannot move weights along scaled gradients (trainer.precision=16-mixed); use bf16-mixed.")
+            raise ForgefieldError(
+                "SAM cannot move weights along scaled gradients (trainer.precision=16-mixed); use bf16-mixed."
+            )
         if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in trainer.optimizers):
             raise ForgefieldError("SAM evaluates a step twice and LBFGS as often as it likes; use another optimiser.")
 

@@ -68,7 +68,7 @@ class TrainingHelper(Diagnosis):
         self._labels_at_start = Labels.of_training(trainer, pl_module)
         if self._labels_at_start is not None:
             self._say_all(trainer, pl_module, self._labels_at_start.judge())
-            self.memory["mean"] = {**{name: 0 for name in self._labels_at_start.spreads}, **self.memory["mean"]}
+            self.memory["mean"] = {**dict.fromkeys(self._labels_at_start.spreads, 0), **self.memory["mean"]}
         _named(pl_module, self.encoder)
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:

@@ -48,7 +48,9 @@ class CapturedUpdate:
             rate.fill_(group["lr"])
         if self.average is not None:
             self._share.fill_(self.average.next_share())
-            if (found := getattr(self.optimiser, "found_inf", None)) is not None:  # 1 where the optimiser is told not to step
+            if (
+                found := getattr(self.optimiser, "found_inf", None)
+            ) is not None:  # 1 where the optimiser is told not to step
                 self._share.mul_(1.0 - found)
         if self._has_all_states():
             self._captured().replay()

@@ -74,8 +74,12 @@ def samples(n: int = 96, **labels: float) -> DataLoader:
     return DataLoader(TensorDataset(x, y), batch_size=8)
 
 
-def fit(module: L.LightningModule, *callbacks: L.Callback, folder: Path, data: DataLoader | None = None, **options: Any):
-    trainer = L.Trainer(**{**QUIET, "max_epochs": 3, "default_root_dir": str(folder), **options}, callbacks=list(callbacks))
+def fit(
+    module: L.LightningModule, *callbacks: L.Callback, folder: Path, data: DataLoader | None = None, **options: Any
+):
+    trainer = L.Trainer(
+        **{**QUIET, "max_epochs": 3, "default_root_dir": str(folder), **options}, callbacks=list(callbacks)
+    )
     trainer.fit(module, data if data is not None else samples())
     return trainer
 

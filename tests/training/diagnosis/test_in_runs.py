@@ -75,7 +75,9 @@ def test_a_frame_with_a_bad_gradient_is_left_out_and_named(tmp_path, monkeypatch
     run = train_only(config)
     record = read_records(run.path)["gradient_check"]
     assert record["bad"] == 3  # once an epoch
-    assert all(f"frame {worst} (" in event["frames"][0] and "frames.extxyz" in event["frames"][0] for event in record["events"])
+    assert all(
+        f"frame {worst} (" in event["frames"][0] and "frames.extxyz" in event["frames"][0] for event in record["events"]
+    )
     state = last_state(run)
     assert {float(entry["step"]) for entry in state["optimizer_states"][0]["state"].values()} == {21.0 - 3.0}
     assert state["forgefield"]["ema"]["updates"] == 21

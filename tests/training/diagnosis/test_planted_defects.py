@@ -42,7 +42,12 @@ def test_the_helper_names_what_is_wrong(defect, tmp_path):
 
 
 def test_a_healthy_training_has_nothing_to_say(tmp_path):
-    callbacks = (TrainingHelper(every=8), GradientCheck(), LossSpike(window=16), ModelAutocorrelation(window=16, every=8))
+    callbacks = (
+        TrainingHelper(every=8),
+        GradientCheck(),
+        LossSpike(window=16),
+        ModelAutocorrelation(window=16, every=8),
+    )
     plain, watched = Net(), Net()
     fit(plain, folder=tmp_path)
     fit(watched, *callbacks, folder=tmp_path)
@@ -117,7 +122,9 @@ def test_what_never_gets_better_is_not_skipped_for_ever(tmp_path):
 @pytest.mark.parametrize("always", [False, True])
 def test_the_module_that_first_gave_nan_is_named(always, tmp_path):
     module = Net("logarithm")
-    with pytest.raises(ForgefieldError, match=r"module bad \(Logarithm\) is the first .* finite, on sample \d of batch 0"):
+    with pytest.raises(
+        ForgefieldError, match=r"module bad \(Logarithm\) is the first .* finite, on sample \d of batch 0"
+    ):
         fit(module, ForwardNaNDetection(always=always), folder=tmp_path)
 
 

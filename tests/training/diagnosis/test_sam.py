@@ -59,7 +59,8 @@ def test_weights_come_back_when_the_second_evaluation_fails(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "words"), [({"accumulate_grad_batches": 2}, "accumulation"), ({"optimiser": torch.optim.LBFGS}, "LBFGS")]
+    ("options", "words"),
+    [({"accumulate_grad_batches": 2}, "accumulation"), ({"optimiser": torch.optim.LBFGS}, "LBFGS")],
 )
 def test_what_it_cannot_work_with_is_refused(options, words, tmp_path):
     module = Net(optimiser=options.pop("optimiser", torch.optim.Adam))
