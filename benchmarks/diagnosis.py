@@ -3,8 +3,8 @@
     python benchmarks/diagnosis.py [--steps 300] [--model example|S] [--pictures docs/images]
 
 The training is the built-in example (copper-gold, EMT; small steps, the hard case), or preset S of NequIP on the same frames.
-Every callback has its default settings. The first ten steps, in which the engine is started, are left out. With --pictures the
-figures of the run are kept, as they are drawn for the report.
+Every callback has its default settings. The first ten steps, in which the engine is started, are left out. With --pictures
+figures of a run that was disturbed are made, as they are drawn for the report.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Clock(Callback):
         self.account.of_lightning = (time.process_time() - begin) / 500 / len(trainer.callbacks)
 
 
-def measure(steps: int, model: str, folder: Path, more: dict[str, dict[str, Any]]) -> tuple[Account, Path]:
+def measure(steps: int, model: str, folder: Path, more: dict[str, dict[str, Any]]) -> Account:
     account = Account()
     overrides = [
         f"out={folder}/runs",
@@ -115,11 +115,11 @@ def measure(steps: int, model: str, folder: Path, more: dict[str, dict[str, Any]
     original, fitting.user_callbacks = fitting.user_callbacks, watched
     journal = Journal()
     try:
-        run = fitting.fit(config, fresh=True, journal=journal, ranks=alone()).run
+        fitting.fit(config, fresh=True, journal=journal, ranks=alone())
     finally:
         fitting.user_callbacks = original
         journal.close()
-    return account, run.path
+    return account
 
 
 def main() -> None:
@@ -131,7 +131,7 @@ def main() -> None:
     torch.set_num_threads(1)
     assert set(MEASURED) <= set(CALLBACKS)
     with tempfile.TemporaryDirectory() as place:
-        account, run = measure(args.steps, args.model, Path(place), ON_REQUEST)
+        account = measure(args.steps, args.model, Path(place), ON_REQUEST)
         whole = account.end - account.begin - sum(account.spent.values()) - sum(account.at_end.values())
         print(
             f"\n{args.model}, {account.steps} steps, {1000 * whole / account.steps:.2f} ms of CPU time a step without callbacks"
@@ -149,14 +149,33 @@ def main() -> None:
             f"{'all at default settings':28s} {1e6 * together / account.steps:9.1f} us a step {100 * together / whole:7.2f} %"
         )
         if args.pictures is not None:
-            save_pictures(run, args.pictures)
+            save_pictures(Path(place), args.pictures)
 
 
-def save_pictures(run: Path, folder: Path) -> None:
+def save_pictures(place: Path, folder: Path) -> None:
+    """The figures of a run of the example whose weights are disturbed before step 200, from which it recovers."""
     from PIL import Image
 
     from forgefield.report.canvas import house_style
 
+    overrides = [f"out={place}/runs", "name=disturbed", "++trainer.max_epochs=6", "training.engine=eager"]
+    overrides += ["++trainer.enable_progress_bar=false", "++trainer.accelerator=cpu", "training.scheduler=null"]
+    config = example_config(overrides, make=True)
+    config.callbacks = [
+        {"name": "gradient_check", "norms_every": 2},
+        {"name": "training_helper", "every": 20},
+        {"name": "autocorrelation", "window": 64, "every": 20},
+        {"name": "loss_spike", "rollback": True, "snapshot_every": 20},
+        {"name": "throughput", "every": 30},
+    ]
+    built = fitting.user_callbacks
+    fitting.user_callbacks = lambda specs: [Disturb(), *built(specs)]
+    journal = Journal()
+    try:
+        run = fitting.fit(config, fresh=True, journal=journal, ranks=alone()).run.path
+    finally:
+        fitting.user_callbacks = built
+        journal.close()
     records = read_records(run)
     for name, (_, figure_of) in FIGURES.items():
         with house_style():
@@ -164,6 +183,15 @@ def save_pictures(run: Path, folder: Path) -> None:
             if figure is not None:
                 pixels = Image.fromarray(image_of(figure, dpi=150)).quantize(64)
                 pixels.save(folder / f"diagnosis-{name}.png", optimize=True)
+
+
+class Disturb(Callback):
+    """Makes the first weights forty times as large before step 200."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 200:
+            with torch.no_grad():
+                next(iter(pl_module.potential.parameters())).mul_(40.0)
 
 
 if __name__ == "__main__":

@@ -293,7 +293,7 @@ class TrainingOptions:
     ema: Optional[float] = 0.99
     """Decay of the exponential moving average of the weights; the average is validated, tested and deployed."""
     swa: Optional[SwaOptions] = None
-    """In place of `ema` (then null): the mean of the weights over the last part: {start: 0.75}. It is validated and deployed."""
+    """In place of `ema` (then null): the mean of the weights over the last part: {start: 0.75}; validated and deployed."""
     clip_norm: Optional[float] = None
     """Largest norm of the whole gradient."""
     accumulate: int = 1

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from forgefield.diagnosis.record import numbers
 
@@ -135,6 +136,8 @@ def _single() -> tuple[Figure, Axes]:
 
 def _logarithmic(axes: Axes, x: str, y: str) -> None:
     axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set(xlabel=x, ylabel=y)
     _finish(axes)
 

@@ -53,11 +53,11 @@ def read_records(folder: Path) -> dict[str, dict[str, Any]]:
 def findings_of(record: dict[str, Any]) -> list[Finding]:
     """The findings of a record, as far as they are well formed."""
     rows = record.get("findings")
-    found = []
-    for row in rows if isinstance(rows, list) else []:
-        if isinstance(row, dict) and {"kind", "step", "what", "advice"} <= row.keys() and isinstance(row["step"], int):
-            found.append(Finding(str(row["kind"]), row["step"], str(row["what"]), str(row["advice"])))
-    return found
+    return [
+        Finding(str(row["kind"]), row["step"], str(row["what"]), str(row["advice"]))
+        for row in (rows if isinstance(rows, list) else [])
+        if isinstance(row, dict) and {"kind", "step", "what", "advice"} <= row.keys() and isinstance(row["step"], int)
+    ]
 
 
 def as_rows(findings: list[Finding]) -> list[dict[str, Any]]:

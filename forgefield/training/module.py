@@ -182,7 +182,8 @@ class TrainingModule(L.LightningModule):
         """The optimiser step under way is not to count: its batches are in no metric, and with `average` the average of weights
         stays as it is. bad: on the device, whether to do so; without, it is done."""
         if self._sums_before is not None:
-            for meter, before in zip((self.train_loss, self.train_errors), self._sums_before):
+            meters: tuple[Any, ...] = (self.train_loss, self.train_errors)
+            for meter, before in zip(meters, self._sums_before):
                 before = before.to(meter.sums.device)
                 meter.sums = before.clone() if bad is None else torch.where(bad, before, meter.sums)
         if average:

@@ -33,8 +33,8 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class TargetResult:
-    """error: root mean square at the end. before: at the beginning. spread: of the labels in all training data; all in `unit`, or
-    of classes the share that is wrong."""
+    """error: root mean square at the end. before: at the beginning. spread: of the labels in all training data; all in `unit`,
+    or of classes the share that is wrong."""
 
     name: str
     before: float

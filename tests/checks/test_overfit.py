@@ -29,7 +29,7 @@ def test_a_batch_that_is_learnt_passes(tmp_path, capsys):
 
 
 def test_a_target_that_does_not_go_down_is_named(tmp_path, capsys):
-    task = {"energy": {"weight": 0.0}, "forces": {}}
+    task = {"energy": {}, "forces": {"weight": 0.0}}
     words = ["--goal", "0.3", "--steps", "60", "data.batch.frames=1"]
     assert main(["check", "--overfit", config_file(tmp_path, task=task), *words]) == 1
     printed = capsys.readouterr().out

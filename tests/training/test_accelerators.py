@@ -1,4 +1,4 @@
-"""Which accelerator is chosen, and what is said where it cannot be. MPS and XPU are not here: what torch says of them is set."""
+"""Which accelerator is chosen, and what is said where it cannot be. MPS and XPU are not here: torch is made to say so."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from forgefield.diagnosis.figures import FIGURES, image_of
 from forgefield.diagnosis.record import FOLDER, Finding, as_rows, write_record
 from forgefield.training.callbacks.tensorboard import TensorBoardLog
 
-FIRST_FIGURE = 60.0
+FIRST_FIGURE = 600.0
 """Seconds after which a figure is drawn for the first time; at the end of a training it is drawn always."""
 FIGURE_PAUSE = 1000.0
 """Between two drawings passes this many times the time that the last one took."""

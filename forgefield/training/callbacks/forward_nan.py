@@ -62,7 +62,9 @@ class ForwardNaNDetection(Diagnosis):
         frames = self._frames(trainer, pl_module)
         loss = "the loss is not finite" if not bool(self._loss.isfinite()) else "an output is not finite"
         what = f"{loss}; {where}{'' if frames is None else f', on {listed(frames)}'}."
-        advice = "Look at that module's formula (root, logarithm or division at zero, overflow) and at its inputs on these frames."
+        advice = (
+            "Look at its formula (root, logarithm or division at zero, overflow) and at its inputs on these frames."
+        )
         self.find(trainer, pl_module, where, what, advice, trainer.global_step + 1)
         if self.stop:
             raise ForgefieldError(f"ForwardNaNDetection: step {trainer.global_step + 1}: {what} {advice}")

@@ -232,10 +232,11 @@ class GradientCheck(Diagnosis):
         kinds = " and ".join(sorted(set(bad.values())))
         what = f"the gradient holds {kinds} in {listed(list(bad))}{_of_frames(frames)}."
         done = {"stop": "The step was not made.", "skip": "The step was left out.", "zero": "They were set to zero."}
-        advice = "Look at these frames (labels, atoms on top of each other) and at the layer's formula (root or division at zero)."
-        if self.find(
-            trainer, pl_module, "gradient", f"{what} {done[self.policy]}", advice, look.step
-        ) is None and _worth_saying(self.count):
+        advice = (
+            "Look at these frames (labels, atoms on top of each other) and at the formula (root or division at zero)."
+        )
+        new = self.find(trainer, pl_module, "gradient", f"{what} {done[self.policy]}", advice, look.step)
+        if new is None and _worth_saying(self.count):
             say(trainer, pl_module, f"GradientCheck: Step {look.step}: {what} {done[self.policy]}")
         if self.policy == "stop" or self.memory["in_a_row"] >= self.patience:
             again = "" if self.policy == "stop" else f" It was the {self.memory['in_a_row']}th in a row (patience)."

@@ -35,8 +35,8 @@ def label_tensors(batch: Any, names: Sequence[str] | None) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Labels:
-    """values: of each target, one for each frame, NaN where missing; energies less what composition says, eV/atom, without those
-    of single atoms, which differ from all others; of forces the largest component, as logarithm. spreads:
+    """values: of each target, one for each frame, NaN where missing; energies less what composition says, eV/atom, without
+    those of single atoms, which differ from all others; of forces the largest component, as logarithm. spreads:
     standard deviation of the labels about what composition says, in eV/atom, eV/A or the label's own unit."""
 
     ENOUGH: ClassVar[int] = 256

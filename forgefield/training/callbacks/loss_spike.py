@@ -113,8 +113,8 @@ class LossSpike(Diagnosis):
         self.numbers["spikes"].append({"step": step, "loss": loss, "usual": usual, "action": action})
         what = f"the loss is {loss:.4g}, where {usual:.4g} was usual."
         advice = (
-            "Lower training.lr, set training.clip_norm, or look at the frames of this batch; LossSpike(rollback=true) goes back "
-            "to the last good state."
+            "Lower training.lr, set training.clip_norm, or look at the frames of this batch; LossSpike(rollback=true) goes "
+            "back to the last good state."
         )
         if action == "rolled back":
             self._go_back(trainer, pl_module, optimizer, what)

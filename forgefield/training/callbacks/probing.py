@@ -119,7 +119,7 @@ def frames_of(trainer: Any, module: Any, batch: Any, batch_idx: int) -> list[tup
 
 
 def _frame_name(trainer: Any, row: int) -> str:
-    frames = getattr(getattr(trainer.train_dataloader, "dataset", None), "frames", None)
+    frames: Any = getattr(getattr(trainer.train_dataloader, "dataset", None), "frames", None)
     where = f" ({frames.where(row)})" if hasattr(frames, "where") else ""
     return f"frame {row}{where}"
 

@@ -66,7 +66,9 @@ class SAM(L.Callback):
     def _move(self, parameters: list[torch.nn.Parameter]) -> None:
         """w + rho g / |g|, or with each weight's own size, w + rho w^2 g / |w g|. Not at all where the gradient is zero."""
         weights = [p.detach() for p in parameters]
-        gradients = [p.grad.detach() for p in parameters]
+        gradients = [p.grad.detach() for p in parameters if p.grad is not None]
+        scaled: Any
+        directions: Any
         if self.adaptive:
             scaled = torch._foreach_mul(torch._foreach_abs(weights), gradients)
             directions = torch._foreach_mul(torch._foreach_abs(weights), scaled)

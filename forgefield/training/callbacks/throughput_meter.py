@@ -124,7 +124,7 @@ def peak_memory_mb(device: torch.device) -> float | None:
 
 
 def _reset_peak(device: torch.device) -> None:
-    module = None if device.type == "cpu" else torch.get_device_module(device)
+    module: Any = None if device.type == "cpu" else torch.get_device_module(device)
     if hasattr(module, "reset_peak_memory_stats"):
         module.reset_peak_memory_stats(device)
 

@@ -111,6 +111,8 @@ class TrainingHelper(Diagnosis):
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self._before is None:
             return
+        if all(p.grad is None for p in trained(pl_module).values()):  # another callback left the step out
+            return
         assert self._loss is not None
         update = _relative_change(self._before, list(trained(pl_module).values()))
         self.numbers["looks"] += 1
