@@ -34,6 +34,7 @@ from forgefield.files import write_whole, written_whole
 from forgefield.models.deeppot.branches import single
 from forgefield.models.potential import Potential
 from forgefield.models.registry import branch_names, build_model
+from forgefield.parallel.accelerators import evaluation_device
 from forgefield.parallel.faults import failing_together
 from forgefield.parallel.group import Ranks
 from forgefield.parallel.launch import detect_launch
@@ -238,8 +239,7 @@ def _measure(fitted: Fitted, config: DictConfig, journal: Journal, ranks: Ranks)
     run, data = fitted.run, fitted.data
     assert data is not None
     batch = evaluation_budget(config.data)
-    on_gpu = torch.cuda.is_available() and config.trainer.get("accelerator", "auto") != "cpu"
-    device = f"cuda:{torch.cuda.current_device()}" if on_gpu else "cpu"
+    device = evaluation_device(config.trainer.get("accelerator"))
     results: dict[str, dict[str, float]] = {}
     for split, dataset in (("val", data.val), ("test", data.test)):
         if dataset is not None and _has_outputs(run):

@@ -178,12 +178,28 @@ def check_values(config: DictConfig, sources: Sources) -> None:
             f"{sources.where('training.lora')}: 'training.lora' changes the matrices of a trained model (model.from); those of "
             "a new one are random."
         )
+    _check_swa(config.training, sources)
     _check_precision(config.training.precision, sources)
     _check_name(config, sources)
     check_data(config.data, sources)
     if config.task is not None:
         check_task(config.task, sources)
     _check_components(config, sources)
+
+
+def _check_swa(training: Any, sources: Sources) -> None:
+    swa = training.swa
+    if swa is None:
+        return
+    if training.ema is not None:
+        raise ForgefieldError(
+            f"{sources.where('training.swa')}: training.swa takes the place of training.ema={training.ema:g}; set "
+            "training.ema=null."
+        )
+    if not swa.start > 0:
+        raise wrong(sources, "training.swa.start", swa.start, "a share of the training, or a number of steps")
+    if swa.every is not None and swa.every < 1:
+        raise wrong(sources, "training.swa.every", swa.every, "a number of steps, 1 or more")
 
 
 @functools.cache

@@ -282,6 +282,16 @@ class EarlyStoppingOptions:
 
 
 @dataclass
+class SwaOptions:
+    """Stochastic weight averaging: the plain mean of the weights over the last part of a training."""
+
+    start: float = 0.75
+    """Where it begins: a share of the training, or from 1 on a number of optimiser steps."""
+    every: Optional[int] = None
+    """Steps between two weights that are taken into the mean. Default: the steps of an epoch."""
+
+
+@dataclass
 class CompileOptions:
     options: Any = field(default_factory=dict)
     """Settings of torch's Inductor by their names, such as {max_autotune: true}."""
@@ -341,6 +351,8 @@ class TrainingOptions:
     """What to do where memory is short."""
     ema: Optional[float] = 0.99
     """Decay of the exponential moving average of the weights; the average is validated, tested and deployed."""
+    swa: Optional[SwaOptions] = None
+    """In place of `ema` (then null): the mean of the weights over the last part: {start: 0.75}; validated and deployed."""
     clip_norm: Optional[float] = None
     """Largest norm of the whole gradient."""
     accumulate: int = 1
@@ -387,4 +399,5 @@ class RunOptions:
     trainer: Any = field(default_factory=dict)
     """Anything `lightning.Trainer` takes."""
     callbacks: Any = field(default_factory=list)
-    """Own Lightning callbacks: import path, or {name: import.path, argument: value}."""
+    """Lightning callbacks: gradient_check, training_helper and others of ours by name, own ones by import path; with arguments:
+    {name: gradient_check, policy: skip}."""

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from forgefield.diagnosis.record import read_records
 from forgefield.errors import ForgefieldError
 
 SPLITS = ("test", "val")
@@ -72,6 +73,8 @@ class RunData:
     test: dict[str, Any] = field(default_factory=dict)
     """What `test.json` holds: where the data came from, which weights, and the errors."""
     test_errors: dict[str, float] = field(default_factory=dict)
+    diagnosis: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Records of diagnosis callbacks, by name."""
     notes: list[Note] = field(default_factory=list)
 
     @property
@@ -135,6 +138,7 @@ def read_run(path: Path) -> RunData:
     run.test_errors = _errors_of(run.test)
     for split in SPLITS:
         _read_predictions(run, split)
+    run.diagnosis = read_records(run.path)
     return run
 
 

@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import lightning as L
-import torch
 from lightning.pytorch.callbacks import Callback
 from omegaconf import DictConfig
 
@@ -26,6 +25,7 @@ from forgefield.errors import ForgefieldError
 from forgefield.files import write_whole
 from forgefield.models.potential import Potential
 from forgefield.models.registry import branch_names, build_model
+from forgefield.parallel.accelerators import evaluation_device, settle_accelerator
 from forgefield.parallel.exchange import StepExchange
 from forgefield.parallel.group import Ranks
 from forgefield.parallel.learning_rate import learning_rate_factor
@@ -165,6 +165,8 @@ def fit(config: DictConfig, *, fresh: bool, journal: Journal, ranks: Ranks) -> F
     require_same_settings(config, ranks)
     lr_factor = learning_rate_factor(config.training.scale_lr, ranks.world_size)
     check_settings(config, options, ranks)
+    if (note := settle_accelerator(options, world_size=ranks.world_size)) is not None:
+        journal.say(note)
     party = Party(ranks, journal, StopWish(take_max_seconds(options)), lr_factor)
     if fresh and max(ranks.everyone(ranks.launch.restarts)):  # not every agent of torchrun counts every restart
         journal.say("The job was started again by its launcher: the run goes on, --fresh held for the first start.")
@@ -430,8 +432,8 @@ def _start_from(
     party: Party,
 ) -> None:
     """The first weights from another run, and what is to be said about them."""
-    on_gpu = torch.cuda.is_available() and options.get("accelerator", "auto") != "cpu"
-    changed = initial.start(potential, resolved, data.train, "cuda" if on_gpu else "cpu", party.ranks, change)
+    device = evaluation_device(options.get("accelerator"))
+    changed = initial.start(potential, resolved, data.train, device, party.ranks, change)
     if initial.state is not None:
         party.journal.say(f"Starting from the {initial.record['which']} weights of {initial.known.whose}.")
         if change.changes_anything():

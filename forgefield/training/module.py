@@ -24,7 +24,7 @@ from forgefield.parallel.strategies import SimpleDDPStrategy
 from forgefield.tasks.task import Target, Task
 from forgefield.tasks.weights import Moment
 from forgefield.training.adaptation import parameter_groups, plain_state
-from forgefield.training.ema import WeightAverage
+from forgefield.training.ema import StochasticAverage, WeightAverage
 from forgefield.training.engines.captured_update import CapturedUpdate, portable_optimiser_states, why_not_capturable
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.graphs import GraphsEngine
@@ -114,7 +114,7 @@ class TrainingModule(L.LightningModule):
         self.ranks = ranks if ranks is not None else alone()
         self.exchange = exchange
         self.lr_factor = lr_factor
-        self.ema = WeightAverage(potential, options.ema) if options.ema else None
+        self.ema = _weight_average(potential, options)
         self.train_loss, self.val_loss = LossMeter(task), LossMeter(task)
         self.train_errors, self.val_errors = task.error_metrics(species), task.error_metrics(species)
         self.starter = starter
@@ -134,6 +134,12 @@ class TrainingModule(L.LightningModule):
         self._measured = (-1, -1)
         self._world_size_before: int | None = None
         self._schedule_length: int | None = None
+        self._sums_before: tuple[Tensor, Tensor] | None = None
+        self._left_out: Tensor | bool = False
+
+    def say(self, text: str) -> None:
+        """One sentence for the user."""
+        (self.starter.say if self.starter else print)(text)
 
     def forward(self, batch: Batch) -> Batch:
         return self.potential(batch, forces=self.task.needs_forces, stress=self.task.needs_stress)
@@ -153,6 +159,10 @@ class TrainingModule(L.LightningModule):
         counts_steps = self.precision.unit == "steps" or self.task.is_scheduled
         self._steps_in_all = steps_of_fit(self.trainer) if counts_steps else -1
         self._require_an_end()
+        if isinstance(self.ema, StochasticAverage):
+            batches = int(self.trainer.num_training_batches)
+            of_epoch = -(-batches // self.trainer.accumulate_grad_batches)
+            self.ema.plan(steps=steps_of_fit(self.trainer), steps_of_epoch=of_epoch)
         self._steps_averaged = self.trainer.global_step  # known only now: a resume restores it after `on_fit_start`
         if self._schedule_length is not None and self._world_size_before not in (None, self.ranks.world_size):
             fit_length(self.trainer.lr_scheduler_configs[0].scheduler, self._schedule_length)
@@ -186,6 +196,8 @@ class TrainingModule(L.LightningModule):
         self.precision.require_effect(self._precision_now)
         if (self.current_epoch, batch_idx) != self._measured:  # some optimisers evaluate a batch several times
             self._measured = (self.current_epoch, batch_idx)
+            if batch_idx % self.trainer.accumulate_grad_batches == 0:
+                self._sums_before = self.train_loss.sums, self.train_errors.sums.clone()
             self.train_loss.add(step.measured.sums)
             self.train_errors.add(step.measured.errors)
             if isinstance(self.weighting, SoftAdapt):
@@ -197,6 +209,22 @@ class TrainingModule(L.LightningModule):
         counts = counts if denominators is None else denominators()
         own = self.task.plain_weights_on(sums.device)
         return step.loss + self.weighting.loss(sums * self.ranks.world_size, counts, own)
+
+    def eager_loss(self, batch: Batch) -> Tensor:
+        """The loss of this batch alone, whatever the engine; it can be differentiated, and nothing is measured."""
+        with self.precision.applied(self._precision_now):
+            return self._eager.step(batch).loss
+
+    def leave_out(self, bad: Tensor | None = None, *, average: bool = True) -> None:
+        """The optimiser step under way is not to count: its batches are in no metric, and with `average` the average of weights
+        stays as it is. bad: on the device, whether to do so; without, it is done."""
+        if self._sums_before is not None:
+            meters: tuple[Any, ...] = (self.train_loss, self.train_errors)
+            for meter, before in zip(meters, self._sums_before):
+                before = before.to(meter.sums.device)
+                meter.sums = before.clone() if bad is None else torch.where(bad, before, meter.sums)
+        if average:
+            self._left_out = True if bad is None else bad
 
     def _moment(self) -> Moment:
         group = self.trainer.optimizers[0].param_groups[0]
@@ -261,8 +289,7 @@ class TrainingModule(L.LightningModule):
         if isinstance(inner, GraphsEngine):
             self._update = CapturedUpdate(self.trainer.optimizers[0], self.ema)
         memory = self.options.memory
-        say = self.starter.say if self.starter else print
-        return SparingEngine(inner, parts=memory.parts, split=memory.split, say=say)
+        return SparingEngine(inner, parts=memory.parts, split=memory.split, say=self.say)
 
     def _what_speaks_against_graphs(self) -> str | None:
         strategy = self.trainer.strategy
@@ -308,11 +335,20 @@ class TrainingModule(L.LightningModule):
 
     def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
         if self.ema is not None and self._update is None and self.trainer.global_step > self._steps_averaged:
-            self.ema.update()
+            self._average(self.ema)
+        self._left_out = False
         self._steps_averaged = self.trainer.global_step
         loader: Any = self.trainer.train_dataloader
         n_frames = loader.own_frames(batch_idx)
         self.throughput.count(n_frames=n_frames, n_atoms=batch["positions"].shape[0] if n_frames else 0)
+
+    def _average(self, average: WeightAverage) -> None:
+        if self._left_out is False:
+            average.update()
+        else:  # the step counts, the weights of it do not
+            share = average.next_share()
+            if isinstance(self._left_out, Tensor):
+                average.take_in(torch.where(self._left_out, 0.0, share))
 
     def finish_row(self) -> None:
         """Close a row of metrics: training loss and errors since the last row, and a fresh start for the next."""
@@ -471,6 +507,12 @@ def _once(ask: Callable[[], Tensor]) -> Callable[[], Tensor]:
         return answers[0]
 
     return answer
+
+
+def _weight_average(potential: Potential, options: Any) -> WeightAverage | None:
+    if (swa := getattr(options, "swa", None)) is not None:
+        return StochasticAverage(potential, start=swa.start, every=swa.every)
+    return WeightAverage(potential, options.ema) if options.ema else None
 
 
 def _own_sums(stored: list[dict[str, Tensor]], ranks: Ranks) -> dict[str, Tensor]:

@@ -69,7 +69,7 @@ def _training_rows(
             + (f", clip {training.clip_norm:g}" if training.clip_norm else ""),
         ),
         *schedule_rows(training.scheduler, ranks.world_size),
-        ("average", f"EMA {training.ema:g}" if training.ema else "none"),
+        ("average", _average(training)),
         ("best by", monitor),
         ("engine", training.engine or "eager"),
         ("precision", Precision(plain(training.precision)).describe()),
@@ -103,6 +103,12 @@ def schedule_rows(scheduler: Any, world_size: int) -> Rows:
     by_steps = not isinstance(scheduler, str) and scheduler.get("interval", "epoch") == "step"
     note = ", counted in steps as written: with more ranks an epoch has fewer" if by_steps and world_size > 1 else ""
     return [("schedule", f"{name}{note}")]
+
+
+def _average(training: Any) -> str:
+    if training.swa is not None:
+        return f"SWA from {training.swa.start:g} on"
+    return f"EMA {training.ema:g}" if training.ema else "none"
 
 
 def process_rows(trainer: L.Trainer, ranks: Ranks) -> Rows:

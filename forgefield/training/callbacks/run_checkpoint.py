@@ -21,6 +21,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from forgefield.errors import ForgefieldError
+from forgefield.parallel.accelerators import random_state_of_accelerator, set_random_state_of_accelerator
 from forgefield.parallel.exchange import StepExchange
 from forgefield.parallel.faults import tell_failure
 from forgefield.parallel.group import Ranks, alone
@@ -174,7 +175,7 @@ def _random_state() -> dict[str, Any]:
     version, internal, gauss = random.getstate()
     return {
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "accelerator": random_state_of_accelerator(),
         "numpy": [str(kind), torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(cached)],
         "python": [version, list(internal), gauss],
     }
@@ -182,8 +183,7 @@ def _random_state() -> dict[str, Any]:
 
 def _set_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+    set_random_state_of_accelerator(state.get("accelerator", {"cuda": state.get("cuda")}))
     kind, keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
     version, internal, gauss = state["python"]

@@ -20,6 +20,11 @@ class TensorBoardLog(Callback):
         self._writer: Any = None
         self._gradients: dict[str, torch.Tensor] = {}
 
+    @property
+    def writer(self) -> Any:
+        """TensorBoard's writer while a training runs, else None; diagnosis callbacks write there too."""
+        return self._writer
+
     def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         if not trainer.is_global_zero:
             return
