@@ -104,7 +104,9 @@ def test_a_model_of_open_frames_is_right_there_and_refuses_periodic_ones():
     assert float(alone["forces"].abs().max()) > 1e-6
     torch.testing.assert_close(found["energy"][:1], alone["energy"], rtol=1e-12, atol=0)
     torch.testing.assert_close(found["forces"][:4], alone["forces"], rtol=1e-8, atol=1e-12)
-    with pytest.raises(ForgefieldError, match=r"DimeNetPlusPlus measures distances between the atoms of a cell and knows no"):
+    with pytest.raises(
+        ForgefieldError, match=r"DimeNetPlusPlus measures distances between the atoms of a cell and knows no"
+    ):
         potential(make_batch(make_frame(4, box=3.5)))
 
 
@@ -147,7 +149,9 @@ def test_a_calculator_is_a_run_that_can_be_tested_and_not_trained(tmp_path, monk
     assert main(["import", "ase", "ase.calculators.emt.EMT", "--species", "Au", "Cu"]) == 0
     assert "runs/EMT" in capsys.readouterr().out
     errors = api.test("EMT", "frames.extxyz")
-    assert max(value for key, value in errors.items() if key.endswith(("mae", "rmse"))) < 1e-3  # meV; as many digits as the file has
+    assert (
+        max(value for key, value in errors.items() if key.endswith(("mae", "rmse"))) < 1e-3
+    )  # meV; as many digits as the file has
     config = tiny_config(tmp_path)
     config["model"] = {"name": "calculator", "module": "ase.calculators.emt.EMT"}
     with pytest.raises(ForgefieldError, match=r"an ASE calculator has no weights that could be trained"):
@@ -171,11 +175,26 @@ def test_calculator_knows_which_axes_are_periodic():
     [
         ({"name": "pyg"}, r"model\.module is missing"),
         ({"name": "pyg", "module": f"{PYG}SchNett"}, r"model\.module: .*SchNett.* Did you mean 'SchNet'"),
-        ({"name": "pyg", "module": f"{PYG}SchNet", "options": {"hidden_channel": 4}}, r"Did you mean 'hidden_channels'"),
-        ({"name": "pyg", "module": f"{PYG}SchNet", "options": {"cutoff": 4.0}}, r"cutoff is 4\.0 and data\.cutoff is 3"),
-        ({"name": "pyg", "module": f"{PYG}SchNet", "options": {"max_num_neighbors": 4}}, r"max_num_neighbors does not apply"),
-        ({"name": "pyg", "module": f"{PYG}SchNet", "features": "lin3"}, r"no part 'lin3' in the model\. Did you mean 'lin2'"),
-        ({"name": "pyg", "module": f"{HERE}not_a_module"}, r"not_a_module made a int; it should be a torch\.nn\.Module"),
+        (
+            {"name": "pyg", "module": f"{PYG}SchNet", "options": {"hidden_channel": 4}},
+            r"Did you mean 'hidden_channels'",
+        ),
+        (
+            {"name": "pyg", "module": f"{PYG}SchNet", "options": {"cutoff": 4.0}},
+            r"cutoff is 4\.0 and data\.cutoff is 3",
+        ),
+        (
+            {"name": "pyg", "module": f"{PYG}SchNet", "options": {"max_num_neighbors": 4}},
+            r"max_num_neighbors does not apply",
+        ),
+        (
+            {"name": "pyg", "module": f"{PYG}SchNet", "features": "lin3"},
+            r"no part 'lin3' in the model\. Did you mean 'lin2'",
+        ),
+        (
+            {"name": "pyg", "module": f"{HERE}not_a_module"},
+            r"not_a_module made a int; it should be a torch\.nn\.Module",
+        ),
         ({"name": "mace_like", "module": f"{HERE}Dictionary", "features": "feats"}, r"features=feats .* gives nothing"),
     ],
 )

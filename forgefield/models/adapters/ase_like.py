@@ -39,5 +39,7 @@ class AseLike(Foreign):
     def _energy(self, found: Any) -> Tensor:
         energy = found.get("energy") if isinstance(found, Mapping) else found
         if not isinstance(energy, Tensor) or energy.numel() != 1:
-            raise ForgefieldError(f"{self.options.module}: the energy of a structure is wanted, one number or the key 'energy'.")
+            raise ForgefieldError(
+                f"{self.options.module}: the energy of a structure is wanted, one number or the key 'energy'."
+            )
         return energy.reshape(())

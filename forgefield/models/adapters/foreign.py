@@ -106,9 +106,7 @@ class Foreign(nn.Module):
                 raise ForgefieldError(f"model.options.{key} is not an argument of {module}.{did_you_mean(key, named)}")
 
     @classmethod
-    def complete(
-        cls, options: Any, *, species: tuple[str, ...], cutoff: float, statistics: Mapping[str, Any]
-    ) -> Any:
+    def complete(cls, options: Any, *, species: tuple[str, ...], cutoff: float, statistics: Mapping[str, Any]) -> Any:
         """Options with every default explicit; numbers not given come from the statistics."""
         check_per_species("model.energy_shifts", options.energy_shifts, species, positive=False)
         check_per_species("model.energy_scales", options.energy_scales, species, positive=True)
@@ -133,9 +131,7 @@ class Foreign(nn.Module):
         return dataclasses.replace(options, **filled)
 
     @classmethod
-    def known_arguments(
-        cls, species: tuple[str, ...], cutoff: float, statistics: Mapping[str, Any]
-    ) -> dict[str, Any]:
+    def known_arguments(cls, species: tuple[str, ...], cutoff: float, statistics: Mapping[str, Any]) -> dict[str, Any]:
         """Arguments by their usual names that follow from the data."""
         neighbours = statistics.get("mean_neighbours")
         return {
@@ -228,7 +224,9 @@ def caught_input(module: nn.Module, name: str) -> Iterator[list[Tensor]]:
         part = module.get_submodule(name)
     except AttributeError:
         names = [known for known, _ in module.named_modules() if known]
-        raise ForgefieldError(f"model.features: there is no part '{name}' in the model.{did_you_mean(name, names)}") from None
+        raise ForgefieldError(
+            f"model.features: there is no part '{name}' in the model.{did_you_mean(name, names)}"
+        ) from None
     handle = part.register_forward_pre_hook(lambda _, args: found.append(args[0]))
     try:
         yield found

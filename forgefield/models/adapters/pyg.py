@@ -75,7 +75,9 @@ class PyG(Foreign):
     def evaluate(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
         edges = _edges(batch, self.dtype, self.cutoff)
         given = [part for part in self.module.modules() if isinstance(part, GivenEdges)]
-        accepts = [name for name in inspect.signature(self.module.forward).parameters if name in ("edge_index", *OF_EDGES)]
+        accepts = [
+            name for name in inspect.signature(self.module.forward).parameters if name in ("edge_index", *OF_EDGES)
+        ]
         arguments: dict[str, Any] = {
             "z": self.numbers.index_select(0, batch["species"]),
             "pos": batch["positions"].to(self.dtype),
