@@ -80,7 +80,11 @@ class Interpreted:
 
 @pytest.mark.parametrize(
     ("name", "form", "layers"),
-    [("painn", "double", 2), ("cgcnn", "tangent", 1), pytest.param("egnn", "tangent", 2, marks=pytest.mark.slow)],
+    [
+        ("painn", "double", 2),
+        pytest.param("cgcnn", "tangent", 1, marks=pytest.mark.slow),
+        pytest.param("egnn", "tangent", 2, marks=pytest.mark.slow),
+    ],
 )
 def test_one_trace_of_the_step_serves_every_size(name, form, layers):
     potential = potential_of(name, num_features=2, num_layers=layers)
