@@ -91,7 +91,8 @@ class ModelAutocorrelation(Diagnosis):
             self.numbers[kind] = {"mean": mean.tolist(), "low": quartiles[0].tolist(), "high": quartiles[1].tolist()}
             history[kind].append(float(mean[1]))
             self.scalar(trainer, f"autocorrelation_{kind}", float(mean[1]))
-        if history["gradients"][-1] > self.threshold:
+        settled = len(history["gradients"]) > 2  # at first gradients drift with the loss
+        if settled and min(history["gradients"][-2:]) > self.threshold:
             self.find(
                 trainer,
                 pl_module,
