@@ -2,9 +2,9 @@
 
     python benchmarks/properties.py --data FOLDER [--only oqmd,lips,crystals] [--out runs/properties]
 
-FOLDER holds the devsets of Open MatSciML (oqmd, lips). `crystals` are made here: prototypes of six space groups with elements, sizes,
-cells and displacements at random, so that neither chemistry nor composition tells the group. One thread of a CPU; each
-training takes a minute or a few. Running it again trains again.
+FOLDER holds the devsets of Open MatSciML (oqmd, lips). `crystals` are made here: prototypes of six space groups with elements,
+sizes and displacements at random; which elements there are says nothing of the group. One thread of a CPU; each training
+takes a minute or a few. Running it again trains again.
 """
 
 from __future__ import annotations

@@ -28,8 +28,15 @@ PYG = "torch_geometric.nn.models."
 HERE = "tests.models.foreign_models."
 SCHNET = {"hidden_channels": 8, "num_filters": 6, "num_interactions": 2, "num_gaussians": 7}
 DIMENET = {
-    **{"hidden_channels": 8, "out_channels": 1, "num_blocks": 1, "int_emb_size": 4, "basis_emb_size": 4},
-    **{"out_emb_channels": 8, "num_spherical": 3, "num_radial": 3, "output_initializer": "glorot_orthogonal"},
+    "hidden_channels": 8,
+    "out_channels": 1,
+    "num_blocks": 1,
+    "int_emb_size": 4,
+    "basis_emb_size": 4,
+    "out_emb_channels": 8,
+    "num_spherical": 3,
+    "num_radial": 3,
+    "output_initializer": "glorot_orthogonal",
 }
 VISNET = {"hidden_channels": 8, "num_heads": 2, "num_layers": 2, "num_rbf": 6}
 SECTIONS: dict[str, dict[str, Any]] = {
