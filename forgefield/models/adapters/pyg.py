@@ -1,9 +1,9 @@
 """Models of PyTorch Geometric, `forward(z, pos, batch)` to an energy per frame, on our edges.
 
 Such models look for neighbours themselves, among the atoms of the cell alone. Where they can be given edges instead, with
-lengths or vectors, they get ours and see periodic images: SchNet and ViSNet, and any model whose forward takes `edge_index` with
-`edge_weight`, `edge_attr` (lengths) or `edge_vec`. The others (DimeNet, DimeNet++) get our edges of open frames and refuse
-periodic ones.
+lengths or vectors, they get ours and see periodic images: SchNet and ViSNet, and any model whose forward takes `edge_index`
+with `edge_weight`, `edge_attr` (lengths) or `edge_vec`. The others (DimeNet, DimeNet++) get our edges of open frames and
+refuse periodic ones.
 """
 
 from __future__ import annotations
