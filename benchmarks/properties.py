@@ -2,9 +2,9 @@
 
     python benchmarks/properties.py --data FOLDER [--only oqmd,lips,crystals] [--out runs/properties]
 
-FOLDER holds the devsets of Open MatSciML (oqmd, lips). `crystals` are made here: prototypes of six space groups with elements, sizes,
-cells and displacements at random, so that neither chemistry nor composition tells the group. One thread of a CPU; each
-training takes a minute or a few. Running it again trains again.
+FOLDER holds the devsets of Open MatSciML (oqmd, lips). `crystals` are made here: prototypes of six space groups with elements,
+sizes and displacements at random; which elements there are says nothing of the group. One thread of a CPU; each training
+takes a minute or a few. Running it again trains again.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def lips(args: argparse.Namespace) -> None:
     """Energies and forces of 40 held-out frames of 200, cutoff 4 A."""
     data = {"train": str(Path(args.data) / "lips"), "val": 40, "cutoff": 4.0, "batch": {"frames": 2}}
     print("lips: 40 held-out frames; RMSE of energy, meV/atom; MAE of forces, meV/A", flush=True)
-    for encoder, epochs in (("schnet", 15), ("painn", 12)):
-        task = {"energy": {"weight": 1.0}, "forces": {"weight": 20.0}}
+    for encoder, epochs in (("painn", 20), ("schnet", 20)):
+        task = {"energy": {"weight": 100.0}, "forces": {"weight": 1.0}}
         run, seconds = trained("lips", encoder, args, epochs, data, task)
         with np.load(run.path / "predictions" / "val.npz") as found:
             forces, off = found["forces_ref"], found["forces_pred"] - found["forces_ref"]

@@ -187,6 +187,7 @@ class Calculator(AseCalculator):
             "species": torch.from_numpy(species),
             "frame": torch.zeros(len(frame), dtype=torch.int64),
             "n_atoms": torch.tensor([len(frame)]),
+            "pbc": torch.from_numpy(np.asarray(frame.pbc, dtype=bool))[None],
             "cell": torch.from_numpy(frame.cell)[None],
             "edge_index": torch.from_numpy(np.stack([source, destination])),
             "edge_shift": torch.from_numpy(shifts.astype(np.float64)),

@@ -1,4 +1,4 @@
-"""SchNet, PaiNN, EGNN and CGCNN keep the laws in every derivative form and engine, and their vectors turn with the structure."""
+"""SchNet, PaiNN, EGNN and CGCNN keep the laws, in both derivative forms and when traced; their vectors turn with structures."""
 
 from __future__ import annotations
 

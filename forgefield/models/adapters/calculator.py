@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from ase.calculators.calculator import PropertyNotImplementedError
 from ase.data import atomic_numbers
 from torch import Tensor, nn
 
-from forgefield.config.components import import_path
+from forgefield.config.components import import_path, own_folder
 from forgefield.errors import ForgefieldError
 from forgefield.models.adapters.foreign import Foreign
 from forgefield.models.potential import Batch, Potential
@@ -42,7 +42,7 @@ class CalculatorModel(nn.Module):
 
     def __init__(
         self,
-        options: Options,
+        options: Any,
         *,
         species: Sequence[str],
         cutoff: float,
@@ -56,11 +56,14 @@ class CalculatorModel(nn.Module):
         self.numbers = np.array([atomic_numbers[symbol] for symbol in species])
         self.register_buffer("placeholder", torch.zeros(1))
 
-    check_options = classmethod(Foreign.check_options.__func__)  # type: ignore[attr-defined]
+    @staticmethod
+    def check_options(options: Mapping[str, Any]) -> None:
+        Foreign.check_options(options)
 
     @classmethod
-    def complete(cls, options: Options, *, species: Any, cutoff: float, statistics: Mapping[str, Any]) -> Options:
-        return options
+    def complete(cls, options: Any, *, species: Any, cutoff: float, statistics: Mapping[str, Any]) -> Any:
+        folder = own_folder(str(options.module))
+        return replace(options, module_folder=None if folder is None else str(folder))
 
     def make_potential(self, *, max_neighbours: int | None) -> Potential:
         return CalculatorPotential(self, max_neighbours=max_neighbours)

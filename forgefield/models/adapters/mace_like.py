@@ -1,8 +1,8 @@
 """Models that are called like MACE: a dict of tensors with edges and shifts, to a dict with `energy` or `node_energy`.
 
 Keys: positions (n_atoms, 3), node_attrs (n_atoms, n_species) one-hot, edge_index (2, n_edges) sender and receiver, shifts
-(n_edges, 3) A and unit_shifts (n_edges, 3) with vector = positions[receiver] - positions[sender] + shifts, cell (3 n_frames, 3),
-batch (n_atoms,), ptr (n_frames + 1,), head (n_frames,).
+(n_edges, 3) A and unit_shifts (n_edges, 3) with vector = positions[receiver] - positions[sender] + shifts, cell
+(3 n_frames, 3), batch (n_atoms,), ptr (n_frames + 1,), head (n_frames,).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from forgefield.models.potential import rows_times
 
 
 class MaceLike(Foreign):
-    """model.features: key of the output with features of atoms (`node_feats`); they have to be invariant, as `check` will say."""
+    """model.features: key of the output with features of atoms (`node_feats`), which have to be invariant."""
 
     of_frames = False
 
@@ -32,7 +32,8 @@ class MaceLike(Foreign):
             made = found.get("energy")
             if made is None:
                 raise ForgefieldError(
-                    f"{self.options.module} gave {', '.join(found)}; 'node_energy' (n_atoms,) or 'energy' (n_frames,) is wanted."
+                    f"{self.options.module} gave {', '.join(found)}; wanted is 'node_energy' (n_atoms,) or 'energy' "
+                    "(n_frames,)."
                 )
             share = made.reshape(-1) / batch["n_atoms"].to(made.dtype)
             made = share.index_select(0, batch["frame"])

@@ -1,9 +1,9 @@
 """Models of PyTorch Geometric, `forward(z, pos, batch)` to an energy per frame, on our edges.
 
-Such models look for neighbours themselves, among the atoms of the cell alone. Where they can be given edges instead, with lengths
-or vectors, they get ours and see periodic images: SchNet and ViSNet, and any model whose forward takes `edge_index` with
-`edge_weight`, `edge_attr` (lengths) or `edge_vec`. The others (DimeNet, DimeNet++) get our edges of open frames and refuse
-periodic ones.
+Such models look for neighbours themselves, among the atoms of the cell alone. Where they can be given edges instead, with
+lengths or vectors, they get ours and see periodic images: SchNet and ViSNet, and any model whose forward takes `edge_index`
+with `edge_weight`, `edge_attr` (lengths) or `edge_vec`. The others (DimeNet, DimeNet++) get our edges of open frames and
+refuse periodic ones.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ OF_EDGES = ("edge_weight", "edge_attr", "edge_vec")
 
 
 class Edges(NamedTuple):
-    """index: (2, n) source, destination; lengths: (n,); vectors: (n, 3), destination to source, A; is_crossing: (n,) bool."""
+    """ends: (2, n) source, destination; lengths: (n,); vectors: (n, 3), destination to source, A; is_crossing: (n,) bool."""
 
-    index: Tensor
+    ends: Tensor
     lengths: Tensor
     vectors: Tensor
     is_crossing: Tensor
@@ -45,13 +45,13 @@ class GivenEdges(nn.Module):
 
     def forward(self, pos: Tensor, batch: Tensor) -> tuple[Tensor, ...]:
         assert self.edges is not None
-        index, lengths, vectors, _ = self.edges
+        ends, lengths, vectors, _ = self.edges
         if not self.with_vectors:
-            return index, lengths
+            return ends, lengths
         n_atoms = pos.shape[0]
-        loops = torch.arange(n_atoms, device=index.device).expand(2, n_atoms)
+        loops = torch.arange(n_atoms, device=ends.device).expand(2, n_atoms)
         nothing = vectors.new_zeros(n_atoms, 3)
-        return torch.cat([index, loops], 1), torch.cat([lengths, nothing[:, 0]]), torch.cat([vectors, nothing])
+        return torch.cat([ends, loops], 1), torch.cat([lengths, nothing[:, 0]]), torch.cat([vectors, nothing])
 
 
 class PyG(Foreign):
@@ -83,7 +83,7 @@ class PyG(Foreign):
             "pos": batch["positions"].to(self.dtype),
             "batch": batch["frame"],
         }
-        offered = {"edge_index": edges.index, "edge_weight": edges.lengths, "edge_vec": edges.vectors}
+        offered = {"edge_index": edges.ends, "edge_weight": edges.lengths, "edge_vec": edges.vectors}
         offered["edge_attr"] = edges.lengths.unsqueeze(1)
         arguments |= {name: offered[name] for name in accepts}
         if not given and not any(name in OF_EDGES for name in accepts):
@@ -112,7 +112,7 @@ class PyG(Foreign):
             )
 
     def _refuse_own_images(self, edges: Edges) -> None:
-        if bool((edges.is_crossing & (edges.index[0] == edges.index[1])).any()):
+        if bool((edges.is_crossing & (edges.ends[0] == edges.ends[1])).any()):
             raise ForgefieldError(
                 f"{self.options.module} takes an edge from an atom to its own periodic image for no edge at all, and some "
                 "frames have cells shorter than the cutoff; repeat their cells, or take a shorter data.cutoff."
@@ -146,7 +146,7 @@ def _neighbours_from(module: nn.Module, edges: Edges) -> Iterator[None]:
     def radius_graph(x: Tensor, r: float, batch: Tensor | None = None, loop: bool = False, **_: Any) -> Tensor:
         if loop:
             raise ForgefieldError("this model asks for edges from atoms to themselves, which our lists do not have.")
-        return edges.index[:, edges.lengths <= r]
+        return edges.ends[:, edges.lengths <= r]
 
     ours = {"radius_graph": radius_graph, "triplets": triplets}
     places = [(sys.modules[file], name) for file in files for name in ours if hasattr(sys.modules.get(file), name)]
