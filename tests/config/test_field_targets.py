@@ -15,10 +15,12 @@ from forgefield.config.template import commented_yaml
 DATA = "data: {train: a.xyz, labels: {fields: {band_gap: {unit: eV}, energy_above_hull: {}, q: atom}}}\n"
 
 
-def test_the_example_of_the_docs_loads(load):
+def test_the_examples_of_the_docs_load(load):
     page = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text(encoding="utf-8")
-    (example,) = re.findall(r"```yaml\n(.*?)```", page, flags=re.DOTALL)
-    assert list(given_targets(load(example).task)) == ["band_gap", "charge", "dos", "formation_energy", "space_group"]
+    first, turning, further = (load(text) for text in re.findall(r"```yaml\n(.*?)```", page, flags=re.DOTALL))
+    assert list(given_targets(first.task)) == ["band_gap", "charge", "dos", "formation_energy", "space_group"]
+    assert [target.kind for target in given_targets(turning.task).values()] == ["vector", "symmetric"]
+    assert further.training.lr_groups == {"model.*": 0.1}
 
 
 def test_a_field_is_a_target_by_its_own_name(load):
