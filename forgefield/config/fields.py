@@ -20,7 +20,7 @@ from forgefield.errors import ForgefieldError
 
 FIELDS = "data.labels.fields"
 LABELS = ("energy", "forces", "stress", "virial", "weight")
-_BATCH = "positions species frame n_atoms cell pbc edge_index edge_shift edge_reverse frame_id frame_key denoise"
+_BATCH = "positions species frame n_atoms cell pbc edge_index edge_shift edge_reverse frame_id frame_key denoise branch"
 _COLUMNS = (
     "numbers digest source index max_force element element_count force_squares first_atom first_component degree "
     "edge_source neighbours closest first_edge"

@@ -156,7 +156,9 @@ def overfit_config(config: DictConfig, *, steps: int, goal: float) -> OverfitRes
         )
     units = {name: unit_of(f"train/{name}_rmse") for name in task.names} | task.units
     found = data.statistics
-    scales = {target.name: max(target.scale) if isinstance(target.scale, tuple) else target.scale for target in task.targets}
+    scales = {
+        target.name: max(target.scale) if isinstance(target.scale, tuple) else target.scale for target in task.targets
+    }
     spreads = {name: scale for name, scale in scales.items() if scale != 1.0}
     spreads |= {
         name: 1000 * value

@@ -72,7 +72,8 @@ def test_differences_name_the_key_as_it_is_written(load):
         ("bandgap: {}", "my.yaml, line 3: unknown key 'task.bandgap'. Did you mean 'task.band_gap'?"),
         (
             "polar: {}",
-            "unknown key 'task.polar'. 'task' has: energy, forces, stress, virial, denoise, band_gap, energy_above_hull, q.",
+            "unknown key 'task.polar'. 'task' has: energy, forces, stress, virial, denoise, branches, band_gap, energy_above_hull, "
+            "q.",
         ),
         ("band_gap: {weigth: 1}", "unknown key 'task.band_gap.weigth'. Did you mean 'task.band_gap.weight'?"),
         ("band_gap: {species_weights: {H: 1}}", "unknown key 'task.band_gap.species_weights'."),
@@ -81,7 +82,7 @@ def test_differences_name_the_key_as_it_is_written(load):
             "'task.band_gap.reduce' is sum, mean, max, attention or null, not 'men'. Did you mean 'mean'?",
         ),
         ("band_gap: {per_atom: true}", "'task.band_gap.per_atom' applies to extensive values only"),
-        ("band_gap: {loss: meas}", "'task.band_gap.loss' is mse, mae, huber or an import path, not 'meas'."),
+        ("band_gap: {loss: meas}", "'task.band_gap.loss' is mse, mae, rmse, huber or an import path, not 'meas'."),
         ("band_gap: {huber_delta: 2}", "'task.band_gap.huber_delta' applies to loss huber only"),
         (
             "band_gap: {normalise: aut}",
