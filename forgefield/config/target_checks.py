@@ -46,7 +46,7 @@ def _check_ours(options: DictConfig, target: str, prefix: str, sources: Sources)
         _only_for(name, ("forces",), target, options, sources, prefix)
     if options.direct and prefix != "task":
         raise ForgefieldError(
-            f"{sources.where(f'{key}.direct')}: '{key}.direct' does not apply: forces of a branch are derivatives of its energy."
+            f"{sources.where(f'{key}.direct')}: '{key}.direct' does not apply: forces of a branch are slopes of its energy."
         )
     if options.net_zero is not None and not options.direct:
         raise ForgefieldError(

@@ -72,8 +72,8 @@ def test_differences_name_the_key_as_it_is_written(load):
         ("bandgap: {}", "my.yaml, line 3: unknown key 'task.bandgap'. Did you mean 'task.band_gap'?"),
         (
             "polar: {}",
-            "unknown key 'task.polar'. 'task' has: energy, forces, stress, virial, denoise, branches, band_gap, energy_above_hull, "
-            "q.",
+            "unknown key 'task.polar'. 'task' has: energy, forces, stress, virial, denoise, branches, band_gap, "
+            "energy_above_hull, q.",
         ),
         ("band_gap: {weigth: 1}", "unknown key 'task.band_gap.weigth'. Did you mean 'task.band_gap.weight'?"),
         ("band_gap: {species_weights: {H: 1}}", "unknown key 'task.band_gap.species_weights'."),
