@@ -4,8 +4,8 @@
 
 FOLDER holds the devsets of Open MatSciML (oqmd, lips). `crystals` are made here: prototypes of six space groups with elements,
 sizes and displacements at random; composition alone (one element or two) would find 2 of 7. Held-out frames are not trained on,
-but they choose the best epoch, and the weights of energy and forces on lips were chosen by looking at them. One thread of a CPU;
-each training takes a minute or two. Running it again trains again.
+but they choose the best epoch, and the weights of energy and forces on lips were chosen by looking at them. One thread of a
+CPU; each training takes a minute or two. Running it again trains again.
 """
 
 from __future__ import annotations
