@@ -252,7 +252,7 @@ class TrainingModule(L.LightningModule):
     def _refuse_longer(self, target: Target) -> None:
         """A schedule that the training does not reach the end of would not do what it says."""
         schedule = target.schedule
-        if schedule is None or schedule.kind == "lr" or self.trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if schedule is None or schedule.kind == "lr" or getattr(self.trainer, "fast_dev_run", False):
             return
         of_epochs = schedule.unit == "epoch"
         length = self._moment().epochs if of_epochs else self._steps_in_all

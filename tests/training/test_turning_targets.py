@@ -71,15 +71,21 @@ def test_interrupted_run_equals_uninterrupted_run(tmp_path, monkeypatch):
     assert_same_run(straight, broken)
 
 
-@pytest.mark.parametrize("way", [{"engine": "script"}, {"derivative": "tangent"}, {"memory": {"parts": 2}}], ids=str)
-def test_every_way_to_take_a_step_gives_the_same_training(way, tmp_path):
+def test_every_way_to_take_a_step_gives_the_same_training(tmp_path):
     task = {**TASK, "energy": {}, "forces": {"direct": True}, "stress": {}}
-    runs = [
-        train_only(config(tmp_path, name, task, trainer={"max_steps": 3}, training={"precision": "float64", **more}))
-        for name, more in (("eager", {"engine": "eager"}), ("other", way))
+    ways: list[dict[str, Any]] = [
+        {"engine": "eager"},
+        {"engine": "script"},
+        {"engine": "eager", "derivative": "tangent"},
+        {"engine": "eager", "memory": {"parts": 2}},
     ]
-    for a, b in zip(*(run.metrics() for run in runs)):
-        assert a == pytest.approx(b, rel=1e-8)
+    given = {"trainer": {"max_epochs": 1}, "data": {"batch": {"frames": 5}}}
+    runs = [
+        train_only(config(tmp_path, f"way{number}", task, training={"precision": "float64", **way}, **given))
+        for number, way in enumerate(ways)
+    ]
+    for run, way in zip(runs[1:], ways[1:]):
+        assert run.metrics()[0] == pytest.approx(runs[0].metrics()[0], rel=1e-8), way
 
 
 def test_gradient_of_two_ranks_is_that_of_one(tmp_path):
