@@ -112,7 +112,10 @@ def test_wrong_types_say_what_is_expected(refused, text, sentence):
             "data: {neighbours: matscpy}",
             "'data.neighbours' is auto, vesin, matscipy or device, not 'matscpy'. Did you mean",
         ),
-        ("task: {forces: {loss: hubber}}", "is mse, mae, rmse, huber or an import path, not 'hubber'. Did you mean 'huber'?"),
+        (
+            "task: {forces: {loss: hubber}}",
+            "is mse, mae, rmse, huber or an import path, not 'hubber'. Did you mean 'huber'?",
+        ),
         ("data: {reference_energies: fitt}", "is auto, isolated, fit or none, not 'fitt'. Did you mean 'fit'?"),
         ("data: {reference_energies: {H: high}}", "'data.reference_energies.H' is an energy in eV, not 'high'."),
         ("training: {lr: 0}", "'training.lr' is a positive number, not 0.0."),
