@@ -23,10 +23,14 @@ from forgefield.errors import ForgefieldError
 from forgefield.models.importers.deepmd import read_deepmd
 from forgefield.models.registry import build_model
 from forgefield.runs import Run
+from forgefield.training.engines.engine import Engine
+from forgefield.training.engines.script import ScriptEngine
+from forgefield.training.engines.step import StepFunction
 from forgefield.training.resolved_model import built_task
 from tests.parallel.launching import start, torchrun, weights
 from tests.parallel.train_many import train_only
 from tests.training.deepmd_systems import several_input
+from tests.training.engines.cases import difference
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +124,21 @@ def test_the_loss_of_a_mixed_batch_is_that_of_each_branch_on_its_frames(trained)
     losses = [float(task.loss(whole(batch), batch).total.detach()) for batch in batches]
     assert losses[0] == pytest.approx(losses[1] + losses[2], rel=1e-12)
     assert min(losses) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["double", "tangent"])
+def test_a_traced_step_equals_an_eager_one_for_any_mixture_of_branches(form, trained):
+    config = load_config(trained.path.parents[1] / "several.json")
+    task = built_task(config.task, trained.info["model"])
+    potential = trained.load_potential("last").train()
+
+    def function(derivative: str) -> StepFunction:
+        return StepFunction(potential, task, task.error_metrics(trained.species), derivative=derivative)
+
+    traced, eager = ScriptEngine(function(form)), Engine(function("double"))
+    for rows in ([0, 6, 7, 3], [8], [1, 2]):
+        assert difference(traced, eager, frames_of(trained, rows)) < 1e-9, rows
 
 
 def test_an_interrupted_run_goes_on_exactly_and_ranks_train_as_one(trained, tmp_path):

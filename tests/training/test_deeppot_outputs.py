@@ -18,6 +18,7 @@ import torch
 from forgefield import Calculator, api, load, train
 from forgefield.config.deepmd import translation
 from forgefield.config.loading import load_config
+from forgefield.data.batch import batch_shapes
 from forgefield.data.module import DataModule
 from forgefield.errors import ForgefieldError
 from forgefield.models.exporters.deepmd import write_deepmd
@@ -25,8 +26,12 @@ from forgefield.models.importers.deepmd import read_deepmd
 from forgefield.models.registry import build_model, further_outputs
 from forgefield.runs import Run
 from forgefield.tasks.task import Task
+from forgefield.training.engines.engine import Engine
+from forgefield.training.engines.script import ScriptEngine
+from forgefield.training.engines.step import StepFunction
 from tests.parallel.train_many import train_only
 from tests.training.deepmd_systems import COLUMNS, FITTINGS, LOSSES, N_DOS, write_input, write_system
+from tests.training.engines.cases import difference
 
 
 @pytest.fixture(scope="module")
@@ -139,8 +144,23 @@ def test_losses_are_the_formulas(place):
     assert loss_of(place, "extensive", rows) == pytest.approx(2 * (gap**2).mean(), rel=1e-12)
 
 
-@pytest.mark.parametrize("kind", ["dipole", "dos"])
-def test_an_interrupted_run_goes_on_exactly(kind, place, tmp_path):
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["polar", "dos", "intensive"])
+def test_a_traced_step_equals_an_eager_one(kind, place):
+    run = run_of(place, kind)
+    task = Task(load_config(place / f"{kind}.json").task, run.species, further_outputs(run.info["model"]))
+    config = load_config(place / f"{kind}.json")
+    data = DataModule(config.data, 0)
+    data.prepare()
+    shapes = batch_shapes(data.train.fields)
+    function = StepFunction(run.load_potential("last").train(), task, task.error_metrics(run.species), shapes=shapes)
+    traced, eager = ScriptEngine(function), Engine(function)
+    for rows in ([0, 6, 3], [8]):
+        assert difference(traced, eager, data.train.batch(rows)) < 1e-9, rows
+
+
+def test_an_interrupted_run_goes_on_exactly(place, tmp_path):
+    kind = "dos"
     file = place / f"{kind}.json"
     train_only(load_config(file, [f"out={tmp_path}", "++trainer.max_steps=3", "training.scheduler.T_max=6"]))
     train_only(load_config(file, [f"out={tmp_path}", "++trainer.max_steps=6", "training.scheduler.T_max=6"]))
