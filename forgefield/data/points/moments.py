@@ -1,0 +1,157 @@
+"""Mean, spread and range of every column of many points, in one pass over the files, in float64.
+
+Blocks are described by themselves and merged, which is exact to rounding whatever the offset of the values; blocks are dealt to
+ranks, and what ranks found is merged in the same way. Values that are not finite are counted and named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from forgefield.data.points.selection import EveryPoint, Selection
+from forgefield.data.points.table import PointTable
+from forgefield.data.sampling.loader import prepared_ahead
+from forgefield.errors import ForgefieldError
+
+BLOCK = 8192
+"""Points that are read and described at once."""
+
+
+@dataclass
+class ColumnMoments:
+    """Of `count` rows: mean, sum of squared deviations from it, lowest and highest value of each column, (columns,)."""
+
+    count: int
+    mean: np.ndarray
+    squares: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+
+    @classmethod
+    def of(cls, values: np.ndarray) -> ColumnMoments:
+        """Of rows in float64, (n, columns), n at least 1."""
+        mean = values.mean(axis=0)
+        deviations = values - mean
+        squares = np.einsum("ij,ij->j", deviations, deviations)
+        # What rounding of the mean leaves over; makes blocks of equal values have no spread at all.
+        squares -= deviations.sum(axis=0) ** 2 / len(values)
+        low, high = values.min(axis=0), values.max(axis=0)
+        return cls(len(values), np.where(low == high, low, mean), np.where(low == high, 0.0, squares), low, high)
+
+    def merge(self, other: ColumnMoments) -> ColumnMoments:
+        """Of both sets of rows together."""
+        count = self.count + other.count
+        step = other.mean - self.mean
+        return ColumnMoments(
+            count,
+            self.mean + step * (other.count / count),
+            self.squares + other.squares + step**2 * (self.count * other.count / count),
+            np.minimum(self.low, other.low),
+            np.maximum(self.high, other.high),
+        )
+
+    def over_all(self) -> ColumnMoments:
+        """All columns taken as one set of numbers, (1,)."""
+        columns = len(self.mean)
+        mean = self.mean.mean()
+        squares = self.squares.sum() + self.count * ((self.mean - mean) ** 2).sum()
+        numbers = (np.array([mean]), np.array([squares]), np.array([self.low.min()]), np.array([self.high.max()]))
+        return ColumnMoments(self.count * columns, *numbers)
+
+    @property
+    def std(self) -> np.ndarray:
+        """Sample standard deviation (divided by n - 1), as torch's and MALA's."""
+        return np.sqrt(self.squares / max(self.count - 1, 1))
+
+
+@dataclass
+class PointMoments:
+    """Moments of inputs and targets; None where there are none, or no rows on this rank."""
+
+    inputs: ColumnMoments | None = None
+    targets: ColumnMoments | None = None
+
+    def add(self, other: PointMoments) -> None:
+        """Take in those of other rows."""
+        for name in ("inputs", "targets"):
+            mine, more = getattr(self, name), getattr(other, name)
+            if more is not None:
+                setattr(self, name, more if mine is None else mine.merge(more))
+
+    @classmethod
+    def merged(cls, parts: Iterable[PointMoments]) -> PointMoments:
+        """Of all parts together, such as those of all ranks in their order."""
+        total = cls()
+        for part in parts:
+            total.add(part)
+        return total
+
+
+def measure_points(
+    table: PointTable,
+    selection: Selection | None = None,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    workers: int = 0,
+    block: int = BLOCK,
+) -> PointMoments:
+    """Moments of the selected points, or of this rank's part of them; every rank reads its own blocks.
+
+    Values that are NaN or infinite are an error that says where they are.
+    """
+    chosen = EveryPoint(table.n_points) if selection is None else selection
+    starts = range(0, chosen.n, block)[rank::world_size]
+
+    def describe(number: int) -> PointMoments:
+        start = starts[number]
+        n = min(block, chosen.n - start)
+        arrays: list[Any] = [np.empty((n, k)) if k else None for k in (table.n_inputs, table.n_targets)]
+        rows = table.read_places(chosen, start, *arrays)
+        found = []
+        for values, what in zip(arrays, ("inputs", "targets")):
+            if values is not None and not np.isfinite(values.sum()):
+                _refuse(table, rows, values, what)
+            found.append(None if values is None else ColumnMoments.of(values))
+        return PointMoments(*found)
+
+    if workers:
+        return PointMoments.merged(prepared_ahead(describe, len(starts), workers, 2 * workers))
+    return PointMoments.merged(map(describe, range(len(starts))))
+
+
+def _refuse(table: PointTable, rows: np.ndarray, values: np.ndarray, what: str) -> None:
+    """Name the values that are not finite, over the whole snapshot that holds the first of them."""
+    bad = ~np.isfinite(values)
+    if not bad.any():  # a sum that overflowed
+        return
+    number = int(table.snapshot_of(rows[bad.any(axis=1)][:1])[0])
+    snapshot = table.snapshots[number]
+    file = snapshot.inputs if what == "inputs" else snapshot.targets
+    counts, first = _count_bad(snapshot, what)
+    columns = np.flatnonzero(counts)
+    word = "descriptor" if what == "inputs" else "level" if snapshot.target in ("ldos", "dos") else "value"
+    shown = ", ".join(f"{word} {column} ({counts[column]})" for column in columns[:5])
+    more = f" and {len(columns) - 5} more" if len(columns) > 5 else ""
+    path = None if file is None else file.path
+    raise ForgefieldError(
+        f"{path}: {counts.sum()} values are NaN or infinite: {shown}{more}, counted from 0; the first is at "
+        f"{snapshot.where(first)}. Make this file again, or leave the snapshot out"
+    )
+
+
+def _count_bad(snapshot: Any, what: str) -> tuple[np.ndarray, int]:
+    """How many values of each column of a snapshot are not finite, and the first such point."""
+    counts: Any = 0
+    first = -1
+    for start in range(0, snapshot.n_points, BLOCK):
+        values = snapshot.read(start, min(start + BLOCK, snapshot.n_points))[0 if what == "inputs" else 1]
+        bad = ~np.isfinite(values)
+        counts = counts + bad.sum(axis=0)
+        if first < 0 and bad.any():
+            first = start + int(np.flatnonzero(bad.any(axis=1))[0])
+    return counts, first
