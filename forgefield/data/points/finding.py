@@ -94,11 +94,11 @@ def _one_each(paths: list[Path]) -> list[Path]:
     """One file of each snapshot: descriptors may lie there as .npy and as .h5."""
     chosen: dict[Path, Path] = {}
     for path in sorted(paths, key=lambda path: SUFFIXES.index(path.suffix)):
-        chosen.setdefault(path.with_name(_base(path)), path)
+        chosen.setdefault(path.with_name(base_name(path)), path)
     return sorted(chosen.values())
 
 
-def _base(path: Path) -> str:
+def base_name(path: Path) -> str:
     """Be_snapshot0 of Be_snapshot0.in.npy; a stem without such a middle part is the name itself."""
     stem, middle = path.stem, {INPUT, *(part for parts in TARGETS.values() for part in parts)}
     return next((stem.removesuffix(part) for part in sorted(middle, key=len) if stem.endswith(part)), stem)
@@ -107,8 +107,10 @@ def _base(path: Path) -> str:
 def _partners(path: Path, target: str) -> dict[str, Path | None]:
     """The files that belong to a file by their names."""
     if path.suffix not in SUFFIXES:
-        raise ForgefieldError(f"{path}: a snapshot is named by its descriptors, a file such as {_base(path)}.in.npy")
-    base = path.with_name(_base(path))
+        raise ForgefieldError(
+            f"{path}: a snapshot is named by its descriptors, a file such as {base_name(path)}.in.npy"
+        )
+    base = path.with_name(base_name(path))
     is_input = path.stem.endswith(INPUT) or path.stem == base.name
     endings = (path.suffix, *(suffix for suffix in SUFFIXES if suffix != path.suffix))
     wanted = TARGETS[target] if is_input else (INPUT,)

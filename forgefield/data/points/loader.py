@@ -1,7 +1,7 @@
 """Batches of points that are kept in memory or on a device, gathered as whole tensors.
 
-The order is a computed permutation (`permutation.py`): a fresh one of all points in every epoch, the same on CPU and GPU, and an
-epoch can begin anywhere without the part before it being made.
+The order is a computed permutation (`permutation.py`): a fresh one of all points in every epoch, the same on CPU and GPU, and
+an epoch can begin anywhere without the part before it being made.
 """
 
 from __future__ import annotations
@@ -75,8 +75,7 @@ class PointLoader(PointSteps):
 
         On the device of the points, for engines that gather within a captured step. Padded whatever `pad` says.
         """
-        start = self._rest_of_epoch()[1] if self._start_at_rest else 0
-        n_steps = -(-(self.draws - start) // self._stride)
+        start, n_steps = self._coming()
         rows = filled_up(self.order(start, self.draws), n_steps * self.budget.size)
         weight = torch.zeros_like(rows, dtype=self.points.inputs.dtype)
         weight[: len(self.places(start, self.draws))] = 1
@@ -101,15 +100,15 @@ class PointLoader(PointSteps):
     def __iter__(self) -> Iterator[Batch]:
         # A generator: nothing is taken from `start_at` until the first batch is asked for. Lightning makes an iterator
         # just to see that it can.
-        start, steps = self._begin()
+        start, n_steps = self._begin()
 
         def prepare(step: int) -> Batch:
-            return self._batch(start, step, steps[step])
+            return self._batch(start, step, self._own_places(start, step))
 
         if self.workers == 0:
-            yield from map(prepare, range(len(steps)))
+            yield from map(prepare, range(n_steps))
         else:
-            yield from prepared_ahead(prepare, len(steps), self.workers, max(self.prefetch, 1))
+            yield from prepared_ahead(prepare, n_steps, self.workers, max(self.prefetch, 1))
 
     def _batch(self, start: int, step: int, places: range) -> Batch:
         real = len(places)

@@ -101,7 +101,7 @@ class NumpyRows:
     def read_into(self, start: int, out: np.ndarray) -> bool:
         if out.dtype != self.dtype or not out.flags.c_contiguous or out.shape[1] != self.n_columns:
             return False
-        room = memoryview(out.reshape(-1).view(np.uint8))
+        room = memoryview(out.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
         offset, done = self._offset + start * self._row_bytes, 0
         while done < len(room):
             count = os.preadv(self._opened(), [room[done:]], offset + done)

@@ -72,20 +72,25 @@ class Snapshot:
         return next((grid for _, grid, _ in grids if grid is not None), None)
 
     def _unit_factor(self, units: str | None) -> float:
-        """What stored targets are multiplied by."""
-        stated = None if self.targets is None else self.targets.unit_si
-        stated_factor = None if stated in (None, 1.0) else factor_from_si(self.target, float(stated or 1.0))
-        name = units if units is not None else self.info.units
-        factor = None if name is None else target_factor(self.target, name)
-        if stated_factor is not None and factor is not None and abs(factor / stated_factor - 1) > 1e-5:
-            path = None if self.targets is None else self.targets.path
-            known = [
-                unit for unit in KNOWN[self.target] if abs(target_factor(self.target, unit) / stated_factor - 1) < 1e-5
-            ]
-            says = known[0] if known else f"{stated:g} in SI"
-            raise ForgefieldError(f"{path} states that it is in {says}, but units={name} is given; leave that out")
-        factor = stated_factor if stated_factor is not None else factor
-        return 1.0 if factor is None else factor
+        """What stored targets are multiplied by. A unit that was given and one that is stated must be the same."""
+        given = None if units is None else target_factor(self.target, units)
+        stated: list[tuple[str, float]] = []
+        if self.targets is not None and self.targets.unit_si not in (None, 1.0):
+            stated.append((str(self.targets.path), factor_from_si(self.target, float(self.targets.unit_si or 1.0))))
+        if self.info.units is not None:
+            stated.append(
+                (self.info.source, target_factor(self.target, self.info.units, f"{self.info.source}: target_units"))
+            )
+        for source, factor in stated:
+            if given is not None and abs(given / factor - 1) > 1e-5:
+                near = (
+                    unit for unit in KNOWN[self.target] if abs(target_factor(self.target, unit) / factor - 1) < 1e-5
+                )
+                raise ForgefieldError(
+                    f"{source} states that targets are in {next(near, 'another unit')}, but units={units} is given; leave "
+                    "that out"
+                )
+        return stated[0][1] if stated else 1.0 if given is None else given
 
     def _has_coordinates(self, given: bool | None) -> bool:
         given = self.info.coordinates if given is None else given

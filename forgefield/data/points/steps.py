@@ -1,8 +1,8 @@
 """Which places of an epoch's order make step k of rank r, and what every loader of points has in common.
 
 An order is fixed by (seed, epoch). Step k takes the next `world_size * points` places of it and place p belongs to rank
-p mod world_size: ranks together see what one rank with the larger batch would see, and an epoch can be taken up behind any place,
-on any number of ranks.
+p mod world_size: ranks together see what one rank with the larger batch would see, and an epoch can be taken up behind any
+place, on any number of ranks.
 """
 
 from __future__ import annotations
@@ -120,12 +120,21 @@ class PointSteps:
         """Places of this rank among start to stop."""
         return range(start + (self.rank - start) % self.world_size, stop, self.world_size)
 
-    def _begin(self) -> tuple[int, list[range]]:
-        """First place of the iteration that begins, and this rank's places in each of its steps."""
+    def _coming(self) -> tuple[int, int]:
+        """First place and number of steps of the next iteration."""
         start = self._rest_of_epoch()[1] if self._start_at_rest else 0
+        return start, -(-(self.draws - start) // self._stride)
+
+    def _begin(self) -> tuple[int, int]:
+        """The same, as an iteration begins: the one after it starts with the epoch."""
+        coming = self._coming()
         self._start_at_rest = False
-        bounds = [*range(start, self.draws, self._stride), self.draws]
-        return start, [self.places(low, high) for low, high in zip(bounds, bounds[1:])]
+        return coming
+
+    def _own_places(self, start: int, step: int) -> range:
+        """Places of this rank in a step of the iteration that began at `start`."""
+        first = start + step * self._stride
+        return self.places(first, min(first + self._stride, self.draws))
 
     # ---- batches
 

@@ -75,11 +75,11 @@ class StreamLoader(PointSteps):
         return torch.cat(found) if found else torch.empty(0, dtype=torch.int64)
 
     def __iter__(self) -> Iterator[Batch]:
-        start, steps = self._begin()
+        start, n_steps = self._begin()
         windows = _Windows(self, self.plan(self.epoch), start)
         try:
-            for places in steps:
-                yield self._batch(windows, places)
+            for step in range(n_steps):
+                yield self._batch(windows, self._own_places(start, step))
         finally:
             windows.close()
 

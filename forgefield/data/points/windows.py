@@ -1,10 +1,10 @@
 """The order of points that are read from disk while they are used: near a full shuffle, and read in long stretches.
 
-Pure functions of (seed, epoch). All points are cut into blocks of equal length, at places that are fresh every epoch; blocks of all
-snapshots in random order are grouped into windows, each of which fits into memory. Within a window the places go round its blocks:
-place p takes a point of block p mod n_blocks, which it is decided by a permutation of that block's own. So a stretch of an epoch
-has equally many points of each block, and with W ranks, rank r needs only the blocks r, r + W, ... of a window. The few
-points that are left between blocks (fewer than one for each block, evenly spread) come last.
+Pure functions of (seed, epoch). All points are cut into blocks of equal length, at places that are fresh every epoch; blocks of
+all snapshots in random order are grouped into windows, each of which fits into memory. Within a window the places go round its
+blocks: place p takes a point of block p mod n_blocks; which point is decided by a permutation of that block's own. So a stretch
+of an epoch has equally many points of each block, and with W ranks, rank r needs only the blocks r, r + W, ... of a window. The
+few points that are left between blocks (fewer than one for each block, evenly spread) come last.
 """
 
 from __future__ import annotations
