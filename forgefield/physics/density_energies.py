@@ -61,7 +61,9 @@ class DensityEnergies:
         charge: float = 0.0,
         electrons: float | None = None,
     ) -> None:
-        with torch.inference_mode(False):  # the potential is a derivative: nothing here may be marked as never having one
+        with torch.inference_mode(
+            False
+        ):  # the potential is a derivative: nothing here may be marked as never having one
             self._set_up(cell, positions, numbers, pseudopotentials, grid_shape, density_cutoff)
         self.electrons = float(self.charges.sum()) - charge
         if electrons is not None and abs(electrons - self.electrons) > 1e-3:
@@ -176,10 +178,14 @@ class DensityEnergies:
 def _usable(symbol: str, pseudopotentials: Mapping[str, Pseudopotential]) -> Pseudopotential:
     if symbol not in pseudopotentials:
         given = ", ".join(sorted(pseudopotentials)) or "none"
-        raise ForgefieldError(f"no pseudopotential of {symbol} was given (there are: {given}); energies of a density need it")
+        raise ForgefieldError(
+            f"no pseudopotential of {symbol} was given (there are: {given}); energies of a density need it"
+        )
     chosen = pseudopotentials[symbol]
     if not chosen.is_pbe:
-        raise ForgefieldError(f"{chosen.path} was made for the functional {chosen.functional!r}; PBE is the one known here")
+        raise ForgefieldError(
+            f"{chosen.path} was made for the functional {chosen.functional!r}; PBE is the one known here"
+        )
     return chosen
 
 

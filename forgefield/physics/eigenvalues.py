@@ -35,7 +35,9 @@ def electrons_of_eigenvalues(eigenvalues: Tensor, weights: Tensor, fermi: float 
     return (weights[:, None] * _occupations(eigenvalues, weights, fermi, temperature)).sum()
 
 
-def band_energy_of_eigenvalues(eigenvalues: Tensor, weights: Tensor, fermi: float | Tensor, temperature: float) -> Tensor:
+def band_energy_of_eigenvalues(
+    eigenvalues: Tensor, weights: Tensor, fermi: float | Tensor, temperature: float
+) -> Tensor:
     """Band energy (), eV: the eigenvalues (k_points, bands), eV, times their occupations, added up."""
     return (weights[:, None] * eigenvalues * _occupations(eigenvalues, weights, fermi, temperature)).sum()
 
@@ -43,7 +45,9 @@ def band_energy_of_eigenvalues(eigenvalues: Tensor, weights: Tensor, fermi: floa
 def _occupations(eigenvalues: Tensor, weights: Tensor, fermi: float | Tensor, temperature: float) -> Tensor:
     _check_weights(eigenvalues, weights)
     if not temperature > 0:
-        raise ForgefieldError(f"a temperature above zero is needed for Fermi occupations, in K; this one is {temperature}")
+        raise ForgefieldError(
+            f"a temperature above zero is needed for Fermi occupations, in K; this one is {temperature}"
+        )
     return torch.sigmoid((fermi - eigenvalues.to(torch.float64)) / (BOLTZMANN * temperature))
 
 

@@ -6,6 +6,7 @@ spacing: `EnergyGrid.nodes` are the levels with those two further energies.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -57,7 +58,9 @@ class EnergyGrid:
         EnergyWindow(self.first, self.spacing, self.levels)  # says what is wrong with the numbers
 
     @classmethod
-    def from_segments(cls, segments: Sequence[Mapping[str, Any] | tuple[float, float, int] | EnergyWindow]) -> EnergyGrid:
+    def from_segments(
+        cls, segments: Sequence[Mapping[str, Any] | tuple[float, float, int] | EnergyWindow]
+    ) -> EnergyGrid:
         """One grid of several windows in rising order.
 
         A window may end where the next begins: that energy belongs to the upper one and is counted once, so that 10 levels
@@ -67,10 +70,12 @@ class EnergyGrid:
         if not windows:
             raise ForgefieldError("an energy grid of several windows needs at least one of them")
         trimmed = []
-        for lower, upper in zip(windows, windows[1:], strict=False):
+        for lower, upper in itertools.pairwise(windows):
             shared = abs(lower.last - upper.first) < 1e-6 * min(lower.spacing, upper.spacing)
             if shared and lower.levels == 2:
-                raise ForgefieldError(f"the window of energies from {lower.first} eV needs three levels, the last one shared")
+                raise ForgefieldError(
+                    f"the window of energies from {lower.first} eV needs three levels, the last one shared"
+                )
             if not shared and lower.last >= upper.first:
                 raise ForgefieldError(
                     f"windows of energies overlap: one ends at {lower.last:g} eV, the next begins at {upper.first:g} eV; "
@@ -133,7 +138,9 @@ def _window(segment: Mapping[str, Any] | tuple[float, float, int] | EnergyWindow
         return EnergyWindow(*segment)
     names = [field.name for field in fields(EnergyWindow)]
     if set(segment) != set(names):
-        raise ForgefieldError(f"an energy grid is described by {', '.join(names)}; these are {', '.join(map(str, segment))}")
+        raise ForgefieldError(
+            f"an energy grid is described by {', '.join(names)}; these are {', '.join(map(str, segment))}"
+        )
     return EnergyWindow(**segment)
 
 

@@ -47,7 +47,9 @@ def _real_space(cell: Tensor, positions: Tensor, charges: Tensor, splitting: flo
     distance = (positions[j] - positions[i] + shifts).norm(dim=1)
     if distance.numel() and distance.min() < 1e-3:
         pair = int(distance.argmin())
-        raise ForgefieldError(f"atoms {int(i[pair])} and {int(j[pair])} are at the same place: their energy is infinite")
+        raise ForgefieldError(
+            f"atoms {int(i[pair])} and {int(j[pair])} are at the same place: their energy is infinite"
+        )
     return 0.5 * (charges[i] * charges[j] * torch.erfc(splitting * distance) / distance).sum()
 
 

@@ -36,9 +36,9 @@ class OccupationWeights(NamedTuple):
 
 def occupation_weights(grid: EnergyGrid, fermi: float | Tensor, temperature: float | Tensor) -> OccupationWeights:
     """Weights of the levels of `grid` for Fermi energies `fermi` (...), eV, and temperatures in K (a number, or (...))."""
-    fermi = torch.as_tensor(fermi, dtype=torch.float64)
-    fermi, thermal = torch.broadcast_tensors(fermi, _thermal_energy(temperature, fermi))
-    return OccupationWeights(*_Weights.apply(fermi, thermal.detach(), grid.nodes(fermi.device)))
+    level = torch.as_tensor(fermi, dtype=torch.float64)
+    level, thermal = torch.broadcast_tensors(level, _thermal_energy(temperature, level))
+    return OccupationWeights(*_Weights.apply(level, thermal.detach(), grid.nodes(level.device)))
 
 
 def electron_number(dos: Tensor, grid: EnergyGrid, temperature: float | Tensor, fermi: float | Tensor) -> Tensor:
@@ -61,9 +61,10 @@ def fermi_energy(
 ) -> Tensor:
     """The energy (...), eV, at which `dos` (..., levels) holds so many electrons.
 
-    Should there be several such energies, in a density of states with values below zero, it is one of them. Differentiable in `dos` and `electrons`, by the implicit function. `checked` waits for the values and raises a
-    ForgefieldError where levels are not numbers or the Fermi energy is not within the grid. Without it nothing waits, and
-    such an energy is the nearer end of the grid, with no derivative.
+    Should there be several such energies, in a density of states with values below zero, it is one of them. Differentiable
+    in `dos` and `electrons`, by the implicit function. `checked` waits for the values and raises a ForgefieldError where
+    levels are not numbers or the Fermi energy is not within the grid. Without it nothing waits, and such an energy is the
+    nearer end of the grid, with no derivative.
     """
     dos = _as_dos(dos, grid)
     wanted = _fill_like(electrons, dos[..., 0])
@@ -136,8 +137,12 @@ def _all_weights(nodes: Tensor, fermi: Tensor, thermal: Tensor) -> tuple[Tensor,
     dilog, trilog = decaying_dilogarithm(distance)[1], decaying_trilogarithm(distance)
     kt = thermal[..., None]
     sommerfeld = _SOMMERFELD * kt**2 * _hats(nodes, fermi)
-    number = _step_number(nodes, fermi) + kt**2 * _second_difference(torch.where(below, _SOMMERFELD + dilog, -dilog), nodes)
-    above_fermi = _step_energy(nodes, fermi) + sommerfeld - kt**3 * _second_difference(distance * dilog + 2 * trilog, nodes)
+    number = _step_number(nodes, fermi) + kt**2 * _second_difference(
+        torch.where(below, _SOMMERFELD + dilog, -dilog), nodes
+    )
+    above_fermi = (
+        _step_energy(nodes, fermi) + sommerfeld - kt**3 * _second_difference(distance * dilog + 2 * trilog, nodes)
+    )
     entropy = kt**3 * _second_difference(distance * dilog + 3 * trilog, nodes) - 2 * sommerfeld
     return number, above_fermi + fermi[..., None] * number, entropy
 
@@ -271,7 +276,9 @@ def _as_dos(dos: Tensor, grid: EnergyGrid) -> Tensor:
 
 def _check_width(values: Tensor, grid: EnergyGrid, what: str) -> None:
     if values.shape[-1:] != (grid.levels,):
-        raise ForgefieldError(f"the {what} of shape {tuple(values.shape)} does not fit the energy grid of {grid.levels} levels")
+        raise ForgefieldError(
+            f"the {what} of shape {tuple(values.shape)} does not fit the energy grid of {grid.levels} levels"
+        )
 
 
 def _fill_like(value: float | Tensor, like: Tensor) -> Tensor:
@@ -286,7 +293,9 @@ def _thermal_energy(temperature: float | Tensor, like: Tensor) -> Tensor:
     if isinstance(temperature, Tensor):
         return temperature.to(like.device, torch.float64) * BOLTZMANN
     if not temperature > 0:
-        raise ForgefieldError(f"a temperature above zero is needed for Fermi occupations, in K; this one is {temperature}")
+        raise ForgefieldError(
+            f"a temperature above zero is needed for Fermi occupations, in K; this one is {temperature}"
+        )
     return torch.full_like(like, temperature * BOLTZMANN, requires_grad=False)
 
 
@@ -302,15 +311,17 @@ def _check_levels(dos: Tensor, grid: EnergyGrid) -> None:
 
 def _check_within_grid(dos: Tensor, grid: EnergyGrid, thermal: Tensor, electrons: Tensor) -> None:
     with torch.no_grad():
+        wanted = electrons.detach().reshape(-1)
         ends = grid.nodes(dos.device)[[1, -2]].expand(*dos.shape[:-1], 2)
         weights = _number_weights(grid.nodes(dos.device), ends, thermal[..., None].expand_as(ends))
         fewest, most = (weights @ dos[..., None])[..., 0].reshape(-1, 2).unbind(-1)
-        outside = (fewest >= electrons.reshape(-1)) | (most < electrons.reshape(-1))
+        outside = (fewest >= wanted) | (most < wanted)
     if outside.any():
         which = int(outside.nonzero()[0])
         where = f" of snapshot {which}" if outside.numel() > 1 else ""
         raise ForgefieldError(
             f"the Fermi energy{where} is outside the energy grid ({grid}): the density of states holds "
-            f"{float(fewest[which]):.4g} electrons up to the lowest level and {float(most[which]):.4g} up to the highest, where "
-            f"{float(electrons.reshape(-1)[which]):.4g} are needed; check the energies of the grid and the unit of the LDOS"
+            f"{float(fewest[which]):.4g} electrons with the Fermi energy at its lowest level and {float(most[which]):.4g} at "
+            f"its highest level, where {float(wanted[which]):.4g} are needed; check the energies of the grid and the unit of the "
+            "LDOS"
         )

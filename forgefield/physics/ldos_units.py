@@ -1,33 +1,22 @@
-"""Units of a local density of states, and which of them explains a number of electrons that is wrong.
+"""Which unit of a local density of states explains a number of electrons that is wrong.
 
 Forgefield counts in 1/(eV A^3); files of others hold 1/(eV Bohr^3) or, straight from Quantum ESPRESSO, 1/(Ry Bohr^3).
 """
 
 from __future__ import annotations
 
-import difflib
 import math
+import re
 
 from forgefield.errors import ForgefieldError
-from forgefield.physics.units import BOHR, RYDBERG
+from forgefield.physics.units import energy_factor, length_factor
 
 LDOS_UNITS = {
-    "1/(eV*A^3)": 1.0,
-    "1/(eV*Bohr^3)": BOHR**-3,
-    "1/(Ry*Bohr^3)": BOHR**-3 / RYDBERG,
-    "1/(Ry*A^3)": 1 / RYDBERG,
+    f"1/({energy}*{length}^3)": 1 / (energy_factor(energy) * length_factor(length) ** 3)
+    for energy in ("eV", "Ry", "Ha")
+    for length in ("A", "Bohr")
 }
 """What to multiply an LDOS with to have it in 1/(eV A^3)."""
-
-
-def ldos_factor(unit: str) -> float:
-    """LDOS in `unit` times this is in 1/(eV A^3)."""
-    name = _canonical(unit)
-    if name not in LDOS_UNITS:
-        nearest = difflib.get_close_matches(name, LDOS_UNITS, n=1, cutoff=0)
-        hint = f"did you mean {nearest[0]!r}?" if nearest else ""
-        raise ForgefieldError(f"{unit!r} is not a unit of an LDOS ({', '.join(LDOS_UNITS)}); {hint}")
-    return LDOS_UNITS[name]
 
 
 def likely_unit_factor(
@@ -40,7 +29,7 @@ def likely_unit_factor(
     """
     if not (electrons_found > 0 and electrons_expected > 0):
         return None
-    assumed, needed = ldos_factor(unit), electrons_expected / electrons_found
+    assumed, needed = LDOS_UNITS[_known(unit)], electrons_expected / electrons_found
     miss = {name: abs(math.log(factor / assumed / needed)) for name, factor in LDOS_UNITS.items()}
     name = min(miss, key=lambda candidate: miss[candidate])
     if miss[name] > math.log1p(tolerance):
@@ -58,27 +47,29 @@ def check_electrons(
 ) -> None:
     """A ForgefieldError naming the unit that would fit, if the electrons of an LDOS contradict those of its calculation.
 
-    where: what the LDOS is, for the message. tolerance: relative.
+    where: what the LDOS is, for the message. unit: the one it was read as. tolerance: relative.
     """
     if abs(electrons_found - electrons_expected) <= tolerance * electrons_expected:
         return
-    message = (
-        f"{where}: the LDOS, read as {unit}, holds {electrons_found:.4g} electrons where the calculation has "
-        f"{electrons_expected:.4g}"
-    )
     likely = likely_unit_factor(electrons_found, electrons_expected, unit, tolerance)
-    if likely is None or likely[0] == _canonical(unit):
+    if likely is None or likely[0] == _known(unit):
         hint = "no other unit of an LDOS explains it: check the energies of the levels, the cell and the Fermi energy"
     else:
         hint = f"it is probably in {likely[0]} (a factor of {likely[1]:.5g}): set units: {likely[0]}"
-    raise ForgefieldError(f"{message}; {hint}")
+    raise ForgefieldError(
+        f"{where}: the LDOS, read as {unit}, holds {electrons_found:.4g} electrons where the calculation has "
+        f"{electrons_expected:.4g}; {hint}"
+    )
 
 
-def _canonical(unit: str) -> str:
-    """`1/(eV*A^3)` of `1 / (ev Angstrom**3)`, `1/eV/A^3` and the like."""
-    text = unit.strip().lower().replace("**", "^").replace("angstrom", "a").replace("å", "a").replace("rydberg", "ry")
-    return next((name for name in LDOS_UNITS if _factors(name.lower()) == _factors(text)), unit.strip())
+def _known(unit: str) -> str:
+    """The unit as it is written here: `1/(eV*A^3)` of `1 / (ev Angstrom**3)`, `1/eV/A^3` and the like."""
+    name = next((name for name in LDOS_UNITS if _factors(name) == _factors(unit)), None)
+    if name is None:
+        raise ForgefieldError(f"{unit!r} is not a unit of an LDOS; it should be one of {', '.join(LDOS_UNITS)}")
+    return name
 
 
 def _factors(unit: str) -> list[str]:
-    return sorted(unit.translate(str.maketrans("*()/", "    ")).split())
+    text = unit.lower().replace("**", "^").replace("angstrom", "a").replace("rydberg", "ry").replace("hartree", "ha")
+    return sorted(re.split(r"[\s*()/]+", text.strip("()/ ")))

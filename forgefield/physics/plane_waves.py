@@ -27,7 +27,9 @@ class PlaneWaves:
         self.grid_shape = tuple(int(n) for n in grid_shape)
         self.volume = torch.linalg.det(self.cell).abs()
         if len(self.grid_shape) != 3 or min(self.grid_shape) < 2:
-            raise ForgefieldError(f"a grid of three dimensions, two points or more each, is needed; this one is {grid_shape}")
+            raise ForgefieldError(
+                f"a grid of three dimensions, two points or more each, is needed; this one is {grid_shape}"
+            )
         cutoff = self._cutoff(cutoff)
         nx, ny, nz = self.grid_shape
         device = cell.device

@@ -13,7 +13,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-LI2_OF_MINUS_ONE = -math.pi**2 / 12
+LI2_OF_MINUS_ONE = -(math.pi**2) / 12
 
 
 def polylogarithms(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from forgefield.errors import ForgefieldError
 
-_PBE_NAMES = ("PBE", "SLA PW PBX PBC", "SLA PW PBE PBE")
+_PBE_NAMES = (["PBE"], ["SLA", "PW", "PBX", "PBC"], ["SLA", "PW", "PBE", "PBE"])
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,8 @@ class Pseudopotential:
     @property
     def is_pbe(self) -> bool:
         """Whether it was made for the functional of Perdew, Burke and Ernzerhof."""
-        return " ".join(re.split(r"[\s+-]+", self.functional.strip().upper())) in _PBE_NAMES
+        words = re.split(r"[\s+-]+", self.functional.strip().upper())
+        return words[:4] in _PBE_NAMES  # files of version 1 have the short name as a fifth word
 
 
 def read_upf(path: str | Path) -> Pseudopotential:
@@ -82,7 +83,9 @@ def _file_of(folder: Path, element: str) -> Path:
     files = sorted(folder.iterdir()) if folder.is_dir() else []
     candidates = [path for path in files if path.suffix.lower() == ".upf" and _named_after(path.name, element)]
     if not candidates:
-        raise ForgefieldError(f"no pseudopotential of {element} in {folder}: a file such as {element}.pbe.UPF is needed")
+        raise ForgefieldError(
+            f"no pseudopotential of {element} in {folder}: a file such as {element}.pbe.UPF is needed"
+        )
     if len(candidates) > 1:
         listed = ", ".join(path.name for path in candidates)
         raise ForgefieldError(f"{folder} holds several pseudopotentials of {element} ({listed}): name the one to use")
@@ -99,7 +102,9 @@ def _section(text: str, tag: str, path: Path) -> str:
     """What is between <tag ...> and </tag>, or the attributes of <tag .../>."""
     match = re.search(rf"<{tag}(\s[^>]*?)?(/>|>(.*?)</{tag}>)", text, re.DOTALL)
     if match is None:
-        raise ForgefieldError(f"{path}: there is no <{tag}> section; a pseudopotential in UPF format, version 1 or 2, is needed")
+        raise ForgefieldError(
+            f"{path}: there is no <{tag}> section; a pseudopotential in UPF format, version 1 or 2, is needed"
+        )
     return (match.group(1) or "") + "\n" + (match.group(3) or "")
 
 
