@@ -2,7 +2,9 @@
 
 The density of states is a straight line between levels; its product with the Fermi function is integrated exactly
 (hat functions, polylogarithms), so that each integral is a dot product with `occupation_weights`. Everything is float64,
-batched, differentiable, and without waiting for the device except where values are checked.
+batched, differentiable, and without waiting for the device except where values are checked. Densities of states
+(..., levels), Fermi energies, temperatures and electrons (...) broadcast: one density of states at several temperatures,
+several at one.
 """
 
 from __future__ import annotations
@@ -67,10 +69,12 @@ def fermi_energy(
     nearer end of the grid, with no derivative.
     """
     dos = _as_dos(dos, grid)
-    wanted = _fill_like(electrons, dos[..., 0])
-    thermal = _thermal_energy(temperature, dos[..., 0])
+    wanted, thermal = _on_device(electrons, dos), _thermal_energy(temperature, dos)
+    batch = torch.broadcast_shapes(dos.shape[:-1], wanted.shape, thermal.shape)
+    dos, wanted, thermal = dos.expand(*batch, -1), wanted.expand(batch), thermal.expand(batch)
     if checked:
         _check_levels(dos, grid)
+        _check_temperatures(thermal)
         _check_within_grid(dos, grid, thermal, wanted)
     return _FermiEnergy.apply(dos, wanted, thermal.detach(), grid.nodes(dos.device))
 
@@ -78,7 +82,7 @@ def fermi_energy(
 def density(ldos: Tensor, grid: EnergyGrid, temperature: float, fermi: float | Tensor) -> Tensor:
     """Electron density (...), 1/A^3, of `ldos` (..., levels), 1/(eV A^3): one matrix-vector product, in float64."""
     _check_width(ldos, grid, "LDOS")
-    weights = occupation_weights(grid, _fill_like(fermi, ldos.new_empty((), dtype=torch.float64)), temperature).number
+    weights = occupation_weights(grid, _on_device(fermi, ldos).reshape(()), temperature).number
     rows = ldos.reshape(-1, grid.levels)
     return torch.cat([chunk.to(torch.float64) @ weights for chunk in _chunks(rows)]).reshape(ldos.shape[:-1])
 
@@ -101,7 +105,7 @@ def _zeros(rows: Tensor) -> Tensor:
 
 def _integrate(dos: Tensor, grid: EnergyGrid, temperature: float | Tensor, fermi: float | Tensor, what: str) -> Tensor:
     dos = _as_dos(dos, grid)
-    weights = occupation_weights(grid, _fill_like(fermi, dos[..., 0]), temperature)
+    weights = occupation_weights(grid, _on_device(fermi, dos), temperature)
     return (dos * getattr(weights, what)).sum(-1)
 
 
@@ -281,22 +285,26 @@ def _check_width(values: Tensor, grid: EnergyGrid, what: str) -> None:
         )
 
 
-def _fill_like(value: float | Tensor, like: Tensor) -> Tensor:
-    """`value` in the shape of `like`, float64 on its device; a plain number is written there without a copy from the host."""
+def _on_device(value: float | Tensor, like: Tensor) -> Tensor:
+    """`value` in float64 where `like` is; a plain number is written there without a copy from the host."""
     if isinstance(value, Tensor):
-        return value.to(like.device, torch.float64).expand_as(like)
-    return torch.full_like(like, float(value), requires_grad=False)
+        return value.to(like.device, torch.float64)
+    return torch.full((), float(value), dtype=torch.float64, device=like.device)
 
 
 def _thermal_energy(temperature: float | Tensor, like: Tensor) -> Tensor:
-    """kT in eV, in the shape of `like` or of `temperature`."""
-    if isinstance(temperature, Tensor):
-        return temperature.to(like.device, torch.float64) * BOLTZMANN
-    if not temperature > 0:
+    """kT in eV."""
+    if not isinstance(temperature, Tensor) and not temperature > 0:
         raise ForgefieldError(
             f"a temperature above zero is needed for Fermi occupations, in K; this one is {temperature}"
         )
-    return torch.full_like(like, temperature * BOLTZMANN, requires_grad=False)
+    return _on_device(temperature, like) * BOLTZMANN
+
+
+def _check_temperatures(thermal: Tensor) -> None:
+    if not (thermal > 0).all():
+        lowest = float(thermal.min()) / BOLTZMANN
+        raise ForgefieldError(f"temperatures above zero are needed for Fermi occupations, in K; one is {lowest:g}")
 
 
 def _check_levels(dos: Tensor, grid: EnergyGrid) -> None:
@@ -322,6 +330,6 @@ def _check_within_grid(dos: Tensor, grid: EnergyGrid, thermal: Tensor, electrons
         raise ForgefieldError(
             f"the Fermi energy{where} is outside the energy grid ({grid}): the density of states holds "
             f"{float(fewest[which]):.4g} electrons with the Fermi energy at its lowest level and {float(most[which]):.4g} at "
-            f"its highest level, where {float(wanted[which]):.4g} are needed; check the energies of the grid and the unit of the "
-            "LDOS"
+            f"its highest level, where {float(wanted[which]):.4g} are needed; check the energies of the grid and the unit "
+            "of the LDOS"
         )

@@ -127,6 +127,19 @@ def test_fermi_energies_of_a_batch_are_the_roots_of_each():
         assert abs(excess(float(found[place]))) < 2e-15 * wanted * 4
 
 
+def test_one_density_of_states_at_several_temperatures():
+    dos, temperatures = random_dos(BE_GRID, 7), torch.tensor([300.0, 3000.0, 15000.0])
+    levels = physics.fermi_energy(dos, BE_GRID, temperatures, 9.0)
+    energies = physics.band_energy(dos, BE_GRID, temperatures, levels)
+    assert energies.shape == (3,)
+    for temperature, level, energy in zip(temperatures.tolist(), levels, energies, strict=True):
+        alone = physics.fermi_energy(dos, BE_GRID, temperature, 9.0)
+        assert float(alone) == pytest.approx(float(level), rel=1e-14)
+        assert float(physics.band_energy(dos, BE_GRID, temperature, alone)) == pytest.approx(float(energy), rel=1e-14)
+    with pytest.raises(ForgefieldError, match="temperatures above zero are needed.* one is -1"):
+        physics.fermi_energy(dos, BE_GRID, torch.tensor([-1.0, 5.0]), 9.0)
+
+
 def test_fermi_energy_in_a_gap_holds_the_electrons():
     dos = torch.ones(41, dtype=torch.float64)
     dos[15:25] = 0
