@@ -95,8 +95,8 @@ def dos_of_ldos(ldos: Tensor, voxel_volume: float | Tensor) -> Tensor:
 
 
 def _chunks(rows: Tensor) -> tuple[Tensor, ...]:
-    """Rows in pieces whose float64 copies stay small."""
-    return rows.split(max(1, 2**24 // rows.shape[1]))
+    """Rows in pieces, whose float64 copies stay in the cache of a CPU; larger ones elsewhere, so that launches are few."""
+    return rows.split(max(1, (2**17 if rows.device.type == "cpu" else 2**26) // rows.shape[1]))
 
 
 def _zeros(rows: Tensor) -> Tensor:
