@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from forgefield.physics.descriptors.native import triple_sums
 from forgefield.physics.descriptors.options import DescriptorOptions
 from forgefield.physics.descriptors.sphere import SphereHarmonics, quadrature
 from forgefield.physics.descriptors.surroundings import Neighbours
@@ -54,6 +55,9 @@ class Bispectrum:
         self._self = exact.at(pole).to(self.dtype)
         self._plan = _Plan.of(options.twojmax, self.dtype, device)
         self._functions = self._on_nodes(exact, device)
+        rows = tuple((j2 - 1, j1 - 1, j - 1) for j1, j2, j in self._plan.triples)
+        compiled = device.type == "cpu" and options.kernel == "auto" and bool(rows)
+        self._compiled = triple_sums(rows, self.dtype) if compiled else None
 
     def _on_nodes(self, exact: SphereHarmonics, device: torch.device) -> list[list[Tensor]]:
         """For blocks of nodes, the matrices (n_harmonics, n_nodes) of degrees 1, 2, ... that turn sums into F_j.
@@ -94,22 +98,25 @@ class Bispectrum:
         return (real[0], real[1]), (real[2], real[3]), real[4]
 
     def _triple_means(self, by_degree: tuple[Tensor, ...]) -> Tensor:
-        """Means of F_i F_j F_k, (n, n_pairs, n_even), for the pairs (i, j) and the even degrees k of the plan."""
+        """Means of F_j1 F_j2 F_j, (n, n_triples), of the triples without a degree 0."""
         plan, first = self._plan, by_degree[0]
-        total = first.new_zeros(first.shape[0], plan.n_pairs, plan.n_even)
-        if plan.n_pairs * plan.n_even == 0:
-            return total
+        if not plan.triples:
+            return first.new_zeros(first.shape[0], 0)
         if first.requires_grad:
-            for matrices in self._functions:
-                values = torch.stack([sums @ matrix for sums, matrix in zip(by_degree[1:], matrices)])
-                total = total + plan.means(plan.products(values), values)
-            return total
+            parts = [
+                plan.means(torch.stack([sums @ matrix for sums, matrix in zip(by_degree[1:], matrices)]))
+                for matrices in self._functions
+            ]
+            return torch.stack(parts).sum(0)
+        total = first.new_zeros(first.shape[0], len(plan.triples))
         for matrices in self._functions:
-            shape = first.shape[0], matrices[0].shape[1]
-            values = first.new_empty(len(matrices), *shape)
+            values = first.new_empty(len(matrices), first.shape[0], matrices[0].shape[1])
             for sums, matrix, target in zip(by_degree[1:], matrices, values):
                 torch.mm(sums, matrix, out=target)
-            total += plan.means(plan.products(values, out=first.new_empty(plan.n_pairs, *shape)), values)
+            if self._compiled is not None:
+                self._compiled.add(values, total)
+            else:
+                total += plan.means(values)
         return total
 
 
@@ -121,62 +128,50 @@ class _Plan:
     degrees parted into a lower and an upper half, pairs within a half: one of them is in every triple, the third degree is even.
     """
 
+    triples: tuple[tuple[int, int, int], ...]
+    """(j1, j2, j) of the components without a degree 0."""
     groups: tuple[slice, ...]
-    n_pairs: int
-    n_even: int
+    """Rows of F_1, F_2, ... of which all pairs are multiplied."""
     places: Tensor
-    """Of each component without a degree 0: where it is in (n_pairs * n_even)."""
+    """Of each of `triples`: where it is among all pairs times all even degrees."""
+    order: Tensor
+    """Of each component: where it is in [those with a degree 0 | triples]."""
     factors: Tensor
-    inner: Tensor
-    """Of each component: where it is in [those with a degree 0 | the others]."""
-    squares: tuple[float, ...]
+    """j + 1 of the triples."""
 
     @classmethod
     def of(cls, twojmax: int, dtype: torch.dtype, device: torch.device) -> _Plan:
         odd, even = list(range(1, twojmax + 1, 2)), list(range(2, twojmax + 1, 2))
-        halves = [even[: len(even) // 2], even[len(even) // 2 :]]
-        groups = [group for group in (odd, *halves) if group]
+        groups = [group for group in (odd, even[: len(even) // 2], even[len(even) // 2 :]) if group]
         pairs = [(low, high) for group in groups for place, low in enumerate(group) for high in group[place:]]
-        row = {pair: index for index, pair in enumerate(pairs)}
-        triples = bispectrum_triples(twojmax)
+        every = bispectrum_triples(twojmax)
+        with_zero, triples = [t for t in every if 0 in t], [t for t in every if 0 not in t]
         places = []
         for triple in triples:
-            if 0 in triple:
-                continue
             low, middle, high = sorted(triple)
-            options = (((low, middle), high), ((middle, high), low), ((low, high), middle))
-            pair, third = next(option for option in options if option[0] in row and option[1] in even)
-            places.append(row[pair] * len(even) + even.index(third))
-        with_zero = [triple for triple in triples if 0 in triple]
-        without = [triple for triple in triples if 0 not in triple]
-        order = [(with_zero + without).index(triple) for triple in triples]
+            choices = ((low, middle), high), ((middle, high), low), ((low, high), middle)
+            pair, third = next(choice for choice in choices if choice[0] in pairs and choice[1] in even)
+            places.append(pairs.index(pair) * len(even) + even.index(third))
         return cls(
+            triples=tuple(triples),
             groups=tuple(slice(group[0] - 1, group[-1], 2) for group in groups),
-            n_pairs=len(pairs),
-            n_even=len(even),
             places=torch.tensor(places, dtype=torch.int64, device=device),
-            factors=torch.tensor([t[2] + 1.0 for t in without], dtype=dtype, device=device),
-            inner=torch.tensor(order, device=device),
-            squares=tuple(1 / (t[2] + 1.0) for t in with_zero),
+            order=torch.tensor([(with_zero + triples).index(triple) for triple in every], device=device),
+            factors=torch.tensor([j + 1.0 for _, _, j in triples], dtype=dtype, device=device),
         )
 
-    def products(self, values: Tensor, out: Tensor | None = None) -> Tensor:
-        """F_i F_j of all pairs: values (twojmax, n, n_nodes) of degrees 1, 2, ... -> (n_pairs, n, n_nodes)."""
-        made, start = [], 0
-        for members in (values[group] for group in self.groups):
-            for place, member in enumerate(members):
-                count = members.shape[0] - place
-                into = None if out is None else out[start : start + count]
-                made.append(torch.mul(members[place:], member, out=into))
-                start += count
-        return torch.cat(made) if out is None else out
-
-    def means(self, products: Tensor, values: Tensor) -> Tensor:
-        """Sums over nodes of products (n_pairs, n, n_nodes) times F_k of even k: (n, n_pairs, n_even)."""
-        return torch.bmm(products.permute(1, 0, 2), values[1::2].permute(1, 2, 0))
+    def means(self, values: Tensor) -> Tensor:
+        """Sums over nodes of F_j1 F_j2 F_j: values (twojmax, n, n_nodes) of F_1, F_2, ... -> (n, n_triples)."""
+        members = [values[group] for group in self.groups]
+        products = torch.cat([group[place:] * group[place] for group in members for place in range(group.shape[0])])
+        every = torch.bmm(products.permute(1, 0, 2), values[1::2].permute(1, 2, 0))
+        return every.flatten(1).index_select(1, self.places)
 
     def components(self, by_degree: tuple[Tensor, ...], means: Tensor) -> Tensor:
-        """All components (n, size) from the harmonic sums of each degree and the means of products of three."""
-        norms = torch.stack([(sums * sums).sum(1) * factor for sums, factor in zip(by_degree, self.squares)], 1)
-        coupled = means.flatten(1).index_select(1, self.places) * self.factors
-        return torch.cat([norms * by_degree[0], coupled], 1).index_select(1, self.inner)
+        """All components (n, size) from the harmonic sums of each degree and the means of products of three.
+
+        With a degree 0 the mean of a product is known: F_0 is the same everywhere, and the harmonics are orthonormal.
+        """
+        norms = [(sums * sums).sum(1) / (j + 1) for j, sums in enumerate(by_degree)]
+        plain = torch.stack(norms, 1) * by_degree[0]
+        return torch.cat([plain, means * self.factors], 1).index_select(1, self.order)

@@ -23,7 +23,7 @@ from forgefield.physics.descriptors.gaussian import GaussianDensity, default_sig
 from forgefield.physics.descriptors.options import DescriptorOptions
 from forgefield.physics.descriptors.surroundings import Surroundings
 
-CHUNK = {"cpu": 64}
+CHUNK = {"cpu": 128}
 CHUNK_ELSEWHERE = 4096
 """Points at a time: on a CPU few enough for its cache, on an accelerator enough to fill it (about 2.5 GB at twojmax 10)."""
 

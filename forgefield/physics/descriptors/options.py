@@ -17,6 +17,7 @@ from forgefield.config.nearest import did_you_mean
 from forgefield.errors import ForgefieldError
 
 TYPES = ("bispectrum", "gaussian")
+KERNELS = ("auto", "torch")
 PRECISIONS = ("float64", "float32")
 LARGEST_TWOJMAX = 20
 _ONLY_FOR = {
@@ -25,6 +26,7 @@ _ONLY_FOR = {
     "rfac0": "bispectrum",
     "rmin0": "bispectrum",
     "element_weights": "bispectrum",
+    "kernel": "bispectrum",
     "sigma": "gaussian",
 }
 
@@ -51,6 +53,8 @@ class DescriptorOptions:
     """Gaussian: width, A. Default: 0.2 A for a grid spacing of 0.08099 A, and in proportion to it."""
     precision: str = "float64"
     """float64, or float32 for the sums over neighbours and what follows; geometry is always float64."""
+    kernel: str = "auto"
+    """Bispectrum on a CPU: auto (a loop in C where there is a compiler, else torch) or torch."""
 
     @classmethod
     def from_mapping(cls, settings: Mapping[str, Any], where: str = "descriptors") -> DescriptorOptions:
@@ -92,6 +96,7 @@ class DescriptorOptions:
         whole = isinstance(self.twojmax, int) and not isinstance(self.twojmax, bool)
         _require(whole and 0 <= self.twojmax <= LARGEST_TWOJMAX, "twojmax", self.twojmax,
                  f"a whole number from 0 to {LARGEST_TWOJMAX}")  # fmt: skip
+        _require(self.kernel in KERNELS, "kernel", self.kernel, " or ".join(KERNELS))
         _require(isinstance(self.switch, bool), "switch", self.switch, "true or false")
         _require(_is_number(self.rfac0) and 0 < self.rfac0 <= 1, "rfac0", self.rfac0, "above 0 and at most 1")
         _require(_is_number(self.rmin0) and 0 <= self.rmin0 < self.cutoff, "rmin0", self.rmin0,
