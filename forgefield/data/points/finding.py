@@ -15,6 +15,7 @@ from typing import Any
 from forgefield.config.nearest import did_you_mean
 from forgefield.data.points.rows import require_file
 from forgefield.data.points.snapshot import Snapshot
+from forgefield.data.points.units import require_target
 from forgefield.data.readers import plain
 from forgefield.errors import ForgefieldError
 
@@ -40,6 +41,7 @@ def find_snapshots(
     units, coordinates: as for `Snapshot`, for those that do not say so themselves. need: which of inputs, targets and info
     each must have. setting: name of the option in messages.
     """
+    require_target(target)
     found: list[Snapshot] = []
     for entry in _entries(plain(spec), setting):
         options: dict[str, Any] = {"units": units, "coordinates": coordinates}

@@ -23,44 +23,51 @@ BLOCK = 8192
 
 @dataclass
 class ColumnMoments:
-    """Of `count` rows: mean, sum of squared deviations from it, lowest and highest value of each column, (columns,)."""
+    """Of `count` rows: mean, sum of squared deviations from it, lowest and highest value of each column, (columns,).
+
+    The mean is kept as its distance from `origin`, some row of the data, so that nothing is lost where it is much larger than
+    the spread. Moments are merged with those that have the same origin.
+    """
 
     count: int
-    mean: np.ndarray
+    origin: np.ndarray
+    offset: np.ndarray
     squares: np.ndarray
     low: np.ndarray
     high: np.ndarray
 
     @classmethod
-    def of(cls, values: np.ndarray) -> ColumnMoments:
-        """Of rows in float64, (n, columns), n at least 1."""
-        mean = values.mean(axis=0)
-        deviations = values - mean
-        squares = np.einsum("ij,ij->j", deviations, deviations)
-        # What rounding of the mean leaves over; makes blocks of equal values have no spread at all.
-        squares -= deviations.sum(axis=0) ** 2 / len(values)
+    def of(cls, values: np.ndarray, origin: np.ndarray | None = None) -> ColumnMoments:
+        """Of rows in float64, (n, columns), n at least 1. origin: (columns,), by default the first row."""
+        origin = values[0].copy() if origin is None else origin
         low, high = values.min(axis=0), values.max(axis=0)
-        return cls(len(values), np.where(low == high, low, mean), np.where(low == high, 0.0, squares), low, high)
+        distances = values - origin
+        offset = distances.mean(axis=0)
+        distances -= offset
+        squares = np.einsum("ij,ij->j", distances, distances)
+        return cls(len(values), origin, offset, np.where(low == high, 0.0, squares), low, high)
 
     def merge(self, other: ColumnMoments) -> ColumnMoments:
         """Of both sets of rows together."""
         count = self.count + other.count
-        step = other.mean - self.mean
-        return ColumnMoments(
-            count,
-            self.mean + step * (other.count / count),
-            self.squares + other.squares + step**2 * (self.count * other.count / count),
-            np.minimum(self.low, other.low),
-            np.maximum(self.high, other.high),
-        )
+        step = other.offset - self.offset
+        low, high = np.minimum(self.low, other.low), np.maximum(self.high, other.high)
+        squares = self.squares + other.squares + step**2 * (self.count * other.count / count)
+        offset = self.offset + step * (other.count / count)
+        return ColumnMoments(count, self.origin, offset, np.where(low == high, 0.0, squares), low, high)
 
     def over_all(self) -> ColumnMoments:
         """All columns taken as one set of numbers, (1,)."""
-        columns = len(self.mean)
-        mean = self.mean.mean()
-        squares = self.squares.sum() + self.count * ((self.mean - mean) ** 2).sum()
-        numbers = (np.array([mean]), np.array([squares]), np.array([self.low.min()]), np.array([self.high.max()]))
-        return ColumnMoments(self.count * columns, *numbers)
+        origin = self.origin[:1]
+        means = (self.origin - origin) + self.offset
+        offset = means.mean(keepdims=True)
+        squares = (self.squares.sum() + self.count * ((means - offset) ** 2).sum())[None]
+        low, high = self.low.min(keepdims=True), self.high.max(keepdims=True)
+        return ColumnMoments(self.count * len(means), origin, offset, squares, low, high)
+
+    @property
+    def mean(self) -> np.ndarray:
+        return self.origin + self.offset
 
     @property
     def std(self) -> np.ndarray:
@@ -106,6 +113,8 @@ def measure_points(
     """
     chosen = EveryPoint(table.n_points) if selection is None else selection
     starts = range(0, chosen.n, block)[rank::world_size]
+    origins: list[Any] = [np.empty((1, k)) if k else None for k in (table.n_inputs, table.n_targets)]
+    table.read_places(chosen, 0, *origins)  # the same on all ranks
 
     def describe(number: int) -> PointMoments:
         start = starts[number]
@@ -113,10 +122,10 @@ def measure_points(
         arrays: list[Any] = [np.empty((n, k)) if k else None for k in (table.n_inputs, table.n_targets)]
         rows = table.read_places(chosen, start, *arrays)
         found = []
-        for values, what in zip(arrays, ("inputs", "targets")):
+        for values, origin, what in zip(arrays, origins, ("inputs", "targets")):
             if values is not None and not np.isfinite(values.sum()):
                 _refuse(table, rows, values, what)
-            found.append(None if values is None else ColumnMoments.of(values))
+            found.append(None if values is None else ColumnMoments.of(values, origin[0]))
         return PointMoments(*found)
 
     if workers:

@@ -46,6 +46,8 @@ class Permutation:
     def __init__(self, n: int, *key: int) -> None:
         if n < 1:
             raise ValueError(f"there is no permutation of {n} things")
+        if n >= 2**50:
+            raise ValueError(f"{n} things are more than this permutation counts exactly")
         self.n = int(n)
         self._rows = math.isqrt(self.n - 1) + 1
         self._columns = -(-self.n // self._rows)
@@ -71,7 +73,8 @@ class Permutation:
         return found
 
     def _split(self, places: Tensor) -> tuple[Tensor, Tensor]:
-        row = places // self._columns
+        # Exact below 2^50, and much faster than a division of integers.
+        row = places.to(torch.float64).div_(self._columns).to(torch.int64)
         return row, places - row * self._columns
 
     def _forward(self, places: Tensor, offset: Tensor | None) -> Tensor:
@@ -102,10 +105,12 @@ def _turned(half: Tensor, by: Tensor, key: int, size: int, back: bool = False) -
     turn = scattered(by, key, size)
     if back:
         turn = half - turn
-        turn += (turn < 0) * size
-        return turn
-    turn += half
-    turn -= (turn >= size) * size
+    else:
+        turn += half
+        turn -= size
+    around = turn >> 63  # all bits where it is negative: cheaper than a comparison
+    around &= size
+    turn += around
     return turn
 
 

@@ -46,7 +46,7 @@ class Scaling:
     def of(cls, kind: str | None, moments: ColumnMoments, setting: str = "data.points.scaling") -> Scaling:
         """The scaling of that kind for columns with these moments."""
         kind = scaling_kind(kind, setting)
-        columns = len(moments.mean)
+        columns = len(moments.offset)
         if kind == "none":
             return cls.identity(columns)
         used = moments if kind.startswith("feature-wise") else moments.over_all()

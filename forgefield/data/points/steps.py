@@ -7,6 +7,7 @@ place, on any number of ranks.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from numbers import Integral
@@ -34,7 +35,7 @@ class PointBudget:
             )
 
 
-class PointSteps:
+class PointSteps(ABC):
     """The plan of a loader: n points an epoch, `points` of them for each rank in a step.
 
     pad: fill the short last batch up with points of weight 0, so that all batches have one size.
@@ -138,8 +139,9 @@ class PointSteps:
 
     # ---- batches
 
+    @abstractmethod
     def __iter__(self) -> Iterator[Batch]:
-        raise NotImplementedError
+        """Batches of the present epoch, or of what `start_at` left of it."""
 
     def _weight(self, real: int, size: int, like: Tensor) -> Tensor:
         """1 for the first `real` of `size` points, 0 for the others. One tensor serves all batches alike: never write to it."""

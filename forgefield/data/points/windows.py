@@ -1,10 +1,11 @@
 """The order of points that are read from disk while they are used: near a full shuffle, and read in long stretches.
 
-Pure functions of (seed, epoch). All points are cut into blocks of equal length, at places that are fresh every epoch; blocks of
-all snapshots in random order are grouped into windows, each of which fits into memory. Within a window the places go round its
-blocks: place p takes a point of block p mod n_blocks; which point is decided by a permutation of that block's own. So a stretch
-of an epoch has equally many points of each block, and with W ranks, rank r needs only the blocks r, r + W, ... of a window. The
-few points that are left between blocks (fewer than one for each block, evenly spread) come last.
+Pure functions of (seed, epoch). All points are cut into blocks of equal length, at places that are fresh every epoch. A window
+is a set of blocks that fits into memory: one from every part of the data, drawn at random, so that each window is a sample of
+all snapshots. Within a window the places go round its blocks: place p takes a point of block p mod n_blocks; which point is
+decided by a permutation of that block's own. So a stretch of an epoch has equally many points of each block, and with W ranks,
+rank r needs only the blocks r, r + W, ... of a window. The few points that are left between blocks (fewer than one for each
+block, evenly spread) come last.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from forgefield.data.points.permutation import Permutation, positions_tensor, ro
 from forgefield.data.points.staging import Stretch
 from forgefield.data.sampling.order import seeded_permutation
 
-BLOCKS = 240
+BLOCKS = 960
 """Blocks of a window: with any number of ranks that divides it each rank reads its own blocks only."""
-OFFSET, LEFT_OVER, WITHIN = 11, 12, 13
+OFFSET, LEFT_OVER, WITHIN, DEALT = 11, 12, 13, 14
 
 
 class EpochWindows(Protocol):
@@ -68,7 +69,7 @@ class ShuffledBlocks:
             np.arange(n_blocks, dtype=np.int64) * (n // n_blocks) + np.arange(n_blocks) * (n % n_blocks) // n_blocks
         )
         offset = round_keys(seed, epoch, OFFSET, count=1)[0] % n
-        self._starts = (starts + offset)[seeded_permutation(n_blocks, seed, epoch)]
+        self._starts = (starts + offset)[self._blocks_in_order()]
         """First place of each block in the selection, in the order of use; beyond n it goes on at 0."""
         last = starts + self.length
         left_over = last[np.append(starts[1:], n) > last]
@@ -77,6 +78,13 @@ class ShuffledBlocks:
         self.ends = [size * (window + 1) for window in range(self.n_windows)]
         if len(left_over):
             self.ends.append(n)
+
+    def _blocks_in_order(self) -> np.ndarray:
+        """Numbers of blocks as they are used, (n_windows * blocks,): of each stretch of n_windows blocks one in each window."""
+        stretch = torch.from_numpy(seeded_permutation(self.blocks, *self._key)).repeat(self.n_windows)
+        window = torch.arange(self.n_windows).repeat_interleave(self.blocks)
+        which = Permutation(self.n_windows, *self._key, DEALT)(window, stretch)
+        return (stretch * self.n_windows + which).numpy()
 
     def stretches(self, window: int, rank: int, world_size: int) -> list[Stretch]:
         if window == self.n_windows:
