@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from forgefield.config.loading import load_config, require_training_data
 from forgefield.config.schema import DataOptions
 from forgefield.config.template import commented_yaml
 from forgefield.data.dataset import GraphDataset
+from forgefield.data.points import PointTable, find_snapshots
+from forgefield.data.readers import plain
 from forgefield.data.reading import read_table
 from forgefield.data.sampling.batching import evaluation_budget
 from forgefield.data.sampling.loader import FrameLoader
@@ -31,20 +34,23 @@ from forgefield.deploy.evaluate import in_order, outputs_of_atoms, predict_batch
 from forgefield.deploy.predict import predict_file
 from forgefield.errors import ForgefieldError
 from forgefield.files import write_whole, written_whole
+from forgefield.models.ldos import LDOSNetwork
 from forgefield.models.potential import Potential
-from forgefield.models.registry import build_model
 from forgefield.parallel.faults import failing_together
 from forgefield.parallel.group import Ranks
 from forgefield.parallel.launch import detect_launch
 from forgefield.parallel.session import this_group
 from forgefield.parallel.spawn import run_ranks
 from forgefield.report.page import write_parity_png, write_report
-from forgefield.runs import Run, run_exists
+from forgefield.runs import Run, built, run_exists
 from forgefield.tasks.classes import auroc
+from forgefield.tasks.ldos_observables import OBSERVABLE_UNITS
 from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.task import LABELS
 from forgefield.training.fit import Fitted, fit
 from forgefield.training.journal import Journal
+from forgefield.training.points.data import EVALUATED
+from forgefield.training.points.evaluate import evaluate_points
 from forgefield.training.preflight import require_same_data
 from forgefield.training.signals import StopWish
 from forgefield.training.summary import end_summary
@@ -133,9 +139,9 @@ def example_config(overrides: list[str], *, make: bool) -> DictConfig:
         return load_config(path, overrides)
 
 
-def load(run: str | os.PathLike[str] | Run, *, which: str = "best", device: str = "cpu") -> Potential:
-    """The trained model of a run, in evaluation mode."""
-    return (run if isinstance(run, Run) else Run.open(run)).load_potential(which, device)
+def load(run: str | os.PathLike[str] | Run, *, which: str = "best", device: str = "cpu") -> Potential | LDOSNetwork:
+    """The trained model of a run, in evaluation mode: a potential, or a network of grid points."""
+    return (run if isinstance(run, Run) else Run.open(run)).load_model(which, device)
 
 
 def load_run(name: str | os.PathLike[str], *, out: str | os.PathLike[str] = "runs") -> Run:
@@ -161,6 +167,8 @@ def test(
     with failing_together(ranks):
         run = run if isinstance(run, Run) else Run.open(run)
         settings: Any = options if options is not None else _data_options(run)
+        if run.of_points:
+            return _test_points(run, data, settings, which=which, device=device, ranks=ranks)
         frames = read_table(data, settings.labels, settings.units, lazy=is_lazy(settings), required=labels_required)
         require_same_data(frames.fingerprint, ranks)
         dataset = GraphDataset(frames, SpeciesTable(run.species), run.graph)
@@ -168,7 +176,7 @@ def test(
         name = _test_name(run, data)
         errors = _evaluate(run, dataset, name, which=which, device=device, batch=batch, ranks=ranks)
         if ranks.is_first:
-            _write_test(run, errors, name=name, source=str(data), which=which, n_frames=len(frames))
+            _write_test(run, errors, name=name, source=str(data), which=which, frames=len(frames))
             if any("_mae" in error for error in errors):
                 write_parity_png(run.path, name)
             write_report(run.path)
@@ -227,6 +235,9 @@ def _measure(fitted: Fitted, config: DictConfig, journal: Journal, ranks: Ranks)
     """Errors of the best model on validation and test frames, each frame predicted by one rank; rank 0 writes."""
     run, data = fitted.run, fitted.data
     assert data is not None
+    if run.of_points:
+        _measure_points(run, config, data, journal, ranks)
+        return
     batch = evaluation_budget(config.data)
     on_gpu = torch.cuda.is_available() and config.trainer.get("accelerator", "auto") != "cpu"
     device = f"cuda:{torch.cuda.current_device()}" if on_gpu else "cpu"
@@ -238,7 +249,7 @@ def _measure(fitted: Fitted, config: DictConfig, journal: Journal, ranks: Ranks)
         return
     if data.test is not None:
         _write_test(
-            run, results["test"], name="test", source=str(config.data.test), which="best", n_frames=len(data.test)
+            run, results["test"], name="test", source=str(config.data.test), which="best", frames=len(data.test)
         )
     write_report(run.path)
     hints = [
@@ -249,11 +260,75 @@ def _measure(fitted: Fitted, config: DictConfig, journal: Journal, ranks: Ranks)
     journal.show(lambda console: end_summary(console, run.path, results, hints, units=run.units))
 
 
+def _measure_points(run: Run, config: DictConfig, data: Any, journal: Journal, ranks: Ranks) -> None:
+    """The same for a run of grid points: errors of the target and of all observables of whole snapshots."""
+    on_gpu = torch.cuda.is_available() and config.trainer.get("accelerator", "auto") != "cpu"
+    device = f"cuda:{torch.cuda.current_device()}" if on_gpu else "cpu"
+    model: Any = load_shared(run, "best", device, ranks)
+    results: dict[str, dict[str, float]] = {}
+    for split, part in (("val", data.val), ("test", data.test)):
+        if part is None:
+            continue
+        selection = None if part.is_whole else part.selection
+        results[split], missing = _evaluated_points(run, model, part.table, split, config, ranks, selection=selection)
+        if part.is_whole:
+            _say_missing(missing, journal.say)
+    if not ranks.is_first:
+        return
+    if data.test is not None:
+        source = str(config.data.test)
+        _write_test(run, results["test"], name="test", source=source, which="best", points=len(data.test))
+    write_report(run.path)
+    hints = [f"forgefield test {run.path} --data snapshots", f"report: {run.path / 'report.html'}"]
+    units = run.units | OBSERVABLE_UNITS
+    journal.show(lambda console: end_summary(console, run.path, results, hints, units=units))
+
+
+def _test_points(run: Run, data: Any, settings: Any, *, which: str, device: str, ranks: Ranks) -> dict[str, float]:
+    points = settings.points
+    table = PointTable(find_snapshots(data, target=points.target, units=points.units, setting="--data"))
+    require_same_data(table.fingerprint, ranks)
+    model: Any = load_shared(run, which, device, ranks)
+    name = _test_name(run, data)
+    config = OmegaConf.merge(run.config, {"data": {"points": settings.points, "eval_batch": settings.eval_batch}})
+    errors, missing = _evaluated_points(run, model, table, name, config, ranks)
+    if ranks.is_first:
+        _say_missing(missing, print)
+        _write_test(run, errors, name=name, source=str(data), which=which, points=table.n_points)
+        write_report(run.path)
+    return ranks.share(errors)
+
+
+def _evaluated_points(
+    run: Run, model: Any, table: PointTable, split: str, config: Any, ranks: Ranks, *, selection: Any = None
+) -> tuple[dict[str, float], dict[str, str]]:
+    task, given = config.get("task"), plain(config.data.get("eval_batch"))
+    observables = (task.get("points") or task).get("observables") if task is not None else None
+    return evaluate_points(
+        run,
+        model,
+        table,
+        split,
+        ranks,
+        selection=selection,
+        batch=int(given["points"] if isinstance(given, dict) else given or EVALUATED),
+        fermi=observables.fermi if observables is not None else "self_consistent",
+        pseudopotentials=config.data.points.get("pseudopotentials"),
+    )
+
+
+def _say_missing(missing: dict[str, str], say: Callable[[str], None]) -> None:
+    """Which observables were not measured, once for each reason."""
+    for reason in dict.fromkeys(missing.values()):
+        names = [name for name, why in missing.items() if why == reason]
+        say(f"Not measured: {', '.join(names)}; {reason}.")
+
+
 def _evaluate(
     run: Run, dataset: GraphDataset, split: str, *, which: str, device: str, batch: Budget, ranks: Ranks
 ) -> dict[str, float]:
     """Predict a data set, keep the predictions in the run, give the errors (on rank 0; the others only predict)."""
-    potential = load_shared(run, which, device, ranks)
+    potential: Any = load_shared(run, which, device, ranks)
     outputs = [*(dict.fromkeys(LABELS.values()) if potential.has_energy else ()), *potential.further]
     labels = [name for name in outputs if name in _labels_of(dataset) and dataset.frames.carries(name).any()]
     if not labels:
@@ -309,14 +384,14 @@ def _labels_of(dataset: GraphDataset) -> set[str]:
     return {*LABELS.values(), *dataset.fields}
 
 
-def load_shared(run: Run, which: str, device: str, ranks: Ranks) -> Potential:
+def load_shared(run: Run, which: str, device: str, ranks: Ranks) -> Potential | LDOSNetwork:
     """The trained model on every rank, read from the disk by rank 0 alone."""
     if ranks.world_size == 1:
-        return run.load_potential(which, device)
-    potential = run.load_potential(which, "cpu") if ranks.is_first else None
+        return run.load_model(which, device)
+    potential = run.load_model(which, "cpu") if ranks.is_first else None
     recipe = ranks.share((run.info["model"], run.info["precision"], potential.state_dict()) if potential else None)
     if potential is None:
-        potential = build_model(recipe[0], precision=recipe[1], seed=0)
+        potential = built(recipe[0], recipe[1])
         potential.load_state_dict(recipe[2])
     return potential.to(device).eval()
 
@@ -329,9 +404,10 @@ def _test_name(run: Run, data: Any) -> str:
     return f"test-{re.sub(r'[^A-Za-z0-9_.-]+', '-', Path(str(first)).stem)}"
 
 
-def _write_test(run: Run, errors: dict[str, float], *, name: str, source: str, which: str, n_frames: int) -> None:
+def _write_test(run: Run, errors: dict[str, float], *, name: str, source: str, which: str, **counts: int) -> None:
+    """counts: how many samples there were, by what they are."""
     source = source.replace(f"{Path.cwd()}{os.sep}", "")  # shorter, and no business of a report's reader
-    content = {"source": source, "weights": which, "frames": n_frames, "errors": errors}
+    content = {"source": source, "weights": which, **counts, "errors": errors}
     write_whole(run.path / f"{name}.json", json.dumps(content, indent=1) + "\n")
 
 

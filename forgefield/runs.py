@@ -23,8 +23,9 @@ from forgefield.config.nearest import did_you_mean
 from forgefield.data.graphs.graph import GraphOptions
 from forgefield.errors import ForgefieldError
 from forgefield.files import write_whole
+from forgefield.models.ldos import LDOSNetwork
 from forgefield.models.potential import Potential
-from forgefield.models.registry import HEADS, PREDICTS, build_model
+from forgefield.models.registry import HEADS, PREDICTS, build_model, build_point_model, is_of_points
 
 WEIGHTS = ("best", "last")
 
@@ -97,8 +98,15 @@ class Run:
         return self.info["model"].get(PREDICTS, {}).get("energy", True)
 
     @property
+    def of_points(self) -> bool:
+        """Whether it was trained on points of grids, not on frames."""
+        return is_of_points(self.info["model"])
+
+    @property
     def units(self) -> dict[str, str]:
-        """Units of the values that its heads predict."""
+        """Units of the values that its heads predict, or of what is measured on points."""
+        if self.of_points:
+            return dict(self.info.get("units", {}))
         return {name: head["unit"] for name, head in self.heads.items() if head.get("classes") is None}
 
     @property
@@ -122,7 +130,21 @@ class Run:
         write_whole(path, json.dumps(info, indent=1) + "\n")
 
     def load_potential(self, which: str = "best", device: str | torch.device = "cpu") -> Potential:
-        """The trained model in evaluation mode. which: `best` (by validation) or `last`."""
+        """The trained model of frames, in evaluation mode. which: `best` (by validation) or `last`."""
+        model = self.load_model(which, device)
+        if not isinstance(model, Potential):
+            raise ForgefieldError(f"Run {self.name} is of grid points: its model gives an LDOS, and no forces.")
+        return model
+
+    def load_point_model(self, which: str = "best", device: str | torch.device = "cpu") -> LDOSNetwork:
+        """The trained model of grid points, in evaluation mode: raw descriptors in, physical units out."""
+        model = self.load_model(which, device)
+        if not isinstance(model, LDOSNetwork):
+            raise ForgefieldError(f"Run {self.name} is of frames: its model gives no LDOS.")
+        return model
+
+    def load_model(self, which: str = "best", device: str | torch.device = "cpu") -> Potential | LDOSNetwork:
+        """The trained model in evaluation mode, whatever it was trained on."""
         if which not in WEIGHTS:
             raise ForgefieldError(f"Weights are 'best' or 'last', not '{which}'.")
         try:
@@ -136,7 +158,7 @@ class Run:
             )
         info = self.info
         self._refuse_code_from_the_folder(info)
-        potential = build_model(info["model"], precision=info["precision"], seed=0)
+        potential = built(info["model"], info["precision"])
         try:
             potential.load_state_dict(safetensors_tensors(path.read_bytes()))
         except Exception as error:
@@ -151,6 +173,12 @@ class Run:
             raise ForgefieldError(
                 f"Run {self.name} names a model inside its own folder; code in a run is not executed."
             )
+
+
+def built(resolved: dict[str, Any], precision: str) -> Potential | LDOSNetwork:
+    """A model of resolved options, with first weights."""
+    build = build_point_model if is_of_points(resolved) else build_model
+    return build(resolved, precision=precision, seed=0)  # type: ignore[operator]
 
 
 def run_exists(name: str | os.PathLike[str], *, out: str | os.PathLike[str] = "runs") -> bool:

@@ -32,6 +32,8 @@ HARMLESS = (
     "training.compile",
     "training.graphs",
     "training.memory",
+    "training.block",
+    "data.fast",
     # How long.
     "trainer.max_epochs",
     "trainer.max_steps",

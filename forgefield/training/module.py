@@ -1,15 +1,9 @@
-"""The Lightning module: one training step, one validation step, and the state that makes a resume exact.
-
-Nothing here reads a value back from the device during a step. Errors and loss sums are added up on the device, each rank its
-own, and added over ranks and read when a row of metrics is written.
-"""
+"""The Lightning module of frames: one training step and one validation step of a potential, by whichever engine."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import lightning as L
-import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
@@ -17,49 +11,22 @@ from forgefield.data.batch import SHAPES, Shapes, with_edges
 from forgefield.errors import ForgefieldError
 from forgefield.models.potential import Potential
 from forgefield.parallel.exchange import StepExchange
-from forgefield.parallel.group import Ranks, alone
+from forgefield.parallel.group import Ranks
 from forgefield.parallel.strategies import SimpleDDPStrategy
 from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.task import Task
-from forgefield.tasks.weights import Moment
-from forgefield.training.ema import WeightAverage
-from forgefield.training.engines.captured_update import CapturedUpdate, portable_optimiser_states, why_not_capturable
+from forgefield.training.engines.captured_update import CapturedUpdate, why_not_capturable
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.graphs import GraphsEngine
 from forgefield.training.engines.sparing import SparingEngine, raise_if_memory
 from forgefield.training.engines.start import EngineStarter
 from forgefield.training.engines.step import Measured, StepFunction
-from forgefield.training.epoch_length import fit_epoch_length, steps_of_fit
-from forgefield.training.optimisers import build_optimiser, build_scheduler, fit_length, rescale_learning_rates
-from forgefield.training.precision import Precision
-from forgefield.training.throughput import Throughput
+from forgefield.training.run_module import RunModule
 
 Batch = dict[str, Tensor]
 
 
-class LossMeter:
-    """Loss over many batches: sums and counts of each term, added on the device."""
-
-    def __init__(self, task: Task) -> None:
-        self.task = task
-        self.sums = torch.zeros(2, len(task.names), dtype=torch.float64)
-
-    def add(self, sums: Tensor) -> None:
-        """sums: (2, n_targets), sums and counts of one batch."""
-        self.sums = self.sums.to(sums.device) + sums
-
-    def value(self, sums: Tensor | None = None) -> float:
-        """The loss of all that was added, here or, given its sums, on all ranks; NaN where nothing was."""
-        sums = self.sums if sums is None else sums
-        if not bool((sums[1] > 0).any()):
-            return float("nan")
-        return self.task.report(sums[0], sums[1])
-
-    def reset(self) -> None:
-        self.sums = torch.zeros_like(self.sums)
-
-
-class TrainingModule(L.LightningModule):
+class TrainingModule(RunModule):
     """Trains `potential` on `task` with the settings of the config's `training` section."""
 
     def __init__(
@@ -79,33 +46,32 @@ class TrainingModule(L.LightningModule):
         """ranks: who trains together. exchange: their message of every batch. lr_factor: multiplies every learning rate.
         starter: gets the engine going on the first batch; without one it is eager. shapes: of the tensors of a batch.
         """
-        super().__init__()
+        super().__init__(
+            potential,
+            task,
+            options,
+            monitor=monitor,
+            samples=("frames", "atoms"),
+            train_errors=ErrorMetrics(task.names, species, classes=task.classes),
+            val_errors=ErrorMetrics(task.names, species, classes=task.classes),
+            ranks=ranks,
+            exchange=exchange,
+            lr_factor=lr_factor,
+        )
         self.potential = potential
         self.task = task
-        self.options = options
-        self.monitor = monitor
-        self.ranks = ranks if ranks is not None else alone()
-        self.exchange = exchange
-        self.lr_factor = lr_factor
-        self.ema = WeightAverage(potential, options.ema) if options.ema else None
-        self.train_loss, self.val_loss = LossMeter(task), LossMeter(task)
-        self.train_errors = ErrorMetrics(task.names, species, classes=task.classes)
-        self.val_errors = ErrorMetrics(task.names, species, classes=task.classes)
         self.starter = starter
         self.engine: Engine | None = None
         self.shapes = shapes
         self._eager = Engine(self._step_function("double"))
         self._update: CapturedUpdate | None = None
         self._evaluation_is_checked = False
-        self.precision = Precision(options.precision)
-        self._precision_now = self.precision.start
-        self._steps_in_all = -1
-        self.throughput = Throughput()
-        self.latest: dict[str, float] = {}
         self._steps_averaged = 0
         self._measured = (-1, -1)
-        self._world_size_before: int | None = None
-        self._schedule_length: int | None = None
+
+    @property
+    def trained(self) -> Potential:
+        return self.potential
 
     def forward(self, batch: Batch) -> Batch:
         return self.potential(batch, forces=self.task.needs_forces, stress=self.task.needs_stress)
@@ -115,25 +81,12 @@ class TrainingModule(L.LightningModule):
 
     # ---- training
 
-    def on_fit_start(self) -> None:
-        if self.ema is not None:
-            self.ema.to(self.device)
-        if self.ranks.rank > 0:  # weights were drawn alike everywhere; what is drawn from now on differs by rank
-            torch.manual_seed(torch.initial_seed() + 7919 * self.ranks.rank)
-
     def on_train_start(self) -> None:
         counts_steps = self.precision.unit == "steps" or self.task.needs_an_end
-        self._steps_in_all = steps_of_fit(self.trainer) if counts_steps else -1
+        self._steps_in_all = self.steps_of_fit() if counts_steps else -1
         self._require_an_end()
         self._steps_averaged = self.trainer.global_step  # known only now: a resume restores it after `on_fit_start`
-        if self._schedule_length is not None and self._world_size_before not in (None, self.ranks.world_size):
-            fit_length(self.trainer.lr_scheduler_configs[0].scheduler, self._schedule_length)
-
-    def on_train_epoch_start(self) -> None:
-        loader: Any = self.trainer.train_dataloader
-        loader.set_epoch(self.trainer.current_epoch)
-        fit_epoch_length(self.trainer, loader)
-        self.throughput.resume()
+        super().on_train_start()
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         """The engine is there before the optimiser's `step` is called, in which `training_step` runs: it may replace it."""
@@ -161,16 +114,6 @@ class TrainingModule(L.LightningModule):
         self._batch = batch
         return step.loss
 
-    def _moment(self) -> Moment:
-        group = self.trainer.optimizers[0].param_groups[0]
-        return Moment(
-            step=self.trainer.global_step,
-            steps=self._steps_in_all,
-            epoch=self.current_epoch,
-            epochs=self.trainer.max_epochs if self.trainer.max_epochs is not None else -1,
-            lr_ratio=float(group["lr"]) / (self.options.lr * self.lr_factor),
-        )
-
     def _require_an_end(self) -> None:
         for target in self.task.targets:
             if target.schedule is None or not target.schedule.needs_an_end:
@@ -183,24 +126,15 @@ class TrainingModule(L.LightningModule):
                     f"give one, or task.{target.name}.schedule.end."
                 )
 
-    def _follow_precision(self) -> None:
-        """A schedule may change the precision; what was compiled or captured holds for one precision only."""
-        name = self.precision.at(
-            epoch=self.current_epoch,
-            epochs=self.trainer.max_epochs,
-            step=self.trainer.global_step,
-            steps=self._steps_in_all,
-        )
-        if name != self._precision_now:
-            self._precision_now = name
-            if self.engine is not None:
-                self.engine.forget()
+    def precision_changed(self) -> None:
+        if self.engine is not None:
+            self.engine.forget()
 
     def _start_engine(self, batch: Batch) -> Engine:
         """The engine, chosen, built and compared with the eager one on the first batch."""
         inner = Engine(self._eager.function, world_size=self.ranks.world_size)
         if self.starter is not None:
-            steps = steps_of_fit(self.trainer)
+            steps = self.steps_of_fit()
             against = self._what_speaks_against_graphs()
             inner = self.starter.start(self._step_function, batch, steps=steps, against_graphs=against)
         if isinstance(inner, GraphsEngine):
@@ -255,61 +189,9 @@ class TrainingModule(L.LightningModule):
         self._steps_averaged = self.trainer.global_step
         loader: Any = self.trainer.train_dataloader
         n_frames = loader.own_frames(batch_idx)
-        self.throughput.count(n_frames=n_frames, n_atoms=batch["positions"].shape[0] if n_frames else 0)
-
-    def finish_row(self) -> None:
-        """Close a row of metrics: training loss and errors since the last row, and a fresh start for the next."""
-        loss_sums, error_sums = self._over_ranks(self.train_loss.sums, self.train_errors.sums)
-        values = {"train/loss": self.finite_train_loss(loss_sums)}
-        values.update({f"train/{name}": value for name, value in self.train_errors.compute(error_sums).items()})
-        self.train_loss.reset()
-        self.train_errors.reset()
-        self._publish(values)
-
-    def take_throughput(self) -> dict[str, float | int | None]:
-        """Frames, atoms and their rates since the last call, over all ranks."""
-        row = self.throughput.take()
-        if self.ranks.world_size > 1:
-            counts = torch.tensor([row["frames"], row["atoms"]], dtype=torch.float64, device=self.device)
-            row["frames"], row["atoms"] = (int(n) for n in self.ranks.sum(counts).tolist())
-            seconds = row["seconds"] or 0.0
-            for name in ("frames", "atoms"):
-                row[f"{name}_per_second"] = row[name] / seconds if row[name] and seconds > 0 else None  # type: ignore[operator]
-        return row
-
-    def _publish(self, values: dict[str, float]) -> None:
-        """Make values known to Lightning's callbacks and to whoever writes the row."""
-        self.latest.update(values)
-        self.log_dict({name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}, logger=False)
-
-    def finite_train_loss(self, sums: Tensor | None = None) -> float:
-        """The training loss of all ranks since the last row; stops the run, on all ranks, when it is not a number."""
-        sums = self._over_ranks(self.train_loss.sums)[0] if sums is None else sums
-        loss = self.train_loss.value(sums)
-        if bool((sums[1] > 0).any()) and not abs(loss) < float("inf"):
-            raise ForgefieldError(
-                f"The training loss became {loss} by step {self.trainer.global_step}; the checkpoints before it are good. "
-                "Lower training.lr or set training.clip_norm, then train again with --fresh."
-            )
-        return loss
-
-    def _over_ranks(self, *sums: Tensor) -> list[Tensor]:
-        """Accumulators added up over ranks, in one message."""
-        if self.ranks.world_size == 1:
-            return list(sums)
-        total = self.ranks.sum(torch.cat([part.reshape(-1).to(self.device) for part in sums]))
-        parts = total.split([part.numel() for part in sums])
-        return [part.reshape(like.shape) for part, like in zip(parts, sums)]
+        self.throughput.count(frames=n_frames, atoms=batch["positions"].shape[0] if n_frames else 0)
 
     # ---- validation
-
-    def on_validation_epoch_start(self) -> None:
-        self.throughput.pause()
-        self.val_loss.reset()
-        self.val_errors.reset()
-        if self.ema is not None:
-            self.ema.to(self.device)
-            self.ema.exchange()
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         with self.precision.applied(self.precision.weights):
@@ -324,71 +206,3 @@ class TrainingModule(L.LightningModule):
             self.starter.check_evaluation(self.engine, self._eager, batch)
             self._evaluation_is_checked = True
         return self.engine.evaluate(batch)
-
-    def on_validation_epoch_end(self) -> None:
-        if self.ema is not None:
-            self.ema.exchange()
-        if not self.trainer.sanity_checking and self.trainer.state.fn == "fit":
-            self.finish_row()
-        loss_sums, error_sums = self._over_ranks(self.val_loss.sums, self.val_errors.sums)
-        values = {"val/loss": self.val_loss.value(loss_sums)}
-        values.update({f"val/{name}": value for name, value in self.val_errors.compute(error_sums).items()})
-        self._publish(values)
-        self.throughput.resume()
-
-    # ---- optimiser
-
-    def configure_optimizers(self) -> Any:
-        parameters = [p for p in self.potential.parameters() if p.requires_grad]
-        optimiser = build_optimiser(self.options.optimizer, parameters, lr=self.options.lr * self.lr_factor)
-        if self.options.scheduler is None:
-            return optimiser
-        scheduler = build_scheduler(
-            self.options.scheduler,
-            optimiser,
-            monitor=self.monitor,
-            validate_every=self.trainer.check_val_every_n_epoch or 1,
-            epochs=self.trainer.max_epochs if self.trainer.max_epochs is not None else -1,
-            steps=lambda: steps_of_fit(self.trainer),
-            lr_factor=self.lr_factor,
-        )
-        if "T_max" not in self.options.scheduler:
-            self._schedule_length = getattr(scheduler["scheduler"], "T_max", None)
-        return {"optimizer": optimiser, "lr_scheduler": scheduler}
-
-    # ---- state beyond weights, optimiser and loops
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        sums = {"train_loss": self.train_loss.sums.cpu().clone(), "train_errors": self.train_errors.sums.cpu().clone()}
-        portable_optimiser_states(checkpoint.get("optimizer_states", []), self.trainer.optimizers)
-        checkpoint["forgefield"] = {
-            "ema": self.ema.state_dict() if self.ema is not None else None,
-            "sums": self.ranks.gather(sums),
-            "lr_factor": self.lr_factor,
-        }
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        state = checkpoint["forgefield"]
-        if self.ema is not None:
-            self.ema.load_state_dict(state["ema"])
-        self._world_size_before = len(state["sums"])
-        own = _own_sums(state["sums"], self.ranks)
-        self.train_loss.sums, self.train_errors.sums = own["train_loss"], own["train_errors"]
-        rescale_learning_rates(checkpoint, self.lr_factor / state["lr_factor"])
-
-    def averaged_state(self) -> dict[str, Tensor]:
-        """The potential's state with averaged weights: what is validated, and what is deployed."""
-        if self.ema is None:
-            state = self.potential.state_dict()
-        else:
-            with self.ema.applied():
-                state = {name: tensor.detach().clone() for name, tensor in self.potential.state_dict().items()}
-        return {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
-
-
-def _own_sums(stored: list[dict[str, Tensor]], ranks: Ranks) -> dict[str, Tensor]:
-    """What this rank had added up. Where the number of ranks has changed, rank 0 takes over the sums of all."""
-    if len(stored) == ranks.world_size:
-        return stored[ranks.rank]
-    total = {name: torch.stack([part[name] for part in stored]).sum(0) for name in stored[0]}
-    return total if ranks.is_first else {name: torch.zeros_like(tensor) for name, tensor in total.items()}
