@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from forgefield.errors import ForgefieldError
 from forgefield.physics.descriptors import DescriptorOptions, make_descriptors
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -54,3 +55,8 @@ def test_gradients_are_those_of_the_cpu():
         descriptors.on_grid(CELL, positions, STRUCTURE[2], True, (3, 2, 2), device=device).sin().sum().backward()
         gradients.append(positions.grad.cpu())
     np.testing.assert_allclose(gradients[1], gradients[0], rtol=1e-7, atol=1e-7)
+
+
+def test_the_loop_for_the_cpu_is_refused():
+    with pytest.raises(ForgefieldError, match="kernel='compiled' is for the CPU"):
+        make_descriptors(DescriptorOptions(kernel="compiled"), ["Al", "O"]).on_grid(*STRUCTURE, device="cuda")

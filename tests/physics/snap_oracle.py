@@ -1,4 +1,4 @@
-"""SNAP as its papers define it, one point at a time: Wigner matrices by their sum formula, Clebsch-Gordan coefficients, loops."""
+"""SNAP as its papers define it, one point at a time: Wigner matrices and Clebsch-Gordan coefficients by their formulas."""
 
 from __future__ import annotations
 

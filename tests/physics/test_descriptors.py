@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +12,8 @@ import pytest
 import torch
 
 from forgefield.errors import ForgefieldError
-from forgefield.physics.descriptors import DescriptorOptions, make_descriptors
+from forgefield.physics.descriptors import DescriptorOptions, make_descriptors, native
 from forgefield.physics.descriptors.bispectrum import bispectrum_triples
-from forgefield.physics.descriptors.native import triple_sums
 from forgefield.physics.descriptors.sphere import SphereHarmonics, quadrature
 from tests.physics.snap_oracle import snap_of_point
 
@@ -83,7 +83,9 @@ def test_descriptors_of_files_made_with_lammps_come_out_to_the_last_digit_of_flo
     stored = np.load(BE2 / f"Be_snapshot{snapshot}.in.npy")
     descriptors = make_descriptors(DescriptorOptions(), ["Be"])
     assert stored.shape[-1] == 3 + descriptors.size
-    corners = np.stack(np.meshgrid(*[np.arange(1, n, n // 4) for n in stored.shape[:3]], indexing="ij"), -1).reshape(-1, 3)
+    corners = np.stack(np.meshgrid(*[np.arange(1, n, n // 4) for n in stored.shape[:3]], indexing="ij"), -1).reshape(
+        -1, 3
+    )
     points = corners / stored.shape[:3] @ np.array(atoms["cell"])
     rows = stored[tuple(corners.T)]
     np.testing.assert_allclose(points, rows[:, :3], atol=1e-6)
@@ -98,23 +100,36 @@ def test_descriptors_of_files_made_with_lammps_come_out_to_the_last_digit_of_flo
     assert float(((rounded - at_points).abs().amax(0) / at_points.std(0)).max()) < 1e-3
 
 
-def test_the_loop_in_c_and_torch_give_the_same_and_work_without_a_compiler(monkeypatch, caplog):
-    arguments = POINTS, CELL, POSITIONS, NUMBERS, True
-    plain = make_descriptors(DescriptorOptions(kernel="torch"), ["Al", "O"]).at_points(*arguments)
-    chosen = make_descriptors(DescriptorOptions(), ["Al", "O"]).at_points(*arguments)
-    np.testing.assert_allclose(chosen, plain, rtol=1e-11, atol=1e-11)
+@pytest.mark.parametrize(
+    ("twojmax", "precision", "tolerance"), [(10, "float64", 1e-11), (5, "float64", 1e-11), (7, "float32", 1e-4)]
+)
+def test_the_loop_in_c_adds_up_what_torch_does(twojmax, precision, tolerance):
+    if not any(map(shutil.which, ("cc", "gcc", "clang"))):
+        pytest.skip("needs a C compiler")
+    found = [
+        make_descriptors(DescriptorOptions(twojmax=twojmax, precision=precision, kernel=kernel), ["Al", "O"]).at_points(
+            POINTS, CELL, POSITIONS, NUMBERS, True
+        )
+        for kernel in ("compiled", "torch")
+    ]
+    np.testing.assert_allclose(found[0], found[1], rtol=tolerance, atol=tolerance)
+
+
+def test_without_a_compiler_torch_does_it_and_says_so_unless_the_loop_was_asked_for(monkeypatch, caplog):
     monkeypatch.setattr("shutil.which", lambda name: None)
-    triple_sums.cache_clear()
+    triples = ((0, 0, 1),)
     with caplog.at_level("INFO"):
-        alone = make_descriptors(DescriptorOptions(), ["Al", "O"]).at_points(*arguments)
-    triple_sums.cache_clear()
-    assert torch.equal(alone, plain)
-    assert "no C compiler found" in caplog.text
+        assert native.triple_sums(triples, torch.float64, required=False) is None
+    assert "computed by torch alone" in caplog.text
+    with pytest.raises(ForgefieldError, match="kernel='compiled' needs a working C compiler"):
+        native.triple_sums(triples, torch.float64, required=True)
 
 
 def test_rotation_translation_order_of_atoms_and_choice_of_images_change_nothing():
     rng = np.random.default_rng(3)
-    descriptors = make_descriptors(DescriptorOptions(twojmax=8, cutoff=3.4, element_weights={"O": 0.6, "Al": 1.1}), ["O", "Al"])
+    descriptors = make_descriptors(
+        DescriptorOptions(twojmax=8, cutoff=3.4, element_weights={"O": 0.6, "Al": 1.1}), ["O", "Al"]
+    )
     plain = descriptors.at_points(POINTS, CELL, POSITIONS, NUMBERS, True)
     turn = np.linalg.qr(rng.normal(size=(3, 3)))[0]
     away, order = np.array([0.2, -5.0, 1.0]), [2, 0, 1]
@@ -149,15 +164,18 @@ def test_gaussian_density_is_the_sum_over_the_atoms_of_each_species():
     sigma = max(np.linalg.norm(CELL, axis=1) / (5, 4, 6)) / 0.08099000022712448 * 0.2
     for i, j, k in ((0, 0, 0), (4, 1, 5), (2, 3, 2)):
         distance = np.linalg.norm(images(CELL, POSITIONS, np.array([i / 5, j / 4, k / 6]) @ CELL), axis=-1)
-        value = np.where(distance < 3.3, np.exp(-(distance**2) / (2 * sigma**2)), 0.0).sum(1) / (2 * math.pi * sigma**2) ** 1.5
+        value = (
+            np.where(distance < 3.3, np.exp(-(distance**2) / (2 * sigma**2)), 0.0).sum(1)
+            / (2 * math.pi * sigma**2) ** 1.5
+        )
         np.testing.assert_allclose(found[i, j, k], [value[0] + value[2], value[1]], rtol=1e-12)
     assert descriptors.columns == ["density(Al)", "density(O)"]
 
 
 @pytest.mark.parametrize("kind", ["bispectrum", "gaussian"])
 def test_gradients_in_positions_and_cell_are_those_of_finite_differences(kind):
-    own = {"twojmax": 4} if kind == "bispectrum" else {"sigma": 0.6}
-    descriptors = make_descriptors(DescriptorOptions(type=kind, cutoff=3.1, **own), ["Al", "O"])
+    own = {"twojmax": 3} if kind == "bispectrum" else {"sigma": 0.6}
+    descriptors = make_descriptors(DescriptorOptions(type=kind, cutoff=2.6, **own), ["Al", "O"])
     mix = torch.linspace(-1, 1, descriptors.size, dtype=torch.float64)
 
     def value(positions, cell):
@@ -169,20 +187,22 @@ def test_gradients_in_positions_and_cell_are_those_of_finite_differences(kind):
     for _ in range(3):
         ways = [torch.randn(3, 3, generator=generator, dtype=torch.float64) for _ in range(2)]
         slope = sum((gradient * way).sum() for gradient, way in zip(gradients, ways))
-        ahead, behind = (value(*(torch.tensor(x) + s * w for x, w in zip((POSITIONS, CELL), ways))) for s in (step, -step))
+        ahead, behind = (
+            value(*(torch.tensor(x) + s * w for x, w in zip((POSITIONS, CELL), ways))) for s in (step, -step)
+        )
         np.testing.assert_allclose(slope, (ahead - behind) / (2 * step), rtol=1e-5, atol=1e-5)
 
 
 def test_harmonics_are_orthonormal_under_the_quadrature_and_add_up_to_chebyshev_polynomials():
     degree = 6
-    nodes, weights, _ = quadrature(2 * degree)
+    nodes, weights = quadrature(2 * degree)
+    nodes, weights = np.concatenate([nodes, nodes * [1, -1, 1, -1]]), np.concatenate([weights, weights])
     harmonics = SphereHarmonics(degree, torch.float64, torch.device("cpu"))
-    values = harmonics.at(torch.as_tensor(nodes))
-    even = torch.cat([part for j, part in enumerate(values.split(harmonics.sizes, 1)) if j % 2 == 0], 1)
-    gram = even.T @ (torch.as_tensor(weights)[:, None] * even)
-    np.testing.assert_allclose(gram, np.eye(len(gram)), atol=1e-13)
+    by_degree = harmonics.at(torch.as_tensor(nodes)).split([(j + 1) ** 2 for j in range(degree + 1)], 1)
+    even = torch.cat(by_degree[0::2], 1)
+    np.testing.assert_allclose(even.T @ (torch.as_tensor(weights)[:, None] * even), np.eye(even.shape[1]), atol=1e-13)
     cosine = np.clip(nodes[:5] @ nodes[40:45].T, -1, 1)
-    for j, part in enumerate(values.split(harmonics.sizes, 1)):
+    for j, part in enumerate(by_degree):
         expected = np.sin((j + 1) * np.arccos(cosine)) / np.sin(np.arccos(cosine))
         np.testing.assert_allclose(part[:5] @ part[40:45].T / (j + 1), expected, atol=1e-12)
 
@@ -202,6 +222,7 @@ def test_harmonics_are_orthonormal_under_the_quadrature_and_add_up_to_chebyshev_
         ({"switch": "on"}, "true or false"),
         ({"element_weights": {"Aluminium": 1.0}}, "chemical symbol"),
         ({"precision": "float16"}, "float64 or float32"),
+        ({"kernel": "fast"}, "auto or compiled or torch"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused_by_name(settings, message):

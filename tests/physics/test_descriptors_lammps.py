@@ -17,7 +17,9 @@ except (ImportError, OSError):
 
 CELL = np.array([[5.0, 0.0, 0.0], [1.5, 4.6, 0.0], [-1.2, 0.8, 5.5]])
 SHAPE = (4, 3, 5)
-POSITIONS = np.concatenate([np.zeros((1, 3)), np.random.default_rng(0).uniform(size=(6, 3)) @ CELL])  # one is on a point
+POSITIONS = np.concatenate(
+    [np.zeros((1, 3)), np.random.default_rng(0).uniform(size=(6, 3)) @ CELL]
+)  # one is on a point
 TYPES = [1, 1, 2, 1, 3, 2, 1]
 SPECIES = ["Al", "O", "H"]
 NUMBERS = [{1: 13, 2: 8, 3: 1}[kind] for kind in TYPES]

@@ -15,7 +15,7 @@ _SIGMA_OF_SPACING = 0.2 / 0.08099000022712448
 
 
 def default_sigma(cell: Tensor, grid_shape: tuple[int, int, int]) -> float:
-    """Width of the Gaussians, A, for a cell (3, 3), A, divided into `grid_shape` voxels: in proportion to their longest edge."""
+    """Width, A, for a cell (3, 3), A, divided into `grid_shape` voxels: in proportion to their longest edge."""
     edges = torch.linalg.norm(cell.detach().cpu(), dim=1) / torch.tensor(grid_shape, dtype=cell.dtype)
     return float(edges.max()) * _SIGMA_OF_SPACING
 
@@ -24,11 +24,15 @@ class GaussianDensity:
     """Sums of normalised Gaussians of the distances to the atoms of each species, 1/A^3."""
 
     closest = -1.0
+    points_at_once = 4096
 
     def __init__(self, options: DescriptorOptions, n_species: int, sigma: float) -> None:
         self.dtype = getattr(torch, options.precision)
         self.n_species = n_species
         self.sigma = sigma
+
+    def ready(self, n_points: int) -> None:
+        """Nothing to prepare, whatever the number of points."""
 
     def of(self, neighbours: Neighbours) -> Tensor:
         """Densities (n, n_species) at points from their neighbours."""

@@ -23,10 +23,6 @@ from forgefield.physics.descriptors.gaussian import GaussianDensity, default_sig
 from forgefield.physics.descriptors.options import DescriptorOptions
 from forgefield.physics.descriptors.surroundings import Surroundings
 
-CHUNK = {"cpu": 128}
-CHUNK_ELSEWHERE = 4096
-"""Points at a time: on a CPU few enough for its cache, on an accelerator enough to fill it (about 2.5 GB at twojmax 10)."""
-
 
 def make_descriptors(options: DescriptorOptions, species: Sequence[str | int]) -> GridDescriptors:
     """Descriptors for structures of the `species` (chemical symbols or atomic numbers, in the order of columns)."""
@@ -44,7 +40,7 @@ class GridDescriptors:
 
     @property
     def columns(self) -> list[str]:
-        """Names of the columns: B(j1,j2,j) with twice the angular momenta, in the order of LAMMPS, or density(X) of element X."""
+        """Names: B(j1,j2,j) with twice the angular momenta, in the order of LAMMPS, or density(X) of element X."""
         if self.options.type == "gaussian":
             return [f"density({symbol})" for symbol in self.species]
         return ["B({},{},{})".format(*triple) for triple in bispectrum_triples(self.options.twojmax)]
@@ -102,7 +98,9 @@ class GridDescriptors:
         if self.options.sigma is not None:
             return self.options.sigma
         if default is None:
-            raise ForgefieldError("sigma: at points that are no grid there is no default; give the width of the Gaussians, A")
+            raise ForgefieldError(
+                "sigma: at points that are no grid there is no default; give the width of the Gaussians, A"
+            )
         return default()
 
     def _structure(
@@ -118,7 +116,8 @@ class GridDescriptors:
             raise ForgefieldError(f"cell has shape {tuple(cell.shape)}; it should be (3, 3), one vector per row, A")
         if positions.ndim != 2 or positions.shape != (len(number), 3):
             raise ForgefieldError(
-                f"positions have shape {tuple(positions.shape)}; for {len(number)} atomic numbers it should be ({len(number)}, 3)"
+                f"positions have shape {tuple(positions.shape)}; for {len(number)} atomic numbers it should be "
+                f"({len(number)}, 3)"
             )
         for name, values in (("cell", cell), ("positions", positions)):
             if not bool(torch.isfinite(values).all()):
@@ -131,7 +130,9 @@ class GridDescriptors:
         for number in np.unique(numbers).tolist():
             if number not in known:
                 name = chemical_symbols[number] if 0 < number < len(chemical_symbols) else f"atomic number {number}"
-                raise ForgefieldError(f"the structure holds {name}; these descriptors are made for {', '.join(self.species)}")
+                raise ForgefieldError(
+                    f"the structure holds {name}; these descriptors are made for {', '.join(self.species)}"
+                )
         return torch.tensor([known.index(number) for number in numbers.tolist()], dtype=torch.int64)
 
     def _calculator(self, device: torch.device, sigma: float) -> Bispectrum | GaussianDensity:
@@ -142,14 +143,23 @@ class GridDescriptors:
         return self._bispectra[device]
 
     def _compute(
-        self, points: Tensor, sigma: float, chunk: int | None, *, cell: Tensor, positions: Tensor, species: Tensor, pbc: Tensor
+        self,
+        points: Tensor,
+        sigma: float,
+        chunk: int | None,
+        *,
+        cell: Tensor,
+        positions: Tensor,
+        species: Tensor,
+        pbc: Tensor,
     ) -> Tensor:
-        count = chunk if chunk is not None else CHUNK.get(points.device.type, CHUNK_ELSEWHERE)
-        if count < 1:
+        if chunk is not None and chunk < 1:
             raise ForgefieldError(f"chunk={chunk} is not valid: it should be a number of points, at least 1")
         if not points.shape[0]:
             return points.new_zeros(0, self.size, dtype=getattr(torch, self.options.precision))
         calculator = self._calculator(points.device, sigma)
+        calculator.ready(points.shape[0])
+        count = calculator.points_at_once if chunk is None else chunk
         surroundings = Surroundings(cell, positions, species, pbc, self.options.cutoff)
         points = surroundings.wrapped(points)
         order = _by_place(points, count, self.options.cutoff)
@@ -158,10 +168,9 @@ class GridDescriptors:
         def of(some: Tensor) -> Tensor:
             return calculator.of(surroundings.neighbours(some, calculator.closest))
 
-        parts = []
         with full_precision():
-            for some in points[order].split(count):
-                parts.append(checkpoint(of, some, use_reentrant=False) if differentiable else of(some))
+            chunks = points[order].split(count)
+            parts = [checkpoint(of, some, use_reentrant=False) if differentiable else of(some) for some in chunks]
         return torch.cat(parts)[torch.argsort(order)]
 
 
@@ -200,7 +209,9 @@ def _plain(values: Any) -> Any:
 def _grid_shape(shape: Sequence[int]) -> tuple[int, int, int]:
     whole = [int(n) for n in shape]
     if len(whole) != 3 or min(whole) < 1 or whole != list(shape):
-        raise ForgefieldError(f"grid_shape={list(shape)} is not valid: it should be three numbers of points, such as [18, 18, 27]")
+        raise ForgefieldError(
+            f"grid_shape={list(shape)} is not valid: it should be three numbers of points, such as [18, 18, 27]"
+        )
     return whole[0], whole[1], whole[2]
 
 
@@ -225,5 +236,7 @@ def _weights(options: DescriptorOptions, species: tuple[str, ...]) -> list[float
             )
     missing = [symbol for symbol in species if symbol not in given]
     if missing:
-        raise ForgefieldError(f"element_weights has no weight of {', '.join(missing)}; give one for each of {', '.join(species)}")
+        raise ForgefieldError(
+            f"element_weights has no weight of {', '.join(missing)}; give one for each of {', '.join(species)}"
+        )
     return [float(given[symbol]) for symbol in species]

@@ -19,25 +19,36 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from forgefield.errors import ForgefieldError
+
 _LOG = logging.getLogger(__name__)
 _FLAGS = ("-O3", "-march=native", "-ffast-math", "-fopenmp", "-shared", "-fPIC")
 _TOGETHER = 10
 """Triples summed in one loop over the nodes: as many as there are registers for."""
 _FUNCTION = """
-void triple_sums(const REAL *values, long points, long nodes, REAL *sums, int threads)
+#define BLOCK 128
+void triple_sums(const REAL *even, const REAL *odd, long points, long nodes, REAL *sums, int threads)
 {{
-    const long step = points * nodes;
     #pragma omp parallel for num_threads(threads) schedule(static)
-    for (long point = 0; point < points; point++) {{
-        REAL *sum = sums + point * {count};
-        {functions}
+    for (long point = 0; point < points; point++)
+    for (long start = 0; start < nodes; start += BLOCK) {{
+        const long count = nodes - start < BLOCK ? nodes - start : BLOCK;
+        REAL *sum = sums + point * {triples};
+        REAL f[{functions}][2 * BLOCK];
+        for (long j = 0; j < {functions}; j++) {{
+            const long here = (j * points + point) * nodes + start;
+            for (long i = 0; i < count; i++) {{
+                f[j][i] = even[here + i] + odd[here + i];
+                f[j][i + count] = even[here + i] - odd[here + i];
+            }}
+        }}
 {loops}
     }}
 }}
 """
 _LOOP = """        {{
             REAL {zeros};
-            for (long i = 0; i < nodes; i++) {{
+            for (long i = 0; i < 2 * count; i++) {{
 {products}
 {additions}
             }}
@@ -51,44 +62,60 @@ class TripleSums:
     def __init__(self, compiled: ctypes.CDLL) -> None:
         self._run = compiled.triple_sums
 
-    def add(self, values: Tensor, sums: Tensor) -> None:
-        """values: (n_functions, n_points, n_nodes); sums: (n_points, n_triples), changed in place; both contiguous, on the CPU."""
+    def add(self, even: Tensor, odd: Tensor, sums: Tensor) -> None:
+        """Arguments, all contiguous and on the CPU:
+        even, odd: (n_functions, n_points, n_nodes): half the sum and half the difference of a function at a node and at its
+            mirror image.
+        sums: (n_points, n_triples), changed in place.
+        """
         self._run(
-            ctypes.c_void_p(values.data_ptr()),
-            ctypes.c_long(values.shape[1]),
-            ctypes.c_long(values.shape[2]),
+            ctypes.c_void_p(even.data_ptr()),
+            ctypes.c_void_p(odd.data_ptr()),
+            ctypes.c_long(even.shape[1]),
+            ctypes.c_long(even.shape[2]),
             ctypes.c_void_p(sums.data_ptr()),
             ctypes.c_int(torch.get_num_threads()),
         )
 
 
-@functools.lru_cache(maxsize=8)
-def triple_sums(triples: tuple[tuple[int, int, int], ...], dtype: torch.dtype) -> TripleSums | None:
-    """The compiled sums for `triples`, or None where there is no working C compiler."""
-    named = (name for name in (os.environ.get("CC"), "cc", "gcc", "clang") if name)
-    compiler = next((found for found in map(shutil.which, named) if found), None)
-    if compiler is None:
-        _LOG.info("no C compiler found: descriptors on the CPU are computed by torch alone, at about half the speed")
-        return None
-    with tempfile.TemporaryDirectory() as folder:
-        source, binary = Path(folder) / "triples.c", Path(folder) / "triples.so"
-        source.write_text(_source(triples, "double" if dtype == torch.float64 else "float"))
-        made = subprocess.run([compiler, *_FLAGS, str(source), "-o", str(binary)], capture_output=True, text=True, check=False)
-        try:
-            if made.returncode == 0:
-                return TripleSums(ctypes.CDLL(str(binary)))
-            reason = made.stderr
-        except OSError as error:
-            reason = str(error)
-    _LOG.info("%s could not compile the loops of descriptors, torch does them at about half the speed: %s", compiler, reason)
+def triple_sums(triples: tuple[tuple[int, int, int], ...], dtype: torch.dtype, *, required: bool) -> TripleSums | None:
+    """The compiled sums for `triples`; where there is no working C compiler an error if `required`, else None and a note."""
+    made = _compiled(triples, "double" if dtype == torch.float64 else "float")
+    if isinstance(made, TripleSums):
+        return made
+    if required:
+        raise ForgefieldError(
+            f"kernel='compiled' needs a working C compiler: {made}; or leave it to torch, kernel='torch'"
+        )
+    _LOG.info("descriptors on the CPU are computed by torch alone, at about a third of the speed: %s", made)
     return None
 
 
+@functools.lru_cache(maxsize=8)
+def _compiled(triples: tuple[tuple[int, int, int], ...], real: str) -> TripleSums | str:
+    """The sums, or the reason why there are none."""
+    named = (name for name in (os.environ.get("CC"), "cc", "gcc", "clang") if name)
+    compiler = next((found for found in map(shutil.which, named) if found), None)
+    if compiler is None:
+        return "there is none of the name $CC, cc, gcc or clang"
+    with tempfile.TemporaryDirectory() as folder:
+        source, binary = Path(folder) / "triples.c", Path(folder) / "triples.so"
+        source.write_text(_source(triples, real))
+        made = subprocess.run(
+            [compiler, *_FLAGS, str(source), "-o", str(binary)], capture_output=True, text=True, check=False
+        )
+        if made.returncode:
+            return f"{compiler} says {made.stderr.strip()}"
+        try:
+            return TripleSums(ctypes.CDLL(str(binary)))
+        except OSError as error:
+            return f"what {compiler} made cannot be loaded: {error}"
+
+
 def _source(triples: Sequence[tuple[int, int, int]], real: str) -> str:
-    rows = sorted({row for triple in triples for row in triple})
-    loops = [_loop(triples, start) for start in range(0, len(triples), _TOGETHER)]
-    functions = " ".join(f"const REAL *f{row} = values + {row} * step + point * nodes;" for row in rows)
-    return f"#define REAL {real}\n" + _FUNCTION.format(count=len(triples), functions=functions, loops="\n".join(loops))
+    functions = 1 + max(row for triple in triples for row in triple)
+    loops = "\n".join(_loop(triples, start) for start in range(0, len(triples), _TOGETHER))
+    return f"#define REAL {real}\n" + _FUNCTION.format(triples=len(triples), functions=functions, loops=loops)
 
 
 def _loop(triples: Sequence[tuple[int, int, int]], start: int) -> str:
@@ -98,7 +125,7 @@ def _loop(triples: Sequence[tuple[int, int, int]], start: int) -> str:
     indent = " " * 16
     return _LOOP.format(
         zeros=", ".join(f"s{place} = 0" for place, _ in mine),
-        products="\n".join(f"{indent}const REAL p{i}_{j} = f{i}[i] * f{j}[i];" for i, j in pairs),
-        additions="\n".join(f"{indent}s{place} += p{i}_{j} * f{k}[i];" for place, (i, j, k) in mine),
+        products="\n".join(f"{indent}const REAL p{i}_{j} = f[{i}][i] * f[{j}][i];" for i, j in pairs),
+        additions="\n".join(f"{indent}s{place} += p{i}_{j} * f[{k}][i];" for place, (i, j, k) in mine),
         results=" ".join(f"sum[{place}] += s{place};" for place, _ in mine),
     )

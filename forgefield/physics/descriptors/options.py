@@ -17,7 +17,7 @@ from forgefield.config.nearest import did_you_mean
 from forgefield.errors import ForgefieldError
 
 TYPES = ("bispectrum", "gaussian")
-KERNELS = ("auto", "torch")
+KERNELS = ("auto", "compiled", "torch")
 PRECISIONS = ("float64", "float32")
 LARGEST_TWOJMAX = 20
 _ONLY_FOR = {
@@ -54,7 +54,8 @@ class DescriptorOptions:
     precision: str = "float64"
     """float64, or float32 for the sums over neighbours and what follows; geometry is always float64."""
     kernel: str = "auto"
-    """Bispectrum on a CPU: auto (a loop in C where there is a compiler, else torch) or torch."""
+    """Bispectrum on a CPU: compiled (a loop in C, made by the C compiler at hand), torch, or auto: compiled if possible and if
+    there are points enough."""
 
     @classmethod
     def from_mapping(cls, settings: Mapping[str, Any], where: str = "descriptors") -> DescriptorOptions:
