@@ -21,7 +21,15 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from forgefield.data.points import PointBlock, PointLoader, PointTable, Snapshot, StreamLoader, find_snapshots
+from forgefield.data.points import (
+    PointBlock,
+    PointLoader,
+    PointTable,
+    Snapshot,
+    StreamLoader,
+    find_snapshots,
+    measure_points,
+)
 from forgefield.data.points.windows import ShuffledBlocks
 
 INPUTS, LEVELS, BATCH = 91, 250, 1000
@@ -45,6 +53,7 @@ def speed(args: argparse.Namespace) -> None:
         "bare gather (index_select)": bare,
         "bare gather (tensor[rows])": indexed,
         "PointLoader": lambda: _run(loader),
+        "torch.randperm": lambda: torch.randperm(n),
         "  its order alone": lambda: [loader.order(i, min(i + 65536, n)) for i in range(0, n, 65536)],
     }
     _show(works, n)
@@ -56,6 +65,7 @@ def speed(args: argparse.Namespace) -> None:
         np.save(f"{folder}/tiled.in.npy", torch.cat([coordinates, points.inputs], dim=1).numpy())
         np.save(f"{folder}/tiled.out.npy", points.targets.numpy())
         table = PointTable([Snapshot("tiled", f"{folder}/tiled.in.npy", f"{folder}/tiled.out.npy", coordinates=True)])
+        _show({"measure_points (scaling)": lambda: measure_points(table)}, n, 2)
         for workers in (1, 2):
             stream = StreamLoader(table, BATCH, shuffle=True, window=n // 4, workers=workers)
             name = f"StreamLoader, {workers} threads (files in the page cache)"

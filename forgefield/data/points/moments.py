@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,9 @@ from forgefield.data.sampling.loader import prepared_ahead
 from forgefield.errors import ForgefieldError
 
 BLOCK = 8192
-"""Points that are read and described at once."""
+"""Points that are read at once."""
+SLICE = 256
+"""Points that are described at once: few enough to stay in the cache."""
 
 
 @dataclass
@@ -125,12 +128,17 @@ def measure_points(
         for values, origin, what in zip(arrays, origins, ("inputs", "targets")):
             if values is not None and not np.isfinite(values.sum()):
                 _refuse(table, rows, values, what)
-            found.append(None if values is None else ColumnMoments.of(values, origin[0]))
+            found.append(None if values is None else _described(values, origin[0]))
         return PointMoments(*found)
 
     if workers:
         return PointMoments.merged(prepared_ahead(describe, len(starts), workers, 2 * workers))
     return PointMoments.merged(map(describe, range(len(starts))))
+
+
+def _described(values: np.ndarray, origin: np.ndarray) -> ColumnMoments:
+    parts = (ColumnMoments.of(values[start : start + SLICE], origin) for start in range(0, len(values), SLICE))
+    return reduce(ColumnMoments.merge, parts)
 
 
 def _refuse(table: PointTable, rows: np.ndarray, values: np.ndarray, what: str) -> None:
