@@ -8,7 +8,8 @@ import re
 import signal
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,20 +31,24 @@ from forgefield.data.sampling.plan import Budget
 from forgefield.data.species import SpeciesTable
 from forgefield.data.splits import is_lazy
 from forgefield.deploy.ase import Calculator
+from forgefield.deploy.electron_files import predict_electrons
+from forgefield.deploy.electrons import ElectronModel
 from forgefield.deploy.evaluate import in_order, outputs_of_atoms, predict_batches
 from forgefield.deploy.predict import predict_file
 from forgefield.errors import ForgefieldError
 from forgefield.files import write_whole, written_whole
 from forgefield.models.ldos import LDOSNetwork
 from forgefield.models.potential import Potential
+from forgefield.models.registry import build_point_model
 from forgefield.parallel.faults import failing_together
 from forgefield.parallel.group import Ranks
 from forgefield.parallel.launch import detect_launch
 from forgefield.parallel.session import this_group
 from forgefield.parallel.spawn import run_ranks
 from forgefield.report.page import write_parity_png, write_report
-from forgefield.runs import Run, built, run_exists
+from forgefield.runs import Run, built, create_run_from_model, run_exists
 from forgefield.tasks.classes import auroc
+from forgefield.tasks.ldos import UNITS
 from forgefield.tasks.ldos_observables import OBSERVABLE_UNITS
 from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.task import LABELS
@@ -56,7 +61,19 @@ from forgefield.training.signals import StopWish
 from forgefield.training.summary import end_summary
 from forgefield.training.trainer import processes_wanted
 
-__all__ = ["Calculator", "Run", "load", "load_run", "predict", "report", "run_exists", "test", "train", "train_example"]
+__all__ = [
+    "Calculator",
+    "ElectronOptions",
+    "Run",
+    "load",
+    "load_run",
+    "predict",
+    "report",
+    "run_exists",
+    "test",
+    "train",
+    "train_example",
+]
 
 
 def train(config: str | Path | dict[str, Any] | DictConfig, *overrides: str, fresh: bool = False) -> Run:
@@ -192,18 +209,82 @@ def predict(
     which: str = "best",
     device: str = "cpu",
     labels_required: bool = False,
+    electrons: ElectronOptions | None = None,
+    say: Callable[[str], None] = lambda text: None,
 ) -> Path:
-    """Write the structures of `source` with predicted energies, forces and stress to `out`.
+    """Write the structures of `source` with predicted energies, forces and stress to `out`; of an LDOS run, densities, DOS and
+    energies to the new folder `out`.
 
     options: units and labels of `source`, which needs none; labels that are there are kept beside the predictions.
-    labels_required: whether every label that `options` names must be there.
+    labels_required: whether every label that `options` names must be there. electrons: for an LDOS run, temperature and grid.
+    say: told what an LDOS run predicts.
     """
     _refuse_company("predict")
     run = run if isinstance(run, Run) else Run.open(run)
     options = options if options is not None else _data_options(run)
+    if run.of_points:
+        return _predict_electrons(run, source, out, options, electrons or ElectronOptions(), which, device, say)
+    if electrons is not None and (given := electrons.given()):
+        raise ForgefieldError(f"{given[0]} is for LDOS runs; run {run.name} is a potential, which knows no electrons.")
     potential = run.load_potential(which, device)
     return predict_file(
         potential, source, Path(out), labels=options.labels, units=options.units, labels_required=labels_required
+    )
+
+
+@dataclass(frozen=True)
+class ElectronOptions:
+    """What an LDOS run is asked for. temperature: of the electrons, K. grid: points along each cell vector, or spacing: their
+    distance, A; default: as in the training snapshots. pseudopotentials: folder of UPF files. electrons: in the cell. ldos:
+    whether the LDOS itself is written, too."""
+
+    temperature: float | None = None
+    grid: Sequence[int] | None = None
+    spacing: float | None = None
+    pseudopotentials: str | os.PathLike[str] | None = None
+    electrons: float | None = None
+    ldos: bool = False
+
+    def given(self) -> list[str]:
+        return [name for name, value in vars(self).items() if value not in (None, False)]
+
+
+def _predict_electrons(
+    run: Run, source: Any, out: Any, options: Any, asked: ElectronOptions, which: str, device: str, say: Any
+) -> Path:
+    settings = {name: value for name, value in vars(asked).items() if name not in ("temperature", "ldos")}
+    model = ElectronModel(run, which=which, device=device, **settings)
+    return predict_electrons(
+        model, source, out, temperature=asked.temperature, ldos=asked.ldos, units=options.units, say=say
+    )
+
+
+def import_mala(file: str | os.PathLike[str], *, name: str | None = None, out: str | os.PathLike[str] = "runs") -> Run:
+    """A run around the model in an archive of MALA's `save_run`. name: default that of the file."""
+    from forgefield.data.points.conditions import calculation_facts
+    from forgefield.data.points.info import info_from
+    from forgefield.models.importers.mala import read_mala
+
+    found = read_mala(file)
+    network = build_point_model(found.resolved, precision=found.precision, seed=0)
+    network.load_state_dict(found.state)
+    info = info_from(found.info, f"{file}: info.json")
+    return create_run_from_model(
+        name=name or Path(file).stem,
+        out=out,
+        resolved=found.resolved,
+        potential=network,
+        origin=found.origin,
+        precision=found.precision,
+        settings={"data": {"points": found.points}},
+        facts={
+            "samples": "points",
+            "species": found.species,
+            "cutoff": (found.points["descriptors"] or {}).get("cutoff"),
+            "units": {"ldos": UNITS["ldos"]},
+            "negative": found.negative,
+            "calculation": calculation_facts([info]) if found.info else {},
+        },
     )
 
 

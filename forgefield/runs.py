@@ -191,11 +191,17 @@ def create_run_from_model(
     name: str,
     out: str | os.PathLike[str],
     resolved: dict[str, Any],
-    potential: Potential,
+    potential: Potential | LDOSNetwork,
     origin: str,
     precision: str,
+    settings: dict[str, Any] | None = None,
+    facts: dict[str, Any] | None = None,
 ) -> Run:
-    """A run folder around a model that was trained elsewhere; it can be tested, used, reported on and trained further."""
+    """A run folder around a model that was trained elsewhere; it can be tested, used, reported on and trained further.
+
+    settings: further sections of its config. facts: further values of its `run.json`; of a model of points also species and
+    cutoff.
+    """
     path = Path(out) / name
     if path.exists():
         raise ForgefieldError(f"{path} exists already; choose another name.")
@@ -204,17 +210,17 @@ def create_run_from_model(
     state = {key: tensor.detach().cpu().contiguous() for key, tensor in potential.state_dict().items()}
     for which in WEIGHTS:
         (run.checkpoints / f"{which}.safetensors").write_bytes(safetensors_bytes(state, metadata={"origin": origin}))
-    config = {"name": name, "model": resolved, "training": {"precision": precision}}
+    config = {"name": name, "model": resolved, "training": {"precision": precision}, **(settings or {})}
     (path / "config.yaml").write_text(f"# {origin}\n" + OmegaConf.to_yaml(OmegaConf.create(config)))
     run.write_info(
         name=name,
         status="imported",
         origin=origin,
-        species=list(resolved["species"]),
-        cutoff=float(resolved["cutoff"]),
         model=resolved,
         precision=precision,
         versions=versions(),
+        **({} if is_of_points(resolved) else {"species": resolved["species"], "cutoff": float(resolved["cutoff"])}),
+        **(facts or {}),
     )
     return run
 

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("program", choices=["nequip", "allegro", "deepmd"], help="kind of model")
+    parser.add_argument("program", choices=["nequip", "allegro", "deepmd", "mala"], help="kind of model")
     parser.add_argument(
         "file",
         help="nequip, allegro: checkpoint (.ckpt), or state dict (.pt, .pth, .npz) with its options as JSON beside it; "
-        "deepmd: backend-free model (.yaml, .dp) or checkpoint (.pt)",
+        "deepmd: backend-free model (.yaml, .dp) or checkpoint (.pt); mala: archive of save_run (.zip)",
     )
     parser.add_argument("--name", help="name of the run; default: name of the file")
     parser.add_argument("--out", default="runs", help="folder that holds runs (default: runs)")
@@ -28,6 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.program == "mala":
+        return _run_mala(args)
     from forgefield.models.registry import build_model
     from forgefield.runs import create_run_from_model
 
@@ -46,13 +48,31 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _run_mala(args: argparse.Namespace) -> int:
+    from forgefield.api import import_mala
+
+    _refuse_options(args)
+    created = import_mala(args.file, name=args.name, out=args.out)
+    info = created.info
+    described = info["model"]["points"]["descriptors"]
+    species = " ".join(info["species"]) or "unknown: there is no info.json in the archive"
+    print(f"{created.path}: {info['origin']}, species {species}")
+    if described is None:
+        print("Its descriptors cannot be made here: it is tested and trained with descriptor files only.")
+    return 0
+
+
+def _refuse_options(args: argparse.Namespace) -> None:
+    for key in ("options", "weights"):
+        if getattr(args, key) is not None:
+            raise ForgefieldError(f"--{key} has no meaning for {args.program}: its files say how a model was built.")
+
+
 def _read(args: argparse.Namespace) -> ImportedModel:
     if args.program == "deepmd":
         from forgefield.models.importers.deepmd import read_deepmd
 
-        for key in ("options", "weights"):
-            if getattr(args, key) is not None:
-                raise ForgefieldError(f"--{key} has no meaning for deepmd: its files say how a model was built.")
+        _refuse_options(args)
         return read_deepmd(args.file)
     from forgefield.models.importers.allegro import ALLEGRO
     from forgefield.models.importers.framework import read_model

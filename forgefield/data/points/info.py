@@ -134,8 +134,16 @@ def read_info(path: Path) -> SnapshotInfo:
 def _from_json(path: Path) -> SnapshotInfo:
     try:
         found = json.loads(path.read_text())
+    except ValueError as error:
+        raise ForgefieldError(f"{path} is not the .info.json of a snapshot: {error}") from None
+    return info_from(found, str(path))
+
+
+def info_from(found: dict[str, Any], source: str) -> SnapshotInfo:
+    """From the content of an `.info.json`. source: what it is, for messages."""
+    try:
         info = SnapshotInfo(
-            source=str(path),
+            source=source,
             fermi_energy=_number(found, "fermi_energy_dft"),
             temperature=_number(found, "temperature"),
             electrons=_number(found, "number_of_electrons_exact"),
@@ -147,7 +155,7 @@ def _from_json(path: Path) -> SnapshotInfo:
         )
         _add_geometry(info, found)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ForgefieldError(f"{path} is not the .info.json of a snapshot: {error}") from None
+        raise ForgefieldError(f"{source} is not the .info.json of a snapshot: {error}") from None
     return info
 
 

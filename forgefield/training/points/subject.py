@@ -9,6 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from forgefield.config.point_options import ObservablesOptions, PointTargetOptions, PointTaskOptions
 from forgefield.data.points import PointTable
+from forgefield.data.points.conditions import calculation_facts, keep_pseudopotentials
 from forgefield.data.readers import plain
 from forgefield.errors import ForgefieldError
 from forgefield.models.ldos import LDOSNetwork, LinearScale, PointFacts, resolve
@@ -21,6 +22,7 @@ from forgefield.tasks.ldos_observables import OBSERVABLE_UNITS
 from forgefield.training.checkpoint import Restart
 from forgefield.training.points.blocks import BlockLoader
 from forgefield.training.points.data import PointData
+from forgefield.training.points.initial import initial_network
 from forgefield.training.points.module import PointsModule
 from forgefield.training.points.observing import NEEDED, SnapshotMeasure
 from forgefield.training.points.start import EngineMaker, block_size
@@ -37,10 +39,9 @@ class PointsSubject(Subject):
 
     def __init__(self, run: Run, config: DictConfig, options: dict[str, Any], party: Party) -> None:
         super().__init__(run, config, options, party)
-        if "from" in config.model:
-            raise ForgefieldError(
-                "model.from is for potentials; a network of grid points begins with weights of its own."
-            )
+        self.initial = initial_network(run, config, party.ranks)
+        if self.initial is not None:
+            self.config = self.initial.settle(config)
         algorithm = str(options.pop("gradient_clip_algorithm", None) or "norm").split(".")[-1].lower()
         self.clip = (options.pop("gradient_clip_val", None), algorithm)
         self._limit = options.pop("limit_train_batches", None)
@@ -58,10 +59,16 @@ class PointsSubject(Subject):
         self.data.measure()
         self.fingerprint = self.data.fingerprint
         require_same_data(self.fingerprint, ranks)
-        _, _, given = check_model(plain(config.model))
-        self.resolved = self.kept_model(resolve(given, self._facts()))
+        if self.initial is None:
+            _, _, given = check_model(plain(config.model))
+            self.resolved = self.kept_model(resolve(given, self._facts()))
+        else:
+            self.data.inputs, self.data.outputs = self.initial.scaling("inputs"), self.initial.scaling("outputs")
+            self.resolved = self.kept_model(self.initial.options(table, plain(config.data.points.descriptors)))
         precision = Precision(config.training.precision).weights
         self.model = build_point_model(self.resolved, precision=precision, seed=config.seed)
+        if self.initial is not None:
+            self.initial.start(self.model)
         self._find_observed()
         self._block_size()
 
@@ -197,12 +204,15 @@ class PointsSubject(Subject):
 
     def facts(self) -> dict[str, Any]:
         descriptors = plain(self.config.data.points.descriptors) or {}
+        snapshots = self.data.train.table.snapshots
+        keep_pseudopotentials(snapshots, self.config.data.points.pseudopotentials, self.run.path)
         return {
             "samples": "points",
             "species": self.data.symbols,
             "cutoff": descriptors.get("cutoff"),
             "statistics": {"n_points": len(self.data.train)},
             "units": self.units,
+            "calculation": calculation_facts(snapshot.info for snapshot in snapshots),
         }
 
     def batch_row(self) -> str:
