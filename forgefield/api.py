@@ -73,6 +73,7 @@ __all__ = [
     "test",
     "train",
     "train_example",
+    "tune",
 ]
 
 
@@ -257,6 +258,62 @@ def _predict_electrons(
     return predict_electrons(
         model, source, out, temperature=asked.temperature, ldos=asked.ldos, units=options.units, say=say
     )
+
+
+def tune(
+    config: str | Path | dict[str, Any] | DictConfig,
+    *overrides: str,
+    space: Sequence[str] = (),
+    trials: int | None = None,
+    fresh: bool = False,
+) -> Path:
+    """Search as the section `tune` of a config says and return the folder of the search, which holds `best.yaml`, `tune.html`,
+    `trials.csv` and the runs of all trials. Calling it again goes on where the search was."""
+    code = tune_with_outcome(config, list(overrides), space=space, trials=trials, fresh=fresh)
+    loaded = load_config(config, list(overrides))
+    if code != 0:
+        raise ForgefieldError(f"The search was stopped (exit code {code}); call it again to go on.")
+    return Path(loaded.out) / f"{loaded.name}-tune"
+
+
+def tune_with_outcome(
+    config: Any,
+    overrides: list[str],
+    *,
+    space: Sequence[str] = (),
+    trials: int | None = None,
+    workers: int = 1,
+    fresh: bool = False,
+    worker: int | None = None,
+) -> int:
+    """Search; returns the exit code. worker: number of this one among those that one command has started."""
+    from forgefield.tuning.page import write_page
+    from forgefield.tuning.search import Stopped, move_aside, prepare, work, write_best
+    from forgefield.tuning.workers import run_workers
+
+    search = prepare(config, overrides, space=space, trials=trials)
+    if fresh:
+        move_aside(search)
+    code = 0
+    if workers > 1:
+        search.open()
+        words = [str(config), *overrides, *(word for spec in space for word in ("--space", spec))]
+        code = run_workers([*words, *(["--trials", str(trials)] if trials is not None else [])], workers)
+        study = search.open()
+    else:
+        try:
+            study = work(search, worker=worker or 0)
+        except Stopped as stopped:
+            print("Stopped; the same command goes on.")
+            return stopped.code
+    if worker is not None:
+        return code
+    best, page = write_best(search, study), write_page(search, study)
+    if best is not None:
+        print(f"best: {search.monitor} {study.best_value:.6g}, trial {study.best_trial.number}; {best}")
+        print(f"its run: {search.folder / 'trials' / study.best_trial.user_attrs['folder']}")
+    print(f"figures: {page}")
+    return code
 
 
 def import_mala(file: str | os.PathLike[str], *, name: str | None = None, out: str | os.PathLike[str] = "runs") -> Run:

@@ -58,6 +58,7 @@ WHOLE = (
     "data.reference_energies",
     "data.points.energies",
     "data.points.descriptors",
+    "tune",
     "training.early_stopping",
     "trainer.max_time",
     "model.*",
@@ -90,7 +91,7 @@ def load_config(
         config.name = sources.main.stem
     if isinstance(config.model, Mapping) and "from" in config.model:
         config.model = {"from": config.model["from"], **INITIAL_MODEL, **config.model}
-        if not (sources.explicit("data.cutoff") or _in(content, "data.cutoff")):
+        if config.data.points is None and not (sources.explicit("data.cutoff") or _in(content, "data.cutoff")):
             config.data.cutoff = None
     check_values(config, sources)
     absolute_data_paths(config.data, [Path.cwd(), folder])

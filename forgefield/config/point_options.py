@@ -11,6 +11,9 @@ from typing import Any, Optional
 # OmegaConf reads these annotations at run time and knows `Optional[X]`, not `X | None`, in every supported version.
 # ruff: noqa: UP045
 
+DEFAULT_POINTS = 1000
+"""Points of a batch where nothing is said."""
+
 
 @dataclass
 class ScalingOptions:

@@ -59,8 +59,8 @@ def points_section(run: RunData) -> Html:
     available = {split: predictions for split, predictions in found.items() if predictions is not None}
     if not available:
         words = (
-            "There are no predictions of whole snapshots yet; forgefield test RUN --data SNAPSHOTS makes them. Observables need "
-            "the temperature, the number of electrons and the cell of a snapshot."
+            "There are no predictions of whole snapshots yet; forgefield test RUN --data SNAPSHOTS makes them. Observables "
+            "need the temperature, the number of electrons and the cell of a snapshot."
         )
         return section("errors", "Errors", lead, tag("div", tag("p", words), class_="card empty"))
     tabs: list[Child] = []
@@ -140,6 +140,6 @@ def _table(run: RunData, predictions: PointPredictions) -> Html:
             difference = arrays[f"{key}_pred"][number] - arrays[f"{name}_dft"][number]
             row.append(significant(float(1000 * difference / arrays["n_atoms"][number])))
         rows.append(row)
-    note = "Energies are prediction minus reference. What the targets themselves miss of the DFT energies is in the last columns."
+    note = "Energies are prediction minus reference; against DFT, also by what the targets themselves miss of it."
     content = [table(header, rows), tag("p", note, class_="note") if extra else None]
     return tag("div", tag("h3", "Observables of each snapshot"), *content, class_="card whole-row")

@@ -262,8 +262,8 @@ def use_section(run: RunData) -> Html:
     quoted = shlex.quote(name)
     if run.of_points:
         loading = f"import forgefield\n\nmodel = forgefield.load({name!r})\nldos = model(descriptors)  # 1/(eV A^3)"
-        shell = f"forgefield test {quoted} --data snapshots"
-        cards = [card("In Python", tag("pre", _dim_comments(loading))), card("On the command line", tag("pre", shell))]
+        command = tag("pre", f"forgefield test {quoted} --data snapshots")
+        cards = [card("In Python", tag("pre", _dim_comments(loading))), card("On the command line", command)]
         return section("use", "Use this model", None, tag("div", *cards, class_="grid two"))
     shell = [
         f"forgefield predict {quoted} structures.extxyz -o predicted.extxyz",

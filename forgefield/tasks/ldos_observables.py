@@ -60,6 +60,8 @@ class SnapshotFacts:
     given_fermi: float | None = None
     density_energies: Callable[[], DensityEnergies] | None = None
     dft: dict[str, float] | None = None
+    unit: str = "1/(eV*A^3)"
+    """As which the files were read."""
 
     @cached_property
     def energies(self) -> DensityEnergies | None:
@@ -120,7 +122,7 @@ class Observer:
         """Name the unit that would fit, where the electrons at the Fermi energy of the calculation are far off."""
         if facts.given_fermi is not None:
             found = float(electron_number(dos, self.grid, facts.temperature, facts.given_fermi))
-            check_electrons(found, facts.electrons, where=f"snapshot {facts.name}")
+            check_electrons(found, facts.electrons, where=f"snapshot {facts.name}", unit=facts.unit)
 
     def _density(self, ldos: Callable[[], Iterable[Tensor]], facts: SnapshotFacts, fermi: float) -> Tensor:
         weights = occupation_weights(self.grid, fermi, facts.temperature).number

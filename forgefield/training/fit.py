@@ -8,6 +8,7 @@ them run it; rank 0 decides and writes, the others are told.
 from __future__ import annotations
 
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,6 +75,7 @@ class _Plan:
     config: DictConfig
     options: dict[str, Any]
     subject: Subject
+    callbacks: Sequence[Callback] = ()
 
     @property
     def quick(self) -> bool:
@@ -110,8 +112,11 @@ class _Plan:
         )
 
 
-def fit(config: DictConfig, *, fresh: bool, journal: Journal, ranks: Ranks) -> Fitted:
-    """Train as `config` says. With `fresh` an existing run of that name is moved aside, else it is continued."""
+def fit(
+    config: DictConfig, *, fresh: bool, journal: Journal, ranks: Ranks, callbacks: Sequence[Callback] = ()
+) -> Fitted:
+    """Train as `config` says. With `fresh` an existing run of that name is moved aside, else it is continued. callbacks: of the
+    caller, beside those of the config."""
     options: dict[str, Any] = plain(config.trainer)
     require_same_settings(config, ranks)
     lr_factor = learning_rate_factor(config.training.scale_lr, ranks.world_size)
@@ -129,7 +134,7 @@ def fit(config: DictConfig, *, fresh: bool, journal: Journal, ranks: Ranks) -> F
         changed = ranks.share(_changed_settings(run, config, party) if ranks.is_first else None)
         L.seed_everything(config.seed, verbose=False)
         subject.prepare()
-        plan = _Plan(run, config, options, subject)
+        plan = _Plan(run, config, options, subject, callbacks)
         restart, status = ranks.share(_where_to_go_on(run, journal) if ranks.is_first else None)
         limits_changed = any(key.startswith(_LIMITS) for key in changed)
         if restart is not None and status == "finished" and not limits_changed:
@@ -238,6 +243,7 @@ def _callbacks(plan: _Plan, monitor: str, step: int, party: Party, exchange: Ste
             else []
         ),
         *user_callbacks(plan.config.callbacks),
+        *plan.callbacks,
     ]
 
 

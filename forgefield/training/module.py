@@ -29,6 +29,9 @@ Batch = dict[str, Tensor]
 class TrainingModule(RunModule):
     """Trains `potential` on `task` with the settings of the config's `training` section."""
 
+    train_errors: ErrorMetrics
+    val_errors: ErrorMetrics
+
     def __init__(
         self,
         potential: Potential,

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from forgefield.config.point_options import DEFAULT_POINTS
 from forgefield.data.points import (
     EveryPoint,
     PointBlock,
@@ -36,7 +37,6 @@ from forgefield.errors import ForgefieldError
 from forgefield.models.ldos import LDOSNetwork
 from forgefield.parallel.group import Ranks
 
-DEFAULT_POINTS = 1000
 EVALUATED = 16384
 """Points of a batch in validation, where nothing is said."""
 CHUNK = 16384

@@ -1,7 +1,7 @@
 """A trained network of points on snapshots: errors of its target and of every observable that can be had, kept in the run.
 
-Ranks share the points; rank 0 writes `predictions/SPLIT-points.npz`: DOS, energies and a sample of the density of each snapshot,
-predicted and as the targets give them.
+Ranks share the points; rank 0 writes `predictions/SPLIT-points.npz`: DOS, energies and a sample of the density of each
+snapshot, predicted and as the targets give them.
 """
 
 from __future__ import annotations

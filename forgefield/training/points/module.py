@@ -19,6 +19,7 @@ from forgefield.parallel.exchange import StepExchange
 from forgefield.parallel.group import Ranks
 from forgefield.parallel.strategies import SimpleDDPStrategy
 from forgefield.tasks.ldos import PointErrors, PointTask, errors_known_in_training
+from forgefield.training.epoch_length import fit_epoch_length
 from forgefield.training.points.blocks import Block, BlockLoader
 from forgefield.training.points.engines import EagerEngine, GraphsEngine
 from forgefield.training.points.observing import SnapshotMeasure
@@ -82,15 +83,21 @@ class PointsModule(RunModule):
     def on_train_start(self) -> None:
         self._steps_in_all = self.steps_of_fit() if self.precision.unit == "steps" else -1
         super().on_train_start()
+        self._end_with_a_block()  # in a resumed epoch no other hook comes in time
         if self.observables is not None and self.trainer.global_step == 0:
             self.told(self._observe())
 
     def on_train_epoch_start(self) -> None:
-        loader: BlockLoader = self.trainer.train_dataloader  # type: ignore[assignment]
+        self._end_with_a_block()
+        super().on_train_epoch_start()
+
+    def _end_with_a_block(self) -> None:
+        """Let the last block end where `trainer.max_steps` ends the training."""
+        loader: Any = self.trainer.train_dataloader
         loader.set_epoch(self.trainer.current_epoch)
         if self.trainer.max_steps not in (None, -1):
             loader.cut_after(self.trainer.max_steps - self.trainer.global_step)
-        super().on_train_epoch_start()
+            fit_epoch_length(self.trainer, loader)
 
     def steps_of_fit(self) -> int:
         trainer, loader = self.trainer, self.trainer.train_dataloader

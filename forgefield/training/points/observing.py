@@ -18,6 +18,7 @@ from forgefield.errors import ForgefieldError
 from forgefield.models.ldos import LDOSNetwork
 from forgefield.parallel.group import Ranks
 from forgefield.physics.density_energies import DensityEnergies
+from forgefield.physics.ldos_units import LDOS_UNITS
 from forgefield.physics.upf import read_upf
 from forgefield.tasks.ldos_observables import Observables, Observer, SnapshotFacts, mean_absolute
 from forgefield.training.points.data import KeptRows, SnapshotRows, stretch_of
@@ -77,6 +78,7 @@ class SnapshotMeasure:
             given_fermi=info.fermi_energy,
             density_energies=(lambda: density_energies(snapshot, folder)) if needs_density else None,
             dft=dict(info.energies),
+            unit=min(LDOS_UNITS, key=lambda unit: abs(LDOS_UNITS[unit] - snapshot.factor)),
         )
 
     def reference(self, number: int) -> Observables:

@@ -38,10 +38,21 @@ def block_size(training: Any, options: dict[str, Any], steps: int, flops: float)
         return 1  # validations are counted through epochs, whose last blocks are short
     if isinstance(interval, float):
         wanted = min(wanted, max(1, int(interval * steps)))
-    for period in (interval, training.checkpoint.every_steps):
-        if isinstance(period, int) and not isinstance(period, bool):
-            wanted = max(size for size in range(1, wanted + 1) if period % size == 0)
-    return max(1, min(wanted, steps))
+    wanted = min(wanted, steps)
+    if isinstance(interval, int) and not isinstance(interval, bool):
+        wanted = max(size for size in range(1, wanted + 1) if _keeps_time(size, interval, steps))
+    if training.checkpoint.every_steps:
+        wanted = max(
+            size for size in range(1, wanted + 1) if wanted % size == training.checkpoint.every_steps % size == 0
+        )
+    return wanted
+
+
+def _keeps_time(size: int, interval: int, steps: int) -> bool:
+    """Whether validations after every `interval` steps of an epoch are those after every so many blocks: the last block of an
+    epoch may be a short one, at which none is due."""
+    short = steps % size != 0
+    return interval % size == 0 and not (short and -(-steps // size) % (interval // size) == 0)
 
 
 class EngineMaker:

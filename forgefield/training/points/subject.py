@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from forgefield.config.point_options import ObservablesOptions, PointTargetOptions, PointTaskOptions
+from forgefield.config.point_options import ObservablesOptions, PointTargetOptions
 from forgefield.data.points import PointTable
 from forgefield.data.points.conditions import calculation_facts, keep_pseudopotentials
 from forgefield.data.readers import plain
@@ -70,6 +70,7 @@ class PointsSubject(Subject):
         if self.initial is not None:
             self.initial.start(self.model)
         self._find_observed()
+        self._require_whole_snapshots()
         self._block_size()
 
     def _facts(self) -> PointFacts:
@@ -165,12 +166,14 @@ class PointsSubject(Subject):
 
     def _terms(self) -> SnapshotMeasure:
         """Training snapshots, for terms of the loss."""
-        if not self.data.train.is_whole:
+        return self._measure(self.data.train.table, ["band_energy"], "self_consistent", part=self.data.train)
+
+    def _require_whole_snapshots(self) -> None:
+        if self.task.terms and not self.data.train.is_whole:
             raise ForgefieldError(
                 f"task.{next(iter(self.task.terms))} is a term on whole snapshots, and a share of their points is held back "
                 "for validation; name snapshots in data.val."
             )
-        return self._measure(self.data.train.table, ["band_energy"], "self_consistent", part=self.data.train)
 
     def _tell(self, values: dict[str, float], quick: bool) -> None:
         """Observables before the first step."""
@@ -190,8 +193,11 @@ class PointsSubject(Subject):
             self._module.observables = self._measure(
                 self.observed, list(self.observables.metrics), self.observables.fermi, part=self.data.val
             )
-            for number in range(len(self.observed.snapshots)):
-                self._module.observables.reference(number)  # wrong units and energies are told now
+        # What is wrong with units and energies of snapshots is told now.
+        measures = [self._module.observables, self._terms() if self.task.terms else None]
+        for measure in measures:
+            for number in range(0 if measure is None else len(measure.facts)):
+                measure.reference(number)  # type: ignore[union-attr]
         return BlockLoader(self.data.train_loader(device), self.block, self._limit)
 
     def val_loader(self) -> Any:
@@ -238,10 +244,11 @@ def energy_grid(energies: Any) -> dict[str, Any] | None:
 def point_task(config: DictConfig, n_targets: int) -> PointTask:
     """The task of a config; without one, the target alone."""
     target = config.data.points.target
-    options = PointTaskOptions() if config.task is None else config.task.points
-    own = OmegaConf.structured(PointTargetOptions) if config.task is None else options[target]
-    terms = {} if config.task is None else {name: options[name] for name in TERMS if options[name] is not None}
-    return PointTask(target, own, terms, n_targets)
+    if config.task is None:
+        return PointTask(target, OmegaConf.structured(PointTargetOptions), {}, n_targets)
+    options = config.task.points
+    terms = {name: options[name] for name in TERMS if options[name] is not None}
+    return PointTask(target, options[target], terms, n_targets)
 
 
 def _possible(table: PointTable) -> list[str]:
