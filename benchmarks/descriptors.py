@@ -73,10 +73,11 @@ def main() -> None:
     if arguments.device == "cpu":
         torch.set_num_threads(1)
     shape = (arguments.grid[0], arguments.grid[1], arguments.grid[2])
+    kernel = "compiled" if arguments.device == "cpu" else "auto"
     cases = {
-        "float64": DescriptorOptions(twojmax=arguments.twojmax),
+        "float64": DescriptorOptions(twojmax=arguments.twojmax, kernel=kernel),
         "float64, torch alone": DescriptorOptions(twojmax=arguments.twojmax, kernel="torch"),
-        "float32": DescriptorOptions(twojmax=arguments.twojmax, precision="float32"),
+        "float32": DescriptorOptions(twojmax=arguments.twojmax, precision="float32", kernel=kernel),
         "gaussian": DescriptorOptions(type="gaussian"),
     }
     made = {name: make_descriptors(options, ["Be"]) for name, options in cases.items()}
