@@ -8,7 +8,13 @@ import numpy as np
 
 
 def lammps_grid(
-    cell: np.ndarray, positions: np.ndarray, types: Sequence[int], command: str, *, shape: tuple[int, int, int], local: bool
+    cell: np.ndarray,
+    positions: np.ndarray,
+    types: Sequence[int],
+    command: str,
+    *,
+    shape: tuple[int, int, int],
+    local: bool,
 ) -> np.ndarray:
     """Columns (nx, ny, nz, c) of a compute `command` for atoms of `types` 1, 2, ... in a lower-triangular `cell`.
 
