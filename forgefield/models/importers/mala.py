@@ -182,9 +182,9 @@ def _layers(path: Path, weights: Mapping[str, Tensor]) -> list[tuple[int, Tensor
         if match is None:
             raise ForgefieldError(f"{path}: {name} is no weight of a feed-forward network.")
         found.setdefault(int(match[1]), {})[match[2]] = value
-    layers = [(place, parts["weight"], parts["bias"]) for place, parts in sorted(found.items())]
-    if any(weight.ndim != 2 for _, weight, _ in layers):
+    if any("bias" not in parts or parts["weight"].ndim != 2 for parts in found.values()):
         raise ForgefieldError(f"{path}: an activation of this network has weights of its own, which is not known here.")
+    layers = [(place, parts["weight"], parts["bias"]) for place, parts in sorted(found.items())]
     if len(layers) < 2:
         raise ForgefieldError(f"{path} has no hidden layer, and the networks here have one at least.")
     return layers
