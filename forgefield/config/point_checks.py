@@ -79,6 +79,14 @@ def check_frames_only(config: DictConfig, sources: Sources) -> None:
         )
 
 
+def require_frames(config: DictConfig, verb: str, instead: str) -> None:
+    """Refuse a config of points for a verb that is about frames. instead: what does the like for points."""
+    if config.data.points is not None:
+        raise ForgefieldError(
+            f"{verb} is about models of frames, and this config is of grid points (data.points); {instead}."
+        )
+
+
 def check_points(config: DictConfig, sources: Sources) -> None:
     """Refuse settings of frames in a config of points, and settings of points without a meaning."""
     for key in FRAMES_ONLY:
