@@ -269,11 +269,10 @@ def tune(
 ) -> Path:
     """Search as the section `tune` of a config says and return the folder of the search, which holds `best.yaml`, `tune.html`,
     `trials.csv` and the runs of all trials. Calling it again goes on where the search was."""
-    code = tune_with_outcome(config, list(overrides), space=space, trials=trials, fresh=fresh)
-    loaded = load_config(config, list(overrides))
+    folder, code = tune_with_outcome(config, list(overrides), space=space, trials=trials, fresh=fresh)
     if code != 0:
         raise ForgefieldError(f"The search was stopped (exit code {code}); call it again to go on.")
-    return Path(loaded.out) / f"{loaded.name}-tune"
+    return folder
 
 
 def tune_with_outcome(
@@ -285,8 +284,8 @@ def tune_with_outcome(
     workers: int = 1,
     fresh: bool = False,
     worker: int | None = None,
-) -> int:
-    """Search; returns the exit code. worker: number of this one among those that one command has started."""
+) -> tuple[Path, int]:
+    """Search; returns its folder and an exit code. worker: number of this one among those that one command has started."""
     from forgefield.tuning.page import write_page
     from forgefield.tuning.search import Stopped, move_aside, prepare, work, write_best
     from forgefield.tuning.workers import run_workers
@@ -305,15 +304,15 @@ def tune_with_outcome(
             study = work(search, worker=worker or 0)
         except Stopped as stopped:
             print("Stopped; the same command goes on.")
-            return stopped.code
+            return search.folder, stopped.code
     if worker is not None:
-        return code
+        return search.folder, code
     best, page = write_best(search, study), write_page(search, study)
     if best is not None:
         print(f"best: {search.monitor} {study.best_value:.6g}, trial {study.best_trial.number}; {best}")
         print(f"its run: {search.folder / 'trials' / study.best_trial.user_attrs['folder']}")
     print(f"figures: {page}")
-    return code
+    return search.folder, code
 
 
 def import_mala(file: str | os.PathLike[str], *, name: str | None = None, out: str | os.PathLike[str] = "runs") -> Run:

@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
         raise ForgefieldError(f"--workers {args.workers}: one at least is needed.")
     from forgefield import api
 
-    return api.tune_with_outcome(
+    _, code = api.tune_with_outcome(
         config,
         overrides,
         space=args.space,
@@ -50,3 +50,4 @@ def run(args: argparse.Namespace) -> int:
         fresh=args.fresh,
         worker=args.worker,
     )
+    return code

@@ -31,7 +31,15 @@ from forgefield.training.journal import Journal
 from forgefield.training.trainer import processes_wanted
 from forgefield.tuning.options import TuneOptions
 from forgefield.tuning.space import Dimension, override, read_space
-from forgefield.tuning.study import n_combinations, open_study, queue_dead_trials, require_optuna, this_worker
+from forgefield.tuning.study import (
+    n_combinations,
+    open_study,
+    queue_again,
+    queue_dead_trials,
+    require_optuna,
+    sampler_of,
+    this_worker,
+)
 from forgefield.tuning.watching import ReportTrial
 
 IN_A_ROW = 3
@@ -85,10 +93,10 @@ class Search:
         OmegaConf.update(config, "trainer.devices", 1, force_add=True)
         return config
 
-    def open(self, worker: int = 0) -> Any:
-        """Its study; made, or compared with what it was made with. worker: number of this one among those of a command."""
+    def open(self) -> Any:
+        """Its study; made, or compared with what it was made with."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        study = open_study(self.folder, str(self.base.name), self.options, self.space, int(self.base.seed) + worker)
+        study = open_study(self.folder, str(self.base.name), self.options)
         _require_same(study, self)
         return study
 
@@ -114,14 +122,15 @@ def prepare(source: Any, overrides: Sequence[str], *, space: Sequence[str] = (),
 
 
 def work(search: Search, *, worker: int = 0, say: Callable[[str], None] = print) -> Any:
-    """Train trials until there are enough; returns the study."""
+    """Train trials until there are enough; returns the study. worker: number of this one among those of a command."""
     optuna = require_optuna()
-    study = search.open(worker)
+    study = search.open()
     for number in queue_dead_trials(study):
         say(f"Trial {number} was left by a process that is gone; its training goes on in another trial.")
     worker_of_study = _Worker(search, study, say)
     states = optuna.trial.TrialState
     while worker_of_study.counted(states) < search.trials:
+        study.sampler = sampler_of(study, search.options, search.space, int(search.base.seed), worker)
         study.optimize(worker_of_study.train, n_trials=1, catch=(TrialFailed,), callbacks=[worker_of_study.told])
         if worker_of_study.failed >= IN_A_ROW:
             raise ForgefieldError(
@@ -170,20 +179,13 @@ class _Worker:
                 if torch.cuda.is_available():
                     torch.cuda.empty_cache()
         if fitted.outcome == "stopped":
-            self._give_back(trial)
+            queue_again(self.study, self.study.trials[trial.number])  # Optuna marks this one as failed
             raise Stopped(fitted.exit_code)
         best = watching.best if watching.values else _best_of(fitted.run, self.search.monitor)
         if not math.isfinite(best):
             trial.set_user_attr("error", f"{self.search.monitor} is not a finite number")
             raise TrialFailed(f"{self.search.monitor} is not a finite number: the training diverged.")
         return best
-
-    def _give_back(self, trial: Any) -> None:
-        """Queue a trial whose training was asked to stop."""
-        optuna = require_optuna()
-        frozen = self.study.trials[trial.number]
-        self.study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
-        self.study.enqueue_trial(dict(frozen.params), user_attrs={"folder": frozen.user_attrs["folder"]})
 
     def told(self, study: Any, trial: Any) -> None:
         """After each trial: a line for the user, and the count of failures."""

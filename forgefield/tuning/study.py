@@ -12,9 +12,12 @@ import logging
 import os
 import socket
 import warnings
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from forgefield.errors import ForgefieldError
 from forgefield.tuning.options import TuneOptions
@@ -31,14 +34,14 @@ def require_optuna() -> Any:
         raise ForgefieldError(
             "forgefield tune needs Optuna, which is not installed: pip install 'forgefield[tune]', or pip install optuna."
         ) from error
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
     logging.getLogger("alembic").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
     return optuna
 
 
-def open_study(folder: Path, name: str, options: TuneOptions, space: Sequence[Dimension], seed: int) -> Any:
-    """The study of that name, made where there is none. seed: of the sampler."""
+def open_study(folder: Path, name: str, options: TuneOptions) -> Any:
+    """The study of that name, made where there is none."""
     optuna = require_optuna()
     url = options.storage or f"sqlite:///{(folder / 'study.db').resolve()}"
     on_loss = "heartbeat_stale_trial_callback"
@@ -56,7 +59,6 @@ def open_study(folder: Path, name: str, options: TuneOptions, space: Sequence[Di
         return optuna.create_study(
             study_name=name,
             storage=storage,
-            sampler=_sampler(optuna, options, space, seed),
             pruner=_pruner(optuna, options),
             direction="minimize",
             load_if_exists=True,
@@ -68,7 +70,14 @@ def open_study(folder: Path, name: str, options: TuneOptions, space: Sequence[Di
         raise ForgefieldError(f"tune.storage: the database {url} cannot be used: {reason}") from error
 
 
-def _sampler(optuna: Any, options: TuneOptions, space: Sequence[Dimension], seed: int) -> Any:
+def sampler_of(study: Any, options: TuneOptions, space: Sequence[Dimension], seed: int, worker: int) -> Any:
+    """What chooses the values of the next trial: by seed, worker and the number of trials so far, so that a search that was
+    interrupted goes on as it would have. Workers that share a database draw differently from each other."""
+    optuna = require_optuna()
+    place = [zlib.crc32(f"{socket.gethostname()} {os.getpid()}".encode())] if options.storage is not None else []
+    if options.sampler != "grid":
+        words = [seed, worker, len(study.get_trials(deepcopy=False)), *place]
+        seed = int(np.random.SeedSequence(words).generate_state(1)[0])
     if options.sampler == "grid":
         ranges = [dimension.key for dimension in space if dimension.choices is None]
         if ranges:
