@@ -8,6 +8,8 @@ import re
 import signal
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ from forgefield.config.loading import load_config, require_training_data
 from forgefield.config.schema import DataOptions
 from forgefield.config.template import commented_yaml
 from forgefield.data.dataset import GraphDataset
+from forgefield.data.points import PointTable, find_snapshots
+from forgefield.data.readers import plain
 from forgefield.data.reading import read_table
 from forgefield.data.sampling.batching import evaluation_budget
 from forgefield.data.sampling.loader import FrameLoader
@@ -27,13 +31,16 @@ from forgefield.data.sampling.plan import Budget
 from forgefield.data.species import SpeciesTable
 from forgefield.data.splits import is_lazy
 from forgefield.deploy.ase import Calculator
+from forgefield.deploy.electron_files import predict_electrons
+from forgefield.deploy.electrons import ElectronModel
 from forgefield.deploy.evaluate import in_order, outputs_of_atoms, predict_batches
 from forgefield.deploy.predict import predict_file
 from forgefield.errors import ForgefieldError
 from forgefield.files import write_whole, written_whole
 from forgefield.models.deeppot.branches import single
+from forgefield.models.ldos import LDOSNetwork
 from forgefield.models.potential import Potential
-from forgefield.models.registry import branch_names, build_model
+from forgefield.models.registry import branch_names, build_point_model
 from forgefield.parallel.accelerators import evaluation_device
 from forgefield.parallel.faults import failing_together
 from forgefield.parallel.group import Ranks
@@ -41,18 +48,35 @@ from forgefield.parallel.launch import detect_launch
 from forgefield.parallel.session import this_group
 from forgefield.parallel.spawn import run_ranks
 from forgefield.report.page import write_parity_png, write_report
-from forgefield.runs import Run, run_exists
+from forgefield.runs import Run, built, create_run_from_model, run_exists
 from forgefield.tasks.classes import auroc
+from forgefield.tasks.ldos import UNITS
+from forgefield.tasks.ldos_observables import OBSERVABLE_UNITS
 from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.task import LABELS
 from forgefield.training.fit import Fitted, fit
 from forgefield.training.journal import Journal
+from forgefield.training.points.data import EVALUATED
+from forgefield.training.points.evaluate import evaluate_points
 from forgefield.training.preflight import require_same_data
 from forgefield.training.signals import StopWish
 from forgefield.training.summary import end_summary
 from forgefield.training.trainer import processes_wanted
 
-__all__ = ["Calculator", "Run", "load", "load_run", "predict", "report", "run_exists", "test", "train", "train_example"]
+__all__ = [
+    "Calculator",
+    "ElectronOptions",
+    "Run",
+    "load",
+    "load_run",
+    "predict",
+    "report",
+    "run_exists",
+    "test",
+    "train",
+    "train_example",
+    "tune",
+]
 
 
 def train(config: str | Path | dict[str, Any] | DictConfig, *overrides: str, fresh: bool = False) -> Run:
@@ -137,11 +161,11 @@ def example_config(overrides: list[str], *, make: bool) -> DictConfig:
 
 def load(
     run: str | os.PathLike[str] | Run, *, which: str = "best", device: str = "cpu", head: str | None = None
-) -> Potential:
-    """The trained model of a run, in evaluation mode."""
+) -> Potential | LDOSNetwork:
+    """The trained model of a run, in evaluation mode: a potential (`head`: one branch of it), or a network of grid points."""
     run = run if isinstance(run, Run) else Run.open(run)
     run.require_head(head)
-    return run.load_potential(which, device, head=head)
+    return run.load_model(which, device, head=head)
 
 
 def load_run(name: str | os.PathLike[str], *, out: str | os.PathLike[str] = "runs") -> Run:
@@ -170,6 +194,8 @@ def test(
         run = run if isinstance(run, Run) else Run.open(run)
         run.require_head(head)
         settings: Any = options if options is not None else _data_options(run)
+        if run.of_points:
+            return _test_points(run, data, settings, which=which, device=device, ranks=ranks)
         frames = read_table(data, settings.labels, settings.units, lazy=is_lazy(settings), required=labels_required)
         require_same_data(frames.fingerprint, ranks)
         dataset = GraphDataset(frames, SpeciesTable(run.species), run.graph)
@@ -177,7 +203,7 @@ def test(
         name = _test_name(run, data)
         errors = _evaluate(run, dataset, name, which=which, device=device, batch=batch, ranks=ranks, head=head)
         if ranks.is_first:
-            _write_test(run, errors, name=name, source=str(data), which=which, n_frames=len(frames))
+            _write_test(run, errors, name=name, source=str(data), which=which, frames=len(frames))
             if any("_mae" in error for error in errors):
                 write_parity_png(run.path, name)
             write_report(run.path)
@@ -194,19 +220,138 @@ def predict(
     device: str = "cpu",
     labels_required: bool = False,
     head: str | None = None,
+    electrons: ElectronOptions | None = None,
+    say: Callable[[str], None] = lambda text: None,
 ) -> Path:
-    """Write the structures of `source` with predicted energies, forces and stress to `out`.
+    """Write the structures of `source` with predicted energies, forces and stress to `out`; of an LDOS run, densities, DOS and
+    energies to the new folder `out`.
 
     options: units and labels of `source`, which needs none; labels that are there are kept beside the predictions.
     labels_required: whether every label that `options` names must be there. head: branch of a model that has several.
+    electrons: for an LDOS run, temperature and grid. say: told what an LDOS run predicts.
     """
     _refuse_company("predict")
     run = run if isinstance(run, Run) else Run.open(run)
     run.require_head(head)
     options = options if options is not None else _data_options(run)
+    if run.of_points:
+        return _predict_electrons(run, source, out, options, electrons or ElectronOptions(), which, device, say)
+    if electrons is not None and (given := electrons.given()):
+        raise ForgefieldError(f"{given[0]} is for LDOS runs; run {run.name} is a potential, which knows no electrons.")
     potential = run.load_potential(which, device, head=head)
     return predict_file(
         potential, source, Path(out), labels=options.labels, units=options.units, labels_required=labels_required
+    )
+
+
+@dataclass(frozen=True)
+class ElectronOptions:
+    """What an LDOS run is asked for. temperature: of the electrons, K. grid: points along each cell vector, or spacing: their
+    distance, A; default: as in the training snapshots. pseudopotentials: folder of UPF files. electrons: in the cell. ldos:
+    whether the LDOS itself is written, too."""
+
+    temperature: float | None = None
+    grid: Sequence[int] | None = None
+    spacing: float | None = None
+    pseudopotentials: str | os.PathLike[str] | None = None
+    electrons: float | None = None
+    ldos: bool = False
+
+    def given(self) -> list[str]:
+        return [name for name, value in vars(self).items() if value not in (None, False)]
+
+
+def _predict_electrons(
+    run: Run, source: Any, out: Any, options: Any, asked: ElectronOptions, which: str, device: str, say: Any
+) -> Path:
+    settings = {name: value for name, value in vars(asked).items() if name not in ("temperature", "ldos")}
+    model = ElectronModel(run, which=which, device=device, **settings)
+    return predict_electrons(
+        model, source, out, temperature=asked.temperature, ldos=asked.ldos, units=options.units, say=say
+    )
+
+
+def tune(
+    config: str | Path | dict[str, Any] | DictConfig,
+    *overrides: str,
+    space: Sequence[str] = (),
+    trials: int | None = None,
+    fresh: bool = False,
+) -> Path:
+    """Search as the section `tune` of a config says and return the folder of the search, which holds `best.yaml`, `tune.html`,
+    `trials.csv` and the runs of all trials. Calling it again goes on where the search was."""
+    folder, code = tune_with_outcome(config, list(overrides), space=space, trials=trials, fresh=fresh)
+    if code != 0:
+        raise ForgefieldError(f"The search was stopped (exit code {code}); call it again to go on.")
+    return folder
+
+
+def tune_with_outcome(
+    config: Any,
+    overrides: list[str],
+    *,
+    space: Sequence[str] = (),
+    trials: int | None = None,
+    workers: int = 1,
+    fresh: bool = False,
+    worker: int | None = None,
+) -> tuple[Path, int]:
+    """Search; returns its folder and an exit code. worker: number of this one among those that one command has started."""
+    from forgefield.tuning.page import write_page
+    from forgefield.tuning.search import Stopped, move_aside, prepare, work, write_best
+    from forgefield.tuning.workers import run_workers
+
+    search = prepare(config, overrides, space=space, trials=trials)
+    if fresh:
+        move_aside(search)
+    code = 0
+    if workers > 1:
+        search.open()
+        words = [str(config), *overrides, *(word for spec in space for word in ("--space", spec))]
+        code = run_workers([*words, *(["--trials", str(trials)] if trials is not None else [])], workers)
+        study = search.open()
+    else:
+        try:
+            study = work(search, worker=worker or 0)
+        except Stopped as stopped:
+            print("Stopped; the same command goes on.")
+            return search.folder, stopped.code
+    if worker is not None:
+        return search.folder, code
+    best, page = write_best(search, study), write_page(search, study)
+    if best is not None:
+        print(f"best: {search.monitor} {study.best_value:.6g}, trial {study.best_trial.number}; {best}")
+        print(f"its run: {search.folder / 'trials' / study.best_trial.user_attrs['folder']}")
+    print(f"figures: {page}")
+    return search.folder, code
+
+
+def import_mala(file: str | os.PathLike[str], *, name: str | None = None, out: str | os.PathLike[str] = "runs") -> Run:
+    """A run around the model in an archive of MALA's `save_run`. name: default that of the file."""
+    from forgefield.data.points.conditions import calculation_facts
+    from forgefield.data.points.info import info_from
+    from forgefield.models.importers.mala import read_mala
+
+    found = read_mala(file)
+    network = build_point_model(found.resolved, precision=found.precision, seed=0)
+    network.load_state_dict(found.state)
+    info = info_from(found.info, f"{file}: info.json")
+    return create_run_from_model(
+        name=name or Path(file).stem,
+        out=out,
+        resolved=found.resolved,
+        potential=network,
+        origin=found.origin,
+        precision=found.precision,
+        settings={"data": {"points": found.points}},
+        facts={
+            "samples": "points",
+            "species": found.species,
+            "cutoff": (found.points["descriptors"] or {}).get("cutoff"),
+            "units": {"ldos": UNITS["ldos"]},
+            "negative": found.negative,
+            "calculation": calculation_facts([info]) if found.info else {},
+        },
     )
 
 
@@ -238,6 +383,9 @@ def _measure(fitted: Fitted, config: DictConfig, journal: Journal, ranks: Ranks)
     """Errors of the best model on validation and test frames, each frame predicted by one rank; rank 0 writes."""
     run, data = fitted.run, fitted.data
     assert data is not None
+    if run.of_points:
+        _measure_points(run, config, data, journal, ranks)
+        return
     batch = evaluation_budget(config.data)
     device = evaluation_device(config.trainer.get("accelerator"))
     results: dict[str, dict[str, float]] = {}
@@ -249,7 +397,7 @@ def _measure(fitted: Fitted, config: DictConfig, journal: Journal, ranks: Ranks)
     if "test" in results:
         assert data.test is not None
         _write_test(
-            run, results["test"], name="test", source=str(config.data.test), which="best", n_frames=len(data.test)
+            run, results["test"], name="test", source=str(config.data.test), which="best", frames=len(data.test)
         )
     write_report(run.path)
     branches = branch_names(run.info["model"])
@@ -267,6 +415,70 @@ def _measure(fitted: Fitted, config: DictConfig, journal: Journal, ranks: Ranks)
     journal.show(lambda console: end_summary(console, run.path, results, hints, units=run.units))
 
 
+def _measure_points(run: Run, config: DictConfig, data: Any, journal: Journal, ranks: Ranks) -> None:
+    """The same for a run of grid points: errors of the target and of all observables of whole snapshots."""
+    on_gpu = torch.cuda.is_available() and config.trainer.get("accelerator", "auto") != "cpu"
+    device = f"cuda:{torch.cuda.current_device()}" if on_gpu else "cpu"
+    model: Any = load_shared(run, "best", device, ranks)
+    results: dict[str, dict[str, float]] = {}
+    for split, part in (("val", data.val), ("test", data.test)):
+        if part is None:
+            continue
+        selection = None if part.is_whole else part.selection
+        results[split], missing = _evaluated_points(run, model, part.table, split, config, ranks, selection=selection)
+        if part.is_whole:
+            _say_missing(missing, journal.say)
+    if not ranks.is_first:
+        return
+    if data.test is not None:
+        source = str(config.data.test)
+        _write_test(run, results["test"], name="test", source=source, which="best", points=len(data.test))
+    write_report(run.path)
+    hints = [f"forgefield test {run.path} --data snapshots", f"report: {run.path / 'report.html'}"]
+    units = run.units | OBSERVABLE_UNITS
+    journal.show(lambda console: end_summary(console, run.path, results, hints, units=units))
+
+
+def _test_points(run: Run, data: Any, settings: Any, *, which: str, device: str, ranks: Ranks) -> dict[str, float]:
+    points = settings.points
+    table = PointTable(find_snapshots(data, target=points.target, units=points.units, setting="--data"))
+    require_same_data(table.fingerprint, ranks)
+    model: Any = load_shared(run, which, device, ranks)
+    name = _test_name(run, data)
+    config = OmegaConf.merge(run.config, {"data": {"points": settings.points, "eval_batch": settings.eval_batch}})
+    errors, missing = _evaluated_points(run, model, table, name, config, ranks)
+    if ranks.is_first:
+        _say_missing(missing, print)
+        _write_test(run, errors, name=name, source=str(data), which=which, points=table.n_points)
+        write_report(run.path)
+    return ranks.share(errors)
+
+
+def _evaluated_points(
+    run: Run, model: Any, table: PointTable, split: str, config: Any, ranks: Ranks, *, selection: Any = None
+) -> tuple[dict[str, float], dict[str, str]]:
+    task, given = config.get("task"), plain(config.data.get("eval_batch"))
+    observables = (task.get("points") or task).get("observables") if task is not None else None
+    return evaluate_points(
+        run,
+        model,
+        table,
+        split,
+        ranks,
+        selection=selection,
+        batch=int(given["points"] if isinstance(given, dict) else given or EVALUATED),
+        fermi=observables.fermi if observables is not None else "self_consistent",
+        pseudopotentials=config.data.points.get("pseudopotentials"),
+    )
+
+
+def _say_missing(missing: dict[str, str], say: Callable[[str], None]) -> None:
+    """Which observables were not measured, once for each reason."""
+    for reason in dict.fromkeys(missing.values()):
+        names = [name for name, why in missing.items() if why == reason]
+        say(f"Not measured: {', '.join(names)}; {reason}.")
+
+
 def _evaluate(
     run: Run,
     dataset: GraphDataset,
@@ -279,7 +491,7 @@ def _evaluate(
     head: str | None = None,
 ) -> dict[str, float]:
     """Predict a data set, keep the predictions in the run, give the errors (on rank 0; the others only predict)."""
-    potential = load_shared(run, which, device, ranks, head)
+    potential: Any = load_shared(run, which, device, ranks, head)
     ours = [name for name in dict.fromkeys(LABELS.values()) if potential.has_energy or name == "forces"]
     ours = ours if potential.has_energy or potential.forces_are_direct else []
     outputs = [*ours, *potential.further]
@@ -344,15 +556,15 @@ def _labels_of(dataset: GraphDataset) -> set[str]:
     return {*LABELS.values(), *dataset.fields}
 
 
-def load_shared(run: Run, which: str, device: str, ranks: Ranks, head: str | None = None) -> Potential:
+def load_shared(run: Run, which: str, device: str, ranks: Ranks, head: str | None = None) -> Potential | LDOSNetwork:
     """The trained model (one branch of it) on every rank, read from the disk by rank 0 alone."""
     if ranks.world_size == 1:
-        return run.load_potential(which, device, head=head)
-    potential = run.load_potential(which, "cpu", head=head) if ranks.is_first else None
+        return run.load_model(which, device, head=head)
+    potential = run.load_model(which, "cpu", head=head) if ranks.is_first else None
     resolved = run.info["model"] if head is None else single(run.info["model"], None, head)[0]
     recipe = ranks.share((resolved, run.info["precision"], potential.state_dict()) if potential else None)
     if potential is None:
-        potential = build_model(recipe[0], precision=recipe[1], seed=0)
+        potential = built(recipe[0], recipe[1])
         potential.load_state_dict(recipe[2])
     return potential.to(device).eval()
 
@@ -365,9 +577,10 @@ def _test_name(run: Run, data: Any) -> str:
     return f"test-{re.sub(r'[^A-Za-z0-9_.-]+', '-', Path(str(first)).stem)}"
 
 
-def _write_test(run: Run, errors: dict[str, float], *, name: str, source: str, which: str, n_frames: int) -> None:
+def _write_test(run: Run, errors: dict[str, float], *, name: str, source: str, which: str, **counts: int) -> None:
+    """counts: how many samples there were, by what they are."""
     source = source.replace(f"{Path.cwd()}{os.sep}", "")  # shorter, and no business of a report's reader
-    content = {"source": source, "weights": which, "frames": n_frames, "errors": errors}
+    content = {"source": source, "weights": which, **counts, "errors": errors}
     write_whole(run.path / f"{name}.json", json.dumps(content, indent=1) + "\n")
 
 

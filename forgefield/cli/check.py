@@ -147,12 +147,14 @@ def _from_run(args: argparse.Namespace, overrides: list[str]) -> tuple[Potential
 def _from_config(args: argparse.Namespace, overrides: list[str]) -> tuple[Potential, FrameTable, Mapping[str, Any]]:
     """Fresh model for the data of a config, frames to pick from, and the model's resolved options."""
     from forgefield.config.loading import load_config
+    from forgefield.config.point_checks import require_frames
     from forgefield.data.module import DataModule
     from forgefield.data.reading import read_table
     from forgefield.models.registry import build_model
     from forgefield.training.resolved_model import resolved_model
 
     config = load_config(args.target, overrides)
+    require_frames(config, "check", "their gradients are compared with autograd at the start of a training")
     data = DataModule(config.data, seed=config.seed)
     data.prepare()
     resolved = resolved_model(config, data)

@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("program", choices=["nequip", "allegro", "deepmd", "ase"], help="kind of model")
+    parser.add_argument("program", choices=["nequip", "allegro", "deepmd", "mala", "ase"], help="kind of model")
     parser.add_argument(
         "file",
         help="nequip, allegro: checkpoint (.ckpt), or state dict (.pt, .pth, .npz) with its options as JSON beside it; "
-        "deepmd: backend-free model (.yaml, .dp) or checkpoint (.pt); ase: import path of a calculator "
-        "(ase.calculators.emt.EMT)",
+        "deepmd: backend-free model (.yaml, .dp) or checkpoint (.pt); mala: archive of save_run (.zip); ase: import path of a "
+        "calculator (ase.calculators.emt.EMT)",
     )
     parser.add_argument("--name", help="name of the run; default: name of the file")
     parser.add_argument("--out", default="runs", help="folder that holds runs (default: runs)")
@@ -34,6 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.program == "mala":
+        return _run_mala(args)
     from forgefield.models.registry import build_model
     from forgefield.runs import create_run_from_model
 
@@ -52,6 +54,26 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _run_mala(args: argparse.Namespace) -> int:
+    from forgefield.api import import_mala
+
+    _refuse_options(args)
+    created = import_mala(args.file, name=args.name, out=args.out)
+    info = created.info
+    described = info["model"]["points"]["descriptors"]
+    species = " ".join(info["species"]) or "unknown: there is no info.json in the archive"
+    print(f"{created.path}: {info['origin']}, species {species}")
+    if described is None:
+        print("Its descriptors cannot be made here: it is tested and trained with descriptor files only.")
+    return 0
+
+
+def _refuse_options(args: argparse.Namespace) -> None:
+    for key in ("options", "weights"):
+        if getattr(args, key) is not None:
+            raise ForgefieldError(f"--{key} has no meaning for {args.program}: its files say how a model was built.")
+
+
 def _read(args: argparse.Namespace) -> ImportedModel:
     if args.program == "ase":
         from forgefield.models.importers.calculator import read_calculator
@@ -64,9 +86,7 @@ def _read(args: argparse.Namespace) -> ImportedModel:
     if args.program == "deepmd":
         from forgefield.models.importers.deepmd import read_deepmd
 
-        for key in ("options", "weights"):
-            if getattr(args, key) is not None:
-                raise ForgefieldError(f"--{key} has no meaning for deepmd: its files say how a model was built.")
+        _refuse_options(args)
         return read_deepmd(args.file, head=args.head)
     if args.head is not None:
         raise ForgefieldError(f"--head has no meaning for {args.program}: its files hold one model.")

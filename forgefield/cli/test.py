@@ -14,12 +14,14 @@ if TYPE_CHECKING:
 SUSPICIOUS = 20_000.0
 """Energy error, meV/atom, that no model makes and a wrong unit does."""
 TAKES = (*READING, "data.eval_batch", "data.neighbours")
+OF_POINTS = ("data.points.units", "data.points.pseudopotentials", "data.eval_batch")
 
 EXAMPLES = """\
 examples:
   forgefield test runs/water --data test.extxyz
   forgefield test water --data a.extxyz b.extxyz --which last
   forgefield test ethanol --data test.npz data.units.energy=kcal/mol
+  forgefield test be --data Be_snapshot3.in.npy
 """
 
 
@@ -47,10 +49,12 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     from forgefield import api
     from forgefield.config.loading import override_config, override_keys
     from forgefield.runs import Run
+    from forgefield.tasks.ldos_observables import OBSERVABLE_UNITS
     from forgefield.training.summary import end_summary
 
     opened = Run.open(args.run)
-    options = override_config(opened.config, overrides, allowed=TAKES, verb="test").data if overrides else None
+    takes = OF_POINTS if opened.of_points else TAKES
+    options = override_config(opened.config, overrides, allowed=takes, verb="test").data if overrides else None
     data = files[0] if len(files) == 1 else files
     errors = api.test(
         opened,
@@ -71,6 +75,6 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
         opened.path,
         {"test": errors},
         [*hints, f"report: {opened.path / 'report.html'}"],
-        units=opened.units,
+        units=opened.units | (OBSERVABLE_UNITS if opened.of_points else {}),
     )
     return 0

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
+from forgefield.config.point_options import PointsOptions, PointTaskOptions
+
 # OmegaConf reads these annotations at run time and knows `Optional[X]`, not `X | None`, in every supported version.
 # ruff: noqa: UP045
 
@@ -24,6 +26,8 @@ class BatchOptions:
     """Atoms per batch at most: as many frames as fit, so that batches cost alike where frames differ in size."""
     edges: Optional[int] = None
     """Edges per batch at most: the same, by what costs time and memory most directly."""
+    points: Optional[int] = None
+    """Grid points per batch, where samples are points (data.points). Nothing given: 1000."""
     oversized: str = "error"
     """A frame that exceeds atoms or edges by itself: error, alone (a batch of its own) or skip (never trained on)."""
     bound: str = "upper"
@@ -131,6 +135,10 @@ class DataOptions:
     """A frame whose energy is further than this, eV/atom, from the fit by composition stops the run."""
     cache: bool = True
     """Keep statistics on disk, keyed by a hash of all they depend on."""
+    points: Optional[PointsOptions] = None
+    """Given where samples are points of grids with an LDOS, not frames; train, val and test then name snapshots."""
+    fast: Optional[bool] = None
+    """Points only: true (default), whole batches are taken from tensors; false, point by point, as from a plain data set."""
 
 
 @dataclass
@@ -257,6 +265,8 @@ class TaskOptions:
     """Fields of the data that are targets; written beside the others, by their names."""
     branches: dict[str, BranchTaskOptions] = field(default_factory=dict)
     """Where the model has branches, targets of each by its name, in place of those above."""
+    points: Optional[PointTaskOptions] = None
+    """Where samples are points: all of the task; written without this name."""
 
 
 @dataclass
@@ -349,6 +359,9 @@ class TrainingOptions:
     float64. A schedule: {start: tf32, finish: float32, finish_epochs: 10}."""
     memory: MemoryOptions = field(default_factory=MemoryOptions)
     """What to do where memory is short."""
+    block: Optional[int] = None
+    """Points only: optimiser steps made in one go, as one CUDA graph with the graphs engine. Signals are looked at and
+    checkpoints written between blocks. Default: 64 where steps are short, else 16."""
     ema: Optional[float] = 0.99
     """Decay of the exponential moving average of the weights; the average is validated, tested and deployed."""
     swa: Optional[SwaOptions] = None
@@ -401,3 +414,6 @@ class RunOptions:
     callbacks: Any = field(default_factory=list)
     """Lightning callbacks: gradient_check, training_helper and others of ours by name, own ones by import path; with arguments:
     {name: gradient_check, policy: skip}."""
+    tune: Any = None
+    """What `forgefield tune` varies: {trials: 50, monitor: val/loss, space: {training.lr: {log: [1e-5, 1e-2]}}}; a training
+    does not look at it."""

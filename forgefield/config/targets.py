@@ -1,5 +1,5 @@
 """The `task` section in its two forms: as written, where all targets stand side by side, and as typed, where those that are
-fields of the data are in `fields`.
+fields of the data are in `fields` and those of grid points in `points`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from forgefield.config import schema
 FIELDS = "fields"
 BRANCHES = "branches"
 DENOISE = "denoise"
-_APART = (FIELDS, BRANCHES, DENOISE)
+POINTS = "points"
+_APART = (FIELDS, BRANCHES, DENOISE, POINTS)
 TARGETS = tuple(item.name for item in dataclasses.fields(schema.TaskOptions) if item.name not in _APART)
 """Targets that every potential knows; all others are fields, but for `denoise`, which needs no label."""
 
@@ -23,19 +24,33 @@ def quantity(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def as_typed(task: Any) -> Any:
-    """The plain section with its fields in `fields`."""
+def has_points(values: Any) -> bool:
+    """Whether samples are grid points, of a plain config."""
+    data = values.get("data") if isinstance(values, Mapping) else None
+    return isinstance(data, Mapping) and data.get(POINTS) is not None
+
+
+def as_typed(task: Any, *, points: bool = False) -> Any:
+    """The plain section with its fields in `fields`; of grid points, with all of it in `points`."""
     if not isinstance(task, Mapping):
         return task
+    if points:
+        return {POINTS: {name: value for name, value in task.items() if name not in TARGETS}}
     known = {name: value for name, value in task.items() if name in (*TARGETS, BRANCHES, DENOISE)}
     return {**known, FIELDS: {name: value for name, value in task.items() if name not in known}}
 
 
 def as_written(task: Any) -> Any:
     """The plain section with all targets side by side."""
-    if not isinstance(task, Mapping) or not isinstance(task.get(FIELDS, {}), Mapping):
+    if not isinstance(task, Mapping):
         return task
-    known = {name: value for name, value in task.items() if name != FIELDS and (name != BRANCHES or value)}
+    if isinstance(task.get(POINTS), Mapping):
+        return dict(task[POINTS])
+    if not isinstance(task.get(FIELDS, {}), Mapping):
+        return task
+    known = {
+        name: value for name, value in task.items() if name not in (FIELDS, POINTS) and (name != BRANCHES or value)
+    }
     return {**known, **task.get(FIELDS, {})}
 
 

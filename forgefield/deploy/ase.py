@@ -10,6 +10,7 @@ import copy
 import os
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -105,6 +106,18 @@ class Calculator(AseCalculator):
     name = "forgefield"
     implemented_properties = ["energy", "free_energy", "energies", "forces", "stress"]
     ignored_changes = {"initial_charges", "initial_magmoms"}
+
+    def __new__(cls, run: Any = None, **settings: Any) -> Any:
+        """The calculator of this run's kind: an LDOS run has one of its own (`LDOSCalculator`), with a temperature."""
+        if cls is Calculator and isinstance(run, (str, os.PathLike, Run)):
+            opened = run if isinstance(run, Run) else Run.open(run)
+            if opened.of_points:
+                from forgefield.deploy.ldos_ase import LDOSCalculator
+
+                return LDOSCalculator(opened, **{"temperature": None, **settings})
+            if "temperature" in settings:
+                raise ForgefieldError(f"Run {opened.name} is a potential: it knows no electrons and no temperature.")
+        return super().__new__(cls)
 
     def __init__(
         self,

@@ -22,6 +22,7 @@ from torch import nn
 from forgefield.config.components import import_path, own_folder
 from forgefield.config.nearest import did_you_mean
 from forgefield.errors import ForgefieldError
+from forgefield.models import ldos
 from forgefield.models.heads import check_heads, complete_heads, head_options
 from forgefield.models.own_outputs import OwnOutput, OwnOutputs
 from forgefield.models.potential import FurtherOutput, Potential
@@ -41,6 +42,8 @@ BUILT_IN = {
     "calculator": "forgefield.models.adapters.calculator.CalculatorModel",
 }
 """Models by name; each class has `Options`, `presets` and `complete`, and `check_options` where options have parts."""
+OF_POINTS = {"ldos": ldos.LDOSNetwork}
+"""Models of grid points by name; they are built from what `models.ldos` says."""
 PRECISIONS = {"float32": torch.float32, "float64": torch.float64}
 MODULE_FOLDER = "module_folder"
 """Resolved options of a user's own model: where its module was found, if Python would not find it by itself."""
@@ -54,11 +57,13 @@ _GIVEN_BY_US = ("species", "cutoff", "adaptive_cutoff", "max_neighbours", "stati
 
 def model_class(name: str, folder: str | None = None) -> Any:
     """Class of a built-in model, or of the user's own by import path; its module may lie in `folder`."""
+    if name in OF_POINTS:
+        return OF_POINTS[name]
     path = BUILT_IN.get(name, name)
     if "." not in path:
         raise ForgefieldError(
-            f"model.name is '{name}', which is neither a built-in model ({', '.join(BUILT_IN)}) "
-            f"nor an import path like my_package.MyModel.{did_you_mean(name, BUILT_IN)}"
+            f"model.name is '{name}', which is neither a built-in model ({', '.join([*BUILT_IN, *OF_POINTS])}) "
+            f"nor an import path like my_package.MyModel.{did_you_mean(name, [*BUILT_IN, *OF_POINTS])}"
         )
     try:
         found = import_path(path, folders=[] if folder is None else [Path(folder)])
@@ -80,6 +85,10 @@ def check_model(options: Mapping[str, Any]) -> tuple[str, Any, dict[str, Any]]:
     if not isinstance(name, str):
         raise ForgefieldError(f"model.name is missing; built in: {', '.join(BUILT_IN)}.")
     found = model_class(name)
+    if name in OF_POINTS:
+        check_keys(ldos.LDOSOptions, given, where="model", what="this model")
+        ldos.LDOSOptions(**given)
+        return name, found, given
     for key in _GIVEN_BY_US:
         if key in given:
             raise ForgefieldError(f"model.{key} cannot be set: it comes from the data section.")
@@ -186,6 +195,16 @@ def model_statistics(
     if not hasattr(found, "measure"):
         return {}
     return found.measure(given, batches(), species=tuple(species), cutoff=float(cutoff))
+
+
+def is_of_points(resolved: Mapping[str, Any]) -> bool:
+    """Whether these are options of a model of grid points."""
+    return resolved.get("name") in OF_POINTS
+
+
+def build_point_model(resolved: Mapping[str, Any], *, precision: str, seed: int) -> ldos.LDOSNetwork:
+    """Model of grid points from resolved options (`models.ldos.resolve`)."""
+    return ldos.build(resolved, dtype=PRECISIONS[precision], seed=seed)
 
 
 def build_model(resolved: Mapping[str, Any], *, precision: str, seed: int) -> Potential:

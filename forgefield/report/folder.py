@@ -23,6 +23,15 @@ from forgefield.diagnosis.record import read_records
 from forgefield.errors import ForgefieldError
 
 SPLITS = ("test", "val")
+OF_POINTS = {
+    "band_energy": "meV/atom",
+    "total_energy": "meV/atom",
+    "fermi_energy": "meV",
+    "density": "%",
+    "dos": "%",
+    "electrons": "%",
+}
+"""Units of the errors of observables."""
 SPLIT_NAMES = {"test": "test", "val": "validation"}
 Row = dict[str, float]
 
@@ -93,12 +102,20 @@ class RunData:
         return monitor if isinstance(monitor, str) else "val/loss"
 
     @property
+    def of_points(self) -> bool:
+        """Whether it was trained on points of grids."""
+        return self.info.get("samples") == "points"
+
+    @property
     def has_energy(self) -> bool:
-        return self._predicted("energy") is not False
+        return not self.of_points and self._predicted("energy") is not False
 
     @property
     def heads(self) -> dict[str, str]:
-        """Further outputs of the model that are values, and their units."""
+        """Further outputs of the model that are values, and their units; of points, everything that is measured."""
+        if self.of_points:
+            stored = self.info.get("units")
+            return OF_POINTS | {str(k): str(v) for k, v in stored.items()} if isinstance(stored, dict) else OF_POINTS
         found = self._predicted("heads")
         if not isinstance(found, dict):
             return {}
@@ -136,7 +153,7 @@ def read_run(path: Path) -> RunData:
             row["epoch"] += 1
     run.test = _read_json(run, "test.json", _test_command(run), is_command=True)
     run.test_errors = _errors_of(run.test)
-    for split in SPLITS:
+    for split in SPLITS if not run.of_points else ():
         _read_predictions(run, split)
     run.diagnosis = read_records(run.path)
     return run

@@ -20,6 +20,7 @@ from forgefield.report.figures import parity_row
 from forgefield.report.folder import SPLITS, Note, RunData, predictions_from_npz, read_run
 from forgefield.report.headline import headline, title_block
 from forgefield.report.markup import Html, join, tag, text
+from forgefield.report.points import points_section
 from forgefield.report.sections import config_section, data_and_model, learning_section, timing_section, use_section
 from forgefield.report.sections_diagnosis import diagnosis_section
 from forgefield.report.sections_errors import errors_section
@@ -90,7 +91,7 @@ def report_html(run: RunData) -> Html:
         "main",
         tag("section", headline(run), notices(run), id="results"),
         learning_section(run),
-        errors_section(run),
+        points_section(run) if run.of_points else errors_section(run),
         timing_section(run),
         diagnosis_section(run),
         data_and_model(run),

@@ -77,8 +77,14 @@ def processes_wanted(config: DictConfig) -> int:
         return 1  # Lightning will say what is wrong with it
 
 
+def agree_with_training(options: dict[str, Any], training: Any) -> None:
+    """Take over what `training` says of settings that Lightning has, too; they must not contradict each other."""
+    _agree(options, "gradient_clip_val", training.clip_norm, "training.clip_norm")
+    accumulate = training.accumulate if training.accumulate != 1 else None
+    _agree(options, "accumulate_grad_batches", accumulate, "training.accumulate")
+
+
 def build_trainer(
-    config: DictConfig,
     options: dict[str, Any],
     *,
     folder: Path,
@@ -90,14 +96,10 @@ def build_trainer(
     ranks: who trains; they exist already, and Lightning is told so.
     """
     register_strategies()
-    training = config.training
     settle_accelerator(options, world_size=ranks.world_size)
     options = {key: _build(value, f"trainer.{key}") if key in _BUILDABLE else value for key, value in options.items()}
     if options.get("max_epochs") is None and options.get("max_steps", -1) == -1:
         options["max_epochs"] = DEFAULT_EPOCHS
-    _agree(options, "gradient_clip_val", training.clip_norm, "training.clip_norm")
-    accumulate = training.accumulate if training.accumulate != 1 else None
-    _agree(options, "accumulate_grad_batches", accumulate, "training.accumulate")
     _refuse(options)
     own = options.pop("callbacks", None) or []
     plugins = options.pop("plugins", None) or []

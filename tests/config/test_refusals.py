@@ -29,8 +29,8 @@ DATA = "data: {train: a.xyz}\n"
         ),
         (
             "data: {batch: {zzzz: 1}}",
-            "my.yaml, line 1: unknown key 'data.batch.zzzz'. 'data.batch' has: frames, atoms, edges, oversized, bound, "
-            "by_source.",
+            "my.yaml, line 1: unknown key 'data.batch.zzzz'. 'data.batch' has: frames, atoms, edges, points, oversized, "
+            "bound, by_source.",
         ),
         ("data: {neighbors: vesin}", "unknown key 'data.neighbors'. Did you mean 'data.neighbours'?"),
         ("hydra: {run: {dir: x}}", "my.yaml, line 1: 'hydra' settings have no effect in Forgefield; leave them out."),
@@ -62,7 +62,7 @@ def test_a_mapping_is_no_variable(refused):
         ("training.lr=fast", "command line ('training.lr=fast'): 'training.lr' is a number, not 'fast'."),
         (
             "data.batch=8",
-            "'data.batch' is a section with the keys frames, atoms, edges, oversized, bound, by_source, not 8.",
+            "'data.batch' is a section with the keys frames, atoms, edges, points, oversized, bound, by_source, not 8.",
         ),
         ("training.lr=1,2", "command line: 'training.lr=1,2' gives several values, and one run takes one"),
         ("data.train=(", "command line: 'data.train=(' cannot be read as key=value"),

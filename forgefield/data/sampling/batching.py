@@ -53,7 +53,8 @@ def evaluation_budget(options: DataOptions) -> Budget:
 def _budget(given: Any, setting: str) -> Budget:
     names = (*KINDS, "oversized", "bound")
     values = dict(given) if isinstance(given, Mapping) else {name: getattr(given, name) for name in names}
-    values.pop("by_source", None)
+    for name in ("by_source", "points"):  # not what a budget of frames counts
+        values.pop(name, None)
     unknown = set(values) - set(names)
     if unknown:
         raise ForgefieldError(f"{setting}.{sorted(unknown)[0]} is not known; a batch is counted in {', '.join(KINDS)}")
