@@ -333,5 +333,5 @@ class RunOptions:
     callbacks: Any = field(default_factory=list)
     """Own Lightning callbacks: import path, or {name: import.path, argument: value}."""
     tune: Any = None
-    """What `forgefield tune` varies: {trials: 50, monitor: val/loss, space: {training.lr: {log: [1e-5, 1e-2]}}}; a training does
-    not look at it."""
+    """What `forgefield tune` varies: {trials: 50, monitor: val/loss, space: {training.lr: {log: [1e-5, 1e-2]}}}; a training
+    does not look at it."""
