@@ -67,8 +67,9 @@ class SnapshotTermOptions:
     """A term on what whole snapshots add up to. Every so many steps, the loss of a step holds it for one training snapshot, the
     next one each time; its gradient is exact."""
 
-    weight: float = 1.0
-    """Weight of this term in the loss of those steps."""
+    weight: float = 0.001
+    """Weight of this term in the loss of those steps. Errors of a network that has learnt nothing yet are large: it is to be
+    small."""
     every: int = 10
     """Once in so many optimiser steps."""
 

@@ -151,11 +151,11 @@ class ElectronModel:
         """What the network gives at every point, (n_points, columns), in the type of its weights."""
         cell = torch.as_tensor(np.array(atoms.cell), device=self.device)
         structure = (np.array(atoms.cell), atoms.positions, atoms.numbers, atoms.pbc, self.device)
-        parts = [
-            self.negative(self.network(descriptors.at_points(points, *structure)))
-            for points in grid_points(cell, shape).split(SLAB)
-        ]
-        return torch.cat(parts)
+        columns = len(self.network.output_shift)
+        values = torch.empty(math.prod(shape), columns, dtype=self.network.dtype, device=self.device)
+        for points, part in zip(grid_points(cell, shape).split(SLAB), values.split(SLAB)):
+            part.copy_(self.negative(self.network(descriptors.at_points(points, *structure))))
+        return values
 
     # ---- what it is computed with
 

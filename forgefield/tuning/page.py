@@ -145,6 +145,7 @@ def _lines(search: Search, done: list[Any]) -> str | None:
         )
     axes.set_xticks(range(len(search.space)), [d.key for d in search.space], fontsize=8)
     axes.set_yticks([])
+    axes.set_xlim(-0.15, max(len(search.space) - 1, 1) + 0.45)
     for place, dimension in enumerate(search.space):
         for height, label in _ticks(dimension):
             axes.annotate(label, (place, height), fontsize=7, xytext=(3, 2), textcoords="offset points")

@@ -106,7 +106,15 @@ def n_combinations(space: Sequence[Dimension]) -> int:
 
 
 def this_worker() -> dict[str, Any]:
-    return {"host": socket.gethostname(), "pid": os.getpid(), "born": _birth(os.getpid())}
+    return {"host": _machine(), "pid": os.getpid(), "born": _birth(os.getpid())}
+
+
+def _machine() -> str:
+    """Where numbers of processes mean the same: the machine, or the container on it."""
+    try:
+        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return socket.gethostname()
 
 
 def queue_dead_trials(study: Any) -> list[int]:
@@ -114,7 +122,7 @@ def queue_dead_trials(study: Any) -> list[int]:
     optuna, found = require_optuna(), []
     for trial in study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.RUNNING,)):
         worker = trial.user_attrs.get("worker")
-        if worker is None or worker["host"] != socket.gethostname() or _alive(worker):
+        if worker is None or worker["host"] != _machine() or _alive(worker):
             continue
         try:
             study.tell(trial.number, state=optuna.trial.TrialState.FAIL)

@@ -85,15 +85,15 @@ class KeptRows:
     def __init__(self, table: PointTable, model: LDOSNetwork, device: torch.device, workers: int) -> None:
         self.layout = RowLayout(table.n_inputs, table.n_targets)
         self.rows = torch.zeros(table.n_points, self.layout.width, dtype=model.dtype, device=device)
-        starts, scaler = range(0, table.n_points, CHUNK), model
+        starts, computing = range(0, table.n_points, CHUNK), model.input_shift.device
 
         def read(number: int) -> list[Tensor]:
             return [torch.from_numpy(array) for array in read_rows(table, starts[number], CHUNK)]
 
         for start, (inputs, targets) in zip(starts, prepared_ahead(read, len(starts), workers, 2 * workers)):
             into = self.layout.split(self.rows[start : start + len(inputs)])
-            into[0].copy_(scaler.scaled_inputs(inputs))
-            into[1].copy_(scaler.scaled_targets(targets))
+            into[0].copy_(model.scaled_inputs(inputs.to(computing)))
+            into[1].copy_(model.scaled_targets(targets.to(computing)))
         numbers = torch.from_numpy(table.snapshot_of(np.arange(table.n_points)))
         self.block = PointBlock(*self.layout.split(self.rows), numbers.to(device))
 
@@ -183,6 +183,7 @@ class PointData:
 
     def keep(self, model: LDOSNetwork, device: torch.device) -> None:
         """Bring rows to where they are kept: on the device, in memory, or nowhere."""
+        self._dtype = model.dtype
         parts = [part for part in (self.train, self.val) if part is not None]
         tables = list({id(part.table): part.table for part in parts}.values())
         self.place = self._place(tables, model.dtype, device)
@@ -223,7 +224,7 @@ class PointData:
         if kept is not None:
             return PointLoader(kept.block, self.batch, **settings)
         workers = 2 if self.options.workers is None else max(int(self.options.workers), 1)
-        return StreamLoader(self.train.table, self.batch, workers=workers, device=device, **settings)
+        return StreamLoader(self.train.table, self.batch, workers=workers, device=device, dtype=self._dtype, **settings)
 
     def val_loader(self, device: torch.device) -> Any:
         """Validation points in their order, each rank its part."""
@@ -236,7 +237,7 @@ class PointData:
         }
         if part.kept is not None:
             return PointLoader(part.kept.block, self.eval_batch, **settings)
-        return StreamLoader(part.table, self.eval_batch, device=device, **settings)
+        return StreamLoader(part.table, self.eval_batch, device=device, dtype=self._dtype, **settings)
 
     @property
     def eval_batch(self) -> int:

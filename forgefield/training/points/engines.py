@@ -135,7 +135,7 @@ class GraphsEngine:
         self._rows = torch.zeros(n, points, dtype=torch.int64, device=device)
         width = 0 if self._gathers else inner.layout.width
         self._data = torch.zeros(n, points, width, dtype=dtype, device=device)
-        self._rates = torch.zeros(n, len(inner.update.optimiser.param_groups), device=device)
+        self._rates = torch.zeros(n, len(inner.update.optimiser.param_groups), dtype=dtype, device=device)
         self._shares = torch.zeros(n, dtype=dtype, device=device)
         self._weight = torch.ones(points, dtype=dtype, device=device)
         self._factor = torch.zeros(inner.task.n_levels, dtype=dtype, device=device)

@@ -61,7 +61,7 @@ def test_the_loss_is_the_plain_mean_of_squared_scaled_errors():
     x, y = rows(13)
     by_level = Written(model, how.loss)(x, y, how.slope_factor(13), None)
     expected = torch.nn.functional.mse_loss(model.network(x), y)
-    assert how.report(*how.sums(by_level, 13)) == pytest.approx(float(expected), rel=1e-12)
+    assert how.report(*how.sums(by_level, 13)) == pytest.approx(float(expected.detach()), rel=1e-12)
     (expected_gradient,) = torch.autograd.grad(expected, [model.weights[0]])
     written = Written(model, how.loss)
     written(x, y, how.slope_factor(13), None)

@@ -28,23 +28,23 @@ def config(folder: Path, name: str, world_size: int, keep: str) -> dict:
     return made
 
 
-@pytest.mark.parametrize("keep", ["memory", "disk"])
-def test_two_processes_train_and_measure_as_one(keep, tmp_path):
-    alone = train_only(config(tmp_path, f"one-{keep}", 1, keep))
-    path = write_config(tmp_path / "two.yaml", config(tmp_path, f"two-{keep}", 2, keep))
+def test_two_processes_train_and_measure_as_one(tmp_path):
+    places = ("memory", "disk")
+    path = write_config(tmp_path / "two.yaml", [config(tmp_path, f"two-{keep}", 2, keep) for keep in places])
     done = ranks(2, "tests.parallel.train_many", str(path), folder=tmp_path, timeout=280)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    together = tmp_path / "runs" / f"two-{keep}"
-    assert float((weights(alone.path) - weights(together)).abs().max()) < 1e-12
-    assert float((average(alone.path) - average(together)).abs().max()) < 1e-12
-    rows = [json.loads(line) for line in (together / "metrics.jsonl").read_text().splitlines()]
-    for mine, other in zip(alone.metrics(), rows, strict=True):
-        assert mine.keys() == other.keys()
-        for key, value in mine.items():
-            assert value == pytest.approx(other[key], rel=1e-9, abs=1e-9), key
+    for keep in places:
+        alone, together = train_only(config(tmp_path, f"one-{keep}", 1, keep)), tmp_path / "runs" / f"two-{keep}"
+        assert float((weights(alone.path) - weights(together)).abs().max()) < 1e-12
+        assert float((average(alone.path) - average(together)).abs().max()) < 1e-12
+        rows = [json.loads(line) for line in (together / "metrics.jsonl").read_text().splitlines()]
+        for mine, other in zip(alone.metrics(), rows, strict=True):
+            assert mine.keys() == other.keys()
+            for key, value in mine.items():
+                assert value == pytest.approx(other[key], rel=1e-9, abs=1e-9), key
 
 
-def test_what_was_saved_on_two_processes_goes_on_with_one_and_sees_the_rest_once(tmp_path, monkeypatch):
+def test_what_was_saved_on_two_processes_goes_on_with_one_and_sees_the_rest_once(tmp_path):
     """Stopped by its number of steps in the middle of an epoch; the order of points is that of one process."""
     made = config(tmp_path, "again", 2, "memory")
     made["trainer"] = {**made["trainer"], "max_epochs": -1, "max_steps": 5}
