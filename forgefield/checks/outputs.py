@@ -19,6 +19,7 @@ from forgefield.checks.smoothness import check_cutoff
 from forgefield.checks.symmetry import random_orthogonal
 from forgefield.data.frame import Frame
 from forgefield.models.potential import FurtherOutput
+from forgefield.models.predictor import FORCES, Predictor
 
 Values = dict[str, np.ndarray]
 """Of one frame, in units of the scales: () or (n_atoms,), each with the shape of the output behind it."""
@@ -30,12 +31,25 @@ TOLERANCE = 1e-9
 """Of rounding in float64, relative to the scale of an output."""
 
 
-class OutputProbe(Probe):
-    """Evaluates the further outputs of a float64 copy of a model."""
+class KeyedProbe(Probe):
+    """Evaluates models with dropout too: its batches carry the keys that decide what is dropped in training mode."""
+
+    def batch(self, frames: Sequence[Frame]) -> dict[str, torch.Tensor]:
+        batch = super().batch(frames)
+        return (
+            batch | {"frame_key": torch.arange(len(frames), device=self.device)} if self.potential.needs_keys else batch
+        )
+
+
+class OutputProbe(KeyedProbe):
+    """Evaluates the further outputs of a float64 copy of a model, and its direct forces where no energy is beside them."""
 
     @property
     def said(self) -> Mapping[str, FurtherOutput]:
-        return self.potential.further
+        potential, said = self.potential, dict(self.potential.further)
+        if isinstance(potential, Predictor) and potential.forces_are_direct and not potential.has_energy:
+            said[FORCES] = potential.head(FORCES).options
+        return said
 
     def values(self, frames: Sequence[Frame]) -> list[Values]:
         """Outputs of each frame, evaluated together in one batch."""

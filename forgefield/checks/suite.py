@@ -18,7 +18,7 @@ from forgefield.checks.locality import (
     check_supercell,
     check_wrapping,
 )
-from forgefield.checks.outputs import OutputProbe, check_outputs
+from forgefield.checks.outputs import KeyedProbe, OutputProbe, check_outputs
 from forgefield.checks.probe import CheckResult, Probe
 from forgefield.checks.smoothness import check_cutoff
 from forgefield.checks.symmetry import check_permutation, check_reflection, check_rotation, check_translation
@@ -46,11 +46,14 @@ def run_checks(
         raise ForgefieldError("There is no frame to check the model on; give at least one.")
     results: list[CheckResult] = []
     if potential.has_energy:
-        results += _check_energies(Probe(potential, species, cutoff), frames, generator, reference_energies)
-    if potential.further:
-        found = check_outputs(OutputProbe(potential, species, cutoff), frames, generator)
+        results += _check_energies(KeyedProbe(potential, species, cutoff), frames, generator, reference_energies)
+    outputs = OutputProbe(potential, species, cutoff)
+    if outputs.said:
+        found = check_outputs(outputs, frames, generator)
         which = "outputs" if potential.has_energy else ""
         results += [replace(result, name=f"{result.name} {which}".strip()) for result in found]
+    if not results:
+        raise ForgefieldError("This model gives neither an energy nor properties, so there is nothing to check.")
     return results
 
 

@@ -27,6 +27,7 @@ examples:
   forgefield check runs/water
   forgefield check water.yaml model.preset=M --frames 2
   forgefield check water --data liquid.extxyz
+  forgefield check many --head water
   forgefield check --overfit water.yaml
 """
 
@@ -39,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--data", metavar="FILE", help="take the frames from here (default: the training data)")
     parser.add_argument("--which", choices=("best", "last"), default="best", help="weights of a run (default: best)")
+    parser.add_argument("--head", metavar="NAME", default=None, help="branch of a model that has several")
     parser.add_argument("--seed", type=int, default=0, help="picks frames, rotations, directions (default: 0)")
     parser.add_argument(
         "--overfit", action="store_true", help="train on one batch only: do its errors go to (near) zero?"
@@ -94,6 +96,8 @@ def _overfit(args: argparse.Namespace, overrides: list[str], is_config: bool) ->
         raise ForgefieldError(
             f"--overfit trains a fresh model, so it takes a config; {args.target} is not a config file."
         )
+    if args.head is not None:
+        raise ForgefieldError("--head does not go with --overfit: all branches of the model are trained together.")
     for option in ("frames", "data"):
         if getattr(args, option) is not None:
             raise ForgefieldError(
@@ -104,9 +108,12 @@ def _overfit(args: argparse.Namespace, overrides: list[str], is_config: bool) ->
     if steps < 1 or not 0 < goal < 1:
         raise ForgefieldError("--steps is 1 or more, and --goal a share between 0 and 1.")
     from forgefield.config.loading import load_config
+    from forgefield.config.point_checks import require_frames
     from forgefield.training.overfit import curve, overfit_config
 
-    result = overfit_config(load_config(args.target, overrides), steps=steps, goal=goal)
+    config = load_config(args.target, overrides)
+    require_frames(config, "check --overfit", "train on a single snapshot (data.train) and see its loss go down")
+    result = overfit_config(config, steps=steps, goal=goal)
     print(f"One batch of {args.target}, {len(result.losses)} steps; loss:")
     print("\n".join(curve(result.losses)))
     print(f"{'target':16s}{'':8s}{'at first':>12s}{'now':>12s}{'left':>9s}{'allowed':>9s}")
@@ -135,12 +142,13 @@ def _from_run(args: argparse.Namespace, overrides: list[str]) -> tuple[Potential
     from forgefield.runs import Run
 
     opened = Run.open(args.target)
+    opened.require_head(args.head)
     config = override_config(opened.config, overrides, allowed=READING, verb="check") if overrides else opened.config
     data = config.get("data") or OmegaConf.structured(DataOptions)
     source = args.data if args.data is not None else data.train
     if source is None:
         raise ForgefieldError(f"Run {opened.name} does not know its training data; name a file with --data FILE.")
-    potential = opened.load_potential(args.which)
+    potential = opened.load_potential(args.which, head=args.head)
     return potential, read_table(source, data.labels, data.units, required=False), opened.info["model"]
 
 
@@ -150,14 +158,18 @@ def _from_config(args: argparse.Namespace, overrides: list[str]) -> tuple[Potent
     from forgefield.config.point_checks import require_frames
     from forgefield.data.module import DataModule
     from forgefield.data.reading import read_table
-    from forgefield.models.registry import build_model
-    from forgefield.training.resolved_model import resolved_model
+    from forgefield.models.deeppot.branches import single
+    from forgefield.models.registry import branch_names, build_model
+    from forgefield.training.resolved_model import resolved_model, tell_branches
 
     config = load_config(args.target, overrides)
     require_frames(config, "check", "their gradients are compared with autograd at the start of a training")
     data = DataModule(config.data, seed=config.seed)
     data.prepare()
+    tell_branches(config, data)
     resolved = resolved_model(config, data)
+    if args.head is not None or branch_names(resolved):
+        resolved, _ = single(resolved, None, args.head)
     frames = data.train.frames
     if args.data is not None:
         frames = read_table(args.data, config.data.labels, config.data.units, required=False)

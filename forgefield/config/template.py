@@ -33,9 +33,7 @@ def commented_yaml(config: DictConfig, *, header: str = "", notes: Mapping[str, 
     plain = OmegaConf.to_container(config, resolve=True)
     assert isinstance(plain, dict)
     plain["task"] = as_written(plain.get("task"))
-    for target, options in (plain["task"] or {}).items():
-        if options is not None:
-            _drop_inapplicable(target, options)
+    _drop_inapplicable(plain["task"] or {})
     for key in FRAMES_ONLY if has_points(plain) else ():
         _drop(plain, key)
     return yaml_with_comments({str(key): value for key, value in plain.items()}, header=header, notes=notes)
@@ -74,8 +72,17 @@ def _drop(values: Any, key: str) -> None:
         values.pop(section, None)
 
 
-def _drop_inapplicable(target: str, options: dict[str, Any]) -> None:
-    """Leave out settings of a target that cannot apply to it; writing them would be refused on reading."""
+def _drop_inapplicable(targets: Mapping[str, Any]) -> None:
+    """Leave out settings of targets, also of those of branches, that cannot apply; writing them would be refused on reading."""
+    for name, options in targets.items():
+        if name == BRANCHES:
+            for section in options.values():
+                _drop_inapplicable(section)
+        elif options is not None:
+            _drop_inapplicable_to(name, options)
+
+
+def _drop_inapplicable_to(target: str, options: dict[str, Any]) -> None:
     if target in ("forces", "stress"):
         options.pop("per_atom", None)
     if target != "forces":

@@ -164,8 +164,10 @@ class Calculator(AseCalculator):
         if "stress" in properties and not has_volume:
             raise PropertyNotImplementedError("stress needs a cell with a volume; this structure has none")
         gradients = self.potential.has_energy and any(name in properties for name in ("forces", "stress"))
+        # Derivatives come together; direct forces have none, so that a stress is made only where it is asked for.
+        stressed = gradients and has_volume and (not self.forces_are_direct or "stress" in properties)
         batch = self._batch(frame) | self._inputs(self.atoms)
-        out = self.potential(batch, forces=gradients, stress=gradients and has_volume)
+        out = self.potential(batch, forces=gradients, stress=stressed)
         answers = {name: value.cpu().numpy() for name, value in further_answers(self.potential, out).items()}
         out = {name: value.detach().cpu().numpy() for name, value in out.items()}
         self.results = {}

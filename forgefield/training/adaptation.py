@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.nn.utils import parametrize
 
 from forgefield.config.nearest import did_you_mean
 from forgefield.errors import ForgefieldError
+from forgefield.models.deeppot.networks import Layer
 
 _LOW_RANK = ".parametrizations."
 
@@ -78,16 +79,19 @@ def _top(names: Sequence[str]) -> list[str]:
 
 
 class LowRank(nn.Module):
-    """matrix + factor * down @ up, with `down` (n_in, rank) and `up` (rank, n_out); it starts as the matrix itself."""
+    """matrix + factor * down @ up, with `down` (n_in, rank) and `up` (rank, n_out); it starts as the matrix itself.
+
+    Of a stack of matrices (..., n_in, n_out) each has a change of its own.
+    """
 
     def __init__(self, name: str, matrix: Tensor, rank: int, factor: float) -> None:
         super().__init__()
-        n_in, n_out = matrix.shape
+        *stack, n_in, n_out = matrix.shape
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        first = torch.randn(n_in, rank, generator=generator, dtype=torch.float64) / math.sqrt(n_in)
+        first = torch.randn(*stack, n_in, rank, generator=generator, dtype=torch.float64) / math.sqrt(n_in)
         self.factor = factor
         self.down = nn.Parameter(first.to(matrix))
-        self.up = nn.Parameter(torch.zeros(rank, n_out, dtype=matrix.dtype, device=matrix.device))
+        self.up = nn.Parameter(torch.zeros(*stack, rank, n_out, dtype=matrix.dtype, device=matrix.device))
 
     def forward(self, matrix: Tensor) -> Tensor:
         return matrix + self.factor * (self.down @ self.up)
@@ -98,7 +102,7 @@ def add_low_rank(module: nn.Module, *, rank: int, alpha: float | None, targets: 
 
     alpha: the change is multiplied by alpha / rank; None: by one. targets: patterns; None: all matrices of the encoder.
     """
-    matrices = {name: p for name, p in module.named_parameters() if p.dim() == 2 and min(p.shape) > rank}
+    matrices = {name: p for name, p in _all_matrices(module) if min(p.shape[-2:]) > rank}
     chosen = list(dict.fromkeys(n for t in targets or ["model.*"] for n in _matrices(t, list(matrices), rank)))
     for name in chosen:
         owner_name, _, attribute = name.rpartition(".")
@@ -107,6 +111,15 @@ def add_low_rank(module: nn.Module, *, rank: int, alpha: float | None, targets: 
         matrices[name].requires_grad_(False)
         parametrize.register_parametrization(owner, attribute, change)
     return chosen
+
+
+def _all_matrices(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters that are matrices or stacks of them; biases of networks that stand side by side are neither."""
+    for name, parameter in module.named_parameters():
+        owner, _, attribute = name.rpartition(".")
+        stacks_vectors = isinstance(module.get_submodule(owner), Layer) and attribute != "w"
+        if parameter.dim() >= 2 and not stacks_vectors:
+            yield name, parameter
 
 
 def _matrices(pattern: str, names: Sequence[str], rank: int) -> list[str]:

@@ -89,8 +89,9 @@ class StochasticAverage(WeightAverage):
         self.start, self.every = start, every
         self.first_step = self.stride = 0
 
-    def plan(self, *, steps: int, steps_of_epoch: int) -> None:
-        """Told at the start of a training how many steps it has (-1: no end) and how many an epoch has."""
+    def plan(self, *, steps: int, steps_of_epoch: int, quick: bool = False) -> None:
+        """Told at the start of a training how many steps it has (-1: no end) and how many an epoch has. quick: a try of few
+        steps, which need not reach the average."""
         if self.start < 1 and steps < 0:
             raise ForgefieldError(
                 f"training.swa.start={self.start:g} is a share of a training that has no end; give trainer.max_epochs or "
@@ -100,9 +101,9 @@ class StochasticAverage(WeightAverage):
             return
         self.first_step = int(self.start * steps) if self.start < 1 else int(self.start)
         self.stride = self.every or max(steps_of_epoch, 1)
-        if 0 <= steps <= self.first_step:
+        if 0 <= steps <= self.first_step and not quick:
             raise ForgefieldError(
-                f"training.swa.start={self.start:g}: the training has only {steps} steps, so nothing would be averaged."
+                f"training.swa.start={self.start:g}: the training ends at step {steps}, so nothing would be averaged."
             )
 
     def next_share(self) -> float:

@@ -11,12 +11,10 @@ from omegaconf import DictConfig
 
 from forgefield.data.batch import batch_shapes
 from forgefield.data.module import DataModule
-from forgefield.data.readers import plain
 from forgefield.data.sampling.batching import training_budget
 from forgefield.data.sampling.loader import FrameLoader
-from forgefield.errors import ForgefieldError
 from forgefield.models.potential import Potential
-from forgefield.models.registry import branch_names, build_model
+from forgefield.models.registry import build_model
 from forgefield.parallel.accelerators import evaluation_device
 from forgefield.parallel.exchange import StepExchange
 from forgefield.runs import Run
@@ -27,11 +25,11 @@ from forgefield.training.engines.choose import refuse_engine
 from forgefield.training.engines.size_plan import plan_sizes
 from forgefield.training.engines.start import EngineStarter
 from forgefield.training.folder import has_begun
-from forgefield.training.initial_model import InitialModel, initial_model
+from forgefield.training.initial_model import initial_model
 from forgefield.training.module import TrainingModule
 from forgefield.training.precision import Precision
 from forgefield.training.preflight import require_any_label, require_inputs, require_same_data
-from forgefield.training.resolved_model import built_task, resolved_model, wanted_task
+from forgefield.training.resolved_model import built_task, key_frames, resolved_model, tell_branches, wanted_task
 from forgefield.training.start_summary import effective_batch
 from forgefield.training.subject import Party, Subject
 from forgefield.training.transfer import Transfer, transfer
@@ -61,14 +59,13 @@ class FramesSubject(Subject):
         self._start_from_initial()
         _choose_trained(self.model, config.training, journal.say)
         require_inputs(self.model, self.data)
-        if self.model.needs_keys:
-            self.data.key_frames()
+        key_frames(self.model, self.data)
 
     def _resolve(self) -> None:
         """Task, model options in full and fingerprint of the data. A run that has begun keeps the options it has."""
         data, ranks = self.data, self.party.ranks
         data.statistics = ranks.share(data.statistics)
-        _tell_branches(self.config, data, self.initial)
+        tell_branches(self.config, data, None if self.initial is None else self.initial.known.resolved)
         options = wanted_task(self.config, data)
         for name, dataset in (("val", data.val), ("test", data.test)):
             require_any_label(options, name, dataset)
@@ -187,18 +184,6 @@ def _choose_trained(potential: Potential, training: Any, say: Callable[[str], No
         require_trained(potential)
         counts = [p.numel() for p in potential.parameters() if p.requires_grad]
         say(f"{sum(counts)} parameters are trained; frozen: {len(frozen)} tensors, named by training.freeze.")
-
-
-def _tell_branches(config: DictConfig, data: DataModule, initial: InitialModel | None) -> None:
-    """Let batches say which branch of the model a frame is for, where it has several."""
-    names = branch_names(plain(config.model) if initial is None else initial.known.resolved)
-    if names:
-        data.tell_branches(names)
-    elif (named := data.train.frames.branches) not in ([None], []):
-        raise ForgefieldError(
-            f"data.train has sources for the branch {named[-1]}, and the model has no branches; leave `branch` out, or name "
-            "them in model.branches."
-        )
 
 
 def _conversion_report(say: Callable[[str], None]) -> Callable[[int, int | None], None]:

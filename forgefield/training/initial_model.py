@@ -142,7 +142,8 @@ class InitialModel:
         if self.new_species:
             state = extended_state(potential.state_dict(), state, len(self.known.species), len(self.new_species))
         potential.load_state_dict(change.first_state(potential.state_dict(), state))
-        if self.shifts != "fit":
+        gained = change.gained_energy and "out_bias" in resolved and train.frames.carries("energy").any()
+        if self.shifts != "fit" and not gained:
             return None
         fitted = ranks.share(fit_shifts(potential, train, device=torch.device(device)) if ranks.is_first else None)
         set_shifts(potential, resolved, fitted.after)

@@ -26,6 +26,7 @@ from forgefield.training.engines.graphs import GraphsEngine
 from forgefield.training.engines.sparing import SparingEngine, raise_if_memory
 from forgefield.training.engines.start import EngineStarter
 from forgefield.training.engines.step import Measured, StepFunction
+from forgefield.training.optimisers import build_optimiser
 from forgefield.training.run_module import RunModule, own_sums
 from forgefield.training.weighting import SoftAdapt, Uncertainty, build_weighting
 
@@ -103,7 +104,9 @@ class TrainingModule(RunModule):
         self._evaluation_is_checked = False
         self._steps_averaged = 0
         self._measured = (-1, -1)
-        self._sums_before: tuple[Tensor, Tensor] | None = None
+        self._sums_before: list[Tensor] | None = None
+        self.judged_loss: Tensor | None = None
+        """Of the latest batch: without what is learnt beside the model."""
         self._left_out: Tensor | bool = False
 
     @property
@@ -129,7 +132,8 @@ class TrainingModule(RunModule):
         if isinstance(self.ema, StochasticAverage):
             batches = int(self.trainer.num_training_batches)
             of_epoch = -(-batches // self.trainer.accumulate_grad_batches)
-            self.ema.plan(steps=self.steps_of_fit(), steps_of_epoch=of_epoch)
+            quick = bool(getattr(self.trainer, "fast_dev_run", False))
+            self.ema.plan(steps=self.steps_of_fit(), steps_of_epoch=of_epoch, quick=quick)
         self._steps_averaged = self.trainer.global_step  # known only now: a resume restores it after `on_fit_start`
         super().on_train_start()
 
@@ -157,12 +161,13 @@ class TrainingModule(RunModule):
         if (self.current_epoch, batch_idx) != self._measured:  # some optimisers evaluate a batch several times
             self._measured = (self.current_epoch, batch_idx)
             if batch_idx % self.trainer.accumulate_grad_batches == 0:
-                self._sums_before = self.train_loss.sums, self.train_errors.sums.clone()
+                self._sums_before = [meter.sums.clone() for meter in self._meters()]
             self.train_loss.add(step.measured.sums)
             self.train_errors.add(step.measured.errors)
             if isinstance(self.weighting, SoftAdapt):
                 self.weighting.add(step.measured.sums)
         self._batch = batch
+        self.judged_loss = step.loss.detach()
         if not isinstance(self.weighting, Uncertainty):
             return step.loss
         sums, counts = step.measured.sums
@@ -179,12 +184,15 @@ class TrainingModule(RunModule):
         """The optimiser step under way is not to count: its batches are in no metric, and with `average` the average of weights
         stays as it is. bad: on the device, whether to do so; without, it is done."""
         if self._sums_before is not None:
-            meters: tuple[Any, ...] = (self.train_loss, self.train_errors)
-            for meter, before in zip(meters, self._sums_before):
+            for meter, before in zip(self._meters(), self._sums_before):
                 before = before.to(meter.sums.device)
                 meter.sums = before.clone() if bad is None else torch.where(bad, before, meter.sums)
         if average:
             self._left_out = True if bad is None else bad
+
+    def _meters(self) -> list[Any]:
+        """What adds up measurements of batches."""
+        return [self.train_loss, self.train_errors, *([self.weighting] if isinstance(self.weighting, SoftAdapt) else [])]
 
     def _require_an_end(self) -> None:
         for target in self.task.targets:
@@ -318,7 +326,7 @@ class TrainingModule(RunModule):
         if isinstance(self.weighting, Uncertainty):
             factor = self.weighting.options.lr
             groups.append({"params": [self.weighting.log_variances], "lr": lr * factor, "factor": factor})
-            if "weight_decay" in str(self.options.optimizer):
+            if _decays(self.options.optimizer):
                 groups[-1]["weight_decay"] = 0.0
         return groups
 
@@ -337,6 +345,12 @@ class TrainingModule(RunModule):
 
     def plain_state(self) -> dict[str, Tensor]:
         return plain_state(self.potential)
+
+
+def _decays(optimizer: Any) -> bool:
+    """Whether the optimiser knows a decay of weights, which variances have no part in."""
+    probe = build_optimiser(optimizer, [torch.nn.Parameter(torch.zeros(2, 2))], lr=1.0)
+    return "weight_decay" in probe.defaults
 
 
 def _once(ask: Callable[[], Tensor]) -> Callable[[], Tensor]:

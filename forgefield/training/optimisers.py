@@ -115,7 +115,8 @@ def _for_groups(key: str, value: Any, optimiser: torch.optim.Optimizer) -> Any:
         return value
     if key == "eta_min":
         raise ForgefieldError(
-            "training.scheduler.eta_min is one rate for all parameters, and training.lr_groups gives them several; use "
+            "training.scheduler.eta_min is one rate for all parameters, and training.lr_groups or training.weighting.lr gives "
+            "them several; use "
             "{name: cosine_to, stop_lr: ...}, whose last rate follows the groups."
         )
     return [value * factor for factor in factors]

@@ -19,6 +19,7 @@ from forgefield.data.batch import batch_shapes, with_edges
 from forgefield.data.module import DataModule
 from forgefield.errors import ForgefieldError
 from forgefield.models.registry import build_model
+from forgefield.ops.keyed import combined
 from forgefield.tasks.metrics import ErrorMetrics, unit_of
 from forgefield.tasks.task import Task
 from forgefield.training.engines.engine import Engine
@@ -26,7 +27,7 @@ from forgefield.training.engines.step import StepFunction
 from forgefield.training.optimisers import build_optimiser
 from forgefield.training.precision import Precision
 from forgefield.training.preflight import require_inputs
-from forgefield.training.resolved_model import built_task, resolved_model, wanted_task
+from forgefield.training.resolved_model import built_task, key_frames, resolved_model, tell_branches, wanted_task
 
 Batch = dict[str, Tensor]
 
@@ -84,7 +85,7 @@ def overfit(
         for group, rate in zip(optimiser.param_groups, rates):
             group["lr"] = rate * 0.5 * (1 + math.cos(math.pi * share))
         optimiser.zero_grad()
-        loss = engine.step(batch).loss
+        loss = engine.step(_with_fresh_keys(batch, step)).loss
         loss.backward()
         optimiser.step()
         result.losses.append(float(loss.detach()))
@@ -97,6 +98,14 @@ def overfit(
             if result.passed or not math.isfinite(result.losses[-1]):
                 break
     return result
+
+
+def _with_fresh_keys(batch: Batch, step: int) -> Batch:
+    """Where heads drop values, others in every step, as in a training: what is learnt is to hold without dropping any."""
+    if "frame_key" not in batch:
+        return batch
+    keys = batch["frame_key"]
+    return batch | {"frame_key": combined(keys, torch.full_like(keys, step))}
 
 
 def errors_of(
@@ -138,15 +147,17 @@ def overfit_config(config: DictConfig, *, steps: int, goal: float) -> OverfitRes
     """The model of a config, with fresh weights, on the first batch of its data, with its loss, optimiser and learning rate."""
     data = DataModule(config.data, config.seed)
     data.prepare()
+    tell_branches(config, data)
     resolved = resolved_model(config, data)
     task = built_task(wanted_task(config, data), resolved)
     precision = Precision(config.training.precision)
     potential = build_model(resolved, precision=precision.weights, seed=config.seed)
     require_inputs(potential, data)
+    key_frames(potential, data)
     loader = data.train_dataloader()
     loader.keep_order()
     batch = with_edges(next(iter(loader)), potential.cutoff)
-    errors = ErrorMetrics(task.names, data.species.symbols, classes=task.classes)
+    errors = task.error_metrics(data.species.symbols)
     engine = Engine(StepFunction(potential, task, errors, shapes=batch_shapes(data.train.fields)))
     parameters = [p for p in potential.parameters() if p.requires_grad]
     optimiser = build_optimiser(config.training.optimizer, parameters, lr=config.training.lr)

@@ -27,6 +27,7 @@ from forgefield.data.readers import plain
 from forgefield.data.storage.cache import cache_folder
 from forgefield.errors import ForgefieldError
 from forgefield.files import write_whole
+from forgefield.models.potential import Potential
 from forgefield.models.registry import branch_names, further_outputs, model_statistics, own_outputs, resolve_model
 from forgefield.tasks.task import Task, default_task, require_labels
 from forgefield.training.further import has_energy, head_facts, own_units
@@ -34,6 +35,27 @@ from forgefield.training.further import has_energy, head_facts, own_units
 EDGES_AT_ONCE = 2_000_000
 MOST_FRAMES = 20_000
 """Of larger data sets so many frames are measured, evenly spread."""
+
+
+def tell_branches(config: DictConfig, data: DataModule, resolved: Mapping[str, Any] | None = None) -> None:
+    """Let batches say which branch of the model a frame is for, where it has several. Called once data is prepared.
+
+    resolved: options of the model that a training starts from, where it is not that of the config.
+    """
+    names = branch_names(plain(config.model) if resolved is None else resolved)
+    if names:
+        data.tell_branches(names)
+    elif (named := data.train.frames.branches) not in ([None], []):
+        raise ForgefieldError(
+            f"data.train has sources for the branch {named[-1]}, and the model has no branches; leave `branch` out, or name "
+            "them in model.branches."
+        )
+
+
+def key_frames(potential: Potential, data: DataModule) -> None:
+    """Let batches of the training carry `frame_key` where the model has dropout."""
+    if potential.needs_keys:
+        data.key_frames()
 
 
 def resolved_model(config: DictConfig, data: DataModule) -> dict[str, Any]:

@@ -21,13 +21,28 @@ from forgefield.training.summary import Rows, device_name, model_rows, package_v
 def summarise(journal: Journal, subject: Subject, trainer: L.Trainer, monitor: str) -> None:
     config, ranks = subject.config, subject.party.ranks
     sections: dict[str, Sequence[tuple[str, str]]] = {
-        "Data": list(subject.data.describe()),
+        "Data": [*subject.data.describe(), *_no_descriptors(subject)],
         "Model": [("name", str(config.model.name)), *_first_weights(config), *model_rows(subject.model)],
         "Task": list(subject.task.describe()),
         "Training": _training_rows(subject, trainer, monitor),
         "Summary of the training": process_rows(trainer, ranks),
     }
     journal.show(lambda console: print_summary(console, sections))
+
+
+def _no_descriptors(subject: Subject) -> Rows:
+    """For points: told now, since it cannot be mended by the one who wants a prediction later."""
+    if subject.config.data.points is None or subject.resolved["points"]["descriptors"] is not None:
+        return []
+    return [("descriptors", "no data.points.descriptors: this run will not predict from structures")]
+
+
+def _precision(config: Any) -> str:
+    """For points: without geometry, which they have none of."""
+    text = Precision(plain(config.training.precision)).describe()
+    if config.data.points is None:
+        return text
+    return text.replace("geometry and energy sums float64", "scaling and sums over snapshots float64")
 
 
 def _first_weights(config: Any) -> Rows:
@@ -55,7 +70,7 @@ def _training_rows(subject: Subject, trainer: L.Trainer, monitor: str) -> Rows:
         ("average", _average(training)),
         ("best by", monitor),
         ("engine", training.engine or "eager"),
-        ("precision", Precision(plain(training.precision)).describe()),
+        ("precision", _precision(subject.config)),
     ]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from omegaconf import DictConfig
@@ -20,8 +20,9 @@ from forgefield.data.readers import plain
 from forgefield.errors import ForgefieldError
 from forgefield.models.heads import CHOSEN, check_heads, complete_heads
 from forgefield.models.predictor import head_key
-from forgefield.models.registry import BUILT_IN, HEADS, OWN, PREDICTS, resolve_model
-from forgefield.training.further import has_energy, head_facts
+from forgefield.models.registry import BUILT_IN, HEADS, OWN, PREDICTS, branch_names, own_outputs, resolve_model
+from forgefield.training.further import has_energy, head_facts, own_units
+from forgefield.training.initial_options import section_of
 
 ENERGY = ("energy_scales", "energy_shifts")
 """Options and state of a model that only energies need."""
@@ -66,7 +67,7 @@ def transfer(
     """What the model of a run becomes for this task. known: its options in full, made of `section`. task: options."""
     resolved = copy.deepcopy(dict(known))
     if (resolved.get(PREDICTS) or {}).get(OWN):  # what it gives is part of the model itself
-        return Transfer(resolved, [], [], [], gained_energy=False)
+        return _own(resolved, config, data)
     before = resolved.pop(PREDICTS, None) or {"energy": True, HEADS: {}}
     given = check_heads(plain(config.model).get(HEADS)) if HEADS not in known else {}
     facts, wants_energy = head_facts(task, data), has_energy(task)
@@ -85,6 +86,19 @@ def transfer(
         dropped=[*(["energy"] if before["energy"] and not wants_energy else []), *_missing(before[HEADS], heads)],
         gained_energy=gained,
     )
+
+
+def _own(resolved: dict[str, Any], config: DictConfig, data: DataModule) -> Transfer:
+    """For a model that gives its outputs by itself: nothing of it changes, the task chooses among them."""
+    outputs = own_outputs(section_of(resolved))
+    if plain(config.model).get(HEADS):
+        raise ForgefieldError(
+            f"model.heads does not apply: the fitting network of this model gives {', '.join(outputs)} by itself; leave it out."
+        )
+    units = own_units(outputs, config.task, data)
+    chosen = {name: asdict(outputs[name]) | {"unit": unit} for name, unit in units.items()}
+    resolved[PREDICTS][HEADS] = chosen | resolved[PREDICTS][HEADS]
+    return Transfer(resolved, [], [], [], gained_energy=False)
 
 
 def _missing(names: Iterable[str], among: Iterable[str]) -> list[str]:
@@ -114,7 +128,13 @@ def _heads(
 def _energy_terms(
     resolved: Mapping[str, Any], section: Mapping[str, Any], config: DictConfig, data: DataModule
 ) -> dict[str, Any]:
-    """Scale and shifts of energies as a new model of this kind would have them; none for models without such options."""
+    """Scale and shifts of energies as a new model of this kind would have them; none for models without such options, and
+    none for a Deep Potential, whose shifts are fitted when it has its weights (`InitialModel.start`)."""
+    if branch_names(resolved):
+        raise ForgefieldError(
+            "task asks for an energy, which the model had not been trained for, and the model has branches, each with energy "
+            "shifts of its own that would have to be fitted; train a new model."
+        )
     if resolved["name"] not in BUILT_IN or not all(key in resolved for key in ENERGY):
         return {}
     options = {key: value for key, value in section.items() if key not in ("from", "which", "shifts", HEADS)}

@@ -131,7 +131,8 @@ class SoftAdapt:
 
 class Uncertainty(nn.Module):
     """Minimises sum_k exp(-s_k) w_k L_k + s_k over weights and the logarithms s of the variances (Kendall, Gal and Cipolla,
-    2018, times two): factor_k = exp(-s_k). Targets without weight are left out.
+    2018, times two): factor_k = exp(-s_k). Targets without weight are left out,
+    and in a step those that none of its frames is labelled for.
     """
 
     def __init__(self, options: UncertaintyOptions, n_targets: int) -> None:
@@ -150,7 +151,7 @@ class Uncertainty(nn.Module):
         sums: (n_targets,) of this rank, times the number of ranks; counts: of all ranks; weights: those of the task.
         """
         weighted = weights * sums / torch.where(counts > 0, counts, 1.0)
-        taking_part = (weights > 0).to(weighted.dtype)
+        taking_part = ((weights > 0) & (counts > 0)).to(weighted.dtype)
         factors = torch.exp(-self.log_variances)
         made = factors * weighted
         self._gradient = (taking_part * (1.0 - made)).detach()

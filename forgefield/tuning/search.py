@@ -32,6 +32,8 @@ from forgefield.training.trainer import processes_wanted
 from forgefield.tuning.options import TuneOptions
 from forgefield.tuning.space import Dimension, override, read_space
 from forgefield.tuning.study import (
+    HEARTBEAT,
+    has_foreign_trials,
     n_combinations,
     open_study,
     queue_again,
@@ -123,13 +125,11 @@ def prepare(source: Any, overrides: Sequence[str], *, space: Sequence[str] = (),
 
 def work(search: Search, *, worker: int = 0, say: Callable[[str], None] = print) -> Any:
     """Train trials until there are enough; returns the study. worker: number of this one among those of a command."""
-    optuna = require_optuna()
     study = search.open()
     for number in queue_dead_trials(study):
         say(f"Trial {number} was left by a process that is gone; its training goes on in another trial.")
     worker_of_study = _Worker(search, study, say)
-    states = optuna.trial.TrialState
-    while worker_of_study.counted(states) < search.trials:
+    while worker_of_study.is_needed():
         study.sampler = sampler_of(study, search.options, search.space, int(search.base.seed), worker)
         study.optimize(worker_of_study.train, n_trials=1, catch=(TrialFailed,), callbacks=[worker_of_study.told])
         if worker_of_study.failed >= IN_A_ROW:
@@ -144,10 +144,23 @@ class _Worker:
         self.search, self.study, self.say = search, study, say
         self.failed, self.reason, self._began = 0, "", 0.0
 
-    def counted(self, states: Any) -> int:
-        """Trials that are done, or that a living worker is at."""
-        wanted = (states.COMPLETE, states.PRUNED, states.RUNNING)
-        return len(self.study.get_trials(deepcopy=False, states=wanted))
+    def is_needed(self) -> bool:
+        """Whether there are too few trials, done or in the hands of a living worker. Waits for those of other machines, which
+        may be lost."""
+        optuna, waits = require_optuna(), False
+        states = optuna.trial.TrialState
+        while True:
+            optuna.storages.fail_stale_trials(self.study)
+            trials = self.study.get_trials(deepcopy=False, states=(states.COMPLETE, states.PRUNED, states.RUNNING))
+            if len(trials) < self.search.trials:
+                return True
+            running = [trial for trial in trials if trial.state == states.RUNNING]
+            if len(trials) - len(running) >= self.search.trials or not has_foreign_trials(running):
+                return False
+            if not waits:
+                self.say("What is left is being trained on other machines; waiting, in case a trial is lost there.")
+            waits = True
+            time.sleep(HEARTBEAT)
 
     def train(self, trial: Any) -> float:
         """The objective: what Optuna makes small."""

@@ -133,6 +133,12 @@ def queue_dead_trials(study: Any) -> list[int]:
     return found
 
 
+def has_foreign_trials(running: Sequence[Any]) -> bool:
+    """Whether any of these trials is trained on another machine, whose processes cannot be seen from here."""
+    workers = [trial.user_attrs.get("worker") for trial in running]
+    return any(worker is not None and worker["host"] != _machine() for worker in workers)
+
+
 def queue_again(study: Any, trial: Any) -> None:
     """A new trial with the same values, to go on in the same folder."""
     folder = trial.user_attrs.get("folder")

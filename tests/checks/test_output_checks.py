@@ -10,6 +10,7 @@ from torch import nn
 
 from forgefield.checks import CheckResult, run_checks
 from forgefield.cli import main
+from forgefield.errors import ForgefieldError
 from forgefield.models import build_model, resolve_model
 from forgefield.models.heads import HeadOptions
 from forgefield.models.potential import edge_vectors
@@ -199,6 +200,27 @@ def test_heads_beside_an_energy_are_checked_too():
     assert [result for result in results if not result.passed] == []
     assert len(results) == 22
     assert "supercell outputs" in {result.name for result in results}
+
+
+def test_direct_forces_alone_are_checked():
+    """Forces that do not turn with the structure fail. Moves of noise are nothing to check."""
+
+    class Folded(Predictor):
+        def forward(self, batch, **asked):
+            return {"forces": super().forward(batch, **asked)["forces"].abs()}
+
+    forces = HeadOptions(per="atom", shape=[3], kind="vector", hidden=[4])
+    assert all(result.passed for result in results_of(Lawful(), {"forces": forces}))
+    model = Folded(Lawful(), {"forces": forces}, has_energy=False, dtype=torch.float64, seed=1)
+    results = run_checks(model, structures(), SPECIES, 4.0, generator=np.random.default_rng(0))
+    assert {result.name for result in results if not result.passed} == {"rotation", "reflection"}
+    with pytest.raises(ForgefieldError, match="neither an energy nor properties"):
+        results_of(Lawful(), {"denoise": forces})
+
+
+def test_heads_with_dropout_are_checked():
+    results = results_of(Lawful(), {"gap": HeadOptions(reduce="mean", hidden=[4], dropout=0.5)})
+    assert [result for result in results if not result.passed] == []
 
 
 @pytest.mark.parametrize("model", ["nequip", "schnet"])

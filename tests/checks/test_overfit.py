@@ -6,8 +6,12 @@ import pytest
 import yaml
 
 from forgefield.cli import main
-from forgefield.training.overfit import OverfitResult, TargetResult, curve
-from tests.helpers import tiny_config
+from forgefield.config.loading import load_config
+from forgefield.training.bench_step import bare_step
+from forgefield.training.engines.engine import Engine
+from forgefield.training.overfit import OverfitResult, TargetResult, curve, overfit_config
+from tests.helpers import PROPERTIES, tiny_config, write_properties
+from tests.training.deepmd_systems import several_input
 
 
 def config_file(folder, **changes) -> str:
@@ -35,6 +39,23 @@ def test_a_target_that_does_not_go_down_is_named(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "forces" in printed.partition("The error of ")[2].partition(" does not go down to 30%")[0]
     assert "FAILED" in printed
+
+
+def test_branches_are_learnt_together(tmp_path, capsys):
+    assert main(["check", "--overfit", str(several_input(tmp_path)), "--steps", "1", "data.batch.frames=9"]) == 1
+    printed = capsys.readouterr().out
+    assert all(f"{name}      FAILED" in printed for name in ("wet.energy", "wet.forces", "dry.energy"))
+
+
+def test_heads_with_dropout_are_trained(tmp_path):
+    made = tiny_config(tmp_path, task={"gap": {}})
+    made["data"] |= {"train": str(write_properties(tmp_path / "p.extxyz", 12)), "labels": {"fields": PROPERTIES}}
+    made["model"]["heads"] = {"gap": {"hidden": [8], "dropout": 0.2}}
+    config = load_config(made)
+    losses = overfit_config(config, steps=2, goal=0.01).losses
+    assert len(losses) == 2
+    step = bare_step(config)
+    step.run(Engine(step.function("double")), step.first_batch())
 
 
 @pytest.mark.parametrize(

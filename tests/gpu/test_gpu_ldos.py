@@ -75,11 +75,26 @@ def test_graphs_learn_what_the_eager_engine_learns(precision, tmp_path):
         assert mine["val/band_energy_mae"] == pytest.approx(other["val/band_energy_mae"], rel=0.1, abs=20)
 
 
+@pytest.mark.parametrize("keep", ["device", "memory"])
+def test_points_one_by_one_are_those_of_whole_batches_and_auto_takes_eager(keep, tmp_path, capsys):
+    runs = []
+    for fast, engine in ((True, "eager"), (False, "auto")):
+        config = gpu_config(tmp_path, f"fast-{fast}", engine=engine)
+        config["data"] |= {"fast": fast, "points": {**config["data"]["points"], "keep": keep}}
+        runs.append(weights(train_only(config).path))
+    assert "Engine graphs" not in capsys.readouterr().out
+    assert torch.equal(*runs)
+
+
+@pytest.mark.parametrize("terms", [{}, {"dos": {"every": 2}, "band_energy": {"every": 4}}], ids=["points", "terms"])
 @pytest.mark.parametrize("keep", ["device", "memory", "disk"])
-def test_a_run_with_captured_blocks_ends_as_if_it_had_not_been_interrupted(keep, tmp_path, monkeypatch):
+def test_a_run_with_captured_blocks_ends_as_if_it_had_not_been_interrupted(keep, terms, tmp_path, monkeypatch):
+    """Also where the first step after a resume, the fifth, holds terms on snapshots and is not captured."""
+
     def config(name: str) -> dict:
         made = gpu_config(tmp_path, name, engine="graphs", checkpoint={"every_steps": 4})
         made["data"]["points"] = {**made["data"]["points"], "keep": keep}
+        made["task"] = {**made["task"], **terms}
         return {**made, "callbacks": [END]}
 
     monkeypatch.setenv("END_AT", "-1")

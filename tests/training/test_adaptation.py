@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import ase.io
 import pytest
 import torch
 
@@ -12,7 +13,9 @@ from forgefield.errors import ForgefieldError
 from forgefield.runs import Run
 from forgefield.training.adaptation import add_low_rank, plain_state
 from forgefield.training.checkpoint import list_checkpoints, load_checkpoint
-from tests.helpers import PROPERTIES, tiny_config, write_properties
+from forgefield.training.transfer import _energy_terms
+from tests.helpers import PROPERTIES, property_frames, tiny_config, write_properties
+from tests.models.deeppots import make_deeppot
 from tests.models.structures import make_batch, make_frame, make_potential
 from tests.parallel.train_many import train_only
 from tests.training.test_resume import END, assert_same_run, interrupted_run
@@ -133,11 +136,17 @@ def test_groups_follow_a_schedule_with_their_factors(folder):
         train_only(made)
 
 
-def test_changes_of_low_rank_start_at_nothing_and_merge_into_the_matrices():
-    plain, changed = make_potential(), make_potential()
+@pytest.mark.parametrize(
+    ("make", "targets"), [(make_potential, ["model.layers.*"]), (make_deeppot, None)], ids=["nequip", "deeppot"]
+)
+def test_changes_of_low_rank_start_at_nothing_and_merge_into_the_matrices(make, targets):
+    plain, changed = make(), make()
     batch = make_batch(make_frame(5), make_frame(3, seed=1))
-    names = add_low_rank(changed, rank=2, alpha=4.0, targets=["model.layers.*"])
+    names = add_low_rank(changed, rank=2, alpha=4.0, targets=targets)
     assert names
+    if make is make_deeppot:  # stacks of biases are no matrices
+        assert all(name.endswith(".w") for name in names)
+        assert any(plain.get_parameter(name).dim() == 3 for name in names)
     assert all(torch.equal(a, b) for a, b in zip(plain(batch).values(), changed(batch).values()))
     trained = [name for name, parameter in changed.named_parameters() if parameter.requires_grad]
     assert not any(name.endswith("original") for name in trained)
@@ -197,3 +206,25 @@ def test_low_rank_changes_of_what_is_no_matrix_are_refused(folder):
     made = config(folder, "no-fit", {"gap": {}}, "first", model={"shifts": "fit"})
     with pytest.raises(ForgefieldError, match=r"model\.shifts=fit fits shifts of energies, and the task has none"):
         train_only(made)
+
+
+def test_a_deep_potential_that_gains_an_energy_has_its_shifts_fitted(folder, capsys):
+    model = {
+        "name": "deeppot",
+        "descriptor": {"type": "se_e2_a", "neuron": [4, 8], "axis_neuron": 2},
+        "fitting_net": {"neuron": [6]},
+    }
+    train_only(config(folder, "gap-alone", {"gap": {}}) | {"model": model})
+    frames = property_frames(14, 0)
+    for atoms in frames:
+        atoms.calc.results["energy"] -= 20.0 * len(atoms)
+    ase.io.write(folder / "lower.extxyz", frames, format="extxyz")
+    still, lower = {"lr": 1e-30, "ema": None}, {"train": str(folder / "lower.extxyz")}
+    run = train_only(config(folder, "gained", {"gap": {}, "energy": {}}, "gap-alone", training=still, data=lower))
+    assert "Energy shifts fitted to 10 training frames" in capsys.readouterr().out
+    record, shifts = run.info["initial_model"]["fitted_shifts"], run.info["model"]["out_bias"]
+    assert record["rms_before"] > 10.0
+    assert record["rms_after"] < 1.0
+    assert run.load_potential("last").model.out_bias.tolist() == shifts == record["after"]
+    with pytest.raises(ForgefieldError, match=r"the model has branches, each with energy shifts of its own"):
+        _energy_terms({"name": "deeppot", "branches": {"wet": {}, "dry": {}}}, {}, None, None)

@@ -23,10 +23,12 @@ from forgefield.errors import ForgefieldError
 from forgefield.models.importers.deepmd import read_deepmd
 from forgefield.models.registry import build_model
 from forgefield.runs import Run
+from forgefield.training.bench_step import bare_step
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.script import ScriptEngine
 from forgefield.training.engines.step import StepFunction
 from forgefield.training.resolved_model import built_task
+from forgefield.training.shifts import shifts_of
 from tests.parallel.launching import start, torchrun, weights
 from tests.parallel.train_many import train_only
 from tests.training.deepmd_systems import several_input
@@ -114,6 +116,18 @@ def test_a_branch_taken_out_predicts_what_it_predicts_among_the_others(trained, 
 def test_which_branch_is_meant_has_to_be_said(head, trained):
     with pytest.raises(ForgefieldError, match="the model has the branches dry, wet"):
         Calculator(trained.path, head=head)
+
+
+def test_laws_are_checked_of_one_branch(trained, capsys):
+    for target in (str(trained.path), str(trained.path.parents[1] / "several.json")):
+        assert main(["check", target, "--frames", "1", "--head", "dry"]) == 0, capsys.readouterr().out
+        assert main(["check", target]) != 0
+        assert "the model has the branches dry, wet" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_bare_step_knows_branches(trained):
+    step = bare_step(load_config(trained.path.parents[1] / "several.json"))
+    assert "branch" in step.first_batch()
 
 
 def test_the_loss_of_a_mixed_batch_is_that_of_each_branch_on_its_frames(trained):
@@ -220,6 +234,11 @@ def test_settings_that_do_not_fit_are_refused(overrides, said, trained, tmp_path
     with pytest.raises(ForgefieldError) as error:
         train_only(load_config(file, [f"out={tmp_path}", *overrides]))
     assert said in str(error.value)
+
+
+def test_shifts_of_branches_are_not_fitted(trained):
+    with pytest.raises(ForgefieldError, match=r"model\.shifts is fit, but the model has the branches dry, wet"):
+        shifts_of(trained.load_potential("last"))
 
 
 # ---- there

@@ -248,6 +248,27 @@ def test_what_does_not_fit_together_is_refused(changes, said, tmp_path):
     assert said in str(error.value)
 
 
+def test_a_model_that_starts_from_such_a_run_is_checked_alike(tmp_path):
+    first = train_only(own_config(tmp_path))
+    start: dict[str, Any] = {"name": "next", "model": {"from": str(first.path)}, "data__cutoff": None}
+    assert train_only(own_config(tmp_path, **start)).info["model"]["predicts"] == first.info["model"]["predicts"]
+    refused = [
+        (
+            {"model__heads": {"dipole": {}}},
+            "model.heads does not apply: the fitting network of this model gives dipole",
+        ),
+        ({"task": {"energy": {}}}, "gives dipole, atomic_dipole and no energy; write task: {dipole: {}}"),
+        ({"task": None}, "gives dipole, atomic_dipole and no energy; write task: {dipole: {}}"),
+        ({"task__dipole__normalise": "none"}, "task.dipole.normalise does not apply"),
+        ({"task__dipole__reduce": "mean"}, "task.dipole.reduce does not apply"),
+    ]
+    for changes, said in refused:
+        start |= {"name": "refused", "model": {"from": str(first.path)}}
+        with pytest.raises(ForgefieldError) as error:
+            train_only(own_config(tmp_path, **start, **changes))
+        assert said in str(error.value)
+
+
 # ---- there
 
 

@@ -12,7 +12,8 @@ import torch
 
 from forgefield import Calculator, load
 from forgefield.errors import ForgefieldError
-from tests.helpers import emt_frames, tiny_config
+from forgefield.models.deeppot.new_species import require_extensible
+from tests.helpers import PROPERTIES, emt_frames, tiny_config, write_properties
 from tests.parallel.train_many import train_only
 
 SHORT = {"max_epochs": 1, "enable_progress_bar": False}
@@ -90,3 +91,20 @@ def test_what_cannot_take_up_species_says_so(descriptor, model, said, tmp_path):
     first_run(tmp_path, "pairs", **descriptor)
     with pytest.raises(ForgefieldError, match=said):
         train_only(further(tmp_path, **model))
+
+
+def test_heads_are_made_for_the_species_of_their_run_and_new_ones_for_all(tmp_path):
+    write_properties(tmp_path / "frames.extxyz", 14)
+    first_run(tmp_path, "pairs")
+    config = further(tmp_path)
+    frames = emt_frames(8, seed=1, symbols=("Cu", "Ni"))
+    for atoms in frames:
+        atoms.info["gap"] = 1.0 + atoms.get_volume() / len(atoms)
+    ase.io.write(tmp_path / "nickel.extxyz", frames, format="extxyz")
+    config["data"]["labels"] = {"fields": {"gap": PROPERTIES["gap"]}}
+    config["task"] = {"energy": {}, "gap": {}}
+    run = train_only(config)
+    assert run.species == ("Cu", "Au", "Ni")
+    assert len(run.heads["gap"]["shift"]) == 3
+    with pytest.raises(ForgefieldError, match="it has heads beside its energy, which are made for its own species"):
+        require_extensible(run.info["model"], ["Pd"], "run further")

@@ -18,7 +18,7 @@ from forgefield.training.callbacks.loss_scaling import (
     SigmoidScalingSchedule,
 )
 from forgefield.training.checkpoint import list_checkpoints, load_checkpoint
-from forgefield.training.weighting import SoftAdapt, SoftAdaptOptions
+from forgefield.training.weighting import SoftAdapt, SoftAdaptOptions, Uncertainty, UncertaintyOptions
 from tests.helpers import PROPERTIES, property_frames, tiny_config, write_properties
 from tests.parallel.launching import ranks, weights, write_config
 from tests.parallel.test_equality import make_config
@@ -274,3 +274,10 @@ def test_sources_are_drawn_by_their_shares_whatever_they_are_labelled_for(tmp_pa
     assert "gaps.extxyz 75.0 %" in said
     assert "charges.extxyz 25.0 %" in said
     assert {"train/gap_mae", "train/site_charge_mae"} <= run.metrics()[-1].keys()
+
+
+def test_a_variance_rests_where_no_frame_of_the_batch_has_the_label():
+    weighting = Uncertainty(UncertaintyOptions(), 2)
+    sums, counts = torch.tensor([2.0, 0.0]), torch.tensor([4.0, 0.0])
+    weighting.loss(sums.double(), counts.double(), torch.ones(2, dtype=torch.float64)).backward()
+    assert weighting.log_variances.grad.tolist() == [0.5, 0.0]

@@ -21,6 +21,10 @@ def require_extensible(resolved: Mapping[str, Any], new: Sequence[str], whose: s
     said += f"{', '.join(resolved['species'])}), and "
     if resolved["name"] != "deeppot" or resolved["fitting_net"]["type"] != "ener" or resolved.get("branches"):
         raise ForgefieldError(f"{said}only Deep Potentials with one energy take up new species; train a new model.")
+    if resolved.get("predicts"):
+        raise ForgefieldError(
+            f"{said}it has heads beside its energy, which are made for its own species; train a new model."
+        )
     descriptor = resolved["descriptor"]
     if descriptor["type"].startswith("se_e2") and isinstance(descriptor["sel"], list):
         raise ForgefieldError(
@@ -59,9 +63,13 @@ def extended_options(resolved: Mapping[str, Any], new: Sequence[str], measured: 
 
 
 def extended_state(fresh: Mapping[str, Tensor], old: Mapping[str, Tensor], n_old: int, n_new: int) -> dict[str, Tensor]:
-    """State of the model for n_old + n_new species. fresh: as drawn for all of them. old: what was learnt for the first."""
+    """State of the model for n_old + n_new species. fresh: as drawn for all of them. old: what was learnt for the first.
+    Heads that are new to the model stay as drawn."""
     state = {}
     for name, tensor in fresh.items():
+        if name.startswith("heads.") and name not in old:
+            state[name] = tensor
+            continue
         before = old[name]
         if tensor.shape == before.shape:
             state[name] = before

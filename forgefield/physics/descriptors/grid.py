@@ -25,8 +25,31 @@ from forgefield.physics.descriptors.surroundings import Surroundings
 
 
 def make_descriptors(options: DescriptorOptions, species: Sequence[str | int]) -> GridDescriptors:
-    """Descriptors for structures of the `species` (chemical symbols or atomic numbers, in the order of columns)."""
+    """Descriptors for structures of the `species` (chemical symbols or atomic numbers, in the order of columns unless
+    `options.species` says another)."""
     return GridDescriptors(options, species)
+
+
+def require_fitting(options: DescriptorOptions, species: Sequence[str], n_columns: int) -> None:
+    """Refuse settings that cannot have made inputs of `n_columns`, or that leave their order open.
+
+    species: of the structures, in any order; without any nothing is known, and nothing refused.
+    """
+    if not species:
+        return
+    where = "data.points.descriptors"
+    if options.type == "gaussian" and options.species is None and len(species) > 1:
+        raise ForgefieldError(
+            f"{where}.species is missing: of which elements are the {len(species)} columns, in their order? MALA and LAMMPS "
+            f"order them by symbol, species: [{', '.join(sorted(species))}]; forgefield data descriptors by atomic number, "
+            f"species: [{', '.join(sorted(species, key=atomic_numbers.__getitem__))}]."
+        )
+    made = make_descriptors(options, species).size
+    if made != n_columns:
+        raise ForgefieldError(
+            f"{where} makes {made} columns, and the inputs of data.train have {n_columns}; give the settings that made those "
+            "files, or leave the section out, if the run need not predict from structures."
+        )
 
 
 class GridDescriptors:
@@ -34,7 +57,7 @@ class GridDescriptors:
 
     def __init__(self, options: DescriptorOptions, species: Sequence[str | int]) -> None:
         self.options = options
-        self.species = _symbols(species)
+        self.species = _ordered(options, _symbols(species))
         self._weights = _weights(options, self.species)
         self._bispectra: dict[torch.device, Bispectrum] = {}
 
@@ -223,6 +246,18 @@ def _symbols(species: Sequence[str | int]) -> tuple[str, ...]:
     if not symbols or len(set(symbols)) != len(symbols):
         raise ForgefieldError(f"species: {list(symbols)} should name at least one element, and each once")
     return symbols
+
+
+def _ordered(options: DescriptorOptions, species: tuple[str, ...]) -> tuple[str, ...]:
+    """Elements in the order of columns: as the options say, else as they are."""
+    if options.species is None:
+        return species
+    for symbol in species:
+        if symbol not in options.species:
+            raise ForgefieldError(
+                f"species: [{', '.join(options.species)}] has no {symbol}, which is among the elements"
+            )
+    return tuple(options.species)
 
 
 def _weights(options: DescriptorOptions, species: tuple[str, ...]) -> list[float]:

@@ -22,7 +22,21 @@ from torch import Tensor
 from forgefield.errors import ForgefieldError
 
 _LOG = logging.getLogger(__name__)
-_FLAGS = ("-O3", "-march=native", "-ffast-math", "-fopenmp", "-shared", "-fPIC")
+_FLAGS = (
+    "-O3",
+    "-march=native",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fno-signed-zeros",
+    "-fassociative-math",
+    "-shared",
+    "-fPIC",
+)
+"""Sums may be reordered. Not -ffast-math: a library linked with it makes the whole process round tiny numbers to zero."""
+_PARALLEL = "-fopenmp"
+"""Left out where the compiler has no OpenMP: the loop then runs on one thread."""
+_PATIENCE = 120
+"""Seconds that a compiler may take."""
 _TOGETHER = 10
 """Triples summed in one loop over the nodes: as many as there are registers for."""
 _FUNCTION = """
@@ -87,8 +101,17 @@ def triple_sums(triples: tuple[tuple[int, int, int], ...], dtype: torch.dtype, *
         raise ForgefieldError(
             f"kernel='compiled' needs a working C compiler: {made}; or leave it to torch, kernel='torch'"
         )
-    _LOG.info("descriptors on the CPU are computed by torch alone, at about a third of the speed: %s", made)
+    _warn_once(made)
     return None
+
+
+@functools.cache
+def _warn_once(reason: str) -> None:
+    _LOG.warning(
+        "descriptors on the CPU are computed by torch alone, at about a third of the speed, since there is no working C "
+        "compiler: %s; install one, such as gcc (apt install gcc, conda install gcc), or name it in $CC",
+        reason,
+    )
 
 
 @functools.lru_cache(maxsize=8)
@@ -101,15 +124,27 @@ def _compiled(triples: tuple[tuple[int, int, int], ...], real: str) -> TripleSum
     with tempfile.TemporaryDirectory() as folder:
         source, binary = Path(folder) / "triples.c", Path(folder) / "triples.so"
         source.write_text(_source(triples, real))
-        made = subprocess.run(
-            [compiler, *_FLAGS, str(source), "-o", str(binary)], capture_output=True, text=True, check=False
-        )
-        if made.returncode:
-            return f"{compiler} says {made.stderr.strip()}"
+        reason = _make(compiler, source, binary, (*_FLAGS, _PARALLEL))
+        if reason is not None:
+            reason = _make(compiler, source, binary, _FLAGS)
+        if reason is not None:
+            return reason
         try:
             return TripleSums(ctypes.CDLL(str(binary)))
         except OSError as error:
             return f"what {compiler} made cannot be loaded: {error}"
+
+
+def _make(compiler: str, source: Path, binary: Path, flags: Sequence[str]) -> str | None:
+    """Compile `source`; the reason where that fails."""
+    command = [compiler, *flags, str(source), "-o", str(binary)]
+    try:
+        made = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_PATIENCE)
+    except subprocess.TimeoutExpired:
+        return f"{compiler} was not done after {_PATIENCE} s"
+    except OSError as error:
+        return f"{compiler} cannot be started: {error}"
+    return f"{compiler} says {made.stderr.strip()}" if made.returncode else None
 
 
 def _source(triples: Sequence[tuple[int, int, int]], real: str) -> str:

@@ -82,7 +82,8 @@ class LossSpike(Diagnosis):
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: Any, loss: Tensor) -> None:
         if self._seen == 0:  # some optimisers and callbacks evaluate a batch several times
-            part = loss.detach().double()
+            judged = getattr(pl_module, "judged_loss", None)  # without what is learnt beside the model
+            part = (loss if judged is None else judged).detach().double()
             self._loss = part if self._loss is None else self._loss + part
         self._seen += 1
 

@@ -50,6 +50,8 @@ class SAM(L.Callback):
         if trainer.global_step < self.start_step:
             return
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if not parameters:  # another callback took the gradients away: the step is not made
+            return
         kept = [p.detach().clone() for p in parameters]
         self._move(parameters)
         try:

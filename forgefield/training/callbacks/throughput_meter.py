@@ -59,7 +59,7 @@ class ThroughputMeter(Diagnosis):
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         n_frames, n_atoms = _sizes(trainer, batch, batch_idx)
-        self._throughput.count(n_frames=n_frames, n_atoms=n_atoms)
+        self._throughput.count(frames=n_frames, atoms=n_atoms)
         self._since = time.perf_counter()
         self._steps.append(self._since - self._begin)
         if trainer.global_step % self.every == 0 or len(self._steps) >= self.every:

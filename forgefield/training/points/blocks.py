@@ -33,6 +33,20 @@ class Block:
     def __len__(self) -> int:
         return len(self.totals)
 
+    def parts(self, at: int) -> list[Block]:
+        """It as two, the second from its step `at` on; where none begins there, itself."""
+        if not 0 < at < len(self):
+            return [self]
+        return [
+            Block(
+                self.totals[part],
+                self.own[part],
+                None if self.rows is None else self.rows[part],
+                None if self.batches is None else self.batches[part],
+            )
+            for part in (slice(at), slice(at, None))
+        ]
+
 
 class BlockLoader:
     """Serves the steps of `inner`, a loader of points, `size` at a time. limit: steps of an epoch, as

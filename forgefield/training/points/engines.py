@@ -38,9 +38,16 @@ class Sums:
     def add_terms(self, sums: Tensor) -> None:
         self.terms = sums if self.terms is None else self.terms + sums
 
+    def add(self, other: Sums) -> None:
+        self.by_level += other.by_level
+        self.points += other.points
+        if other.terms is not None:
+            self.add_terms(other.terms)
+
 
 class EagerEngine:
-    """One step after the other. kept: rows that blocks refer to, where they are kept; fast: gathered as whole tensors."""
+    """One step after the other. kept: rows that blocks refer to, where they are kept; fast: gathered as whole tensors, and
+    brought to the device for a whole block; else point by point, and for each step."""
 
     name = "eager"
 
@@ -91,7 +98,7 @@ class EagerEngine:
 
     def rows(self, block: Block) -> Tensor | None:
         """Rows of the whole block on the device, where they are kept elsewhere: one copy for all its steps."""
-        if self.kept is None or block.rows is None or self.kept.rows.device == self.device:
+        if not self.fast or self.kept is None or block.rows is None or self.kept.rows.device == self.device:
             return None
         chosen = self.kept.rows.index_select(0, block.rows.reshape(-1))
         if self.device.type == "cuda":
@@ -111,7 +118,7 @@ class EagerEngine:
         wanted = block.rows[number, :own]
         if not self.fast:  # as a data set of single points does it
             picked = [self.kept.rows[int(row)] for row in wanted]
-            return self.layout.split(torch.stack(picked) if picked else self.kept.rows[:0])
+            return self.layout.split((torch.stack(picked) if picked else self.kept.rows[:0]).to(self.device))
         return self.layout.split(self.kept.rows.index_select(0, wanted))
 
     def forget(self) -> None:
@@ -154,13 +161,13 @@ class GraphsEngine:
         self.sums.zero_()
         while done < len(block):
             step = first_step + done
+            if self._captures and not self._ready and inner.update.has_states:
+                inner.update.make_capturable()  # before any step, of a term too: a resumed run makes steps of the same kind
+                self._ready = True
             if not inner.update.has_states or (inner.terms is not None and inner.task.due(step)):
                 inner.step(sums, *inner.batch(block, rows, done), block.totals[done], step, rates())
                 done += 1
                 continue
-            if self._captures and not self._ready:
-                inner.update.make_capturable()
-                self._ready = True
             length = self._length(block, done, step)
             self._write(block, rows, done, length)
             self._make(length, [rates() for _ in range(length)])

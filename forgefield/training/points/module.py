@@ -21,7 +21,7 @@ from forgefield.parallel.strategies import SimpleDDPStrategy
 from forgefield.tasks.ldos import PointErrors, PointTask, errors_known_in_training
 from forgefield.training.epoch_length import fit_epoch_length
 from forgefield.training.points.blocks import Block, BlockLoader
-from forgefield.training.points.engines import EagerEngine, GraphsEngine
+from forgefield.training.points.engines import EagerEngine, GraphsEngine, Sums
 from forgefield.training.points.observing import SnapshotMeasure
 from forgefield.training.run_module import RunModule
 
@@ -110,7 +110,6 @@ class PointsModule(RunModule):
         return min(limits) if limits else -1
 
     def on_train_batch_start(self, batch: Block, batch_idx: int) -> None:
-        self._follow_precision()
         if self.engine is None:
             self.engine = self._make_engine(self)
 
@@ -118,15 +117,11 @@ class PointsModule(RunModule):
         assert self.engine is not None
         if self.exchange is not None:  # how many points a step has is known to all; the wish to stop is not
             self.exchange.send(torch.zeros(0, dtype=torch.float64, device=self.device))
-        with self.precision.applied(self._precision_now):
-            sums = self.engine.run(batch, self.trainer.global_step, self._next_rates)
-        self.precision.require_effect(self._precision_now)
+        sums = Sums(self.task, self.device)
+        for part in batch.parts(self._steps_to_change()):
+            sums.add(self._make_steps(part))
         if self.exchange is not None:
             self.exchange.counts()
-        progress = self.trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
-        for scope in (progress.total, progress.current):
-            scope.ready += len(batch)
-            scope.completed += len(batch)
         loss_sums = self.task.sums(sums.by_level, sums.points)
         loss = loss_sums[0, 0] / loss_sums[1, 0].clamp_min(1e-300)
         self.train_loss.add(loss_sums if sums.terms is None else loss_sums + sums.terms.to(loss_sums.device))
@@ -134,6 +129,24 @@ class PointsModule(RunModule):
         self.train_errors.add(self.train_errors.of_loss(self.task.loss.kind, sums.by_level, sums.points))
         self.throughput.count(points=sums.points)
         return loss
+
+    def _steps_to_change(self) -> int:
+        """How many steps ahead a schedule by steps changes the precision; not above 0 where it does not, or has."""
+        by_steps = self.precision.unit == "steps" and self._steps_in_all > 0
+        return self._steps_in_all - self.precision.last - self.trainer.global_step if by_steps else 0
+
+    def _make_steps(self, block: Block) -> Sums:
+        """Steps of one precision; they count as steps of Lightning's."""
+        assert self.engine is not None
+        self._follow_precision()
+        with self.precision.applied(self._precision_now):
+            sums = self.engine.run(block, self.trainer.global_step, self._next_rates)
+        self.precision.require_effect(self._precision_now)
+        progress = self.trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
+        for scope in (progress.total, progress.current):
+            scope.ready += len(block)
+            scope.completed += len(block)
+        return sums
 
     def _next_rates(self) -> list[float]:
         """Learning rates of the next step; schedules by step move on behind it."""

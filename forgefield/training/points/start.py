@@ -14,7 +14,7 @@ from forgefield.models.ldos import LDOSNetwork
 from forgefield.tasks.ldos import PointTask
 from forgefield.training.engines.captured_update import why_not_capturable
 from forgefield.training.engines.choose import inductor_options, why_not
-from forgefield.training.points.data import PointData, read_rows
+from forgefield.training.points.data import PointData, RowLayout, read_rows
 from forgefield.training.points.engines import EagerEngine, GraphsEngine
 from forgefield.training.points.gradient import ByAutograd, Gradient, Written
 from forgefield.training.points.observing import SnapshotMeasure
@@ -26,7 +26,7 @@ from forgefield.training.subject import Party
 SHORT = 2e8
 """Floating-point operations of a step below which Lightning's loop would be felt in blocks of 16."""
 COMPARED = 256
-"""Points on which an engine is compared with autograd."""
+"""Points on which an engine that is not compiled is compared with autograd, at most."""
 
 
 def block_size(training: Any, options: dict[str, Any], steps: int, flops: float) -> int:
@@ -64,31 +64,25 @@ class EngineMaker:
         self.config, self.party, self.data, self.block, self.terms = config, party, data, block, terms
 
     @staticmethod
-    def refuse(training: Any, device: torch.device, world_size: int) -> None:
+    def refuse(config: Any, device: torch.device, world_size: int) -> None:
         """Stop where the engine that the config names cannot run."""
+        training = config.training
         name = training.engine or "eager"
         compiles = name == "compile" or (name == "graphs" and training.graphs.compiled and device.type == "cuda")
         reason = why_not(name, device) or (why_not("compile", device) if compiles else None)
         if name == "graphs" and world_size > 1:
             reason = reason or "steps of several processes are not captured; use eager or compile."
+        if name == "graphs" and config.data.fast is False:
+            reason = reason or "data.fast=false is for engine eager or compile: captured steps take whole batches."
         if reason is not None:
             raise ForgefieldError(f"training.engine={name}: {reason}")
 
     def __call__(self, module: Any) -> EagerEngine | GraphsEngine:
         model, task, ranks = module.model, module.task, self.party.ranks
-        training, device = self.config.training, module.device
-        name = training.engine or "eager"
-        against = why_not_capturable(module.trainer.optimizers[0]) if device.type == "cuda" else "no GPU"
-        if name == "auto":
-            name = "graphs" if device.type == "cuda" and ranks.world_size == 1 and against is None else "eager"
-            captured_eagerly = True
-        else:
-            captured_eagerly = not training.graphs.compiled
-        if name == "graphs" and against is not None:
-            raise ForgefieldError(f"training.engine=graphs: {against}")
-        compiles = name == "compile" or (name == "graphs" and not captured_eagerly)
+        name, compiles = self._choice(module.trainer.optimizers[0], module.device)
         gradient = self._gradient(model, task, compiles)
-        difference = self._compare(gradient, model, task)
+        rows = self._first_rows(model, whole=compiles, packed=name == "graphs" or self.data.train.kept is not None)
+        difference = self._compare(gradient, model, task, rows)
         update = Update(module.trainer.optimizers[0], module.ema, clip=module.clip, reduce=module.reduction())
         inner = EagerEngine(
             model,
@@ -102,9 +96,22 @@ class EngineMaker:
         )
         kind = f"{name} of the compiled step" if compiles and name == "graphs" else name
         self.party.journal.say(
-            f"Engine {kind}, blocks of {self.block} steps: errors and all gradients equal autograd's to {difference:.1e}."
+            f"Engine {kind}, blocks of {self.block} steps: errors and all gradients equal autograd's "
+            f"{f'to {difference:.1e}' if difference else 'exactly'}."
         )
         return inner if name != "graphs" else GraphsEngine(inner, self.block, self.data.batch)
+
+    def _choice(self, optimiser: torch.optim.Optimizer, device: torch.device) -> tuple[str, bool]:
+        """The engine, and whether its step is compiled. auto compiles nothing: the written step is there at once."""
+        training = self.config.training
+        name = training.engine or "eager"
+        against = why_not_capturable(optimiser) if device.type == "cuda" else "no GPU"
+        if name == "auto":
+            captures = against is None and self.party.ranks.world_size == 1 and self.config.data.fast is not False
+            return ("graphs" if captures else "eager"), False
+        if name == "graphs" and against is not None:
+            raise ForgefieldError(f"training.engine=graphs: {against}")
+        return name, name == "compile" or (name == "graphs" and training.graphs.compiled)
 
     def _gradient(self, model: LDOSNetwork, task: PointTask, compiles: bool) -> Gradient:
         if not compiles:
@@ -113,11 +120,9 @@ class EngineMaker:
         return ByAutograd(model, task.loss, lambda step: torch.compile(step, dynamic=False, options=options or None))
 
     @torch.no_grad()
-    def _compare(self, gradient: Gradient, model: LDOSNetwork, task: PointTask) -> float:
-        """Largest difference from autograd on the first points of the training data, relative to the largest entry."""
-        inputs, targets = (torch.from_numpy(array).to(model.weights[0].device) for array in self._first_rows())
-        batch = model.scaled_inputs(inputs), model.scaled_targets(targets)
-        factor = task.slope_factor(len(inputs)).to(inputs.device, model.dtype)
+    def _compare(self, gradient: Gradient, model: LDOSNetwork, task: PointTask, batch: tuple[Tensor, Tensor]) -> float:
+        """Largest difference from autograd on points of the training data, relative to the largest entry."""
+        factor = task.slope_factor(len(batch[0])).to(batch[0].device, model.dtype)
         reference = ByAutograd(model, task.loss)
         precision = Precision(self.config.training.precision)
         with precision.applied(precision.start):
@@ -131,8 +136,21 @@ class EngineMaker:
             )
         return difference
 
-    def _first_rows(self) -> tuple[Any, Any]:
-        return read_rows(self.data.train.table, 0, min(COMPARED, self.data.batch))
+    @torch.no_grad()
+    def _first_rows(self, model: LDOSNetwork, *, whole: bool, packed: bool) -> tuple[Tensor, Tensor]:
+        """Scaled inputs and targets of the first points. whole: as many as a batch has; packed: side by side as in kept rows.
+        So a compiled step is compared as it will be used, and not compiled for another size."""
+        n = self.data.batch if whole else min(COMPARED, self.data.batch)
+        arrays = read_rows(self.data.train.table, 0, n)
+        inputs, targets = (torch.from_numpy(array).to(model.weights[0].device) for array in arrays)
+        inputs, targets = model.scaled_inputs(inputs), model.scaled_targets(targets)
+        if not packed:
+            return inputs, targets
+        layout = RowLayout(inputs.shape[1], targets.shape[1])
+        rows = inputs.new_zeros(len(inputs), layout.width)
+        for room, values in zip(layout.split(rows), (inputs, targets)):
+            room.copy_(values)
+        return layout.split(rows)
 
 
 def _difference(a: Tensor, b: Tensor) -> float:

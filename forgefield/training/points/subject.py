@@ -15,6 +15,7 @@ from forgefield.errors import ForgefieldError
 from forgefield.models.ldos import LDOSNetwork, LinearScale, PointFacts, resolve
 from forgefield.models.registry import build_point_model, check_model
 from forgefield.parallel.exchange import StepExchange
+from forgefield.physics.descriptors import DescriptorOptions, require_fitting
 from forgefield.physics.energy_grid import EnergyGrid
 from forgefield.runs import Run
 from forgefield.tasks.ldos import TERMS, UNITS, PointErrors, PointTask, errors_known_in_training
@@ -65,6 +66,9 @@ class PointsSubject(Subject):
         else:
             self.data.inputs, self.data.outputs = self.initial.scaling("inputs"), self.initial.scaling("outputs")
             self.resolved = self.kept_model(self.initial.options(table, plain(config.data.points.descriptors)))
+        if (made_by := self.resolved["points"]["descriptors"]) is not None:
+            options = DescriptorOptions.from_mapping(made_by, "data.points.descriptors")
+            require_fitting(options, self.data.symbols, table.n_inputs)
         precision = Precision(config.training.precision).weights
         self.model = build_point_model(self.resolved, precision=precision, seed=config.seed)
         if self.initial is not None:
@@ -109,7 +113,14 @@ class PointsSubject(Subject):
         folder = self.config.data.points.pseudopotentials
         kept = part.kept if part is not None and part.table is table else None
         return SnapshotMeasure(
-            table, self.model, metrics, fermi, self.party.ranks, kept=kept, pseudopotentials=folder, remember=True
+            table,
+            self.model,
+            metrics,
+            fermi,
+            self.party.ranks,
+            kept=kept,
+            pseudopotentials=folder,
+            remember=self.data.place != "disk",
         )
 
     def _block_size(self) -> None:
@@ -153,9 +164,15 @@ class PointsSubject(Subject):
         return self._module
 
     def _require_measured(self, monitor: str) -> None:
-        """An observable that decides something has to be known at every validation."""
+        """What decides something has to say something, and an observable has to be known at every validation."""
         early = self.config.training.early_stopping
         watched = {monitor, (early.monitor if early is not None else None) or monitor}
+        if self.task.weight == 0 and "val/loss" in watched:
+            setting = "training.monitor" if monitor == "val/loss" else "training.early_stopping.monitor"
+            raise ForgefieldError(
+                f"task.{self.task.target}.weight is 0, and val/loss holds no term on snapshots: it would always be 0; set "
+                f"{setting}, for example val/band_energy_mae or val/{self.task.target}_rmse."
+            )
         names = {f"val/{name}_mae" for name in self.observables.metrics}
         if watched & names and self.observables.every != 1:
             raise ForgefieldError(
@@ -206,7 +223,7 @@ class PointsSubject(Subject):
         return self.data.val_loader(self._device)
 
     def refuse(self, device: torch.device) -> None:
-        EngineMaker.refuse(self.config.training, device, self.party.ranks.world_size)
+        EngineMaker.refuse(self.config, device, self.party.ranks.world_size)
 
     def facts(self) -> dict[str, Any]:
         descriptors = plain(self.config.data.points.descriptors) or {}

@@ -24,21 +24,29 @@ class TermGradient:
         assert model.energies is not None
         self.model, self.task, self.measure, self.ranks = model, task, measure, ranks
         self.terms = SnapshotTerms(model.energies, task)
-        self._every = min(term.every for term in task.terms.values())
         self._aside = Written(model, task.loss)
         self._references: dict[int, SnapshotReference] = {}
 
     def add_to(self, gradients: list[Tensor], names: list[str], step: int) -> Tensor:
         """Add to gradients that ranks will average; returns (2, n_terms), what the terms add to the sums of the loss (on the
         first rank: they are the same on all)."""
-        number = (step // self._every) % len(self.measure.facts)
-        of = self._reference(number)
-        slope, values = self._slope(number, names, of)
-        for inputs in self.measure.rows.inputs(number, *self.measure.facts[number].stretch):
-            self._aside.pull_back(inputs, slope)
-            torch._foreach_add_(gradients, self._aside.gradients)
+        values: dict[str, Tensor] = {}
+        for number, together in self._snapshots(names, step).items():
+            slope, found = self._slope(number, together, self._reference(number))
+            values |= found
+            for inputs in self.measure.rows.inputs(number, *self.measure.facts[number].stretch):
+                self._aside.pull_back(inputs, slope)
+                torch._foreach_add_(gradients, self._aside.gradients)
         sums = self.task.term_sums(values)
         return sums if self.ranks.is_first else torch.zeros_like(sums)
+
+    def _snapshots(self, names: list[str], step: int) -> dict[int, list[str]]:
+        """Terms by the snapshot whose turn it is: each term goes through all of them, however often it comes."""
+        turns: dict[int, list[str]] = {}
+        for name in names:
+            number = (step // self.task.terms[name].every) % len(self.measure.facts)
+            turns.setdefault(number, []).append(name)
+        return turns
 
     def _reference(self, number: int) -> SnapshotReference:
         if number not in self._references:

@@ -81,4 +81,6 @@ class Update:
         return all(parameter in self.optimiser.state for parameter in self._parameters)
 
     def make_capturable(self) -> None:
+        """Steps are captured from now on, but not all: some hold terms on snapshots, and torch need not warn of those."""
+        self.optimiser._warned_capturable_if_run_uncaptured = True  # type: ignore[attr-defined]
         make_capturable(self.optimiser, self._parameters[0].device)

@@ -161,7 +161,7 @@ def test_averages_of_the_last_part_are_plain_means(tmp_path, monkeypatch):
     [
         ({"swa": {"start": 0.5}}, r"set training\.ema=null"),
         ({"ema": None, "swa": {"start": 0.0}}, r"training\.swa\.start"),
-        ({"ema": None, "swa": {"start": 1000}}, "has only 15 steps"),
+        ({"ema": None, "swa": {"start": 1000}}, "ends at step 15"),
     ],
 )
 def test_averages_that_cannot_be_are_refused(training, words, tmp_path):

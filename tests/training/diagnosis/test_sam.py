@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from forgefield.errors import ForgefieldError
+from forgefield.training.callbacks.gradient_check import GradientCheck
 from forgefield.training.callbacks.sam import SAM
 from tests.training.diagnosis.plain import Net, fit, samples, weights
 
@@ -66,3 +67,15 @@ def test_what_it_cannot_work_with_is_refused(options, words, tmp_path):
     module = Net(optimiser=options.pop("optimiser", torch.optim.Adam))
     with pytest.raises(ForgefieldError, match=words):
         fit(module, SAM(), folder=tmp_path, **options)
+
+
+def test_a_step_whose_gradients_were_taken_away_is_not_made(tmp_path):
+    class Breaks(Net):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            return loss * float("nan") if batch_idx == 1 else loss
+
+    module, check = Breaks(), GradientCheck(policy="skip")
+    fit(module, check, SAM(rho=0.2), folder=tmp_path, max_epochs=1)
+    assert check.count == 1
+    assert bool(weights(module).isfinite().all())

@@ -119,6 +119,16 @@ def test_terms_on_snapshots_have_the_gradient_of_autograd():
     assert how.due(4) == list(terms)
 
 
+def test_every_term_goes_through_all_snapshots_however_often_it_comes():
+    how = task(dos=SnapshotTermOptions(every=2), band_energy=SnapshotTermOptions(every=4))
+    model, (x, _) = network(), rows(8)
+    training = OneSnapshot(x, SnapshotReference(torch.ones(7), FERMI, 0.8, 1.1, TEMPERATURE, 2, 0.1))
+    training.facts *= 2
+    adder = TermGradient(model, how, training, alone())  # type: ignore[arg-type]
+    turns = [adder._snapshots(how.due(step), step) for step in range(0, 8, 2)]
+    assert turns == [{0: ["dos", "band_energy"]}, {1: ["dos"]}, {0: ["dos"], 1: ["band_energy"]}, {1: ["dos"]}]
+
+
 class Rows:
     """Stands for `KeptRows`."""
 

@@ -65,12 +65,14 @@ def test_an_interrupted_run_ends_as_one_that_was_not(variant, tmp_path, monkeypa
     assert_same_run(straight, train_only(merged(tmp_path, "again", changes)).path)
 
 
-def test_blocks_change_nothing(tmp_path, monkeypatch):
+@pytest.mark.parametrize("precision", ["float32", {"start": "bf16-mixed", "finish_steps": 12}])
+def test_blocks_change_nothing(precision, tmp_path, monkeypatch):
+    """Nor where the precision changes within one: after step 15, the sixth of an epoch."""
     monkeypatch.setenv("END_AT", "-1")
     runs = []
     for size in (1, 4, 100):
         config = merged(tmp_path, f"block-{size}", {})
-        config["training"]["block"] = size
+        config["training"] |= {"block": size, "precision": precision}
         runs.append(train_only(config).path)
     for run in runs[1:]:
         for name in ("metrics.csv", "checkpoints/best.safetensors", "checkpoints/last.safetensors"):

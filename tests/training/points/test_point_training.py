@@ -14,9 +14,11 @@ from forgefield.cli import main
 from forgefield.config.loading import load_config
 from forgefield.errors import ForgefieldError
 from forgefield.physics.fermi import band_energy, dos_of_ldos, fermi_energy
+from forgefield.training.points import start
+from forgefield.training.points.start import EngineMaker
 from tests.helpers import SHARED_DATA
 from tests.parallel.train_many import train_only
-from tests.training.points.snapshots import GRID, TEMPERATURE, point_config, write_snapshot
+from tests.training.points.snapshots import ENERGIES, GRID, TEMPERATURE, point_config, write_snapshot
 
 BE = SHARED_DATA / "be2_ldos"
 ALL = ["band_energy", "fermi_energy", "density", "dos", "electrons"]
@@ -125,6 +127,10 @@ REFUSED = [
     ({"task": {"ldos": {}, "dos": {}}, "data": {"val": 0.2}}, "task.dos is a term on whole snapshots"),
     ({"task": {"ldos": {}, "observables": {}}, "data": {"val": 0.2}}, "task.observables needs whole snapshots"),
     ({"training": {"engine": "graphs"}}, "CUDA graphs need an NVIDIA GPU"),
+    (
+        {"task": {"ldos": {"weight": 0}, "dos": {}}},
+        "val/loss holds no term on snapshots: it would always be 0; set training.monitor, for example val/band_energy_mae",
+    ),
     ({"training": {"accumulate": 2}}, "a step of several batches is one of a larger data.batch.points"),
     ({"training": {"monitor": "val/total_energy_mae"}}, "is not a value of this run"),
 ]
@@ -136,6 +142,37 @@ def test_what_cannot_be_meant_is_refused(changes, message, tmp_path):
         train_only(point_config(tmp_path, **changes))
     assert message in str(refused.value)
     assert not (tmp_path / "runs" / "points").exists()
+
+
+def test_points_one_by_one_are_refused_for_captured_steps(tmp_path):
+    training = {"engine": "graphs", "graphs": {"compiled": False}}
+    config = load_config(point_config(tmp_path, data={"fast": False}, training=training))
+    with pytest.raises(ForgefieldError, match="training.engine=graphs: data.fast=false is for engine eager or compile"):
+        EngineMaker.refuse(config, torch.device("cuda"), 1)
+    config.data.fast = True
+    EngineMaker.refuse(config, torch.device("cuda"), 1)
+
+
+@pytest.mark.parametrize("keep", ["memory", "disk"])
+def test_a_compiled_step_is_compared_in_the_form_in_which_it_is_used(keep, tmp_path, monkeypatch, capsys):
+    """Another size or other strides would be compiled for the comparison alone."""
+    forms = []
+
+    def compile_(step, **_):
+        def made(*batch):
+            forms.append([(x.shape, x.stride()) for x in batch if x is not None])
+            return step(*batch)
+
+        return made
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    monkeypatch.setattr(start, "why_not", lambda name, device: None)
+    train_only(
+        point_config(tmp_path, data={"points": {"energies": ENERGIES, "keep": keep}}, training={"engine": "compile"})
+    )
+    assert forms[0] == forms[1]
+    assert len({str(form) for form in forms}) == 2  # the last batch of an epoch is short
+    assert "equal autograd's exactly." in capsys.readouterr().out
 
 
 def test_settings_of_points_are_refused_without_points():
