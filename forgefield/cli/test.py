@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from forgefield.cli.arguments import READING, add_overrides, add_run_arguments, device_name, is_override, refuse_files
+from forgefield.errors import ForgefieldError
 
 if TYPE_CHECKING:
     from forgefield.parallel.group import Ranks
+    from forgefield.runs import Run
 
 SUSPICIOUS = 20_000.0
 """Energy error, meV/atom, that no model makes and a wrong unit does."""
@@ -19,6 +21,7 @@ OF_POINTS = ("data.points.units", "data.points.pseudopotentials", "data.eval_bat
 EXAMPLES = """\
 examples:
   forgefield test runs/water --data test.extxyz
+  forgefield test runs/water --which last            # on the data.test of its config
   forgefield test water --data a.extxyz b.extxyz --which last
   forgefield test ethanol --data test.npz data.units.energy=kcal/mol
   forgefield test be --data Be_snapshot3.in.npy
@@ -29,7 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     add_run_arguments(parser)
     parser.add_argument(
-        "--data", metavar="FILE", nargs="+", required=True, action="extend", help="files, folders or patterns"
+        "--data",
+        metavar="FILE",
+        nargs="+",
+        action="extend",
+        help="files, folders or patterns; of grid points, snapshots (default: data.test of the run)",
     )
     add_overrides(parser, TAKES)
 
@@ -42,8 +49,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     # An override right behind the files of --data is taken for one of them.
-    files = [word for word in args.data if Path(word).exists() or not is_override(word)]
-    overrides = refuse_files([*(word for word in args.data if word not in files), *args.overrides])
+    words = args.data or []
+    files = [word for word in words if Path(word).exists() or not is_override(word)]
+    overrides = refuse_files([*(word for word in words if word not in files), *args.overrides])
     from rich.console import Console
 
     from forgefield import api
@@ -55,7 +63,8 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     opened = Run.open(args.run)
     takes = OF_POINTS if opened.of_points else TAKES
     options = override_config(opened.config, overrides, allowed=takes, verb="test").data if overrides else None
-    data = files[0] if len(files) == 1 else files
+    data: Any = (files[0] if len(files) == 1 else files) if files else _own_data(opened)
+    sources = files or ([str(source) for source in data] if isinstance(data, list) else [str(data)])
     errors = api.test(
         opened,
         data,
@@ -67,7 +76,7 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     )
     if not ranks.is_first:
         return 0
-    hints = [f"{len(files)} source{'s' if len(files) > 1 else ''}: {', '.join(files)}; {args.which} weights"]
+    hints = [f"{len(sources)} source{'s' if len(sources) > 1 else ''}: {', '.join(sources)}; {args.which} weights"]
     if errors.get("energy_mae", 0.0) > SUSPICIOUS:
         hints.append("energies are off by more than 20 eV/atom: are units and reference those of the training data?")
     end_summary(
@@ -78,3 +87,22 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
         units=opened.units | (OBSERVABLE_UNITS if opened.of_points else {}),
     )
     return 0
+
+
+def _own_data(opened: Run) -> Any:
+    """What the run's `data.test` names."""
+    from omegaconf import OmegaConf
+
+    from forgefield.data.readers import plain
+
+    named = plain(OmegaConf.select(opened.config, "data.test"))
+    instead = f"name {'snapshots with --data SNAPSHOTS' if opened.of_points else 'files with --data FILE'}."
+    if named is None or named == []:
+        raise ForgefieldError(f"Run {opened.name} has no data.test; {instead}")
+    if isinstance(named, (int, float)):
+        held = "points" if opened.of_points else "frames"
+        raise ForgefieldError(
+            f"data.test={named} of run {opened.name} holds back {held} of data.train, which were measured when the training "
+            f"ended (test.json); for others, {instead}"
+        )
+    return named

@@ -183,6 +183,11 @@ class ElectronModel:
                     f"{', '.join(species)}."
                 )
         options = self.options
+        if options.type == "gaussian" and options.species is None and len(species) > 1:
+            raise ForgefieldError(
+                f"Run {self.run.name} does not say in which order its descriptors have the elements {', '.join(species)}; "
+                "train with data.points.descriptors.species=[...]."
+            )
         if options.type == "gaussian" and options.sigma is None:
             options = replace(options, sigma=default_sigma(torch.as_tensor(np.array(atoms.cell)), shape))
         made = make_descriptors(options, species)

@@ -192,7 +192,11 @@ class TrainingModule(RunModule):
 
     def _meters(self) -> list[Any]:
         """What adds up measurements of batches."""
-        return [self.train_loss, self.train_errors, *([self.weighting] if isinstance(self.weighting, SoftAdapt) else [])]
+        return [
+            self.train_loss,
+            self.train_errors,
+            *([self.weighting] if isinstance(self.weighting, SoftAdapt) else []),
+        ]
 
     def _require_an_end(self) -> None:
         for target in self.task.targets:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from forgefield.errors import ForgefieldError
-from forgefield.physics.descriptors import DescriptorOptions, make_descriptors, native
+from forgefield.physics.descriptors import DescriptorOptions, make_descriptors, native, require_fitting
 from forgefield.physics.descriptors.bispectrum import bispectrum_triples
 from forgefield.physics.descriptors.sphere import SphereHarmonics, quadrature
 from tests.physics.snap_oracle import snap_of_point
@@ -118,11 +119,60 @@ def test_the_loop_in_c_adds_up_what_torch_does(twojmax, precision, tolerance):
 def test_without_a_compiler_torch_does_it_and_says_so_unless_the_loop_was_asked_for(monkeypatch, caplog):
     monkeypatch.setattr("shutil.which", lambda name: None)
     triples = ((0, 0, 1),)
-    with caplog.at_level("INFO"):
-        assert native.triple_sums(triples, torch.float64, required=False) is None
-    assert "computed by torch alone" in caplog.text
+    native._compiled.cache_clear()
+    native._warn_once.cache_clear()
+    with caplog.at_level("WARNING"):
+        for _ in range(2):
+            assert native.triple_sums(triples, torch.float64, required=False) is None
+    assert caplog.text.count("computed by torch alone") == 1
+    assert "install one, such as gcc" in caplog.text
     with pytest.raises(ForgefieldError, match="kernel='compiled' needs a working C compiler"):
         native.triple_sums(triples, torch.float64, required=True)
+
+
+@pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="needs a C compiler")
+def test_the_loop_in_c_leaves_tiny_numbers_to_the_process_and_works_without_openmp(monkeypatch):
+    """A library that is linked for fast arithmetic would have the whole process round them to zero."""
+    tiny = 2.0**-1070
+    for parallel in ("-fopenmp", "-fno-such-option"):
+        monkeypatch.setattr(native, "_PARALLEL", parallel)
+        native._compiled.cache_clear()
+        loop = native.triple_sums(((0, 0, 1),), torch.float64, required=True)
+        even = torch.tensor([[[1.0, 1.0]], [[tiny, tiny]]], dtype=torch.float64)
+        sums = torch.zeros(1, 1, dtype=torch.float64)
+        loop.add(even, torch.zeros_like(even), sums)
+        assert sums.item() == 4 * tiny
+    native._compiled.cache_clear()
+    assert torch.tensor(tiny, dtype=torch.float64).mul(0.5).item() == tiny / 2
+
+
+def test_a_compiler_that_hangs_is_none(monkeypatch, tmp_path):
+    slow = tmp_path / "slow"
+    slow.write_text("#!/bin/sh\nexec sleep 20\n")
+    slow.chmod(0o755)
+    monkeypatch.setenv("CC", str(slow))
+    monkeypatch.setattr(native, "_PATIENCE", 0.2)
+    with pytest.raises(ForgefieldError, match="was not done after"):
+        native.triple_sums(((0, 1, 1),), torch.float64, required=True)
+    native._compiled.cache_clear()
+
+
+def test_columns_of_gaussians_are_in_the_order_that_the_settings_say():
+    gaussian = DescriptorOptions(type="gaussian", cutoff=3.0, sigma=0.5)
+    found = {
+        order: make_descriptors(replace(gaussian, species=order), ["O", "Al"]).at_points(
+            POINTS, CELL, POSITIONS, NUMBERS, True
+        )
+        for order in (None, ("O", "Al"), ("Al", "O"))
+    }
+    np.testing.assert_array_equal(found[None], found["O", "Al"])
+    np.testing.assert_array_equal(found["Al", "O"], found["O", "Al"].flip(1))
+    assert float((found["Al", "O"] - found["O", "Al"]).abs().max()) > 1e-3
+    with pytest.raises(ForgefieldError, match=r"species is missing.*symbol, species: \[Al, O\].*species: \[O, Al\]"):
+        require_fitting(gaussian, ["O", "Al"], 2)
+    require_fitting(replace(gaussian, species=["Al", "O"]), ["O", "Al"], 2)
+    with pytest.raises(ForgefieldError, match=r"\[Al, O\] has no Be"):
+        require_fitting(replace(gaussian, species=["Al", "O"]), ["Be"], 2)
 
 
 def test_rotation_translation_order_of_atoms_and_choice_of_images_change_nothing():
@@ -223,6 +273,9 @@ def test_harmonics_are_orthonormal_under_the_quadrature_and_add_up_to_chebyshev_
         ({"element_weights": {"Aluminium": 1.0}}, "chemical symbol"),
         ({"precision": "float16"}, "float64 or float32"),
         ({"kernel": "fast"}, "auto or compiled or torch"),
+        ({"species": ["Al", "O"]}, "points.species is a setting of type=gaussian"),
+        ({"type": "gaussian", "species": ["Al", "Al"]}, "points.species=.* each once, such as"),
+        ({"type": "gaussian", "species": "Al"}, "points.species='Al' .* in the order of the columns"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused_by_name(settings, message):

@@ -117,6 +117,28 @@ def test_two_workers_share_a_database(straight):
     assert len(values) == 3
 
 
+@pytest.mark.filterwarnings("ignore:Heartbeat of storage")
+def test_a_trial_that_another_machine_lost_is_trained_here(straight, monkeypatch):
+    from forgefield.tuning import search, study
+
+    folder, _ = straight
+    for module in (search, study):
+        monkeypatch.setattr(module, "HEARTBEAT", 1)
+    prepared = search.prepare(write(folder, "lost", tune={"trials": 1}), [])
+    kept = prepared.open()
+    lost = kept.ask()
+    kept._storage.record_heartbeat(lost._trial_id)
+    lost.set_user_attr("worker", {"host": "elsewhere", "pid": 1, "born": None})
+    lost.set_user_attr("folder", "0000")
+    said: list[str] = []
+    trials = search.work(prepared, say=said.append).trials
+    assert [(trial.state.name, trial.user_attrs["folder"]) for trial in trials] == [
+        ("FAIL", "0000"),
+        ("COMPLETE", "0000"),
+    ]
+    assert "on other machines; waiting" in said[0]
+
+
 def test_workers_are_started_and_their_exit_code_is_passed_on(capfd):
     from forgefield.tuning.workers import run_workers
 

@@ -281,6 +281,8 @@ def _descriptors(path: Path, given: Mapping[str, Any], species: list[str]) -> di
         options = {"type": "gaussian", "cutoff": float(given["atomic_density_cutoff"])}
         if given.get("atomic_density_sigma") is not None:
             options["sigma"] = float(given["atomic_density_sigma"])
+        if len(species) > 1:
+            options["species"] = list(species)
     else:
         return None
     DescriptorOptions.from_mapping(options, f"{path}: descriptors")

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from forgefield.config.descriptor_options import DescriptorOptions
 from forgefield.errors import ForgefieldError
 from forgefield.physics.descriptors.native import TripleSums, triple_sums
-from forgefield.physics.descriptors.options import DescriptorOptions
 from forgefield.physics.descriptors.sphere import SphereHarmonics, quadrature
 from forgefield.physics.descriptors.surroundings import Neighbours
 

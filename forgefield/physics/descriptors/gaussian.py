@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from forgefield.physics.descriptors.options import DescriptorOptions
+from forgefield.config.descriptor_options import DescriptorOptions
 from forgefield.physics.descriptors.surroundings import Neighbours
 
 _SIGMA_OF_SPACING = 0.2 / 0.08099000022712448

@@ -16,11 +16,11 @@ from ase.data import atomic_numbers, chemical_symbols
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from forgefield.config.descriptor_options import DescriptorOptions
 from forgefield.config.nearest import did_you_mean
 from forgefield.errors import ForgefieldError
 from forgefield.physics.descriptors.bispectrum import Bispectrum, bispectrum_triples
 from forgefield.physics.descriptors.gaussian import GaussianDensity, default_sigma
-from forgefield.physics.descriptors.options import DescriptorOptions
 from forgefield.physics.descriptors.surroundings import Surroundings
 
 
@@ -30,10 +30,10 @@ def make_descriptors(options: DescriptorOptions, species: Sequence[str | int]) -
     return GridDescriptors(options, species)
 
 
-def require_fitting(options: DescriptorOptions, species: Sequence[str], n_columns: int) -> None:
+def require_fitting(options: DescriptorOptions, species: Sequence[str], n_columns: int | None) -> None:
     """Refuse settings that cannot have made inputs of `n_columns`, or that leave their order open.
 
-    species: of the structures, in any order; without any nothing is known, and nothing refused.
+    species: of the structures, in any order; without any nothing is known, and nothing refused. n_columns: None: not compared.
     """
     if not species:
         return
@@ -45,7 +45,7 @@ def require_fitting(options: DescriptorOptions, species: Sequence[str], n_column
             f"species: [{', '.join(sorted(species, key=atomic_numbers.__getitem__))}]."
         )
     made = make_descriptors(options, species).size
-    if made != n_columns:
+    if n_columns is not None and made != n_columns:
         raise ForgefieldError(
             f"{where} makes {made} columns, and the inputs of data.train have {n_columns}; give the settings that made those "
             "files, or leave the section out, if the run need not predict from structures."

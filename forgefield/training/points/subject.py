@@ -68,7 +68,8 @@ class PointsSubject(Subject):
             self.resolved = self.kept_model(self.initial.options(table, plain(config.data.points.descriptors)))
         if (made_by := self.resolved["points"]["descriptors"]) is not None:
             options = DescriptorOptions.from_mapping(made_by, "data.points.descriptors")
-            require_fitting(options, self.data.symbols, table.n_inputs)
+            said_here = config.data.points.descriptors is not None
+            require_fitting(options, self.data.symbols, table.n_inputs if said_here else None)
         precision = Precision(config.training.precision).weights
         self.model = build_point_model(self.resolved, precision=precision, seed=config.seed)
         if self.initial is not None:

@@ -81,6 +81,8 @@ def test_the_test_verb_measures_snapshots_and_says_what_it_cannot(trained, capsy
     assert re.search(r"band_energy\s+[\d.]+", out)
     assert "Not measured: total_energy; " in out
     assert (run.path / "test-s2.in.json").exists()
+    assert main(["test", str(run.path), "--which", "last", "--device", "cpu"]) == 0
+    assert "s3.in.npy; last weights" in " ".join(capsys.readouterr().out.split())
     assert main(["test", str(run.path), "--data", str(folder / "s2.in.npy"), "data.cutoff=3"]) == 2
     assert "'data.cutoff' has no meaning for test" in capsys.readouterr().err
 
@@ -115,6 +117,14 @@ REFUSED = [
     (
         {"data": {"points": {"energies": {"first": -4.0, "spacing": 2.0, "levels": 6}}}},
         "6 levels, but the target files have 7",
+    ),
+    (
+        {"data": {"points": {"energies": ENERGIES, "descriptors": {"twojmx": 4}}}},
+        "data.points.descriptors.twojmx: there is no such setting. Did you mean 'twojmax'?",
+    ),
+    (
+        {"data": {"points": {"energies": ENERGIES, "descriptors": {"twojmax": 4}}}},
+        "makes 14 columns, and the inputs of data.train have 6",
     ),
     ({"model": {"name": "nequip"}}, "for grid points (data.points) it is ldos"),
     ({"model": {"name": "ldos", "activation": "rellu"}}, "Did you mean 'relu'?"),
@@ -173,6 +183,29 @@ def test_a_compiled_step_is_compared_in_the_form_in_which_it_is_used(keep, tmp_p
     assert forms[0] == forms[1]
     assert len({str(form) for form in forms}) == 2  # the last batch of an epoch is short
     assert "equal autograd's exactly." in capsys.readouterr().out
+
+
+def test_a_run_without_test_data_or_descriptors_says_so(tmp_path, capsys):
+    config = point_config(tmp_path)
+    config["trainer"]["max_epochs"] = 1
+    run = api.train(config)
+    log = " ".join((run.path / "log.txt").read_text().split())
+    assert "no data.points.descriptors: this run will not predict from structures" in log
+    assert "scaling and sums over snapshots float64" in log
+    assert "geometry" not in log
+    assert main(["test", str(run.path)]) == 2
+    assert "has no data.test; name snapshots with --data SNAPSHOTS" in capsys.readouterr().err
+
+
+def test_data_info_tells_what_a_snapshot_holds(tmp_path, capsys):
+    source = write_snapshot(tmp_path, "s0", seed=1)
+    assert main(["data", "info", str(source)]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "s0: 4 x 3 x 5, 60 points inputs 6 columns, after 3 of coordinates" in out
+    assert "targets 7 columns, ldos" in out
+    assert "atoms Be2" in out
+    assert main(["data", "info", str(source), "--energy-unit", "Ha"]) == 2
+    assert "--energy-unit is about frames" in capsys.readouterr().err
 
 
 def test_settings_of_points_are_refused_without_points():
