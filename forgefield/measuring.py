@@ -105,7 +105,7 @@ def _measure_points(run: Run, config: DictConfig, data: Any, journal: Journal, r
         source = str(config.data.test)
         write_test(run, results["test"], name="test", source=source, which="best", points=len(data.test))
     write_report(run.path)
-    hints = [f"forgefield test {run.path} --data snapshots", f"report: {run.path / 'report.html'}"]
+    hints = [f"forgefield test {run.path} --data SNAPSHOTS", f"report: {run.path / 'report.html'}"]
     units = run.units | OBSERVABLE_UNITS
     journal.show(lambda console: end_summary(console, run.path, results, hints, units=units))
 

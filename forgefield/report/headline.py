@@ -109,7 +109,8 @@ def _error_card(quantity: Quantity, by_split: dict[str, dict[str, float]]) -> Ht
     if not available:
         return None
     first = by_split[available[0]]
-    extra = [f"RMSE {significant(first.get(f'{name}_rmse'))}"]
+    rmse = first.get(f"{name}_rmse")
+    extra = [] if rmse is None else [f"RMSE {significant(rmse)}"]
     extra += [f"{SPLIT_NAMES[split]} {significant(by_split[split][f'{name}_mae'])}" for split in available[1:]]
     title = f"{quantity.title} MAE, {SPLIT_NAMES[available[0]]}"
     return _stat(title, significant(first[f"{name}_mae"]), quantity.error_unit, "\n".join(extra), main=True)

@@ -66,7 +66,8 @@ def points_section(run: RunData) -> Html:
     tabs: list[Child] = []
     for number, (split, predictions) in enumerate(available.items()):
         tabs.append(tag("input", type="radio", name="split", id=f"tab-{split}", checked=number == 0))
-        text = f"{SPLIT_NAMES[split].capitalize()} · {len(predictions.names)} snapshots"
+        count = len(predictions.names)
+        text = f"{SPLIT_NAMES[split].capitalize()} · {count} snapshot{'' if count == 1 else 's'}"
         tabs.append(tag("label", text, for_=f"tab-{split}"))
     panels = [tag("div", _panel(run, *item), class_=f"panel panel-{item[0]}") for item in available.items()]
     return section("errors", "Errors", lead, tag("div", *tabs, *panels, class_="tabs"))
