@@ -140,7 +140,12 @@ def _default(defaults: Any, key: str) -> Any:
     section, _, rest = key.removeprefix("task.").partition(".")
     if key.startswith("task.") and not rest:
         return None
-    if key.startswith("task.") and (section not in defaults["task"] or defaults["task"][section] is None):
+    if key.startswith("task.branches."):
+        _, _, setting = rest.partition(".")[2].partition(".")
+        if not setting:
+            return None
+        key, defaults = setting, _plain(OmegaConf.structured(schema.TargetOptions))
+    elif key.startswith("task.") and (section not in defaults["task"] or defaults["task"][section] is None):
         kind = schema.DenoiseOptions if section == DENOISE else schema.FieldTargetOptions
         key, defaults = rest, _plain(OmegaConf.structured(kind))
     for part in key.split("."):
