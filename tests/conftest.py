@@ -1,7 +1,16 @@
 """Settings for all tests: one thread, so that results do not depend on the machine, and a cache of their own."""
 
+import gc
+
 import pytest
 import torch
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: the garbage collector need not look at half a million objects again and again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from copy import deepcopy
+from functools import cache
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +22,16 @@ SHARED_DATA = Path(__file__).parents[1].parent / "shared" / "data"
 
 def emt_frames(n: int, seed: int, symbols: tuple[str, ...] = ("Cu", "Au")) -> list[Atoms]:
     """Rattled, strained fcc cells of 4 or 8 atoms with EMT energies, forces and stress."""
+    frames = []
+    for atoms in _emt_frames(n, seed, symbols):
+        own = atoms.copy()
+        own.calc = SinglePointCalculator(own, **deepcopy(atoms.calc.results))
+        frames.append(own)
+    return frames
+
+
+@cache
+def _emt_frames(n: int, seed: int, symbols: tuple[str, ...]) -> list[Atoms]:
     rng = np.random.default_rng(seed)
     frames = []
     for _ in range(n):
@@ -60,13 +74,21 @@ PROPERTIES = {
 
 
 def write_properties(path: Path, n: int, seed: int = 0) -> Path:
-    ase.io.write(path, property_frames(n, seed), format="extxyz")
+    path.write_text(_text(property_frames, n, seed))
     return path
 
 
 def write_emt(path: Path, n: int, seed: int = 0) -> Path:
-    ase.io.write(path, emt_frames(n, seed), format="extxyz")
+    path.write_text(_text(emt_frames, n, seed))
     return path
+
+
+@cache
+def _text(frames: Callable[[int, int], list[Atoms]], n: int, seed: int) -> str:
+    """These frames as extxyz; most tests begin with some, and they are always the same."""
+    text = StringIO()
+    ase.io.write(text, frames(n, seed), format="extxyz")
+    return text.getvalue()
 
 
 def tiny_config(folder: Path, **changes: Any) -> dict[str, Any]:

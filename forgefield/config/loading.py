@@ -10,7 +10,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -346,8 +348,7 @@ def _in(content: Any, key: str) -> bool:
 
 def _defaults(content: Mapping[str, Any], sources: Sources) -> dict[str, Any]:
     """The schema's defaults as plain values. A model that the user names replaces the default model and its options."""
-    defaults = OmegaConf.to_container(OmegaConf.structured(schema.RunOptions))
-    assert isinstance(defaults, dict)
+    defaults = deepcopy(_schema_defaults())
     # Left open, so that a list or a mapping in the wrong place gets a sentence of ours and not a merge error.
     defaults["trainer"] = defaults["callbacks"] = None
     named = sources.explicit("model.name") or sources.explicit("model.from")
@@ -355,20 +356,33 @@ def _defaults(content: Mapping[str, Any], sources: Sources) -> dict[str, Any]:
         defaults["model"] = None
     elif has_points(content) or sources.explicit("data.points"):
         defaults["model"] = {"name": "ldos"}
+    return defaults
+
+
+@cache
+def _schema_defaults() -> dict[str, Any]:
+    defaults = OmegaConf.to_container(OmegaConf.structured(schema.RunOptions))
+    assert isinstance(defaults, dict)
     return {str(key): value for key, value in defaults.items()}
 
 
 @contextmanager
 def _hydra(folder: Path, content: dict[str, Any]) -> Iterator[None]:
-    """Hydra set up for one composition; whatever Hydra state the calling program had is put back."""
+    """Hydra set up for one composition; whatever Hydra state the calling program had is put back.
+
+    Hydra's own settings (loggers, launchers, help) are not read from its files: they have no effect here, and take longer
+    than all of ours.
+    """
     from hydra import initialize_config_dir
+    from hydra.conf import HydraConf
     from hydra.core.config_store import ConfigStore
     from hydra.core.global_hydra import GlobalHydra
 
     instance, store = GlobalHydra.instance(), ConfigStore.instance()
-    hydra = instance.hydra
+    hydra, own = instance.hydra, store.repo["hydra"]["config.yaml"]
     instance.clear()
     try:
+        store.store(group="hydra", name="config", node=HydraConf(defaults=[]), provider="hydra")
         _store(ENTRY, {"defaults": [DEFAULTS, USER, "_self_"]})
         _store(DEFAULTS, {})
         _store(USER, content)
@@ -377,6 +391,7 @@ def _hydra(folder: Path, content: dict[str, Any]) -> Iterator[None]:
     finally:
         GlobalHydra.instance().clear()
         GlobalHydra.instance().hydra = hydra
+        store.repo["hydra"]["config.yaml"] = own
         for name in (ENTRY, DEFAULTS, USER):
             store.repo.pop(f"{name}.yaml", None)
 

@@ -7,6 +7,7 @@ config.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import textwrap
 import typing
 from collections.abc import Iterator, Mapping
@@ -128,11 +129,16 @@ def _section(cls: type | None, name: str) -> type | None:
     """The dataclass of the section `name` of `cls`."""
     if cls is schema.TaskOptions and name not in (*TARGETS, BRANCHES, DENOISE):
         return schema.FieldTargetOptions
-    kind = typing.get_type_hints(cls).get(name) if cls is not None else None
+    kind = _types(cls).get(name) if cls is not None else None
     for candidate in (kind, *typing.get_args(kind)):
         if isinstance(candidate, type) and dataclasses.is_dataclass(candidate):
             return candidate
     return None
+
+
+@functools.cache
+def _types(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
 
 
 class _Dumper(yaml.SafeDumper):

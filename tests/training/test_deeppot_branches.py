@@ -29,7 +29,7 @@ from forgefield.training.engines.script import ScriptEngine
 from forgefield.training.engines.step import StepFunction
 from forgefield.training.resolved_model import built_task
 from forgefield.training.shifts import shifts_of
-from tests.parallel.launching import start, torchrun, weights
+from tests.parallel.launching import ranks, weights
 from tests.parallel.train_many import train_only
 from tests.training.deepmd_systems import several_input
 from tests.training.engines.cases import difference
@@ -163,8 +163,8 @@ def test_an_interrupted_run_goes_on_exactly_and_ranks_train_as_one(trained, tmp_
         assert (tmp_path / "several" / name).read_bytes() == (trained.path / name).read_bytes(), name
     more = ["++trainer.max_steps=2", "trainer.val_check_interval=2"]
     train_only(load_config(file, [f"out={tmp_path}/one", "data.batch={frames: 2}", *more]))
-    command = ["-m", "forgefield", "train", str(file), f"out={tmp_path}/two", "data.batch={frames: 1}", *more]
-    done = start([*torchrun(2), *command], tmp_path)
+    words = ["forgefield", "train", str(file), f"out={tmp_path}/two", "data.batch={frames: 1}", *more]
+    done = ranks(2, *words, folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     one, two = (weights(tmp_path / name / "several") for name in ("one", "two"))
     assert float((one - two).abs().max()) < 1e-9

@@ -20,7 +20,7 @@ from forgefield import Calculator, train
 from forgefield.cli import main
 from forgefield.errors import ForgefieldError
 from tests.helpers import emt_frames, tiny_config
-from tests.parallel.launching import start, torchrun, weights
+from tests.parallel.launching import ranks, weights
 from tests.parallel.train_many import train_only
 
 DESCRIPTOR = {"type": "se_e2_a", "neuron": [4, 8], "axis_neuron": 3, "rcut_smth": 1.0, "seed": 1}
@@ -135,8 +135,7 @@ def test_an_input_killed_for_real_goes_on_exactly(tmp_path):
 def test_two_ranks_train_an_input_as_one_does(tmp_path):
     file = deepmd_input(tmp_path, training__numb_steps=3)
     train(file, f"out={tmp_path}/one", "data.batch={frames: 2}")
-    command = ["-m", "forgefield", "train", str(file), f"out={tmp_path}/two", "data.batch={frames: 1}"]
-    done = start([*torchrun(2), *command], tmp_path)
+    done = ranks(2, "forgefield", "train", str(file), f"out={tmp_path}/two", "data.batch={frames: 1}", folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     one, two = (weights(tmp_path / name / "input") for name in ("one", "two"))
     assert float((one - two).abs().max()) < 1e-9

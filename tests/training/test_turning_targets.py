@@ -79,7 +79,7 @@ def test_every_way_to_take_a_step_gives_the_same_training(tmp_path):
         {"engine": "eager", "derivative": "tangent"},
         {"engine": "eager", "memory": {"parts": 2}},
     ]
-    given = {"trainer": {"max_epochs": 1}, "data": {"batch": {"frames": 5}}}
+    given = {"trainer": {"max_epochs": 1}, "data": {"batch": {"frames": 5}}, "model": {"num_layers": 1}}
     runs = [
         train_only(config(tmp_path, f"way{number}", task, training={"precision": "float64", **way}, **given))
         for number, way in enumerate(ways)

@@ -175,8 +175,10 @@ def test_reported_losses_have_the_weights_of_the_task_whatever_is_minimised(tmp_
 
 
 def test_weights_that_find_themselves_are_the_same_in_other_engines(tmp_path):
+    small = {"num_layers": 1, "l_max": 0}
+    given = {"trainer": {"max_steps": 4}, "model": small}
     runs = [
-        train_only(config(tmp_path, e, training={"weighting": "uncertainty", "engine": e}, trainer={"max_steps": 4}))
+        train_only(config(tmp_path, e, training={"weighting": "uncertainty", "engine": e}, **given))
         for e in ("eager", "script")
     ]
     one, other = (run.load_potential("last").state_dict() for run in runs)

@@ -93,7 +93,7 @@ def test_tangent_form_gives_the_gradients_of_double_backward(name, targets):
 
 @pytest.mark.parametrize(
     ("name", "targets", "form"),
-    [("nequip", ALL, "double"), ("allegro", ("forces",), "tangent"), ("nequip", (), "double"), ("own", (), "tangent")],
+    [("nequip", ALL, "double"), ("allegro", ("forces",), "tangent"), ("own", (), "tangent")],
 )
 def test_script_equals_eager_for_every_size(name, targets, form):
     potential = predictor(name, has_energy=bool(targets))
@@ -106,10 +106,10 @@ def test_script_equals_eager_for_every_size(name, targets, form):
 @pytest.mark.slow
 def test_compiled_equals_eager_from_one_compilation(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    potential = predictor("nequip", has_energy=False, precision="float32")
+    potential = predictor("own", has_energy=False)  # few kernels; those of a NequIP are compiled in `test_compile.py`
     engine = CompileEngine(function(potential, ()), options={"cpp.simdlen": 1})
     for atoms in [(5, 4), (1,), (6, 1, 3)]:
-        assert difference(engine, Engine(engine.function), with_fields(*atoms)) < 3e-6, atoms
+        assert difference(engine, Engine(engine.function), with_fields(*atoms)) < 1e-9, atoms
     assert engine.training.compilations == 1
 
 

@@ -21,10 +21,14 @@ SIZES = [(1,), (4, 3), (2,), (5, 1, 2, 6), (3, 3, 3)]
 """One atom without an edge, one frame, several."""
 
 
+SMALLER = {"allegro": {"l_max": 1, "num_tensor_features": 2}}
+"""A trace takes the longer the more products there are; what those of higher orders give is looked at elsewhere."""
+
+
 @pytest.mark.parametrize(("name", "form"), [("nequip", "tangent"), ("allegro", "double"), ("own", "double")])
 def test_script_equals_eager_for_every_size(name, form):
     """The other forms are traced with further outputs, in `test_further.py`. Weights are read where they lie."""
-    potential = potential_of(name)
+    potential = potential_of(name, **SMALLER.get(name, {}))
     engine, eager = ScriptEngine(step_function(potential, derivative=form)), Engine(step_function(potential))
     for number, atoms in enumerate(SIZES):
         assert difference(engine, eager, labelled(*atoms, seed=number)) < 1e-9, atoms
@@ -35,7 +39,7 @@ def test_script_equals_eager_for_every_size(name, form):
 
 
 def test_frozen_weights_get_no_gradient_and_unused_ones_none():
-    potential = make_potential()
+    potential = make_potential(num_layers=1, l_max=0)
     potential.extra = nn.Parameter(torch.ones(3, dtype=torch.float64))
     potential.model.readout.weights[0].requires_grad_(False)
     function = step_function(potential)
@@ -76,7 +80,7 @@ def test_a_model_that_breaks_the_trace_is_named_with_its_line(how, line):
 
 
 def test_a_trace_holds_for_all_sizes():
-    function = step_function(make_potential("float32"))
+    function = step_function(make_potential("float32", num_layers=1))
     n = len(function.trained)
     batch = labelled(4, 3)
     traced = trace(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -54,10 +56,10 @@ MODELS = {
 }
 
 
-def potential_of(name: str, precision: str = "float64") -> Potential:
-    options = MODELS[name]
-    if options is None:
+def potential_of(name: str, precision: str = "float64", **changes: Any) -> Potential:
+    if MODELS[name] is None:
         return Potential(Angular())
+    options = {**MODELS[name], **changes}
     if options.get("name") == "allegro":
         from forgefield.models import build_model, resolve_model
         from tests.models.structures import STATISTICS

@@ -14,7 +14,7 @@ LOSS = "val/loss"
 
 
 def config(folder, name: str, engine: str | None, **training):
-    settings = tiny_config(folder, name=name)
+    settings = tiny_config(folder, name=name, model={"num_layers": 1, "l_max": 0})  # soon traced
     settings["training"] = {**settings["training"], "precision": "float64", "engine": engine, **training}
     return settings
 
