@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -33,8 +35,8 @@ MODELS = {
 }
 
 
-def make(name: str, precision: str = "float64"):
-    options = dict(MODELS[name])
+def make(name: str, precision: str = "float64", **more: Any):
+    options = {**MODELS[name], **more}
     return make_deeppot(options.pop("kind", "se_e2_a"), precision=precision, **options)
 
 
@@ -181,7 +183,7 @@ def test_blocks_hold_the_rows_of_one_group_each():
     [("with room", "double"), ("radial", "tangent")],
 )
 def test_one_trace_serves_every_size(name, form):
-    potential = make(name)
+    potential = make(name, neuron=[4, 8])  # a third layer would be traced as the second is
     engine, eager = ScriptEngine(step_function(potential, derivative=form)), Engine(step_function(potential))
     for number, atoms in enumerate([(1,), (4, 3), (5, 1, 2, 6)]):
         assert difference(engine, eager, labelled(*atoms, seed=number)) < 1e-9, atoms
@@ -194,7 +196,7 @@ def test_short_range_terms_are_traced_and_differentiated_too(tmp_path):
         tmp_path / "table.txt", np.stack([distances, *[k / distances * np.exp(-distances) for k in (1, 2, 3)]], 1)
     )
     short = {"use_srtab": str(tmp_path / "table.txt"), "sw_rmin": 0.8, "sw_rmax": 1.8, "zbl": True}
-    potential = make_deeppot(model={**short, "pair_exclude_types": [[0, 0]]}, **ROOM)
+    potential = make_deeppot(model={**short, "pair_exclude_types": [[0, 0]]}, neuron=[4, 8], **ROOM)
     eager = Engine(step_function(potential))
     tangent = step_function(potential, derivative="tangent")
     assert difference(Engine(tangent), eager, labelled(5, 3, 4)) < 1e-10

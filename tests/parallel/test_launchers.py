@@ -85,24 +85,6 @@ def assert_test_counts_each_frame_once(folder: Path) -> None:
     assert together["errors"] == pytest.approx(alone, rel=1e-9)
 
 
-@pytest.mark.parametrize("program", ["mpirun.openmpi", "mpirun.mpich"])
-def test_mpirun(program, tmp_path, serial):
-    """Two trainings, one after the other: by our strategy and by `ddp_with_mpi`, Lightning's DDP among MPI's processes."""
-    options = {"mpirun.openmpi": ["--allow-run-as-root", "--oversubscribe"], "mpirun.mpich": []}[program]
-    configs = [make(tmp_path, "launched", 2), make(tmp_path, "by-strategy", 2, strategy="ddp_with_mpi")]
-    path = write_config(tmp_path / "launched.yaml", configs)
-    command = [need(program), *options, "-n", "2", sys.executable, *train_many(path)]
-    done = start(command, tmp_path, LOG_MODE="workers")
-    assert done.returncode == 0, done.stdout + done.stderr
-    ours, theirs = done.stdout.split("Summary of the training")[1:]  # each said once
-    assert "SimpleDDPStrategy" in ours
-    assert "MPIDDPStrategy" in theirs
-    for name, said in (("launched", ours), ("by-strategy", theirs)):
-        assert_same_training(tmp_path, serial, name)
-        assert {"mpirun.openmpi": "Open MPI", "mpirun.mpich": "MPICH or Intel MPI"}[program] in said
-        assert re.search(r"my rank +1 ", (tmp_path / "runs" / name / "log.1.txt").read_text())
-
-
 def test_a_contradiction_is_an_error_before_any_work(tmp_path):
     config = write_config(tmp_path / "launched.yaml", make(tmp_path, "launched", 2, devices=4))
     done = ranks(2, "forgefield", "train", str(config), folder=tmp_path, launcher="torchrun")
@@ -180,20 +162,22 @@ def test_a_job_that_slurm_starts_again_ends_as_if_nothing_had_happened(how, slur
 
 
 @pytest.fixture
-def two_nodes():
-    """Two network namespaces with a cable between them: each has its own interfaces, ports and loopback."""
+def nodes():
+    """Two network namespaces with a cable between them: each has its own interfaces, ports and loopback.
+
+    What a command begins with to run on each of them; none where there is no right to make any.
+    """
     ip = shutil.which("ip")
     names = ("ffnode0", "ffnode1")
-    if ip is None:
-        pytest.skip("ip (iproute2) is not installed")
 
     def call(*words: str) -> bool:
-        return subprocess.run([ip, *words], capture_output=True, timeout=30).returncode == 0
+        return ip is not None and subprocess.run([ip, *words], capture_output=True, timeout=30).returncode == 0
 
     for name in names:
         call("netns", "del", name)
     if not call("netns", "add", names[0]):
-        pytest.skip("no right to make network namespaces")
+        yield []
+        return
     call("netns", "add", names[1])
     call("link", "add", "ffcable0", "netns", names[0], "type", "veth", "peer", "name", "ffcable1", "netns", names[1])
     for number, name in enumerate(names):
@@ -208,8 +192,10 @@ def two_nodes():
         call("netns", "del", name)
 
 
-def test_two_nodes(two_nodes, tmp_path, serial):
+def test_two_nodes(nodes, tmp_path, serial):
     """torchrun on each of two machines that share a file system; the nodes find each other over the cable alone."""
+    if not nodes:
+        pytest.skip("no ip (iproute2), or no right to make network namespaces")
     config = write_config(tmp_path / "launched.yaml", make(tmp_path, "launched", 2))
     rendezvous = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=10.231.7.1", "--master-port=29655"]
     nodes = [
@@ -229,7 +215,7 @@ def test_two_nodes(two_nodes, tmp_path, serial):
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for rank, node in enumerate(two_nodes)
+        for rank, node in enumerate(nodes)
     ]
     outputs = [node.communicate(timeout=200)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], outputs[0] + outputs[1]
@@ -238,36 +224,45 @@ def test_two_nodes(two_nodes, tmp_path, serial):
     assert_same_training(tmp_path, serial)
 
 
-@pytest.mark.parametrize("program", ["mpirun.openmpi", "mpirun.mpich"])
-def test_two_nodes_by_a_host_file(program, two_nodes, tmp_path, serial):
-    """MPI starts the processes of the other node through an agent, for which ssh is the usual choice."""
-    agent = tmp_path / "agent"
+AS_ROOT = {"mpirun.openmpi": ["--allow-run-as-root", "--oversubscribe"], "mpirun.mpich": []}
+
+
+def over_the_cable(program: str, folder: Path) -> list[str]:
+    """Options for one process on each node. MPI starts that of the other node by an agent, for which ssh is the usual one."""
+    agent = folder / "agent"
     agent.write_text(
         "#!/bin/bash\nwhile [[ $1 == -* ]]; do shift; done\nshift\n"  # options and the name of the host: there is only one
         'exec ip netns exec ffnode1 unshare --uts sh -c "hostname ffnode1; $*"\n'
     )
     agent.chmod(0o755)
-    hosts = tmp_path / "hosts"
+    hosts = folder / "hosts"
     if program == "mpirun.openmpi":
         hosts.write_text("10.231.7.1 slots=1\n10.231.7.2 slots=1\n")
         network = ["--mca", "oob_tcp_if_include", "10.231.7.0/24", "--mca", "plm_rsh_agent", str(agent)]
-        options = ["--allow-run-as-root", *network, "--hostfile", str(hosts), "-x", "MASTER_ADDR=10.231.7.1"]
-    else:
-        hosts.write_text("10.231.7.1:1\n10.231.7.2:1\n")
-        options = [
-            "-launcher",
-            "rsh",
-            "-launcher-exec",
-            str(agent),
-            "-f",
-            str(hosts),
-            "-genv",
-            "MASTER_ADDR",
-            "10.231.7.1",
-        ]
-    config = write_config(tmp_path / "launched.yaml", make(tmp_path, "launched", 2))
-    words = [need(program), *options, "-n", "2", sys.executable, *train_many(config)]
-    done = start([*two_nodes[0], *words], tmp_path)
+        return ["--allow-run-as-root", *network, "--hostfile", str(hosts), "-x", "MASTER_ADDR=10.231.7.1"]
+    hosts.write_text("10.231.7.1:1\n10.231.7.2:1\n")
+    start_by = ["-launcher", "rsh", "-launcher-exec", str(agent), "-f", str(hosts)]
+    return [*start_by, "-genv", "MASTER_ADDR", "10.231.7.1"]
+
+
+@pytest.mark.parametrize("program", ["mpirun.openmpi", "mpirun.mpich"])
+def test_mpirun(program, nodes, tmp_path, serial):
+    """Two trainings, one after the other: by our strategy and by `ddp_with_mpi`, Lightning's DDP among MPI's processes.
+
+    On two nodes by a host file; on one where there is no right to make two. What MPI says on one node is looked at in
+    `test_real_launchers.py`.
+    """
+    configs = [make(tmp_path, "launched", 2), make(tmp_path, "by-strategy", 2, strategy="ddp_with_mpi")]
+    path = write_config(tmp_path / "launched.yaml", configs)
+    options = over_the_cable(program, tmp_path) if nodes else AS_ROOT[program]
+    command = [need(program), *options, "-n", "2", sys.executable, *train_many(path)]
+    done = start([*(nodes[0] if nodes else []), *command], tmp_path, LOG_MODE="workers")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "2: ffnode0 (1), ffnode1 (1)" in done.stdout
-    assert_same_training(tmp_path, serial)
+    ours, theirs = done.stdout.split("Summary of the training")[1:]  # each said once
+    assert "SimpleDDPStrategy" in ours
+    assert "MPIDDPStrategy" in theirs
+    for name, said in (("launched", ours), ("by-strategy", theirs)):
+        assert_same_training(tmp_path, serial, name)
+        assert {"mpirun.openmpi": "Open MPI", "mpirun.mpich": "MPICH or Intel MPI"}[program] in said
+        assert not nodes or "2: ffnode0 (1), ffnode1 (1)" in said
+        assert re.search(r"my rank +1 ", (tmp_path / "runs" / name / "log.1.txt").read_text())

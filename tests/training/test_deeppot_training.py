@@ -91,8 +91,8 @@ def test_an_input_of_deepmd_kit_trains_writes_its_curve_and_goes_on_exactly(tmp_
     file = deepmd_input(tmp_path, loss__start_pref_v=0.02, loss__limit_pref_v=0.1)
     assert json.loads(file.read_text())["loss"] == loss
     whole = train(file, f"out={tmp_path}/whole", "training.scheduler.T_max=12")
-    train(file, f"out={tmp_path}/again", "training.scheduler.T_max=12", "trainer.max_steps=8")
-    again = train(file, f"out={tmp_path}/again", "training.scheduler.T_max=12")
+    train_only(file, f"out={tmp_path}/again", "training.scheduler.T_max=12", "trainer.max_steps=8")
+    again = train_only(file, f"out={tmp_path}/again", "training.scheduler.T_max=12")
     a, b = (run.load_potential("last").state_dict() for run in (whole, again))
     assert all(torch.equal(a[name], b[name]) for name in a)
     curves = [(run.path / "lcurve.out").read_bytes() for run in (whole, again)]
@@ -110,7 +110,7 @@ def test_an_input_of_deepmd_kit_trains_writes_its_curve_and_goes_on_exactly(tmp_
 
 def test_an_input_killed_for_real_goes_on_exactly(tmp_path):
     file = deepmd_input(tmp_path, training__numb_steps=150, training__disp_freq=30, training__save_freq=10)
-    train(file, f"out={tmp_path}/whole", "training.engine=eager")
+    train_only(file, f"out={tmp_path}/whole", "training.engine=eager")
     command = [
         sys.executable,
         "-m",
@@ -126,7 +126,7 @@ def test_an_input_killed_for_real_goes_on_exactly(tmp_path):
             time.sleep(0.01)
         process.kill()
     assert process.returncode == -signal.SIGKILL
-    train(file, f"out={tmp_path}/killed", "training.engine=eager")
+    train_only(file, f"out={tmp_path}/killed", "training.engine=eager")
     for name in ("lcurve.out", "metrics.csv", "checkpoints/last.safetensors"):
         whole, again = ((tmp_path / out / "input" / name).read_bytes() for out in ("whole", "killed"))
         assert whole == again, name
@@ -134,7 +134,7 @@ def test_an_input_killed_for_real_goes_on_exactly(tmp_path):
 
 def test_two_ranks_train_an_input_as_one_does(tmp_path):
     file = deepmd_input(tmp_path, training__numb_steps=3)
-    train(file, f"out={tmp_path}/one", "data.batch={frames: 2}")
+    train_only(file, f"out={tmp_path}/one", "data.batch={frames: 2}")
     done = ranks(2, "forgefield", "train", str(file), f"out={tmp_path}/two", "data.batch={frames: 1}", folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     one, two = (weights(tmp_path / name / "input") for name in ("one", "two"))

@@ -123,7 +123,7 @@ def test_a_model_without_energy_is_no_calculator(trained, capsys):
 
 
 def test_a_calculator_gives_further_outputs_beside_energy(tmp_path):
-    run = api.train(config(tmp_path, task={"energy": {}, "site_charge": {}, "gap": {}}, trainer={"max_epochs": 1}))
+    run = train_only(config(tmp_path, task={"energy": {}, "site_charge": {}, "gap": {}}, trainer={"max_epochs": 1}))
     atoms = ase.io.read(tmp_path / "frames.extxyz")
     atoms.calc = Calculator(run)
     atoms.get_forces()
@@ -136,7 +136,7 @@ def test_fields_that_a_store_holds_are_targets_without_further_words(tmp_path):
     source = made["data"]["train"]
     convert([source], tmp_path / "store", labels=LabelOptions(fields=PROPERTIES))
     made["data"] |= {"train": str(tmp_path / "store"), "labels": {}}
-    run = api.train(made)
+    run = train_only(made)
     assert "val/gap_mae" in run.metrics()[-1]
     assert "gap_mae" in api.test(run, source)
     made["task"] = {"gab": {}}
@@ -145,8 +145,8 @@ def test_fields_that_a_store_holds_are_targets_without_further_words(tmp_path):
 
 
 def test_a_changed_target_is_refused_on_resume_and_an_unchanged_one_is_not(tmp_path, capsys):
-    api.train(config(tmp_path))
-    api.train(config(tmp_path))
+    train_only(config(tmp_path))
+    train_only(config(tmp_path))
     assert "is complete" in capsys.readouterr().out
     changed = {**ALL, "gap": {"loss": "mse"}}
     with pytest.raises(ForgefieldError, match=r"task\.gap\.loss"):

@@ -203,9 +203,9 @@ def test_max_time_saves_and_stops_cleanly(tmp_path, capsys):
 def test_more_epochs_later_equal_more_epochs_at_once(tmp_path):
     config = tiny_config(tmp_path)
     config["trainer"]["max_epochs"] = 2
-    train({**config, "name": "again"})
+    train_only({**config, "name": "again"})
     longer = {**config, "trainer": {**config["trainer"], "max_epochs": 4}}
-    assert_same_run(train({**longer, "name": "straight"}).path, train({**longer, "name": "again"}).path)
+    assert_same_run(train_only({**longer, "name": "straight"}).path, train_only({**longer, "name": "again"}).path)
 
 
 @pytest.mark.parametrize("val", [4, 0])

@@ -144,7 +144,7 @@ def test_early_stopping_stops(tmp_path):
 
 def test_fast_dev_run_leaves_the_run_alone(tmp_path):
     config = tiny_config(tmp_path)
-    run = train(config)
+    run = train_only(config)
     before = (run.path / "metrics.csv").read_bytes()
     quick = train(with_trainer(config, fast_dev_run=True))
     assert quick.path.name == ".tiny-quick"
