@@ -21,7 +21,7 @@ demo: $(INSTALLED)
 
 # Three workers for two cores: some tests wait for launchers and schedulers, and others go on meanwhile.
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 SYMPY_CACHE_SIZE=100000 $(BIN)/python -m pytest -n 3 --dist worksteal $(PYTEST_ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -65,6 +65,7 @@ def trace(
     """
     environment = _Sizes(duck_shape=False)
     mode = FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
+    mode.cache_enabled = False  # sizes are symbols: to look for the same operation takes longer than to do it
     lengths, symbols = _symbolic_sizes(environment, batch)
     keys = tuple(batch)
     structure: Any = None
