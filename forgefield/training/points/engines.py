@@ -3,7 +3,7 @@
 All engines take the same steps: gather, gradient, update, sums of the loss. Contract of captured ones: everything that changes
 from step to step (rows, learning rates, shares of the average, the weight of points that only fill up) is written to tensors
 that stay where they are before a replay; the optimiser has made its state in steps before the capture. A block of k steps is
-k // n replays of n steps and k % n of one, so that blocks of any length give the same bits.
+made of graphs of n, n // 4, n // 16, ... steps and of one, as they fit; blocks of any length give the same bits.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from forgefield.models.ldos import LDOSNetwork
 from forgefield.tasks.ldos import PointTask
 from forgefield.training.points.blocks import Block
 from forgefield.training.points.data import KeptRows, RowLayout
+from forgefield.training.points.fused import FusedStep, factors_now
 from forgefield.training.points.gradient import Gradient
 from forgefield.training.points.terms import TermGradient
 from forgefield.training.points.update import Update
@@ -126,17 +127,19 @@ class EagerEngine:
 
 
 class GraphsEngine:
-    """CUDA graphs of `n` whole steps and of one. inner: makes the first steps, and those that hold terms on snapshots.
+    """CUDA graphs of up to `n` whole steps. inner: makes the first steps, and those that hold terms on snapshots. fuses:
+    steps are made by `FusedStep` in the precisions that it knows.
 
     On a CPU nothing can be captured; there the steps of a graph are made one after the other, which is how they are tested.
     """
 
     name = "graphs"
 
-    def __init__(self, inner: EagerEngine, n: int, points: int) -> None:
-        self.inner, self.n, self.points = inner, n, points
+    def __init__(self, inner: EagerEngine, n: int, points: int, *, fuses: bool = False) -> None:
+        self.inner, self.n, self.points, self.fuses = inner, n, points, fuses
         device, dtype = inner.device, inner.model.dtype
         self._captures = device.type == "cuda"
+        self._lengths = [n // 4**power for power in range(8) if n // 4**power > 1]
         self.sums = torch.zeros(inner.task.n_levels, dtype=torch.float64, device=device)
         self._gathers = inner.kept is not None and inner.kept.rows.device == device
         self._rows = torch.zeros(n, points, dtype=torch.int64, device=device)
@@ -144,14 +147,19 @@ class GraphsEngine:
         self._data = torch.zeros(n, points, width, dtype=dtype, device=device)
         self._rates = torch.zeros(n, len(inner.update.optimiser.param_groups), dtype=dtype, device=device)
         self._shares = torch.zeros(n, dtype=dtype, device=device)
+        self._numbers = torch.zeros(*self._rates.shape, 4, dtype=torch.float32, device=device)
         self._weight = torch.ones(points, dtype=dtype, device=device)
         self._factor = torch.zeros(inner.task.n_levels, dtype=dtype, device=device)
+        self._in_order = torch.arange(points, device=device)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._ready = False
+        self._fused: FusedStep | None = None
+        self._chosen = False
 
     def forget(self) -> None:
         """Drop what holds for one precision only."""
         self._graphs.clear()
+        self._fused, self._chosen = None, False
 
     def run(self, block: Block, first_step: int, rates: Rates) -> Sums:
         """Make the steps of a block. first_step: number of the first of them, from 0."""
@@ -168,21 +176,34 @@ class GraphsEngine:
                 inner.step(sums, *inner.batch(block, rows, done), block.totals[done], step, rates())
                 done += 1
                 continue
+            if not self._chosen:
+                self._fused, self._chosen = self._fused_step(), True
             length = self._length(block, done, step)
             self._write(block, rows, done, length)
             self._make(length, [rates() for _ in range(length)])
             done += length
         sums.by_level += self.sums
+        if self._fused is not None:
+            sums.by_level += self._fused.sums.sum(0)
+            self._fused.sums.zero_()
         sums.points = sum(block.own)
         return sums
 
+    def _fused_step(self) -> FusedStep | None:
+        inner, dtype = self.inner, factors_now() if self.fuses else None
+        if dtype is None:
+            return None
+        return FusedStep(inner.model, inner.task.loss, inner.layout, self.points, inner.update, dtype)
+
     def _length(self, block: Block, done: int, step: int) -> int:
-        """n where the next n steps are full and hold no term, else 1."""
-        ahead = range(done, done + self.n)
-        full = len(block) - done >= self.n and all(block.own[number] == self.points for number in ahead)
-        same = full and len({block.totals[number] for number in ahead}) == 1
-        free = self.inner.terms is None or not any(self.inner.task.due(step + i) for i in range(self.n))
-        return self.n if same and free else 1
+        """How many steps the next graph has: all of them full, without terms, and of as many points over all ranks; else 1."""
+        alike = 0
+        for number in range(done, min(done + self.n, len(block))):
+            due = self.inner.terms is not None and self.inner.task.due(step + number - done)
+            if due or block.own[number] != self.points or block.totals[number] != block.totals[done]:
+                break
+            alike += 1
+        return next((length for length in self._lengths if length <= alike), 1)
 
     def _write(self, block: Block, rows: Tensor | None, first: int, length: int) -> None:
         """Bring the points of the next steps, and what they count, to where the steps read them."""
@@ -200,55 +221,81 @@ class GraphsEngine:
             self._weight[: block.own[first]] = 1
 
     def _make(self, length: int, rates: list[list[float]]) -> None:
-        average = self.inner.update.average
+        average, fused = self.inner.update.average, self._fused
         shares = [0.0 if average is None else average.next_share() for _ in range(length)]
+        rooms = [
+            (room, torch.tensor(of, dtype=room.dtype)) for room, of in ((self._rates, rates), (self._shares, shares))
+        ]
+        if fused is not None:
+            fused.refresh()
+            if fused.adam is not None:
+                rooms = [(self._numbers, fused.adam.numbers(rates, shares))]
+        for room, values in rooms:
+            room[:length].copy_(values.pin_memory() if self._captures else values, non_blocking=True)
         if not self._captures:
-            self._steps(length, rates, torch.tensor(shares, dtype=self._shares.dtype))
-            return
-        for room, values in ((self._rates, rates), (self._shares, shares)):
-            room[:length].copy_(torch.tensor(values, dtype=room.dtype).pin_memory(), non_blocking=True)
-        if length not in self._graphs:
-            self._graphs[length] = self._capture(length)
-        self._graphs[length].replay()
+            self._steps(length, rates)
+        else:
+            if length not in self._graphs:
+                self._graphs[length] = self._capture(length)
+            self._graphs[length].replay()
+        if fused is not None and fused.adam is not None:
+            fused.adam.count(length)
 
     def _capture(self, length: int) -> torch.cuda.CUDAGraph:
         """The graph, and no effect on weights, averages, optimiser and sums: what warming up changes is put back."""
-        held = _held_tensors(self.inner, self.sums)
+        inner, calls = self.inner, self.inner.update.calls
+        held = _held_tensors(inner, self.sums, *([] if self._fused is None else [self._fused.sums]))
         before = [tensor.detach().clone() for tensor in held]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(3):
-                self._steps(length, self._rates, self._shares)
+                self._steps(length, self._rates)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            self._steps(length, self._rates, self._shares)
+            self._steps(length, self._rates)
         with torch.no_grad():
             for tensor, value in zip(held, before):
                 tensor.copy_(value)
+        inner.update.calls = calls
+        if self._fused is not None:
+            self._fused.refresh()
         return graph
 
-    def _steps(self, length: int, rates: Any, shares: Tensor) -> None:
+    def _steps(self, length: int, rates: Any) -> None:
         """What is captured: `length` steps; a single one weights its points, which may be fewer."""
-        inner = self.inner
+        inner, fused = self.inner, self._fused
+        weight = self._weight if length == 1 else None
         for number in range(length):
-            rows = self._data[number]
-            if self._gathers:
-                assert inner.kept is not None
-                rows = inner.kept.rows.index_select(0, self._rows[number])
-            by_level = inner.gradient(*inner.layout.split(rows), self._factor, self._weight if length == 1 else None)
-            self.sums += by_level
-            inner.update.use(inner.gradient.gradients)
-            inner.update(list(rates[number]), shares[number])
+            if fused is not None:
+                kept, index = self._data[number], self._in_order
+                if self._gathers:
+                    assert inner.kept is not None
+                    kept, index = inner.kept.rows, self._rows[number]
+                fused(kept, index, self._factor, weight, None if fused.adam is None else self._numbers[number])
+                if fused.adam is not None:
+                    continue
+                gradients = fused.gradients
+            else:
+                rows = self._data[number]
+                if self._gathers:
+                    assert inner.kept is not None
+                    rows = inner.kept.rows.index_select(0, self._rows[number])
+                self.sums += inner.gradient(*inner.layout.split(rows), self._factor, weight)
+                gradients = inner.gradient.gradients
+            inner.update.use(gradients)
+            inner.update(list(rates[number]), self._shares[number])
+            if fused is not None:
+                fused.refresh()
 
 
-def _held_tensors(inner: EagerEngine, sums: Tensor) -> list[Tensor]:
+def _held_tensors(inner: EagerEngine, *sums: Tensor) -> list[Tensor]:
     """Everything that a step changes."""
     update: Any = inner.update
     states = [
         value for state in update.optimiser.state.values() for value in state.values() if isinstance(value, Tensor)
     ]
     averages = [] if update.average is None else list(update.average.average.values())
-    return [*inner.model.parameters(), *states, *averages, sums]
+    return [*inner.model.parameters(), *states, *averages, *sums]

@@ -143,7 +143,7 @@ class Rows:
 def test_blocks_of_captured_steps_take_the_steps_of_the_eager_engine(optimiser):
     """What is captured on a GPU, made one after the other here: any block length, a short last batch, rates that change."""
     ends = []
-    for captured in (0, 1, 3):
+    for captured in (0, 1, 3, 8):
         model, how, kept = network("relu"), task("huber"), Rows(50)
         update = Update(
             optimiser(model.parameters(), lr=0.1), WeightAverage(model, 0.9), clip=(0.5, "norm"), reduce=None
