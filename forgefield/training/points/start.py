@@ -142,7 +142,9 @@ class EngineMaker:
         if not compiles:
             return Written(model, task.loss)
         options = inductor_options(self.config.training)
-        return ByAutograd(model, task.loss, lambda step: torch.compile(step, dynamic=False, options=options or None))
+        return ByAutograd(
+            model, task.loss, lambda step: torch.compile(step, dynamic=False, fullgraph=True, options=options or None)
+        )
 
     @torch.no_grad()
     def _compare(self, gradient: Gradient, model: LDOSNetwork, task: PointTask, batch: tuple[Tensor, Tensor]) -> float:

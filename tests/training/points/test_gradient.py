@@ -7,6 +7,7 @@ import torch
 
 from forgefield.config.point_options import PointTargetOptions, SnapshotTermOptions
 from forgefield.models.ldos import ACTIVATIONS, LDOSNetwork, LDOSOptions, LinearScale, PointFacts
+from forgefield.ops.products import products_in
 from forgefield.parallel.group import alone
 from forgefield.tasks.ldos import PointErrors, PointTask, SnapshotReference, SnapshotTerms
 from forgefield.training.ema import WeightAverage
@@ -54,6 +55,25 @@ def test_written_gradients_are_those_of_autograd(activation, loss):
     torch.testing.assert_close(by_level, reference(x[:9], y[:9], factor, None), rtol=1e-12, atol=1e-14)
     for mine, other in zip(written.gradients, reference.gradients):
         torch.testing.assert_close(mine, other, rtol=1e-11, atol=1e-13)
+
+
+def test_what_is_compiled_is_one_graph_for_each_shape_and_precision():
+    """Without calls of `product`, on which torch's compiler gives up; weights are read as they are at each call."""
+    model, how, graphs = network("relu", dtype=torch.float32), task(), []
+    compiled = ByAutograd(model, how.loss, lambda graph: graphs.append(graph) or graph)
+    x, y = (values.float() for values in rows(13))
+    factor, weight = how.slope_factor(13).float(), torch.ones(13)
+    for turn in range(2):
+        for dtype in (None, torch.bfloat16):
+            for given in (None, weight):
+                plain = ByAutograd(model, how.loss)
+                with products_in(dtype):
+                    by_level, expected = (step(x, y, factor, given) for step in (compiled, plain))
+                torch.testing.assert_close(by_level, expected)
+                torch.testing.assert_close(compiled.gradients, plain.gradients)
+        torch._foreach_mul_([p.data for p in model.parameters()], 1.1)
+        assert len(graphs) == 4, turn
+    assert all(isinstance(graph, torch.fx.GraphModule) for graph in graphs)
 
 
 def test_the_loss_is_the_plain_mean_of_squared_scaled_errors():
