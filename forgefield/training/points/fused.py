@@ -2,8 +2,8 @@
 
 `ops/perceptron_kernels.py` has the kernels; here are their buffers, tiles and order. The forward kernels gather points, add
 biases, apply activations and end with the slope of the loss; a backward kernel makes both products of its layer; Adam runs
-beside the next of them and leaves the weights as the kernels read them: padded, and in bfloat16 where products are. Factors are
-rounded where `Written`, the oracle, rounds them. Only tf32 and bf16-mixed are made so; `why_not_fused` says what stands against
+beside the next of them and leaves the weights as the kernels read them: padded, and in bfloat16 where products are; for tf32 all
+factors are also there transposed, see the kernels. Factors are rounded where `Written`, the oracle, rounds them. Only tf32 and bf16-mixed are made so; `why_not_fused` says what stands against
 it, and `GraphsEngine` then captures other steps.
 """
 
@@ -41,8 +41,16 @@ class Tiles:
     stages: int = 4
     least: int = 100
     block: int = 1024
+    side: int = 32
+    """Rows and columns of a program of Adam where weights are also stored transposed."""
     aside: bool = True
     """Adam runs beside the next backward kernel."""
+    rounds: bool = True
+    """Factors of tf32 are rounded to the nearest; else the device cuts them off."""
+
+    def shared(self, dtype: torch.dtype) -> int:
+        """Bytes of shared memory that a product takes."""
+        return self.stages * (self.points + self.columns) * self.depth * dtype.itemsize
 
     def width(self, n: int, others: int) -> int:
         """Columns of a tile where n columns are to be covered `others` times."""
@@ -52,8 +60,19 @@ class Tiles:
         return width
 
 
-TILES = {torch.bfloat16: Tiles(), torch.float32: Tiles(depth=32)}
-"""By the type of the factors."""
+TILES = {
+    torch.bfloat16: (Tiles(depth=128, stages=3), Tiles(columns=64, stages=3)),
+    torch.float32: (Tiles(columns=64, stages=3), Tiles(columns=64, depth=32, stages=3)),
+}
+"""By the type of the factors: the fastest on an H200, and what fits into the shared memory of smaller GPUs."""
+
+
+def tiles_for(dtype: torch.dtype, device: torch.device) -> Tiles:
+    """The first of `TILES` that fits the device."""
+    room = 0
+    if device.type == "cuda":
+        room = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
+    return next((tiles for tiles in TILES[dtype] if tiles.shared(dtype) < room), TILES[dtype][-1])
 
 
 def factors_now() -> torch.dtype | None:
@@ -95,8 +114,10 @@ class FusedStep:
         tiles: Tiles | None = None,
     ) -> None:
         self.model, self.loss, self.layout, self.points, self.dtype = model, loss, layout, points, dtype
-        self.tiles = tiles or TILES[dtype]
+        self.tiles = tiles or tiles_for(dtype, model.weights[0].device)
         self.update = update
+        self._turns = dtype == torch.float32
+        self._how = {"TRANSPOSED": self._turns, "ROUNDS": self._turns and self.tiles.rounds}
         self.adam = None if update is None else adam_of(update)
         device = model.weights[0].device
         self.device, self._aside = device, torch.cuda.Stream() if device.type == "cuda" else None
@@ -104,25 +125,32 @@ class FusedStep:
         count, room = len(model.weights), _padded(points)
         self._of_weights, self._of_biases = self.gradients[:count], self.gradients[count:]
         self.widths = [model.weights[0].shape[1], *(bias.shape[0] for bias in model.biases)]
-        self._values = [torch.zeros(room, _padded(n), dtype=dtype, device=device) for n in self.widths[:-1]]
-        self._slopes = [torch.zeros(room, _padded(n), dtype=dtype, device=device) for n in self.widths[1:]]
+        self._values, self._values_t = self._room([(room, n) for n in self.widths[:-1]])
+        self._slopes, self._slopes_t = self._room([(room, n) for n in self.widths[1:]])
+        self._copies, self._copies_t = self._room([(weight.shape[0], weight.shape[1]) for weight in model.weights])
         name = model.options.activation
         self._keeps = name not in _KNOWN_BY_VALUE
         self._kept = (
             [torch.zeros(v.shape, device=device) for v in self._values[1:]] if self._keeps else self._values[1:]
         )
-        self._copies = [
-            torch.zeros(_padded(w.shape[0]), _padded(w.shape[1]), dtype=dtype, device=device) for w in model.weights
-        ]
+        self._columns = [torch.zeros(room // self.tiles.points, s.shape[1], device=device) for s in self._slopes]
         self.sums = torch.zeros(room // self.tiles.points, self.widths[-1], dtype=torch.float64, device=device)
         """Errors of the loss by level, added up for each tile of points until someone clears them."""
         self.refresh()
 
+    def _room(self, shapes: list[tuple[int, int]]) -> tuple[list[Tensor], list[Tensor]]:
+        """Padded matrices of factors, and those for their transposes; the same where none are wanted."""
+        made = [torch.zeros(_padded(n), _padded(k), dtype=self.dtype, device=self.device) for n, k in shapes]
+        return made, [torch.zeros_like(matrix.t().contiguous()) for matrix in made] if self._turns else made
+
     @torch.no_grad()
     def refresh(self) -> None:
         """Take the weights as they are now: after anything but these steps may have changed them."""
-        for copy, weight in zip(self._copies, self.model.weights):
-            copy[: weight.shape[0], : weight.shape[1]].copy_(weight)
+        for copy, turned, weight in zip(self._copies, self._copies_t, self.model.weights):
+            factor = rounded_to_tf32(weight) if self._how["ROUNDS"] else weight
+            copy[: weight.shape[0], : weight.shape[1]].copy_(factor)
+            if self._turns:
+                turned[: weight.shape[1], : weight.shape[0]].copy_(factor.t())
 
     def __call__(
         self, rows: Tensor, index: Tensor, factor: Tensor, weight: Tensor | None, numbers: Tensor | None
@@ -134,6 +162,8 @@ class FusedStep:
             self._backwards(number)
             if numbers is not None:
                 self._adapt(number, numbers)
+            else:
+                torch.sum(self._columns[number][:, : self.widths[number + 1]], 0, out=self._of_biases[number])
         if numbers is not None and self._aside is not None and self.tiles.aside:
             torch.cuda.current_stream().wait_stream(self._aside)
 
@@ -143,44 +173,51 @@ class FusedStep:
         tiles, widths, options, last = self.tiles, self.widths, self.model.options, len(self._copies) - 1
         launch = {"num_warps": tiles.warps, "num_stages": tiles.stages}
         high = self._values[0].shape[0] // tiles.points
-        common = {"NAME": options.activation, "KEEPS": self._keeps, "BM": tiles.points, "BK": tiles.depth, **launch}
+        launch |= {"BM": tiles.points, "BK": tiles.depth, **self._how}
+        common = {"NAME": options.activation, "KEEPS": self._keeps, **launch}
         for number in range(last):
             x, y, w, n = self._values[number], self._values[number + 1], self._copies[number], widths[number + 1]
+            x_t, y_t = self._values_t[number], self._values_t[number + 1]
             bias, kept, wide = self.model.biases[number], self._kept[number], tiles.width(n, high)
             grid = (high, -(-n // wide))
             if number:
                 kernels.inner_layer[grid](
-                    x, w, bias, y, kept, n, widths[number], x.stride(0), w.stride(0), y.stride(0), BN=wide, **common
+                    x, w, bias, y, y_t, kept, n, widths[number], x.stride(0), w.stride(0), y.stride(0), y_t.stride(0), BN=wide,
+                    **common,
                 )  # fmt: skip
             else:
                 kernels.first_layer[grid](
-                    rows, index, w, bias, x, y, kept, self.points, n, self.layout.targets_at, rows.stride(0), w.stride(0),
-                    x.stride(0), y.stride(0), BN=wide, **common,
+                    rows, index, w, bias, x, x_t, y, y_t, kept, self.points, n, self.layout.targets_at, rows.stride(0),
+                    w.stride(0), x.stride(0), y.stride(0), y_t.stride(0), BN=wide, **common,
                 )  # fmt: skip
         x, w, slope, n = self._values[last], self._copies[last], self._slopes[last], widths[-1]
-        wide = tiles.width(n, high)
+        slope_t, wide = self._slopes_t[last], tiles.width(n, high)
         kernels.last_layer[(high, -(-n // wide))](
-            x, w, self.model.biases[last], rows, index, factor if weight is None else weight, factor, slope, self.sums,
-            self.points, n, widths[last], self.layout.targets_at, rows.stride(0), x.stride(0), w.stride(0), slope.stride(0),
-            self.sums.stride(0), float(self.loss.delta), NAME=options.output_activation or "none", LOSS=self.loss.kind,
-            WEIGHTED=weight is not None, BM=tiles.points, BN=wide, BK=tiles.depth, **launch,
+            x, w, self.model.biases[last], rows, index, factor if weight is None else weight, factor, slope,
+            slope_t, self._columns[last], self.sums, self.points, n, widths[last], self.layout.targets_at, rows.stride(0), x.stride(0), w.stride(0),
+            slope.stride(0), slope_t.stride(0), self.sums.stride(0), float(self.loss.delta),
+            NAME=options.output_activation or "none", LOSS=self.loss.kind, WEIGHTED=weight is not None, BN=wide, **launch,
         )  # fmt: skip
 
     def _backwards(self, number: int) -> None:
         from forgefield.ops import perceptron_kernels as kernels
 
         tiles, n, k = self.tiles, self.widths[number + 1], self.widths[number]
-        slope, x, w = self._slopes[number], self._values[number], self._copies[number]
-        kept, below = (self._kept[number - 1], self._slopes[number - 1]) if number else (x, x)
+        slope, slope_t = self._slopes[number], self._slopes_t[number]
+        x, w = self._values_t[number], self._copies_t[number]
+        kept, below, below_t, columns = x, x, x, x
+        if number:
+            kept, below, below_t = self._kept[number - 1], self._slopes[number - 1], self._slopes_t[number - 1]
+            columns = self._columns[number - 1]
         high, tall = slope.shape[0] // tiles.points, -(-n // tiles.points)
         of_slopes = high * -(-k // tiles.columns) if number else 0
         wide = tiles.width(k, tall) if tall * -(-k // tiles.columns) + of_slopes < tiles.least else tiles.columns
         of_weights = tall * -(-k // wide)
         kernels.layer_backwards[(of_weights + of_slopes,)](
-            slope, w, x, kept, below, self._of_weights[number], self._of_biases[number], slope.shape[0], n, k,
-            slope.stride(0), w.stride(0), x.stride(0), kept.stride(0), of_weights, NAME=self.model.options.activation,
-            KEEPS=self._keeps, BN=tiles.points, BK=wide, BP=tiles.depth, XM=tiles.points, XK=tiles.columns, XN=tiles.depth,
-            num_warps=tiles.warps, num_stages=tiles.stages,
+            slope, slope_t, w, x, kept, below, below_t, columns, self._of_weights[number], slope.shape[0], n, k, slope.stride(0),
+            w.stride(0), x.stride(0), kept.stride(0), slope_t.stride(0), of_weights,
+            NAME=self.model.options.activation, KEEPS=self._keeps, **self._how, BN=tiles.points, BK=wide, BP=tiles.depth,
+            XM=tiles.points, XK=tiles.columns, XN=tiles.depth, num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
 
     def _adapt(self, number: int, numbers: Tensor) -> None:
@@ -191,6 +228,12 @@ class FusedStep:
         self._aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._aside):
             self.adam(self, number, numbers)
+
+
+def rounded_to_tf32(values: Tensor) -> Tensor:
+    """The nearest numbers of tf32, as float32; halves away from 0, NaN as it is."""
+    bits = (values.view(torch.int32) + 0x1000) & -0x2000
+    return torch.where(values == values, bits.view(torch.float32), values)
 
 
 class FusedGradient:
@@ -245,19 +288,19 @@ class Adam:
 
         model, average = step.model, self.update.average
         tensors: list[Any] = []
-        for kind, kept, gradient in (
-            ("weights", model.weights, step._of_weights),
-            ("biases", model.biases, step._of_biases),
-        ):
-            parameter = kept[number]
+        for kind, parameter in (("weights", model.weights[number]), ("biases", model.biases[number])):
             state = self.optimiser.state[parameter]
             mean = parameter if average is None else average.average[f"{kind}.{number}"]
-            tensors += [parameter, gradient[number], state["exp_avg"], state["exp_avg_sq"], mean]
+            tensors += [parameter, state["exp_avg"], state["exp_avg_sq"], mean]
         places = [numbers[self._groups[kept[number]]] for kept in (model.weights, model.biases)]
-        (n, k), copy, block = model.weights[number].shape, step._copies[number], step.tiles.block
-        kernels.adam_on_layer[(-(-n * k // block) + -(-n // block),)](
-            *tensors, copy, n, k, copy.stride(0), *places, self.betas[0], 1 - self.betas[0], self.betas[1], 1 - self.betas[1],
-            self.eps, self.decay, DECOUPLED=self.decoupled, AVERAGED=average is not None, BLOCK=block, num_warps=4,
+        (n, k), copy, copy_t = model.weights[number].shape, step._copies[number], step._copies_t[number]
+        columns, block, side = step._columns[number], step.tiles.block, step.tiles.side
+        of_weights = -(-n // side) * -(-k // side) if step._turns else -(-n * k // block)
+        kernels.adam_on_layer[(of_weights + -(-n // block),)](
+            *tensors, step._of_weights[number], columns, copy, copy_t, n, k, copy.stride(0), copy_t.stride(0), columns.stride(0),
+            len(columns), *places, self.betas[0], 1 - self.betas[0], self.betas[1], 1 - self.betas[1], self.eps, self.decay,
+            of_weights, DECOUPLED=self.decoupled, AVERAGED=average is not None, **step._how, SIDE=side, BLOCK=block,
+            num_warps=4,
         )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ RUNS = importlib.util.find_spec("triton") is not None and (
 pytestmark = pytest.mark.skipif(not RUNS, reason="needs Triton, and a GPU or its interpreter (TRITON_INTERPRET=1)")
 LOW = torch.bfloat16 if DEVICE == "cuda" else torch.float16
 """What factors are rounded to: the interpreter has no products of bfloat16, and float16 takes the same way."""
-SMALL = Tiles(points=64, columns=64, depth=32)
+SMALL = Tiles(points=64, columns=64, depth=32, rounds=False)
 
 
 def network(activation: str = "relu", output: str | None = None, hidden: tuple[int, ...] = (37, 70)) -> LDOSNetwork:
@@ -82,7 +82,7 @@ def test_kernels_give_the_gradients_that_are_written_out(activation, dtype):
 def test_captured_blocks_of_fused_steps_take_the_steps_of_the_eager_engine(optimiser, dtype, monkeypatch):
     """Rates that change, a weight average, blocks of several lengths, a short last batch, and a count of steps that goes on."""
     monkeypatch.setattr(engines, "factors_now", lambda: dtype)
-    monkeypatch.setitem(fused.TILES, dtype, SMALL)
+    monkeypatch.setitem(fused.TILES, dtype, (SMALL,))
     made = {
         "adam": lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.01),
         "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, betas=(0.8, 0.9)),
