@@ -6,7 +6,7 @@ that depends on timing: a sum over points is made by one program, or kept apart 
 
 Tensor cores take factors of tf32 only where the index that is summed over runs fastest. Where TRANSPOSED, what is summed over
 its rows later is therefore also stored transposed by the kernel that makes it (arguments that end in `_t`). They also cut
-factors off; where ROUNDS, factors are rounded to the nearest number of tf32 when they are stored, which is several times closer.
+factors off; where ROUNDS, factors are rounded to the nearest number of tf32 when they are stored: half the error, and no bias.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ def _factor(v, to, ROUNDS: tl.constexpr):
     """v as products take it: of the type that `to` points to, and where ROUNDS the nearest number of tf32."""
     if ROUNDS:
         bits = (v.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
-        v = tl.where(v == v, bits.to(tl.float32, bitcast=True), v)  # adding to the bits of a NaN could make a number of it
+        v = tl.where(
+            v == v, bits.to(tl.float32, bitcast=True), v
+        )  # adding to the bits of a NaN could make a number of it
     return v.to(to.dtype.element_ty)
 
 
@@ -257,8 +259,8 @@ def _adam(
     p, slope, first, second, mean, place, there, numbers, beta1, rest1, beta2, rest2, eps, decay,
     DECOUPLED: tl.constexpr, AVERAGED: tl.constexpr,
 ):  # fmt: skip
-    """Adam on the entries `place` of one tensor, with their slopes; returns their new values. numbers: rate, rate over the first correction, one
-    over the root of the second, share of the average."""
+    """Adam on the entries `place` of one tensor, with their slopes; returns their new values. numbers: rate, rate over the
+    first correction, one over the root of the second, share of the average."""
     rate, pace = tl.load(numbers), tl.load(numbers + 1)
     root, share = tl.load(numbers + 2), tl.load(numbers + 3)
     value = tl.load(p + place, mask=there, other=0.0)
@@ -302,8 +304,8 @@ def adam_on_layer(
             place = program * BLOCK + tl.arange(0, BLOCK)
             there = place < N * K
         value = _adam(
-            w, tl.load(dw + place, mask=there, other=0.0), first_w, second_w, mean_w, place, there, numbers_w, beta1, rest1, beta2, rest2, eps, decay,
-            DECOUPLED, AVERAGED,
+            w, tl.load(dw + place, mask=there, other=0.0), first_w, second_w, mean_w, place, there, numbers_w,
+            beta1, rest1, beta2, rest2, eps, decay, DECOUPLED, AVERAGED,
         )  # fmt: skip
         value = _factor(value, copy, ROUNDS)
         if TRANSPOSED:

@@ -3,12 +3,14 @@
 All engines take the same steps: gather, gradient, update, sums of the loss. Contract of captured ones: everything that changes
 from step to step (rows, learning rates, shares of the average, the weight of points that only fill up) is written to tensors
 that stay where they are before a replay; the optimiser has made its state in steps before the capture. A block of k steps is
-made of graphs of n, n // 4, n // 16, ... steps and of one, as they fit; blocks of any length give the same bits.
+made of graphs of n, n // 4, n // 16, ... steps and of one, as they fit; blocks of any length give the same bits. Which of two
+kinds of steps is captured is measured once; the choice is part of checkpoints, since the two round differently.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,6 +27,10 @@ from forgefield.training.points.update import Update
 
 Rates = Callable[[], list[float]]
 """Learning rate of each group for the step that is about to be made; asking moves schedules by step on."""
+TIMED = 16
+"""Steps of the graphs that are timed, at most."""
+MARGIN = 1.15
+"""Own kernels are used unless they take so many times as long as torch's."""
 
 
 class Sums:
@@ -128,15 +134,26 @@ class EagerEngine:
 
 class GraphsEngine:
     """CUDA graphs of up to `n` whole steps. inner: makes the first steps, and those that hold terms on snapshots. fuses:
-    steps are made by `FusedStep` in the precisions that it knows.
+    steps are made by `FusedStep` in the precisions that it knows, where that is faster than those of inner's gradient.
+    choices: whether it was, by the type of factors, as an earlier part of the training found; say: told what is found now.
 
     On a CPU nothing can be captured; there the steps of a graph are made one after the other, which is how they are tested.
     """
 
     name = "graphs"
 
-    def __init__(self, inner: EagerEngine, n: int, points: int, *, fuses: bool = False) -> None:
-        self.inner, self.n, self.points, self.fuses = inner, n, points, fuses
+    def __init__(
+        self,
+        inner: EagerEngine,
+        n: int,
+        points: int,
+        *,
+        fuses: bool = False,
+        choices: dict[str, bool] | None = None,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self.inner, self.n, self.points, self.fuses, self.say = inner, n, points, fuses, say
+        self.choices = dict(choices or {})
         device, dtype = inner.device, inner.model.dtype
         self._captures = device.type == "cuda"
         self._lengths = [n // 4**power for power in range(8) if n // 4**power > 1]
@@ -155,6 +172,8 @@ class GraphsEngine:
         self._ready = False
         self._fused: FusedStep | None = None
         self._chosen = False
+        self._stale = True
+        """Whether weights may have changed otherwise than by captured steps."""
 
     def forget(self) -> None:
         """Drop what holds for one precision only."""
@@ -167,6 +186,7 @@ class GraphsEngine:
         sums = Sums(inner.task, inner.device)
         rows = inner.rows(block)
         self.sums.zero_()
+        self._stale = True
         while done < len(block):
             step = first_step + done
             if self._captures and not self._ready and inner.update.has_states:
@@ -174,12 +194,12 @@ class GraphsEngine:
                 self._ready = True
             if not inner.update.has_states or (inner.terms is not None and inner.task.due(step)):
                 inner.step(sums, *inner.batch(block, rows, done), block.totals[done], step, rates())
-                done += 1
+                done, self._stale = done + 1, True
                 continue
-            if not self._chosen:
-                self._fused, self._chosen = self._fused_step(), True
             length = self._length(block, done, step)
             self._write(block, rows, done, length)
+            if not self._chosen:
+                self._choose(length)
             self._make(length, [rates() for _ in range(length)])
             done += length
         sums.by_level += self.sums
@@ -189,11 +209,45 @@ class GraphsEngine:
         sums.points = sum(block.own)
         return sums
 
-    def _fused_step(self) -> FusedStep | None:
+    def _choose(self, length: int) -> None:
+        """What makes the steps from now on. length: of the graph that comes next, whose points are there already."""
         inner, dtype = self.inner, factors_now() if self.fuses else None
+        self._chosen = True
         if dtype is None:
-            return None
-        return FusedStep(inner.model, inner.task.loss, inner.layout, self.points, inner.update, dtype)
+            return
+        fused = FusedStep(inner.model, inner.task.loss, inner.layout, self.points, inner.update, dtype)
+        name = str(dtype).removeprefix("torch.")
+        if self._captures and name not in self.choices:
+            self.choices[name] = self._is_faster(fused, length)
+        self._fused = fused if self.choices.get(name, True) else None
+
+    def _is_faster(self, fused: FusedStep, length: int) -> bool:
+        """Whether own kernels are, by replays of both kinds of steps on the points of the next graph. Torch's have to be faster
+        by a margin, so that chance does not decide."""
+        length = next((n for n in self._lengths if n <= min(length, TIMED)), 1)
+        times = []
+        for candidate in (fused, None):
+            self._fused = candidate
+            times.append(self._time(self._capture(length)) / length)
+        faster = times[0] < MARGIN * times[1]
+        self.say(
+            f"A captured step takes {times[0]:.0f} us by own kernels and {times[1]:.0f} us by torch's: "
+            f"{'own kernels' if faster else 'those of torch'} are used."
+        )
+        return faster
+
+    def _time(self, graph: torch.cuda.CUDAGraph) -> float:
+        """Microseconds of a replay, the least of some."""
+        times = []
+        with self._nothing_changed():
+            for _ in range(4):
+                start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                graph.replay()
+                stop.record()
+                stop.synchronize()
+                times.append(1e3 * start.elapsed_time(stop))
+        return min(times)
 
     def _length(self, block: Block, done: int, step: int) -> int:
         """How many steps the next graph has: all of them full, without terms, and of as many points over all ranks; else 1."""
@@ -227,7 +281,9 @@ class GraphsEngine:
             (room, torch.tensor(of, dtype=room.dtype)) for room, of in ((self._rates, rates), (self._shares, shares))
         ]
         if fused is not None:
-            fused.refresh()
+            if self._stale:
+                fused.refresh()
+                self._stale = False
             if fused.adam is not None:
                 rooms = [(self._numbers, fused.adam.numbers(rates, shares))]
         for room, values in rooms:
@@ -242,27 +298,33 @@ class GraphsEngine:
             fused.adam.count(length)
 
     def _capture(self, length: int) -> torch.cuda.CUDAGraph:
-        """The graph, and no effect on weights, averages, optimiser and sums: what warming up changes is put back."""
-        inner, calls = self.inner, self.inner.update.calls
-        held = _held_tensors(inner, self.sums, *([] if self._fused is None else [self._fused.sums]))
-        before = [tensor.detach().clone() for tensor in held]
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                self._steps(length, self._rates)
-        torch.cuda.current_stream().wait_stream(stream)
+        """The graph, without any effect: what warming up changes is put back."""
         graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            self._steps(length, self._rates)
+        with self._nothing_changed():
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(3):
+                    self._steps(length, self._rates)
+            torch.cuda.current_stream().wait_stream(stream)
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self._steps(length, self._rates)
+        return graph
+
+    @contextmanager
+    def _nothing_changed(self) -> Iterator[None]:
+        """Weights, averages, optimiser and sums are afterwards what they were before."""
+        update, fused = self.inner.update, self._fused
+        held = _held_tensors(self.inner, self.sums, *([] if fused is None else [fused.sums]))
+        before, calls = [tensor.detach().clone() for tensor in held], update.calls
+        yield
         with torch.no_grad():
             for tensor, value in zip(held, before):
                 tensor.copy_(value)
-        inner.update.calls = calls
-        if self._fused is not None:
-            self._fused.refresh()
-        return graph
+        update.calls = calls
+        if fused is not None:
+            fused.refresh()
 
     def _steps(self, length: int, rates: Any) -> None:
         """What is captured: `length` steps; a single one weights its points, which may be fewer."""

@@ -2,9 +2,9 @@
 
 `ops/perceptron_kernels.py` has the kernels; here are their buffers, tiles and order. The forward kernels gather points, add
 biases, apply activations and end with the slope of the loss; a backward kernel makes both products of its layer; Adam runs
-beside the next of them and leaves the weights as the kernels read them: padded, and in bfloat16 where products are; for tf32 all
-factors are also there transposed, see the kernels. Factors are rounded where `Written`, the oracle, rounds them. Only tf32 and bf16-mixed are made so; `why_not_fused` says what stands against
-it, and `GraphsEngine` then captures other steps.
+beside the next of them and leaves the weights as the kernels read them: padded, in bfloat16 where products are, and for tf32
+also transposed. Factors are rounded where `Written`, the oracle, rounds them. Only tf32 and bf16-mixed are made so;
+`why_not_fused` says what stands against it, and `GraphsEngine` then captures other steps.
 """
 
 from __future__ import annotations
@@ -117,6 +117,7 @@ class FusedStep:
         self.tiles = tiles or tiles_for(dtype, model.weights[0].device)
         self.update = update
         self._turns = dtype == torch.float32
+        """Whether factors are also stored transposed."""
         self._how = {"TRANSPOSED": self._turns, "ROUNDS": self._turns and self.tiles.rounds}
         self.adam = None if update is None else adam_of(update)
         device = model.weights[0].device
@@ -134,6 +135,7 @@ class FusedStep:
             [torch.zeros(v.shape, device=device) for v in self._values[1:]] if self._keeps else self._values[1:]
         )
         self._columns = [torch.zeros(room // self.tiles.points, s.shape[1], device=device) for s in self._slopes]
+        """Sums of slopes over each tile of points, (tiles, outputs) of each layer: parts of the gradients of biases."""
         self.sums = torch.zeros(room // self.tiles.points, self.widths[-1], dtype=torch.float64, device=device)
         """Errors of the loss by level, added up for each tile of points until someone clears them."""
         self.refresh()
@@ -188,14 +190,14 @@ class FusedStep:
             else:
                 kernels.first_layer[grid](
                     rows, index, w, bias, x, x_t, y, y_t, kept, self.points, n, self.layout.targets_at, rows.stride(0),
-                    w.stride(0), x.stride(0), y.stride(0), y_t.stride(0), BN=wide, **common,
+                    w.stride(0), x.stride(0), y.stride(0), y_t.stride(0), BN=wide, **{**common, "BK": min(tiles.depth, 64)},
                 )  # fmt: skip
         x, w, slope, n = self._values[last], self._copies[last], self._slopes[last], widths[-1]
         slope_t, wide = self._slopes_t[last], tiles.width(n, high)
         kernels.last_layer[(high, -(-n // wide))](
-            x, w, self.model.biases[last], rows, index, factor if weight is None else weight, factor, slope,
-            slope_t, self._columns[last], self.sums, self.points, n, widths[last], self.layout.targets_at, rows.stride(0), x.stride(0), w.stride(0),
-            slope.stride(0), slope_t.stride(0), self.sums.stride(0), float(self.loss.delta),
+            x, w, self.model.biases[last], rows, index, factor if weight is None else weight, factor, slope, slope_t,
+            self._columns[last], self.sums, self.points, n, widths[last], self.layout.targets_at, rows.stride(0), x.stride(0),
+            w.stride(0), slope.stride(0), slope_t.stride(0), self.sums.stride(0), float(self.loss.delta),
             NAME=options.output_activation or "none", LOSS=self.loss.kind, WEIGHTED=weight is not None, BN=wide, **launch,
         )  # fmt: skip
 
@@ -214,8 +216,8 @@ class FusedStep:
         wide = tiles.width(k, tall) if tall * -(-k // tiles.columns) + of_slopes < tiles.least else tiles.columns
         of_weights = tall * -(-k // wide)
         kernels.layer_backwards[(of_weights + of_slopes,)](
-            slope, slope_t, w, x, kept, below, below_t, columns, self._of_weights[number], slope.shape[0], n, k, slope.stride(0),
-            w.stride(0), x.stride(0), kept.stride(0), slope_t.stride(0), of_weights,
+            slope, slope_t, w, x, kept, below, below_t, columns, self._of_weights[number], slope.shape[0], n, k,
+            slope.stride(0), w.stride(0), x.stride(0), kept.stride(0), slope_t.stride(0), of_weights,
             NAME=self.model.options.activation, KEEPS=self._keeps, **self._how, BN=tiles.points, BK=wide, BP=tiles.depth,
             XM=tiles.points, XK=tiles.columns, XN=tiles.depth, num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
@@ -297,10 +299,10 @@ class Adam:
         columns, block, side = step._columns[number], step.tiles.block, step.tiles.side
         of_weights = -(-n // side) * -(-k // side) if step._turns else -(-n * k // block)
         kernels.adam_on_layer[(of_weights + -(-n // block),)](
-            *tensors, step._of_weights[number], columns, copy, copy_t, n, k, copy.stride(0), copy_t.stride(0), columns.stride(0),
-            len(columns), *places, self.betas[0], 1 - self.betas[0], self.betas[1], 1 - self.betas[1], self.eps, self.decay,
-            of_weights, DECOUPLED=self.decoupled, AVERAGED=average is not None, **step._how, SIDE=side, BLOCK=block,
-            num_warps=4,
+            *tensors, step._of_weights[number], columns, copy, copy_t, n, k, copy.stride(0), copy_t.stride(0),
+            columns.stride(0), len(columns), *places, self.betas[0], 1 - self.betas[0], self.betas[1], 1 - self.betas[1],
+            self.eps, self.decay, of_weights, DECOUPLED=self.decoupled, AVERAGED=average is not None, **step._how,
+            SIDE=side, BLOCK=block, num_warps=4,
         )  # fmt: skip
 
 

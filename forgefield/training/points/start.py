@@ -103,7 +103,10 @@ class EngineMaker:
             f"Engine {kind}, blocks of {self.block} steps: errors and all gradients equal autograd's "
             f"{f'to {difference:.1e}' if difference else 'exactly'}."
         )
-        return inner if name != "graphs" else GraphsEngine(inner, self.block, self.data.batch, fuses=fuses)
+        if name != "graphs":
+            return inner
+        say = self.party.journal.say
+        return GraphsEngine(inner, self.block, self.data.batch, fuses=fuses, choices=module.choices, say=say)
 
     def _fuses(self, model: LDOSNetwork, task: PointTask) -> bool:
         """Whether kernels of our own run here, and give the gradients of autograd on a whole batch."""

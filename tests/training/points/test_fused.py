@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from forgefield.training.points import engines, fused
 from forgefield.training.points.blocks import Block
 from forgefield.training.points.data import RowLayout
 from forgefield.training.points.engines import EagerEngine, GraphsEngine
-from forgefield.training.points.fused import FusedGradient, FusedStep, Tiles, adam_of
+from forgefield.training.points.fused import FusedGradient, FusedStep, Tiles, adam_of, rounded_to_tf32, tiles_for
 from forgefield.training.points.gradient import Written
 from forgefield.training.points.update import Update
 from tests.training.points.snapshots import ENERGIES
@@ -115,6 +117,38 @@ def test_captured_blocks_of_fused_steps_take_the_steps_of_the_eager_engine(optim
         ends.append([found, *model.parameters(), *update.average.average.values()])  # type: ignore[union-attr]
     for mine, expected in zip(*ends, strict=True):
         assert_close(mine, expected, 1e-5 if dtype == torch.float32 and DEVICE == "cpu" else 2e-2)
+
+
+def test_factors_of_tf32_are_rounded_to_the_nearest():
+    """Where they are stored: inputs, weights, values, slopes and their transposes have no bits below those of tf32."""
+    model, how, kept = network(), task("mse"), Rows(20)
+    step = FusedStep(model, how.loss, kept.layout, 20, None, torch.float32, replace(SMALL, rounds=True))
+    FusedGradient(step)(*kept.layout.split(kept.rows), how.slope_factor(20).to(DEVICE, torch.float32), None)
+    for plain, turned in (
+        (step._values, step._values_t),
+        (step._slopes, step._slopes_t),
+        (step._copies, step._copies_t),
+    ):
+        for matrix, transpose in zip(plain, turned, strict=True):
+            assert not (matrix.view(torch.int32) & 0x1FFF).any()
+            assert torch.equal(matrix, transpose.t())
+    inputs = kept.layout.split(kept.rows)[0]
+    assert torch.equal(step._values[0][:20, :11], rounded_to_tf32(inputs))
+    assert float((step._values[0][:20, :11] / inputs - 1).abs().max()) <= 2**-11
+    odd = torch.tensor([1 + 2**-11, 1 + 2**-12, -1 - 2**-11, 0.0, torch.inf])
+    assert rounded_to_tf32(odd).tolist() == [1 + 2**-10, 1, -1 - 2**-10, 0, torch.inf]
+    assert rounded_to_tf32(torch.tensor([0x7FFFFFFF], dtype=torch.int32).view(torch.float32)).isnan().all()
+
+
+@pytest.mark.parametrize(("room", "depths"), [(232_448, (128, 64)), (101_376, (64, 64)), (65_536, (64, 32))])
+def test_smaller_gpus_get_smaller_tiles(room, depths, monkeypatch):
+    """room: of shared memory, bytes."""
+    known = SimpleNamespace(shared_memory_per_block_optin=room)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: known)
+    for dtype, depth in zip((torch.bfloat16, torch.float32), depths):
+        tiles = tiles_for(dtype, torch.device("cuda"))
+        assert tiles.depth == depth
+        assert tiles.shared(dtype) < room
 
 
 def test_an_optimiser_that_does_more_than_adam_is_left_to_torch():

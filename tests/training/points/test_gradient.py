@@ -11,6 +11,7 @@ from forgefield.ops.products import products_in
 from forgefield.parallel.group import alone
 from forgefield.tasks.ldos import PointErrors, PointTask, SnapshotReference, SnapshotTerms
 from forgefield.training.ema import WeightAverage
+from forgefield.training.points import engines
 from forgefield.training.points.blocks import Block
 from forgefield.training.points.data import RowLayout
 from forgefield.training.points.engines import EagerEngine, GraphsEngine
@@ -184,3 +185,18 @@ def test_blocks_of_captured_steps_take_the_steps_of_the_eager_engine(optimiser):
     for other in ends[1:]:
         for mine, expected in zip(other, ends[0]):
             torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("chosen", [True, False])
+def test_a_resumed_run_captures_the_kind_of_steps_that_it_began_with(chosen, monkeypatch):
+    made = []
+    monkeypatch.setattr(engines, "factors_now", lambda: torch.float32)
+    monkeypatch.setattr(GraphsEngine, "_make", lambda self, length, rates: made.append(self._fused is not None))
+    model, how, kept = network("relu", dtype=torch.float32), task(), Rows(50)
+    kept.rows = kept.rows.float()
+    update = Update(torch.optim.Adam(model.parameters()), None, clip=(None, "norm"), reduce=None)
+    inner = EagerEngine(model, how, Written(model, how.loss), update, kept=kept)  # type: ignore[arg-type]
+    engine = GraphsEngine(inner, 4, 6, fuses=True, choices={"float32": chosen})
+    engine.run(Block([6] * 5, [6] * 5, torch.arange(30).view(5, 6), None), 0, lambda: [0.1])
+    assert made == [chosen]
+    assert engine.choices == {"float32": chosen}
