@@ -164,10 +164,15 @@ class FusedStep:
             self._backwards(number)
             if numbers is not None:
                 self._adapt(number, numbers)
-            else:
-                torch.sum(self._columns[number][:, : self.widths[number + 1]], 0, out=self._of_biases[number])
-        if numbers is not None and self._aside is not None and self.tiles.aside:
+        if numbers is None:
+            self.add_up()
+        elif self._aside is not None and self.tiles.aside:
             torch.cuda.current_stream().wait_stream(self._aside)
+
+    def add_up(self) -> None:
+        """Make `gradients` complete: of biases Adam needs no more than parts."""
+        for columns, gradient in zip(self._columns, self._of_biases):
+            torch.sum(columns[:, : len(gradient)], 0, out=gradient)
 
     def _forwards(self, rows: Tensor, index: Tensor, factor: Tensor, weight: Tensor | None) -> None:
         from forgefield.ops import perceptron_kernels as kernels

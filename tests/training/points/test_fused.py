@@ -82,7 +82,8 @@ def test_kernels_give_the_gradients_that_are_written_out(activation, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, LOW])
 @pytest.mark.parametrize("optimiser", ["adam", "adamw", "sgd", "clipped"])
 def test_captured_blocks_of_fused_steps_take_the_steps_of_the_eager_engine(optimiser, dtype, monkeypatch):
-    """Rates that change, a weight average, blocks of several lengths, a short last batch, and a count of steps that goes on."""
+    """Rates that change, a weight average, blocks of several lengths, a short last batch, a count of steps that goes on, and
+    the gradients of the last step where they are looked for."""
     monkeypatch.setattr(engines, "factors_now", lambda: dtype)
     monkeypatch.setitem(fused.TILES, dtype, (SMALL,))
     made = {
@@ -114,7 +115,9 @@ def test_captured_blocks_of_fused_steps_take_the_steps_of_the_eager_engine(optim
         assert states == [9.0] * len(states)
         if captured:
             assert (engine._fused.adam is None) == (optimiser in ("sgd", "clipped"))  # type: ignore[union-attr]
-        ends.append([found, *model.parameters(), *update.average.average.values()])  # type: ignore[union-attr]
+        ends.append(
+            [found, *model.parameters(), *(p.grad for p in model.parameters()), *update.average.average.values()]
+        )  # type: ignore[union-attr]
     for mine, expected in zip(*ends, strict=True):
         assert_close(mine, expected, 1e-5 if dtype == torch.float32 and DEVICE == "cpu" else 2e-2)
 
