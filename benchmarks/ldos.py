@@ -1,13 +1,16 @@
 """Points per second of trainings of LDOS networks, beside MALA where it is installed.
 
     python benchmarks/ldos.py [--cases be-40 be-1000 al-1000] [--engines eager compile graphs] [--blocks 1 64]
-                              [--precisions float32 tf32 bf16-mixed] [--repeats 20] [--device cuda]
+                              [--precisions float32 tf32 bf16-mixed] [--points N] [--repeats 20] [--device cuda]
 
 Whole trainings, as `forgefield train` and `mala.Trainer` run them, on rows of real snapshots that are repeated and slightly
 perturbed: Be, 91-100-11, and Al, 91-800-800-800-250 (folders be2_ldos and al36_ldos under --data). An epoch is timed without
 validation, the least of some: process CPU time on one thread of a CPU, wall time on a GPU. MALA 1.4.0 runs with the interpreter
 that FORGEFIELD_MALA_PYTHON names, as it is and with its fast data set (on a GPU also with its graphs and mixed precision),
-before and after us.
+before and after us. `eager` runs in float32, with and without `data.fast`, in blocks of every length; `compile` in every
+precision in the longest blocks; `graphs` in every precision in blocks of every length. For a GPU:
+
+    python benchmarks/ldos.py --cases al-1000 --engines graphs --precisions tf32 bf16-mixed --blocks 64 256
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ CASES: dict[str, dict[str, Any]] = {
     "be-1000": {"rows": "be", "hidden": [100], "batch": 1000, "points": 60_000},
     "al-1000": {"rows": "al", "hidden": [800, 800, 800], "batch": 1000, "points": 12_000},
 }
-ON_GPU = {"be-40": 400_000, "be-1000": 8_000_000, "al-1000": 4_000_000}
+ON_GPU = {"be-40": 400_000, "be-1000": 8_000_000, "al-1000": 2_000_000}
 """Points of an epoch there."""
 
 
@@ -141,9 +144,22 @@ def show(case: str, who: str, points: int, seconds: float | None) -> None:
         print(f"{case:8} {who:48} {points / seconds:12,.0f} points/s", flush=True)
 
 
+def ways(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Settings of our trainings, see above."""
+    plain = {"engine": "eager", "block": 1, "precision": "float32", "device": args.device, "fast": True}
+    found = []
+    if "eager" in args.engines:
+        found = [{**plain, "fast": False}, *({**plain, "block": block} for block in args.blocks)]
+    for engine in args.engines:
+        for precision in args.precisions if engine != "eager" else ():
+            blocks = args.blocks if engine == "graphs" else [max(args.blocks)]
+            found += [{**plain, "engine": engine, "block": block, "precision": precision} for block in blocks]
+    return found
+
+
 def run_case(name: str, args: argparse.Namespace) -> None:
     case = CASES[name]
-    points = case["points"] if args.device == "cpu" else ON_GPU[name]
+    points = args.points or (case["points"] if args.device == "cpu" else ON_GPU[name])
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
         columns = write_rows(folder, case["rows"], args.data, points, case["batch"])
@@ -151,15 +167,7 @@ def run_case(name: str, args: argparse.Namespace) -> None:
         kinds = kinds if os.environ.get("FORGEFIELD_MALA_PYTHON") else ()
         for kind in kinds:
             show(name, f"MALA, {kind}", points, theirs(folder, case, columns, kind, args.device, args.repeats))
-        plain = {"engine": "eager", "block": 1, "precision": "float32", "device": args.device, "fast": True}
-        ways = [{**plain, "fast": False}, *({**plain, "block": block} for block in args.blocks)]
-        ways += [{**plain, "engine": e, "block": b} for e in args.engines if e != "eager" for b in args.blocks[-1:]]
-        ways += [
-            {**plain, "engine": args.engines[-1], "block": args.blocks[-1], "precision": precision}
-            for precision in args.precisions
-            if precision != "float32"
-        ]
-        for way in ways:
+        for way in ways(args):
             label = f"{way['engine']}, {way['block']} steps a block, {way['precision']}"
             label += "" if way["fast"] else ", data.fast=false"
             show(name, f"ours, {label}", points, ours(folder, case, columns, way, args.repeats))
@@ -174,6 +182,7 @@ def main() -> None:
     parser.add_argument("--engines", nargs="+", choices=("eager", "compile", "graphs"), default=["eager"])
     parser.add_argument("--blocks", nargs="+", type=int, default=[1, 64])
     parser.add_argument("--precisions", nargs="+", default=["float32"])
+    parser.add_argument("--points", type=int, help="of an epoch")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()

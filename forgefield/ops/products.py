@@ -57,6 +57,14 @@ def is_lowered(x: Tensor) -> bool:
     return _current.lowering is not None and x.dtype == torch.float32
 
 
+def lowered_to() -> torch.dtype | None:
+    """What factors are rounded to now, for kernels that make the products of `product` themselves; None: as they are."""
+    if _current.lowering is None:
+        return None
+    _current.lowering.count += 1
+    return _current.lowering.dtype
+
+
 def product(x: Tensor, matrix: Tensor) -> Tensor:
     """x (..., c) times matrix (c, d): (..., d), in the precision that `products_in` asks for."""
     lowering = _current.lowering

@@ -71,6 +71,7 @@ class PointTask:
             1.0 if options is None else float(options.huber_delta),
             levels.to(torch.float64),
         )
+        self._levels: dict[torch.device, Tensor] = {}
         self.weights = torch.tensor([self.weight, *(term.weight for term in self.terms.values())], dtype=torch.float64)
 
     def slope_factor(self, n_points: int) -> Tensor:
@@ -79,10 +80,16 @@ class PointTask:
 
     def sums(self, by_level: Tensor, n_points: float) -> Tensor:
         """(2, n_terms): numerators and denominators of the loss. by_level: (n_levels,), errors of so many points added up."""
-        levels = self.loss.levels.to(by_level.device)
+        levels = self._levels_on(by_level.device)
         found = torch.zeros(2, len(self.names), dtype=torch.float64, device=by_level.device)
         found[0, 0], found[1, 0] = (levels * by_level).sum(), n_points * levels.sum()
         return found
+
+    def _levels_on(self, device: torch.device) -> Tensor:
+        """Weights of the levels; brought to a device once, because the host waits for such a copy."""
+        if device not in self._levels:
+            self._levels[device] = self.loss.levels.to(device)
+        return self._levels[device]
 
     def term_sums(self, values: dict[str, Tensor]) -> Tensor:
         """(2, n_terms): what one evaluation of terms on a snapshot contributes."""

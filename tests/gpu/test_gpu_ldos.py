@@ -108,6 +108,55 @@ def test_a_run_with_captured_blocks_ends_as_if_it_had_not_been_interrupted(keep,
     assert_same_run(straight.path, train_only(config("again")).path)
 
 
+@pytest.fixture
+def own_kernels(monkeypatch):
+    """Both kinds of steps are timed, and own kernels used whatever the outcome."""
+    pytest.importorskip("triton")
+    if torch.cuda.get_device_capability()[0] < 8:
+        pytest.skip("no such arithmetic here")
+    timed = GraphsEngine._is_faster
+    monkeypatch.setattr(GraphsEngine, "_is_faster", lambda *args: timed(*args) or True)
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("tf32", 5e-3), ("bf16-mixed", 2e-2)])
+def test_own_kernels_learn_what_the_eager_engine_learns(precision, tolerance, own_kernels, tmp_path, capsys):
+    eager = train_only(gpu_config(tmp_path, "eager", engine="eager", precision=precision))
+    graphs = train_only(gpu_config(tmp_path, "own", engine="graphs", precision=precision, graphs={"compiled": True}))
+    said = capsys.readouterr().out
+    assert "Engine graphs of own kernels" in said
+    assert said.count("us by own kernels and") == 1
+    for mine, other in zip(graphs.metrics(), eager.metrics(), strict=True):
+        assert mine["train/loss"] == pytest.approx(other["train/loss"], rel=tolerance)
+        assert mine["val/loss"] == pytest.approx(other["val/loss"], rel=tolerance)
+
+
+@pytest.mark.parametrize("precision", ["tf32", "bf16-mixed"])
+def test_a_run_by_own_kernels_ends_as_if_it_had_not_been_interrupted(
+    precision, own_kernels, tmp_path, monkeypatch, capsys
+):
+    """In the middle of two epochs; what was measured at the start is not measured again."""
+
+    def config(name: str) -> dict:
+        made = gpu_config(tmp_path, name, engine="graphs", precision=precision, checkpoint={"every_steps": 4})
+        made["training"]["graphs"] = {"compiled": True}
+        return {**made, "callbacks": [END]}
+
+    monkeypatch.setenv("END_AT", "-1")
+    straight = train_only(config("straight"))
+    monkeypatch.setenv("END_HOW", "raise")
+    for step in ("4", "13"):
+        monkeypatch.setenv("END_AT", step)
+        with pytest.raises(Interrupted):
+            train_only(config("again"))
+    monkeypatch.setenv("END_AT", "-1")
+    capsys.readouterr()
+    again = train_only(config("again"))
+    said = capsys.readouterr().out
+    assert "of own kernels" in said
+    assert "us by own kernels and" not in said
+    assert_same_run(straight.path, again.path)
+
+
 def test_the_compiled_step_is_captured_too_and_auto_takes_graphs(tmp_path, capsys):
     compiled = gpu_config(tmp_path, "compiled", engine="graphs")
     compiled["training"]["graphs"] = {"compiled": True}

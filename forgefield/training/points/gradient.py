@@ -12,10 +12,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from forgefield.models.ldos import ACTIVATIONS, LDOSNetwork
-from forgefield.ops.products import is_lowered, product
+from forgefield.ops.products import is_lowered, lowered_to, product
 from forgefield.tasks.ldos import PointLoss
 
 _IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {"relu": torch.relu_, "tanh": torch.tanh_, "sigmoid": torch.sigmoid_}
@@ -113,24 +114,38 @@ def _through(name: str | None, slope: Tensor, value: Tensor, before: Tensor | No
 
 
 class ByAutograd:
-    """Derivatives by autograd, of the step as it is or as `compiled` makes it."""
+    """Derivatives by autograd, of the step as it is or as `compiled` makes it of its trace.
 
-    def __init__(self, model: LDOSNetwork, loss: PointLoss, compiled: Callable[[Any], Any] = lambda step: step) -> None:
-        self.model, self.loss = model, loss
+    What is compiled is a trace without calls and derivatives, one for each shape and precision: torch's compiler would divide
+    the step itself where `product` is lowered, and give up on the parts after some trainings in one process.
+    """
+
+    def __init__(self, model: LDOSNetwork, loss: PointLoss, compiled: Callable[[Any], Any] | None = None) -> None:
+        self.model, self.loss, self.compiled = model, loss, compiled
         self.gradients = [torch.zeros_like(p) for p in model.parameters()]
         self._parameters = list(model.parameters())
-        self._step = compiled(self._errors)
+        self._made: dict[Any, Callable[..., list[Tensor]]] = {}
 
     def __call__(self, inputs: Tensor, targets: Tensor, factor: Tensor, weight: Tensor | None) -> Tensor:
-        with torch.enable_grad():
-            by_level = self._step(inputs, targets, weight)
-            found = torch.autograd.grad((by_level * factor).sum(), self._parameters)
+        arguments = [inputs, targets, factor, *([] if weight is None else [weight])]
+        step = self._step if self.compiled is None else self._compiled_step(arguments)
         with torch.no_grad():
-            torch._foreach_copy_(self.gradients, list(found))
-        return by_level.detach()
+            by_level, *found = step(*arguments)
+            torch._foreach_copy_(self.gradients, found)
+        return by_level
 
-    def _errors(self, inputs: Tensor, targets: Tensor, weight: Tensor | None) -> Tensor:
-        difference = self.model.network(inputs) - targets
-        if weight is not None:
-            difference = difference * weight[:, None]
-        return self.loss.errors(difference).sum(0)
+    def _compiled_step(self, arguments: list[Tensor]) -> Callable[..., list[Tensor]]:
+        assert self.compiled is not None
+        key = (lowered_to(), *((tuple(tensor.shape), tensor.stride()) for tensor in arguments))
+        if key not in self._made:
+            self._made[key] = self.compiled(make_fx(lambda *given: self._step(*given))(*arguments))
+        return self._made[key]
+
+    def _step(self, inputs: Tensor, targets: Tensor, factor: Tensor, weight: Tensor | None = None) -> list[Tensor]:
+        with torch.enable_grad():
+            difference = self.model.network(inputs) - targets
+            if weight is not None:
+                difference = difference * weight[:, None]
+            by_level = self.loss.errors(difference).sum(0)
+            found = torch.autograd.grad((by_level * factor).sum(), self._parameters)
+        return [by_level.detach(), *found]

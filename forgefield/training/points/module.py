@@ -67,6 +67,8 @@ class PointsModule(RunModule):
         self.observables, self.every, self.clip, self.told = observables, every, clip, told
         self._make_engine = make_engine
         self.engine: EagerEngine | GraphsEngine | None = None
+        self.choices: dict[str, bool] = {}
+        """What the engine of an earlier part of the training chose by measurements, see `GraphsEngine`."""
         self._schedule: dict[str, Any] | None = None
         self._validations = 0
 
@@ -241,10 +243,13 @@ class PointsModule(RunModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
         checkpoint["forgefield"]["validations"] = self._validations
+        chosen = self.engine.choices if isinstance(self.engine, GraphsEngine) else self.choices
+        checkpoint["forgefield"]["own_kernels"] = dict(chosen)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
         self._validations = int(checkpoint["forgefield"]["validations"])
+        self.choices = dict(checkpoint["forgefield"].get("own_kernels", {}))
 
 
 def _is_plateau(scheduler: Any) -> bool:

@@ -16,6 +16,7 @@ from forgefield.training.engines.captured_update import why_not_capturable
 from forgefield.training.engines.choose import inductor_options, why_not
 from forgefield.training.points.data import PointData, RowLayout, read_rows
 from forgefield.training.points.engines import EagerEngine, GraphsEngine
+from forgefield.training.points.fused import FusedGradient, FusedStep, factors_now, why_not_fused
 from forgefield.training.points.gradient import ByAutograd, Gradient, Written
 from forgefield.training.points.observing import SnapshotMeasure
 from forgefield.training.points.terms import TermGradient
@@ -80,6 +81,8 @@ class EngineMaker:
     def __call__(self, module: Any) -> EagerEngine | GraphsEngine:
         model, task, ranks = module.model, module.task, self.party.ranks
         name, compiles = self._choice(module.trainer.optimizers[0], module.device)
+        fuses = name == "graphs" and compiles and self._fuses(model, task)
+        compiles = compiles and not fuses
         gradient = self._gradient(model, task, compiles)
         rows = self._first_rows(model, whole=compiles, packed=name == "graphs" or self.data.train.kept is not None)
         difference = self._compare(gradient, model, task, rows)
@@ -94,12 +97,37 @@ class EngineMaker:
             terms=TermGradient(model, task, self.terms(), ranks) if task.terms else None,
             fast=self.config.data.fast is not False,
         )
-        kind = f"{name} of the compiled step" if compiles and name == "graphs" else name
+        kind = f"{name} of {'the compiled step' if compiles else 'own kernels'}" if compiles or fuses else name
+        kind = name if name != "graphs" else kind
         self.party.journal.say(
             f"Engine {kind}, blocks of {self.block} steps: errors and all gradients equal autograd's "
             f"{f'to {difference:.1e}' if difference else 'exactly'}."
         )
-        return inner if name != "graphs" else GraphsEngine(inner, self.block, self.data.batch)
+        if name != "graphs":
+            return inner
+        say = self.party.journal.say
+        return GraphsEngine(inner, self.block, self.data.batch, fuses=fuses, choices=module.choices, say=say)
+
+    def _fuses(self, model: LDOSNetwork, task: PointTask) -> bool:
+        """Whether kernels of our own run here, and give the gradients of autograd on a whole batch."""
+        precision = Precision(self.config.training.precision)
+        if why_not_fused(model, precision.start) is not None:
+            return False
+        inputs, targets = self._first_rows(model, whole=True, packed=True)
+        layout, say = RowLayout(inputs.shape[1], targets.shape[1]), self.party.journal.say
+        try:
+            with precision.applied(precision.start):
+                dtype = factors_now()
+                assert dtype is not None
+                step = FusedStep(model, task.loss, layout, len(inputs), None, dtype)
+            self._compare(FusedGradient(step), model, task, (inputs, targets))
+        except ForgefieldError as error:
+            say(f"Own kernels are not used: {error}")
+            return False
+        except Exception as error:  # what Triton or the driver does not manage is no reason to stop
+            say(f"Own kernels do not run here ({type(error).__name__}: {str(error)[:200]}); the compiled step is used.")
+            return False
+        return True
 
     def _choice(self, optimiser: torch.optim.Optimizer, device: torch.device) -> tuple[str, bool]:
         """The engine, and whether its step is compiled. auto compiles nothing: the written step is there at once."""
@@ -117,7 +145,9 @@ class EngineMaker:
         if not compiles:
             return Written(model, task.loss)
         options = inductor_options(self.config.training)
-        return ByAutograd(model, task.loss, lambda step: torch.compile(step, dynamic=False, options=options or None))
+        return ByAutograd(
+            model, task.loss, lambda step: torch.compile(step, dynamic=False, fullgraph=True, options=options or None)
+        )
 
     @torch.no_grad()
     def _compare(self, gradient: Gradient, model: LDOSNetwork, task: PointTask, batch: tuple[Tensor, Tensor]) -> float:

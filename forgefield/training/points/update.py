@@ -32,6 +32,8 @@ class Update:
         reduce: Callable[[], None] | None,
     ) -> None:
         self.optimiser, self.average, self.clip, self.reduce = optimiser, average, clip, reduce
+        self.calls = 0
+        """Steps made since this was built."""
         self._parameters = [p for group in optimiser.param_groups for p in group["params"]]
         self._step = type(optimiser).step
         optimiser._opt_called = True  # type: ignore[attr-defined]  # what schedulers look at
@@ -48,6 +50,7 @@ class Update:
     def __call__(self, rates: Sequence[Any] | None = None, share: Any = None) -> None:
         """One step. rates: learning rate of each group, where it is not the group's own; share: of the weights in the average,
         where it lies on the device."""
+        self.calls += 1
         if self.reduce is not None:
             self.reduce()
         value, algorithm = self.clip
@@ -74,6 +77,10 @@ class Update:
         finally:
             for group, rate in zip(groups, kept):
                 group["lr"] = rate
+
+    def average_and_weights(self) -> list[Tensor]:
+        """Everything an update writes to but the state of the optimiser."""
+        return [*self._parameters, *([] if self.average is None else self.average.average.values())]
 
     @property
     def has_states(self) -> bool:

@@ -7,9 +7,11 @@ import torch
 
 from forgefield.config.point_options import PointTargetOptions, SnapshotTermOptions
 from forgefield.models.ldos import ACTIVATIONS, LDOSNetwork, LDOSOptions, LinearScale, PointFacts
+from forgefield.ops.products import products_in
 from forgefield.parallel.group import alone
 from forgefield.tasks.ldos import PointErrors, PointTask, SnapshotReference, SnapshotTerms
 from forgefield.training.ema import WeightAverage
+from forgefield.training.points import engines
 from forgefield.training.points.blocks import Block
 from forgefield.training.points.data import RowLayout
 from forgefield.training.points.engines import EagerEngine, GraphsEngine
@@ -54,6 +56,25 @@ def test_written_gradients_are_those_of_autograd(activation, loss):
     torch.testing.assert_close(by_level, reference(x[:9], y[:9], factor, None), rtol=1e-12, atol=1e-14)
     for mine, other in zip(written.gradients, reference.gradients):
         torch.testing.assert_close(mine, other, rtol=1e-11, atol=1e-13)
+
+
+def test_what_is_compiled_is_one_graph_for_each_shape_and_precision():
+    """Without calls of `product`, on which torch's compiler gives up; weights are read as they are at each call."""
+    model, how, graphs = network("relu", dtype=torch.float32), task(), []
+    compiled = ByAutograd(model, how.loss, lambda graph: graphs.append(graph) or graph)
+    x, y = (values.float() for values in rows(13))
+    factor, weight = how.slope_factor(13).float(), torch.ones(13)
+    for turn in range(2):
+        for dtype in (None, torch.bfloat16):
+            for given in (None, weight):
+                plain = ByAutograd(model, how.loss)
+                with products_in(dtype):
+                    by_level, expected = (step(x, y, factor, given) for step in (compiled, plain))
+                torch.testing.assert_close(by_level, expected)
+                torch.testing.assert_close(compiled.gradients, plain.gradients)
+        torch._foreach_mul_([p.data for p in model.parameters()], 1.1)
+        assert len(graphs) == 4, turn
+    assert all(isinstance(graph, torch.fx.GraphModule) for graph in graphs)
 
 
 def test_the_loss_is_the_plain_mean_of_squared_scaled_errors():
@@ -143,7 +164,7 @@ class Rows:
 def test_blocks_of_captured_steps_take_the_steps_of_the_eager_engine(optimiser):
     """What is captured on a GPU, made one after the other here: any block length, a short last batch, rates that change."""
     ends = []
-    for captured in (0, 1, 3):
+    for captured in (0, 1, 3, 8):
         model, how, kept = network("relu"), task("huber"), Rows(50)
         update = Update(
             optimiser(model.parameters(), lr=0.1), WeightAverage(model, 0.9), clip=(0.5, "norm"), reduce=None
@@ -164,3 +185,18 @@ def test_blocks_of_captured_steps_take_the_steps_of_the_eager_engine(optimiser):
     for other in ends[1:]:
         for mine, expected in zip(other, ends[0]):
             torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("chosen", [True, False])
+def test_a_resumed_run_captures_the_kind_of_steps_that_it_began_with(chosen, monkeypatch):
+    made = []
+    monkeypatch.setattr(engines, "factors_now", lambda: torch.float32)
+    monkeypatch.setattr(GraphsEngine, "_make", lambda self, length, rates: made.append(self._fused is not None))
+    model, how, kept = network("relu", dtype=torch.float32), task(), Rows(50)
+    kept.rows = kept.rows.float()
+    update = Update(torch.optim.Adam(model.parameters()), None, clip=(None, "norm"), reduce=None)
+    inner = EagerEngine(model, how, Written(model, how.loss), update, kept=kept)  # type: ignore[arg-type]
+    engine = GraphsEngine(inner, 4, 6, fuses=True, choices={"float32": chosen})
+    engine.run(Block([6] * 5, [6] * 5, torch.arange(30).view(5, 6), None), 0, lambda: [0.1])
+    assert made == [chosen]
+    assert engine.choices == {"float32": chosen}
