@@ -16,6 +16,14 @@ from torch import Tensor, nn
 
 from forgefield.models import nequip_options
 from forgefield.models.adaptive import adaptive_bessel_basis
+from forgefield.models.nequip_kernels import (
+    Geometry,
+    by_kernels,
+    encode_moving,
+    fixed_geometry,
+    moving_geometry,
+    row_features,
+)
 from forgefield.models.nequip_options import PRESETS, Options, complete_options, preset_options
 from forgefield.models.terms import PairLengths, SpeciesTerms
 from forgefield.ops.activations import activate
@@ -33,6 +41,7 @@ from forgefield.ops.harmonics import SphericalHarmonics
 from forgefield.ops.linear import Gate, IrrepsLinear, NormActivation, Perceptron, SpeciesLinear, unit_normal
 from forgefield.ops.products import product
 from forgefield.ops.radial import bessel_basis
+from forgefield.ops.tangents import carried
 
 
 class NequIP(SpeciesTerms):
@@ -100,19 +109,19 @@ class NequIP(SpeciesTerms):
     def encode(self, batch: dict[str, Any], *, energies: bool = True) -> tuple[Tensor, Tensor | None]:
         """Scalar features of the last layer, (n_atoms, feature_dim) in the interior precision, and atomic energies."""
         vectors, species = batch["edge_vectors"], batch["species"]
-        switch: GradientSwitch | None = batch.get("edge_gradient")
-        graph: EdgeGraph = batch.get("edge_graph") or edge_graph(batch)
-        if self.inverse_cutoff.numel() > 1:  # an edge and its reverse may end at different lengths
-            graph = EdgeGraph(graph.source, graph.destination, graph.n_atoms)
+        graph = self._graph(batch)
         pairs = self.pair_lengths(vectors, species, graph)
-        basis = self._radial_basis(pairs, graph)
-        features = self._features(vectors, pairs.lengths, basis, species, graph, switch)
+        if by_kernels(self, batch):
+            features = row_features(self, fixed_geometry(self, vectors, pairs, graph), species, graph).squeeze(1)
+        else:
+            basis = self.radial_basis(pairs, graph)
+            features = self._features(vectors, pairs.lengths, basis, species, graph, batch.get("edge_gradient"))
         if not energies:
             return features, None
         atomic = self.readout(features).squeeze(1)
         return features, self.energies(atomic.double(), pairs, species, graph)
 
-    def _radial_basis(self, pairs: PairLengths, graph: EdgeGraph) -> Tensor:
+    def radial_basis(self, pairs: PairLengths, graph: EdgeGraph) -> Tensor:
         """(n_edges or n_pairs, num_bessels) float64."""
         p = float(self.options.polynomial_cutoff_p)
         lengths, scaled, radii = pairs
@@ -137,12 +146,12 @@ class NequIP(SpeciesTerms):
         dtype = self.type_embedding.dtype
         harmonics = self.harmonics(vectors / lengths.unsqueeze(1)).to(dtype)
         geometry_alone = None if self.bessel_frequencies.requires_grad else switch
-        radial = self._radial_weights(barrier(basis.to(dtype), geometry_alone))
+        radial = self.radial_weights(barrier(basis.to(dtype), geometry_alone))
 
         one_hot = self.identity.index_select(0, species)
         attributes = one_hot if self.one_hot_self_connection else one_hot @ self.type_embedding
         table = self.type_embedding if self.one_hot_self_connection else None
-        scale = self.feature_scale.to(dtype).index_select(0, species) if self._neighbours_by_species else None
+        scale = self.neighbour_scale(species)
         blocks: list[Tensor] = []
         couplings: dict[int, Tensor] = {}
         for layer, weights in zip(self.layers, radial):
@@ -155,15 +164,38 @@ class NequIP(SpeciesTerms):
             blocks = layer.leave(summed, blocks, attributes, table)
         return blocks[0].squeeze(1)
 
-    @property
-    def _neighbours_by_species(self) -> bool:
-        return isinstance(self.options.avg_num_neighbours, Mapping)
+    def neighbour_scale(self, species: Tensor) -> Tensor | None:
+        """(n_atoms,): one over the root of the usual number of neighbours, where that differs between species."""
+        if not isinstance(self.options.avg_num_neighbours, Mapping):
+            return None
+        return self.feature_scale.to(self.type_embedding.dtype).index_select(0, species)
 
-    def _radial_weights(self, basis: Tensor) -> list[Tensor]:
+    def moving_geometry(self, batch: dict[str, Any]) -> Geometry | None:
+        """What `encode_moving` needs of edge vectors that carry tangents; None where kernels are not in use."""
+        if not by_kernels(self, batch):
+            return None
+        return moving_geometry(self, batch["edge_vectors"], batch["species"], self._graph(batch))
+
+    def encode_moving(self, geometry: Geometry, batch: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+        """Features (n_atoms, feature_dim), atomic energies and their tangents (n_atoms,)."""
+        return encode_moving(self, geometry, batch["species"], self._graph(batch))
+
+    def _graph(self, batch: dict[str, Any]) -> EdgeGraph:
+        graph: EdgeGraph = batch.get("edge_graph") or edge_graph(batch)
+        if self.inverse_cutoff.numel() > 1:  # an edge and its reverse may end at different lengths
+            graph = EdgeGraph(graph.source, graph.destination, graph.n_atoms)
+        return graph
+
+    @property
+    def basis_scale(self) -> float:
+        """What the basis is multiplied by before the first weights."""
+        reach = self.cutoff if self.adaptive_cutoff is None else self.adaptive_cutoff
+        return 2 * math.pi / reach**2
+
+    def radial_weights(self, basis: Tensor) -> list[Tensor]:
         """Weights of every layer, (n_edges or n_pairs, plan.n_weights); their first perceptron layers run as one."""
         first = join([layer.radial.weights[0] for layer in self.layers], 1)
-        reach = self.cutoff if self.adaptive_cutoff is None else self.adaptive_cutoff
-        scale = self.layers[0].radial.scales[0] * 2 * math.pi / reach**2
+        scale = self.layers[0].radial.scales[0] * self.basis_scale
         hidden = basis @ (first * scale)
         sizes = [layer.radial.weights[0].shape[1] for layer in self.layers]
         if self.options.radial_mlp_depth == 0:
@@ -240,27 +272,43 @@ class Interaction(nn.Module):
         self.resnet = options.convnet_resnet and number > 0 and self.out_blocks == in_blocks
 
     def enter(self, blocks: Sequence[Tensor]) -> Tensor:
-        """Mixed features as rows, divided by sqrt(neighbours): blocks (n, 2l + 1, mul) -> (n, plan.in_dim)."""
-        mixed = [product(block, matrix).flatten(1) for block, matrix in zip(blocks, self.linear_in.matrices())]
-        return join(mixed, 1)
+        """Mixed features as rows, divided by sqrt(neighbours): blocks (n, ..., 2l + 1, mul) -> (n, ..., plan.in_dim)."""
+        mixed = [product(block, matrix).flatten(-2) for block, matrix in zip(blocks, self.linear_in.matrices())]
+        return join(mixed, mixed[0].dim() - 1)
 
     def leave(self, summed: Tensor, blocks: Sequence[Tensor], attributes: Tensor, table: Tensor | None) -> list[Tensor]:
-        """New features from the convolution's rows (n, plan.out_dim) and the old blocks.
+        """New features (n, 2l + 1, mul) from the convolution's rows (n, plan.out_dim) and the old blocks.
 
         `attributes` (n, a) and `table` are what `SpeciesLinear.matrices` asks for.
         """
-        pieces = cut(summed, [block.dim for block in self.plan.out_blocks], 1)
-        inputs = [[pieces[i].unflatten(1, (2 * l + 1, -1)) for i in numbers] for l, numbers in self.targets]  # noqa: E741
+        new = self.nonlinearity(self.mix(summed, blocks, attributes, table))
+        return [old + update for old, update in zip(blocks, new)] if self.resnet else new
+
+    def leave_rows(
+        self, summed: Tensor, blocks: Sequence[Tensor], attributes: Tensor, table: Tensor | None
+    ) -> list[Tensor]:
+        """The same for values and tangents side by side: rows (n, R, plan.out_dim), blocks (n, R, 2l + 1, mul)."""
+        new = carried(self.nonlinearity, self.mix(summed, blocks, attributes, table))
+        return [old + update for old, update in zip(blocks, new)] if self.resnet else new
+
+    def mix(self, summed: Tensor, blocks: Sequence[Tensor], attributes: Tensor, table: Tensor | None) -> list[Tensor]:
+        """What goes into the nonlinearity; dimensions between the first and the last stay."""
+        pieces = cut(summed, [block.dim for block in self.plan.out_blocks], summed.dim() - 1)
+        inputs = [[pieces[i].unflatten(-1, (2 * l + 1, -1)) for i in numbers] for l, numbers in self.targets]  # noqa: E741
         matrices = [[matrix] for matrix in self.linear_out.matrices()]
         if self.self_connection is not None:
             for (i, target), matrix in zip(self.self_pairs, self.self_connection.matrices(table)):
                 one_species = table is not None and table.shape[0] == 1
-                own = blocks[i] if one_species else (blocks[i].unsqueeze(3) * attributes[:, None, None]).flatten(2)
+                own = blocks[i]
+                if not one_species:
+                    factors = attributes.view(attributes.shape[0], *[1] * (own.dim() - 1), attributes.shape[1])
+                    own = (own.unsqueeze(-1) * factors).flatten(-2)
                 inputs[target].append(own)
                 matrices[target].append(matrix)
-        mixed = [product(join(parts, 2), join(parts_of_matrix, 0)) for parts, parts_of_matrix in zip(inputs, matrices)]
-        new = self.nonlinearity(mixed)
-        return [old + update for old, update in zip(blocks, new)] if self.resnet else new
+        return [
+            product(join(parts, parts[0].dim() - 1), join(parts_of_matrix, 0))
+            for parts, parts_of_matrix in zip(inputs, matrices)
+        ]
 
 
 def _hidden_blocks(features: Sequence[int], parity: bool) -> tuple[Block, ...]:

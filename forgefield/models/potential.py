@@ -129,6 +129,7 @@ class Potential(nn.Module):
         switch = GradientSwitch()
         graph = edge_graph(batch)
         private: dict[str, Any] = {"edge_vectors": vectors, "edge_gradient": switch, "edge_graph": graph}
+        private["differentiated_again"] = self.training or outer
         atomic, features = self._encode(batch | private)
         outputs = self._outputs(atomic, features, batch)
         (slope,) = _derivatives(atomic.sum(), [vectors], self.training or outer)
@@ -175,9 +176,14 @@ class Potential(nn.Module):
             strain = 0.5 * (adjoints["stress"] + adjoints["stress"].transpose(1, 2))
             strain = torch.where(volume > 0, strain / volume, torch.zeros_like(strain))
         with forward_ad.dual_level():
-            atomic, features = self._encode(self._moving(batch, direction, strain))
-            energy, slope = forward_ad.unpack_dual(atomic)
-            still = None if features is None else forward_ad.unpack_dual(features).primal
+            moving = self._moving(batch, direction, strain)
+            geometry = self.model.moving_geometry(moving) if hasattr(self.model, "moving_geometry") else None  # type: ignore[operator]
+            if geometry is None:
+                atomic, features = self._encode(moving | {"differentiated_again": True})
+                energy, slope = forward_ad.unpack_dual(atomic)
+                still = None if features is None else forward_ad.unpack_dual(features).primal
+        if geometry is not None:
+            still, energy, slope = self.model.encode_moving(geometry, batch)  # type: ignore[operator]
         result = torch.zeros_like(energy.sum()) if slope is None else slope.sum()
         for name, value in self._outputs(energy, still, batch).items():
             if name in adjoints:
