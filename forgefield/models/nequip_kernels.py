@@ -18,7 +18,7 @@ from forgefield.ops.activations import activate
 from forgefield.ops.graph import EdgeGraph, Segments, gather
 from forgefield.ops.kernels.convolution import Rows, Table, convolve_by_kernels
 from forgefield.ops.kernels.setting import setting, use_kernels, use_tables
-from forgefield.ops.kernels.table import Places, interval_of, place_in, spline_coefficients
+from forgefield.ops.kernels.table import Places, interval_of, place_in, spline_polynomials
 from forgefield.ops.radial import bessel_basis
 from forgefield.ops.tangents import carried, side_by_side
 
@@ -117,7 +117,7 @@ def _radial(model: NequIP, geometry: Geometry) -> Sequence[Rows | Table]:
 
 
 def radial_tables(model: NequIP, n_intervals: int) -> list[Tensor]:
-    """Spline coefficients of every layer's radial weights, (n_intervals + 3, n_weights) float64.
+    """Splines of every layer's radial weights, (n_intervals, 4, n_weights) float64.
 
     Splines are linear in the values at the knots, so that they are made of the last hidden layer, which is narrow.
     """
@@ -130,5 +130,5 @@ def radial_tables(model: NequIP, n_intervals: int) -> list[Tensor]:
         *inner, last = [weight.double() * scale for weight, scale in zip(network.weights, network.scales)]
         for weight in inner:
             hidden = activate("silu", hidden @ weight)
-        tables.append(spline_coefficients(hidden) @ last)
+        tables.append((spline_polynomials(hidden) @ last).unflatten(0, (n_intervals, 4)))
     return tables

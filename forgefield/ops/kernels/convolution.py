@@ -26,9 +26,9 @@ class Rows:
 
 @dataclass(frozen=True)
 class Table:
-    """Weights by spline coefficients (n_intervals + 3, n_weights) and where edges lie among them."""
+    """Weights by polynomials (n_intervals, 4, n_weights) and where edges lie among them."""
 
-    coefficients: Tensor
+    polynomials: Tensor
     places: Places
 
 
@@ -42,7 +42,7 @@ def convolve_by_kernels(
     """
     if isinstance(radial, Table):
         places = radial.places
-        return _Convolution.apply(features, harmonics, radial.coefficients, places.place, places.at, graph, plan)
+        return _Convolution.apply(features, harmonics, radial.polynomials, places.place, places.at, graph, plan)
     row = torch.arange(graph.n_edges, device=features.device) if graph.pair is None else graph.pair
     return _Convolution.apply(features, harmonics, radial.weights, None, row, graph, plan)
 
@@ -80,7 +80,7 @@ class _Convolution(torch.autograd.Function):
 def _of_weights(of_w: Tensor, weights: Tensor, place: Tensor | None, row: Tensor, graph: EdgeGraph) -> Tensor:
     """From the cotangents of every edge's weights to those of the table, or of the rows that two edges may share."""
     if place is not None:
-        return table_gradient(of_w, row, place, weights.shape[0] - 3)
+        return table_gradient(of_w, row, place, weights.shape[0])
     if graph.pair_edge is None or graph.reverse is None:
         return of_w
     back = graph.reverse.index_select(0, graph.pair_edge)

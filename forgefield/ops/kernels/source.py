@@ -26,7 +26,7 @@ class Kind:
     dual: every row of features, harmonics and weights is followed by its tangent, so that rows are twice as long. backward:
     cotangents in place of outputs. value: with a dual, whether values are made (or have cotangents) beside tangents.
     geometry: also cotangents of the harmonics. weights: also those of the weights. table: weights are read from a table of
-    cubic B-splines, at the place of each edge in it; then geometry includes the cotangent of the place.
+    cubic polynomials, at the place of each edge in it; then geometry includes the cotangent of the place.
     """
 
     dual: bool = False
@@ -58,11 +58,11 @@ ARGUMENTS = (
 )
 """Of every kernel, in this order; a kernel is given any tensor for those that it does not use.
 
-With R rows to an atom or edge (a value, or a value and its tangent) and S rows of outputs: x (n_atoms, R, in_dim), y (n_edges,
-R, n_harmonics), w (n_rows, R, n_weights) or, a table, (n_knots + 3, n_weights); g and out (n_atoms, S, out_dim); to_x (n_edges,
-R, in_dim), to_w (n_edges, R, n_weights), to_y (n_chunks, n_edges, R, n_harmonics), with a table one column more. source
-(n_edges,), pointers (n_atoms + 1,). row: (n_edges,) the row of weights of an edge, or where its interval begins in the table.
-place: (n_edges, R) where in that interval it lies, from 0 to 1.
+With R rows to an atom or edge (a value, or a value and its tangent) and S rows of outputs: x (n_atoms, R, in_dim), y
+(n_edges, R, n_harmonics), w (n_rows, R, n_weights) or, a table, (n_intervals, 4, n_weights); g and out (n_atoms, S,
+out_dim); to_x (n_edges, R, in_dim), to_w (n_edges, R, n_weights), to_y (n_chunks, n_edges, R, n_harmonics), with a table
+one column more. source (n_edges,), pointers (n_atoms + 1,). row: (n_edges,) the row of weights of an edge, or its interval
+in the table. place: (n_edges, R) where in that interval it lies, from 0 to 1.
 """
 
 
@@ -179,14 +179,15 @@ def _write_loads(write: _Writer, form: Form, block: FormBlock, kind: Kind) -> No
             write(f"{prefix}y{j} = tl.load(y + {line})")
     write("at = tl.load(row + edge)")
     if kind.table:
-        _write_spline(write, kind)
+        _write_place(write, kind)
     for number, path in enumerate(block.paths):
         if kind.table:
             for q in range(4):
-                _load(write, block, f"c{q}", f"w + (at + {q}) * {form.n_weights} + {path.weight} + c")
-            write(f"w{number} = b0 * c0 + b1 * c1 + b2 * c2 + b3 * c3")
+                _load(write, block, f"c{q}", f"w + (at * 4 + {q}) * {form.n_weights} + {path.weight} + c")
+            write(f"w{number} = c0 + u * (c1 + u * (c2 + u * c3))")
             if _needs_slope(kind):
-                write(f"dw{number} = d0 * c0 + d1 * c1 + d2 * c2 + d3 * c3")
+                slope = "c1 + u * (2.0 * c2 + 3.0 * u * c3)"
+                write(f"dw{number} = du * ({slope})" if kind.dual else f"dw{number} = {slope}")
             continue
         for prefix, row in (("", 0), ("d", 1))[: kind.rows]:
             line = f"at * {kind.rows * form.n_weights} + {row * form.n_weights + path.weight} + c"
@@ -197,23 +198,11 @@ def _needs_slope(kind: Kind) -> bool:
     return kind.dual or (kind.backward and kind.geometry)
 
 
-def _write_spline(write: _Writer, kind: Kind) -> None:
-    """b0..b3: cubic B-splines at the place of the edge. d0..d3: their slopes, with tangents times that of the place."""
+def _write_place(write: _Writer, kind: Kind) -> None:
+    """u: place of the edge in its interval; du: its tangent."""
     write(f"u = tl.load(place + edge * {kind.rows})")
-    write("v = 1.0 - u")
-    write(f"b0 = v * v * v * {1 / 6!r}")
-    write(f"b3 = u * u * u * {1 / 6!r}")
-    write(f"b1 = {2 / 3!r} - u * u * (1.0 - 0.5 * u)")
-    write("b2 = 1.0 - b0 - b1 - b3")
-    if _needs_slope(kind):
-        write("d0 = -0.5 * v * v")
-        write("d3 = 0.5 * u * u")
-        write("d1 = (1.5 * u - 2.0) * u")
-        write("d2 = -d0 - d1 - d3")
     if kind.dual:
         write("du = tl.load(place + edge * 2 + 1)")
-        for q in range(4):
-            write(f"d{q} = d{q} * du")
 
 
 def _write_path(write: _Writer, form: Form, block: FormBlock, kind: Kind, number: int, path: FormPath) -> None:

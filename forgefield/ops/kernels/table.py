@@ -1,8 +1,9 @@
-"""Radial weights as a table: cubic B-splines through the network's values at equally spaced lengths.
+"""Radial weights as a table: cubic splines through the network's values at equally spaced lengths.
 
-A kernel then reads four short rows for an edge where it would otherwise need hundreds of numbers of its own. The table is made
-in float64, so that it is no further from the network than float32 is from float64. Its gradient is a sum over the edges of
-each interval, in a fixed order.
+A kernel then reads four short rows for an edge where it would otherwise need hundreds of numbers of its own. The splines
+are made in float64 and kept as one polynomial for each interval, because a slope taken from rounded values of the curve
+would be far less precise than the slope of the network. The gradient of the table is a sum over the edges of each interval,
+in a fixed order.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from forgefield.ops.graph import Segments
 from forgefield.ops.kernels.build import has_triton
-from forgefield.ops.kernels.setting import interpreted
 
 SHARES = 4
 """Programs among which the edges of an interval are divided."""
 
 
 @lru_cache(maxsize=8)
-def _prefilter(n_intervals: int, device: torch.device) -> Tensor:
-    """(n_intervals + 3, n_intervals + 1) float64: from values at the knots to coefficients of the splines.
+def _polynomials_of_values(n_intervals: int, device: torch.device) -> Tensor:
+    """(4 n_intervals, n_intervals + 1) float64: from values at the knots to polynomials of the intervals, lowest power first.
 
-    The curvature is zero at the first knot, where no edge is so short, and the slope at the last, where interactions end.
+    The spline has two continuous derivatives. Its curvature is zero at the first knot, where no edge is so short, and its slope
+    at the last, where interactions end.
     """
     with _disable_current_modes():  # it outlives a trace during which it may be asked for first
         size = n_intervals + 3
@@ -37,13 +38,15 @@ def _prefilter(n_intervals: int, device: torch.device) -> Tensor:
             system[rows, rows + offset] = value
         system[-2, :3] = torch.tensor([1.0, -2.0, 1.0], dtype=torch.float64)
         system[-1, -3:] = torch.tensor([-0.5, 0.0, 0.5], dtype=torch.float64)
-        given = torch.eye(size, n_intervals + 1, dtype=torch.float64)
-        return torch.linalg.solve(system, given).to(device)
+        coefficients = torch.linalg.solve(system, torch.eye(size, n_intervals + 1, dtype=torch.float64))
+        c0, c1, c2, c3 = (coefficients[q : q + n_intervals] for q in range(4))
+        powers = [(c0 + 4 * c1 + c2) / 6, (c2 - c0) / 2, (c0 - 2 * c1 + c2) / 2, (c3 - 3 * c2 + 3 * c1 - c0) / 6]
+        return torch.stack(powers, 1).flatten(0, 1).to(device)
 
 
-def spline_coefficients(values: Tensor) -> Tensor:
-    """(n_intervals + 3, n): B-spline coefficients of the curves through values (n_intervals + 1, n), float64."""
-    return _prefilter(values.shape[0] - 1, values.device) @ values
+def spline_polynomials(values: Tensor) -> Tensor:
+    """(4 n_intervals, n): polynomials of the curves through values (n_intervals + 1, n), float64. Linear in the values."""
+    return _polynomials_of_values(values.shape[0] - 1, values.device) @ values
 
 
 @dataclass(frozen=True)
@@ -70,49 +73,45 @@ def place_in(scaled: Tensor, at: Tensor, n_intervals: int) -> Tensor:
     return torch.clamp(scaled * n_intervals, max=float(n_intervals)) - at.to(scaled.dtype)
 
 
-def splines(place: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """The four B-splines that reach into an interval, at `place`, and their slopes."""
-    u, v = place, 1 - place
-    b0, b1, b3 = v * v * v / 6, 2 / 3 - u * u * (1 - 0.5 * u), u * u * u / 6
-    d0, d1, d3 = -0.5 * v * v, (1.5 * u - 2) * u, 0.5 * u * u
-    return [b0, b1, 1 - b0 - b1 - b3, b3], [d0, d1, -d0 - d1 - d3, d3]
-
-
 def read_table(table: Tensor, at: Tensor, place: Tensor) -> Tensor:
-    """(n_edges, n): the curves at the places (n_edges,), by plain operations."""
-    values, _ = splines(place)
-    return sum(value.unsqueeze(1) * table.index_select(0, at + q) for q, value in enumerate(values))  # type: ignore[return-value]
+    """(n_edges, n): the curves of a table (n_intervals, 4, n) at the places (n_edges,), by plain operations."""
+    c0, c1, c2, c3 = table.index_select(0, at).unbind(1)
+    u = place.unsqueeze(1)
+    return c0 + u * (c1 + u * (c2 + u * c3))
 
 
 def table_gradient(to_w: Tensor, at: Tensor, place: Tensor, n_intervals: int) -> Tensor:
-    """(n_intervals + 3, n): cotangent of the table from those of the weights of edges (n_edges, R, n) and, with R = 2, of their
+    """(n_intervals, 4, n): cotangent of the table from those of the weights of edges (n_edges, R, n) and, with R = 2, of their
     tangents."""
-    parts = torch.ops.forgefield.interval_sums(to_w, at, place, n_intervals)
-    total = to_w.new_zeros((n_intervals + 3, to_w.shape[2]))
-    for q in range(4):
-        total[q : q + n_intervals] += parts[:, q]
-    return total
+    return torch.ops.forgefield.interval_sums(to_w, at, place, n_intervals)
 
 
 @torch.library.custom_op("forgefield::interval_sums", mutates_args=())
 def _interval_sums(to_w: Tensor, at: Tensor, place: Tensor, n_intervals: int) -> Tensor:
     """(n_intervals, 4, n): what the edges of an interval have for each of the four rows of the table that they read."""
-    segments = Segments(at, n_intervals)
-    kernel = _kernel() if has_triton() and (to_w.is_cuda or interpreted()) else None
-    if kernel is None:
-        values, slopes = splines(place[:, 0])
-        rows = [value.unsqueeze(1) * to_w[:, 0] for value in values]
-        if to_w.shape[1] == 2:
-            rows = [r + (slope * place[:, 1]).unsqueeze(1) * to_w[:, 1] for r, slope in zip(rows, slopes)]
-        out = to_w.new_zeros((n_intervals, 4, to_w.shape[2]))
-        return out.index_add_(0, at, torch.stack(rows, 1))
-    columns = to_w.shape[2]
+    by = interval_sums_by_kernel if to_w.is_cuda and has_triton() else interval_sums_by_rows
+    return by(to_w, at, place, n_intervals)
+
+
+def interval_sums_by_rows(to_w: Tensor, at: Tensor, place: Tensor, n_intervals: int) -> Tensor:
+    """The same by plain operations."""
+    u = place[:, 0]
+    powers = torch.stack([torch.ones_like(u), u, u * u, u * u * u], 1)
+    rows = powers.unsqueeze(2) * to_w[:, :1]
+    if to_w.shape[1] == 2:
+        slopes = torch.stack([torch.zeros_like(u), torch.ones_like(u), 2 * u, 3 * u * u], 1) * place[:, 1:]
+        rows = rows + slopes.unsqueeze(2) * to_w[:, 1:]
+    return to_w.new_zeros((n_intervals, 4, to_w.shape[2])).index_add_(0, at, rows)
+
+
+def interval_sums_by_kernel(to_w: Tensor, at: Tensor, place: Tensor, n_intervals: int) -> Tensor:
+    """The same in a fixed order, on a GPU."""
+    segments, columns = Segments(at, n_intervals), to_w.shape[2]
     block = min(128, 1 << (columns - 1).bit_length())
     parts = to_w.new_empty((n_intervals, SHARES, 4, columns))
+    order, pointers = segments.order, segments.pointers
     grid = (n_intervals * SHARES, -(-columns // block))
-    kernel[grid](
-        to_w, place, segments.order, segments.pointers, parts, columns, to_w.shape[1], SHARES, block, num_warps=1
-    )
+    _kernel()[grid](to_w, place, order, pointers, parts, columns, to_w.shape[1], SHARES, block, num_warps=1)
     return parts.sum(1)
 
 
@@ -154,25 +153,17 @@ def _kernel() -> Any:
         for number in range(begin, end):
             edge = tl.load(order + number)
             u = tl.load(place + edge * rows)
-            v = 1.0 - u
-            b0 = v * v * v * 0.16666666666666666
-            b3 = u * u * u * 0.16666666666666666
-            b1 = 0.6666666666666666 - u * u * (1.0 - 0.5 * u)
             value = tl.load(to_w + edge * rows * columns + c, mask=inside, other=0.0)
-            a0 += b0 * value
-            a1 += b1 * value
-            a2 += (1.0 - b0 - b1 - b3) * value
-            a3 += b3 * value
+            a0 += value
+            a1 += u * value
+            a2 += u * u * value
+            a3 += u * u * u * value
             if rows == 2:
                 du = tl.load(place + edge * 2 + 1)
-                d0 = -0.5 * v * v
-                d1 = (1.5 * u - 2.0) * u
-                d3 = 0.5 * u * u
                 moved = tl.load(to_w + (edge * 2 + 1) * columns + c, mask=inside, other=0.0) * du
-                a0 += d0 * moved
-                a1 += d1 * moved
-                a2 += (-d0 - d1 - d3) * moved
-                a3 += d3 * moved
+                a1 += moved
+                a2 += 2.0 * u * moved
+                a3 += 3.0 * u * u * moved
         where = out + program.to(tl.int64) * 4 * columns + c
         tl.store(where, a0, mask=inside)
         tl.store(where + columns, a1, mask=inside)

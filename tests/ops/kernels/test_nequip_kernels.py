@@ -9,6 +9,7 @@ import torch
 
 from forgefield.ops.kernels.build import has_triton
 from forgefield.ops.kernels.setting import interpreted, kernels
+from forgefield.ops.kernels.table import interval_sums_by_kernel, interval_sums_by_rows
 from tests.models.structures import make_batch, make_frame, make_potential
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -84,3 +85,14 @@ def test_tables_are_as_close_to_float64_as_float32_is(case):
         forces = single(given)["forces"]
     assert relative(ours, exact) < 3 * relative(plain, exact) + 2e-6
     assert relative(forces, reference(given)["forces"]) < 2e-6
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("columns", [5, 16])
+def test_gradient_of_a_table_is_summed_over_intervals(rows, columns):
+    n_edges, n_intervals = 40, 6
+    at = torch.randint(0, n_intervals - 1, (n_edges,), device=DEVICE)  # the last interval has no edge
+    to_w = torch.randn(n_edges, rows, columns, dtype=torch.float64, device=DEVICE)
+    place = torch.rand(n_edges, rows, dtype=torch.float64, device=DEVICE)
+    found = interval_sums_by_kernel(to_w, at, place, n_intervals)
+    torch.testing.assert_close(found, interval_sums_by_rows(to_w, at, place, n_intervals), rtol=1e-12, atol=1e-12)
