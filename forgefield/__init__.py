@@ -11,11 +11,21 @@ from forgefield._version import __version__
 from forgefield.errors import ForgefieldError
 
 if TYPE_CHECKING:
-    from forgefield.api import Calculator, load, load_run, run_exists, train
+    from forgefield.api import Calculator, load, load_run, predict, run_exists, train, tune
 
-__all__ = ["Calculator", "ForgefieldError", "__version__", "load", "load_run", "run_exists", "train"]
+__all__ = [
+    "Calculator",
+    "ForgefieldError",
+    "__version__",
+    "load",
+    "load_run",
+    "predict",
+    "run_exists",
+    "train",
+    "tune",
+]
 
-_FROM_API = frozenset({"Calculator", "load", "load_run", "run_exists", "train"})
+_FROM_API = frozenset({"Calculator", "load", "load_run", "predict", "run_exists", "train", "tune"})
 
 
 def __getattr__(name: str) -> Any:

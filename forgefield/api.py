@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import signal
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from omegaconf import DictConfig, OmegaConf
 
 from forgefield.config.components import environment_of_children
@@ -22,35 +20,53 @@ from forgefield.config.template import commented_yaml
 from forgefield.data.dataset import GraphDataset
 from forgefield.data.reading import read_table
 from forgefield.data.sampling.batching import evaluation_budget
-from forgefield.data.sampling.loader import FrameLoader
-from forgefield.data.sampling.plan import Budget
 from forgefield.data.species import SpeciesTable
 from forgefield.data.splits import is_lazy
 from forgefield.deploy.ase import Calculator
-from forgefield.deploy.evaluate import in_order, outputs_of_atoms, predict_batches
+from forgefield.deploy.electron_files import predict_electrons
+from forgefield.deploy.electrons import ElectronModel
 from forgefield.deploy.predict import predict_file
 from forgefield.errors import ForgefieldError
-from forgefield.files import write_whole, written_whole
+from forgefield.measuring import (
+    ONLY_NOISE,
+    evaluate,
+    has_outputs,
+    is_unmeasured,
+    measure,
+    test_name,
+    test_points,
+    write_test,
+)
+from forgefield.models.ldos import LDOSNetwork
 from forgefield.models.potential import Potential
-from forgefield.models.registry import build_model
+from forgefield.models.registry import build_point_model
 from forgefield.parallel.faults import failing_together
-from forgefield.parallel.group import Ranks
 from forgefield.parallel.launch import detect_launch
 from forgefield.parallel.session import this_group
 from forgefield.parallel.spawn import run_ranks
 from forgefield.report.page import write_parity_png, write_report
-from forgefield.runs import Run, run_exists
-from forgefield.tasks.classes import auroc
-from forgefield.tasks.metrics import ErrorMetrics
-from forgefield.tasks.task import LABELS
+from forgefield.runs import Run, create_run_from_model, run_exists
+from forgefield.tasks.ldos import UNITS
 from forgefield.training.fit import Fitted, fit
 from forgefield.training.journal import Journal
 from forgefield.training.preflight import require_same_data
 from forgefield.training.signals import StopWish
-from forgefield.training.summary import end_summary
 from forgefield.training.trainer import processes_wanted
 
-__all__ = ["Calculator", "Run", "load", "load_run", "predict", "report", "run_exists", "test", "train", "train_example"]
+__all__ = [
+    "Calculator",
+    "ElectronOptions",
+    "Run",
+    "load",
+    "load_run",
+    "predict",
+    "report",
+    "run_exists",
+    "test",
+    "train",
+    "train_example",
+    "tune",
+]
 
 
 def train(config: str | Path | dict[str, Any] | DictConfig, *overrides: str, fresh: bool = False) -> Run:
@@ -86,9 +102,9 @@ def train_with_outcome(
     journal = Journal(ranks=ranks, file=log, mode=log_mode)
     try:
         fitted = fit(config, fresh=fresh, journal=journal, ranks=ranks)
-        if ranks.share(fitted.outcome == "finished" or _is_unmeasured(fitted)):
+        if ranks.share(fitted.outcome == "finished" or is_unmeasured(fitted)):
             with StopWish(None):  # what a batch system asks for now would only have the measurement made again
-                _measure(fitted, config, journal, ranks)
+                measure(fitted, config, journal, ranks)
         return fitted
     finally:
         journal.close()
@@ -133,9 +149,13 @@ def example_config(overrides: list[str], *, make: bool) -> DictConfig:
         return load_config(path, overrides)
 
 
-def load(run: str | os.PathLike[str] | Run, *, which: str = "best", device: str = "cpu") -> Potential:
-    """The trained model of a run, in evaluation mode."""
-    return (run if isinstance(run, Run) else Run.open(run)).load_potential(which, device)
+def load(
+    run: str | os.PathLike[str] | Run, *, which: str = "best", device: str = "cpu", head: str | None = None
+) -> Potential | LDOSNetwork:
+    """The trained model of a run, in evaluation mode: a potential (`head`: one branch of it), or a network of grid points."""
+    run = run if isinstance(run, Run) else Run.open(run)
+    run.require_head(head)
+    return run.load_model(which, device, head=head)
 
 
 def load_run(name: str | os.PathLike[str], *, out: str | os.PathLike[str] = "runs") -> Run:
@@ -151,24 +171,29 @@ def test(
     which: str = "best",
     device: str = "cpu",
     labels_required: bool = False,
+    head: str | None = None,
 ) -> dict[str, float]:
     """Errors of a run's model on labelled frames, in meV/atom, meV/A and GPa, with a parity plot, kept in the run.
 
     data: a file, folder, glob or list of them. options: labels and units of that data; default: as in training.
-    labels_required: whether every label that `options` names must be found in the data.
+    labels_required: whether every label that `options` names must be found in the data. head: branch of a model that has
+    several.
     """
     ranks = this_group()
     with failing_together(ranks):
         run = run if isinstance(run, Run) else Run.open(run)
+        run.require_head(head)
         settings: Any = options if options is not None else _data_options(run)
+        if run.of_points:
+            return test_points(run, data, settings, which=which, device=device, ranks=ranks)
         frames = read_table(data, settings.labels, settings.units, lazy=is_lazy(settings), required=labels_required)
         require_same_data(frames.fingerprint, ranks)
         dataset = GraphDataset(frames, SpeciesTable(run.species), run.graph)
         batch = evaluation_budget(settings)
-        name = _test_name(run, data)
-        errors = _evaluate(run, dataset, name, which=which, device=device, batch=batch, ranks=ranks)
+        name = test_name(run, data)
+        errors = evaluate(run, dataset, name, which=which, device=device, batch=batch, ranks=ranks, head=head)
         if ranks.is_first:
-            _write_test(run, errors, name=name, source=str(data), which=which, n_frames=len(frames))
+            write_test(run, errors, name=name, source=str(data), which=which, frames=len(frames))
             if any("_mae" in error for error in errors):
                 write_parity_png(run.path, name)
             write_report(run.path)
@@ -184,18 +209,141 @@ def predict(
     which: str = "best",
     device: str = "cpu",
     labels_required: bool = False,
+    head: str | None = None,
+    electrons: ElectronOptions | None = None,
+    say: Callable[[str], None] = lambda text: None,
 ) -> Path:
-    """Write the structures of `source` with predicted energies, forces and stress to `out`.
+    """Write the structures of `source` with predicted energies, forces and stress to `out`; of an LDOS run, densities, DOS and
+    energies to the new folder `out`.
 
     options: units and labels of `source`, which needs none; labels that are there are kept beside the predictions.
-    labels_required: whether every label that `options` names must be there.
+    labels_required: whether every label that `options` names must be there. head: branch of a model that has several.
+    electrons: for an LDOS run, temperature and grid. say: told what an LDOS run predicts.
     """
     _refuse_company("predict")
     run = run if isinstance(run, Run) else Run.open(run)
+    run.require_head(head)
     options = options if options is not None else _data_options(run)
-    potential = run.load_potential(which, device)
+    if run.of_points:
+        return _predict_electrons(run, source, out, options, electrons or ElectronOptions(), which, device, say)
+    if electrons is not None and (given := electrons.given()):
+        raise ForgefieldError(f"{given[0]} is for LDOS runs; run {run.name} is a potential, which knows no electrons.")
+    if not has_outputs(run):
+        raise ForgefieldError(ONLY_NOISE.format(run.name))
+    potential = run.load_potential(which, device, head=head)
     return predict_file(
         potential, source, Path(out), labels=options.labels, units=options.units, labels_required=labels_required
+    )
+
+
+@dataclass(frozen=True)
+class ElectronOptions:
+    """What an LDOS run is asked for. temperature: of the electrons, K. grid: points along each cell vector, or spacing: their
+    distance, A; default: as in the training snapshots. pseudopotentials: folder of UPF files. electrons: in the cell. ldos:
+    whether the LDOS itself is written, too."""
+
+    temperature: float | None = None
+    grid: Sequence[int] | None = None
+    spacing: float | None = None
+    pseudopotentials: str | os.PathLike[str] | None = None
+    electrons: float | None = None
+    ldos: bool = False
+
+    def given(self) -> list[str]:
+        return [name for name, value in vars(self).items() if value not in (None, False)]
+
+
+def _predict_electrons(
+    run: Run, source: Any, out: Any, options: Any, asked: ElectronOptions, which: str, device: str, say: Any
+) -> Path:
+    settings = {name: value for name, value in vars(asked).items() if name not in ("temperature", "ldos")}
+    model = ElectronModel(run, which=which, device=device, **settings)
+    return predict_electrons(
+        model, source, out, temperature=asked.temperature, ldos=asked.ldos, units=options.units, say=say
+    )
+
+
+def tune(
+    config: str | Path | dict[str, Any] | DictConfig,
+    *overrides: str,
+    space: Sequence[str] = (),
+    trials: int | None = None,
+    fresh: bool = False,
+) -> Path:
+    """Search as the section `tune` of a config says and return the folder of the search, which holds `best.yaml`, `tune.html`,
+    `trials.csv` and the runs of all trials. Calling it again goes on where the search was."""
+    folder, code = tune_with_outcome(config, list(overrides), space=space, trials=trials, fresh=fresh)
+    if code != 0:
+        raise ForgefieldError(f"The search was stopped (exit code {code}); call it again to go on.")
+    return folder
+
+
+def tune_with_outcome(
+    config: Any,
+    overrides: list[str],
+    *,
+    space: Sequence[str] = (),
+    trials: int | None = None,
+    workers: int = 1,
+    fresh: bool = False,
+    worker: int | None = None,
+) -> tuple[Path, int]:
+    """Search; returns its folder and an exit code. worker: number of this one among those that one command has started."""
+    from forgefield.tuning.page import write_page
+    from forgefield.tuning.search import Stopped, move_aside, prepare, work, write_best
+    from forgefield.tuning.workers import run_workers
+
+    search = prepare(config, overrides, space=space, trials=trials)
+    if fresh:
+        move_aside(search)
+    code = 0
+    if workers > 1:
+        search.open()
+        words = [str(config), *overrides, *(word for spec in space for word in ("--space", spec))]
+        code = run_workers([*words, *(["--trials", str(trials)] if trials is not None else [])], workers)
+        study = search.open()
+    else:
+        try:
+            study = work(search, worker=worker or 0)
+        except Stopped as stopped:
+            print("Stopped; the same command goes on.")
+            return search.folder, stopped.code
+    if worker is not None:
+        return search.folder, code
+    best, page = write_best(search, study), write_page(search, study)
+    if best is not None:
+        print(f"best: {search.monitor} {study.best_value:.6g}, trial {study.best_trial.number}; {best}")
+        print(f"its run: {search.folder / 'trials' / study.best_trial.user_attrs['folder']}")
+    print(f"figures: {page}")
+    return search.folder, code
+
+
+def import_mala(file: str | os.PathLike[str], *, name: str | None = None, out: str | os.PathLike[str] = "runs") -> Run:
+    """A run around the model in an archive of MALA's `save_run`. name: default that of the file."""
+    from forgefield.data.points.conditions import calculation_facts
+    from forgefield.data.points.info import info_from
+    from forgefield.models.importers.mala import read_mala
+
+    found = read_mala(file)
+    network = build_point_model(found.resolved, precision=found.precision, seed=0)
+    network.load_state_dict(found.state)
+    info = info_from(found.info, f"{file}: info.json")
+    return create_run_from_model(
+        name=name or Path(file).stem,
+        out=out,
+        resolved=found.resolved,
+        potential=network,
+        origin=found.origin,
+        precision=found.precision,
+        settings={"data": {"points": found.points}},
+        facts={
+            "samples": "points",
+            "species": found.species,
+            "cutoff": (found.points["descriptors"] or {}).get("cutoff"),
+            "units": {"ldos": UNITS["ldos"]},
+            "negative": found.negative,
+            "calculation": calculation_facts([info]) if found.info else {},
+        },
     )
 
 
@@ -210,129 +358,6 @@ def _refuse_company(verb: str) -> None:
     launch = detect_launch(os.environ)
     if launch.rank > 0:
         raise ForgefieldError(f"{verb} runs in one process: call it on rank 0 alone (this is rank {launch.rank}).")
-
-
-# ---- after training
-
-
-def _is_unmeasured(fitted: Fitted) -> bool:
-    """A complete run whose measurement was interrupted, or is asked for with other test data."""
-    if fitted.outcome != "complete" or fitted.data is None:
-        return False
-    needs_test = fitted.data.test is not None and not (fitted.run.path / "test.json").exists()
-    return needs_test or not (fitted.run.path / "report.html").exists() or "data.test" in fitted.changed
-
-
-def _measure(fitted: Fitted, config: DictConfig, journal: Journal, ranks: Ranks) -> None:
-    """Errors of the best model on validation and test frames, each frame predicted by one rank; rank 0 writes."""
-    run, data = fitted.run, fitted.data
-    assert data is not None
-    batch = evaluation_budget(config.data)
-    on_gpu = torch.cuda.is_available() and config.trainer.get("accelerator", "auto") != "cpu"
-    device = f"cuda:{torch.cuda.current_device()}" if on_gpu else "cpu"
-    results: dict[str, dict[str, float]] = {}
-    for split, dataset in (("val", data.val), ("test", data.test)):
-        if dataset is not None:
-            results[split] = _evaluate(run, dataset, split, which="best", device=device, batch=batch, ranks=ranks)
-    if not ranks.is_first:
-        return
-    if data.test is not None:
-        _write_test(
-            run, results["test"], name="test", source=str(config.data.test), which="best", n_frames=len(data.test)
-        )
-    write_report(run.path)
-    hints = [
-        *([f"from forgefield import Calculator; atoms.calc = Calculator({str(run.path)!r})"] if run.has_energy else []),
-        f"forgefield predict {run.path} structures.extxyz -o predicted.extxyz",
-        f"report: {run.path / 'report.html'}",
-    ]
-    journal.show(lambda console: end_summary(console, run.path, results, hints, units=run.units))
-
-
-def _evaluate(
-    run: Run, dataset: GraphDataset, split: str, *, which: str, device: str, batch: Budget, ranks: Ranks
-) -> dict[str, float]:
-    """Predict a data set, keep the predictions in the run, give the errors (on rank 0; the others only predict)."""
-    potential = load_shared(run, which, device, ranks)
-    outputs = [*(dict.fromkeys(LABELS.values()) if potential.has_energy else ()), *potential.further]
-    labels = [name for name in outputs if name in _labels_of(dataset) and dataset.frames.carries(name).any()]
-    if not labels:
-        raise ForgefieldError(
-            f"None of these frames carries {', '.join(outputs[:-1])}{' or ' if outputs[1:] else ''}{outputs[-1]}, so there "
-            "is nothing to compare with; use forgefield predict."
-        )
-    loader = FrameLoader(dataset, batch, rank=ranks.rank, world_size=ranks.world_size)
-    parts = predict_batches(
-        potential,
-        loader,
-        forces="forces" in labels,
-        stress="stress" in labels,
-        device=device,
-    )
-    everyone = ranks.gather(parts)
-    if not ranks.is_first:
-        return {}
-    arrays = in_order([part for of_rank in everyone for part in of_rank], per_atom=outputs_of_atoms(potential))
-    arrays["species_symbols"] = np.array(run.species)
-    (run.path / "predictions").mkdir(exist_ok=True)
-    with written_whole(run.path / "predictions" / f"{split}.npz") as partial:
-        np.savez_compressed(partial, allow_pickle=False, **arrays)
-    names = tuple(labels)
-    classes = {name: values for name, values in run.classes.items() if name in names}
-    metrics = ErrorMetrics(names, run.species, classes=classes)
-    tensors = {key: torch.from_numpy(np.ascontiguousarray(arrays[key])) for key in arrays if key != "species_symbols"}
-    logits = {name: tensors[f"{name}_prob"].clamp(min=1e-300).log() for name in classes}
-    metrics.update(
-        {name: tensors[f"{name}_pred"] for name in names} | logits,
-        {
-            **{name: tensors[f"{name}_ref"] for name in names},
-            "n_atoms": tensors["n_atoms"],
-            "species": tensors["species"],
-        },
-    )
-    return metrics.compute() | _auroc(arrays, classes)
-
-
-def _auroc(arrays: dict[str, np.ndarray], classes: dict[str, list[float]]) -> dict[str, float]:
-    """Of targets with two classes; the second is the positive one."""
-    found = {}
-    for name, values in classes.items():
-        labelled = ~np.isnan(arrays[f"{name}_ref"])
-        area = auroc(arrays[f"{name}_prob"][labelled, -1], arrays[f"{name}_ref"][labelled] == values[-1])
-        if len(values) == 2 and area is not None:
-            found[f"{name}_auroc"] = area
-    return found
-
-
-def _labels_of(dataset: GraphDataset) -> set[str]:
-    """What its frames may carry."""
-    return {*LABELS.values(), *dataset.fields}
-
-
-def load_shared(run: Run, which: str, device: str, ranks: Ranks) -> Potential:
-    """The trained model on every rank, read from the disk by rank 0 alone."""
-    if ranks.world_size == 1:
-        return run.load_potential(which, device)
-    potential = run.load_potential(which, "cpu") if ranks.is_first else None
-    recipe = ranks.share((run.info["model"], run.info["precision"], potential.state_dict()) if potential else None)
-    if potential is None:
-        potential = build_model(recipe[0], precision=recipe[1], seed=0)
-        potential.load_state_dict(recipe[2])
-    return potential.to(device).eval()
-
-
-def _test_name(run: Run, data: Any) -> str:
-    """`test` for a run without test frames of its own, so that its report has them; else the name of the file."""
-    if run.config.get("data", {}).get("test") in (None, 0):
-        return "test"
-    first = data[0] if isinstance(data, (list, tuple)) else data
-    return f"test-{re.sub(r'[^A-Za-z0-9_.-]+', '-', Path(str(first)).stem)}"
-
-
-def _write_test(run: Run, errors: dict[str, float], *, name: str, source: str, which: str, n_frames: int) -> None:
-    source = source.replace(f"{Path.cwd()}{os.sep}", "")  # shorter, and no business of a report's reader
-    content = {"source": source, "weights": which, "frames": n_frames, "errors": errors}
-    write_whole(run.path / f"{name}.json", json.dumps(content, indent=1) + "\n")
 
 
 def _data_options(run: Run) -> Any:

@@ -23,8 +23,11 @@ from forgefield.config.nearest import did_you_mean
 from forgefield.data.graphs.graph import GraphOptions
 from forgefield.errors import ForgefieldError
 from forgefield.files import write_whole
+from forgefield.models.deeppot.branches import single
+from forgefield.models.ldos import LDOSNetwork
 from forgefield.models.potential import Potential
-from forgefield.models.registry import HEADS, PREDICTS, build_model
+from forgefield.models.predictor import FORCES, NOISE
+from forgefield.models.registry import HEADS, PREDICTS, branch_names, build_model, build_point_model, is_of_points
 
 WEIGHTS = ("best", "last")
 
@@ -90,21 +93,38 @@ class Run:
     @property
     def heads(self) -> dict[str, dict[str, Any]]:
         """What its model predicts beside energy, forces and stress: options of each head, by name."""
-        return self.info["model"].get(PREDICTS, {}).get(HEADS, {})
+        heads = self.info["model"].get(PREDICTS, {}).get(HEADS, {})
+        return {name: head for name, head in heads.items() if name not in (FORCES, NOISE)}
+
+    @property
+    def forces_are_direct(self) -> bool:
+        return FORCES in self.info["model"].get(PREDICTS, {}).get(HEADS, {})
 
     @property
     def has_energy(self) -> bool:
         return self.info["model"].get(PREDICTS, {}).get("energy", True)
 
     @property
+    def of_points(self) -> bool:
+        """Whether it was trained on points of grids, not on frames."""
+        return is_of_points(self.info["model"])
+
+    @property
     def units(self) -> dict[str, str]:
-        """Units of the values that its heads predict."""
+        """Units of the values that its heads predict, or of what is measured on points."""
+        if self.of_points:
+            return dict(self.info.get("units", {}))
         return {name: head["unit"] for name, head in self.heads.items() if head.get("classes") is None}
 
     @property
     def classes(self) -> dict[str, list[float]]:
         """Labels of the classes that its heads tell apart."""
         return {name: head["classes"] for name, head in self.heads.items() if head.get("classes") is not None}
+
+    @property
+    def extensive(self) -> list[str]:
+        """Names of the outputs of frames whose errors are also measured per atom."""
+        return [name for name, head in self.heads.items() if head.get("per_atom_errors")]
 
     @property
     def checkpoints(self) -> Path:
@@ -121,8 +141,32 @@ class Run:
         info = {**(self.info if path.exists() else {}), **changes}
         write_whole(path, json.dumps(info, indent=1) + "\n")
 
-    def load_potential(self, which: str = "best", device: str | torch.device = "cpu") -> Potential:
-        """The trained model in evaluation mode. which: `best` (by validation) or `last`."""
+    def require_head(self, head: str | None) -> None:
+        """Refuse a branch that the model does not have, and none where it has several."""
+        if head is not None or branch_names(self.info["model"]):
+            single(self.info["model"], None, head)
+
+    def load_potential(
+        self, which: str = "best", device: str | torch.device = "cpu", *, head: str | None = None
+    ) -> Potential:
+        """The trained model of frames, in evaluation mode. which: `best` (by validation) or `last`. head: one branch of a model
+        that has several, as a model of its own."""
+        model = self.load_model(which, device, head=head)
+        if not isinstance(model, Potential):
+            raise ForgefieldError(f"Run {self.name} is of grid points: its model gives an LDOS, and no forces.")
+        return model
+
+    def load_point_model(self, which: str = "best", device: str | torch.device = "cpu") -> LDOSNetwork:
+        """The trained model of grid points, in evaluation mode: raw descriptors in, physical units out."""
+        model = self.load_model(which, device)
+        if not isinstance(model, LDOSNetwork):
+            raise ForgefieldError(f"Run {self.name} is of frames: its model gives no LDOS.")
+        return model
+
+    def load_model(
+        self, which: str = "best", device: str | torch.device = "cpu", *, head: str | None = None
+    ) -> Potential | LDOSNetwork:
+        """The trained model in evaluation mode, whatever it was trained on."""
         if which not in WEIGHTS:
             raise ForgefieldError(f"Weights are 'best' or 'last', not '{which}'.")
         try:
@@ -136,9 +180,15 @@ class Run:
             )
         info = self.info
         self._refuse_code_from_the_folder(info)
-        potential = build_model(info["model"], precision=info["precision"], seed=0)
+        resolved = info["model"]
         try:
-            potential.load_state_dict(safetensors_tensors(path.read_bytes()))
+            state = safetensors_tensors(path.read_bytes())
+            if head is not None:
+                resolved, state = single(resolved, state, head)
+            potential = built(resolved, info["precision"])
+            potential.load_state_dict(state)
+        except ForgefieldError:
+            raise
         except Exception as error:
             reason = str(error).splitlines()[0]
             raise ForgefieldError(f"{path} is damaged or belongs to another model: {reason}") from error
@@ -153,6 +203,12 @@ class Run:
             )
 
 
+def built(resolved: dict[str, Any], precision: str) -> Potential | LDOSNetwork:
+    """A model of resolved options, with first weights."""
+    build = build_point_model if is_of_points(resolved) else build_model
+    return build(resolved, precision=precision, seed=0)  # type: ignore[operator]
+
+
 def run_exists(name: str | os.PathLike[str], *, out: str | os.PathLike[str] = "runs") -> bool:
     """Whether there is a run of that name (or path) to load or to continue."""
     return any((path / "run.json").is_file() for path in (Path(name), Path(out) / name))
@@ -163,11 +219,17 @@ def create_run_from_model(
     name: str,
     out: str | os.PathLike[str],
     resolved: dict[str, Any],
-    potential: Potential,
+    potential: Potential | LDOSNetwork,
     origin: str,
     precision: str,
+    settings: dict[str, Any] | None = None,
+    facts: dict[str, Any] | None = None,
 ) -> Run:
-    """A run folder around a model that was trained elsewhere; it can be tested, used, reported on and trained further."""
+    """A run folder around a model that was trained elsewhere; it can be tested, used, reported on and trained further.
+
+    settings: further sections of its config. facts: further values of its `run.json`; of a model of points also species and
+    cutoff.
+    """
     path = Path(out) / name
     if path.exists():
         raise ForgefieldError(f"{path} exists already; choose another name.")
@@ -176,17 +238,17 @@ def create_run_from_model(
     state = {key: tensor.detach().cpu().contiguous() for key, tensor in potential.state_dict().items()}
     for which in WEIGHTS:
         (run.checkpoints / f"{which}.safetensors").write_bytes(safetensors_bytes(state, metadata={"origin": origin}))
-    config = {"name": name, "model": resolved, "training": {"precision": precision}}
+    config = {"name": name, "model": resolved, "training": {"precision": precision}, **(settings or {})}
     (path / "config.yaml").write_text(f"# {origin}\n" + OmegaConf.to_yaml(OmegaConf.create(config)))
     run.write_info(
         name=name,
         status="imported",
         origin=origin,
-        species=list(resolved["species"]),
-        cutoff=float(resolved["cutoff"]),
         model=resolved,
         precision=precision,
         versions=versions(),
+        **({} if is_of_points(resolved) else {"species": resolved["species"], "cutoff": float(resolved["cutoff"])}),
+        **(facts or {}),
     )
     return run
 

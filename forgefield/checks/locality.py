@@ -37,12 +37,12 @@ def check_batch(probe: Probe, frames: Sequence[Frame], random: np.random.Generat
 
 def check_supercell(probe: Probe, frames: Sequence[Frame], random: np.random.Generator) -> CheckResult:
     """Twice the cell along a random periodic axis: twice the energy, the same forces and stress."""
-    periodic = [_periodic(frame, probe.cutoff) for frame in frames]
+    periodic = [in_a_cell(frame, probe.cutoff) for frame in frames]
     single = probe.each(periodic)
     value = 0.0
     for frame, out in zip(periodic, single):
         axis = int(random.choice(np.flatnonzero(frame.pbc)))
-        doubled = probe.outputs([_doubled(frame, axis)])[0]
+        doubled = probe.outputs([doubled_cell(frame, axis)])[0]
         expected = Outputs(2 * out.energy, np.concatenate([out.forces, out.forces]), out.stress)
         value = np.maximum(value, difference(doubled, expected))
     note = "two cells side by side: twice the energy, same forces"
@@ -51,7 +51,7 @@ def check_supercell(probe: Probe, frames: Sequence[Frame], random: np.random.Gen
 
 def check_wrapping(probe: Probe, frames: Sequence[Frame], random: np.random.Generator) -> CheckResult:
     """Atoms moved by whole lattice vectors, each by its own."""
-    periodic = [_periodic(frame, probe.cutoff) for frame in frames]
+    periodic = [in_a_cell(frame, probe.cutoff) for frame in frames]
     before = probe.each(periodic)
     value = 0.0
     for frame, out in zip(periodic, before):
@@ -104,13 +104,13 @@ def check_no_edges(probe: Probe, frames: Sequence[Frame]) -> CheckResult:
         outputs = probe.outputs(batch)
         finite = all(np.isfinite(out.energy) and np.isfinite(out.forces).all() for out in outputs)
         largest = np.max([np.max(np.abs(out.forces)) for out in outputs[: len(empty)]])
-        value = np.maximum(value, largest if finite and _gradients_are_finite(probe, batch) else np.nan)
+        value = np.maximum(value, largest if finite and gradients_are_finite(probe, batch) else np.nan)
     note = "lone atoms: no force, no NaN, also not in weight gradients"
     return judged("no neighbours", value, 1e-12, note)
 
 
-def _gradients_are_finite(probe: Probe, frames: Sequence[Frame]) -> bool:
-    """Whether a loss on energies, forces and the stresses that exist has finite parameter gradients."""
+def gradients_are_finite(probe: Probe, frames: Sequence[Frame]) -> bool:
+    """Whether a loss on energies, forces, the stresses that exist and all further outputs has finite parameter gradients."""
     parameters = [p for p in probe.potential.parameters() if p.is_floating_point()]
     if not parameters:
         return True
@@ -119,10 +119,12 @@ def _gradients_are_finite(probe: Probe, frames: Sequence[Frame]) -> bool:
     try:
         for p in parameters:
             p.requires_grad_(True)
-        out = probe.potential(probe.batch(frames), forces=True, stress=True)
+        out = dict(probe.potential(probe.batch(frames), forces=True, stress=True))
         has_volume = torch.tensor([frame.volume > 0 for frame in frames], device=probe.device)
-        loss = out["energy"].square().sum() + out["forces"].square().sum() + out["stress"][has_volume].square().sum()
-        gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+        if "stress" in out:
+            out["stress"] = out["stress"][has_volume]
+        loss = torch.stack([value.square().sum() for value in out.values()]).sum()
+        gradients = torch.autograd.grad(loss, parameters, allow_unused=True) if loss.requires_grad else ()
         return all(bool(g.isfinite().all()) for g in gradients if g is not None)
     finally:
         probe.potential.eval()
@@ -130,14 +132,14 @@ def _gradients_are_finite(probe: Probe, frames: Sequence[Frame]) -> bool:
             p.requires_grad_(before)
 
 
-def _periodic(frame: Frame, cutoff: float) -> Frame:
+def in_a_cell(frame: Frame, cutoff: float) -> Frame:
     """The frame where it is periodic, else its atoms in a periodic box."""
     if frame.pbc.any():
         return edited(frame)
     return boxed(molecule(frame.numbers, frame.positions), cutoff)
 
 
-def _doubled(frame: Frame, axis: int) -> Frame:
+def doubled_cell(frame: Frame, axis: int) -> Frame:
     cell = frame.cell.copy()
     cell[axis] *= 2
     positions = np.concatenate([frame.positions, frame.positions + frame.cell[axis]])

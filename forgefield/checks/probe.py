@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from forgefield.data.batch import batch_from_frames, to_device
+from forgefield.data.fields import fields_of
 from forgefield.data.frame import Frame
 from forgefield.data.graphs.graph import graph_of
 from forgefield.data.species import SpeciesTable
@@ -58,7 +59,9 @@ class Probe:
         self.device = tensors[0].device if tensors else torch.device("cpu")
 
     def batch(self, frames: Sequence[Frame]) -> dict[str, torch.Tensor]:
-        return to_device(batch_from_frames(list(frames), self.species, self.graph), self.device)
+        """Of the frames, with the fields that the model reads; labels have no business here."""
+        fields = {name: field for name, field in fields_of(frames).items() if name in self.potential.inputs}
+        return to_device(batch_from_frames(list(frames), self.species, self.graph, fields), self.device)
 
     def outputs(self, frames: Sequence[Frame]) -> list[Outputs]:
         """Energy, forces and stress of the frames, evaluated together in one batch."""
@@ -70,6 +73,10 @@ class Probe:
     def each(self, frames: Sequence[Frame]) -> list[Outputs]:
         """As `outputs`, one frame at a time."""
         return [self.outputs([frame])[0] for frame in frames]
+
+    def rows(self, frames: Sequence[Frame]) -> np.ndarray:
+        """Energy and all force components of frames of equally many atoms, (n_frames, 1 + 3 n_atoms)."""
+        return np.array([np.concatenate([[out.energy], out.forces.ravel()]) for out in self.outputs(frames)])
 
     def energies(self, frames: Sequence[Frame]) -> np.ndarray:
         """Energies only (n_frames,), eV."""

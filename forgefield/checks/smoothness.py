@@ -1,4 +1,4 @@
-"""Check that energy and forces do not jump when a pair of atoms leaves the cutoff, or anywhere on the way.
+"""Check that energy and forces, or other outputs, do not jump when a pair of atoms leaves the cutoff, or on the way there.
 
 A jump is a change across a tiny interval that exceeds the changes in the intervals beside it. Where the cutoff is
 crossed the place is known; jumps elsewhere are spikes in the differences along a path, narrowed down by bisection.
@@ -43,7 +43,7 @@ def check_cutoff(probe: Probe, frames: Sequence[Frame], random: np.random.Genera
 
 
 def jump_at(probe: Probe, path: Path, place: float) -> tuple[float, float]:
-    """The jump of energy or any force component at `place`, and the largest force component there.
+    """The jump of energy or any force component at `place`, and the largest force component there (of other outputs likewise).
 
     A continuous function changes about as much in the next interval on one side or the other, also at a kink.
     """
@@ -72,9 +72,8 @@ def _third_differences(values: np.ndarray) -> np.ndarray:
 
 
 def _along(probe: Probe, path: Path, places: np.ndarray) -> np.ndarray:
-    """Energy and all force components, (n_places, 1 + 3 n_atoms)."""
-    outputs = probe.outputs([path(float(place)) for place in places])
-    return np.array([np.concatenate([[out.energy], out.forces.ravel()]) for out in outputs])
+    """What must not jump, (n_places, n_outputs)."""
+    return probe.rows([path(float(place)) for place in places])
 
 
 def _dimers(probe: Probe, random: np.random.Generator) -> Iterator[Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 from rich.console import Console
@@ -17,6 +18,7 @@ from forgefield.checks.locality import (
     check_supercell,
     check_wrapping,
 )
+from forgefield.checks.outputs import KeyedProbe, OutputProbe, check_outputs
 from forgefield.checks.probe import CheckResult, Probe
 from forgefield.checks.smoothness import check_cutoff
 from forgefield.checks.symmetry import check_permutation, check_reflection, check_rotation, check_translation
@@ -35,22 +37,38 @@ def run_checks(
     generator: np.random.Generator,
     reference_energies: Mapping[str, float] | None = None,
 ) -> list[CheckResult]:
-    """Check a float64 copy of `potential` on `frames`; neither is changed.
+    """Check a float64 copy of `potential` on `frames`; neither is changed. Further outputs are checked like energies are.
 
     cutoff: A. reference_energies: eV per species, what an isolated atom must have; without them that check compares
     a lone atom in empty space with one in a large box.
     """
     if not frames:
         raise ForgefieldError("There is no frame to check the model on; give at least one.")
-    if not potential.has_energy:
-        raise ForgefieldError("These checks are for potentials; this model predicts no energy.")
-    probe = Probe(potential, species, cutoff)
+    results: list[CheckResult] = []
+    if potential.has_energy:
+        results += _check_energies(KeyedProbe(potential, species, cutoff), frames, generator, reference_energies)
+    outputs = OutputProbe(potential, species, cutoff)
+    if outputs.said:
+        found = check_outputs(outputs, frames, generator)
+        which = "outputs" if potential.has_energy else ""
+        results += [replace(result, name=f"{result.name} {which}".strip()) for result in found]
+    if not results:
+        raise ForgefieldError("This model gives neither an energy nor properties, so there is nothing to check.")
+    return results
+
+
+def _check_energies(
+    probe: Probe,
+    frames: Sequence[Frame],
+    generator: np.random.Generator,
+    reference_energies: Mapping[str, float] | None,
+) -> list[CheckResult]:
     return [
         check_rotation(probe, frames, generator),
         check_reflection(probe, frames, generator),
         check_translation(probe, frames, generator),
         check_permutation(probe, frames, generator),
-        check_forces(probe, frames, generator),
+        *([] if probe.potential.forces_are_direct else [check_forces(probe, frames, generator)]),
         check_stress(probe, frames, generator),
         check_batch(probe, frames, generator),
         check_cutoff(probe, frames, generator),
@@ -74,7 +92,8 @@ def print_checks(console: Console, results: Sequence[CheckResult]) -> None:
         verdict = "[green]ok[/]" if result.passed else "[bold red]FAILED[/]"
         table.add_row(result.name, verdict, f"{result.value:.1e}", f"{result.tolerance:.1e}", result.note)
     console.print(table)
-    console.print("[dim]Largest deviations found: energies in eV per atom, forces in eV/A, stress in eV/A^3.[/]")
+    units = "energies in eV per atom, forces in eV/A, stress in eV/A^3, other outputs in units of their scale"
+    console.print(f"[dim]Largest deviations found: {units}.[/]")
     failed = [result.name for result in results if not result.passed]
     if failed:
         console.print(f"[bold red]{len(failed)} of {len(results)} checks failed:[/] {', '.join(failed)}")

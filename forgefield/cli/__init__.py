@@ -20,6 +20,7 @@ from forgefield.errors import ForgefieldError
 VERBS = {
     "init": ("init", "write a commented config for your data"),
     "train": ("train", "train as a config says, or continue a run; without a config: the built-in example"),
+    "tune": ("tune", "search for good settings: many trainings, the hopeless ended early (needs Optuna)"),
     "test": ("test", "errors of a trained model on labelled data, in physical units"),
     "predict": ("predict", "energies, forces and stress for structures in a file"),
     "check": ("check", "symmetry, exact derivatives and smoothness of your own model on your own data"),

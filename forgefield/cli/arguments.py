@@ -46,9 +46,10 @@ def refuse_files(words: Sequence[str]) -> list[str]:
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """RUN, --which, --device."""
+    """RUN, --which, --head, --device."""
     parser.add_argument("run", metavar="RUN", help="name of a run in the folder runs/, or its path")
     parser.add_argument("--which", choices=("best", "last"), default="best", help="weights to use (default: best)")
+    parser.add_argument("--head", metavar="NAME", default=None, help="branch of a model that has several")
     parser.add_argument("--device", default=None, help="cpu, cuda, cuda:1, ... (default: cuda where there is one)")
 
 

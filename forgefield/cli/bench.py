@@ -167,9 +167,13 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
         with Water(file, overrides, ranks, args) as config:
             return _dispatch(config, ranks, args)
     from forgefield.config.loading import load_config, require_training_data
+    from forgefield.config.point_checks import require_frames
 
     config = load_config(file, overrides)
     require_training_data(config, file)
+    require_frames(
+        config, "bench", "timing.csv of a run has its points per second, and benchmarks/ldos.py compares engines"
+    )
     return _dispatch(config, ranks, args)
 
 

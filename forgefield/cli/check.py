@@ -1,7 +1,7 @@
 """The laws of physics on your own model and data: symmetry, exact derivatives, smoothness, locality, as a table.
 
-For a run its trained model is checked, for a config a model with fresh weights. Everything is computed in float64.
-Exit code 1 if a check fails.
+For a run its trained model is checked, for a config a model with fresh weights. Everything is computed in float64. With
+--overfit: whether the model of a config can learn one batch of its data by heart. Exit code 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -27,21 +27,42 @@ examples:
   forgefield check runs/water
   forgefield check water.yaml model.preset=M --frames 2
   forgefield check water --data liquid.extxyz
+  forgefield check many --head water
+  forgefield check --overfit water.yaml
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     parser.add_argument("target", metavar="RUN|CONFIG", help="name or path of a run, or a config file")
-    parser.add_argument("--frames", metavar="N", type=int, default=4, help="how many frames to check on (default: 4)")
+    parser.add_argument(
+        "--frames", metavar="N", type=int, default=None, help="how many frames to check on (default: 4)"
+    )
     parser.add_argument("--data", metavar="FILE", help="take the frames from here (default: the training data)")
     parser.add_argument("--which", choices=("best", "last"), default="best", help="weights of a run (default: best)")
+    parser.add_argument("--head", metavar="NAME", default=None, help="branch of a model that has several")
     parser.add_argument("--seed", type=int, default=0, help="picks frames, rotations, directions (default: 0)")
+    parser.add_argument(
+        "--overfit", action="store_true", help="train on one batch only: do its errors go to (near) zero?"
+    )
+    parser.add_argument(
+        "--steps", metavar="N", type=int, default=None, help="with --overfit: steps at most (default: 500)"
+    )
+    parser.add_argument(
+        "--goal", metavar="SHARE", type=float, default=None, help="with --overfit: error left (default: 0.05)"
+    )
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="settings; for a run: how data is read")
 
 
 def run(args: argparse.Namespace) -> int:
     overrides = refuse_files(args.overrides)
+    is_config = Path(args.target).is_file() or args.target.endswith(CONFIG_SUFFIXES)
+    if args.overfit:
+        return _overfit(args, overrides, is_config)
+    for option in ("steps", "goal"):
+        if getattr(args, option) is not None:
+            raise ForgefieldError(f"--{option} belongs to --overfit; give both, or neither.")
+    args.frames = 4 if args.frames is None else args.frames
     if args.frames < 1:
         raise ForgefieldError(f"--frames is {args.frames}; it should be 1 or more.")
     import numpy as np
@@ -52,7 +73,6 @@ def run(args: argparse.Namespace) -> int:
     from forgefield.data.species import SpeciesTable
 
     random = np.random.default_rng(args.seed)
-    is_config = Path(args.target).is_file() or args.target.endswith(CONFIG_SUFFIXES)
     potential, frames, options = (_from_config if is_config else _from_run)(args, overrides)
     chosen = _pick(frames, args.frames, random)
     console = Console()
@@ -64,10 +84,52 @@ def run(args: argparse.Namespace) -> int:
         SpeciesTable(potential.species),
         graph_of(potential).reach,
         generator=random,
-        reference_energies=_isolated_atoms(options),
+        reference_energies=_isolated_atoms(options) if getattr(potential.model, "isolated_limit", True) else None,
     )
     print_checks(console, results)
     return 0 if all(result.passed for result in results) else 1
+
+
+def _overfit(args: argparse.Namespace, overrides: list[str], is_config: bool) -> int:
+    """Can the model learn one batch? Prints the loss, and what is left of the error of each target."""
+    if not is_config:
+        raise ForgefieldError(
+            f"--overfit trains a fresh model, so it takes a config; {args.target} is not a config file."
+        )
+    if args.head is not None:
+        raise ForgefieldError("--head does not go with --overfit: all branches of the model are trained together.")
+    for option in ("frames", "data"):
+        if getattr(args, option) is not None:
+            raise ForgefieldError(
+                f"--{option} does not go with --overfit: the batch is that of the config (data.train, data.batch)."
+            )
+    steps = 500 if args.steps is None else args.steps
+    goal = 0.05 if args.goal is None else args.goal
+    if steps < 1 or not 0 < goal < 1:
+        raise ForgefieldError("--steps is 1 or more, and --goal a share between 0 and 1.")
+    from forgefield.config.loading import load_config
+    from forgefield.config.point_checks import require_frames
+    from forgefield.training.overfit import curve, overfit_config
+
+    config = load_config(args.target, overrides)
+    require_frames(config, "check --overfit", "train on a single snapshot (data.train) and see its loss go down")
+    result = overfit_config(config, steps=steps, goal=goal)
+    print(f"One batch of {args.target}, {len(result.losses)} steps; loss:")
+    print("\n".join(curve(result.losses)))
+    print(f"{'target':16s}{'':8s}{'at first':>12s}{'now':>12s}{'left':>9s}{'allowed':>9s}")
+    for target in result.targets:
+        verdict = "ok" if target.remaining <= goal else "FAILED"
+        numbers = f"{target.before:12.4g}{target.error:12.4g}{target.remaining:8.1%}{goal:9.1%}"
+        print(f"{target.name:16s}{verdict:8s}{numbers}  {target.unit}".rstrip())
+    if result.passed:
+        print("The model can learn this batch.")
+        return 0
+    bad = [target.name for target in result.targets if not target.remaining <= goal]
+    print(
+        f"The error of {', '.join(bad)} does not go down to {goal:.0%}: is the label that of the frame, has the target a "
+        "weight (task), does the model see neighbours (data.cutoff), is training.lr right? More steps: --steps."
+    )
+    return 1
 
 
 def _from_run(args: argparse.Namespace, overrides: list[str]) -> tuple[Potential, FrameTable, Mapping[str, Any]]:
@@ -80,27 +142,34 @@ def _from_run(args: argparse.Namespace, overrides: list[str]) -> tuple[Potential
     from forgefield.runs import Run
 
     opened = Run.open(args.target)
+    opened.require_head(args.head)
     config = override_config(opened.config, overrides, allowed=READING, verb="check") if overrides else opened.config
     data = config.get("data") or OmegaConf.structured(DataOptions)
     source = args.data if args.data is not None else data.train
     if source is None:
         raise ForgefieldError(f"Run {opened.name} does not know its training data; name a file with --data FILE.")
-    potential = opened.load_potential(args.which)
+    potential = opened.load_potential(args.which, head=args.head)
     return potential, read_table(source, data.labels, data.units, required=False), opened.info["model"]
 
 
 def _from_config(args: argparse.Namespace, overrides: list[str]) -> tuple[Potential, FrameTable, Mapping[str, Any]]:
     """Fresh model for the data of a config, frames to pick from, and the model's resolved options."""
     from forgefield.config.loading import load_config
+    from forgefield.config.point_checks import require_frames
     from forgefield.data.module import DataModule
     from forgefield.data.reading import read_table
-    from forgefield.models.registry import build_model
-    from forgefield.training.resolved_model import resolved_model
+    from forgefield.models.deeppot.branches import single
+    from forgefield.models.registry import branch_names, build_model
+    from forgefield.training.resolved_model import resolved_model, tell_branches
 
     config = load_config(args.target, overrides)
+    require_frames(config, "check", "their gradients are compared with autograd at the start of a training")
     data = DataModule(config.data, seed=config.seed)
     data.prepare()
+    tell_branches(config, data)
     resolved = resolved_model(config, data)
+    if args.head is not None or branch_names(resolved):
+        resolved, _ = single(resolved, None, args.head)
     frames = data.train.frames
     if args.data is not None:
         frames = read_table(args.data, config.data.labels, config.data.units, required=False)

@@ -3,6 +3,9 @@
   info     what is in files or stores, in which ranges, and what looks wrong
   convert  from any source to a store (larger than memory, quick to start) or to a structure file
   sample   a small representative set for quick tries
+  cubes    cube files, one for each level, as the LDOS of a snapshot
+  descriptors  of the points of a grid around atoms, as the inputs of a snapshot
+  shuffle  snapshots of grid points in random order, as new files
 
 examples:
   forgefield data info train.xyz --figure train.png
@@ -10,15 +13,24 @@ examples:
   forgefield data convert water_dp/ water --cutoff 6        writes the store water/; then data.train: water
   forgefield data convert water water.extxyz                and back
   forgefield data sample water 100                          writes water-100.extxyz
+  forgefield data cubes 'tmp.pp*.cube' -o Be_snapshot0.out.npy --info pw.out
+  forgefield data descriptors Be_snapshot0.info.json -o Be_snapshot0.in.npy
 """
 
 from __future__ import annotations
 
 import argparse
 
-from forgefield.cli import data_convert, data_info, data_sample
+from forgefield.cli import data_convert, data_cubes, data_descriptors, data_info, data_sample, data_shuffle
 
-_VERBS = {"info": data_info, "convert": data_convert, "sample": data_sample}
+_VERBS = {
+    "info": data_info,
+    "convert": data_convert,
+    "sample": data_sample,
+    "cubes": data_cubes,
+    "descriptors": data_descriptors,
+    "shuffle": data_shuffle,
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,11 +1,13 @@
 """What is in files or stores, in which ranges, and what looks wrong.
 
-A store is compared with its hashes first.
+A store is compared with its hashes first. Of snapshots (files of values on a grid) it tells grid, columns and what is
+known of the calculation.
 
 examples:
   forgefield data info train.xyz --figure train.png
   forgefield data info 'rmd17/*.npz' --energy-unit kcal/mol --cutoff 6
   forgefield data info water --no-verify
+  forgefield data info Be_snapshot0.in.npy
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from forgefield.data.inspection.inspect import Inspection
+    from forgefield.data.points.snapshot import Snapshot
     from forgefield.data.storage.store import Store
 
 SUMMARY = "what is in files or stores, in which ranges, and what looks wrong"
@@ -49,6 +52,8 @@ def run(args: argparse.Namespace) -> int:
     from forgefield.data.labels import LabelReader
     from forgefield.data.reading import read_table
 
+    if all(map(_is_snapshot, args.paths)):
+        return _show_snapshots(args)
     if not args.cutoff > 0:
         raise ForgefieldError(f"--cutoff is {args.cutoff}; it should be a positive length in A")
     if args.figure is not None:
@@ -66,6 +71,65 @@ def run(args: argparse.Namespace) -> int:
 
         print(f"\nwrote {histogram_figure(table, Path(args.figure), survey=found.survey)}")
     return 0
+
+
+# ---- snapshots
+
+
+def _is_snapshot(path: str) -> bool:
+    """By its name, such as Be_snapshot0.in.npy; also of a pattern."""
+    from forgefield.data.points.finding import SUFFIXES, base_name
+
+    return Path(path).suffix in SUFFIXES and base_name(Path(path)) != Path(path).stem
+
+
+def _show_snapshots(args: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    from forgefield.data.points.finding import TARGETS, base_name, find_snapshots
+
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    for name, default in vars(parser.parse_args(args.paths)).items():
+        if getattr(args, name) != default:
+            raise ForgefieldError(f"--{name.replace('_', '-')} is about frames; {args.paths[0]} is of a snapshot")
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for path in {Path(path).with_name(base_name(Path(path))): path for path in reversed(args.paths)}.values():
+        own = (target for target, middles in TARGETS.items() if Path(path).stem.endswith(middles[0]))
+        for snapshot in find_snapshots(path, target=next(own, "ldos"), need=(), setting="data info"):
+            _add_snapshot(table, snapshot)
+    console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDE)
+    console.print(table)
+    console.print("\nforgefield train learns from snapshots with a section data.points")
+    return 0
+
+
+def _add_snapshot(table: Table, snapshot: Snapshot) -> None:
+    from ase.symbols import Symbols
+    from rich.markup import escape
+
+    info, shape = snapshot.info, snapshot.grid_shape
+    grid = "no grid" if shape is None else " x ".join(map(str, shape))
+    table.add_row("snapshot", escape(f"{snapshot.name}: {grid}, {snapshot.n_points} points"))
+    if snapshot.inputs is not None:
+        cut = f", after {snapshot.cut} of coordinates" if snapshot.cut else ""
+        table.add_row("inputs", escape(f"{counted(snapshot.n_inputs, 'column')}{cut}, in {snapshot.inputs.path}"))
+    if snapshot.targets is not None:
+        columns = counted(snapshot.n_targets, "column")
+        table.add_row("targets", escape(f"{columns}, {snapshot.target}, in {snapshot.targets.path}"))
+    facts = {
+        "atoms": None if info.numbers is None else Symbols(info.numbers).get_chemical_formula(),
+        "electrons": None if info.electrons is None else f"{info.electrons:g}",
+        "temperature": None if info.temperature is None else f"{info.temperature:g} K",
+        "Fermi energy": None if info.fermi_energy is None else f"{info.fermi_energy:.4f} eV",
+        **{f"{name} energy": f"{value:.4f} eV" for name, value in info.energies.items() if name in ("total", "band")},
+    }
+    for name, fact in facts.items():
+        if fact is not None:
+            table.add_row(name, escape(fact))
 
 
 def _check_figure(path: Path) -> None:

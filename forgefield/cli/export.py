@@ -10,6 +10,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--to", required=True, choices=["deepmd"], help="who is to read it")
     parser.add_argument("-o", "--out", required=True, help="file to write; deepmd: .yaml or .dp")
     parser.add_argument("--which", choices=["best", "last"], default="best", help="weights (default: best)")
+    parser.add_argument("--head", metavar="NAME", help="branch of a model that has several")
     parser.add_argument(
         "--sel", type=int, nargs="+", help="deepmd: room for neighbours of each species, for a model trained without"
     )
@@ -19,6 +20,8 @@ def run(args: argparse.Namespace) -> int:
     from forgefield.models.exporters.deepmd import write_deepmd
     from forgefield.runs import Run
 
-    written = write_deepmd(Run.open(args.run).load_potential(args.which), args.out, sel=args.sel)
+    opened = Run.open(args.run)
+    opened.require_head(args.head)
+    written = write_deepmd(opened.load_potential(args.which, head=args.head), args.out, sel=args.sel)
     print(f"wrote {written}")
     return 0

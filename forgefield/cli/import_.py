@@ -13,21 +13,29 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("program", choices=["nequip", "allegro", "deepmd"], help="kind of model")
+    parser.add_argument("program", choices=["nequip", "allegro", "deepmd", "mala", "ase"], help="kind of model")
     parser.add_argument(
         "file",
         help="nequip, allegro: checkpoint (.ckpt), or state dict (.pt, .pth, .npz) with its options as JSON beside it; "
-        "deepmd: backend-free model (.yaml, .dp) or checkpoint (.pt)",
+        "deepmd: backend-free model (.yaml, .dp) or checkpoint (.pt); mala: archive of save_run (.zip); ase: import path of a "
+        "calculator (ase.calculators.emt.EMT)",
     )
     parser.add_argument("--name", help="name of the run; default: name of the file")
     parser.add_argument("--out", default="runs", help="folder that holds runs (default: runs)")
-    parser.add_argument("--options", help="JSON file with the model section it was trained with, for a state dict")
+    parser.add_argument(
+        "--options",
+        help="JSON file with the model section it was trained with, for a state dict; ase: with the calculator's arguments",
+    )
+    parser.add_argument("--species", nargs="+", metavar="SYMBOL", help="ase: the elements it is for")
+    parser.add_argument("--head", metavar="NAME", help="deepmd: which of several models that a checkpoint holds")
     parser.add_argument(
         "--weights", choices=["ema", "raw"], help="averaged weights if there are any (default), or the last ones"
     )
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.program == "mala":
+        return _run_mala(args)
     from forgefield.models.registry import build_model
     from forgefield.runs import create_run_from_model
 
@@ -35,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     potential = build_model(imported.resolved, precision=imported.precision, seed=0)
     potential.load_state_dict(imported.state)
     created = create_run_from_model(
-        name=args.name or Path(args.file).stem,
+        name=args.name or (args.file.split(".")[-1] if args.program == "ase" else Path(args.file).stem),
         out=args.out,
         resolved=imported.resolved,
         potential=potential,
@@ -46,14 +54,42 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _run_mala(args: argparse.Namespace) -> int:
+    from forgefield.api import import_mala
+
+    _refuse_options(args)
+    created = import_mala(args.file, name=args.name, out=args.out)
+    info = created.info
+    described = info["model"]["points"]["descriptors"]
+    species = " ".join(info["species"]) or "unknown: there is no info.json in the archive"
+    print(f"{created.path}: {info['origin']}, species {species}")
+    if described is None:
+        print("Its descriptors cannot be made here: it is tested and trained with descriptor files only.")
+    return 0
+
+
+def _refuse_options(args: argparse.Namespace) -> None:
+    for key in ("options", "weights"):
+        if getattr(args, key) is not None:
+            raise ForgefieldError(f"--{key} has no meaning for {args.program}: its files say how a model was built.")
+
+
 def _read(args: argparse.Namespace) -> ImportedModel:
+    if args.program == "ase":
+        from forgefield.models.importers.calculator import read_calculator
+
+        if args.weights is not None:
+            raise ForgefieldError("--weights has no meaning for ase: a calculator has none.")
+        return read_calculator(args.file, args.species or [], args.options)
+    if args.species is not None:
+        raise ForgefieldError("--species is for calculators of ASE; other models know theirs.")
     if args.program == "deepmd":
         from forgefield.models.importers.deepmd import read_deepmd
 
-        for key in ("options", "weights"):
-            if getattr(args, key) is not None:
-                raise ForgefieldError(f"--{key} has no meaning for deepmd: its files say how a model was built.")
-        return read_deepmd(args.file)
+        _refuse_options(args)
+        return read_deepmd(args.file, head=args.head)
+    if args.head is not None:
+        raise ForgefieldError(f"--head has no meaning for {args.program}: its files hold one model.")
     from forgefield.models.importers.allegro import ALLEGRO
     from forgefield.models.importers.framework import read_model
     from forgefield.models.importers.nequip import NEQUIP

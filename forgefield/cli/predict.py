@@ -1,4 +1,7 @@
-"""Write the structures of a file with the energies, forces and stress that a trained model predicts for them."""
+"""Write the structures of a file with the energies, forces and stress that a trained model predicts for them.
+
+Of an LDOS run: densities, densities of states and energies, as files in a new folder.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from forgefield.cli.arguments import READING, add_overrides, add_run_arguments, 
 EXAMPLES = """\
 examples:
   forgefield predict runs/water new.extxyz -o out.extxyz
+  forgefield predict runs/be new.xyz --temperature 300 -o out          LDOS run: the folder out
 """
 
 
@@ -16,7 +20,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     add_run_arguments(parser)
     parser.add_argument("source", metavar="FILE", help="file, folder or pattern with structures; labels are not needed")
-    parser.add_argument("-o", "--out", metavar="OUT", required=True, help="file to write (.extxyz, .traj, .db)")
+    parser.add_argument(
+        "-o", "--out", metavar="OUT", required=True, help="file to write (.extxyz, .traj, .db); of an LDOS run a folder"
+    )
+    group = parser.add_argument_group("LDOS runs")
+    group.add_argument("--temperature", type=float, metavar="K", help="of the electrons")
+    group.add_argument(
+        "--grid",
+        type=int,
+        nargs=3,
+        metavar=("NX", "NY", "NZ"),
+        help="points along each cell vector (default: as in training)",
+    )
+    group.add_argument("--spacing", type=float, metavar="A", help="distance of grid points, in place of --grid")
+    group.add_argument(
+        "--pseudopotentials", metavar="FOLDER", help="UPF files, for the free energy (default: the run's)"
+    )
+    group.add_argument("--electrons", type=float, metavar="N", help="in the cell (default: of the pseudopotentials)")
+    group.add_argument("--ldos", action="store_true", help="write the LDOS itself, too")
     add_overrides(parser, READING)
 
 
@@ -35,8 +56,18 @@ def run(args: argparse.Namespace) -> int:
         args.out,
         options=options,
         which=args.which,
+        head=args.head,
         device=device,
         labels_required=any(key.startswith("data.labels") for key in override_keys(overrides)),
+        electrons=api.ElectronOptions(
+            temperature=args.temperature,
+            grid=args.grid,
+            spacing=args.spacing,
+            pseudopotentials=args.pseudopotentials,
+            electrons=args.electrons,
+            ldos=args.ldos,
+        ),
+        say=print,
     )
     print(f"wrote {written}")
     return 0

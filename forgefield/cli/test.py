@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from forgefield.cli.arguments import READING, add_overrides, add_run_arguments, device_name, is_override, refuse_files
+from forgefield.errors import ForgefieldError
 
 if TYPE_CHECKING:
     from forgefield.parallel.group import Ranks
+    from forgefield.runs import Run
 
 SUSPICIOUS = 20_000.0
 """Energy error, meV/atom, that no model makes and a wrong unit does."""
 TAKES = (*READING, "data.eval_batch", "data.neighbours")
+OF_POINTS = ("data.points.units", "data.points.pseudopotentials", "data.eval_batch")
 
 EXAMPLES = """\
 examples:
   forgefield test runs/water --data test.extxyz
+  forgefield test runs/water --which last            # on the data.test of its config
   forgefield test water --data a.extxyz b.extxyz --which last
   forgefield test ethanol --data test.npz data.units.energy=kcal/mol
+  forgefield test be --data Be_snapshot3.in.npy
 """
 
 
@@ -27,7 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     add_run_arguments(parser)
     parser.add_argument(
-        "--data", metavar="FILE", nargs="+", required=True, action="extend", help="files, folders or patterns"
+        "--data",
+        metavar="FILE",
+        nargs="+",
+        action="extend",
+        help="files, folders or patterns; of grid points, snapshots (default: data.test of the run)",
     )
     add_overrides(parser, TAKES)
 
@@ -40,29 +49,34 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     # An override right behind the files of --data is taken for one of them.
-    files = [word for word in args.data if Path(word).exists() or not is_override(word)]
-    overrides = refuse_files([*(word for word in args.data if word not in files), *args.overrides])
+    words = args.data or []
+    files = [word for word in words if Path(word).exists() or not is_override(word)]
+    overrides = refuse_files([*(word for word in words if word not in files), *args.overrides])
     from rich.console import Console
 
     from forgefield import api
     from forgefield.config.loading import override_config, override_keys
     from forgefield.runs import Run
+    from forgefield.tasks.ldos_observables import OBSERVABLE_UNITS
     from forgefield.training.summary import end_summary
 
     opened = Run.open(args.run)
-    options = override_config(opened.config, overrides, allowed=TAKES, verb="test").data if overrides else None
-    data = files[0] if len(files) == 1 else files
+    takes = OF_POINTS if opened.of_points else TAKES
+    options = override_config(opened.config, overrides, allowed=takes, verb="test").data if overrides else None
+    data: Any = (files[0] if len(files) == 1 else files) if files else _own_data(opened)
+    sources = files or ([str(source) for source in data] if isinstance(data, list) else [str(data)])
     errors = api.test(
         opened,
         data,
         options=options,
         which=args.which,
+        head=args.head,
         device=device_name(args.device, local_rank=ranks.launch.local_rank),
         labels_required=any(key.startswith("data.labels") for key in override_keys(overrides)),
     )
     if not ranks.is_first:
         return 0
-    hints = [f"{len(files)} source{'s' if len(files) > 1 else ''}: {', '.join(files)}; {args.which} weights"]
+    hints = [f"{len(sources)} source{'s' if len(sources) > 1 else ''}: {', '.join(sources)}; {args.which} weights"]
     if errors.get("energy_mae", 0.0) > SUSPICIOUS:
         hints.append("energies are off by more than 20 eV/atom: are units and reference those of the training data?")
     end_summary(
@@ -70,6 +84,25 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
         opened.path,
         {"test": errors},
         [*hints, f"report: {opened.path / 'report.html'}"],
-        units=opened.units,
+        units=opened.units | (OBSERVABLE_UNITS if opened.of_points else {}),
     )
     return 0
+
+
+def _own_data(opened: Run) -> Any:
+    """What the run's `data.test` names."""
+    from omegaconf import OmegaConf
+
+    from forgefield.data.readers import plain
+
+    named = plain(OmegaConf.select(opened.config, "data.test"))
+    instead = f"name {'snapshots with --data SNAPSHOTS' if opened.of_points else 'files with --data FILE'}."
+    if named is None or named == []:
+        raise ForgefieldError(f"Run {opened.name} has no data.test; {instead}")
+    if isinstance(named, (int, float)):
+        held = "points" if opened.of_points else "frames"
+        raise ForgefieldError(
+            f"data.test={named} of run {opened.name} holds back {held} of data.train, which were measured when the training "
+            f"ended (test.json); for others, {instead}"
+        )
+    return named

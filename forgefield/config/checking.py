@@ -21,10 +21,12 @@ from omegaconf.errors import OmegaConfBaseException
 from forgefield.config import schema
 from forgefield.config.data_checks import check_data
 from forgefield.config.nearest import did_you_mean, nearest
+from forgefield.config.point_checks import check_frames_only, check_points
+from forgefield.config.point_options import PointTaskOptions
 from forgefield.config.refusals import check_choice, wrong
 from forgefield.config.sources import Sources
 from forgefield.config.target_checks import check_task
-from forgefield.config.targets import FIELDS, TARGETS, as_typed
+from forgefield.config.targets import BRANCHES, FIELDS, POINTS, TARGETS, as_typed, has_points
 from forgefield.errors import ForgefieldError
 
 CHOICES = {
@@ -45,6 +47,7 @@ POSITIVE = (
     "data.batch.frames",
     "data.batch.atoms",
     "data.batch.edges",
+    "data.batch.points",
     "data.adaptive_cutoff",
     "data.max_neighbours",
     "data.devset",
@@ -54,7 +57,10 @@ POSITIVE = (
     "training.clip_norm",
     "training.accumulate",
     "training.graphs.sizes",
+    "training.lora.rank",
+    "training.lora.alpha",
     "training.memory.parts",
+    "training.block",
     "training.early_stopping.patience",
     "training.checkpoint.every_epochs",
     "training.checkpoint.every_steps",
@@ -81,20 +87,34 @@ OTHER_NAMES = {
     "epochs": "trainer.max_epochs",
     "numb_steps": "trainer.max_steps",
     "loss": "task",
+    "mini_batch_size": "data.batch.points",
+    "max_number_epochs": "trainer.max_epochs",
+    "use_fast_tensor_data_set": "data.fast",
+    "use_graphs": "training.engine",
+    "use_mixed_precision": "training.precision",
+    "layer_activations": "model.activation",
+    "ldos_gridsize": "data.points.energies.levels",
+    "ldos_gridspacing_ev": "data.points.energies.spacing",
+    "ldos_gridoffset_ev": "data.points.energies.first",
+    "input_rescaling_type": "data.points.scaling.inputs",
+    "output_rescaling_type": "data.points.scaling.outputs",
+    "logging_metrics": "task.observables.metrics",
+    "validation_metric": "training.monitor",
 }
 
 EXPECTED = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
-def unknown_key(key: str, fields: Collection[str] | None = None) -> str | None:
+def unknown_key(key: str, fields: Collection[str] | None = None, *, points: bool = False) -> str | None:
     """None where the schema has this dotted key, else a hint: the nearest valid key, or the valid keys.
 
     fields: of the data, as far as the config names them. Without, any other name in `task` may be one of a store's, unless it
-    looks like one of our own targets.
+    looks like one of our own targets. points: whether samples are grid points, whose task is another.
     """
     cls: Any = schema.RunOptions
     parts = key.split(".")
     for depth, part in enumerate(parts):
+        cls = PointTaskOptions if points and cls is schema.TaskOptions else cls
         kind = _kinds(cls).get(part)
         if kind is None and cls is schema.TaskOptions and _may_be_field(part, fields):
             kind = schema.FieldTargetOptions
@@ -120,11 +140,11 @@ def _may_be_field(name: str, fields: Collection[str] | None) -> bool:
 
 def check_keys(values: Mapping[str, Any], sources: Sources, *, variables: Sequence[str] = ()) -> None:
     """Refuse every key that the schema does not have. `variables` are top-level keys of the user's own."""
-    fields = declared_fields(values)
-    for key in _paths(values, schema.RunOptions, ""):
+    fields, points = declared_fields(values), has_points(values)
+    for key in _paths(values, schema.RunOptions, "", points=points):
         if key in variables:
             continue
-        hint = unknown_key(key, fields)
+        hint = unknown_key(key, fields, points=points)
         if hint is not None:
             raise ForgefieldError(f"{sources.where(key)}: unknown key '{key}'.{hint}")
 
@@ -151,7 +171,7 @@ def typed_config(values: Mapping[str, Any], sources: Sources) -> DictConfig:
     """A config of the schema's types, defaults filled in, from plain values whose keys are known to be valid."""
     config = OmegaConf.structured(schema.RunOptions)
     if "task" in values:
-        values = {**values, "task": as_typed(values["task"])}
+        values = {**values, "task": as_typed(values["task"], points=has_points(values))}
     _fill(config, schema.RunOptions, values, "", sources)
     return config
 
@@ -167,12 +187,41 @@ def check_values(config: DictConfig, sources: Sources) -> None:
     ema = config.training.ema
     if ema is not None and not 0 < ema < 1:
         raise wrong(sources, "training.ema", ema, "a number between 0 and 1, or null for no average")
+    for pattern, factor in (config.training.lr_groups or {}).items():
+        if not 0 < factor < float("inf"):
+            hint = f"; what is not to be trained goes into training.freeze=[{pattern}]" if factor == 0 else ""
+            raise wrong(sources, f"training.lr_groups.{pattern}", factor, f"a positive factor of training.lr{hint}")
+    if config.training.lora is not None and "from" not in (config.model if isinstance(config.model, Mapping) else {}):
+        raise ForgefieldError(
+            f"{sources.where('training.lora')}: 'training.lora' changes the matrices of a trained model (model.from); those of "
+            "a new one are random."
+        )
+    _check_swa(config.training, sources)
     _check_precision(config.training.precision, sources)
     _check_name(config, sources)
     check_data(config.data, sources)
-    if config.task is not None:
-        check_task(config.task, sources)
+    if config.data.points is not None:
+        check_points(config, sources)
+    else:
+        check_frames_only(config, sources)
+        if config.task is not None:
+            check_task(config.task, sources)
     _check_components(config, sources)
+
+
+def _check_swa(training: Any, sources: Sources) -> None:
+    swa = training.swa
+    if swa is None:
+        return
+    if training.ema is not None:
+        raise ForgefieldError(
+            f"{sources.where('training.swa')}: training.swa takes the place of training.ema={training.ema:g}; set "
+            "training.ema=null."
+        )
+    if not swa.start > 0:
+        raise wrong(sources, "training.swa.start", swa.start, "a share of the training, or a number of steps")
+    if swa.every is not None and swa.every < 1:
+        raise wrong(sources, "training.swa.every", swa.every, "a number of steps, 1 or more")
 
 
 @functools.cache
@@ -193,7 +242,8 @@ def _types(cls: type) -> dict[str, Any]:
 
 def _kinds(cls: type) -> dict[str, Any]:
     """Keys of a section as they are written, with the type of each."""
-    return {name: kind for name, kind in _types(cls).items() if not (cls is schema.TaskOptions and name == FIELDS)}
+    hidden = (FIELDS, POINTS) if cls is schema.TaskOptions else ()
+    return {name: kind for name, kind in _types(cls).items() if name not in hidden}
 
 
 def _strip(kind: Any) -> Any:
@@ -208,15 +258,16 @@ def _section(kind: Any) -> type | None:
     return inner if dataclasses.is_dataclass(inner) and isinstance(inner, type) else None
 
 
-def _paths(values: Any, cls: type | None, prefix: str) -> Iterator[str]:
+def _paths(values: Any, cls: type | None, prefix: str, *, points: bool = False) -> Iterator[str]:
     """Dotted keys as deep as the schema goes."""
+    cls = PointTaskOptions if points and cls is schema.TaskOptions else cls
     for name, value in values.items():
         key = f"{prefix}{name}"
         yield key
         kind = _kinds(cls).get(str(name)) if cls is not None else None
         inner = schema.FieldTargetOptions if kind is None and cls is schema.TaskOptions else _section(kind)
         if isinstance(value, Mapping) and (inner is not None or key == "trainer"):
-            yield from _paths(value, inner, f"{key}.")
+            yield from _paths(value, inner, f"{key}.", points=points)
 
 
 def schema_keys() -> list[str]:
@@ -270,6 +321,13 @@ def _fill(node: DictConfig, cls: type, values: Mapping[str, Any], prefix: str, s
         if cls is schema.TaskOptions and name == FIELDS:
             _fill_fields(node, value, prefix, sources)
             continue
+        if cls is schema.TaskOptions and name == BRANCHES:
+            _fill_branches(node, value, key, sources)
+            continue
+        if cls is schema.TaskOptions and name == POINTS:
+            node[name] = PointTaskOptions()
+            _fill(node[name], PointTaskOptions, value, prefix, sources)
+            continue
         inner = _section(kind)
         if inner is None:
             _set(node, str(name), value, kind, key, sources)
@@ -293,6 +351,26 @@ def _fill_fields(task: DictConfig, values: Mapping[str, Any], prefix: str, sourc
         elif value is not None:
             options = ", ".join(_types(schema.FieldTargetOptions))
             raise wrong(sources, f"{prefix}{name}", value, f"a section with the keys {options}")
+
+
+def _fill_branches(task: DictConfig, values: Any, key: str, sources: Sources) -> None:
+    """Targets of each branch of the model."""
+    kinds = ", ".join(_types(schema.BranchTaskOptions))
+    if not isinstance(values, Mapping):
+        raise wrong(sources, key, values, f"a section with a name for each branch, which has the keys {kinds}")
+    for branch, section in values.items():
+        if not re.fullmatch(r"[A-Za-z0-9_-]+", str(branch)):
+            raise ForgefieldError(
+                f"{sources.where(key)}: '{key}': the name of a branch is made of letters, digits, - and _."
+            )
+        if not isinstance(section, Mapping):
+            raise wrong(sources, f"{key}.{branch}", section, f"a section with the keys {kinds}")
+        for path in _paths(section, schema.BranchTaskOptions, ""):
+            hint = unknown_key(f"task.{path}", ())
+            if hint is not None:
+                raise ForgefieldError(f"{sources.where(key)}: unknown key '{key}.{branch}.{path}'.{hint}")
+        task.branches[branch] = schema.BranchTaskOptions()
+        _fill(task.branches[branch], schema.BranchTaskOptions, section, f"{key}.{branch}.", sources)
 
 
 def _set(node: DictConfig, name: str, value: Any, kind: Any, key: str, sources: Sources) -> None:
@@ -361,7 +439,7 @@ def _check_components(config: DictConfig, sources: Sources) -> None:
     elif not isinstance(model, Mapping) or not isinstance(model.get("name"), str) or not model["name"]:
         where = sources.where("model")
         raise ForgefieldError(f"{where}: 'model' needs a name, for example model: {{name: nequip, preset: S}}.")
-    elif config.data.cutoff is None:
+    elif config.data.cutoff is None and config.data.points is None:
         raise wrong(sources, "data.cutoff", None, "a number")
     for key, optional in (("training.optimizer", False), ("training.scheduler", True)):
         spec = OmegaConf.select(config, key)

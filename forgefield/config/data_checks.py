@@ -33,7 +33,7 @@ def check_data(data: DictConfig, sources: Sources) -> None:
             raise wrong(sources, f"data.{key}", value, "a share of train (0.1), a number of frames (50) or a file")
         if isinstance(value, float) and value >= 1 and not value.is_integer():
             raise wrong(sources, f"data.{key}", value, "a share below 1, or a whole number of frames")
-        if isinstance(value, Mapping) and set(value) != {"indices"}:
+        if data.points is None and isinstance(value, Mapping) and set(value) != {"indices"}:
             raise wrong(sources, f"data.{key}", dict(value), "a share, a number, a file, or {indices: file-or-list}")
     _check_batch(data, sources)
     field_options(data.labels.fields, lambda key: f"{sources.where(key)}: ")
@@ -80,8 +80,10 @@ def _check_batch(data: DictConfig, sources: Sources) -> None:
     value = data.eval_batch
     if isinstance(value, Mapping):
         sizes = list(value.values())
-        if len(value) != 1 or next(iter(value)) not in ("frames", "atoms", "edges"):
-            raise wrong(sources, "data.eval_batch", dict(value), "a number of frames, or {frames|atoms|edges: number}")
+        kinds = ("frames", "atoms", "edges") if data.points is None else ("points",)
+        if len(value) != 1 or next(iter(value)) not in kinds:
+            expected = f"a number of {kinds[0]}, or {{{'|'.join(kinds)}: number}}"
+            raise wrong(sources, "data.eval_batch", dict(value), expected)
     else:
         sizes = [] if value is None else [value]
     for size in sizes:

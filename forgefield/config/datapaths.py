@@ -18,11 +18,14 @@ SLICE = re.compile(r"^-?\d*:-?\d*(:-?\d*)?$")
 
 
 def absolute_data_paths(data: DictConfig, folders: Sequence[Path]) -> None:
-    """Rewrite `train`, `val`, `test` and `indices` in place; numbers, slices and lists of numbers stay as they are."""
+    """Rewrite `train`, `val`, `test`, `indices` and the folder of pseudopotentials in place; numbers, slices and lists of
+    numbers stay as they are."""
     for key in ("train", "val", "test", "indices"):
         value = data[key]
         plain = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
-        data[key] = _absolute(plain, folders)
+        data[key] = absolute(plain, folders)
+    if data.get("points") is not None and data.points.pseudopotentials is not None:
+        data.points.pseudopotentials = find_path(data.points.pseudopotentials, folders)
 
 
 def find_path(path: str, folders: Sequence[Path]) -> str:
@@ -36,12 +39,13 @@ def find_path(path: str, folders: Sequence[Path]) -> str:
     return candidates[0]
 
 
-def _absolute(value: Any, folders: Sequence[Path]) -> Any:
+def absolute(value: Any, folders: Sequence[Path]) -> Any:
+    """A file, pattern, list or mapping of them with absolute paths."""
     if isinstance(value, str):
         return value if SLICE.match(value) else find_path(value, folders)
     if isinstance(value, list):
-        return [_absolute(item, folders) for item in value]
+        return [absolute(item, folders) for item in value]
     if isinstance(value, Mapping):
-        paths = ("path", "indices")
-        return {key: _absolute(item, folders) if key in paths else item for key, item in value.items()}
+        paths = ("path", "indices", "inputs", "targets", "info")
+        return {key: absolute(item, folders) if key in paths else item for key, item in value.items()}
     return value

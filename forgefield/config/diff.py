@@ -6,6 +6,7 @@ second half of a run a different experiment.
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,11 +14,13 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from forgefield.config import schema
-from forgefield.config.targets import TARGETS, as_written
+from forgefield.config.point_options import PointsOptions, PointTaskOptions
+from forgefield.config.targets import DENOISE, TARGETS, as_written, has_points
 
 HARMLESS = (
     "name",
     "out",
+    "tune",
     "data.test",
     "data.cache",
     "data.lazy",
@@ -32,6 +35,8 @@ HARMLESS = (
     "training.compile",
     "training.graphs",
     "training.memory",
+    "training.block",
+    "data.fast",
     # How long.
     "trainer.max_epochs",
     "trainer.max_steps",
@@ -76,10 +81,11 @@ class Change:
 
 def config_diff(old: DictConfig, new: DictConfig) -> list[Change]:
     """All settings that differ, in the order of the new config. A setting left out counts as its default."""
-    defaults = _all_defaults()
+    given = _plain(new)
+    defaults = _all_defaults(points=has_points(given))
     return [
         Change(key, before, after, meaning=not _harmless(key))
-        for key, before, after in _differences(_plain(old), _plain(new), defaults, "")
+        for key, before, after in _differences(_plain(old), given, defaults, "")
     ]
 
 
@@ -98,14 +104,21 @@ def _plain(config: DictConfig) -> dict[str, Any]:
     return {str(key): as_written(value) if key == "task" else value for key, value in plain.items()}
 
 
-def _all_defaults() -> dict[str, Any]:
-    """Defaults of every setting, optional sections included."""
+def _all_defaults(*, points: bool = False) -> dict[str, Any]:
+    """Defaults of every setting, optional sections included. points: whether samples are grid points."""
     options = schema.RunOptions()
     targets: dict[str, Any] = {name: schema.TargetOptions() for name in TARGETS}
     options.task = schema.TaskOptions(**targets)
+    if points:
+        options.data.points = PointsOptions()
+        kinds = typing.get_type_hints(PointTaskOptions)
+        made: dict[str, Any] = {name: typing.get_args(kind)[0]() for name, kind in kinds.items()}
+        options.task = schema.TaskOptions(points=PointTaskOptions(**made))
     options.training.early_stopping = schema.EarlyStoppingOptions()
+    options.training.lora = schema.LoraOptions()
     plain = OmegaConf.to_container(OmegaConf.structured(options))
     assert isinstance(plain, dict)
+    plain["task"] = as_written(plain["task"])
     return {str(key): value for key, value in plain.items() if key != "model"}
 
 
@@ -122,11 +135,19 @@ def _differences(old: Any, new: Any, defaults: Mapping[str, Any], prefix: str) -
 
 def _default(defaults: Any, key: str) -> Any:
     """Default of a setting inside a section that is there. Optional sections that are not there are off."""
-    if key in ("task", "training.early_stopping") or key in ("task.energy", "task.forces", "task.stress"):
+    if key in ("task", "training.early_stopping", "training.lora", "data.points"):
         return None
     section, _, rest = key.removeprefix("task.").partition(".")
-    if key.startswith("task.") and section not in TARGETS and rest:
-        key, defaults = rest, _plain(OmegaConf.structured(schema.FieldTargetOptions))
+    if key.startswith("task.") and not rest:
+        return None
+    if key.startswith("task.branches."):
+        _, _, setting = rest.partition(".")[2].partition(".")
+        if not setting:
+            return None
+        key, defaults = setting, _plain(OmegaConf.structured(schema.TargetOptions))
+    elif key.startswith("task.") and (section not in defaults["task"] or defaults["task"][section] is None):
+        kind = schema.DenoiseOptions if section == DENOISE else schema.FieldTargetOptions
+        key, defaults = rest, _plain(OmegaConf.structured(kind))
     for part in key.split("."):
         if not isinstance(defaults, Mapping) or part not in defaults:
             return ABSENT

@@ -20,7 +20,7 @@ from forgefield.errors import ForgefieldError
 
 FIELDS = "data.labels.fields"
 LABELS = ("energy", "forces", "stress", "virial", "weight")
-_BATCH = "positions species frame n_atoms cell pbc edge_index edge_shift edge_reverse frame_id"
+_BATCH = "positions species frame n_atoms cell pbc edge_index edge_shift edge_reverse frame_id frame_key denoise branch"
 _COLUMNS = (
     "numbers digest source index max_force element element_count force_squares first_atom first_component degree "
     "edge_source neighbours closest first_edge"
@@ -83,6 +83,10 @@ def _field(key: str, given: Any, place: Callable[[str], str]) -> FieldOptions:
             hint = did_you_mean(str(value), PER) if name == "per" else ""
             raise _wrong(place, key if isinstance(given, str) else f"{key}.{name}", value, expected, hint)
     options.shape, options.factor = list(options.shape), float(options.factor)
+    if options.cumulative and not options.shape:
+        raise ForgefieldError(
+            f"{place(f'{key}.cumulative')}'{key}.cumulative' is for values with several components; this one is a number."
+        )
     if options.species is not None and options.per != "atom":
         raise ForgefieldError(
             f"{place(f'{key}.species')}'{key}.species' is for values of atoms; this one is per frame."
@@ -115,6 +119,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
         "a list of chemical symbols",
     ),
     "factor": (_is_factor, "a number other than zero"),
+    "cumulative": (lambda value: isinstance(value, bool), "true or false"),
     "unit": (lambda value: isinstance(value, str), "text"),
 }
 

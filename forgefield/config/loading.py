@@ -38,11 +38,11 @@ from forgefield.config.deepmd import is_deepmd_input, read_input, translate
 from forgefield.config.nearest import did_you_mean
 from forgefield.config.resolvers import RESOLVERS, register_resolvers
 from forgefield.config.sources import Sources, first_line, read_text, read_yaml
-from forgefield.config.targets import as_written
+from forgefield.config.targets import as_written, has_points
 from forgefield.errors import ForgefieldError
 
 ENTRY, DEFAULTS, USER = "__forgefield_entry__", "__forgefield_defaults__", "__forgefield_user__"
-COMPONENTS = ("model", "training.optimizer", "training.scheduler", "trainer.*")
+COMPONENTS = ("model", "training.optimizer", "training.scheduler", "training.weighting", "trainer.*")
 """Settings that describe one object by its name and options: a mapping with a name replaces what is there."""
 WHOLE = (
     "task",
@@ -56,7 +56,12 @@ WHOLE = (
     "data.eval_batch",
     "data.sampling",
     "data.reference_energies",
+    "data.points.energies",
+    "data.points.descriptors",
+    "tune",
     "training.early_stopping",
+    "training.lr_groups",
+    "training.lora",
     "trainer.max_time",
     "model.*",
 )
@@ -88,7 +93,7 @@ def load_config(
         config.name = sources.main.stem
     if isinstance(config.model, Mapping) and "from" in config.model:
         config.model = {"from": config.model["from"], **INITIAL_MODEL, **config.model}
-        if not (sources.explicit("data.cutoff") or _in(content, "data.cutoff")):
+        if config.data.points is None and not (sources.explicit("data.cutoff") or _in(content, "data.cutoff")):
             config.data.cutoff = None
     check_values(config, sources)
     absolute_data_paths(config.data, [Path.cwd(), folder])
@@ -308,7 +313,8 @@ def _prefixed(item: Any, content: Mapping[str, Any], sources: Sources) -> str:
         fields = declared_fields(content)
         if fields is None and sources.given("data.labels.fields"):  # in another file; judged when all are together
             fields = key.split(".")[1:2]
-        hint = unknown_key(key, fields)
+        points = has_points(content) or sources.explicit("data.points")
+        hint = unknown_key(key, fields, points=points)
         if hint is not None:
             if "." not in key:
                 hint = did_you_mean(key, content) or hint
@@ -347,6 +353,8 @@ def _defaults(content: Mapping[str, Any], sources: Sources) -> dict[str, Any]:
     named = sources.explicit("model.name") or sources.explicit("model.from")
     if content.get("model") is not None or sources.given("model") or named:
         defaults["model"] = None
+    elif has_points(content) or sources.explicit("data.points"):
+        defaults["model"] = {"name": "ldos"}
     return {str(key): value for key, value in defaults.items()}
 
 

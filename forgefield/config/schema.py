@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
+from forgefield.config.point_options import PointsOptions, PointTaskOptions
+
 # OmegaConf reads these annotations at run time and knows `Optional[X]`, not `X | None`, in every supported version.
 # ruff: noqa: UP045
 
@@ -24,6 +26,8 @@ class BatchOptions:
     """Atoms per batch at most: as many frames as fit, so that batches cost alike where frames differ in size."""
     edges: Optional[int] = None
     """Edges per batch at most: the same, by what costs time and memory most directly."""
+    points: Optional[int] = None
+    """Grid points per batch, where samples are points (data.points). Nothing given: 1000."""
     oversized: str = "error"
     """A frame that exceeds atoms or edges by itself: error, alone (a batch of its own) or skip (never trained on)."""
     bound: str = "upper"
@@ -48,6 +52,8 @@ class FieldOptions:
     """Values are multiplied by it."""
     unit: str = ""
     """Their unit after that, in words, for display."""
+    cumulative: bool = False
+    """Running sums of the source's values along their last axis are taken: of a density of states the number of states."""
 
 
 @dataclass
@@ -62,7 +68,7 @@ class LabelOptions:
     """Per-frame weight in the loss; `config_weight` and `weight` are found by themselves."""
     fields: Any = None
     """Further values to carry, by name: {band_gap: {key: gap}, fparam: {shape: [2]}, charge: atom}; each has key, per (frame
-    or atom), shape, species, factor and unit. Default: those that a store holds."""
+    or atom), shape, species, factor, cumulative and unit. Default: those that a store holds."""
 
 
 @dataclass
@@ -80,7 +86,8 @@ class UnitOptions:
 @dataclass
 class DataOptions:
     train: Any = None
-    """File, folder, store, glob, or a list of them; or a list of {path: ..., weight: (in the loss), share: (of the draws)}."""
+    """File, folder, store, glob, or a list of them; or a list of {path: ..., weight: (in the loss), share: (of the draws),
+    branch: (of the model)}."""
     val: Any = 0.1
     """A share of train (0.1), a number of its frames (50), a file (list, glob), or {indices: file-or-list}."""
     test: Any = None
@@ -99,7 +106,8 @@ class DataOptions:
     """The same for validation and test: a number of frames, or {atoms: ...}. Default: as in training."""
     sampling: Any = None
     """Default: every frame once an epoch. uniform or size: sources are drawn alike or by size; a list of weights; DeePMD-kit's
-    blocks ('prob_sys_size;0:2:0.5;2:5:0.5'); or {rule: uniform, frames: 10000}, the draws of an epoch."""
+    blocks ('prob_sys_size;0:2:0.5;2:5:0.5'); or {rule: uniform, frames: 10000}, the draws of an epoch; or {branches: {a: 0.7,
+    b: 0.3}}, how often branches of the model are drawn (auto: by their numbers of sources)."""
     devset: Optional[int] = None
     """Train on so many representative frames of `train` only, to try things out."""
     species: Optional[list[str]] = None
@@ -127,6 +135,10 @@ class DataOptions:
     """A frame whose energy is further than this, eV/atom, from the fit by composition stops the run."""
     cache: bool = True
     """Keep statistics on disk, keyed by a hash of all they depend on."""
+    points: Optional[PointsOptions] = None
+    """Given where samples are points of grids with an LDOS, not frames; train, val and test then name snapshots."""
+    fast: Optional[bool] = None
+    """Points only: true (default), whole batches are taken from tensors; false, point by point, as from a plain data set."""
 
 
 @dataclass
@@ -156,7 +168,8 @@ class TargetOptions:
     weight: float = 1.0
     """Weight of this target in the loss."""
     loss: str = "mse"
-    """mse, mae, huber, or the import path of a function (prediction, target) -> error of the same shape."""
+    """mse, mae, rmse (root of the mean square of a value's components), huber, or the import path of a function (prediction,
+    target) -> error of the same shape."""
     huber_delta: float = 0.01
     """Where Huber turns from quadratic to linear, in eV, eV/A or eV/A^3."""
     per_atom: Any = True
@@ -164,6 +177,10 @@ class TargetOptions:
     atoms, so that squares are what DeePMD-kit minimises."""
     species_weights: Optional[dict[str, float]] = None
     """Forces only: weight of the atoms of each species; species not named have 1."""
+    direct: bool = False
+    """Forces only: a head of the model gives them, in place of the derivative of the energy. Faster, and not conservative."""
+    net_zero: Optional[bool] = None
+    """Direct forces only: whether their sum over a frame is taken off. Default: true."""
     schedule: Optional[ScheduleOptions] = None
     """How the weight changes: {kind: linear, to: 0.1}. Default: it does not."""
 
@@ -175,16 +192,20 @@ class FieldTargetOptions:
     weight: float = 1.0
     """Weight of this target in the loss."""
     loss: Optional[str] = None
-    """mse, mae, huber, or the import path of a function (prediction, target) -> error of the same shape. Errors are in units of
-    the scale of `normalise`. Default: mse; for classes their cross-entropy, and nothing else."""
+    """mse, mae, rmse, huber, or the import path of a function (prediction, target) -> error of the same shape. Errors are in
+    units of the scale of `normalise`. Default: mse; for classes their cross-entropy, and nothing else."""
     classes: Any = None
     """The label says which class: how many there are (labels 0, 1, ...), the list of their labels, or auto: those that occur in
     the training data. Default: the label is a number to be learnt."""
     huber_delta: float = 1.0
     """Where Huber turns from quadratic to linear, in units of the scale."""
+    kind: Optional[str] = None
+    """How the value turns with the structure: values, numbers that do not (the default); vector (shape [3]); symmetric or
+    tensor (shape [3, 3])."""
     reduce: Optional[str] = None
     """Of a value per frame: mean (intensive, such as a band gap; the default) or sum (extensive) of contributions of its
-    atoms."""
+    atoms; or, of numbers, max or attention: the head's last layer reads the largest of each feature over the atoms, or their
+    mean with learnt weights (both intensive)."""
     per_atom: Any = None
     """With reduce: sum, what the loss compares: true (default), values per atom; false, of the whole; root, divided by the root
     of the number of atoms."""
@@ -193,6 +214,36 @@ class FieldTargetOptions:
     species where per atom; {mean: 1.0, scale: 0.5}; none: 0 and 1. It is part of the model."""
     schedule: Optional[ScheduleOptions] = None
     """How the weight changes: {kind: linear, to: 0.1}. Default: it does not."""
+
+
+@dataclass
+class DenoiseOptions:
+    """Positions are moved at random, and the model learns by how much: a target that needs no label."""
+
+    sigma: float = 0.1
+    """Standard deviation of the moves along each direction, A."""
+    share: Optional[float] = None
+    """Share of the frames of an epoch whose atoms are moved. Default: all; half of them where there are other targets."""
+    keep_labels: bool = False
+    """Whether moved frames keep their other labels, which are those of the structure before. Without, they train this alone."""
+    weight: float = 1.0
+    """Weight of this target in the loss."""
+    loss: Optional[str] = None
+    """mse (the default), mae, huber, or an import path. Errors are in units of sigma."""
+    huber_delta: float = 1.0
+    """Where Huber turns from quadratic to linear, in units of sigma."""
+    schedule: Optional[ScheduleOptions] = None
+    """How the weight changes: {kind: linear, to: 0.1}. Default: it does not."""
+
+
+@dataclass
+class BranchTaskOptions:
+    """What one branch of the model is trained on."""
+
+    energy: Optional[TargetOptions] = None
+    forces: Optional[TargetOptions] = None
+    stress: Optional[TargetOptions] = None
+    virial: Optional[TargetOptions] = None
 
 
 @dataclass
@@ -208,8 +259,14 @@ class TaskOptions:
     """Errors in eV/A^3."""
     virial: Optional[TargetOptions] = None
     """The stress times minus the volume, errors in eV (per atom: eV/atom)."""
+    denoise: Optional[DenoiseOptions] = None
+    """Moves of atoms that were made at random, errors in A: {sigma: 0.1}."""
     fields: dict[str, FieldTargetOptions] = field(default_factory=dict)
     """Fields of the data that are targets; written beside the others, by their names."""
+    branches: dict[str, BranchTaskOptions] = field(default_factory=dict)
+    """Where the model has branches, targets of each by its name, in place of those above."""
+    points: Optional[PointTaskOptions] = None
+    """Where samples are points: all of the task; written without this name."""
 
 
 @dataclass
@@ -235,6 +292,16 @@ class EarlyStoppingOptions:
 
 
 @dataclass
+class SwaOptions:
+    """Stochastic weight averaging: the plain mean of the weights over the last part of a training."""
+
+    start: float = 0.75
+    """Where it begins: a share of the training, or from 1 on a number of optimiser steps."""
+    every: Optional[int] = None
+    """Steps between two weights that are taken into the mean. Default: the steps of an epoch."""
+
+
+@dataclass
 class CompileOptions:
     options: Any = field(default_factory=dict)
     """Settings of torch's Inductor by their names, such as {max_autotune: true}."""
@@ -254,6 +321,18 @@ class MemoryOptions:
     """Compute every batch in so many parts, one after another: the same gradients with that much less memory."""
     split: bool = False
     """A batch that does not fit is computed in parts; without, the training stops and says what to do."""
+
+
+@dataclass
+class LoraOptions:
+    """Train changes of low rank of weight matrices instead of the matrices, which are frozen; with `model.from`."""
+
+    rank: int = 4
+    """Of the changes."""
+    alpha: Optional[float] = None
+    """A change is multiplied by alpha / rank. Default: by one."""
+    targets: Optional[list[str]] = None
+    """Patterns of names of the matrices. Default: all of the encoder, model.*."""
 
 
 @dataclass
@@ -280,12 +359,27 @@ class TrainingOptions:
     float64. A schedule: {start: tf32, finish: float32, finish_epochs: 10}."""
     memory: MemoryOptions = field(default_factory=MemoryOptions)
     """What to do where memory is short."""
+    block: Optional[int] = None
+    """Points only: optimiser steps made in one go, as one CUDA graph with the graphs engine. Signals are looked at and
+    checkpoints written between blocks. Default: 64 where steps are short, else 16."""
     ema: Optional[float] = 0.99
     """Decay of the exponential moving average of the weights; the average is validated, tested and deployed."""
+    swa: Optional[SwaOptions] = None
+    """In place of `ema` (then null): the mean of the weights over the last part: {start: 0.75}; validated and deployed."""
     clip_norm: Optional[float] = None
     """Largest norm of the whole gradient."""
     accumulate: int = 1
     """Batches per optimiser step."""
+    weighting: Any = None
+    """Weights of targets that find themselves: softadapt (what falls slowest weighs most), uncertainty (learnt variances), or
+    {name: softadapt, every: 50, beta: 1.0}, {name: uncertainty, lr: 1.0}. Reported losses have the task's own weights."""
+    freeze: Optional[list[str]] = None
+    """Parameters that are not trained, by patterns of their names: [model.*] is the encoder, [heads.of_gap.*] a head."""
+    lr_groups: Optional[dict[str, float]] = None
+    """Learning rates by part, as factors of `lr`: {model.*: 0.1}; the first pattern that matches counts."""
+    lora: Optional[LoraOptions] = None
+    """Changes of low rank of frozen matrices: {rank: 4, targets: [model.*]}. They are part of the matrices in all that a run
+    writes for use."""
     monitor: str = "val/loss"
     """What picks the best model, feeds ReduceLROnPlateau and early stopping."""
     early_stopping: Optional[EarlyStoppingOptions] = None
@@ -318,4 +412,8 @@ class RunOptions:
     trainer: Any = field(default_factory=dict)
     """Anything `lightning.Trainer` takes."""
     callbacks: Any = field(default_factory=list)
-    """Own Lightning callbacks: import path, or {name: import.path, argument: value}."""
+    """Lightning callbacks: gradient_check, training_helper and others of ours by name, own ones by import path; with arguments:
+    {name: gradient_check, policy: skip}."""
+    tune: Any = None
+    """What `forgefield tune` varies: {trials: 50, monitor: val/loss, space: {training.lr: {log: [1e-5, 1e-2]}}}; a training
+    does not look at it."""

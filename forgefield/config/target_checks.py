@@ -10,29 +10,49 @@ from omegaconf import DictConfig, OmegaConf
 from forgefield.config import schema
 from forgefield.config.refusals import check_choice, wrong
 from forgefield.config.sources import Sources
-from forgefield.config.targets import TARGETS
+from forgefield.config.targets import DENOISE, TARGETS
 from forgefield.errors import ForgefieldError
 
-LOSSES = ("mse", "mae", "huber")
+LOSSES = ("mse", "mae", "rmse", "huber")
 
 
 def check_task(task: DictConfig, sources: Sources) -> None:
     """Refuse targets whose settings have no meaning."""
     given = [target for target in TARGETS if task[target] is not None]
-    if not given and not task.fields:
+    branches = {f"task.branches.{name}": section for name, section in task.branches.items()}
+    if not given and not task.fields and not branches and task.denoise is None:
         raise ForgefieldError(
-            f"{sources.where('task')}: 'task' trains nothing; give at least one of {', '.join(TARGETS)}."
+            f"{sources.where('task')}: 'task' trains nothing; give at least one of {', '.join((*TARGETS, DENOISE))}."
         )
-    for target in given:
-        options, key = task[target], f"task.{target}"
-        _check_target(options, key, schema.TargetOptions(), sources)
-        _only_for("per_atom", ("energy", "virial"), target, options, sources)
-        if options.per_atom not in (True, False, "root"):
-            raise wrong(sources, f"{key}.per_atom", options.per_atom, "true, false or root")
-        _only_for("species_weights", ("forces",), target, options, sources)
+    for section, prefix in ((task, "task"), *((section, key) for key, section in branches.items())):
+        for target in TARGETS:
+            if section[target] is not None:
+                _check_ours(section[target], target, prefix, sources)
+    if task.denoise is not None:
+        _check_denoise(task.denoise, f"task.{DENOISE}", sources)
     for name, options in task.fields.items():
         _check_target(options, f"task.{name}", schema.FieldTargetOptions(), sources)
         _check_field_target(options, f"task.{name}", sources)
+
+
+def _check_ours(options: DictConfig, target: str, prefix: str, sources: Sources) -> None:
+    """A target that every potential knows. prefix: the section that it stands in."""
+    key = f"{prefix}.{target}"
+    _check_target(options, key, schema.TargetOptions(), sources)
+    _only_for("per_atom", ("energy", "virial"), target, options, sources, prefix)
+    if options.per_atom not in (True, False, "root"):
+        raise wrong(sources, f"{key}.per_atom", options.per_atom, "true, false or root")
+    for name in ("species_weights", "direct", "net_zero"):
+        _only_for(name, ("forces",), target, options, sources, prefix)
+    if options.direct and prefix != "task":
+        raise ForgefieldError(
+            f"{sources.where(f'{key}.direct')}: '{key}.direct' does not apply: forces of a branch are slopes of its energy."
+        )
+    if options.net_zero is not None and not options.direct:
+        raise ForgefieldError(
+            f"{sources.where(f'{key}.net_zero')}: '{key}.net_zero' is for direct forces ({key}.direct=true); those that "
+            "are derivatives of an energy add up to zero by themselves."
+        )
 
 
 def _check_target(options: DictConfig, key: str, default: Any, sources: Sources) -> None:
@@ -52,8 +72,19 @@ def _check_target(options: DictConfig, key: str, default: Any, sources: Sources)
         )
 
 
+def _check_denoise(options: DictConfig, key: str, sources: Sources) -> None:
+    _check_target(options, key, schema.DenoiseOptions(), sources)
+    if not 0 < options.sigma < float("inf"):
+        raise wrong(sources, f"{key}.sigma", options.sigma, "a positive length in A")
+    if options.share is not None and not 0 < options.share <= 1:
+        raise wrong(sources, f"{key}.share", options.share, "a share of the frames, above 0 and at most 1")
+
+
 def _check_field_target(options: DictConfig, key: str, sources: Sources) -> None:
-    check_choice(options.reduce, ("sum", "mean", None), f"{key}.reduce", sources)
+    check_choice(options.kind, ("values", "vector", "symmetric", "tensor", None), f"{key}.kind", sources)
+    check_choice(options.reduce, ("sum", "mean", "max", "attention", None), f"{key}.reduce", sources)
+    if options.kind not in (None, "values"):
+        _check_turning(options, key, sources)
     if options.per_atom not in (True, False, "root", None):
         raise wrong(sources, f"{key}.per_atom", options.per_atom, "true, false or root")
     if options.per_atom is not None and options.reduce != "sum":
@@ -80,6 +111,26 @@ def _check_field_target(options: DictConfig, key: str, sources: Sources) -> None
             )
 
 
+def _check_turning(options: DictConfig, key: str, sources: Sources) -> None:
+    """What a vector or a tensor cannot have."""
+    if options.classes is not None:
+        raise ForgefieldError(f"{sources.where(f'{key}.kind')}: '{key}.kind' does not apply to classes.")
+    if options.reduce in ("max", "attention"):
+        raise ForgefieldError(
+            f"{sources.where(f'{key}.reduce')}: '{key}.reduce' is sum or mean for a {options.kind}; {options.reduce} is for "
+            "numbers that do not turn with the structure."
+        )
+    normalise = options.normalise
+    mean = normalise.get("mean") if isinstance(normalise, Mapping) else 0
+    if (options.kind == "vector" and mean != 0) or isinstance(mean, Sequence):
+        allowed = (
+            "0: any other vector would not turn with the structure"
+            if options.kind == "vector"
+            else ("one number (times the unit matrix), or one for each species: {H: ...}")
+        )
+        raise wrong(sources, f"{key}.normalise.mean", mean, allowed)
+
+
 def _check_classes(options: DictConfig, key: str, sources: Sources) -> None:
     given: Any = OmegaConf.to_container(options.classes) if OmegaConf.is_config(options.classes) else options.classes
     is_list = isinstance(given, list) and len(set(map(str, given))) == len(given) > 1
@@ -87,7 +138,12 @@ def _check_classes(options: DictConfig, key: str, sources: Sources) -> None:
     several = isinstance(given, int) and not isinstance(given, bool) and given > 1
     if not (numbers or several or given == "auto"):
         raise wrong(sources, f"{key}.classes", given, "a number above 1, a list of different labels, or auto")
-    fixed = {"loss": None, "reduce": ("mean", None), "per_atom": None, "normalise": ("auto", "none", None)}
+    fixed = {
+        "loss": None,
+        "reduce": ("mean", "max", "attention", None),
+        "per_atom": None,
+        "normalise": ("auto", "none", None),
+    }
     for name, allowed in fixed.items():
         if options[name] is not None and (allowed is None or options[name] not in allowed):
             raise ForgefieldError(
@@ -152,10 +208,12 @@ def _check_places(schedule: DictConfig, values: list[Any], key: str, sources: So
         )
 
 
-def _only_for(name: str, targets: tuple[str, ...], target: str, options: DictConfig, sources: Sources) -> None:
-    key = f"task.{target}.{name}"
+def _only_for(
+    name: str, targets: tuple[str, ...], target: str, options: DictConfig, sources: Sources, prefix: str
+) -> None:
+    key = f"{prefix}.{target}.{name}"
     if target not in targets and _is_set(key, options[name], name, sources):
-        right = f"task.{targets[0]}.{name}"
+        right = f"{prefix}.{targets[0]}.{name}"
         raise ForgefieldError(f"{sources.where(key)}: '{key}' does not apply to {target}. Did you mean '{right}'?")
 
 

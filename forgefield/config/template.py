@@ -17,7 +17,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from forgefield.config import schema
 from forgefield.config.fielddocs import class_doc, field_docs
-from forgefield.config.targets import TARGETS, as_written
+from forgefield.config.point_checks import FRAMES_ONLY
+from forgefield.config.point_options import PointTaskOptions
+from forgefield.config.targets import BRANCHES, DENOISE, TARGETS, as_written, has_points
 
 WIDTH = 110
 """Longest line with a comment."""
@@ -31,17 +33,18 @@ def commented_yaml(config: DictConfig, *, header: str = "", notes: Mapping[str, 
     plain = OmegaConf.to_container(config, resolve=True)
     assert isinstance(plain, dict)
     plain["task"] = as_written(plain.get("task"))
-    for target, options in (plain["task"] or {}).items():
-        if options is not None:
-            _drop_inapplicable(target, options)
+    _drop_inapplicable(plain["task"] or {})
+    for key in FRAMES_ONLY if has_points(plain) else ():
+        _drop(plain, key)
     return yaml_with_comments({str(key): value for key, value in plain.items()}, header=header, notes=notes)
 
 
 def yaml_with_comments(values: Mapping[str, Any], *, header: str = "", notes: Mapping[str, str] | None = None) -> str:
     """Any part of a config, keys in the given order, as commented YAML."""
     lines = [f"# {line}".rstrip() for line in header.splitlines()]
+    task = PointTaskOptions if has_points(values) else schema.TaskOptions
     for name, value in values.items():
-        block = list(_emit(str(name), value, schema.RunOptions, "", 0, notes or {}))
+        block = list(_emit(str(name), value, schema.RunOptions, "", 0, notes or {}, task))
         if len(block) > 1 and lines and lines[-1]:
             lines.append("")
         lines += block
@@ -58,26 +61,50 @@ def flow(value: Any) -> str:
     return text.removesuffix("\n").removesuffix("\n...").strip()
 
 
-def _drop_inapplicable(target: str, options: dict[str, Any]) -> None:
-    """Leave out settings of a target that cannot apply to it; writing them would be refused on reading."""
+def _drop(values: Any, key: str) -> None:
+    """Take a dotted key out of nested mappings, where it is there."""
+    section, _, rest = key.partition(".")
+    if not isinstance(values, dict):
+        return
+    if rest:
+        _drop(values.get(section), rest)
+    else:
+        values.pop(section, None)
+
+
+def _drop_inapplicable(targets: Mapping[str, Any]) -> None:
+    """Leave out settings of targets, also of those of branches, that cannot apply; writing them would be refused on reading."""
+    for name, options in targets.items():
+        if name == BRANCHES:
+            for section in options.values():
+                _drop_inapplicable(section)
+        elif options is not None:
+            _drop_inapplicable_to(name, options)
+
+
+def _drop_inapplicable_to(target: str, options: dict[str, Any]) -> None:
     if target in ("forces", "stress"):
         options.pop("per_atom", None)
     if target != "forces":
-        options.pop("species_weights", None)
+        for name in ("species_weights", "direct", "net_zero"):
+            options.pop(name, None)
     if options.get("loss") != "huber":
         options.pop("huber_delta", None)
 
 
-def _emit(name: str, value: Any, cls: type | None, prefix: str, indent: int, notes: Mapping[str, str]) -> Iterator[str]:
+def _emit(
+    name: str, value: Any, cls: type | None, prefix: str, indent: int, notes: Mapping[str, str], task: type
+) -> Iterator[str]:
+    """task: the options that the section of that name has."""
     key = f"{prefix}{name}"
-    inner = _section(cls, name)
+    inner = task if key == "task" else _section(cls, name)
     comment = notes.get(key) or _comment(cls, name, inner)
     margin = " " * indent
     if isinstance(value, Mapping) and value and (inner is not None or key in ("model", "trainer")):
         yield from _above(comment, margin)
         yield f"{margin}{flow(name)}:"
         for below, content in value.items():
-            yield from _emit(str(below), content, inner, f"{key}.", indent + 2, notes)
+            yield from _emit(str(below), content, inner, f"{key}.", indent + 2, notes, task)
         return
     line = f"{margin}{flow(name)}: {flow(value)}"
     if comment and len(line) + len(comment) + 4 <= WIDTH:
@@ -99,7 +126,7 @@ def _comment(cls: type | None, name: str, inner: type | None) -> str | None:
 
 def _section(cls: type | None, name: str) -> type | None:
     """The dataclass of the section `name` of `cls`."""
-    if cls is schema.TaskOptions and name not in TARGETS:
+    if cls is schema.TaskOptions and name not in (*TARGETS, BRANCHES, DENOISE):
         return schema.FieldTargetOptions
     kind = typing.get_type_hints(cls).get(name) if cls is not None else None
     for candidate in (kind, *typing.get_args(kind)):

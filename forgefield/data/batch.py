@@ -7,6 +7,7 @@
 | frame      | (n_atoms,)      | int64   | frame of each atom, ascending |
 | n_atoms    | (n_frames,)     | int64   | atoms of each frame |
 | cell       | (n_frames, 3, 3)| float64 | rows are lattice vectors, A; zeros where there is none |
+| pbc        | (n_frames, 3)   | bool    | which lattice vectors repeat |
 | edge_index | (2, n_edges)    | int64   | row 0 source j (neighbour), row 1 destination i (centre), ascending in i |
 | edge_shift | (n_edges, 3)    | float64 | integers S: edge vector = positions[j] + S @ cell[frame[i]] - positions[i] |
 | edge_reverse | (n_edges,)    | int64   | number of the edge that leads back: j and i exchanged, S negated |
@@ -15,6 +16,9 @@
 | stress     | (n_frames, 3, 3)| float64 | eV/A^3 |
 | weight     | (n_frames,)     | float64 | weight in the loss |
 | frame_id   | (n_frames,)     | int64   | position in the dataset; -1: a blank frame that counts for nothing |
+| branch     | (n_frames,)     | int64   | which branch of the model a frame is for; only where a model has several |
+| frame_key  | (n_frames,)     | int64   | training with dropout only: 0 to 2^32, from seed, epoch and place in the epoch |
+| denoise    | (n_atoms, 3)    | float64 | training on noise only: by how much `positions` were moved, A |
 
 `edge_reverse` is left out where an edge need not have a reverse (`data.max_neighbours`). NaN in a label means that the
 frame does not carry it; readers refuse NaN in data, so it means nothing else. Fields (`data.labels.fields`) are further keys,
@@ -54,6 +58,9 @@ SHAPES: Shapes = {
     "stress": ("frames", 3, 3),
     "weight": ("frames",),
     "frame_id": ("frames",),
+    "branch": ("frames",),
+    "frame_key": ("frames",),
+    "denoise": ("atoms", 3),
 }
 """Shape of each key, in the sizes that differ from batch to batch."""
 
@@ -97,7 +104,7 @@ def batch_from_frames(
 def assemble(geometry: Geometry, edges: EdgeBlock | None, /, **values: np.ndarray) -> Batch:
     """A batch from arrays of its frames. values: the keys of the table above that are neither geometry nor edges; fields.
 
-    Without edges it carries `pbc` instead, from which `with_edges` makes them.
+    Without edges, `with_edges` makes them.
     """
     n_atoms = geometry.n_atoms
     arrays = {
@@ -105,7 +112,8 @@ def assemble(geometry: Geometry, edges: EdgeBlock | None, /, **values: np.ndarra
         "frame": np.repeat(np.arange(len(n_atoms)), n_atoms),
         "n_atoms": n_atoms,
         "cell": geometry.cell,
-        **({"pbc": geometry.pbc} if edges is None else _edges_in_batch(n_atoms, edges)),
+        "pbc": geometry.pbc,
+        **({} if edges is None else _edges_in_batch(n_atoms, edges)),
         **values,
     }
     return {name: torch.from_numpy(_own(array)) for name, array in arrays.items()}
@@ -157,7 +165,8 @@ def without_labels(batch: Batch, targets: Collection[str] = ()) -> Batch:
 
     targets: fields that are learnt. The others are what a model is given along with a structure, and stay.
     """
-    learnt = ("energy", "forces", "stress", *(name for name in targets if name in batch and name not in SHAPES))
+    learnt = ["energy", "forces", "stress", *(name for name in targets if name in batch and name not in SHAPES)]
+    learnt += ["denoise"] if "denoise" in batch else []
     blank = {name: torch.full_like(batch[name], torch.nan) for name in learnt}
     return {
         **batch,

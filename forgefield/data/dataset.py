@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from forgefield.data.graphs.edges import (
     Neighbourhoods,
     Progress,
     StoredEdges,
+    build_block,
     geometry_of,
 )
 from forgefield.data.graphs.graph import GraphOptions
@@ -48,6 +50,7 @@ class GraphDataset:
         self.species = species
         self.fields: Fields = self.frames.fields
         self.targets: frozenset[str] = frozenset()
+        self._branch: np.ndarray | None = None
         self.graph = graph if isinstance(graph, GraphOptions) else GraphOptions(float(graph))
         self._refuse_foreign_species()
         if on_device and (self.graph.adaptive_cutoff is not None or self.graph.max_neighbours is not None):
@@ -56,6 +59,16 @@ class GraphDataset:
                 "data.max_neighbours, or use data.neighbours=auto"
             )
         self.edges: Neighbourhoods = DeviceEdges() if on_device else _neighbourhoods(self.frames, self.graph, progress)
+
+    def tell_branches(self, names: Sequence[str]) -> None:
+        """From now on batches say which branch of the model each frame belongs to, by its place in `names`."""
+        self._branch = self.frames.branch_of_frame(names)
+        strange = np.flatnonzero(self._branch < 0)
+        if len(strange):
+            raise ForgefieldError(
+                f"{self.frames.where(int(strange[0]))}: its source names no branch of the model; write {{path: ..., branch: "
+                f"NAME}} in the data section, with NAME one of {', '.join(names)}"
+            )
 
     def leave_edges_to_device(self) -> None:
         """From now on the model's device makes the lists that would be made for each batch, if it can make such."""
@@ -88,19 +101,36 @@ class GraphDataset:
         """The batch of one frame."""
         return self.batch(np.array([row]))
 
-    def batch(self, rows: np.ndarray | Sequence[int]) -> Batch:
-        """These frames in this order; `frame_id` is their row."""
+    def batch(self, rows: np.ndarray | Sequence[int], moves: np.ndarray | None = None) -> Batch:
+        """These frames in this order; `frame_id` is their row.
+
+        moves: (n_atoms, 3), A: atoms are that far from where they are in the data, NaN where they are not moved; edges are made
+        for where they are then, and the batch carries the moves as `denoise`.
+        """
         found = self.frames.find(np.array(rows, dtype=np.int64))
         geometry = geometry_of(found)
+        if moves is None:
+            edges, more = self.edges.read(found, geometry), {}
+        else:
+            geometry = replace(geometry, positions=geometry.positions + np.nan_to_num(moves))
+            where = self.frames.where
+            edges = (
+                None
+                if self.on_device
+                else build_block(geometry, self.graph, lambda i: f"{where(int(found.rows[i]))}, its atoms moved")[0]
+            )
+            more = {"denoise": moves}
         return assemble(
             geometry,
-            self.edges.read(found, geometry),
+            edges,
+            **more,
             species=self.species.index(found.atoms("numbers")),
             energy=found.column("energy"),
             forces=found.atoms("forces"),
             stress=found.column("stress"),
             weight=found.column("weight"),
             frame_id=found.rows,
+            **({} if self._branch is None else {"branch": self._branch[found.rows]}),
             **{name: found.field(name) for name in self.fields},
         )
 

@@ -6,7 +6,7 @@ one deviation for all components, so that a vector's components stay comparable.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -15,21 +15,38 @@ from forgefield.data.species import SpeciesTable
 from forgefield.data.storage.table import FrameTable
 
 Moments = tuple[np.ndarray, float]
+Part = Callable[[np.ndarray], np.ndarray]
+"""Of a mean (..., *shape), the part that a model may add to its output; the deviation is measured from that."""
 
 
-def intensive_moments(table: FrameTable, name: str, species: SpeciesTable) -> Moments:
+def whole(mean: np.ndarray) -> np.ndarray:
+    return mean
+
+
+def no_part(mean: np.ndarray) -> np.ndarray:
+    """Of vectors: any other than zero would prefer a direction."""
+    return np.zeros_like(mean)
+
+
+def isotropic_part(mean: np.ndarray) -> np.ndarray:
+    """Of tensors (..., 3, 3): the multiple of the unit matrix."""
+    return np.trace(mean, axis1=-2, axis2=-1)[..., None, None] / 3 * np.eye(3)
+
+
+def intensive_moments(table: FrameTable, name: str, species: SpeciesTable, part: Part = whole) -> Moments:
     """Mean over frames, the same for every species, and the deviation from it."""
     labelled = _labelled(table, name)
-    mean = sum(block.column(name).sum(axis=0) for block in _blocks(labelled)) / len(labelled)
+    mean = part(np.asarray(sum(block.column(name).sum(axis=0) for block in _blocks(labelled)) / len(labelled)))
     square = sum(np.square(block.column(name) - mean).sum() for block in _blocks(labelled))
     rows = np.repeat(np.asarray(mean)[None], len(species), axis=0)
     return rows, float(np.sqrt(square / (len(labelled) * np.size(mean))))
 
 
-def extensive_moments(table: FrameTable, name: str, species: SpeciesTable) -> Moments:
+def extensive_moments(table: FrameTable, name: str, species: SpeciesTable, part: Part = whole) -> Moments:
     """Values of species that fit the frames' sums best, by least squares per atom, and the deviation per atom that is left."""
     labelled = _labelled(table, name)
     fitted, _ = fit_by_composition(labelled, species, name)
+    fitted = part(fitted)
     flat = fitted.reshape(len(species), -1)
     square = 0.0
     for block in _blocks(labelled):
@@ -39,7 +56,7 @@ def extensive_moments(table: FrameTable, name: str, species: SpeciesTable) -> Mo
     return fitted, float(np.sqrt(square / (len(labelled) * flat.shape[1])))
 
 
-def atom_moments(table: FrameTable, name: str, species: SpeciesTable) -> Moments:
+def atom_moments(table: FrameTable, name: str, species: SpeciesTable, part: Part = whole) -> Moments:
     """Mean of each species' atoms (of all atoms, for a species without a value), and the deviation from it."""
     labelled, shape = _labelled(table, name), table.fields[name].shape
     sums, counts = np.zeros((len(species), *shape)), np.zeros(len(species))
@@ -48,7 +65,7 @@ def atom_moments(table: FrameTable, name: str, species: SpeciesTable) -> Moments
         counts += np.bincount(kinds, minlength=len(species))
     overall = sums.sum(axis=0) / counts.sum()
     divisor = np.maximum(counts, 1.0).reshape(-1, *[1] * len(shape))
-    means = np.where(counts.reshape(divisor.shape) > 0, sums / divisor, overall)
+    means = part(np.where(counts.reshape(divisor.shape) > 0, sums / divisor, overall))
     square = sum(float(np.square(values - means[kinds]).sum()) for values, kinds in _atoms(labelled, name, species))
     return means, float(np.sqrt(square / (counts.sum() * max(1, overall.size))))
 

@@ -1,4 +1,4 @@
-"""Values of fields in raw frames and blocks: looked up by their key, brought into shape, multiplied by their factor.
+"""Values of fields in raw frames and blocks: looked up by their key, brought into shape, multiplied by their factor, added up.
 
 A value that is there but has another shape, or is no number, is an error that names frame, field and what was expected.
 """
@@ -31,14 +31,14 @@ def frame_field(raw: RawFrame, name: str, options: FieldOptions) -> np.ndarray |
     shape, n = tuple(options.shape), len(raw.numbers)
     if options.species is None:
         expected = (n, *shape) if options.per == "atom" else shape
-        return _finite(raw, name, _fitting(raw, name, candidates, [expected])) * options.factor
+        return _changed(_finite(raw, name, _fitting(raw, name, candidates, [expected])), options)
     chosen = np.isin(raw.numbers, species_numbers(name, options.species))
     if not chosen.any():
         return None
     values = _fitting(raw, name, candidates, [(n, *shape), (int(chosen.sum()), *shape)])
     values = _finite(raw, name, values[chosen] if len(values) == n else values)
     result = np.full((n, *shape), np.nan)
-    result[chosen] = values * options.factor
+    result[chosen] = _changed(values, options)
     return result
 
 
@@ -53,8 +53,14 @@ def block_field(block: RawBlock, options: FieldOptions, key: str) -> tuple[bool,
     shape = (n_atoms, *options.shape) if options.per == "atom" else tuple(options.shape)
     if values.dtype.kind not in "fiub" or values.shape[:1] != (n_frames,) or not fits(values.shape[1:], shape):
         return False, None
-    values = values.reshape(n_frames, *shape) * np.float64(options.factor)
+    values = _changed(values.reshape(n_frames, *shape), options)
     return (True, values) if np.isfinite(values).all() else (False, None)
+
+
+def _changed(values: np.ndarray, options: FieldOptions) -> np.ndarray:
+    """What the settings say is done to values, (..., *shape)."""
+    values = values * np.float64(options.factor)
+    return np.cumsum(values, axis=-1) if options.cumulative else values
 
 
 def species_numbers(name: str, symbols: list[str]) -> list[int]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import lightning
@@ -11,6 +12,7 @@ from forgefield.config.schema import DataOptions
 from forgefield.config.starter import LARGE_FORCES
 from forgefield.data.dataset import GraphDataset
 from forgefield.data.graphs.edges import Progress
+from forgefield.data.noise import Noise
 from forgefield.data.readers import plain
 from forgefield.data.reading import Progress as ConversionProgress
 from forgefield.data.sampling.batching import Order, batch_threads, evaluation_budget, training_budget, training_order
@@ -51,6 +53,8 @@ class DataModule(lightning.LightningDataModule):
         self.species_of = species_of
         self._on_gpu = False
         self._ready = False
+        self._keyed = False
+        self._noise: Noise | None = None
 
     def prepare(self, progress: Progress | None = None, converting: ConversionProgress | None = None) -> None:
         """Do all the work, once. `progress(done, total)` counts neighbour lists over all frames, `converting` the frames that
@@ -93,6 +97,26 @@ class DataModule(lightning.LightningDataModule):
             if part is not None:
                 part.targets = frozenset(targets) & part.fields.keys()
 
+    def tell_branches(self, names: Sequence[str]) -> None:
+        """Batches say which of these branches of the model a frame is for. Called before loaders are asked for."""
+        missing = [name for name in names if name not in self.train.frames.branches]
+        if missing:
+            raise ForgefieldError(
+                f"model.branches has {missing[0]}, and no source of data.train is for it; write {{path: ..., branch: "
+                f"{missing[0]}}} there."
+            )
+        for part in (self.train, self.val, self.test):
+            if part is not None:
+                part.tell_branches(names)
+
+    def key_frames(self) -> None:
+        """Batches of the training will carry `frame_key`. Called before loaders are asked for."""
+        self._keyed = True
+
+    def move_atoms(self, sigma: float, *, share: float, keep_labels: bool, alone: bool) -> None:
+        """Frames will be moved at random, see `noise.Noise`. Called before loaders are asked for."""
+        self._noise = Noise(sigma, self.seed, share=share, keep_labels=keep_labels, alone=alone)
+
     def train_on_gpu(self) -> None:
         """Batches will be copied to a GPU. Called before loaders are asked for."""
         self._on_gpu = True
@@ -107,20 +131,34 @@ class DataModule(lightning.LightningDataModule):
     def train_dataloader(self) -> FrameLoader:
         self.prepare()
         order = training_order(self.options, self.train.frames, self.seed)
-        return self._loader(self.train, training_budget(self.options), order)
+        return self._loader(
+            self.train,
+            training_budget(self.options),
+            order,
+            keys=self.seed if self._keyed else None,
+            noise=self._noise,
+        )
 
     def val_dataloader(self) -> FrameLoader | list:
-        return self._evaluation_loader("val")
+        return self._evaluation_loader("val", None if self._noise is None else replace(self._noise, fixed=True))
 
     def test_dataloader(self) -> FrameLoader | list:
         return self._evaluation_loader("test")
 
-    def _evaluation_loader(self, name: str) -> FrameLoader | list:
+    def _evaluation_loader(self, name: str, noise: Noise | None = None) -> FrameLoader | list:
         self.prepare()
         dataset = getattr(self, name)
-        return [] if dataset is None else self._loader(dataset, evaluation_budget(self.options), None)
+        return [] if dataset is None else self._loader(dataset, evaluation_budget(self.options), None, noise=noise)
 
-    def _loader(self, dataset: GraphDataset, budget: Budget, order: Order | None) -> FrameLoader:
+    def _loader(
+        self,
+        dataset: GraphDataset,
+        budget: Budget,
+        order: Order | None,
+        *,
+        keys: int | None = None,
+        noise: Noise | None = None,
+    ) -> FrameLoader:
         return FrameLoader(
             dataset,
             budget,
@@ -130,6 +168,8 @@ class DataModule(lightning.LightningDataModule):
             workers=batch_threads(self.options, self._on_gpu),
             prefetch=self.options.prefetch,
             pin=self._on_gpu,
+            keys=keys,
+            noise=noise,
         )
 
     def describe(self) -> list[tuple[str, str]]:

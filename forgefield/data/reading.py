@@ -61,7 +61,7 @@ def read_table(
         label for label in ("energy", "forces", "stress", "weight") if is_none(getattr(labels, label) or "")
     )
     stores_only, in_memory = True, False
-    for (in_store, share), group in groupby(source_files(spec), key=_kind):
+    for (in_store, share, branch), group in groupby(source_files(spec), key=_kind):
         files = list(group)
         if in_store:
             for file in files:
@@ -69,14 +69,15 @@ def read_table(
                 fields = chosen_fields(file.path, store.fields, reader.asked, required=required)
                 parts = store.table(factor=file.weight).parts
                 opened = FrameTable([replace(part, hidden=hidden, chosen=fields) for part in parts])
-                table = table + _shared(FrameTable.from_frames(opened, fields) if lazy is False else opened, share)
+                opened = FrameTable.from_frames(opened, fields) if lazy is False else opened
+                table = table + _said(opened, share, branch)
         elif lazy:
             stores_only = False
-            table = table + _shared(_kept_on_disk(files, labels, units, graph, progress), share)
+            table = table + _said(_kept_on_disk(files, labels, units, graph, progress), share, branch)
         else:
             stores_only, in_memory = False, True
             frames = (frame for file in files for frame in frames_of(file, reader, units))
-            table = table + _shared(FrameTable.from_frames(frames, reader.asked or {}), share)
+            table = table + _said(FrameTable.from_frames(frames, reader.asked or {}), share, branch)
     _ = table.fields  # refused here, where parts contradict each other
     if stores_only:
         _refuse_settings_for_files(labels, units)
@@ -95,7 +96,7 @@ def _refuse_settings_for_files(labels: LabelOptions, units: UnitOptions) -> None
                 "leave it out (none leaves the label out)"
             )
     for name, said in field_options(labels.fields).items():
-        for setting in ("key", "factor", "species"):
+        for setting in ("key", "factor", "species", "cumulative"):
             if getattr(said, setting) != getattr(FieldOptions(), setting):
                 raise ForgefieldError(
                     f"data.labels.fields.{name}.{setting}={getattr(said, setting)} has no meaning for a store, whose fields "
@@ -125,13 +126,13 @@ def _settings(section: Any) -> dict[str, Any]:
     return plain(section) if OmegaConf.is_config(section) else asdict(section)
 
 
-def _kind(file: SourceFile) -> tuple[bool, Share | None]:
+def _kind(file: SourceFile) -> tuple[bool, Share | None, str | None]:
     """What tells apart files that become different parts of a table."""
-    return is_store(file.path), None if file.share is None else Share(file.entry, file.share)
+    return is_store(file.path), None if file.share is None else Share(file.entry, file.share), file.branch
 
 
-def _shared(table: FrameTable, share: Share | None) -> FrameTable:
-    return FrameTable([replace(part, share=share) for part in table.parts])
+def _said(table: FrameTable, share: Share | None, branch: str | None) -> FrameTable:
+    return FrameTable([replace(part, share=share, branch=branch) for part in table.parts])
 
 
 def _kept_on_disk(

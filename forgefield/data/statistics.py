@@ -92,7 +92,8 @@ def compute_statistics(dataset: GraphDataset, options: DataOptions, others: Sequ
         check_forces(table, options.max_force)
     check_energies(tables, dataset.species, options.max_energy_deviation)
     statistics = _measure(dataset, plain(options.reference_energies))
-    _check_residuals(dataset, statistics, options.max_energy_deviation)
+    if dataset.frames.branches in ([None], []):
+        _check_residuals(dataset, statistics, options.max_energy_deviation)
     _save(store, statistics)
     return statistics
 
@@ -111,9 +112,15 @@ def check_forces(table: FrameTable, limit: float) -> None:
 
 
 def check_energies(tables: Sequence[FrameTable], species: SpeciesTable, limit: float) -> None:
-    """Refuse energies over `limit`, eV/atom, off a fit to all of them."""
+    """Refuse energies over `limit`, eV/atom, off a fit to all of them; branches of a model are fitted each by itself."""
     labelled = [table.select(np.flatnonzero(table.carries("energy"))) for table in tables]
-    labelled = [table for table in labelled if len(table)]
+    for branch in sorted({name or "" for table in labelled for name in table.branches}):
+        of_branch = [table.select(np.flatnonzero(table.branch_of_frame([branch or None]) == 0)) for table in labelled]
+        _check_energies([table for table in of_branch if len(table)], species, limit)
+
+
+def _check_energies(labelled: Sequence[FrameTable], species: SpeciesTable, limit: float) -> None:
+    """The same for frames that all carry an energy and are computed alike."""
     if not labelled:
         return
     energies = robust_energies(labelled, species)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import copy
 import os
+import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +27,7 @@ from forgefield.data.graphs.neighbours import edge_vectors, neighbour_list, squa
 from forgefield.data.species import SpeciesTable
 from forgefield.deploy.evaluate import further_answers, outputs_of_atoms
 from forgefield.errors import ForgefieldError
+from forgefield.models.deeppot.branches import single
 from forgefield.models.potential import Potential
 from forgefield.models.registry import build_model
 from forgefield.runs import Run
@@ -77,6 +80,10 @@ class VerletList:
         return bool(np.max(np.einsum("ij,ij->i", moved, moved)) <= (self.skin / 2) ** 2)
 
 
+RESPONSES = {"dipole", "polarizability"}
+"""Outputs that make a calculator of a model without an energy."""
+
+
 class Calculator(AseCalculator):
     """ASE calculator of a run, or of a `Potential`.
 
@@ -84,17 +91,33 @@ class Calculator(AseCalculator):
         run: name of a run, path of its folder, a `Run`, or a `Potential`
         which: weights of the run, `best` or `last`
         device: where the model runs, `cpu` or `cuda`
+        head: branch of a model that has several
         dtype: arithmetic inside the network, `float32` or `float64`, for a run; default: as trained
         skin: how far beyond the cutoff neighbours are remembered, A
 
     Results: energy and free_energy (eV), energies (n_atoms,), forces (n_atoms, 3) (eV/A), and for cells with a
     volume stress (6,) (eV/A^3, Voigt order xx yy zz yz xz xy). Further outputs of the model are in `results` by their names,
-    probabilities of classes as `NAME_prob`.
+    probabilities of classes as `NAME_prob`. A model of dipoles or polarisabilities without an energy gives these alone:
+    `atoms.get_dipole_moment()`.
+    A model trained with `task.forces.direct` gives forces by a head of its own: they
+    are not the derivative of the energy, so dynamics with them does not conserve it; `forces_are_direct` says so.
     """
 
     name = "forgefield"
     implemented_properties = ["energy", "free_energy", "energies", "forces", "stress"]
     ignored_changes = {"initial_charges", "initial_magmoms"}
+
+    def __new__(cls, run: Any = None, **settings: Any) -> Any:
+        """The calculator of this run's kind: an LDOS run has one of its own (`LDOSCalculator`), with a temperature."""
+        if cls is Calculator and isinstance(run, (str, os.PathLike, Run)):
+            opened = run if isinstance(run, Run) else Run.open(run)
+            if opened.of_points:
+                from forgefield.deploy.ldos_ase import LDOSCalculator
+
+                return LDOSCalculator(opened, **{"temperature": None, **settings})
+            if "temperature" in settings:
+                raise ForgefieldError(f"Run {opened.name} is a potential: it knows no electrons and no temperature.")
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -104,16 +127,27 @@ class Calculator(AseCalculator):
         device: str | torch.device = "cpu",
         dtype: str | torch.dtype | None = None,
         skin: float = 0.5,
+        head: str | None = None,
     ) -> None:
         super().__init__()
         self.device = torch.device(device)
-        self.potential = _potential(run, which, self.device, dtype)
-        if not self.potential.has_energy:
+        self.potential = _potential(run, which, self.device, dtype, head)
+        self.forces_are_direct = self.potential.forces_are_direct
+        responses = RESPONSES & set(self.potential.further)
+        if not self.potential.has_energy and not self.forces_are_direct and not responses:
             raise ForgefieldError(
-                f"This model predicts {', '.join(self.potential.further)} and no energy, so it is no calculator; "
+                f"This model predicts {', '.join(self.potential.further) or 'noise'} and no energy, so it is no calculator; "
                 "forgefield predict writes what it predicts."
             )
-        self.implemented_properties = [*type(self).implemented_properties, *self.potential.further]
+        if self.forces_are_direct:
+            warnings.warn(
+                "Forces of this model come from a head of their own (task.forces.direct) and are not the derivative of an "
+                "energy: energy is not conserved in dynamics.",
+                stacklevel=2,
+            )
+        known = type(self).implemented_properties if self.potential.has_energy else []
+        known = ["forces"] if self.forces_are_direct and not known else known
+        self.implemented_properties = [*known, *self.potential.further]
         self.species = SpeciesTable(self.potential.species)
         self.neighbours = VerletList(graph_of(self.potential), skin)
 
@@ -129,19 +163,23 @@ class Calculator(AseCalculator):
         has_volume = frame.volume > 0
         if "stress" in properties and not has_volume:
             raise PropertyNotImplementedError("stress needs a cell with a volume; this structure has none")
-        gradients = any(name in properties for name in ("forces", "stress"))
+        gradients = self.potential.has_energy and any(name in properties for name in ("forces", "stress"))
+        # Derivatives come together; direct forces have none, so that a stress is made only where it is asked for.
+        stressed = gradients and has_volume and (not self.forces_are_direct or "stress" in properties)
         batch = self._batch(frame) | self._inputs(self.atoms)
-        out = self.potential(batch, forces=gradients, stress=gradients and has_volume)
+        out = self.potential(batch, forces=gradients, stress=stressed)
         answers = {name: value.cpu().numpy() for name, value in further_answers(self.potential, out).items()}
         out = {name: value.detach().cpu().numpy() for name, value in out.items()}
-        energy = float(out["energy"][0])
-        self.results = {"energy": energy, "free_energy": energy, "energies": out["atomic_energy"]}
+        self.results = {}
+        if self.potential.has_energy:
+            energy = float(out["energy"][0])
+            self.results = {"energy": energy, "free_energy": energy, "energies": out["atomic_energy"]}
         of_atoms = outputs_of_atoms(self.potential)
         for name, value in answers.items():
             self.results[name] = value if name.removesuffix("_prob") in of_atoms or name in of_atoms else value[0]
-        if gradients:
+        if gradients or "forces" in out:
             self.results["forces"] = out["forces"]
-            if has_volume:
+            if "stress" in out:
                 self.results["stress"] = full_3x3_to_voigt_6_stress(out["stress"][0])
 
     def check_state(self, atoms: Atoms, tol: float = 1e-15) -> list[str]:
@@ -164,6 +202,7 @@ class Calculator(AseCalculator):
             "species": torch.from_numpy(species),
             "frame": torch.zeros(len(frame), dtype=torch.int64),
             "n_atoms": torch.tensor([len(frame)]),
+            "pbc": torch.from_numpy(np.asarray(frame.pbc, dtype=bool))[None],
             "cell": torch.from_numpy(frame.cell)[None],
             "edge_index": torch.from_numpy(np.stack([source, destination])),
             "edge_shift": torch.from_numpy(shifts.astype(np.float64)),
@@ -198,10 +237,16 @@ def _frame(atoms: Atoms) -> Frame:
 
 
 def _potential(
-    run: str | os.PathLike[str] | Run | Potential, which: str, device: torch.device, dtype: str | torch.dtype | None
+    run: str | os.PathLike[str] | Run | Potential,
+    which: str,
+    device: torch.device,
+    dtype: str | torch.dtype | None,
+    head: str | None,
 ) -> Potential:
     """A copy of our own, in evaluation mode, whose weights ask for no gradients."""
     if isinstance(run, nn.Module):
+        if head is not None:
+            raise ForgefieldError("head can be chosen for a run; a Potential is used as it is.")
         if dtype is not None:
             raise ForgefieldError(
                 "dtype can be chosen for a run; a Potential is used in the precision it was built with."
@@ -209,9 +254,11 @@ def _potential(
         potential = copy.deepcopy(run)
     else:
         run = run if isinstance(run, Run) else Run.open(run)
-        potential = run.load_potential(which, device)
+        run.require_head(head)
+        potential = run.load_potential(which, device, head=head)
         if dtype is not None:
             weights = potential.state_dict()
-            potential = build_model(run.info["model"], precision=str(dtype).removeprefix("torch."), seed=0)
+            resolved = run.info["model"] if head is None else single(run.info["model"], None, head)[0]
+            potential = build_model(resolved, precision=str(dtype).removeprefix("torch."), seed=0)
             potential.load_state_dict(weights)
     return potential.to(device).eval().requires_grad_(False)

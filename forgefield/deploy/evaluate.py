@@ -88,8 +88,9 @@ def _predict_batch(potential: Potential, batch: Batch, *, forces: bool, stress: 
     predicted = {}
     if potential.has_energy:
         predicted["energy"] = out["energy"]
-        predicted["forces"] = out["forces"] if forces else torch.full((n_atoms, 3), torch.nan)
         predicted["stress"] = out["stress"] if stress else torch.full((n_frames, 3, 3), torch.nan)
+    if potential.has_energy or potential.forces_are_direct:
+        predicted["forces"] = out["forces"] if "forces" in out else torch.full((n_atoms, 3), torch.nan)
     answers = further_answers(potential, out)
     predicted |= {name: answers[name] for name in potential.further}
     part = {f"{name}_pred": value for name, value in predicted.items()}

@@ -100,13 +100,15 @@ def _image(frame: Frame, values: dict[str, Any], potential: Potential) -> Atoms:
         atoms.arrays["REF_forces"] = np.array(frame.forces)
     if frame.stress is not None:
         atoms.info["REF_stress"] = np.array(frame.stress)
-    if potential.has_energy:
+    if potential.has_energy or potential.forces_are_direct:
         atoms.calc = SinglePointCalculator(atoms, **_results(frame, values))
     return atoms
 
 
 def _results(frame: Frame, values: dict[str, Any]) -> dict[str, Any]:
     """What ASE's calculators give."""
+    if "energy" not in values:
+        return {"forces": values["forces"]}
     results = {"energy": float(values["energy"]), "energies": values["atomic_energy"], "forces": values["forces"]}
     if frame.volume > 0:
         results["stress"] = full_3x3_to_voigt_6_stress(values["stress"])

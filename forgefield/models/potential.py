@@ -38,16 +38,18 @@ class FurtherOutput(Protocol):
     """What is said of an output beside energy, forces and stress.
 
     per: `frame` or `atom`, what has a value. shape: of one value. unit: of values, in words. reduce: how the value of a frame
-    follows from its atoms', by `sum` (extensive) or `mean` (intensive). scale: how far values usually are from what
-    composition or species say; losses are measured in it. classes: labels of the classes that the output tells apart; it is
-    then a logit for each, else None.
+    follows from its atoms', by `sum` (extensive), `mean`, `max` or `attention` (intensive). kind: how it turns with the
+    structure, `values` where it does not. scale: how far values usually are from what composition or species say, one number or
+    one for each component; losses are measured in it. classes: labels of the classes that the output tells apart; it is then a
+    logit for each, else None.
     """
 
     per: str
     shape: list[int]
     unit: str
     reduce: str
-    scale: float
+    kind: str
+    scale: Any
     classes: list[float] | None
 
 
@@ -58,6 +60,8 @@ class Potential(nn.Module):
     """
 
     has_energy = True
+    forces_are_direct = False
+    """Whether forces are an output of their own and not the derivative of the energy."""
 
     def __init__(self, model: nn.Module, *, max_neighbours: int | None = None) -> None:
         super().__init__()
@@ -68,6 +72,11 @@ class Potential(nn.Module):
     def further(self) -> Mapping[str, FurtherOutput]:
         """What it gives beside energy, forces and stress, by name."""
         return {}
+
+    @property
+    def needs_keys(self) -> bool:
+        """Whether batches of a training have to carry `frame_key`."""
+        return False
 
     @property
     def species(self) -> tuple[str, ...]:
@@ -168,7 +177,7 @@ class Potential(nn.Module):
         derivative of the energy along one direction, which forward-mode differentiation carries along with the energy. So
         one reverse pass over the result is all: no derivative of a derivative is taken.
         """
-        direction = adjoints.get("forces")
+        direction = None if self.forces_are_direct else adjoints.get("forces")
         direction = torch.zeros_like(batch["positions"]) if direction is None else -direction
         strain = None
         if "stress" in adjoints:

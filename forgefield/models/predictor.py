@@ -13,8 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from forgefield.errors import ForgefieldError
-from forgefield.models.heads import Head, HeadOptions
+from forgefield.models.edge_heads import EdgeGeometry, EdgeHead, edge_geometry
+from forgefield.models.heads import Head, HeadOptions, build_head
 from forgefield.models.potential import Batch, Potential, edge_vectors
+from forgefield.ops.graph import edge_graph
+
+FORCES = "forces"
+"""A head of this name gives forces in place of the derivative of the energy."""
+NOISE = "denoise"
+"""A head of this name gives by how much atoms were moved, which is of use in training only."""
 
 
 @runtime_checkable
@@ -57,24 +64,33 @@ class Predictor(Potential):
         _require_encoder(model, has_energy)
         make: dict[str, Any] = {"n_features": int(model.feature_dim), "n_species": len(self.species)}  # type: ignore[arg-type]
         self.heads = nn.ModuleDict(
-            {_key(name): Head(name, options, **make, dtype=dtype, seed=seed) for name, options in heads.items()}
+            {
+                head_key(name): build_head(name, options, **make, dtype=dtype, seed=seed)
+                for name, options in heads.items()
+            }
         )
         self._names = tuple(heads)
+        self.forces_are_direct = FORCES in heads
         if not has_energy and hasattr(model, "energy_parameters"):
             for parameter in model.energy_parameters():  # type: ignore[operator]
                 parameter.requires_grad_(False)
 
     @property
     def further(self) -> Mapping[str, HeadOptions]:
-        return {name: self.head(name).options for name in self._names}
+        return {name: self.head(name).options for name in self._names if name not in (FORCES, NOISE)}
 
-    def head(self, name: str) -> Head:
-        return self.heads[_key(name)]  # type: ignore[return-value]
+    @property
+    def needs_keys(self) -> bool:
+        """Whether batches of a training have to carry `frame_key`."""
+        return any(self.head(name).dropout > 0 for name in self._names)
+
+    def head(self, name: str) -> Head | EdgeHead:
+        return self.heads[head_key(name)]  # type: ignore[return-value]
 
     def forward(self, batch: Batch, *, forces: bool = True, stress: bool = False) -> dict[str, Tensor]:
         """As `Potential`, and every further output by its name: (n_frames, *shape) or (n_atoms, *shape), float64."""
         if self.has_energy:
-            return super().forward(batch, forces=forces, stress=stress)
+            return super().forward(batch, forces=forces and not self.forces_are_direct, stress=stress)
         features, _ = self._features(batch | {"edge_vectors": edge_vectors(batch)}, energies=False)
         return self._further(features, batch)
 
@@ -90,10 +106,15 @@ class Predictor(Potential):
 
     def _further(self, features: Tensor | None, batch: Batch) -> dict[str, Tensor]:
         assert features is not None
-        return {name: self.head(name)(features, batch) for name in self._names}
+        turning = any(isinstance(self.head(name), EdgeHead) for name in self._names)
+        edges = self._edges(batch) if turning else None
+        return {name: self.head(name)(features, batch, edges) for name in self._names}
+
+    def _edges(self, batch: Batch) -> EdgeGeometry:
+        return edge_geometry(edge_vectors(batch), edge_graph(batch), self.cutoff, self.adaptive_cutoff)
 
 
-def _key(name: str) -> str:
+def head_key(name: str) -> str:
     """Of the module; an attribute of a module may be called like a field."""
     return f"of_{name}"
 

@@ -12,6 +12,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,32 +22,48 @@ from torch import nn
 from forgefield.config.components import import_path, own_folder
 from forgefield.config.nearest import did_you_mean
 from forgefield.errors import ForgefieldError
+from forgefield.models import ldos
 from forgefield.models.heads import check_heads, complete_heads, head_options
-from forgefield.models.potential import Potential
+from forgefield.models.own_outputs import OwnOutput, OwnOutputs
+from forgefield.models.potential import FurtherOutput, Potential
 from forgefield.models.predictor import Predictor
 
 BUILT_IN = {
     "nequip": "forgefield.models.nequip.NequIP",
     "allegro": "forgefield.models.allegro.Allegro",
     "deeppot": "forgefield.models.deeppot.model.DeepPot",
+    "schnet": "forgefield.models.schnet.SchNet",
+    "painn": "forgefield.models.painn.PaiNN",
+    "egnn": "forgefield.models.egnn.EGNN",
+    "cgcnn": "forgefield.models.cgcnn.CGCNN",
+    "pyg": "forgefield.models.adapters.pyg.PyG",
+    "mace_like": "forgefield.models.adapters.mace_like.MaceLike",
+    "ase_like": "forgefield.models.adapters.ase_like.AseLike",
+    "calculator": "forgefield.models.adapters.calculator.CalculatorModel",
 }
 """Models by name; each class has `Options`, `presets` and `complete`, and `check_options` where options have parts."""
+OF_POINTS = {"ldos": ldos.LDOSNetwork}
+"""Models of grid points by name; they are built from what `models.ldos` says."""
 PRECISIONS = {"float32": torch.float32, "float64": torch.float64}
 MODULE_FOLDER = "module_folder"
 """Resolved options of a user's own model: where its module was found, if Python would not find it by itself."""
 PREDICTS = "predicts"
-"""Resolved options of a model with further outputs: `energy`, whether it has one, and `heads`, options of each in full."""
+"""Resolved options of a model with further outputs: `energy`, whether it has one, and `heads`, options of each in full; with
+`own` these are what is said of outputs that the model gives by itself."""
+OWN = "own"
 HEADS = "heads"
 _GIVEN_BY_US = ("species", "cutoff", "adaptive_cutoff", "max_neighbours", "statistics")
 
 
 def model_class(name: str, folder: str | None = None) -> Any:
     """Class of a built-in model, or of the user's own by import path; its module may lie in `folder`."""
+    if name in OF_POINTS:
+        return OF_POINTS[name]
     path = BUILT_IN.get(name, name)
     if "." not in path:
         raise ForgefieldError(
-            f"model.name is '{name}', which is neither a built-in model ({', '.join(BUILT_IN)}) "
-            f"nor an import path like my_package.MyModel.{did_you_mean(name, BUILT_IN)}"
+            f"model.name is '{name}', which is neither a built-in model ({', '.join([*BUILT_IN, *OF_POINTS])}) "
+            f"nor an import path like my_package.MyModel.{did_you_mean(name, [*BUILT_IN, *OF_POINTS])}"
         )
     try:
         found = import_path(path, folders=[] if folder is None else [Path(folder)])
@@ -68,6 +85,10 @@ def check_model(options: Mapping[str, Any]) -> tuple[str, Any, dict[str, Any]]:
     if not isinstance(name, str):
         raise ForgefieldError(f"model.name is missing; built in: {', '.join(BUILT_IN)}.")
     found = model_class(name)
+    if name in OF_POINTS:
+        check_keys(ldos.LDOSOptions, given, where="model", what="this model")
+        ldos.LDOSOptions(**given)
+        return name, found, given
     for key in _GIVEN_BY_US:
         if key in given:
             raise ForgefieldError(f"model.{key} cannot be set: it comes from the data section.")
@@ -97,12 +118,14 @@ def resolve_model(
     statistics: Any = None,
     heads: Mapping[str, Mapping[str, Any]] | None = None,
     has_energy: bool = True,
+    units: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """The model section with everything explicit: checked options, presets and numbers from the data filled in.
 
     `cutoff`, `adaptive_cutoff` (A), `max_neighbours`: as in the data section. `statistics`: of the training data (an
     object or a dict), needed where options leave a number to it. `heads`: further outputs, by name, with what task and data
-    say of each (`HeadOptions`). `has_energy`: whether energies, forces or stress are wanted. The result is JSON-able.
+    say of each (`HeadOptions`). `has_energy`: whether energies, forces or stress are wanted. `units`: of those outputs that are
+    trained and that the model gives by itself (`own_outputs`). The result is JSON-able.
     """
     name, found, given = check_model(options)
     made = _plain(options).get(HEADS) if _has_our_heads(name, found) else None
@@ -119,10 +142,41 @@ def resolve_model(
     if completed:
         resolved[PREDICTS] = {"energy": bool(has_energy), HEADS: _plain(completed)}
     if name in BUILT_IN:
-        return resolved | _resolve_built_in(found, given, resolved, facts)
+        full = resolved | _resolve_built_in(found, given, resolved, facts)
+        own = _own_outputs(found, full)
+        return full | ({PREDICTS: _described(own, units or {})} if own else {})
     folder = own_folder(name)
     own = _resolve_own(found, name, given, facts)
     return resolved | own | ({} if folder is None else {MODULE_FOLDER: str(folder)})
+
+
+def branch_names(options: Mapping[str, Any]) -> list[str]:
+    """Names of the branches of a model, in the order of their numbers; none for most models. options: resolved or not."""
+    return sorted(options.get("branches") or {}) if options.get("name") == "deeppot" else []
+
+
+def own_outputs(options: Mapping[str, Any]) -> dict[str, Any]:
+    """What the model of this section gives by itself in place of energies, by name; nothing for most models."""
+    _, found, given = check_model(options)
+    return _own_outputs(found, given)
+
+
+def _own_outputs(found: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    return found.own_outputs(options) if hasattr(found, "own_outputs") else {}
+
+
+def _described(outputs: Mapping[str, Any], units: Mapping[str, str]) -> dict[str, Any]:
+    """Those that are trained or always given, for `PREDICTS`."""
+    chosen = {name: facts for name, facts in sorted(outputs.items()) if facts.always or name in units}
+    return {"energy": False, OWN: True, HEADS: {n: asdict(f) | {"unit": units.get(n, "")} for n, f in chosen.items()}}
+
+
+def further_outputs(resolved: Mapping[str, Any]) -> Mapping[str, FurtherOutput]:
+    """What a model with these resolved options gives beside energy, forces and stress, by name."""
+    predicts = resolved.get(PREDICTS, {})
+    if not predicts.get(OWN):
+        return head_options(predicts.get(HEADS, {}))
+    return {name: OwnOutput(**facts) for name, facts in predicts[HEADS].items()}
 
 
 def model_statistics(
@@ -143,16 +197,28 @@ def model_statistics(
     return found.measure(given, batches(), species=tuple(species), cutoff=float(cutoff))
 
 
+def is_of_points(resolved: Mapping[str, Any]) -> bool:
+    """Whether these are options of a model of grid points."""
+    return resolved.get("name") in OF_POINTS
+
+
+def build_point_model(resolved: Mapping[str, Any], *, precision: str, seed: int) -> ldos.LDOSNetwork:
+    """Model of grid points from resolved options (`models.ldos.resolve`)."""
+    return ldos.build(resolved, dtype=PRECISIONS[precision], seed=seed)
+
+
 def build_model(resolved: Mapping[str, Any], *, precision: str, seed: int) -> Potential:
     """Potential from resolved options. Weights depend on `seed` alone; the global random state is left as it was."""
     if precision not in PRECISIONS:
         raise ForgefieldError(f"training.precision is '{precision}'; choose one of {', '.join(PRECISIONS)}.")
     options = dict(resolved)
-    found = model_class(options.pop("name"), options.pop(MODULE_FOLDER, None))
+    folder = options.pop(MODULE_FOLDER, None)
+    found = model_class(options.pop("name"), folder)
     max_neighbours, predicts = options.get("max_neighbours"), options.pop(PREDICTS, None)
     if resolved["name"] in BUILT_IN:
         options.pop("max_neighbours", None)
         told = {key: options.pop(key) for key in _GIVEN_BY_US if key in options}
+        options |= {MODULE_FOLDER: folder} if MODULE_FOLDER in found.Options.__dataclass_fields__ else {}
         model = found(
             found.Options(**options),
             **told,
@@ -162,7 +228,10 @@ def build_model(resolved: Mapping[str, Any], *, precision: str, seed: int) -> Po
     else:
         model = _build_own(found, options, PRECISIONS[precision], seed)
     if predicts is None:
-        return Potential(model, max_neighbours=max_neighbours)
+        make = getattr(model, "make_potential", None) or partial(Potential, model)
+        return make(max_neighbours=max_neighbours)
+    if predicts.get(OWN):
+        return OwnOutputs(model, further_outputs(resolved), max_neighbours=max_neighbours)
     return Predictor(
         model,
         head_options(predicts[HEADS]),

@@ -19,9 +19,19 @@ from typing import Any
 import numpy as np
 import yaml
 
+from forgefield.diagnosis.record import read_records
 from forgefield.errors import ForgefieldError
 
 SPLITS = ("test", "val")
+OF_POINTS = {
+    "band_energy": "meV/atom",
+    "total_energy": "meV/atom",
+    "fermi_energy": "meV",
+    "density": "%",
+    "dos": "%",
+    "electrons": "%",
+}
+"""Units of the errors of observables."""
 SPLIT_NAMES = {"test": "test", "val": "validation"}
 Row = dict[str, float]
 
@@ -72,6 +82,8 @@ class RunData:
     test: dict[str, Any] = field(default_factory=dict)
     """What `test.json` holds: where the data came from, which weights, and the errors."""
     test_errors: dict[str, float] = field(default_factory=dict)
+    diagnosis: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Records of diagnosis callbacks, by name."""
     notes: list[Note] = field(default_factory=list)
 
     @property
@@ -90,16 +102,28 @@ class RunData:
         return monitor if isinstance(monitor, str) else "val/loss"
 
     @property
+    def of_points(self) -> bool:
+        """Whether it was trained on points of grids."""
+        return self.info.get("samples") == "points"
+
+    @property
     def has_energy(self) -> bool:
-        return self._predicted("energy") is not False
+        return not self.of_points and self._predicted("energy") is not False
 
     @property
     def heads(self) -> dict[str, str]:
-        """Further outputs of the model that are values, and their units."""
+        """Further outputs of the model that are values, and their units; of points, everything that is measured."""
+        if self.of_points:
+            stored = self.info.get("units")
+            return OF_POINTS | {str(k): str(v) for k, v in stored.items()} if isinstance(stored, dict) else OF_POINTS
         found = self._predicted("heads")
         if not isinstance(found, dict):
             return {}
-        values = {name: head for name, head in found.items() if isinstance(head, dict) and head.get("classes") is None}
+        values = {
+            name: head
+            for name, head in found.items()
+            if isinstance(head, dict) and head.get("classes") is None and name not in ("forces", "denoise")
+        }
         return {str(name): str(head.get("unit", "")) for name, head in values.items()}
 
     def _predicted(self, what: str) -> Any:
@@ -129,8 +153,9 @@ def read_run(path: Path) -> RunData:
             row["epoch"] += 1
     run.test = _read_json(run, "test.json", _test_command(run), is_command=True)
     run.test_errors = _errors_of(run.test)
-    for split in SPLITS:
+    for split in SPLITS if not run.of_points else ():
         _read_predictions(run, split)
+    run.diagnosis = read_records(run.path)
     return run
 
 

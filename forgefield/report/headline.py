@@ -109,7 +109,8 @@ def _error_card(quantity: Quantity, by_split: dict[str, dict[str, float]]) -> Ht
     if not available:
         return None
     first = by_split[available[0]]
-    extra = [f"RMSE {significant(first.get(f'{name}_rmse'))}"]
+    rmse = first.get(f"{name}_rmse")
+    extra = [] if rmse is None else [f"RMSE {significant(rmse)}"]
     extra += [f"{SPLIT_NAMES[split]} {significant(by_split[split][f'{name}_mae'])}" for split in available[1:]]
     title = f"{quantity.title} MAE, {SPLIT_NAMES[available[0]]}"
     return _stat(title, significant(first[f"{name}_mae"]), quantity.error_unit, "\n".join(extra), main=True)
@@ -136,12 +137,13 @@ def _run_cards(run: RunData) -> list[Html]:
     epochs = {row["epoch"] for row in run.timing if "epoch" in row}
     done = f"{count(len(epochs))} epochs" if epochs else "no timing yet"
     frames = median_of(run.timing, "frames_per_second")
+    kind = "points" if run.of_points else "atoms"
     return [
         _stat("Training time", duration(sum(seconds)) if seconds else NOTHING, None, done, words=True),
         _stat(
             "Speed",
-            short_count(median_of(run.timing, "atoms_per_second")),
-            "atoms/s",
+            short_count(median_of(run.timing, f"{kind}_per_second")),
+            f"{kind}/s",
             f"{short_count(frames)} frames/s" if frames is not None else "median",
         ),
         _stat("Parameters", short_count(parameter_count(run)), None, _frames_line(run)),
@@ -164,6 +166,9 @@ def mean_atoms(run: RunData) -> float | None:
 
 def _frames_line(run: RunData) -> str:
     statistics = run.info.get("statistics")
+    points = as_number(statistics.get("n_points")) if isinstance(statistics, dict) else None
+    if points is not None:
+        return f"{count(points)} training points"
     frames = as_number(statistics.get("n_frames")) if isinstance(statistics, dict) else None
     return f"{count(frames)} training frames" if frames is not None else "weights of the model"
 

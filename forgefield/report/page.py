@@ -20,7 +20,9 @@ from forgefield.report.figures import parity_row
 from forgefield.report.folder import SPLITS, Note, RunData, predictions_from_npz, read_run
 from forgefield.report.headline import headline, title_block
 from forgefield.report.markup import Html, join, tag, text
+from forgefield.report.points import points_section
 from forgefield.report.sections import config_section, data_and_model, learning_section, timing_section, use_section
+from forgefield.report.sections_diagnosis import diagnosis_section
 from forgefield.report.sections_errors import errors_section
 
 _SCRIPT = (
@@ -34,6 +36,7 @@ _CONTENTS = (
     ("learning", "Learning"),
     ("errors", "Errors"),
     ("timing", "Timing"),
+    ("diagnosis", "Diagnosis"),
     ("data", "Data and model"),
     ("use", "Use it"),
     ("config", "Config"),
@@ -88,15 +91,16 @@ def report_html(run: RunData) -> Html:
         "main",
         tag("section", headline(run), notices(run), id="results"),
         learning_section(run),
-        errors_section(run),
+        points_section(run) if run.of_points else errors_section(run),
         timing_section(run),
+        diagnosis_section(run),
         data_and_model(run),
         use_section(run),
         config_section(run),
         class_="wrap",
     )
     footer = tag("footer", tag("div", "Made by Forgefield from the run folder alone.", class_="wrap"))
-    body = tag("body", title_block(run), _navigation(), main, footer, tag("script", Html(_SCRIPT)))
+    body = tag("body", title_block(run), _navigation(run), main, footer, tag("script", Html(_SCRIPT)))
     return Html(f"<!doctype html>\n{tag('html', head, body, lang='en')}\n")
 
 
@@ -112,7 +116,8 @@ def remedy(note: Note) -> Html:
     return tag("code", note.remedy) if note.is_command else text(note.remedy.replace("`", ""))
 
 
-def _navigation() -> Html:
-    links = join(tag("a", title, href=f"#{anchor}") for anchor, title in _CONTENTS)
+def _navigation(run: RunData) -> Html:
+    shown = [entry for entry in _CONTENTS if entry[0] != "diagnosis" or run.diagnosis]
+    links = join(tag("a", title, href=f"#{anchor}") for anchor, title in shown)
     button = tag("button", "Light / dark", id="theme", type="button")
     return tag("nav", tag("div", links, button, class_="wrap"))

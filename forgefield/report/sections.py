@@ -93,7 +93,7 @@ def timing_section(run: RunData) -> Html:
     cards: list[Html] = []
     for key, title, label in (
         ("seconds", "Seconds per epoch" if x_key == "epoch" else "Seconds per row", "seconds"),
-        ("atoms_per_second", "Speed", "atoms/s"),
+        ("points_per_second", "Speed", "points/s") if run.of_points else ("atoms_per_second", "Speed", "atoms/s"),
     ):
         curve = _curve(run.timing, x_key, key, positive=False)
         if curve is not None:
@@ -118,7 +118,8 @@ def _timing_rows(run: RunData) -> list[tuple[str, Child]]:
         ]
     if steps:
         rows.append(("Optimiser steps", count(max(steps))))
-    for key, unit in (("atoms_per_second", "atoms/s"), ("frames_per_second", "frames/s")):
+    for unit in ("atoms/s", "frames/s", "points/s"):
+        key = f"{unit.removesuffix('/s')}_per_second"
         speed = median_of(run.timing, key)
         if speed is not None:
             rows.append((f"Median {unit}", short_count(speed)))
@@ -259,6 +260,11 @@ def use_section(run: RunData) -> Html:
         )
     )
     quoted = shlex.quote(name)
+    if run.of_points:
+        loading = f"import forgefield\n\nmodel = forgefield.load({name!r})\nldos = model(descriptors)  # 1/(eV A^3)"
+        command = tag("pre", f"forgefield test {quoted} --data snapshots")
+        cards = [card("In Python", tag("pre", _dim_comments(loading))), card("On the command line", command)]
+        return section("use", "Use this model", None, tag("div", *cards, class_="grid two"))
     shell = [
         f"forgefield predict {quoted} structures.extxyz -o predicted.extxyz",
         f"forgefield test {quoted} --data more.extxyz",

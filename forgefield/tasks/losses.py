@@ -28,6 +28,15 @@ def mae(prediction: Tensor, target: Tensor) -> Tensor:
     return (prediction - target).abs()
 
 
+def rmse(prediction: Tensor, target: Tensor) -> Tensor:
+    """Of every value the root of the mean square of its components' errors, for each of them the same."""
+    squares = (prediction - target).square()
+    mean = squares.reshape(squares.shape[0], -1).mean(1) if squares.dim() > 1 else squares
+    exact = mean == 0
+    root = torch.where(exact, mean, torch.where(exact, 1.0, mean).sqrt())  # its slope at zero is infinite
+    return root.reshape(-1, *[1] * (squares.dim() - 1)).expand_as(squares)
+
+
 def huber(prediction: Tensor, target: Tensor, *, delta: float) -> Tensor:
     """Quadratic below `delta`, linear above, with one slope where they meet."""
     return torch.nn.functional.huber_loss(prediction, target, reduction="none", delta=delta)
@@ -39,12 +48,16 @@ def element_loss(name: str, *, huber_delta: float, where: str) -> ElementLoss:
         return mse
     if name == "mae":
         return mae
+    if name == "rmse":
+        return rmse
     if name == "huber":
         if not huber_delta > 0:
             raise ForgefieldError(f"{where.rsplit('.', 1)[0]}.huber_delta must be positive, not {huber_delta}.")
         return partial(huber, delta=huber_delta)
     if "." not in name:
-        raise ForgefieldError(f"{where}: unknown loss '{name}'; use mse, mae, huber or the import path of a function.")
+        raise ForgefieldError(
+            f"{where}: unknown loss '{name}'; use mse, mae, rmse, huber or the import path of a function."
+        )
     function = import_path(name)
     if not callable(function):
         raise ForgefieldError(f"{where}: '{name}' is not a function.")

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from forgefield.config.targets import quantity
 from forgefield.models.potential import volumes
 from forgefield.physics.units import EV_PER_A3_TO_GPA
 from forgefield.tasks.classes import CLASS_METRICS, class_metrics, class_sums
@@ -25,7 +26,7 @@ _FACTORS = {"energy": 1000.0, "energy_total": 1000.0, "forces": 1000.0, "stress"
 def unit_of(metric: str) -> str:
     """The unit of a metric such as `val/forces_mae/Cu`; empty for a loss or a learning rate."""
     name = metric.split("/")[1] if metric.split("/")[0] in ("train", "val", "test") else metric.split("/")[0]
-    return UNITS.get(name.rsplit("_", 1)[0], "")
+    return UNITS.get(quantity(name.rsplit("_", 1)[0]), "")
 
 
 class ErrorMetrics:
@@ -33,6 +34,9 @@ class ErrorMetrics:
 
     targets: what is measured: energy, forces, stress, virial, or fields by their names. species: symbols, in the order of the
     batch's indices. classes: labels of those targets that are classes; what is summed of them is in `classes.py`.
+
+    extensive: targets of frames that are also measured per atom, as `NAME_per_atom`. branches: of the model; a target
+    `water.energy` is measured on frames of the branch water.
     """
 
     def __init__(
@@ -42,18 +46,24 @@ class ErrorMetrics:
         device: torch.device | str = "cpu",
         *,
         classes: Mapping[str, Sequence[float]] | None = None,
+        extensive: Sequence[str] = (),
+        branches: Sequence[str] = (),
     ) -> None:
         self.targets = targets
+        self.branches = tuple(branches)
+        self.extensive = frozenset(extensive)
         self.species = species
         self.classes = dict(classes or {})
         self._values: dict[tuple[str, torch.device], Tensor] = {}
         self.rows: list[str] = []
         for target in targets:
             self.rows.append(target)
-            if target == "energy":
-                self.rows.append("energy_total")
-            if target == "forces":
-                self.rows.extend(f"forces/{symbol}" for symbol in species)
+            if quantity(target) == "energy":
+                self.rows.append(f"{target}_total")
+            if target in self.extensive:
+                self.rows.append(f"{target}_per_atom")
+            if quantity(target) == "forces":
+                self.rows.extend(f"{target}/{symbol}" for symbol in species)
             self.rows.extend(f"{target}/{value:g}" for value in self.classes.get(target, ()))
         self.sums = torch.zeros(len(self.rows), 3, dtype=torch.float64, device=device)
 
@@ -70,13 +80,14 @@ class ErrorMetrics:
     def measure(self, outputs: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
         """(n_rows, 3): what one batch contributes to `sums`."""
         added = []
-        for target in self.targets:
+        for name in self.targets:
+            target = quantity(name)
             label = "stress" if target == "virial" else target
             if target in self.classes:
                 values = self._values_on(target, batch[label].device)
                 added += class_sums(outputs[label].detach(), batch[label], values)
                 continue
-            error = outputs[label].detach() - batch[label]
+            error = self._of_branch(name, outputs[label].detach() - batch[label], batch)
             if target == "energy":
                 added += [_moments(error / batch["n_atoms"]), _moments(error)]
             elif target == "forces":
@@ -86,7 +97,19 @@ class ErrorMetrics:
                 added.append(_moments(error * (volumes(batch["cell"]) / batch["n_atoms"]).view(-1, 1, 1)))
             else:
                 added.append(_moments(error))
+                if target in self.extensive:
+                    n_atoms = batch["n_atoms"].view(-1, *[1] * (error.dim() - 1))
+                    added.append(_moments(error / n_atoms))
         return torch.stack(added)
+
+    def _of_branch(self, name: str, error: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        """The error where it counts: of frames of the target's branch; as if without a label elsewhere."""
+        branch, dot, _ = name.partition(".")
+        if not dot:
+            return error
+        counts = batch["branch"] == self.branches.index(branch)
+        counts = counts.index_select(0, batch["frame"]) if quantity(name) == "forces" else counts
+        return torch.where(counts.view(-1, *[1] * (error.dim() - 1)), error, float("nan"))
 
     def _values_on(self, target: str, device: torch.device) -> Tensor:
         """Labels of the classes, copied to a device once: a copy makes the host wait."""
@@ -109,7 +132,7 @@ class ErrorMetrics:
                 found = class_metrics(numbers[place : place + 1 + len(self.classes[name])])
                 values |= {f"{name}_{kind}": value for kind, value in found.items()}
                 continue
-            factor, suffix = _FACTORS.get(name, 1.0), f"/{symbol}" if symbol else ""
+            factor, suffix = _FACTORS.get(quantity(name), 1.0), f"/{symbol}" if symbol else ""
             values[f"{name}_mae{suffix}"] = factor * absolute / count
             values[f"{name}_rmse{suffix}"] = factor * (square / count) ** 0.5
         return values

@@ -7,7 +7,7 @@ applied to added sums: unequal frames and missing labels never change what "mean
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
@@ -17,17 +17,20 @@ from torch import Tensor
 
 from forgefield.config.nearest import did_you_mean
 from forgefield.config.schema import TargetOptions, TaskOptions
-from forgefield.config.targets import TARGETS, given_targets
+from forgefield.config.targets import DENOISE, TARGETS, given_targets, quantity
 from forgefield.errors import ForgefieldError
 from forgefield.models.potential import FurtherOutput, volumes
 from forgefield.tasks.classes import cross_entropy, one_hot
 from forgefield.tasks.losses import ElementLoss, element_loss
+from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.weights import Moment, WeightSchedule
 
 LABELS = {"energy": "energy", "forces": "forces", "stress": "stress", "virial": "stress"}
 """The label each of these targets is compared with, which is also the output of the model that it needs. Any other target is a
 field, compared with the label and the output of its own name."""
 Batch = dict[str, Tensor]
+SHOWN = 4
+"""How many components' scales a summary names."""
 
 
 @dataclass(frozen=True)
@@ -49,30 +52,49 @@ class Target:
     schedule: WeightSchedule | None = None
     per: str = "frame"
     """What has a value: frame or atom."""
-    scale: float = 1.0
-    """Errors are measured in it before the loss is taken."""
+    scale: float | tuple[float, ...] = 1.0
+    """Errors are measured in it before the loss is taken; one number, or one for each component of the value."""
     unit: str = ""
     reduce: str | None = None
     """Of a field that frames have: sum or mean of its atoms' contributions."""
     classes: tuple[float, ...] | None = None
     """Labels of the classes, where the target is one of them; the output then has a logit for each."""
+    per_atom_errors: bool = False
+    """Errors of frames are also measured per atom."""
+    branch: int | None = None
+    """The branch of the model whose frames count; None: all do."""
+    kind: str = "values"
+    """How it turns with the structure: `values` where it does not."""
+    direct: bool = False
+    """Of forces: an output of the model and not the derivative of its energy."""
+
+    @property
+    def quantity(self) -> str:
+        """What is learnt, in whichever branch."""
+        return quantity(self.name)
 
     @property
     def label(self) -> str:
-        return LABELS.get(self.name, self.name)
+        return LABELS.get(self.quantity, self.quantity)
 
 
 @dataclass(frozen=True)
 class _OnDevice:
+    """weights: what the loss is made with. plain: those of the task, without what adapts them."""
+
     weights: Tensor
+    plain: Tensor
     species_weights: list[Tensor | None]
     classes: list[Tensor | None]
+    scales: list[Tensor | None]
+    """Of targets whose components have scales of their own."""
 
 
 class Task:
     """The trained targets. `species` fixes the meaning of the batch's species indices.
 
     further: what the model says of its outputs beside energy, forces and stress; every target that is a field is one of them.
+    branches: of the model, in the order of the batch's numbers.
     """
 
     def __init__(
@@ -80,10 +102,16 @@ class Task:
         options: TaskOptions | Any,
         species: tuple[str, ...],
         further: Mapping[str, FurtherOutput] | None = None,
+        branches: Sequence[str] = (),
     ) -> None:
+        self.branches = tuple(branches)
+        targets = given_targets(options)
+        _check_branches(targets, self.branches)
         self.targets = [
-            _build_target(name, given, species) if name in TARGETS else _build_field_target(name, given, further or {})
-            for name, given in given_targets(options).items()
+            _build_target(name, given, species, self.branches)
+            if quantity(name) in TARGETS
+            else _build_field_target(name, given, further or {})
+            for name, given in targets.items()
         ]
         if not self.targets:
             raise ForgefieldError(
@@ -101,7 +129,8 @@ class Task:
 
     @property
     def needs_forces(self) -> bool:
-        return "forces" in self.names
+        """As derivatives of the energy."""
+        return any(target.quantity == "forces" and not target.direct for target in self.targets)
 
     @property
     def needs_stress(self) -> bool:
@@ -115,12 +144,17 @@ class Task:
     @property
     def units(self) -> dict[str, str]:
         """Units of those targets that are fields with values."""
-        return {t.name: t.unit for t in self.targets if t.name not in TARGETS and t.classes is None}
+        return {t.name: t.unit for t in self.targets if t.quantity not in TARGETS and t.classes is None}
 
     @property
     def classes(self) -> dict[str, tuple[float, ...]]:
         """Labels of those targets that are classes."""
         return {target.name: target.classes for target in self.targets if target.classes is not None}
+
+    @property
+    def extensive(self) -> tuple[str, ...]:
+        """Names of those targets of frames whose errors are also measured per atom."""
+        return tuple(target.name for target in self.targets if target.per_atom_errors)
 
     @property
     def is_scheduled(self) -> bool:
@@ -131,16 +165,36 @@ class Task:
         """Whether a weight changes until the end of the training, which then has to be known."""
         return any(target.schedule is not None and target.schedule.needs_an_end for target in self.targets)
 
+    def error_metrics(self, species: tuple[str, ...]) -> ErrorMetrics:
+        """Accumulators of its targets' errors."""
+        return ErrorMetrics(self.names, species, classes=self.classes, extensive=self.extensive, branches=self.branches)
+
     def follow(self, moment: Moment) -> None:
         """Take the weights of this moment. Tensors are changed in place, without waiting for their device."""
         for i, target in enumerate(self.targets):
             if target.schedule is not None:
-                value = target.schedule.value(moment)
-                if value != target.weight:
-                    target.weight = value
-                    self.weights[i] = value
-                    for known in self._on_devices.values():
-                        known.weights[i].fill_(value)
+                self._set_weight(i, target.schedule.value(moment))
+
+    def set_weight(self, name: str, value: float) -> None:
+        """From now on the weight of this target; losses are reported as before."""
+        self._set_weight(self.names.index(name), float(value))
+
+    def _set_weight(self, i: int, value: float) -> None:
+        if value != self.targets[i].weight:
+            self.targets[i].weight = value
+            self.weights[i] = value
+            for known in self._on_devices.values():
+                known.plain[i].fill_(value)
+                known.weights[i].fill_(value)
+
+    def adapt(self, factors: Tensor, device: torch.device) -> None:
+        """Let the loss on a device be made with the task's weights times `factors`, (n_targets,)."""
+        known = self._on(device)
+        known.weights.copy_(known.plain * factors.to(device, non_blocking=True))
+
+    def plain_weights_on(self, device: torch.device) -> Tensor:
+        """(n_targets,): the task's weights without factors."""
+        return self._on(device).plain
 
     def loss(self, outputs: Batch, batch: Batch) -> LossParts:
         """The loss of one batch. A target that no frame of the batch is labelled for contributes zero."""
@@ -149,11 +203,11 @@ class Task:
 
     def sums(self, outputs: Batch, batch: Batch) -> tuple[Tensor, Tensor]:
         """(n_targets,) each: numerators and denominators of the loss of one batch."""
-        weights, classes = self._element_weights(batch), self._on(batch["weight"].device).classes
+        weights, known = self._element_weights(batch), self._on(batch["weight"].device)
         sums = torch.stack(
             [
-                _weighted_error(target, outputs, batch, weight, values).sum()
-                for target, weight, values in zip(self.targets, weights, classes)
+                _weighted_error(target, outputs, batch, weight, values, scale).sum()
+                for target, weight, values, scale in zip(self.targets, weights, known.classes, known.scales)
             ]
         )
         return sums, torch.stack([weight.sum() for weight in weights])
@@ -187,7 +241,12 @@ class Task:
                 None if t.classes is None else torch.tensor(t.classes, dtype=torch.float64, device=device)
                 for t in self.targets
             ]
-            self._on_devices[device] = _OnDevice(self.weights.to(device, copy=True), known, classes)
+            scales = [
+                torch.tensor(t.scale, dtype=torch.float64, device=device) if isinstance(t.scale, tuple) else None
+                for t in self.targets
+            ]
+            weights, plain = (self.weights.to(device, copy=True) for _ in range(2))
+            self._on_devices[device] = _OnDevice(weights, plain, known, classes, scales)
         return self._on_devices[device]
 
     def describe(self) -> list[tuple[str, str]]:
@@ -211,14 +270,16 @@ def default_task(labels: dict[str, int]) -> TaskOptions:
 def require_labels(targets: Iterable[str], labels: Mapping[str, int], where: str) -> None:
     """Refuse a target that no frame is labelled for. labels: how many frames carry each label and each field there is."""
     for name in targets:
-        label = LABELS.get(name, name)
+        if name == DENOISE:
+            continue
+        label = LABELS.get(quantity(name), name)
         if label not in LABELS.values() and not labels.get(label):
             _refuse_field(name, labels, where)
         if not labels.get(label):
-            also = "" if name == label else f" or {name}"
+            also = "" if quantity(name) == label else f" or {quantity(name)}"
             raise ForgefieldError(
                 f"task.{name} is on, but no {where} frame carries {label}{also}; remove task.{name} "
-                f"or name the label with data.labels.{name}."
+                f"or name the label with data.labels.{quantity(name)}."
             )
 
 
@@ -245,7 +306,8 @@ def _build_field_target(name: str, options: Any, further: Mapping[str, FurtherOu
     if options.weight < 0:
         raise ForgefieldError(f"task.{name}.weight must not be negative, it is {options.weight}.")
     loss = options.loss or "mse"
-    per_atom = True if options.per_atom is None else options.per_atom
+    per_atom = getattr(options, "per_atom", None)
+    per_atom = True if per_atom is None else per_atom
     extensive = output.per == "frame" and output.reduce == "sum"
     return Target(
         name=name,
@@ -255,14 +317,30 @@ def _build_field_target(name: str, options: Any, further: Mapping[str, FurtherOu
         species_weights=None,
         schedule=_schedule(options),
         per=output.per,
-        scale=float(output.scale),
+        scale=tuple(map(float, output.scale)) if isinstance(output.scale, list) else float(output.scale),
         unit=output.unit,
         reduce=output.reduce if output.per == "frame" else None,
         classes=None if output.classes is None else tuple(output.classes),
+        per_atom_errors=getattr(output, "per_atom_errors", False),
+        kind=output.kind,
     )
 
 
-def _build_target(name: str, options: Any, species: tuple[str, ...]) -> Target:
+def _check_branches(targets: Iterable[str], branches: tuple[str, ...]) -> None:
+    """Raise where targets are those of other branches than the model has."""
+    named = {name.partition(".")[0] for name in targets if "." in name}
+    for branch in sorted(named):
+        if branch not in branches:
+            known = f"its branches are {', '.join(branches)}" if branches else "it has no branches (model.branches)"
+            raise ForgefieldError(f"task.branches.{branch}: the model has no branch of that name; {known}.")
+    lacking = [branch for branch in branches if branch not in named]
+    if named and lacking:
+        raise ForgefieldError(f"task.branches: nothing is said of {lacking[0]}, which is a branch of the model.")
+    if named and any("." not in name for name in targets):
+        raise ForgefieldError("task: targets are given for all frames or for each branch (task.branches), not both.")
+
+
+def _build_target(name: str, options: Any, species: tuple[str, ...], branches: Sequence[str] = ()) -> Target:
     if options.weight < 0:
         raise ForgefieldError(f"task.{name}.weight must not be negative, it is {options.weight}.")
     return Target(
@@ -272,7 +350,9 @@ def _build_target(name: str, options: Any, species: tuple[str, ...]) -> Target:
         per_atom=options.per_atom,
         species_weights=_species_weights(options.species_weights, species, f"task.{name}.species_weights"),
         schedule=_schedule(options),
-        per="atom" if name == "forces" else "frame",
+        per="atom" if quantity(name) == "forces" else "frame",
+        direct=bool(getattr(options, "direct", False)),
+        branch=branches.index(name.partition(".")[0]) if "." in name else None,
     )
 
 
@@ -298,6 +378,8 @@ def _species_weights(weights: dict[str, float] | None, species: tuple[str, ...],
 def _element_weights(target: Target, batch: Batch, species_weights: Tensor | None) -> Tensor:
     """Weight of every element of the label, zero where it is missing. species_weights: (n_species,)."""
     label, weight = batch[target.label], batch["weight"]
+    if target.branch is not None:
+        weight = weight * (batch["branch"] == target.branch).to(weight.dtype)
     if target.per == "atom":
         weight = weight[batch["frame"]]
         if species_weights is not None:
@@ -306,14 +388,18 @@ def _element_weights(target: Target, batch: Batch, species_weights: Tensor | Non
     return torch.where(label.isnan(), 0.0, weight)
 
 
-def _weighted_error(target: Target, outputs: Batch, batch: Batch, weight: Tensor, classes: Tensor | None) -> Tensor:
-    """Weighted error of every element, zero where the label is missing. classes: (n_classes,), labels of them."""
+def _weighted_error(
+    target: Target, outputs: Batch, batch: Batch, weight: Tensor, classes: Tensor | None, scale: Tensor | None
+) -> Tensor:
+    """Weighted error of every element, zero where the label is missing. classes: (n_classes,), labels of them. scale: of the
+    components, where each has its own."""
     label, prediction = batch[target.label], outputs[target.label]
     if classes is not None:
         return weight * cross_entropy(prediction, one_hot(label, classes))
     factor = _factor(target, batch)
     if factor is not None:
         factor = factor.view(-1, *([1] * (label.dim() - 1))) if isinstance(factor, Tensor) else factor
+        factor = factor if scale is None else factor / scale
         label, prediction = label * factor, prediction * factor
     labelled = ~label.isnan()
     # The prediction stands in for a missing label: the error is zero there and so is its gradient.
@@ -323,15 +409,16 @@ def _weighted_error(target: Target, outputs: Batch, batch: Batch, weight: Tensor
 
 def _factor(target: Target, batch: Batch) -> Tensor | float | None:
     """A number, or (n_frames,): what label and prediction are multiplied with before they are compared."""
-    if target.name not in TARGETS and not target.per_atom:
-        return 1.0 / target.scale
+    unit = target.scale if isinstance(target.scale, float) else 1.0
+    if target.quantity not in TARGETS and not target.per_atom:
+        return 1.0 / unit
     n_atoms = batch["n_atoms"].to(batch["weight"].dtype)
     divisor = n_atoms.sqrt() if target.per_atom == "root" else n_atoms
-    if target.name == "virial":
+    if target.quantity == "virial":
         return -volumes(batch["cell"]) / divisor if target.per_atom else -volumes(batch["cell"])
-    if target.name in ("forces", "stress") or not target.per_atom:
+    if target.quantity in ("forces", "stress") or not target.per_atom:
         return None
-    return 1.0 / (divisor if target.scale == 1.0 else target.scale * divisor)
+    return 1.0 / (divisor if unit == 1.0 else unit * divisor)
 
 
 def _describe_target(target: Target) -> str:
@@ -342,11 +429,18 @@ def _describe_target(target: Target) -> str:
     text = f"weight {target.weight:g}, {word}"
     if target.schedule is not None:
         text = text.replace(",", f" {target.schedule.describe()},", 1)
-    if target.name not in TARGETS and target.classes is None:
-        text += {"sum": ", extensive", "mean": ", intensive", None: ", of atoms"}[target.reduce]
-        text += f", in units of {target.scale:.4g} {target.unit}".rstrip()
-    if target.name in ("energy", "virial") or target.reduce == "sum":
+    if target.quantity not in TARGETS and target.classes is None:
+        text += f", {target.kind}" if target.kind != "values" else ""
+        text += {"sum": ", extensive", "mean": ", intensive", None: ", of atoms"}.get(
+            target.reduce, f", intensive ({target.reduce})"
+        )
+        scale = target.scale if isinstance(target.scale, tuple) else (target.scale,)
+        shown = [f"{value:.4g}" for value in scale[:SHOWN]] + ["..."] * (len(scale) > SHOWN)
+        text += f", in units of {', '.join(shown)} {target.unit}".rstrip()
+    if target.quantity in ("energy", "virial") or target.reduce == "sum":
         text += {True: ", per atom", False: ", total", "root": ", per root of the number of atoms"}[target.per_atom]
     if target.species_weights is not None:
         text += ", weighted by species"
+    if target.direct:
+        text += ", direct: not the derivative of an energy, so not conservative"
     return text

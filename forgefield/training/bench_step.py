@@ -26,7 +26,7 @@ from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.step import StepFunction
 from forgefield.training.optimisers import build_optimiser
 from forgefield.training.precision import Precision
-from forgefield.training.resolved_model import built_task, resolved_model, wanted_task
+from forgefield.training.resolved_model import built_task, key_frames, resolved_model, tell_branches, wanted_task
 
 
 @dataclass
@@ -44,7 +44,7 @@ class BareStep:
     errors: ErrorMetrics = field(init=False)
 
     def __post_init__(self) -> None:
-        self.errors = ErrorMetrics(self.task.names, self.data.species.symbols, classes=self.task.classes)
+        self.errors = self.task.error_metrics(self.data.species.symbols)
 
     def function(self, derivative: str) -> StepFunction:
         shapes = batch_shapes(self.data.train.fields)
@@ -84,12 +84,14 @@ def bare_step(config: DictConfig, *, precision: str | None = None, data: DataMod
     if data is None:
         data = DataModule(config.data, seed=config.seed)
         data.prepare()
+        tell_branches(config, data)
     device = training_device(config)
     arithmetic = Precision(precision if precision is not None else first_precision(config))
     arithmetic.require_device(device)
     resolved = resolved_model(config, data)
     task = built_task(wanted_task(config, data), resolved)
     potential = build_model(resolved, precision=arithmetic.weights, seed=config.seed)
+    key_frames(potential, data)
     potential.train().to(device)
     parameters = [p for p in potential.parameters() if p.requires_grad]
     optimiser = build_optimiser(config.training.optimizer, parameters, lr=config.training.lr)

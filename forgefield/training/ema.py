@@ -1,4 +1,4 @@
-"""Exponential moving average of the weights.
+"""Averages of the weights: exponential moving (EMA), or plain over the last part of a training (SWA).
 
 The average lives beside the model, never in its place: training always continues from the raw weights. For validation,
 test and saving the two are exchanged inside a `with`, so that they cannot stay exchanged by accident.
@@ -11,6 +11,8 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+
+from forgefield.errors import ForgefieldError
 
 
 class WeightAverage:
@@ -74,3 +76,47 @@ class WeightAverage:
         self.updates = int(state["updates"])
         for name, tensor in state["average"].items():
             self.average[name].copy_(tensor)
+
+
+class StochasticAverage(WeightAverage):
+    """The plain mean of the weights at every so many steps from `start` on; before that, the weights themselves.
+
+    start: a step, or below 1 a share of the training. every: steps between two weights that are taken in; None: an epoch.
+    """
+
+    def __init__(self, module: nn.Module, *, start: float, every: int | None = None) -> None:
+        super().__init__(module, 0.5)
+        self.start, self.every = start, every
+        self.first_step = self.stride = 0
+
+    def plan(self, *, steps: int, steps_of_epoch: int, quick: bool = False) -> None:
+        """Told at the start of a training how many steps it has (-1: no end) and how many an epoch has. quick: a try of few
+        steps, which need not reach the average."""
+        if self.start < 1 and steps < 0:
+            raise ForgefieldError(
+                f"training.swa.start={self.start:g} is a share of a training that has no end; give trainer.max_epochs or "
+                "max_steps, or a number of steps."
+            )
+        if self.stride:  # as it was before a resume
+            return
+        self.first_step = int(self.start * steps) if self.start < 1 else int(self.start)
+        self.stride = self.every or max(steps_of_epoch, 1)
+        if 0 <= steps <= self.first_step and not quick:
+            raise ForgefieldError(
+                f"training.swa.start={self.start:g}: the training ends at step {steps}, so nothing would be averaged."
+            )
+
+    def next_share(self) -> float:
+        self.updates += 1
+        since = self.updates - self.first_step
+        if since <= 0:
+            return 1.0
+        taken, rest = divmod(since, self.stride)
+        return 1.0 / taken if rest == 0 else (1.0 if taken == 0 else 0.0)
+
+    def state_dict(self) -> dict[str, int | dict[str, Tensor]]:
+        return {**super().state_dict(), "first_step": self.first_step, "stride": self.stride}
+
+    def load_state_dict(self, state: dict) -> None:
+        super().load_state_dict(state)
+        self.first_step, self.stride = int(state["first_step"]), int(state["stride"])

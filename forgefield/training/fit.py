@@ -1,37 +1,31 @@
 """One training from config to trained weights: open or continue the run folder, prepare data and model, run Lightning.
 
-Read top to bottom, `fit` is the whole story. Whether a run is new, continued or already complete is decided here, and said.
-With several processes all of them run it; rank 0 decides and writes, the others are told.
+Read top to bottom, `fit` is the whole story, whatever the samples are: what is particular to frames or points is behind
+`subject.Subject`. Whether a run is new, continued or already complete is decided here, and said. With several processes all of
+them run it; rank 0 decides and writes, the others are told.
 """
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import lightning as L
-import torch
 from lightning.pytorch.callbacks import Callback
 from omegaconf import DictConfig
 
 from forgefield.config.nearest import did_you_mean
 from forgefield.config.template import commented_yaml
-from forgefield.data.batch import batch_shapes
-from forgefield.data.module import DataModule
 from forgefield.data.readers import plain
-from forgefield.data.sampling.loader import FrameLoader
 from forgefield.errors import ForgefieldError
 from forgefield.files import write_whole
-from forgefield.models.potential import Potential
-from forgefield.models.registry import build_model
+from forgefield.parallel.accelerators import settle_accelerator
 from forgefield.parallel.exchange import StepExchange
 from forgefield.parallel.group import Ranks
 from forgefield.parallel.learning_rate import learning_rate_factor
 from forgefield.runs import Run, versions
-from forgefield.tasks.metrics import ErrorMetrics
-from forgefield.tasks.task import Task
 from forgefield.training.callbacks.best_model import BestModel
 from forgefield.training.callbacks.metrics_log import MetricsLog
 from forgefield.training.callbacks.pace import Pace
@@ -39,26 +33,16 @@ from forgefield.training.callbacks.progress import RunProgress
 from forgefield.training.callbacks.run_checkpoint import RunCheckpoint
 from forgefield.training.callbacks.tensorboard import TensorBoardLog
 from forgefield.training.checkpoint import Restart, find_restart
-from forgefield.training.engines.choose import refuse_engine
-from forgefield.training.engines.size_plan import plan_sizes
-from forgefield.training.engines.start import EngineStarter
 from forgefield.training.folder import compare_with_stored_config, has_begun, run_folder
-from forgefield.training.initial_model import InitialModel, initial_model
 from forgefield.training.journal import Journal
-from forgefield.training.module import TrainingModule
 from forgefield.training.precision import Precision
-from forgefield.training.preflight import (
-    check_settings,
-    require_any_label,
-    require_inputs,
-    require_same_data,
-    require_same_settings,
-)
+from forgefield.training.preflight import check_settings, require_same_settings
 from forgefield.training.requeue import ask_slurm_to_requeue
-from forgefield.training.resolved_model import built_task, resolved_model, wanted_task
 from forgefield.training.signals import StopRequested, StopWish
 from forgefield.training.start_summary import summarise
+from forgefield.training.subject import Loader, Party, Subject, subject_of
 from forgefield.training.trainer import (
+    agree_with_training,
     build_trainer,
     early_stopping,
     lightning_errors,
@@ -78,92 +62,69 @@ class Fitted:
     """
 
     run: Run
-    data: DataModule | None
+    data: Any
     outcome: str
     exit_code: int = 0
     changed: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
-class Party:
-    """Who trains, how they tell the user, and whether they are asked to stop. lr_factor: what their number does to learning
-    rates."""
-
-    ranks: Ranks
-    journal: Journal
-    stop: StopWish
-    lr_factor: float
-
-
-@dataclass(frozen=True)
-class _Record:
-    """What `run.json` says about a run beside its settings."""
-
-    task: Task
-    model: dict[str, Any]
-    fingerprint: str
-    parameters: int
-    initial_model: dict[str, Any] | None = None
-
-    def write(self, run: Run, config: DictConfig, data: DataModule, ranks: Ranks) -> None:
-        """Store settings and record, when it is certain that they will be used."""
-        if not ranks.is_first:
-            return
-        status = run.info["status"] if has_begun(run) else "new"
-        setting = plain(config.training.precision)
-        write_whole(run.path / "config.yaml", commented_yaml(config))
-        run.write_info(
-            name=run.name,
-            status=status,
-            versions=versions(),
-            species=list(data.species.symbols),
-            cutoff=float(config.data.cutoff),
-            precision=Precision(setting).weights,
-            training_precision=setting,
-            seed=config.seed,
-            model=self.model,
-            parameters=self.parameters,
-            task=dict(self.task.describe()),
-            statistics=asdict(data.statistics),
-            data=[list(row) for row in data.describe()],
-            data_fingerprint=self.fingerprint,
-            world_size=ranks.world_size,
-            initial_model=self.initial_model,
-        )
-
-
-@dataclass(frozen=True)
 class _Plan:
-    """What is trained, on what, with which settings. options: the config's `trainer` section, completed on the way."""
+    """What is trained with which settings. options: the config's `trainer` section, completed on the way."""
 
     run: Run
     config: DictConfig
     options: dict[str, Any]
-    data: DataModule
-    record: _Record
+    subject: Subject
+    callbacks: Sequence[Callback] = ()
 
     @property
     def quick(self) -> bool:
         return bool(self.options.get("fast_dev_run"))
 
     @property
-    def has_val(self) -> bool:
-        return self.data.val is not None and self.options.get("limit_val_batches") != 0
-
-    @property
     def columns(self) -> list[str]:
         """Every metric that a row may hold."""
-        task = self.record.task
-        names = ["loss", *ErrorMetrics(task.names, self.data.species.symbols, classes=task.classes).names()]
-        return [f"{split}/{name}" for split in (("train", "val") if self.has_val else ("train",)) for name in names]
+        splits = ("train", "val") if self.subject.has_val else ("train",)
+        return [f"{split}/{name}" for split in splits for name in self.subject.metric_names(split)]
+
+    def write_record(self, ranks: Ranks) -> None:
+        """Store settings and record, when it is certain that they will be used."""
+        if not ranks.is_first:
+            return
+        run, subject = self.run, self.subject
+        status = run.info["status"] if has_begun(run) else "new"
+        setting = plain(self.config.training.precision)
+        write_whole(run.path / "config.yaml", commented_yaml(self.config))
+        run.write_info(
+            name=run.name,
+            status=status,
+            versions=versions(),
+            precision=Precision(setting).weights,
+            training_precision=setting,
+            seed=self.config.seed,
+            model=subject.resolved,
+            parameters=sum(p.numel() for p in subject.model.parameters()),
+            task=dict(subject.task.describe()),
+            data=[list(row) for row in subject.data.describe()],
+            data_fingerprint=subject.fingerprint,
+            world_size=ranks.world_size,
+            **subject.facts(),
+        )
 
 
-def fit(config: DictConfig, *, fresh: bool, journal: Journal, ranks: Ranks) -> Fitted:
-    """Train as `config` says. With `fresh` an existing run of that name is moved aside, else it is continued."""
+def fit(
+    config: DictConfig, *, fresh: bool, journal: Journal, ranks: Ranks, callbacks: Sequence[Callback] = ()
+) -> Fitted:
+    """Train as `config` says. With `fresh` an existing run of that name is moved aside, else it is continued. callbacks: of the
+    caller, beside those of the config."""
     options: dict[str, Any] = plain(config.trainer)
     require_same_settings(config, ranks)
     lr_factor = learning_rate_factor(config.training.scale_lr, ranks.world_size)
     check_settings(config, options, ranks)
+    if (note := settle_accelerator(options, world_size=ranks.world_size)) is not None:
+        journal.say(note)
+    agree_with_training(options, config.training)
     party = Party(ranks, journal, StopWish(take_max_seconds(options)), lr_factor)
     if fresh and max(ranks.everyone(ranks.launch.restarts)):  # not every agent of torchrun counts every restart
         journal.say("The job was started again by its launcher: the run goes on, --fresh held for the first start.")
@@ -171,47 +132,22 @@ def fit(config: DictConfig, *, fresh: bool, journal: Journal, ranks: Ranks) -> F
     quick = bool(options.get("fast_dev_run"))
     with party.stop, run_folder(config, fresh=fresh, quick=quick, journal=journal, ranks=ranks) as run:
         journal.keep_in(run.path)
-        initial = initial_model(run, config, ranks)
-        config = config if initial is None else initial.settle(config, journal.say)
+        subject = subject_of(run, config, options, party)
+        config = subject.config
         changed = ranks.share(_changed_settings(run, config, party) if ranks.is_first else None)
-        whose = None if initial is None else initial.known.whose
-        data = DataModule(config.data, config.seed, rank=ranks.rank, world_size=ranks.world_size, species_of=whose)
-        data.prepare(converting=_conversion_report(journal.say))
         L.seed_everything(config.seed, verbose=False)
-        task, resolved, fingerprint = _prepare_model(run, config, data, ranks, initial)
-        precision = Precision(config.training.precision).weights
-        potential = build_model(resolved, precision=precision, seed=config.seed)
-        if initial is not None:
-            _start_from(initial, potential, resolved, data, options, party)
-        n_parameters = sum(p.numel() for p in potential.parameters())
-        require_inputs(potential, data)
-        record = _Record(task, resolved, fingerprint, n_parameters, initial.record if initial is not None else None)
-        plan = _Plan(run, config, options, data, record)
+        subject.prepare()
+        plan = _Plan(run, config, options, subject, callbacks)
         restart, status = ranks.share(_where_to_go_on(run, journal) if ranks.is_first else None)
         limits_changed = any(key.startswith(_LIMITS) for key in changed)
         if restart is not None and status == "finished" and not limits_changed:
             journal.say(f"Run {run.name} is complete ({restart.step} steps); start over with --fresh.")
-            record.write(run, config, data, ranks)
-            return Fitted(run, data, "complete", changed=changed)
+            plan.write_record(ranks)
+            return Fitted(run, subject.data, "complete", changed=changed)
         if (stopped := _asked_already(party)) is not None:
-            record.write(run, config, data, ranks)
+            plan.write_record(ranks)
             return _stopped(plan, stopped, "Stopped before the first step", party)
-        return _run_lightning(plan, potential, restart, party)
-
-
-def _conversion_report(say: Callable[[str], None]) -> Callable[[int, int | None], None]:
-    """Tells in ten steps how far `data.lazy` is with its one conversion."""
-    told = -1
-
-    def report(done: int, total: int | None) -> None:
-        nonlocal told
-        step = 10 * done // total if total else done // 50_000
-        if step > told:
-            told = step
-            of = f" of {total}" if total else ""
-            say(f"data.lazy: the data is converted once ({done}{of} frames); later runs use what is kept.")
-
-    return report
+        return _run_lightning(plan, restart, party)
 
 
 def _asked_already(party: Party) -> StopRequested | None:
@@ -235,22 +171,11 @@ def _where_to_go_on(run: Run, journal: Journal) -> tuple[Restart | None, str | N
     return restart, run.info.get("status") if run.exists else None
 
 
-def _run_lightning(plan: _Plan, potential: Potential, restart: Restart | None, party: Party) -> Fitted:
-    run, config, data, ranks, journal = plan.run, plan.config, plan.data, party.ranks, party.journal
-    monitor = _monitor(config.training, plan.columns, plan.has_val, journal)
+def _run_lightning(plan: _Plan, restart: Restart | None, party: Party) -> Fitted:
+    run, config, subject, ranks, journal = plan.run, plan.config, plan.subject, party.ranks, party.journal
+    monitor = _monitor(config.training, plan.columns, subject.has_val, journal)
     exchange = StepExchange(party.stop.flags) if ranks.world_size > 1 else None
-    module = TrainingModule(
-        potential,
-        plan.record.task,
-        config.training,
-        data.species.symbols,
-        monitor=monitor,
-        ranks=ranks,
-        exchange=exchange,
-        lr_factor=party.lr_factor,
-        starter=_engine_starter(plan, party, restart),
-        shapes=batch_shapes(data.train.fields),
-    )
+    module = subject.module(monitor, exchange, restart, plan.quick)
     first = RunCheckpoint(
         run.checkpoints,
         config.training.checkpoint,
@@ -259,61 +184,42 @@ def _run_lightning(plan: _Plan, potential: Potential, restart: Restart | None, p
         exchange=exchange,
         enabled=not plan.quick,
     )
-    metrics_log = MetricsLog(run.path, plan.columns)
+    metrics_log = MetricsLog(run.path, plan.columns, module.throughput.columns)
     callbacks = [metrics_log, *_callbacks(plan, monitor, restart.step if restart else 0, party, exchange)]
-    trainer = build_trainer(config, plan.options, folder=run.path, first=first, callbacks=callbacks, ranks=ranks)
+    trainer = build_trainer(plan.options, folder=run.path, first=first, callbacks=callbacks, ranks=ranks)
     if restart is not None and trainer.max_epochs not in (None, -1) and restart.epoch > trainer.max_epochs:
         raise ForgefieldError(
             f"Run {run.name} has {restart.epoch} epochs behind it already, more than trainer.max_epochs={trainer.max_epochs}."
         )
+    device = trainer.strategy.root_device
     precision = Precision(config.training.precision)
-    precision.require_device(trainer.strategy.root_device)
-    refuse_engine(config.training, trainer.strategy.root_device)
+    precision.require_device(device)
+    subject.refuse(device)
     if not plan.quick:
         precision.require_end(epochs=trainer.max_epochs, steps=trainer.max_steps)
-    plan.record.write(run, config, data, ranks)
+    plan.write_record(ranks)
     if ranks.is_first:
         metrics_log.start(restart.rows if restart else 0)
-    if trainer.strategy.root_device.type == "cuda":
-        data.train_on_gpu()
-    loader = data.train_dataloader()
-    if plan.options.get("overfit_batches"):
-        journal.say("trainer.overfit_batches is set: the same frames are used every epoch, without shuffling.")
-        loader.keep_order()
+    loader = subject.loader(device)
     if restart is not None:
         first.first_batch = _go_on(loader, restart, plan, party)
-    summarise(journal, run, config, data, plan.record.task, potential, trainer, monitor, ranks, party.lr_factor)
+    summarise(journal, subject, trainer, monitor)
     _write_status(run, ranks, status="running")
     try:
         with lightning_errors("trainer or training"):
             trainer.fit(
                 module,
                 train_dataloaders=loader,
-                val_dataloaders=data.val_dataloader() if plan.has_val else None,
+                val_dataloaders=subject.val_loader() if subject.has_val else None,
                 ckpt_path=str(restart.path) if restart else None,
                 weights_only=True,
             )
     except StopRequested as stopped:
         return _stopped(plan, stopped, f"Stopped after step {trainer.global_step}", party)
     if plan.quick:
-        return Fitted(run, data, "quick")
+        return Fitted(run, subject.data, "quick")
     _write_status(run, ranks, status="finished", steps=trainer.global_step, epochs=trainer.current_epoch)
-    return Fitted(run, data, "finished")
-
-
-def _engine_starter(plan: _Plan, party: Party, restart: Restart | None) -> EngineStarter:
-    """A resumed run goes on with the engine it was started with, unless the config names another."""
-    run, ranks = plan.run, party.ranks
-    before = run.info.get("engine") if ranks.is_first and restart is not None else None
-    return EngineStarter(
-        plan.config.training,
-        ranks,
-        plan=lambda: plan_sizes(plan.data.train_dataloader().batch_sizes(), at_most=plan.config.training.graphs.sizes),
-        tolerance=Precision(plan.config.training.precision).tolerance,
-        say=party.journal.say,
-        chosen_before=ranks.share(before),
-        keep=lambda choice: None if plan.quick else _write_status(run, ranks, engine=choice),
-    )
+    return Fitted(run, subject.data, "finished")
 
 
 def _callbacks(plan: _Plan, monitor: str, step: int, party: Party, exchange: StepExchange | None) -> list[Callback]:
@@ -333,17 +239,18 @@ def _callbacks(plan: _Plan, monitor: str, step: int, party: Party, exchange: Ste
                     party.journal.console,
                     monitor=monitor,
                     max_seconds=party.stop.seconds_left(),
-                    units=plan.record.task.units,
+                    units=plan.subject.units,
                 )
             ]
             if shows_progress
             else []
         ),
         *user_callbacks(plan.config.callbacks),
+        *plan.callbacks,
     ]
 
 
-def _go_on(loader: FrameLoader, restart: Restart, plan: _Plan, party: Party) -> int:
+def _go_on(loader: Loader, restart: Restart, plan: _Plan, party: Party) -> int:
     """Let the loader begin where the run was saved. Returns the number of the batch it begins with."""
     say, n = party.journal.say, party.ranks.world_size
     loader.set_epoch(restart.epoch)
@@ -362,7 +269,7 @@ def _stopped(plan: _Plan, stopped: StopRequested, when: str, party: Party) -> Fi
     _write_status(plan.run, party.ranks, status="stopped")
     party.journal.say(f"{when}: {stopped.reason}. Run the same command to go on.")
     code = _exit_code(stopped, plan.config.training.checkpoint.requeue_exit, party)
-    return Fitted(plan.run, plan.data, "stopped", exit_code=code)
+    return Fitted(plan.run, plan.subject.data, "stopped", exit_code=code)
 
 
 def _write_status(run: Run, ranks: Ranks, **values: Any) -> None:
@@ -400,46 +307,3 @@ def _monitor(training: Any, columns: list[str], has_val: bool, journal: Journal)
             reason = "; without validation only train/... can be watched" if not has_val else ""
             raise ForgefieldError(f"{setting}={name} is not a value of this run{reason}.{did_you_mean(name, columns)}")
     return monitor
-
-
-def _start_from(
-    initial: InitialModel,
-    potential: Potential,
-    resolved: dict[str, Any],
-    data: DataModule,
-    options: dict[str, Any],
-    party: Party,
-) -> None:
-    """The first weights from another run, and what is to be said about them."""
-    on_gpu = torch.cuda.is_available() and options.get("accelerator", "auto") != "cpu"
-    changed = initial.start(potential, resolved, data.train, "cuda" if on_gpu else "cpu", party.ranks)
-    if initial.state is not None:
-        party.journal.say(f"Starting from the {initial.record['which']} weights of {initial.known.whose}.")
-    if changed is not None:
-        party.journal.say(changed)
-
-
-def _prepare_model(
-    run: Run, config: DictConfig, data: DataModule, ranks: Ranks, initial: InitialModel | None
-) -> tuple[Task, dict[str, Any], str]:
-    """Task, model options in full and fingerprint of the data. A run that has begun keeps the options it has."""
-    data.statistics = ranks.share(data.statistics)
-    options = wanted_task(config, data)
-    for name, dataset in (("val", data.val), ("test", data.test)):
-        require_any_label(options, name, dataset)
-    fingerprint = " ".join(part.frames.fingerprint for part in (data.train, data.val) if part is not None)
-    require_same_data(fingerprint, ranks)
-    if data.test is not None:
-        require_same_data(data.test.frames.fingerprint, ranks)
-    resolved: dict[str, Any] = {}
-    if ranks.is_first:
-        resolved = resolved_model(config, data) if initial is None else dict(initial.known.resolved)
-        if has_begun(run):
-            if run.info["data_fingerprint"] != fingerprint:
-                raise ForgefieldError(
-                    f"The data of run {run.name} is not the data it was started with (a file or the split changed); "
-                    "restore it, or start over with --fresh."
-                )
-            resolved = run.info["model"]
-    resolved = ranks.share(resolved)
-    return built_task(options, resolved), resolved, fingerprint

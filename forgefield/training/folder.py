@@ -12,6 +12,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from forgefield.config.diff import Change, config_diff, format_diff
+from forgefield.config.point_options import DEFAULT_POINTS
 from forgefield.data.sampling.batching import DEFAULT_FRAMES
 from forgefield.errors import ForgefieldError
 from forgefield.parallel.group import Ranks
@@ -92,13 +93,14 @@ def compare_with_stored_config(
         return []
     changes = config_diff(run.config, config)
     before, now = world_sizes
+    defaults = {"data.batch.frames": DEFAULT_FRAMES, "data.batch.points": DEFAULT_POINTS}
     refused = [
         change
         for change in changes
         if change.meaning
         and not (
-            change.key == "data.batch.frames"
-            and int(change.old or DEFAULT_FRAMES) * before == int(change.new or DEFAULT_FRAMES) * now
+            change.key in defaults
+            and int(change.old or defaults[change.key]) * before == int(change.new or defaults[change.key]) * now
             and config.training.scale_lr == "none"
             and not config.data.batch.by_source
         )

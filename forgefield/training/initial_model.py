@@ -1,7 +1,8 @@
 """Training that starts from the model of another run: `model: {from: RUN, which: best, shifts: keep}`.
 
 Options (all numbers that once came from data included), species, cutoff and weights are those of that run, which was trained
-here or imported; weights alone are trained. The new run keeps all of it: continuing or loading it never needs the first.
+here or imported; weights alone are trained. A Deep Potential takes up species that the new data has beside.
+The new run keeps all of it: continuing or loading it never needs the first.
 """
 
 from __future__ import annotations
@@ -18,14 +19,19 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from forgefield.data.dataset import GraphDataset
+from forgefield.data.module import DataModule
 from forgefield.data.readers import plain
 from forgefield.errors import ForgefieldError
+from forgefield.models.deeppot.new_species import extended_options, extended_state, require_extensible
+from forgefield.models.deeppot.statistics import environment_statistics
 from forgefield.models.potential import Potential
 from forgefield.parallel.group import Ranks
 from forgefield.runs import Run
 from forgefield.training.folder import has_begun
 from forgefield.training.initial_options import KnownModel, require_same_options, section_of
+from forgefield.training.resolved_model import MOST_FRAMES, measured_batches, spread
 from forgefield.training.shifts import fit_shifts, set_shifts
+from forgefield.training.transfer import Transfer
 
 RECORD = "initial_model"
 """Where `run.json` says what a run started from."""
@@ -46,6 +52,29 @@ class InitialModel:
     shifts: str
     record: dict[str, Any] = field(default_factory=dict)
     references: Any = None
+    new_species: list[str] = field(default_factory=list)
+    """Those of the data that the model does not know yet."""
+
+    def options(self, config: DictConfig, data: DataModule) -> dict[str, Any]:
+        """The model's options in full: those of the run, with what the config says of parts that are trained, and with
+        statistics of species that are new to it."""
+        resolved = copy.deepcopy(dict(self.known.resolved))
+        for part in ("descriptor", "fitting_net"):
+            given = plain(config.model).get(part)
+            if isinstance(given, Mapping) and "trainable" in given:
+                resolved[part]["trainable"] = given["trainable"]
+        if not self.new_species:
+            return resolved
+        section = {**section_of(resolved), "out_bias": None}
+        rows = spread(len(data.train), MOST_FRAMES)
+        batches = measured_batches(data.train, rows, float(resolved["cutoff"]))
+        measured = environment_statistics(
+            {key: value for key, value in section.items() if key != "name"},
+            batches,
+            species=data.species.symbols,
+            cutoff=float(resolved["cutoff"]),
+        )
+        return extended_options(resolved, self.new_species, measured)
 
     def settle(self, config: DictConfig, say: Callable[[str], None]) -> DictConfig:
         """The config with everything that the model decides: species and neighbours. Refuses what contradicts it."""
@@ -53,18 +82,22 @@ class InitialModel:
         species = plain(config.data.species)
         strange = [symbol for symbol in species or [] if symbol not in known.species]
         if strange:
-            raise ForgefieldError(
-                f"data.species names {', '.join(strange)}, which the model of {known.whose} does not know "
-                f"(it knows {', '.join(known.species)}); train a new model for such data."
-            )
+            require_extensible(known.resolved, strange, known.whose)
+            if self.shifts != "fit":
+                raise ForgefieldError(
+                    f"data.species names {', '.join(strange)}, which the model of {known.whose} does not know; its energies "
+                    "have to be fitted for them: model.shifts=fit (--finetune)."
+                )
+            self.new_species.extend(strange)
+            say(f"New species, of which the model of {known.whose} learns from now on: {', '.join(strange)}.")
         require_same_options(plain(config.model), known, species)
         self._require_same_references(plain(config.data.reference_energies))
-        if species is not None and species != known.species:
+        if species is not None and species != known.species and not strange:
             say(
                 f"Species are those of {known.whose}, in its order: {', '.join(known.species)} "
                 f"(data.species has {', '.join(species)})."
             )
-        config.data.species = known.species
+        config.data.species = [*known.species, *strange]
         for name in GRAPH:
             config.data[name] = self._of_model(name, config.data[name])
         OmegaConf.update(config, "model.name", known.resolved["name"], force_add=True)
@@ -88,16 +121,29 @@ class InitialModel:
             )
 
     def start(
-        self, potential: Potential, resolved: dict[str, Any], train: GraphDataset, device: str, ranks: Ranks
+        self,
+        potential: Potential,
+        resolved: dict[str, Any],
+        train: GraphDataset,
+        device: str,
+        ranks: Ranks,
+        change: Transfer,
     ) -> str | None:
         """Give the model its first weights, on all ranks the same. Returns what changed beside, in words.
 
-        resolved: its options, changed where shifts are. device: where rank 0 fits them.
+        resolved: its options, changed where shifts are. device: where rank 0 fits them. change: what the new task makes of the
+        model.
         """
+        if self.shifts == "fit" and not potential.has_energy:
+            raise ForgefieldError("model.shifts=fit fits shifts of energies, and the task has none; leave it out.")
         if self.state is None:
             return None
-        potential.load_state_dict(dict(self.state))
-        if self.shifts != "fit":
+        state = dict(self.state)
+        if self.new_species:
+            state = extended_state(potential.state_dict(), state, len(self.known.species), len(self.new_species))
+        potential.load_state_dict(change.first_state(potential.state_dict(), state))
+        gained = change.gained_energy and "out_bias" in resolved and train.frames.carries("energy").any()
+        if self.shifts != "fit" and not gained:
             return None
         fitted = ranks.share(fit_shifts(potential, train, device=torch.device(device)) if ranks.is_first else None)
         set_shifts(potential, resolved, fitted.after)

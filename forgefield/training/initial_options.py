@@ -14,12 +14,14 @@ from typing import Any
 
 from forgefield.config.diff import ABSENT, Change, format_diff
 from forgefield.errors import ForgefieldError
-from forgefield.models.registry import BUILT_IN, MODULE_FOLDER, check_model, model_class
+from forgefield.models.registry import BUILT_IN, HEADS, MODULE_FOLDER, PREDICTS, check_model, model_class
 
 STARTING = ("from", "which", "shifts")
 """Keys of the section that are no options of the model."""
 WITHOUT_MEANING = ("descriptor.seed", "fitting_net.seed")
 """They fix weights that are drawn, and here none are."""
+CHANGED = ("descriptor.trainable", "fitting_net.trainable")
+"""They say what is trained from now on."""
 PAIRS = ("pair_exclude_types", "descriptor.exclude_types")
 NUMBERS = ("atom_exclude_types",)
 ROWS = (
@@ -45,7 +47,8 @@ class KnownModel:
 def require_same_options(model: Mapping[str, Any], known: KnownModel, species: Sequence[str] | None) -> None:
     """Raise where the section `model` names another value than the run has. species: what its numbers mean, if not the same
     as in the run."""
-    given = _plain({key: value for key, value in model.items() if key not in STARTING})
+    ours = STARTING if HEADS in known.resolved else (*STARTING, HEADS)  # heads follow the task, see `transfer.py`
+    given = _plain({key: value for key, value in model.items() if key not in ours})
     name = known.resolved["name"]
     if given.setdefault("name", name) != name:
         raise ForgefieldError(
@@ -68,7 +71,7 @@ def require_same_options(model: Mapping[str, Any], known: KnownModel, species: S
 
 def section_of(resolved: Mapping[str, Any]) -> dict[str, Any]:
     """Resolved options as a `model` section, for a run that knows no other."""
-    told = ("species", "cutoff", "adaptive_cutoff", "max_neighbours", "statistics", MODULE_FOLDER)
+    told = ("species", "cutoff", "adaptive_cutoff", "max_neighbours", "statistics", MODULE_FOLDER, PREDICTS)
     return {key: value for key, value in resolved.items() if key not in told}
 
 
@@ -90,7 +93,12 @@ class _Symbols:
         return {group for group in named if group <= known}
 
     def of_config(self, key: str, value: Any) -> Any:
-        return _by_symbol(key, value, self.ours if self.theirs is None else self.theirs)
+        """Likewise of species that the run knows; others are new to it."""
+        named = _by_symbol(key, value, self.ours if self.theirs is None else self.theirs)
+        known = frozenset(self.ours)
+        if isinstance(named, dict) and named is not value:
+            return {symbol: entry for symbol, entry in named.items() if symbol in known}
+        return {group for group in named if group <= known} if isinstance(named, set) else named
 
 
 def _by_symbol(key: str, value: Any, species: Sequence[str]) -> Any:
@@ -116,7 +124,9 @@ def _differences(
     for name, value in given.items():
         key = f"{prefix}{name}"
         known = [options[name] for options in made_with if name in options]
-        if key in WITHOUT_MEANING or (value is None and name not in made_with[0]):  # null: left to the data
+        if (
+            key in WITHOUT_MEANING or key in CHANGED or (value is None and name not in made_with[0])
+        ):  # null: left to the data
             continue
         if isinstance(value, Mapping) and known and all(isinstance(one, Mapping) for one in known):
             parts = [options.get(name, {}) for options in made_with]

@@ -1,66 +1,67 @@
-"""The Lightning module: one training step, one validation step, and the state that makes a resume exact.
-
-Nothing here reads a value back from the device during a step. Errors and loss sums are added up on the device, each rank its
-own, and added over ranks and read when a row of metrics is written.
-"""
+"""The Lightning module of frames: one training step and one validation step of a potential, by whichever engine."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
-import lightning as L
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 from forgefield.data.batch import SHAPES, Shapes, with_edges
+from forgefield.data.readers import plain
 from forgefield.errors import ForgefieldError
 from forgefield.models.potential import Potential
 from forgefield.parallel.exchange import StepExchange
-from forgefield.parallel.group import Ranks, alone
+from forgefield.parallel.group import Ranks
 from forgefield.parallel.strategies import SimpleDDPStrategy
 from forgefield.tasks.metrics import ErrorMetrics
-from forgefield.tasks.task import Task
-from forgefield.tasks.weights import Moment
-from forgefield.training.ema import WeightAverage
-from forgefield.training.engines.captured_update import CapturedUpdate, portable_optimiser_states, why_not_capturable
+from forgefield.tasks.task import Target, Task
+from forgefield.training.adaptation import parameter_groups, plain_state
+from forgefield.training.ema import StochasticAverage, WeightAverage
+from forgefield.training.engines.captured_update import CapturedUpdate, why_not_capturable
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.graphs import GraphsEngine
 from forgefield.training.engines.sparing import SparingEngine, raise_if_memory
 from forgefield.training.engines.start import EngineStarter
 from forgefield.training.engines.step import Measured, StepFunction
-from forgefield.training.epoch_length import fit_epoch_length, steps_of_fit
-from forgefield.training.optimisers import build_optimiser, build_scheduler, fit_length, rescale_learning_rates
-from forgefield.training.precision import Precision
-from forgefield.training.throughput import Throughput
+from forgefield.training.optimisers import build_optimiser
+from forgefield.training.run_module import RunModule, own_sums
+from forgefield.training.weighting import SoftAdapt, Uncertainty, build_weighting
 
 Batch = dict[str, Tensor]
 
 
-class LossMeter:
-    """Loss over many batches: sums and counts of each term, added on the device."""
+class _TargetWeights(MutableMapping[str, float]):
+    """The weights of a task by name, for callbacks that change them."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
-        self.sums = torch.zeros(2, len(task.names), dtype=torch.float64)
 
-    def add(self, sums: Tensor) -> None:
-        """sums: (2, n_targets), sums and counts of one batch."""
-        self.sums = self.sums.to(sums.device) + sums
+    def __getitem__(self, name: str) -> float:
+        return {target.name: target.weight for target in self.task.targets}[name]
 
-    def value(self, sums: Tensor | None = None) -> float:
-        """The loss of all that was added, here or, given its sums, on all ranks; NaN where nothing was."""
-        sums = self.sums if sums is None else sums
-        if not bool((sums[1] > 0).any()):
-            return float("nan")
-        return self.task.report(sums[0], sums[1])
+    def __setitem__(self, name: str, value: float) -> None:
+        if self.task.targets[self.task.names.index(name)].schedule is not None:
+            raise ForgefieldError(f"The weight of {name} follows task.{name}.schedule; leave one of the two out.")
+        self.task.set_weight(name, value)
 
-    def reset(self) -> None:
-        self.sums = torch.zeros_like(self.sums)
+    def __delitem__(self, name: str) -> None:
+        raise TypeError("targets of a task cannot be taken out")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.task.names)
+
+    def __len__(self) -> int:
+        return len(self.task.names)
 
 
-class TrainingModule(L.LightningModule):
+class TrainingModule(RunModule):
     """Trains `potential` on `task` with the settings of the config's `training` section."""
+
+    train_errors: ErrorMetrics
+    val_errors: ErrorMetrics
 
     def __init__(
         self,
@@ -79,33 +80,42 @@ class TrainingModule(L.LightningModule):
         """ranks: who trains together. exchange: their message of every batch. lr_factor: multiplies every learning rate.
         starter: gets the engine going on the first batch; without one it is eager. shapes: of the tensors of a batch.
         """
-        super().__init__()
+        super().__init__(
+            potential,
+            task,
+            options,
+            monitor=monitor,
+            samples=("frames", "atoms"),
+            train_errors=task.error_metrics(species),
+            val_errors=task.error_metrics(species),
+            ranks=ranks,
+            exchange=exchange,
+            lr_factor=lr_factor,
+        )
         self.potential = potential
         self.task = task
-        self.options = options
-        self.monitor = monitor
-        self.ranks = ranks if ranks is not None else alone()
-        self.exchange = exchange
-        self.lr_factor = lr_factor
-        self.ema = WeightAverage(potential, options.ema) if options.ema else None
-        self.train_loss, self.val_loss = LossMeter(task), LossMeter(task)
-        self.train_errors = ErrorMetrics(task.names, species, classes=task.classes)
-        self.val_errors = ErrorMetrics(task.names, species, classes=task.classes)
         self.starter = starter
         self.engine: Engine | None = None
         self.shapes = shapes
+        self.weighting = build_weighting(plain(options.weighting), task, options.optimizer)
+        self.task_loss_scaling = _TargetWeights(task)
         self._eager = Engine(self._step_function("double"))
         self._update: CapturedUpdate | None = None
         self._evaluation_is_checked = False
-        self.precision = Precision(options.precision)
-        self._precision_now = self.precision.start
-        self._steps_in_all = -1
-        self.throughput = Throughput()
-        self.latest: dict[str, float] = {}
         self._steps_averaged = 0
         self._measured = (-1, -1)
-        self._world_size_before: int | None = None
-        self._schedule_length: int | None = None
+        self._sums_before: list[Tensor] | None = None
+        self.judged_loss: Tensor | None = None
+        """Of the latest batch: without what is learnt beside the model."""
+        self._left_out: Tensor | bool = False
+
+    @property
+    def trained(self) -> Potential:
+        return self.potential
+
+    def say(self, text: str) -> None:
+        """One sentence for the user."""
+        (self.starter.say if self.starter else print)(text)
 
     def forward(self, batch: Batch) -> Batch:
         return self.potential(batch, forces=self.task.needs_forces, stress=self.task.needs_stress)
@@ -115,31 +125,25 @@ class TrainingModule(L.LightningModule):
 
     # ---- training
 
-    def on_fit_start(self) -> None:
-        if self.ema is not None:
-            self.ema.to(self.device)
-        if self.ranks.rank > 0:  # weights were drawn alike everywhere; what is drawn from now on differs by rank
-            torch.manual_seed(torch.initial_seed() + 7919 * self.ranks.rank)
-
     def on_train_start(self) -> None:
-        counts_steps = self.precision.unit == "steps" or self.task.needs_an_end
-        self._steps_in_all = steps_of_fit(self.trainer) if counts_steps else -1
+        counts_steps = self.precision.unit == "steps" or self.task.is_scheduled
+        self._steps_in_all = self.steps_of_fit() if counts_steps else -1
         self._require_an_end()
+        if isinstance(self.ema, StochasticAverage):
+            batches = int(self.trainer.num_training_batches)
+            of_epoch = -(-batches // self.trainer.accumulate_grad_batches)
+            quick = bool(getattr(self.trainer, "fast_dev_run", False))
+            self.ema.plan(steps=self.steps_of_fit(), steps_of_epoch=of_epoch, quick=quick)
         self._steps_averaged = self.trainer.global_step  # known only now: a resume restores it after `on_fit_start`
-        if self._schedule_length is not None and self._world_size_before not in (None, self.ranks.world_size):
-            fit_length(self.trainer.lr_scheduler_configs[0].scheduler, self._schedule_length)
-
-    def on_train_epoch_start(self) -> None:
-        loader: Any = self.trainer.train_dataloader
-        loader.set_epoch(self.trainer.current_epoch)
-        fit_epoch_length(self.trainer, loader)
-        self.throughput.resume()
+        super().on_train_start()
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         """The engine is there before the optimiser's `step` is called, in which `training_step` runs: it may replace it."""
         self._follow_precision()
         if self.task.is_scheduled:
             self.task.follow(self._moment())
+        if self.weighting is not None:
+            self.weighting.before_batch(self.trainer.global_step, self.task, self.ranks, self.device)
         if self.engine is None:
             with self.precision.applied(self._precision_now):
                 self.engine = self._start_engine(batch)
@@ -150,29 +154,53 @@ class TrainingModule(L.LightningModule):
         denominators = None
         if self.exchange is not None:
             self.exchange.send(self.task.counts(batch))
-            denominators = self.exchange.counts
+            denominators = _once(self.exchange.counts)
         with self.precision.applied(self._precision_now):
             step = engine.step(batch, denominators)
         self.precision.require_effect(self._precision_now)
         if (self.current_epoch, batch_idx) != self._measured:  # some optimisers evaluate a batch several times
             self._measured = (self.current_epoch, batch_idx)
+            if batch_idx % self.trainer.accumulate_grad_batches == 0:
+                self._sums_before = [meter.sums.clone() for meter in self._meters()]
             self.train_loss.add(step.measured.sums)
             self.train_errors.add(step.measured.errors)
+            if isinstance(self.weighting, SoftAdapt):
+                self.weighting.add(step.measured.sums)
         self._batch = batch
-        return step.loss
+        self.judged_loss = step.loss.detach()
+        if not isinstance(self.weighting, Uncertainty):
+            return step.loss
+        sums, counts = step.measured.sums
+        counts = counts if denominators is None else denominators()
+        own = self.task.plain_weights_on(sums.device)
+        return step.loss + self.weighting.loss(sums * self.ranks.world_size, counts, own)
 
-    def _moment(self) -> Moment:
-        group = self.trainer.optimizers[0].param_groups[0]
-        return Moment(
-            step=self.trainer.global_step,
-            steps=self._steps_in_all,
-            epoch=self.current_epoch,
-            epochs=self.trainer.max_epochs if self.trainer.max_epochs is not None else -1,
-            lr_ratio=float(group["lr"]) / (self.options.lr * self.lr_factor),
-        )
+    def eager_loss(self, batch: Batch) -> Tensor:
+        """The loss of this batch alone, whatever the engine; it can be differentiated, and nothing is measured."""
+        with self.precision.applied(self._precision_now):
+            return self._eager.step(batch).loss
+
+    def leave_out(self, bad: Tensor | None = None, *, average: bool = True) -> None:
+        """The optimiser step under way is not to count: its batches are in no metric, and with `average` the average of weights
+        stays as it is. bad: on the device, whether to do so; without, it is done."""
+        if self._sums_before is not None:
+            for meter, before in zip(self._meters(), self._sums_before):
+                before = before.to(meter.sums.device)
+                meter.sums = before.clone() if bad is None else torch.where(bad, before, meter.sums)
+        if average:
+            self._left_out = True if bad is None else bad
+
+    def _meters(self) -> list[Any]:
+        """What adds up measurements of batches."""
+        return [
+            self.train_loss,
+            self.train_errors,
+            *([self.weighting] if isinstance(self.weighting, SoftAdapt) else []),
+        ]
 
     def _require_an_end(self) -> None:
         for target in self.task.targets:
+            self._refuse_longer(target)
             if target.schedule is None or not target.schedule.needs_an_end:
                 continue
             of_epochs = target.schedule.unit == "epoch"
@@ -183,31 +211,38 @@ class TrainingModule(L.LightningModule):
                     f"give one, or task.{target.name}.schedule.end."
                 )
 
-    def _follow_precision(self) -> None:
-        """A schedule may change the precision; what was compiled or captured holds for one precision only."""
-        name = self.precision.at(
-            epoch=self.current_epoch,
-            epochs=self.trainer.max_epochs,
-            step=self.trainer.global_step,
-            steps=self._steps_in_all,
+    def _refuse_longer(self, target: Target) -> None:
+        """A schedule that the training does not reach the end of would not do what it says."""
+        schedule = target.schedule
+        if schedule is None or schedule.kind == "lr" or getattr(self.trainer, "fast_dev_run", False):
+            return
+        of_epochs = schedule.unit == "epoch"
+        length = self._moment().epochs if of_epochs else self._steps_in_all
+        last = max(schedule.at) if schedule.at else schedule.end
+        if last is None or length < 0 or last <= length - 1:
+            return
+        key = f"task.{target.name}.schedule.{'at' if schedule.at else 'end'}"
+        unit = schedule.unit
+        raise ForgefieldError(
+            f"{key} is {unit} {last}, and the last {unit} of this training is {length - 1} (they are counted from 0): the last "
+            f"value would never be reached. Train longer, or make the schedule shorter."
         )
-        if name != self._precision_now:
-            self._precision_now = name
-            if self.engine is not None:
-                self.engine.forget()
+
+    def precision_changed(self) -> None:
+        if self.engine is not None:
+            self.engine.forget()
 
     def _start_engine(self, batch: Batch) -> Engine:
         """The engine, chosen, built and compared with the eager one on the first batch."""
         inner = Engine(self._eager.function, world_size=self.ranks.world_size)
         if self.starter is not None:
-            steps = steps_of_fit(self.trainer)
+            steps = self.steps_of_fit()
             against = self._what_speaks_against_graphs()
             inner = self.starter.start(self._step_function, batch, steps=steps, against_graphs=against)
         if isinstance(inner, GraphsEngine):
             self._update = CapturedUpdate(self.trainer.optimizers[0], self.ema)
         memory = self.options.memory
-        say = self.starter.say if self.starter else print
-        return SparingEngine(inner, parts=memory.parts, split=memory.split, say=say)
+        return SparingEngine(inner, parts=memory.parts, split=memory.split, say=self.say)
 
     def _what_speaks_against_graphs(self) -> str | None:
         strategy = self.trainer.strategy
@@ -233,6 +268,8 @@ class TrainingModule(L.LightningModule):
             assert isinstance(self.engine, SparingEngine)
             assert isinstance(self.engine.inner, GraphsEngine)
             self.engine.inner.bring_gradients()
+            if isinstance(self.weighting, Uncertainty):
+                self.weighting.bring_gradient()
             return
         try:
             with self.precision.applied(self._precision_now):
@@ -251,65 +288,22 @@ class TrainingModule(L.LightningModule):
 
     def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
         if self.ema is not None and self._update is None and self.trainer.global_step > self._steps_averaged:
-            self.ema.update()
+            self._average(self.ema)
+        self._left_out = False
         self._steps_averaged = self.trainer.global_step
         loader: Any = self.trainer.train_dataloader
         n_frames = loader.own_frames(batch_idx)
-        self.throughput.count(n_frames=n_frames, n_atoms=batch["positions"].shape[0] if n_frames else 0)
+        self.throughput.count(frames=n_frames, atoms=batch["positions"].shape[0] if n_frames else 0)
 
-    def finish_row(self) -> None:
-        """Close a row of metrics: training loss and errors since the last row, and a fresh start for the next."""
-        loss_sums, error_sums = self._over_ranks(self.train_loss.sums, self.train_errors.sums)
-        values = {"train/loss": self.finite_train_loss(loss_sums)}
-        values.update({f"train/{name}": value for name, value in self.train_errors.compute(error_sums).items()})
-        self.train_loss.reset()
-        self.train_errors.reset()
-        self._publish(values)
-
-    def take_throughput(self) -> dict[str, float | int | None]:
-        """Frames, atoms and their rates since the last call, over all ranks."""
-        row = self.throughput.take()
-        if self.ranks.world_size > 1:
-            counts = torch.tensor([row["frames"], row["atoms"]], dtype=torch.float64, device=self.device)
-            row["frames"], row["atoms"] = (int(n) for n in self.ranks.sum(counts).tolist())
-            seconds = row["seconds"] or 0.0
-            for name in ("frames", "atoms"):
-                row[f"{name}_per_second"] = row[name] / seconds if row[name] and seconds > 0 else None  # type: ignore[operator]
-        return row
-
-    def _publish(self, values: dict[str, float]) -> None:
-        """Make values known to Lightning's callbacks and to whoever writes the row."""
-        self.latest.update(values)
-        self.log_dict({name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}, logger=False)
-
-    def finite_train_loss(self, sums: Tensor | None = None) -> float:
-        """The training loss of all ranks since the last row; stops the run, on all ranks, when it is not a number."""
-        sums = self._over_ranks(self.train_loss.sums)[0] if sums is None else sums
-        loss = self.train_loss.value(sums)
-        if bool((sums[1] > 0).any()) and not abs(loss) < float("inf"):
-            raise ForgefieldError(
-                f"The training loss became {loss} by step {self.trainer.global_step}; the checkpoints before it are good. "
-                "Lower training.lr or set training.clip_norm, then train again with --fresh."
-            )
-        return loss
-
-    def _over_ranks(self, *sums: Tensor) -> list[Tensor]:
-        """Accumulators added up over ranks, in one message."""
-        if self.ranks.world_size == 1:
-            return list(sums)
-        total = self.ranks.sum(torch.cat([part.reshape(-1).to(self.device) for part in sums]))
-        parts = total.split([part.numel() for part in sums])
-        return [part.reshape(like.shape) for part, like in zip(parts, sums)]
+    def _average(self, average: WeightAverage) -> None:
+        if self._left_out is False:
+            average.update()
+        else:  # the step counts, the weights of it do not
+            share = average.next_share()
+            if isinstance(self._left_out, Tensor):
+                average.take_in(torch.where(self._left_out, 0.0, share))
 
     # ---- validation
-
-    def on_validation_epoch_start(self) -> None:
-        self.throughput.pause()
-        self.val_loss.reset()
-        self.val_errors.reset()
-        if self.ema is not None:
-            self.ema.to(self.device)
-            self.ema.exchange()
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         with self.precision.applied(self.precision.weights):
@@ -325,70 +319,51 @@ class TrainingModule(L.LightningModule):
             self._evaluation_is_checked = True
         return self.engine.evaluate(batch)
 
-    def on_validation_epoch_end(self) -> None:
-        if self.ema is not None:
-            self.ema.exchange()
-        if not self.trainer.sanity_checking and self.trainer.state.fn == "fit":
-            self.finish_row()
-        loss_sums, error_sums = self._over_ranks(self.val_loss.sums, self.val_errors.sums)
-        values = {"val/loss": self.val_loss.value(loss_sums)}
-        values.update({f"val/{name}": value for name, value in self.val_errors.compute(error_sums).items()})
-        self._publish(values)
-        self.throughput.resume()
+    # ---- optimiser, and state beyond weights
 
-    # ---- optimiser
-
-    def configure_optimizers(self) -> Any:
-        parameters = [p for p in self.potential.parameters() if p.requires_grad]
-        optimiser = build_optimiser(self.options.optimizer, parameters, lr=self.options.lr * self.lr_factor)
-        if self.options.scheduler is None:
-            return optimiser
-        scheduler = build_scheduler(
-            self.options.scheduler,
-            optimiser,
-            monitor=self.monitor,
-            validate_every=self.trainer.check_val_every_n_epoch or 1,
-            epochs=self.trainer.max_epochs if self.trainer.max_epochs is not None else -1,
-            steps=lambda: steps_of_fit(self.trainer),
-            lr_factor=self.lr_factor,
-        )
-        if "T_max" not in self.options.scheduler:
-            self._schedule_length = getattr(scheduler["scheduler"], "T_max", None)
-        return {"optimizer": optimiser, "lr_scheduler": scheduler}
-
-    # ---- state beyond weights, optimiser and loops
+    def groups(self) -> list[Any]:
+        """What is trained, in groups where rates differ."""
+        lr, factors = self.options.lr * self.lr_factor, self.options.lr_groups
+        if not factors and not isinstance(self.weighting, Uncertainty):
+            return [p for p in self.potential.parameters() if p.requires_grad]
+        groups = parameter_groups(self.potential, factors or {}, lr)
+        if isinstance(self.weighting, Uncertainty):
+            factor = self.weighting.options.lr
+            groups.append({"params": [self.weighting.log_variances], "lr": lr * factor, "factor": factor})
+            if _decays(self.options.optimizer):
+                groups[-1]["weight_decay"] = 0.0
+        return groups
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        sums = {"train_loss": self.train_loss.sums.cpu().clone(), "train_errors": self.train_errors.sums.cpu().clone()}
-        portable_optimiser_states(checkpoint.get("optimizer_states", []), self.trainer.optimizers)
-        checkpoint["forgefield"] = {
-            "ema": self.ema.state_dict() if self.ema is not None else None,
-            "sums": self.ranks.gather(sums),
-            "lr_factor": self.lr_factor,
-        }
+        super().on_save_checkpoint(checkpoint)
+        if isinstance(self.weighting, SoftAdapt):
+            sums = {"sums": self.weighting.sums.cpu().clone()}
+            checkpoint["forgefield"]["weighting"] = {"sums": self.ranks.gather(sums), **self.weighting.state_dict()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        state = checkpoint["forgefield"]
-        if self.ema is not None:
-            self.ema.load_state_dict(state["ema"])
-        self._world_size_before = len(state["sums"])
-        own = _own_sums(state["sums"], self.ranks)
-        self.train_loss.sums, self.train_errors.sums = own["train_loss"], own["train_errors"]
-        rescale_learning_rates(checkpoint, self.lr_factor / state["lr_factor"])
+        if isinstance(self.weighting, SoftAdapt):
+            state = checkpoint["forgefield"]["weighting"]
+            self.weighting.load_state_dict(state)
+            self.weighting.sums = own_sums(state["sums"], self.ranks)["sums"]
+        super().on_load_checkpoint(checkpoint)
 
-    def averaged_state(self) -> dict[str, Tensor]:
-        """The potential's state with averaged weights: what is validated, and what is deployed."""
-        if self.ema is None:
-            state = self.potential.state_dict()
-        else:
-            with self.ema.applied():
-                state = {name: tensor.detach().clone() for name, tensor in self.potential.state_dict().items()}
-        return {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+    def plain_state(self) -> dict[str, Tensor]:
+        return plain_state(self.potential)
 
 
-def _own_sums(stored: list[dict[str, Tensor]], ranks: Ranks) -> dict[str, Tensor]:
-    """What this rank had added up. Where the number of ranks has changed, rank 0 takes over the sums of all."""
-    if len(stored) == ranks.world_size:
-        return stored[ranks.rank]
-    total = {name: torch.stack([part[name] for part in stored]).sum(0) for name in stored[0]}
-    return total if ranks.is_first else {name: torch.zeros_like(tensor) for name, tensor in total.items()}
+def _decays(optimizer: Any) -> bool:
+    """Whether the optimiser knows a decay of weights, which variances have no part in."""
+    probe = build_optimiser(optimizer, [torch.nn.Parameter(torch.zeros(2, 2))], lr=1.0)
+    return "weight_decay" in probe.defaults
+
+
+def _once(ask: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """The same question, asked at most once."""
+    answers: list[Tensor] = []
+
+    def answer() -> Tensor:
+        if not answers:
+            answers.append(ask())
+        return answers[0]
+
+    return answer

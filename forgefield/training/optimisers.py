@@ -14,8 +14,10 @@ from forgefield.errors import ForgefieldError
 from forgefield.training.schedules import SCHEDULES, StepSchedule
 
 
-def build_optimiser(spec: Any, parameters: list[torch.nn.Parameter], *, lr: float) -> torch.optim.Optimizer:
-    """spec: a name, an import path, or {name: ..., option: value}."""
+def build_optimiser(
+    spec: Any, parameters: list[torch.nn.Parameter] | list[dict[str, Any]], *, lr: float
+) -> torch.optim.Optimizer:
+    """spec: a name, an import path, or {name: ..., option: value}. parameters: or groups of them, each with its rate."""
     name, options = _name_and_options(spec, "training.optimizer")
     cls = _find(torch.optim, name, torch.optim.Optimizer, "training.optimizer")
     if "lr" in options:
@@ -55,6 +57,8 @@ def build_scheduler(
     if (by_step or cls is torch.optim.lr_scheduler.CosineAnnealingLR) and "T_max" not in options:
         options["T_max"] = _length(interval, epochs, steps)
     options = {key: _scaled(item, lr_factor) if key in _RATES else item for key, item in options.items()}
+    if not by_step:
+        options = {key: _for_groups(key, item, optimiser) for key, item in options.items()}
     try:
         scheduler = cls(optimiser, **options)
     except (TypeError, ValueError) as error:
@@ -102,6 +106,20 @@ def rescale_learning_rates(checkpoint: dict[str, Any], ratio: float) -> None:
         for key in _STORED_RATES:
             if key in holder:
                 holder[key] = _scaled(holder[key], ratio)
+
+
+def _for_groups(key: str, value: Any, optimiser: torch.optim.Optimizer) -> Any:
+    """A rate that a scheduler is told, for each group of parameters by its factor."""
+    factors = [group.get("factor", 1.0) for group in optimiser.param_groups]
+    if key not in _RATES or isinstance(value, (list, tuple)) or not value or all(factor == 1.0 for factor in factors):
+        return value
+    if key == "eta_min":
+        raise ForgefieldError(
+            "training.scheduler.eta_min is one rate for all parameters, and training.lr_groups or training.weighting.lr gives "
+            "them several; use "
+            "{name: cosine_to, stop_lr: ...}, whose last rate follows the groups."
+        )
+    return [value * factor for factor in factors]
 
 
 def _scaled(value: Any, factor: float) -> Any:

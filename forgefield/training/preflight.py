@@ -10,7 +10,7 @@ import torch
 from omegaconf import DictConfig
 from torch import nn
 
-from forgefield.config.targets import given_targets
+from forgefield.config.targets import DENOISE, given_targets, quantity
 from forgefield.config.template import commented_yaml
 from forgefield.data.dataset import GraphDataset
 from forgefield.data.module import DataModule
@@ -26,6 +26,7 @@ from forgefield.tasks.task import LABELS
 from forgefield.training.further import has_energy
 from forgefield.training.initial_model import refuse_itself, starts_from_run
 from forgefield.training.optimisers import build_optimiser
+from forgefield.training.weighting import weighting_options
 
 
 def check_settings(config: DictConfig, options: dict[str, Any], ranks: Ranks) -> None:
@@ -33,7 +34,13 @@ def check_settings(config: DictConfig, options: dict[str, Any], ranks: Ranks) ->
     if starts_from_run(config):
         refuse_itself(config)
     else:
-        check_model(plain(config.model))
+        name, found, _ = check_model(plain(config.model))
+        if not getattr(found, "trainable", True):
+            raise ForgefieldError(
+                f"model.name={name}: an ASE calculator has no weights that could be trained. `forgefield import ase "
+                f"{config.model.module} --species ...` makes a run of it, to be tested and compared with trained models."
+            )
+    weighting_options(plain(config.training.weighting))
     optimiser = build_optimiser(config.training.optimizer, [nn.Parameter(torch.zeros(2, 2))], lr=config.training.lr)
     if ranks.world_size > 1 and isinstance(optimiser, torch.optim.LBFGS):
         raise ForgefieldError(
@@ -93,7 +100,10 @@ def require_inputs(potential: Potential, data: DataModule) -> None:
 
 def require_any_label(task: Any, split: str, dataset: GraphDataset | None) -> None:
     """Refuse frames that are meant to measure the model and carry nothing to measure it with. task: its options."""
-    names = tuple(dict.fromkeys(LABELS.get(name, name) for name in given_targets(task)))
+    given = [quantity(name) for name in given_targets(task) if name != DENOISE]
+    names = tuple(dict.fromkeys(LABELS.get(name, name) for name in given))
+    if not names:
+        return
     if split == "test" and has_energy(task):
         names = tuple(dict.fromkeys([*LABELS.values(), *names]))
     if dataset is not None and not any(dataset.frames.carries(name).any() for name in names):

@@ -18,7 +18,7 @@ import numpy as np
 from omegaconf import DictConfig
 
 from forgefield.config.schema import TaskOptions
-from forgefield.config.targets import given_targets
+from forgefield.config.targets import DENOISE, given_targets
 from forgefield.data.batch import Batch, with_edges
 from forgefield.data.dataset import GraphDataset
 from forgefield.data.graphs.graph import same_graph
@@ -27,19 +27,40 @@ from forgefield.data.readers import plain
 from forgefield.data.storage.cache import cache_folder
 from forgefield.errors import ForgefieldError
 from forgefield.files import write_whole
-from forgefield.models.heads import head_options
-from forgefield.models.registry import HEADS, PREDICTS, model_statistics, resolve_model
+from forgefield.models.potential import Potential
+from forgefield.models.registry import branch_names, further_outputs, model_statistics, own_outputs, resolve_model
 from forgefield.tasks.task import Task, default_task, require_labels
-from forgefield.training.further import has_energy, head_facts
+from forgefield.training.further import has_energy, head_facts, own_units
 
 EDGES_AT_ONCE = 2_000_000
 MOST_FRAMES = 20_000
 """Of larger data sets so many frames are measured, evenly spread."""
 
 
+def tell_branches(config: DictConfig, data: DataModule, resolved: Mapping[str, Any] | None = None) -> None:
+    """Let batches say which branch of the model a frame is for, where it has several. Called once data is prepared.
+
+    resolved: options of the model that a training starts from, where it is not that of the config.
+    """
+    names = branch_names(plain(config.model) if resolved is None else resolved)
+    if names:
+        data.tell_branches(names)
+    elif (named := data.train.frames.branches) not in ([None], []):
+        raise ForgefieldError(
+            f"data.train has sources for the branch {named[-1]}, and the model has no branches; leave `branch` out, or name "
+            "them in model.branches."
+        )
+
+
+def key_frames(potential: Potential, data: DataModule) -> None:
+    """Let batches of the training carry `frame_key` where the model has dropout."""
+    if potential.needs_keys:
+        data.key_frames()
+
+
 def resolved_model(config: DictConfig, data: DataModule) -> dict[str, Any]:
     """Options of the config's model with everything explicit; see `models.registry.resolve_model`."""
-    task = config.task
+    task, own = config.task, own_outputs(plain(config.model))
     return resolve_model(
         plain(config.model),
         species=data.species.symbols,
@@ -47,8 +68,9 @@ def resolved_model(config: DictConfig, data: DataModule) -> dict[str, Any]:
         adaptive_cutoff=config.data.adaptive_cutoff,
         max_neighbours=config.data.max_neighbours,
         statistics=asdict(data.statistics) | _measured(config, data),
-        heads={} if task is None else head_facts(task, data),
+        heads={} if task is None or own else head_facts(task, data),
         has_energy=task is None or has_energy(task),
+        units=own_units(own, task, data) if own else None,
     )
 
 
@@ -56,14 +78,18 @@ def wanted_task(config: DictConfig, data: DataModule) -> TaskOptions | Any:
     """What the config says is trained, or what the labels suggest; all of it is there to be learnt from."""
     options = config.task if config.task is not None else default_task(data.statistics.labels)
     require_labels(given_targets(options), data.statistics.labels, "training")
-    data.learn(given_targets(options))
+    targets = given_targets(options)
+    data.learn(targets)
+    if DENOISE in targets:
+        said, alone = targets[DENOISE], len(targets) == 1
+        share = said.share if said.share is not None else 1.0 if alone or said.keep_labels else 0.5
+        data.move_atoms(said.sigma, share=share, keep_labels=said.keep_labels, alone=alone)
     return options
 
 
 def built_task(options: TaskOptions | Any, resolved: Mapping[str, Any]) -> Task:
     """The task of a model with these resolved options."""
-    further = head_options(resolved.get(PREDICTS, {}).get(HEADS, {}))
-    return Task(options, tuple(resolved["species"]), further)
+    return Task(options, tuple(resolved["species"]), further_outputs(resolved), branch_names(resolved))
 
 
 def _measured(config: DictConfig, data: DataModule) -> dict[str, Any]:

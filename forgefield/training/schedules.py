@@ -47,7 +47,7 @@ class StepSchedule(LRScheduler, ABC):
         self.warmup_steps, self.warmup_ratio = warmup_steps, warmup_ratio
         self.warmup_start_factor = warmup_start_factor
         self._length_before: int | None = None
-        self._check([group["lr"] for group in optimizer.param_groups])
+        self._check([group["lr"] / group.get("factor", 1.0) for group in optimizer.param_groups])
         super().__init__(optimizer)
 
     def state_dict(self) -> dict[str, Any]:
@@ -85,17 +85,24 @@ class StepSchedule(LRScheduler, ABC):
         return self.T_max - self.warmup
 
     def get_lr(self) -> list[float | torch.Tensor]:
-        return [self.rate(self.last_epoch, start=float(start)) for start in self.base_lrs]
+        factors = [group.get("factor", 1.0) for group in self.optimizer.param_groups]
+        return [
+            self.rate(self.last_epoch, start=float(start), factor=factor)
+            for start, factor in zip(self.base_lrs, factors)
+        ]
 
-    def rate(self, step: int, *, start: float) -> float:
-        """The rate of one step, counted from 0, where the optimiser was given the rate `start`."""
+    def rate(self, step: int, *, start: float, factor: float = 1.0) -> float:
+        """The rate of one step, counted from 0, where the optimiser was given the rate `start`, `factor` times that of other
+        parameters; so is the last rate."""
         if step < self.warmup:
             first = self.warmup_start_factor * start
             return first + (start - first) * (step / self.warmup)
-        return self.decayed(step - self.warmup, start, self.stop(start))
+        return self.decayed(step - self.warmup, start, self.stop(start, factor))
 
-    def stop(self, start: float) -> float:
-        return float(self.stop_lr) if self.stop_lr is not None else start * float(self.stop_lr_ratio or 0.0)
+    def stop(self, start: float, factor: float = 1.0) -> float:
+        if self.stop_lr is not None:
+            return float(self.stop_lr) * factor
+        return start * float(self.stop_lr_ratio or 0.0)
 
     @abstractmethod
     def decayed(self, step: int, start: float, stop: float) -> float:

@@ -57,6 +57,12 @@ def shifts_of(potential: Potential) -> Tensor:
         found = getattr(potential.model, name, None)
         if isinstance(found, Tensor) and found.shape == (len(potential.species),):
             return found
+    branches = getattr(getattr(potential.model, "options", None), "branches", None)
+    if branches:
+        raise ForgefieldError(
+            f"model.shifts is fit, but the model has the branches {', '.join(sorted(branches))}, each with energy shifts of "
+            "its own; shifts are fitted for models with one energy alone. Leave model.shifts out."
+        )
     raise ForgefieldError(
         f"model.shifts is fit, but {type(potential.model).__name__} has no energy shift for each species "
         f"({' or '.join(NAMES)}); leave model.shifts out."

@@ -8,78 +8,81 @@ from typing import Any
 
 import lightning as L
 import torch
-from omegaconf import DictConfig
 
-from forgefield.data.module import DataModule
 from forgefield.data.readers import plain
-from forgefield.data.sampling.batching import training_budget
 from forgefield.data.sampling.plan import Budget
-from forgefield.models.potential import Potential
 from forgefield.parallel.group import Ranks
-from forgefield.runs import Run
-from forgefield.tasks.task import Task
 from forgefield.training.journal import Journal
 from forgefield.training.precision import Precision
+from forgefield.training.subject import Subject
 from forgefield.training.summary import Rows, device_name, model_rows, package_versions, print_summary
 
 
-def summarise(
-    journal: Journal,
-    run: Run,
-    config: DictConfig,
-    data: DataModule,
-    task: Task,
-    potential: Potential,
-    trainer: L.Trainer,
-    monitor: str,
-    ranks: Ranks,
-    lr_factor: float,
-) -> None:
+def summarise(journal: Journal, subject: Subject, trainer: L.Trainer, monitor: str) -> None:
+    config, ranks = subject.config, subject.party.ranks
     sections: dict[str, Sequence[tuple[str, str]]] = {
-        "Data": list(data.describe()),
-        "Model": [("name", str(config.model.name)), *_first_weights(config), *model_rows(potential)],
-        "Task": list(task.describe()),
-        "Training": _training_rows(run, config, trainer, monitor, ranks, lr_factor),
+        "Data": [*subject.data.describe(), *_no_descriptors(subject)],
+        "Model": [("name", str(config.model.name)), *_first_weights(config), *model_rows(subject.model)],
+        "Task": list(subject.task.describe()),
+        "Training": _training_rows(subject, trainer, monitor),
         "Summary of the training": process_rows(trainer, ranks),
     }
     journal.show(lambda console: print_summary(console, sections))
 
 
-def _first_weights(config: DictConfig) -> Rows:
+def _no_descriptors(subject: Subject) -> Rows:
+    """For points: told now, since it cannot be mended by the one who wants a prediction later."""
+    if subject.config.data.points is None or subject.resolved["points"]["descriptors"] is not None:
+        return []
+    return [("descriptors", "no data.points.descriptors: this run will not predict from structures")]
+
+
+def _precision(config: Any) -> str:
+    """For points: without geometry, which they have none of."""
+    text = Precision(plain(config.training.precision)).describe()
+    if config.data.points is None:
+        return text
+    return text.replace("geometry and energy sums float64", "scaling and sums over snapshots float64")
+
+
+def _first_weights(config: Any) -> Rows:
     model = config.model
     return (
         [("first weights", f"{model['which']} of {model['from']}, shifts: {model.shifts}")] if "from" in model else []
     )
 
 
-def _training_rows(
-    run: Run, config: DictConfig, trainer: L.Trainer, monitor: str, ranks: Ranks, lr_factor: float
-) -> Rows:
-    training = config.training
+def _training_rows(subject: Subject, trainer: L.Trainer, monitor: str) -> Rows:
+    training, ranks = subject.config.training, subject.party.ranks
     epochs = f"{trainer.max_epochs} epochs" if trainer.max_epochs not in (None, -1) else ""
     steps = f"{trainer.max_steps} steps" if trainer.max_steps != -1 else ""
     optimiser = training.optimizer if isinstance(training.optimizer, str) else training.optimizer["name"]
     return [
-        ("run folder", str(run.path)),
+        ("run folder", str(subject.run.path)),
         ("length", " or ".join(text for text in (epochs, steps) if text)),
-        ("batch", effective_batch(training_budget(config.data), ranks.world_size, trainer.accumulate_grad_batches)),
+        ("batch", subject.batch_row()),
         (
             "optimiser",
-            f"{optimiser}, {learning_rate(training, ranks.world_size, lr_factor)}"
+            f"{optimiser}, {learning_rate(training, ranks.world_size, subject.party.lr_factor)}"
             + (f", clip {training.clip_norm:g}" if training.clip_norm else ""),
         ),
         *schedule_rows(training.scheduler, ranks.world_size),
-        ("average", f"EMA {training.ema:g}" if training.ema else "none"),
+        ("average", _average(training)),
         ("best by", monitor),
         ("engine", training.engine or "eager"),
-        ("precision", Precision(plain(training.precision)).describe()),
+        ("precision", _precision(subject.config)),
     ]
 
 
 def effective_batch(budget: Budget, world_size: int, accumulate: int) -> str:
     """`8 frames`, or `8 frames x 4 ranks x 2 batches a step = 64 frames a step`; `up to 4096 atoms ...`, `at least ...`."""
-    kind, size = budget.kind, budget.size
+    kind = budget.kind
     at_most = "" if kind == "frames" else "at least " if budget.bound == "lower" else "up to "
+    return effective(budget.size, kind, world_size, accumulate, at_most)
+
+
+def effective(size: int, kind: str, world_size: int, accumulate: int = 1, at_most: str = "") -> str:
+    """Samples of a step, and what they are made of. kind: in the plural."""
     factors = [f"{at_most}{size} {kind if size > 1 else kind[:-1]}"]
     if world_size > 1:
         factors.append(f"{world_size} ranks")
@@ -103,6 +106,12 @@ def schedule_rows(scheduler: Any, world_size: int) -> Rows:
     by_steps = not isinstance(scheduler, str) and scheduler.get("interval", "epoch") == "step"
     note = ", counted in steps as written: with more ranks an epoch has fewer" if by_steps and world_size > 1 else ""
     return [("schedule", f"{name}{note}")]
+
+
+def _average(training: Any) -> str:
+    if training.swa is not None:
+        return f"SWA from {training.swa.start:g} on"
+    return f"EMA {training.ema:g}" if training.ema else "none"
 
 
 def process_rows(trainer: L.Trainer, ranks: Ranks) -> Rows:

@@ -1,4 +1,4 @@
-"""How fast training goes: frames and atoms per second of training proper, validation not counted."""
+"""How fast training goes: samples per second of training proper, validation not counted."""
 
 from __future__ import annotations
 
@@ -6,12 +6,19 @@ import time
 
 
 class Throughput:
-    """Counts batches and the time between `resume` and `pause`. Nothing is read from the device."""
+    """Counts samples, of each kind in `samples` (frames, atoms, points), and the time between `resume` and `pause`. Nothing is
+    read from the device."""
 
-    def __init__(self) -> None:
-        self._frames = self._atoms = 0
+    def __init__(self, samples: tuple[str, ...] = ("frames", "atoms")) -> None:
+        self.samples = samples
+        self._counts = dict.fromkeys(samples, 0)
         self._seconds = 0.0
         self._since: float | None = None
+
+    @property
+    def columns(self) -> list[str]:
+        """Keys of what `take` gives."""
+        return ["seconds", *self.samples, *(f"{name}_per_second" for name in self.samples)]
 
     def resume(self) -> None:
         if self._since is None:
@@ -22,34 +29,39 @@ class Throughput:
             self._seconds += time.perf_counter() - self._since
             self._since = None
 
-    def count(self, *, n_frames: int, n_atoms: int) -> None:
+    def count(self, **counts: int) -> None:
+        """counts: further samples of each kind."""
         self.resume()
-        self._frames += n_frames
-        self._atoms += n_atoms
+        for name in self.samples:
+            self._counts[name] += counts[name]
 
     @property
     def seconds(self) -> float:
         return self._seconds + (time.perf_counter() - self._since if self._since is not None else 0.0)
 
+    def per_second(self, name: str) -> float | None:
+        """Rate of one kind of sample; None where nothing was counted, or nothing of that kind is."""
+        count = self._counts.get(name, 0)
+        return count / self.seconds if count and self.seconds > 0 else None
+
     @property
     def frames_per_second(self) -> float | None:
-        return self._frames / self.seconds if self._frames and self.seconds > 0 else None
+        return self.per_second("frames")
 
     @property
     def atoms_per_second(self) -> float | None:
-        return self._atoms / self.seconds if self._atoms and self.seconds > 0 else None
+        return self.per_second("atoms")
+
+    @property
+    def points_per_second(self) -> float | None:
+        return self.per_second("points")
 
     def take(self) -> dict[str, float | int | None]:
         """The counts since the last call, and a fresh start."""
-        row = {
-            "seconds": self.seconds,
-            "frames": self._frames,
-            "atoms": self._atoms,
-            "frames_per_second": self.frames_per_second,
-            "atoms_per_second": self.atoms_per_second,
-        }
+        row: dict[str, float | int | None] = {"seconds": self.seconds, **self._counts}
+        row |= {f"{name}_per_second": self.per_second(name) for name in self.samples}
         running = self._since is not None
-        self._frames = self._atoms = 0
+        self._counts = dict.fromkeys(self.samples, 0)
         self._seconds, self._since = 0.0, None
         if running:
             self.resume()

@@ -9,21 +9,30 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import torch
-from lightning.pytorch.callbacks import Callback, Checkpoint, EarlyStopping, Timer
+from lightning.pytorch.callbacks import (
+    Callback,
+    Checkpoint,
+    EarlyStopping,
+    StochasticWeightAveraging,
+    Timer,
+    WeightAveraging,
+)
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, OmegaConf
 
 from forgefield.config.checking import PRECISIONS
 from forgefield.config.components import check_signature, import_path
 from forgefield.errors import ForgefieldError
+from forgefield.parallel.accelerators import device_count, settle_accelerator
 from forgefield.parallel.environment import LaunchedEnvironment
 from forgefield.parallel.group import Ranks
 from forgefield.parallel.launch import Launch
 from forgefield.parallel.meeting import gpu_index
 from forgefield.parallel.network import free_port
 from forgefield.parallel.registry import DEFAULT, register_strategies
+from forgefield.training.callbacks.names import callback_path
 from forgefield.training.checkpoint import AtomicCheckpointIO
 
 DEFAULT_EPOCHS = 100
@@ -61,15 +70,21 @@ def processes_wanted(config: DictConfig) -> int:
     if isinstance(devices, str) and "," in devices:
         return len([part for part in devices.split(",") if part.strip()])
     if devices in (None, "auto", -1, "-1"):
-        return max(torch.cuda.device_count(), 1) if accelerator in ("auto", "gpu", "cuda") else 1
+        return max(device_count(accelerator), 1)
     try:
         return max(int(devices), 1)
     except (TypeError, ValueError):
         return 1  # Lightning will say what is wrong with it
 
 
+def agree_with_training(options: dict[str, Any], training: Any) -> None:
+    """Take over what `training` says of settings that Lightning has, too; they must not contradict each other."""
+    _agree(options, "gradient_clip_val", training.clip_norm, "training.clip_norm")
+    accumulate = training.accumulate if training.accumulate != 1 else None
+    _agree(options, "accumulate_grad_batches", accumulate, "training.accumulate")
+
+
 def build_trainer(
-    config: DictConfig,
     options: dict[str, Any],
     *,
     folder: Path,
@@ -81,17 +96,15 @@ def build_trainer(
     ranks: who trains; they exist already, and Lightning is told so.
     """
     register_strategies()
-    training = config.training
+    settle_accelerator(options, world_size=ranks.world_size)
     options = {key: _build(value, f"trainer.{key}") if key in _BUILDABLE else value for key, value in options.items()}
     if options.get("max_epochs") is None and options.get("max_steps", -1) == -1:
         options["max_epochs"] = DEFAULT_EPOCHS
-    _agree(options, "gradient_clip_val", training.clip_norm, "training.clip_norm")
-    accumulate = training.accumulate if training.accumulate != 1 else None
-    _agree(options, "accumulate_grad_batches", accumulate, "training.accumulate")
     _refuse(options)
     own = options.pop("callbacks", None) or []
     plugins = options.pop("plugins", None) or []
     everyone = [first, *callbacks, *(own if isinstance(own, list) else [own])]
+    _refuse_averages(everyone)
     defaults = {
         "default_root_dir": str(folder),
         "logger": False,
@@ -148,7 +161,7 @@ def _place_among_ranks(options: dict[str, Any], launch: Launch) -> LaunchedEnvir
     options["num_nodes"] = launch.n_nodes
     if isinstance(options.get("devices"), list):
         return LaunchedEnvironment(launch)
-    gpus = torch.cuda.device_count() if options.get("accelerator", "auto") in ("auto", "gpu", "cuda") else 0
+    gpus = device_count(options.get("accelerator"))
     if 0 < gpus < launch.local_size:  # the launcher shows each process its own, or several share one
         options["devices"] = gpus
         return LaunchedEnvironment(launch, device_index=gpu_index(launch))
@@ -169,6 +182,15 @@ def lightning_errors(where: str, *also: type[Exception]) -> Iterator[None]:
     except expected as error:
         reason = " ".join(str(error).split()) or f"a setting has a value of the wrong type ({type(error).__name__})"
         raise ForgefieldError(f"{where}: {reason}") from error
+
+
+def _refuse_averages(callbacks: list[Callback]) -> None:
+    for callback in callbacks:
+        if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
+            raise ForgefieldError(
+                f"callbacks: {type(callback).__name__} exchanges weights where checkpoints of a run do not know of it, so a "
+                "resume would not be exact; use training.swa={start: 0.75} or training.ema=0.999."
+            )
 
 
 def _refuse(options: dict[str, Any]) -> None:
@@ -210,12 +232,18 @@ def early_stopping(options: Any, monitor: str) -> EarlyStopping | None:
 
 
 def user_callbacks(specs: Any) -> list[Callback]:
-    """The config's `callbacks`: import paths, or {name: path, argument: value}."""
+    """The config's `callbacks`: names of ours, import paths, or {name: name or path, argument: value}."""
     specs = OmegaConf.to_container(specs, resolve=True) if OmegaConf.is_config(specs) else specs
     built = [_build(spec, "callbacks") for spec in specs or []]
     for item in built:
         if not isinstance(item, Callback):
             raise ForgefieldError(f"callbacks: {type(item).__name__} is not a Lightning callback.")
+    keys = [item.state_key for item in built if is_overridden("state_dict", item, Callback)]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise ForgefieldError(
+                f"callbacks: {key} is there twice, and its state can be kept only once; leave one out."
+            )
     return built
 
 
@@ -232,7 +260,7 @@ def _build(value: Any, where: str) -> Any:
             f"{where}: an object is described by {{name: import.path, argument: value}}; name is missing."
         )
     arguments = {key: item for key, item in value.items() if key != "name"}
-    factory = import_path(value["name"])
+    factory = import_path(callback_path(value["name"]) if where.endswith("callbacks") else value["name"])
     check_signature(factory, arguments, where=where)
     return factory(**arguments)
 

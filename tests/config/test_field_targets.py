@@ -15,10 +15,12 @@ from forgefield.config.template import commented_yaml
 DATA = "data: {train: a.xyz, labels: {fields: {band_gap: {unit: eV}, energy_above_hull: {}, q: atom}}}\n"
 
 
-def test_the_example_of_the_docs_loads(load):
+def test_the_examples_of_the_docs_load(load):
     page = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text(encoding="utf-8")
-    (example,) = re.findall(r"```yaml\n(.*?)```", page, flags=re.DOTALL)
-    assert list(given_targets(load(example).task)) == ["band_gap", "charge", "dos", "formation_energy", "space_group"]
+    first, turning, further = (load(text) for text in re.findall(r"```yaml\n(.*?)```", page, flags=re.DOTALL))
+    assert list(given_targets(first.task)) == ["band_gap", "charge", "dos", "formation_energy", "space_group"]
+    assert [target.kind for target in given_targets(turning.task).values()] == ["vector", "symmetric"]
+    assert further.training.lr_groups == {"model.*": 0.1}
 
 
 def test_a_field_is_a_target_by_its_own_name(load):
@@ -70,13 +72,17 @@ def test_differences_name_the_key_as_it_is_written(load):
         ("bandgap: {}", "my.yaml, line 3: unknown key 'task.bandgap'. Did you mean 'task.band_gap'?"),
         (
             "polar: {}",
-            "unknown key 'task.polar'. 'task' has: energy, forces, stress, virial, band_gap, energy_above_hull, q.",
+            "unknown key 'task.polar'. 'task' has: energy, forces, stress, virial, denoise, branches, band_gap, "
+            "energy_above_hull, q.",
         ),
         ("band_gap: {weigth: 1}", "unknown key 'task.band_gap.weigth'. Did you mean 'task.band_gap.weight'?"),
         ("band_gap: {species_weights: {H: 1}}", "unknown key 'task.band_gap.species_weights'."),
-        ("band_gap: {reduce: men}", "'task.band_gap.reduce' is sum, mean or null, not 'men'. Did you mean 'mean'?"),
+        (
+            "band_gap: {reduce: men}",
+            "'task.band_gap.reduce' is sum, mean, max, attention or null, not 'men'. Did you mean 'mean'?",
+        ),
         ("band_gap: {per_atom: true}", "'task.band_gap.per_atom' applies to extensive values only"),
-        ("band_gap: {loss: meas}", "'task.band_gap.loss' is mse, mae, huber or an import path, not 'meas'."),
+        ("band_gap: {loss: meas}", "'task.band_gap.loss' is mse, mae, rmse, huber or an import path, not 'meas'."),
         ("band_gap: {huber_delta: 2}", "'task.band_gap.huber_delta' applies to loss huber only"),
         (
             "band_gap: {normalise: aut}",

@@ -29,8 +29,8 @@ DATA = "data: {train: a.xyz}\n"
         ),
         (
             "data: {batch: {zzzz: 1}}",
-            "my.yaml, line 1: unknown key 'data.batch.zzzz'. 'data.batch' has: frames, atoms, edges, oversized, bound, "
-            "by_source.",
+            "my.yaml, line 1: unknown key 'data.batch.zzzz'. 'data.batch' has: frames, atoms, edges, points, oversized, "
+            "bound, by_source.",
         ),
         ("data: {neighbors: vesin}", "unknown key 'data.neighbors'. Did you mean 'data.neighbours'?"),
         ("hydra: {run: {dir: x}}", "my.yaml, line 1: 'hydra' settings have no effect in Forgefield; leave them out."),
@@ -62,7 +62,7 @@ def test_a_mapping_is_no_variable(refused):
         ("training.lr=fast", "command line ('training.lr=fast'): 'training.lr' is a number, not 'fast'."),
         (
             "data.batch=8",
-            "'data.batch' is a section with the keys frames, atoms, edges, oversized, bound, by_source, not 8.",
+            "'data.batch' is a section with the keys frames, atoms, edges, points, oversized, bound, by_source, not 8.",
         ),
         ("training.lr=1,2", "command line: 'training.lr=1,2' gives several values, and one run takes one"),
         ("data.train=(", "command line: 'data.train=(' cannot be read as key=value"),
@@ -112,7 +112,10 @@ def test_wrong_types_say_what_is_expected(refused, text, sentence):
             "data: {neighbours: matscpy}",
             "'data.neighbours' is auto, vesin, matscipy or device, not 'matscpy'. Did you mean",
         ),
-        ("task: {forces: {loss: hubber}}", "is mse, mae, huber or an import path, not 'hubber'. Did you mean 'huber'?"),
+        (
+            "task: {forces: {loss: hubber}}",
+            "is mse, mae, rmse, huber or an import path, not 'hubber'. Did you mean 'huber'?",
+        ),
         ("data: {reference_energies: fitt}", "is auto, isolated, fit or none, not 'fitt'. Did you mean 'fit'?"),
         ("data: {reference_energies: {H: high}}", "'data.reference_energies.H' is an energy in eV, not 'high'."),
         ("training: {lr: 0}", "'training.lr' is a positive number, not 0.0."),
@@ -124,7 +127,7 @@ def test_wrong_types_say_what_is_expected(refused, text, sentence):
         ("data: {test: {index: a}}", "'data.test' is a share, a number, a file, or {indices: file-or-list}"),
         ("data: {species: [H, H]}", "'data.species' is a list of different chemical symbols"),
         ("name: a/b", "'name' is the name of a folder, without slashes (the place is 'out'), not 'a/b'."),
-        ("task: {}", "'task' trains nothing; give at least one of energy, forces, stress, virial."),
+        ("task: {}", "'task' trains nothing; give at least one of energy, forces, stress, virial, denoise."),
         ("task: {energy: null}", "'task' trains nothing"),
         ("task: {energy: {weight: -1}}", "'task.energy.weight' is zero or positive, not -1.0."),
         ("model: {preset: S}", "'model' needs a name, for example model: {name: nequip, preset: S}."),

@@ -66,6 +66,15 @@ def round_trip(folder, config):
             }
         },
         {"data": {"train": ["a.xyz", {"path": "b c.xyz", "weight": 2}], "val": {"indices": [1, 2]}, "indices": ":7"}},
+        {
+            "task": {
+                "branches": {
+                    "wet": {"energy": {}, "forces": {"loss": "huber"}},
+                    "direct": {"energy": {}},
+                    "net_zero": {"stress": {}},
+                }
+            }
+        },
         {"callbacks": ["a.B", {"name": "c.D", "flag": False, "nested": {"x": "yes"}}]},
         {"name": "on", "out": "1_000", "data": {"species": ["N", "No", "Y"], "labels": {"energy": "null"}}},
     ],

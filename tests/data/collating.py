@@ -9,7 +9,7 @@ import torch
 from forgefield.data.batch import Batch
 
 _PER_ATOM = ("positions", "species", "forces")
-_PER_FRAME = ("n_atoms", "cell", "energy", "stress", "weight", "frame_id")
+_PER_FRAME = ("n_atoms", "cell", "pbc", "energy", "stress", "weight", "frame_id")
 
 
 def collate(samples: Sequence[Batch]) -> Batch:

@@ -67,7 +67,7 @@ def test_a_batch_is_its_frames_one_after_the_other(dataset):
     assert len(expected) == dataset.n_edges.sum()
     assert {k: v.dtype for k, v in batch.items() if not v.is_floating_point()} == dict.fromkeys(
         ("species", "frame", "n_atoms", "edge_index", "edge_reverse", "frame_id"), torch.int64
-    )
+    ) | {"pbc": torch.bool}
     assert all(v.dtype == torch.float64 for v in batch.values() if v.is_floating_point())
 
 

@@ -131,7 +131,7 @@ def test_without_fields_nothing_changes():
     plain = [replace(frame, fields={}, per_atom=frozenset()) for frame in some_frames(4)]
     dataset = GraphDataset(plain, SPECIES, 3.0)
     assert dataset.fields == {}
-    assert set(dataset.batch(range(4))) == set(SHAPES) - {"pbc"}
+    assert set(dataset.batch(range(4))) == set(SHAPES) - {"branch", "frame_key", "denoise"}
     frame = Frame(
         np.arange(6.0).reshape(2, 3), np.array([1, 8]), 4 * np.eye(3), np.ones(3, dtype=bool), -1.5, np.ones((2, 3))
     )

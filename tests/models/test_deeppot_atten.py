@@ -322,9 +322,7 @@ def test_atoms_may_be_taken_a_few_at_a_time(form, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "form"), [("as it is", "double"), ("smooth with slots", "tangent"), ("stripped", "double")]
-)
+@pytest.mark.parametrize(("name", "form"), [("smooth with slots", "tangent"), ("stripped", "double")])
 def test_one_trace_serves_every_size(name, form):
     potential = make_energies(**VARIANTS[name])
     engine, eager = ScriptEngine(step_function(potential, derivative=form)), Engine(step_function(potential))

@@ -194,7 +194,7 @@ def damage(tree: dict, what: str) -> None:
     if what == "another descriptor":
         model["descriptor"]["type"] = "se_e3"
     if what == "another fitting":
-        model["fitting"]["type"] = "dipole"
+        model["fitting"]["type"] = "population"
     if what == "spin":
         model["descriptor"]["spin"] = {"use_spin": [True]}
     if what == "case embedding":
@@ -215,7 +215,7 @@ def damage(tree: dict, what: str) -> None:
     [
         ("another model type", "type linear"),
         ("another descriptor", "descriptor se_e3"),
-        ("another fitting", "type dipole"),
+        ("another fitting", "type population"),
         ("spin", "descriptor.spin"),
         ("case embedding", "dim_case_embd is 3"),
         ("no symbol", "OW is not a chemical symbol"),

@@ -178,7 +178,7 @@ def test_blocks_hold_the_rows_of_one_group_each():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "form"),
-    [("with room", "double"), ("plain", "tangent"), ("radial with room", "double"), ("radial", "tangent")],
+    [("with room", "double"), ("radial", "tangent")],
 )
 def test_one_trace_serves_every_size(name, form):
     potential = make(name)

@@ -79,7 +79,7 @@ def test_weights_change_in_place_and_the_reported_loss_keeps_its_meaning():
 
 def scheduled(folder, name: str, kind: str | None, epochs: int) -> dict:
     forces = {"weight": 20.0} | (
-        {"schedule": {"kind": kind, "to": 0.5, **({"end": 12} if kind == "linear" else {})}} if kind else {}
+        {"schedule": {"kind": kind, "to": 0.5, **({"end": 9} if kind == "linear" else {})}} if kind else {}
     )
     config = tiny_config(folder, name=name, task={"energy": {"weight": 1.0}, "forces": forces})
     config["training"] = {**config["training"], "scheduler": {"name": "ExponentialLR", "gamma": 0.5}}
@@ -95,6 +95,18 @@ def test_a_training_with_a_schedule_goes_on_as_if_it_had_not_stopped(kind, tmp_p
     assert all(torch.equal(whole[name], again[name]) for name in whole)
     plain = train_only(scheduled(tmp_path, "plain", None, 3)).load_potential("last").state_dict()
     assert any(not torch.equal(whole[name], plain[name]) for name in whole)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [{"to": 0.5, "end": 15}, {"to": 0.5, "end": 3, "unit": "epoch"}, {"kind": "step", "at": [4, 20], "to": [1, 2]}],
+)
+def test_a_schedule_longer_than_the_training_is_refused(schedule, tmp_path):
+    config = scheduled(tmp_path, "longer", None, 3)
+    config["task"]["forces"] = {"schedule": schedule}
+    where = "at" if "at" in schedule else "end"
+    with pytest.raises(ForgefieldError, match=rf"task\.forces\.schedule\.{where} is (step|epoch) \d+, and the last"):
+        train_only(config)
 
 
 def test_a_schedule_to_the_end_of_an_endless_training_is_refused(tmp_path):

@@ -189,6 +189,7 @@ def test_sigterm_saves_and_stops_and_nothing_is_lost(tmp_path):
 def test_max_time_saves_and_stops_cleanly(tmp_path, capsys):
     config = tiny_config(tmp_path)
     config["trainer"] = {**config["trainer"], "max_epochs": 100000, "max_time": {"seconds": 1}}
+    config["training"]["engine"] = "eager"  # so long a training would be worth compiling
     run = train_only(config)
     assert run.info["status"] == "stopped"
     assert "trainer.max_time is over" in capsys.readouterr().out

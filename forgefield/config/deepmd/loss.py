@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from forgefield.config.deepmd.outputs import OutputTask, dos_task, property_task, tensor_task
 from forgefield.config.deepmd.section import Section, is_number
-from forgefield.errors import ForgefieldError
 
 TERMS = {"energy": ("e", 0.02, 1.0), "forces": ("f", 1000.0, 1.0), "virial": ("v", 0.0, 0.0)}
 """Target -> how its prefactors are called, and their defaults at the start and in the limit."""
@@ -28,8 +28,8 @@ OTHER_LOSSES = ("ener_spin", "dens", "denoise", "population")
 LOSS_OF_FITTING = {"ener": "ener", "property": "property", "dos": "dos", "dipole": "tensor", "polar": "tensor"}
 
 
-def translate_loss(section: Section, fitting: dict[str, Any]) -> dict[str, Any]:
-    """Our `task` section. fitting: what the network is fitted to."""
+def translate_loss(section: Section, fitting: dict[str, Any], species: list[str], batch: dict[str, Any]) -> OutputTask:
+    """Our `task` section and what belongs to it. fitting: what the network is fitted to. batch: our `data.batch`."""
     kind = section.take("type", LOSS_OF_FITTING[fitting["type"]])
     kind = "ener" if kind == "ener_hess" else kind
     if kind in OTHER_LOSSES:
@@ -40,12 +40,11 @@ def translate_loss(section: Section, fitting: dict[str, Any]) -> dict[str, Any]:
         raise section.wrong(
             "type", kind, f"{LOSS_OF_FITTING[fitting['type']]} where 'model.fitting_net.type' is {fitting['type']}"
         )
-    if kind != "ener":
-        raise ForgefieldError(
-            f"{section.file}: 'model.fitting_net.type' is '{fitting['type']}', and so far inputs of energy models are read; "
-            "write a config of our own (`forgefield init DATA`) with the same model."
-        )
-    return _energy(section)
+    if kind == "tensor":
+        return tensor_task(section, fitting, species)
+    if kind == "dos":
+        return dos_task(section, fitting)
+    return property_task(section, fitting, batch) if kind == "property" else OutputTask(_energy(section))
 
 
 def _energy(section: Section) -> dict[str, Any]:

@@ -184,6 +184,8 @@ def _fitting(section: Section) -> dict[str, Any]:
         raise ForgefieldError(f"{section.file}: 'model.fitting_net' is missing.")
     kind = _kind(inner, "ener", FITTING_KEYS, {}, OTHER_FITTINGS, "fitting")
     options = _given(inner, FITTING_KEYS[kind])
+    if kind == "property" and not isinstance(options.get("property_name"), str):
+        raise inner.refused("property_name", "is missing: it is the name of the property's files")
     inner.only("dim_case_embd", 0, "this is for several models trained together")
     if kind == "ener":
         inner.only("layer_name", None, "networks do not share layers here")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from forgefield.config.deepmd.outputs import OutputTask
 from forgefield.config.deepmd.section import Section
 from forgefield.errors import ForgefieldError
 
@@ -39,8 +40,9 @@ def refuse_epochs_of_draws(section: Section, length: dict[str, int], data: dict[
         )
 
 
-def translate_run(section: Section, length: dict[str, int], task: dict[str, Any], *, validates: bool) -> dict[str, Any]:
-    """Our `training`, `trainer` and `callbacks` as far as the section says them, `seed` included. task: what is trained."""
+def translate_run(section: Section, length: dict[str, int], learnt: OutputTask, *, validates: bool) -> dict[str, Any]:
+    """Our `training`, `trainer` and `callbacks` as far as the section says them, `seed` included. learnt: what is trained."""
+    task = learnt.task
     seed = section.whole("seed", 0)
     every = section.whole("disp_freq", 1000, at_least=1)
     training = {"checkpoint": _checkpoints(section, length), **_average(section), **_engine(section)}
@@ -54,17 +56,21 @@ def translate_run(section: Section, length: dict[str, int], task: dict[str, Any]
     if frequency is not None:
         trainer["log_every_n_steps"] = frequency
     watched = "forces" if "forces" in task else next(iter(task))
-    training["monitor"] = f"{'val' if validates else 'train'}/{watched}_rmse"
-    callbacks = _learning_curve(section, every, task)
+    error = "loss" if watched == "branches" else f"{watched}_rmse"
+    training["monitor"] = f"{'val' if validates else 'train'}/{error}"
+    callbacks = _learning_curve(section, every, learnt)
     _without_effect(section)
     section.finish()
     return {"seed": seed, "training": training, "trainer": trainer, "callbacks": callbacks}
 
 
-def _learning_curve(section: Section, every: int, task: dict[str, Any]) -> list[dict[str, Any]]:
+def _learning_curve(section: Section, every: int, learnt: OutputTask) -> list[dict[str, Any]]:
     file = section.text("disp_file", "lcurve.out")
-    absolute = {"errors": "mae"} if any(target["loss"] == "mae" for target in task.values()) else {}
-    return [{"name": CURVE, "file": file, "every": every, **absolute}] if section.flag("disp_training", True) else []
+    how: dict[str, Any] = {"columns": learnt.columns} if learnt.columns else {}
+    groups = learnt.task.get("branches", {"": learnt.task}).values()
+    if not learnt.columns and any(target["loss"] == "mae" for targets in groups for target in targets.values()):
+        how = {"errors": "mae"}
+    return [{"name": CURVE, "file": file, "every": every, **how}] if section.flag("disp_training", True) else []
 
 
 def _checkpoints(section: Section, length: dict[str, int]) -> dict[str, Any]:

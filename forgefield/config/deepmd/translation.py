@@ -15,8 +15,9 @@ from typing import Any
 from forgefield.config.deepmd.data import translate_data
 from forgefield.config.deepmd.learning import translate_learning_rate, translate_optimiser
 from forgefield.config.deepmd.loss import translate_loss
-from forgefield.config.deepmd.model import translate_model
+from forgefield.config.deepmd.model import Model, translate_model
 from forgefield.config.deepmd.old_forms import updated
+from forgefield.config.deepmd.outputs import OutputTask
 from forgefield.config.deepmd.run import (
     precision,
     refuse_epochs_of_draws,
@@ -25,6 +26,7 @@ from forgefield.config.deepmd.run import (
     translate_validating,
 )
 from forgefield.config.deepmd.section import Section
+from forgefield.config.deepmd.several import Branches
 from forgefield.config.sources import read_text, read_yaml
 from forgefield.errors import ForgefieldError
 
@@ -59,17 +61,11 @@ def translation(content: Mapping[str, Any], file: Path) -> Translation:
     model_section, training = whole.below("model"), whole.below("training")
     if model_section is None or training is None:
         raise ForgefieldError(f"{file}: an input of DeePMD-kit needs the sections 'model' and 'training'.")
-    _refuse_several(whole, model_section, training)
-    model = translate_model(model_section)
-    task = translate_loss(whole.below("loss") or Section({}, file, "loss", whole.notes), model.fitting)
-    length = translate_length(training)
-    data = {"species": model.species, "cutoff": model.cutoff, "reference_energies": "fit"}
-    data |= translate_data(training, model.species)
-    if model.fields:
-        data["labels"] = {"fields": model.fields}
+    model, data, learnt = _parts(whole, model_section, training)
+    length, task = translate_length(training), learnt.task
     refuse_epochs_of_draws(training, length, data)
     weights = precision(training, model.precision)
-    run = translate_run(training, length, task, validates=data["val"] is not None)
+    run = translate_run(training, length, learnt, validates=data["val"] is not None)
     learning = translate_learning_rate(whole.below("learning_rate"), file, length.get("max_steps"))
     optimiser = translate_optimiser(whole.below("optimizer"))
     best = translate_validating(whole.below("validating"), list(task))
@@ -88,14 +84,33 @@ def translation(content: Mapping[str, Any], file: Path) -> Translation:
     return Translation(config, whole.notes)
 
 
+def _parts(whole: Section, model_section: Section, training: Section) -> tuple[Model, dict[str, Any], OutputTask]:
+    """Model, our `data` section, and what is learnt; of one model or of several branches."""
+    if "model_dict" in model_section.names():
+        branches = Branches(whole, model_section, training)
+        model, data, learnt = branches.model(), branches.data(), OutputTask(branches.task())
+        whole.only("loss", None, "with 'model.model_dict' losses are given in 'loss_dict'")
+        return model, {"species": model.species, "cutoff": model.cutoff, **data}, learnt
+    _refuse_several(whole, model_section, training)
+    model = translate_model(model_section)
+    data = {"species": model.species, "cutoff": model.cutoff}
+    data |= {"reference_energies": "fit"} if model.fitting["type"] == "ener" else {}
+    data |= translate_data(training, model.species)
+    loss = whole.below("loss") or Section({}, whole.file, "loss", whole.notes)
+    learnt = translate_loss(loss, model.fitting, model.species, data["batch"])
+    if model.fields or learnt.fields:
+        data["labels"] = {"fields": {**model.fields, **learnt.fields}}
+    return model, data, learnt
+
+
 def _refuse_several(whole: Section, model: Section, training: Section) -> None:
-    """Several models trained together: said in one place, for all keys that belong to it."""
-    several = "several models are not trained together here yet; train each with an input of its own"
-    for section, name in ((model, "model_dict"), (model, "shared_dict"), (whole, "loss_dict"), (training, "data_dict")):
-        section.only(name, None, several)
+    """What belongs to several models trained together, in an input of one."""
+    why = "it belongs to several models (model.model_dict), and there is one"
+    for section, name in ((model, "shared_dict"), (whole, "loss_dict"), (training, "data_dict")):
+        section.only(name, None, why)
     for name in ("model_prob", "num_epoch_dict"):
         if training.take(name):
-            raise training.refused(name, f"has no meaning: {several}")
+            raise training.refused(name, f"has no meaning: {why}")
 
 
 def read_input(file: Path) -> Any:

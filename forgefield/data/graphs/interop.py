@@ -30,7 +30,7 @@ def to_pyg(batch: Batch, species: SpeciesTable, fields: Fields | None = None) ->
 
     Per atom: z (atomic numbers), pos, species, forces. Per edge: edge_index (row 0 neighbour, row 1 centre, as PyG's
     source_to_target flow has it), edge_shift (images, integers), shift_vec (the same in A), edge_vec (from centre to
-    neighbour, A), edge_weight (length, A). Per frame: cell (rows are lattice vectors, A), natoms, energy, stress, weight,
+    neighbour, A), edge_weight (length, A). Per frame: cell (rows are lattice vectors, A), pbc, natoms, energy, stress, weight,
     frame_id. NaN marks a label that a frame does not carry.
     """
     try:
@@ -54,7 +54,8 @@ def to_pyg(batch: Batch, species: SpeciesTable, fields: Fields | None = None) ->
 def from_pyg(data: Any, species: SpeciesTable) -> Batch:
     """A batch from a PyG `Data` or `Batch` with z, pos and edge_index (row 0 neighbour, row 1 centre).
 
-    Periodic graphs need cell and edge_shift (images, integers); energy, forces and stress are taken where they are.
+    Periodic graphs need cell and edge_shift (images, integers); energy, forces and stress are taken where they are. Without
+    pbc, a graph is periodic along the lattice vectors that it has.
     Edges are sorted into our order.
     """
     for name in ("z", "pos", "edge_index"):
@@ -81,12 +82,14 @@ def from_pyg(data: Any, species: SpeciesTable) -> Batch:
         "cell": zeros if cell is None else cell.double().reshape(n_frames, 3, 3),
         **_sorted_edges(data.edge_index, shift, n),
     }
+    pbc = getattr(data, "pbc", None)
+    batch["pbc"] = (batch["cell"] != 0).any(2) if pbc is None else pbc.bool().reshape(n_frames, 3)
     given = {name: getattr(data, name, None) for name in (*_LABELS, "weight", "frame_id")}
     return batch | _labels(given, n, n_frames, device)
 
 
 def to_dgl(batch: Batch, species: SpeciesTable, fields: Fields | None = None) -> tuple[Any, dict[str, Tensor]]:
-    """A batched `dgl.DGLGraph` and what belongs to whole frames: cell, energy, stress, weight, frame_id. fields: as above.
+    """A batched `dgl.DGLGraph` and what belongs to whole frames: cell, pbc, energy, stress, weight, frame_id. fields: as above.
 
     Node data: z, pos, species, forces; edge data: edge_shift, shift_vec, edge_vec, distance, as in `to_pyg`. Edges lead
     from the neighbour to the centre, so messages are summed at the centre.
@@ -156,6 +159,7 @@ def graph_from_point_clouds(
         "frame": torch.repeat_interleave(n_atoms, output_size=where.shape[0]),
         "n_atoms": n_atoms,
         "cell": cell,
+        "pbc": pbc,
         "edge_index": edge_index,
         "edge_shift": edge_shift.double(),
         "edge_reverse": edge_reverse,
@@ -185,7 +189,7 @@ def _columns(
         "edge_weight": torch.linalg.vector_norm(vectors, dim=1),
     }
     frames: dict[str, Tensor] = {}
-    for name in ("cell", "energy", "stress", "weight", "frame_id"):
+    for name in ("cell", "pbc", "energy", "stress", "weight", "frame_id"):
         if name in batch:
             frames[name] = batch[name]
     for name, field in (fields or {}).items():

@@ -7,7 +7,7 @@ Units are those of the format, eV and A, unless `data.units` says otherwise; its
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -121,8 +121,9 @@ def _block(system: System, arrays: Mapping[str, Any], start: int, stop: int, typ
         return of_frames(name).reshape(n_frames, n_atoms, -1)[:, there]
 
     # An array does not say whether it belongs to frames or atoms; who asks for it knows.
-    values = [name for name in arrays if name not in STRUCTURE and _width(arrays[name]) > 0]
-    per_atom = [name for name in values if _width(arrays[name]) % n_atoms == 0]
+    values = {name: name for name in arrays if name not in STRUCTURE and _width(arrays[name]) > 0}
+    values = _other_names(values) | values
+    per_atom = {name: file for name, file in values.items() if _width(arrays[file]) % n_atoms == 0}
     return RawBlock(
         positions=of_atoms("coord"),
         numbers=_numbers(system, types[..., there], place),
@@ -130,9 +131,17 @@ def _block(system: System, arrays: Mapping[str, Any], start: int, stop: int, typ
         pbc=np.full(3, system.periodic),
         source=system.name,
         start=start,
-        info=LazyColumns({name: partial(of_frames, name) for name in values}),
-        arrays=LazyColumns({name: partial(of_atoms, name) for name in per_atom}),
+        info=LazyColumns({name: partial(of_frames, file) for name, file in values.items()}),
+        arrays=LazyColumns({name: partial(of_atoms, file) for name, file in per_atom.items()}),
     )
+
+
+def _other_names(names: Iterable[str]) -> dict[str, str]:
+    """Values of atoms are called `atom_dos` or `atomic_dos`, and asked for by either name: the other one -> the one."""
+    short, long = "atom_", "atomic_"
+    return {long + name.removeprefix(short): name for name in names if name.startswith(short)} | {
+        short + name.removeprefix(long): name for name in names if name.startswith(long)
+    }
 
 
 def _width(values: Any) -> int:

@@ -46,6 +46,8 @@ class SourceFile:
     """Elements of a DeePMD system's atom types, where it does not say so itself."""
     group: str | None = None
     """Group within an HDF5 file; None: all of it."""
+    branch: str | None = None
+    """Which branch of the model learns from it, where the model has several."""
     entry: int = 0
     """Which entry of the setting named it: a path, a glob or a {path: ...} is one entry."""
 
@@ -87,9 +89,9 @@ def _entries(spec: Any) -> list[Any]:
 
 
 def _refuse_overlap(files: list[SourceFile], spec: Any) -> None:
-    seen: dict[Path, list[str]] = {}
+    seen: dict[tuple[str | None, Path], list[str]] = {}
     for file in files:
-        groups = seen.setdefault(file.path.resolve(), [])
+        groups = seen.setdefault((file.branch, file.path.resolve()), [])
         mine = (file.group or "").rstrip("/") + "/"
         if any(mine.startswith(other) or other.startswith(mine) for other in groups):
             raise ForgefieldError(f"{file.name} is named twice by {spec!r}; its frames would count twice")
@@ -116,11 +118,14 @@ def _expand(spec: Any, outer: SourceFile | None) -> list[SourceFile]:
 def _settings(spec: Mapping[str, Any], outer: SourceFile | None) -> tuple[Any, SourceFile]:
     """What a mapping names, and a source that carries its settings."""
     outer = outer or SourceFile(Path())
-    unknown = set(spec) - {"path", "weight", "share", "type_map"}
+    unknown = set(spec) - {"path", "weight", "share", "type_map", "branch"}
     if unknown or "path" not in spec:
         raise ForgefieldError(
-            f"a source of frames is {{path: ..., weight: ..., share: ..., type_map: [...]}}, not {dict(spec)!r}"
+            f"a source of frames is {{path: ..., weight: ..., share: ..., type_map: [...], branch: ...}}, not {dict(spec)!r}"
         )
+    branch = spec.get("branch")
+    if branch is not None and (not isinstance(branch, str) or outer.branch not in (None, branch)):
+        raise ForgefieldError(f"the branch of {spec['path']} is {branch!r}; it should be the name of one branch")
     weight, share, elements = spec.get("weight", 1.0), spec.get("share"), spec.get("type_map")
     for name, value in (("weight", weight), ("share", 0.0 if share is None else share)):
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -133,6 +138,7 @@ def _settings(spec: Mapping[str, Any], outer: SourceFile | None) -> tuple[Any, S
         weight=outer.weight * float(weight),
         share=outer.share if share is None else float(share),
         type_map=outer.type_map if elements is None else _elements(elements, spec["path"]),
+        branch=branch or outer.branch,
     )
 
 

@@ -13,7 +13,7 @@ from forgefield.data.readers import plain
 from forgefield.data.sampling.by_source import SourceBatches
 from forgefield.data.sampling.order import EpochOrder, EveryFrameOnce, WeightedDraws, system_probabilities
 from forgefield.data.sampling.plan import KINDS, Budget
-from forgefield.data.storage.table import FrameTable
+from forgefield.data.storage.table import FrameTable, Systems
 from forgefield.errors import ForgefieldError
 
 DEFAULT_FRAMES = 8
@@ -53,7 +53,8 @@ def evaluation_budget(options: DataOptions) -> Budget:
 def _budget(given: Any, setting: str) -> Budget:
     names = (*KINDS, "oversized", "bound")
     values = dict(given) if isinstance(given, Mapping) else {name: getattr(given, name) for name in names}
-    values.pop("by_source", None)
+    for name in ("by_source", "points"):  # not what a budget of frames counts
+        values.pop(name, None)
     unknown = set(values) - set(names)
     if unknown:
         raise ForgefieldError(f"{setting}.{sorted(unknown)[0]} is not known; a batch is counted in {', '.join(KINDS)}")
@@ -69,8 +70,8 @@ def _budget(given: Any, setting: str) -> Budget:
 
 def training_order(options: DataOptions, table: FrameTable, seed: int) -> Order:
     """How the chosen rows of `table` come in an epoch, as `data.shuffle`, `data.sampling` and `data.batch.by_source` say."""
-    rule, draws = _sampling(plain(options.sampling))
-    weighted = rule is not None or any(part.share is not None for part in table.parts)
+    rule, draws, branches = _sampling(plain(options.sampling))
+    weighted = rule is not None or branches is not None or any(part.share is not None for part in table.parts)
     by_source = plain(options.batch.by_source) is not False
     if weighted and not options.shuffle:
         raise ForgefieldError("data.shuffle=false and weighted sampling contradict each other: draws are random")
@@ -85,7 +86,7 @@ def training_order(options: DataOptions, table: FrameTable, seed: int) -> Order:
     def drawn(rows: np.ndarray, costs: np.ndarray) -> EpochOrder:
         of_row = systems.of_frame[rows]
         sizes = np.bincount(of_row, minlength=len(systems.names))
-        chances = system_probabilities("size" if rule is None else rule, sizes, systems.shares)
+        chances = _chances(rule, sizes, systems, branches)
         return WeightedDraws(of_row, chances, len(rows) if draws is None else draws, seed, systems.names)
 
     def in_batches(rows: np.ndarray, costs: np.ndarray) -> EpochOrder:
@@ -101,22 +102,44 @@ def training_order(options: DataOptions, table: FrameTable, seed: int) -> Order:
         )
         if not weighted:
             return order
-        return order.draw_by(system_probabilities("size" if rule is None else rule, order.n_batches, systems.shares))
+        return order.draw_by(_chances(rule, order.n_batches, systems, branches))
 
     return in_batches if by_source else drawn
 
 
-def _sampling(given: Any) -> tuple[Any, int | None]:
-    """Rule and number of draws of an epoch."""
+def _chances(rule: Any, sizes: np.ndarray, systems: Systems, branches: Any) -> np.ndarray:
+    """Probability of each system, (n_systems,); that of each branch of the model, where it is given, is divided by `rule`."""
+    rule = "size" if rule is None else rule
+    if branches is None:
+        return system_probabilities(rule, sizes, systems.shares)
+    names = [name for name in dict.fromkeys(systems.branches) if name is not None]
+    if branches == "auto":
+        branches = {name: float(systems.branches.count(name)) for name in names}
+    if not isinstance(branches, Mapping) or set(branches) != set(names) or rule not in ("size", "uniform"):
+        raise ForgefieldError(
+            f"data.sampling.branches={branches!r:.80} should be auto, or a probability for each of the branches "
+            f"{', '.join(names) or 'that sources name'}, with the rule size or uniform"
+        )
+    chances = np.zeros(len(sizes))
+    for name, chance in branches.items():
+        if isinstance(chance, bool) or not isinstance(chance, (int, float)) or not 0 <= chance < np.inf:
+            raise ForgefieldError(f"data.sampling.branches.{name}={chance!r} should be a number, not negative")
+        inside = np.array([branch == name for branch in systems.branches])
+        chances[inside] = chance * system_probabilities(rule, sizes[inside])
+    return chances
+
+
+def _sampling(given: Any) -> tuple[Any, int | None, Any]:
+    """Rule, number of draws of an epoch, and probabilities of branches."""
     if not isinstance(given, Mapping):
-        return given, None
-    unknown = set(given) - {"rule", "frames"}
+        return given, None, None
+    unknown = set(given) - {"rule", "frames", "branches"}
     if unknown:
-        raise ForgefieldError(f"data.sampling.{sorted(unknown)[0]} is not known; it takes rule and frames")
+        raise ForgefieldError(f"data.sampling.{sorted(unknown)[0]} is not known; it takes rule, frames and branches")
     draws = given.get("frames")
     if draws is not None and (isinstance(draws, bool) or not isinstance(draws, int) or draws < 1):
         raise ForgefieldError(f"data.sampling.frames={draws!r} should be a number of frames, at least 1")
-    return given.get("rule") or "size", draws
+    return given.get("rule") or "size", draws, given.get("branches")
 
 
 def batch_threads(options: DataOptions, on_gpu: bool) -> int:

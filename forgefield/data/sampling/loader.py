@@ -12,9 +12,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 import numpy as np
+import torch
 
 from forgefield.data.batch import Batch
 from forgefield.data.dataset import GraphDataset
+from forgefield.data.noise import Noise, frame_keys, noised_batch, with_noised_copies
 from forgefield.data.sampling.by_source import SourceBatches, WholeBatches
 from forgefield.data.sampling.order import EpochOrder, EveryFrameOnce
 from forgefield.data.sampling.plan import Budget, EpochPlan, StepPlan, fitting
@@ -34,6 +36,8 @@ class FrameLoader:
 
     batch: the budget of a rank; a number means frames. order: of the rows that fit the budget and their costs; each row once,
     if None.
+    keys: seed of the keys that batches carry (`frame_key`); none, if None. noise: frames are moved at random, in training anew
+    in every epoch, else (evaluation) always alike.
     workers: threads that prepare batches ahead, 0 for none. prefetch: how many batches ahead. pin: put them into memory from
     which they are copied to a GPU without waiting.
     """
@@ -51,6 +55,8 @@ class FrameLoader:
         workers: int = 0,
         prefetch: int | None = None,
         pin: bool = False,
+        keys: int | None = None,
+        noise: Noise | None = None,
     ) -> None:
         if not 0 <= rank < world_size:
             raise ValueError(f"there is no rank {rank} among {world_size}")
@@ -58,6 +64,7 @@ class FrameLoader:
         self.budget = batch if isinstance(batch, Budget) else Budget("frames", batch)
         self.rank, self.world_size = rank, world_size
         self.workers, self.pin = workers, pin
+        self.keys, self.noise = keys, noise
         self.prefetch = 2 * workers if prefetch is None else prefetch
         self.epoch = 0
         self._costs = self._cost_of_frames()
@@ -229,19 +236,32 @@ class FrameLoader:
             plan = self._rest_of_epoch()[1]
         self._start_at_rest = False
 
+        epoch = self.epoch
+
         def prepare(step: int) -> Batch:
-            return self._batch(rows[plan.share(step, self.rank)])
+            places = plan.share(step, self.rank)
+            return self._batch(rows[places], epoch, places)
 
         if self.workers == 0:
             yield from map(prepare, range(len(plan)))
         else:
             yield from prepared_ahead(prepare, len(plan), self.workers, max(self.prefetch, 1))
 
-    def _batch(self, rows: np.ndarray) -> Batch:
+    def _batch(self, rows: np.ndarray, epoch: int, places: np.ndarray) -> Batch:
+        """places: of these frames in the order of the epoch, which is the same for any number of ranks."""
         if len(rows) == 0:
             batch = self.dataset.blank()
-        else:
+            rows, places = np.array([int(self.dataset.n_atoms.argmin())]), np.zeros(1, dtype=np.int64)
+            if self.noise is not None:
+                batch["denoise"] = batch["positions"].new_full(batch["positions"].shape, float("nan"))
+        elif self.noise is None:
             batch = self.dataset.batch(rows)
+        elif self.noise.fixed:
+            batch = with_noised_copies(self.dataset, rows, self.noise)
+        else:
+            batch = noised_batch(self.dataset, rows, self.noise, epoch, places)
+        if self.keys is not None:
+            batch["frame_key"] = torch.from_numpy(frame_keys(self.keys, epoch, places))
         return {name: tensor.pin_memory() for name, tensor in batch.items()} if self.pin else batch
 
 

@@ -34,6 +34,8 @@ class Part:
     columns: Columns
     factor: float = 1.0
     share: Share | None = None
+    branch: str | None = None
+    """Which branch of the model learns from it, where the model has several."""
     hidden: frozenset[str] = frozenset()
     """Labels that are there and not to be seen; `weight`: all weights are `factor`."""
     chosen: Fields | None = None
@@ -89,6 +91,8 @@ class Systems:
     """For each system its source, or the first of several."""
     shares: list[float | None]
     """For each system the share of draws that was given."""
+    branches: list[str | None]
+    """For each system the branch of the model that learns from it."""
 
 
 @dataclass(frozen=True)
@@ -345,24 +349,39 @@ class FrameTable(Sequence[Frame]):
         numbers: dict[object, int] = {}
         names: list[str] = []
         shares: list[float | None] = []
+        branches: list[str | None] = []
         number_of: list[np.ndarray] = []
         for part in self.parts:
-            keys = [part.share or (part.columns.origin, source) for source in part.columns.sources]
+            keys = [(part.branch, part.share or (part.columns.origin, source)) for source in part.columns.sources]
             for key, source in zip(keys, part.columns.sources):
                 if key not in numbers:
                     numbers[key] = len(numbers)
                     names.append(source)
                     shares.append(None if part.share is None else part.share.value)
+                    branches.append(part.branch)
             number_of.append(np.array([numbers[key] for key in keys], dtype=np.int64))
         of_frame = np.empty(len(self), dtype=np.int64)
         place = {id(part.columns): table for part, table in zip(self.parts, number_of)}
         for part, places, local in self.located(self._every):
             of_frame[places] = place[id(part.columns)][part.columns.column("source")[local]]
-        return Systems(of_frame, names, shares)
+        return Systems(of_frame, names, shares, branches)
+
+    @property
+    def branches(self) -> list[str | None]:
+        """The branches of the model that learn from its parts, each once, in alphabetical order; [None] for most data."""
+        return sorted({part.branch for part in self.parts}, key=lambda name: name or "")
+
+    def branch_of_frame(self, names: Sequence[str | None]) -> np.ndarray:
+        """(n_frames,) int64, place of each frame's branch in `names`; -1 where it is none of them."""
+        number = {name: place for place, name in enumerate(names)}
+        found = np.empty(len(self), dtype=np.int64)
+        for part, places, _ in self.located(self._every):
+            found[places] = number.get(part.branch, -1)
+        return found
 
     @cached_property
     def fingerprint(self) -> str:
-        """Fixed by structures, labels, weights and their order; file names do not enter."""
+        """Fixed by structures, labels, weights, branches and their order; file names do not enter."""
         digest = hashlib.blake2b(digest_size=16)
         hidden = sorted(
             {name for part in self.parts for name in part.hidden | (part.columns.fields.keys() - part.fields)}
@@ -370,4 +389,6 @@ class FrameTable(Sequence[Frame]):
         digest.update(f"{len(self)} {hidden}".encode())
         for name in ("digest", "weight"):
             digest.update(np.ascontiguousarray(self.column(name)).data)
+        if self.branches not in ([None], []):
+            digest.update(repr(self.branches).encode() + self.branch_of_frame(self.branches).tobytes())
         return digest.hexdigest()

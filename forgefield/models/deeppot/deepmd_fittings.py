@@ -5,7 +5,7 @@ There a fitting's numbers are scaled and shifted by the atomic model around it; 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,7 +31,6 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "use_aparam_as_mask": (False,),
     "spin": (),
     "layer_name": (),
-    "exclude_types": ([],),
 }
 
 
@@ -45,16 +44,20 @@ class _Applied(NamedTuple):
 
 
 def from_deepmd(
-    section: Mapping[str, Any], out_bias: np.ndarray | None = None, out_std: np.ndarray | None = None
+    section: Mapping[str, Any],
+    out_bias: np.ndarray | None = None,
+    out_std: np.ndarray | None = None,
+    excluded: Sequence[int] = (),
 ) -> tuple[Tree, Arrays]:
     """Options and state of a fitting of type dipole, polar, dos or property.
 
-    out_bias, out_std: (n_species, numbers), what the atomic model applies to the fitting's outputs.
+    out_bias, out_std: (n_species, numbers), what the atomic model applies to the fitting's outputs. excluded: species without
+    a value, which that model says too.
     """
     kind = section["type"]
     if kind not in TYPES:
         raise ForgefieldError(f"fitting.type is {kind}; known here are {', '.join(TYPES)}.")
-    refuse("fitting", section, _HARMLESS)
+    refuse("fitting", section, _HARMLESS | {"exclude_types": ([], list(excluded))})
     variables = section["@variables"]
     trainable = section.get("trainable")
     options = {key: section[key] for key in _SAME}
@@ -122,9 +125,9 @@ def _into_last_layer(state: Arrays, inner: np.ndarray) -> Arrays:
     return {name: b + inner[: len(b)].astype(b.dtype)}
 
 
-def to_deepmd(fitting: TensorFitting) -> tuple[Tree, np.ndarray, np.ndarray]:
+def to_deepmd(fitting: TensorFitting, excluded: Sequence[int] = ()) -> tuple[Tree, np.ndarray, np.ndarray]:
     """The fitting as DeePMD-kit's class `Fitting`, and what the atomic model around it has to apply to its outputs:
-    out_bias and out_std, each (n_species, numbers)."""
+    out_bias and out_std, each (n_species, numbers). excluded: species without a value."""
     options, network, networks = fitting.options, fitting.network, fitting.network.networks
     n, kind = len(fitting.species), options.type
     variables: Tree = {"bias_atom_e": np.zeros((n, networks.sizes[-1])), "case_embd": None}
@@ -143,7 +146,7 @@ def to_deepmd(fitting: TensorFitting) -> tuple[Tree, np.ndarray, np.ndarray]:
         "rcond": getattr(options, "rcond", None),
         "precision": precision_of(networks),
         "mixed_types": networks.count == 1,
-        "exclude_types": [],
+        "exclude_types": list(excluded),
         "nets": collection_tree(networks, n, "fitting_network"),
         "type_map": list(fitting.species),
         "tot_ener_zero": False,

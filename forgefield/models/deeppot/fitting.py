@@ -29,6 +29,7 @@ class Fitting(nn.Module):
     """Dataclass of its options, `type` first; defaults are DeePMD-kit's."""
     isolated: Tensor
     default_fparam: Tensor
+    first_network: Tensor
 
     def __init__(
         self,
@@ -40,13 +41,19 @@ class Fitting(nn.Module):
         dim_out: int = 1,
         dtype: torch.dtype,
         generator: torch.Generator,
+        owners: Sequence[int] = (0,),
     ) -> None:
+        """owners: for each branch of the model the number of its networks; branches may have the same."""
         super().__init__()
         self.options, self.n_species, self.dim_descriptor = options, len(species), dim_descriptor
         if options.seed is not None:
             generator = torch.Generator().manual_seed(options.seed)
+        self.per_branch = 1 if mixed_types else len(species)
+        self.has_branches = len(owners) > 1
+        first = torch.tensor([self.per_branch * owner for owner in owners])
+        self.register_buffer("first_network", first, persistent=False)
         self.networks = Networks(
-            1 if mixed_types else len(species),
+            self.per_branch * (max(owners) + 1),
             [dim_descriptor + options.numb_fparam + options.numb_aparam, *options.neuron, dim_out],
             activation=options.activation_function,
             resnet_dt=options.resnet_dt,
@@ -90,7 +97,9 @@ class Fitting(nn.Module):
     def forward(self, descriptor: Tensor, batch: dict[str, Any]) -> Tensor:
         """(n_atoms, dim_out) in the networks' precision. descriptor: (n_atoms, dim_descriptor)."""
         species, dtype = batch["species"], self.networks.dtype
-        kinds = torch.zeros_like(species) if self.networks.count == 1 else species
+        kinds = torch.zeros_like(species) if self.per_branch == 1 else species
+        if self.has_branches:
+            kinds = kinds + self.first_network.index_select(0, branch_of_atoms(batch))
         groups = group_rows(kinds, self.networks.count, ATOM_BLOCK)
         parameters = self.parameters_of_atoms(batch)
         inputs = descriptor.to(dtype)
@@ -125,6 +134,13 @@ class Fitting(nn.Module):
                 values = values.index_select(0, batch["frame"])
             result.append((values - getattr(self, f"{name}_avg")) / getattr(self, f"{name}_std"))
         return result
+
+
+def branch_of_atoms(batch: dict[str, Any]) -> Tensor:
+    """(n_atoms,) number of the branch of each atom's frame."""
+    if "branch" not in batch:
+        raise ForgefieldError("this model has several branches; choose one by its name (head=NAME, --head NAME).")
+    return batch["branch"].index_select(0, batch["frame"])
 
 
 class EnergyFitting(Fitting):

@@ -1,4 +1,5 @@
-"""Deep Potential: a descriptor of every atom's neighbours, and a fitting network that makes an energy of it.
+"""Deep Potential: a descriptor of every atom's neighbours, and a fitting network that makes an energy of it, or a dipole, a
+polarisability, a density of states, any property.
 
 The mathematics and the names of options are those of DeePMD-kit (Wang et al., Comput. Phys. Commun. 228, 178, 2018), so that
 weights can be exchanged with it. Geometry and energies are float64, networks have the precision of their weights.
@@ -16,22 +17,31 @@ from torch import Tensor, nn
 
 from forgefield.errors import ForgefieldError
 from forgefield.models.deeppot import options as model_options
+from forgefield.models.deeppot.branches import check_branches, draw_again, fitting_section, flat_bias, owners
 from forgefield.models.deeppot.descriptor import Descriptor
-from forgefield.models.deeppot.fitting import PARAMETERS, Fitting
-from forgefield.models.deeppot.options import check_pairs, excluded_kinds, per_species
+from forgefield.models.deeppot.fitting import PARAMETERS, Fitting, branch_of_atoms
+from forgefield.models.deeppot.options import check_pairs, excluded_kinds, per_species, unseen_species
 from forgefield.models.deeppot.parts import check_parts, descriptor_part, fitting_part
 from forgefield.models.deeppot.short_range import PairTable, complete_short_range, zbl_energies
 from forgefield.models.deeppot.statistics import environment_statistics
+from forgefield.models.deeppot.tensor_fitting import TensorFitting
+from forgefield.models.own_outputs import OwnOutput
 from forgefield.ops.graph import EdgeGraph, Segments, edge_graph, gather, join
 
 
+def _check_options(given: Mapping[str, Any]) -> None:
+    check_parts(given)
+    check_branches(given)
+
+
 class DeepPot(nn.Module):
-    """Atomic energies from edge vectors. Built from resolved options: every number is given."""
+    """Atomic energies from edge vectors, or what another fitting network gives. Built from resolved options: every number is
+    given."""
 
     only_edge_vectors = True
     Options = model_options.Options
     presets: dict[str, dict[str, Any]] = {}
-    check_options = staticmethod(check_parts)
+    check_options = staticmethod(_check_options)
     out_bias: Tensor
     pair_seen: Tensor
     atom_seen: Tensor
@@ -53,15 +63,25 @@ class DeepPot(nn.Module):
         fitting, of_fitting = fitting_part(options.fitting_net)
         self.descriptor: Descriptor = descriptor(of_descriptor, cutoff=self.cutoff, **made_of)
         dimensions = {"dim_descriptor": self.descriptor.dim_out, "mixed_types": self.descriptor.mixed_types}
-        self.fitting: Fitting = fitting(of_fitting, **dimensions, **made_of)
+        self.gives_energy = not issubclass(fitting, TensorFitting)
+        if not self.gives_energy:
+            dimensions["dim_rotation"] = self.descriptor.dim_rotation
+        if options.branches:
+            made_of["owners"] = owners(options.branches)
+        self.fitting: Fitting | TensorFitting = fitting(of_fitting, **dimensions, **made_of)
+        if options.branches:
+            draw_again(self.fitting, options.branches)
         has_table = options.srtab is not None
         self.table = PairTable(options, len(self.species), self.cutoff) if has_table else None
         numbers = [atomic_numbers.get(symbol, 0) for symbol in self.species]
         self.register_buffer("atomic_numbers", torch.tensor(numbers, dtype=torch.float64), persistent=False)
-        self.register_buffer("out_bias", torch.tensor(options.out_bias, dtype=torch.float64))
+        if self.gives_energy:
+            bias = flat_bias(options.branches) if options.branches else options.out_bias
+            self.register_buffer("out_bias", torch.tensor(bias, dtype=torch.float64))
         pair_seen = torch.tensor(excluded_kinds(options.pair_exclude_types, len(self.species)), dtype=torch.float64)
         self.register_buffer("pair_seen", pair_seen, persistent=False)
-        atom_seen = [float(number not in options.atom_exclude_types) for number in range(len(self.species))]
+        self.unseen = unseen_species(options.atom_exclude_types, of_fitting, len(self.species))
+        atom_seen = [float(number not in self.unseen) for number in range(len(self.species))]
         self.register_buffer("atom_seen", torch.tensor(atom_seen, dtype=torch.float64), persistent=False)
 
     @property
@@ -101,19 +121,30 @@ class DeepPot(nn.Module):
         short_range = complete_short_range(options, species, cutoff)
         kind, given = fitting_part(options.fitting_net)
         fitting = kind.complete(given, species=species, statistics=statistics)
+        if issubclass(kind, TensorFitting):
+            _refuse_energy_options(options, given)
         kind, given = descriptor_part(options.descriptor)
         descriptor = kind.complete(given, species=species, cutoff=cutoff, statistics=statistics)
-        return dataclasses.replace(
-            options,
-            descriptor=dataclasses.asdict(descriptor),
-            fitting_net=dataclasses.asdict(fitting),
-            out_bias=_out_bias(options, fitting, species, statistics),
-            **short_range,
-        )
+        own: dict[str, Any] = {"fitting_net": dataclasses.asdict(fitting)}
+        if options.branches:
+            branches = _complete_branches(options, species, statistics)
+            own = {"branches": branches, "fitting_net": next(iter(branches.values()))["fitting_net"]}
+        elif fitting.type == "ener":
+            own["out_bias"] = _out_bias(options, fitting, species, statistics)
+        return dataclasses.replace(options, descriptor=dataclasses.asdict(descriptor), **own, **short_range)
 
     @property
     def feature_dim(self) -> int:
         return self.descriptor.dim_out + len(self.species)
+
+    @staticmethod
+    def own_outputs(options: Mapping[str, Any]) -> dict[str, OwnOutput]:
+        """What the model gives by itself in place of energies, by name; nothing with a fitting network of energies.
+
+        options: the `model` section, resolved or not.
+        """
+        kind, of_fitting = fitting_part(options.get("fitting_net", {}))
+        return kind.facts(of_fitting) if issubclass(kind, TensorFitting) else {}
 
     def energy_parameters(self) -> Iterator[nn.Parameter]:
         """What energies depend on and features do not."""
@@ -125,6 +156,21 @@ class DeepPot(nn.Module):
         assert energies is not None
         return energies
 
+    def values(self, batch: dict[str, Any], names: Iterable[str]) -> dict[str, Tensor]:
+        """Outputs of these names (`own_outputs`), (n_frames, *shape) or (n_atoms, *shape) float64."""
+        assert isinstance(self.fitting, TensorFitting)
+        batch, graph, _, _ = self._neighbours(batch)
+        (output,) = self.fitting.outputs
+        atomic = self.fitting(*self.descriptor(batch, graph), batch)[output.name]
+        if self.unseen:
+            seen = self.atom_seen.index_select(0, batch["species"])
+            atomic = atomic * seen.view(-1, *[1] * len(output.shape))
+        facts, found = self.fitting.facts(self.fitting.options), {}
+        for name in names:
+            values = atomic if facts[name].per == "atom" else output.of_frames(atomic, batch)
+            found[name] = _running_sums(values) if facts[name].cumulative else values
+        return found
+
     def encode(self, batch: dict[str, Any], *, energies: bool = True) -> tuple[Tensor, Tensor | None]:
         """The descriptor and which species the atom is, (n_atoms, feature_dim) in the precision of the descriptor, and
         atomic energies."""
@@ -132,17 +178,23 @@ class DeepPot(nn.Module):
         kinds = torch.eye(len(self.species), dtype=descriptor.dtype, device=descriptor.device)
         return join([descriptor, kinds.index_select(0, batch["species"])], 1), atomic
 
-    def _evaluate(self, batch: dict[str, Any], *, energies: bool) -> tuple[Tensor, Tensor | None]:
-        """Descriptor and atomic energies."""
+    def _neighbours(self, batch: dict[str, Any]) -> tuple[dict[str, Any], EdgeGraph, Tensor | None, Tensor | None]:
+        """The batch, its edges, pairs of species (n_edges,) where they are asked for, and 0 for edges that count as absent."""
         species, options = batch["species"], self.options
         graph: EdgeGraph = batch.get("edge_graph") or edge_graph(batch)
-        kinds = lengths = mask = None
+        kinds = mask = None
         if options.pair_exclude_types or self.table is not None:
             kinds = species.index_select(0, graph.destination) * len(self.species)
             kinds = kinds + species.index_select(0, graph.source)
         if options.pair_exclude_types and kinds is not None:
             mask = self.pair_seen.index_select(0, kinds)
             batch = batch | {"edge_mask": mask}
+        return batch, graph, kinds, mask
+
+    def _evaluate(self, batch: dict[str, Any], *, energies: bool) -> tuple[Tensor, Tensor | None]:
+        """Descriptor and atomic energies."""
+        species, options, lengths = batch["species"], self.options, None
+        batch, graph, kinds, mask = self._neighbours(batch)
         descriptor, _ = self.descriptor(batch, graph)
         if not energies:
             return descriptor, None
@@ -152,13 +204,49 @@ class DeepPot(nn.Module):
         if self.table is not None:
             tabulated, weights = self.table(lengths, kinds, graph, mask)
             atomic = (1 - weights) * atomic + weights * tabulated
-        atomic = atomic + gather(self.out_bias, Segments(species, len(self.species)))
+        kind = species
+        if options.branches:
+            kind = species + len(self.species) * branch_of_atoms(batch)
+        atomic = atomic + gather(self.out_bias, Segments(kind, self.out_bias.shape[0]))
         if options.zbl and lengths is not None:
             z = self.atomic_numbers.index_select(0, species)
             atomic = atomic + zbl_energies(lengths, z, graph, self.cutoff, options.zbl)
-        if options.atom_exclude_types:
+        if self.unseen:
             atomic = atomic * self.atom_seen.index_select(0, species)
         return descriptor, atomic
+
+
+def _complete_branches(
+    options: model_options.Options, species: tuple[str, ...], statistics: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Fitting network and bias of each branch in full."""
+    check_branches(dataclasses.asdict(options))
+    measured: Mapping[str, Any] = (statistics.get("environment") or {}).get("branches") or {}
+    found = {}
+    for name, section in sorted(options.branches.items()):
+        kind, given = fitting_part(fitting_section(options.fitting_net, section, options.branches))
+        fitting = kind.complete(given, species=species, statistics={})
+        of_branch = dataclasses.replace(options, out_bias=section.get("out_bias"))
+        bias = _out_bias(of_branch, fitting, species, {"environment": measured.get(name) or {}})
+        share = {"share": section["share"]} if section.get("share") else {}
+        found[name] = {"fitting_net": dataclasses.asdict(fitting), "out_bias": bias, **share}
+    return found
+
+
+def _running_sums(values: Tensor) -> Tensor:
+    """Sums along the last axis up to each place; a product, because sums of that kind have no fixed order on a GPU."""
+    n = values.shape[-1]
+    return values @ torch.ones(n, n, dtype=values.dtype, device=values.device).triu()
+
+
+def _refuse_energy_options(options: model_options.Options, fitting: Any) -> None:
+    """Raise for what belongs to energies, beside a fitting network of something else."""
+    for key in ("out_bias", "zbl", "use_srtab", "srtab"):
+        if getattr(options, key):
+            there = "; it is part of fitting_net" if key == "out_bias" else ""
+            raise ForgefieldError(f"model.{key} does not apply: model.fitting_net.type is {fitting.type}{there}.")
+    if fitting.type == "property" and options.atom_exclude_types:
+        raise ForgefieldError("model.atom_exclude_types does not apply to a fitting network of type property.")
 
 
 def _out_bias(

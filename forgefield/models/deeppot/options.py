@@ -109,11 +109,11 @@ class Options:
     descriptor: dict[str, Any] = field(default_factory=lambda: {"type": "se_e2_a"})
     """The descriptor: `type` (se_e2_a, se_e2_r, se_atten) and its options by DeePMD-kit's names."""
     fitting_net: dict[str, Any] = field(default_factory=lambda: {"type": "ener"})
-    """The fitting network: `type` (ener) and its options by DeePMD-kit's names."""
+    """The fitting network: `type` (ener, property, dos, dipole, polar) and its options by DeePMD-kit's names."""
     pair_exclude_types: list[list[int]] = field(default_factory=list)
     """Pairs of species, by number, that are no neighbours of each other."""
     atom_exclude_types: list[int] = field(default_factory=list)
-    """Species, by number, whose atoms have no energy of their own."""
+    """Species, by number, whose atoms have no energy (dipole, ...) of their own."""
     zbl: bool | dict[str, float] = False
     """Add the ZBL repulsion of nuclei; {polynomial_cutoff_p: 6} sets its envelope."""
     use_srtab: str | None = None
@@ -128,6 +128,9 @@ class Options:
     """The table that was read from `use_srtab`."""
     out_bias: list[float] | None = None
     """Energy of each species that is added to the network's, eV. From the training data."""
+    branches: dict[str, Any] = field(default_factory=dict)
+    """Several energies of one descriptor, by name, each learnt from its own data: {water: {}, ice: {fitting_net: {seed: 2}}}. A
+    branch has its own fitting network, unless `share` names the branch whose network it uses, and its own `out_bias`."""
 
 
 def check_widths(where: str, neuron: Sequence[int], *, allow_none: bool = False) -> None:
@@ -213,3 +216,10 @@ def excluded_kinds(pairs: Sequence[Sequence[int]], n_species: int) -> list[float
 def per_species(values: Mapping[str, float] | Sequence[float], species: Sequence[str]) -> list[float]:
     """One number for each species, in their order."""
     return [float(values[symbol]) for symbol in species] if isinstance(values, Mapping) else [float(v) for v in values]
+
+
+def unseen_species(excluded: Sequence[int], fitting: Any, n_species: int) -> tuple[int, ...]:
+    """Numbers of the species whose atoms have no value. excluded: `atom_exclude_types`. fitting: options of the network."""
+    selected = getattr(fitting, "sel_type", None)
+    selected = range(n_species) if selected is None else [selected] if isinstance(selected, int) else selected
+    return tuple(number for number in range(n_species) if number in excluded or number not in selected)

@@ -17,7 +17,13 @@ DESCRIPTORS = {
     "se_atten_v2": "se_atten.SeAttenV2",
 }
 """Where the class of each descriptor is; it has `Options` and `complete`."""
-FITTINGS = {"ener": "fitting.EnergyFitting"}
+FITTINGS = {
+    "ener": "fitting.EnergyFitting",
+    "property": "tensor_fitting.PropertyFitting",
+    "dos": "tensor_fitting.DosFitting",
+    "dipole": "tensor_fitting.DipoleFitting",
+    "polar": "tensor_fitting.PolarFitting",
+}
 """Where the class of each fitting network is; likewise."""
 ALIASES = {"se_a": "se_e2_a", "se_r": "se_e2_r", "dpa1": "se_atten"}
 _ELSEWHERE = {"rcut": "data.cutoff", "type_map": "data.species", "ntypes": "data.species"}

@@ -15,8 +15,10 @@ from torch import Tensor
 
 from forgefield.errors import ForgefieldError
 from forgefield.models.deeppot.environment import environment_rows
-from forgefield.models.deeppot.options import Options, excluded_kinds
+from forgefield.models.deeppot.options import Options, excluded_kinds, unseen_species
+from forgefield.models.deeppot.output_statistics import OutputFit
 from forgefield.models.deeppot.parts import descriptor_part, fitting_part
+from forgefield.models.deeppot.tensor_fitting import TensorFitting
 from forgefield.models.potential import edge_vectors
 
 LEAST_DEVIATION = 1e-2
@@ -57,19 +59,30 @@ def environment_statistics(
     """
     options = Options(**{key: value for key, value in model.items() if key != "name"})
     _, descriptor = descriptor_part(options.descriptor)
-    _, fitting = fitting_part(options.fitting_net)
+    kind, fitting = fitting_part(options.fitting_net)
     rows = RowStatistics(options, descriptor, len(species), cutoff)
-    energies = EnergyFit(len(species), fitting)
+    names = sorted(options.branches)
+    outputs = _output_statistics(kind, fitting, options, len(species))
+    of_branches = {name: EnergyFit(len(species), fitting, place) for place, name in enumerate(names)}
     parameters = {name: ParameterStatistics(name, fitting) for name in ("fparam", "aparam")}
     for batch in batches:
         rows.add(batch)
-        energies.add(batch)
+        for fit in (outputs, *of_branches.values()):
+            fit.add(batch)
         for part in parameters.values():
             part.add(batch)
-    found = rows.result() | energies.result()
+    found = rows.result() | outputs.result()
+    if of_branches:
+        found["branches"] = {name: fit.result() for name, fit in of_branches.items()}
     for part in parameters.values():
         found |= part.result()
     return found
+
+
+def _output_statistics(kind: Any, fitting: Any, options: Options, n_species: int) -> EnergyFit | OutputFit:
+    if not issubclass(kind, TensorFitting):
+        return EnergyFit(n_species, fitting)
+    return OutputFit(kind, fitting, n_species, unseen_species(options.atom_exclude_types, fitting, n_species))
 
 
 class RowStatistics:
@@ -125,8 +138,9 @@ class RowStatistics:
 class EnergyFit:
     """Energies of species by least squares of total energies, as DeePMD-kit makes them."""
 
-    def __init__(self, n_species: int, fitting: Any) -> None:
-        self.n, self.fitting = n_species, fitting
+    def __init__(self, n_species: int, fitting: Any, branch: int | None = None) -> None:
+        """branch: only frames of this one count."""
+        self.n, self.fitting, self.branch = n_species, fitting, branch
         self.counts: list[np.ndarray] = []
         self.energies: list[np.ndarray] = []
 
@@ -134,6 +148,8 @@ class EnergyFit:
         n_frames = batch["n_atoms"].shape[0]
         counts = torch.bincount(batch["frame"] * self.n + batch["species"], minlength=n_frames * self.n)
         has_energy = ~batch["energy"].isnan().numpy()
+        if self.branch is not None:
+            has_energy = has_energy & (batch["branch"].numpy() == self.branch)
         self.counts.append(counts.view(n_frames, self.n).double().numpy()[has_energy])
         self.energies.append(batch["energy"].numpy()[has_energy])
 

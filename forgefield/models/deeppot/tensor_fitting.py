@@ -1,14 +1,14 @@
 """Fitting networks beside the energy: dipoles, polarisabilities, densities of states, and properties of any kind.
 
 Each is a module from the descriptor of an atom, its rotation (T without its first column) and the batch to named numbers of
-that atom, and says how those of a frame follow from them. The mathematics is DeePMD-kit's, the numbers are float64.
+that atom; `facts` says what a model with it gives of frames and atoms. The mathematics is DeePMD-kit's, numbers are float64.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from forgefield.errors import ForgefieldError
 from forgefield.models.deeppot.fitting import Fitting
+from forgefield.models.deeppot.tensor_options import DipoleOptions, DosOptions, PolarOptions, PropertyOptions
+from forgefield.models.own_outputs import OwnOutput
 from forgefield.ops.graph import Segments, segment_sum
 
 REDUCTIONS = ("sum", "mean")
@@ -43,98 +45,14 @@ class Output:
         return total / n_atoms.to(total.dtype).view(-1, *[1] * len(self.shape))
 
 
-@dataclass
-class FittingOptions:
-    """What all fitting networks have."""
-
-    type: str = ""
-    neuron: list[int] = field(default_factory=lambda: [120, 120, 120])
-    """Widths of its hidden layers."""
-    resnet_dt: bool = True
-    """Residual layers with trained step sizes."""
-    activation_function: str = "tanh"
-    """As in the descriptor."""
-    numb_fparam: int = 0
-    """Numbers per frame that the network reads beside the descriptor: the field `fparam` of the data."""
-    numb_aparam: int = 0
-    """Numbers per atom that it reads: the field `aparam`."""
-    default_fparam: list[float] | None = None
-    """Taken for frames that carry no `fparam`."""
-    trainable: bool | list[bool] = True
-    """Train the network; or one flag for each hidden layer and one for the last."""
-    seed: int | None = None
-    """Of its first weights; default: the seed of the run."""
-    precision: str = "default"
-    """float32 or float64; default: that of the training."""
-    fparam_avg: list[float] | None = None
-    """Means of `fparam`, from the training data."""
-    fparam_std: list[float] | None = None
-    """Deviations of `fparam`, from the training data."""
-    aparam_avg: list[float] | None = None
-    """Means of `aparam`, from the training data."""
-    aparam_std: list[float] | None = None
-    """Deviations of `aparam`, from the training data."""
-    atom_ener: ClassVar[tuple[float, ...]] = ()
-
-
-@dataclass
-class DipoleOptions(FittingOptions):
-    """Fitting network of atomic dipoles."""
-
-    type: str = "dipole"
-
-
-@dataclass
-class PolarOptions(FittingOptions):
-    """Fitting network of atomic polarisabilities."""
-
-    type: str = "polar"
-    fit_diag: bool = True
-    """The network gives the diagonal of a matrix in the space of the rotation's rows, not all of it."""
-    scale: float | list[float] = 1.0
-    """What polarisabilities are multiplied with; one number, or one for each species."""
-    shift_diag: bool = True
-    """Add `out_bias` to the diagonal."""
-    out_bias: list[float] | None = None
-    """A third of the trace of each species' polarisability, before `scale`. Default: zero."""
-
-
-@dataclass
-class DosOptions(FittingOptions):
-    """Fitting network of atomic densities of states."""
-
-    type: str = "dos"
-    numb_dos: int = 300
-    """Points of the energy grid."""
-    rcond: float | None = None
-    """Singular values below this share of the largest are left out of the fit of `out_bias`."""
-    out_bias: list[list[float]] | None = None
-    """Density of each species that is added to the network's. Default: zero."""
-
-
-@dataclass
-class PropertyOptions(FittingOptions):
-    """Fitting network of a property that does not turn with the frame."""
-
-    type: str = "property"
-    property_name: str = "property"
-    """Its name among outputs and labels."""
-    task_dim: int = 1
-    """How many numbers it has."""
-    intensive: bool = False
-    """The property of a frame is the mean over its atoms, not the sum."""
-    distinguish_types: bool = True
-    """`out_bias` and `out_std` differ between species."""
-    out_bias: list[list[float]] | None = None
-    """Added to the network's numbers, for each species. Default: zero."""
-    out_std: list[list[float]] | None = None
-    """What the network's numbers are multiplied with, for each species. Default: one."""
-
-
 class TensorFitting(nn.Module, ABC):
     """Base of these fittings. dim_rotation: rows of the rotation."""
 
     Options: ClassVar[type]
+    kind: ClassVar[str] = "values"
+    """How values turn with the structure."""
+    atom_prefix: ClassVar[str] = "atom_"
+    """What the name of an atom's value begins with, as in DeePMD-kit's files."""
     out_bias: Tensor
 
     def __init__(
@@ -165,10 +83,32 @@ class TensorFitting(nn.Module, ABC):
         """Options checked, with every number given."""
         return Fitting.complete(options, species=species, statistics=statistics)
 
-    @property
+    @classmethod
     @abstractmethod
+    def output(cls, options: Any) -> Output:
+        """What it gives of an atom."""
+
+    @classmethod
+    def facts(cls, options: Any) -> dict[str, OwnOutput]:
+        """What a model gives of frames and atoms, by name. options: resolved."""
+        output = cls.output(options)
+        shape, scale = list(output.shape), cls.scale_of(options)
+        return {
+            output.name: OwnOutput(
+                "frame", shape, output.reduction, cls.kind, scale, per_atom_errors=output.reduction == "sum"
+            ),
+            f"{cls.atom_prefix}{output.name}": OwnOutput("atom", shape, output.reduction, cls.kind, scale),
+        }
+
+    @classmethod
+    def scale_of(cls, options: Any) -> float | list[float]:
+        """What losses are measured in: one number, or one for each component."""
+        return 1.0
+
+    @property
     def outputs(self) -> tuple[Output, ...]:
         """What it gives."""
+        return (self.output(self.options),)
 
     @abstractmethod
     def forward(self, descriptor: Tensor, rotation: Tensor | None, batch: dict[str, Any]) -> dict[str, Tensor]:
@@ -196,11 +136,18 @@ class TensorFitting(nn.Module, ABC):
 class DipoleFitting(TensorFitting):
     """`dipole`: a combination of the rotation's rows."""
 
+    kind = "vector"
     Options = DipoleOptions
+    atom_prefix = "atomic_"
 
-    @property
-    def outputs(self) -> tuple[Output, ...]:
-        return (Output("dipole", (3,)),)
+    @classmethod
+    def complete(cls, options: DipoleOptions, *, species: tuple[str, ...], statistics: Mapping[str, Any]) -> Any:
+        options = replace(options, sel_type=_selected(options.sel_type, species))
+        return super().complete(options, species=species, statistics=statistics)
+
+    @classmethod
+    def output(cls, options: DipoleOptions) -> Output:
+        return Output("dipole", (3,))
 
     def _dim_out(self) -> int:
         return self.dim_rotation
@@ -213,7 +160,9 @@ class DipoleFitting(TensorFitting):
 class PolarFitting(TensorFitting):
     """`polar`: a symmetric matrix between the rotation's rows, and a multiple of the unit matrix."""
 
+    kind = "symmetric"
     Options = PolarOptions
+    atom_prefix = "atomic_"
     scale: Tensor
 
     def __init__(self, options: PolarOptions, **made_of: Any) -> None:
@@ -228,11 +177,15 @@ class PolarFitting(TensorFitting):
             values = getattr(options, key)
             if isinstance(values, list):
                 _check_rows(f"model.fitting_net.{key}", [[value] for value in values], 1, species)
+        filled: dict[str, Any] = {"sel_type": _selected(options.sel_type, species)}
+        if options.out_bias is None and options.shift_diag:
+            filled["out_bias"] = _measured("out_bias", statistics)
+        options = replace(options, **filled)
         return super().complete(options, species=species, statistics=statistics)
 
-    @property
-    def outputs(self) -> tuple[Output, ...]:
-        return (Output("polarizability", (3, 3)),)
+    @classmethod
+    def output(cls, options: PolarOptions) -> Output:
+        return Output("polarizability", (3, 3))
 
     def _dim_out(self) -> int:
         return self.dim_rotation if self.options.fit_diag else self.dim_rotation**2
@@ -265,11 +218,24 @@ class DosFitting(TensorFitting):
     def complete(cls, options: DosOptions, *, species: tuple[str, ...], statistics: Mapping[str, Any]) -> Any:
         _check_size("numb_dos", options.numb_dos)
         _check_rows("model.fitting_net.out_bias", options.out_bias, options.numb_dos, species)
+        if options.out_bias is None:
+            options = replace(options, out_bias=_measured("out_bias", statistics))
         return super().complete(options, species=species, statistics=statistics)
 
-    @property
-    def outputs(self) -> tuple[Output, ...]:
-        return (Output("dos", (self.options.numb_dos,)),)
+    @classmethod
+    def output(cls, options: DosOptions) -> Output:
+        return Output("dos", (options.numb_dos,))
+
+    @classmethod
+    def facts(cls, options: DosOptions) -> dict[str, OwnOutput]:
+        """Beside the density its running sum, the number of states, where it is trained."""
+        found = super().facts(options)
+        for name, per in (("cdf", "frame"), ("atom_cdf", "atom")):
+            by_atom = per == "frame"
+            found[name] = OwnOutput(
+                per, [options.numb_dos], "sum", cumulative=True, always=False, per_atom_errors=by_atom
+            )
+        return found
 
     def _dim_out(self) -> int:
         return self.options.numb_dos
@@ -297,14 +263,19 @@ class PropertyFitting(TensorFitting):
         for key in ("out_bias", "out_std"):
             rows = getattr(options, key)
             _check_rows(f"model.fitting_net.{key}", rows, options.task_dim, species)
+            if rows is None:
+                filled[key] = rows = _measured(key, statistics)
             if rows is not None and not options.distinguish_types:
                 filled[key] = [list(rows[0]) for _ in species]
         return super().complete(replace(options, **filled), species=species, statistics=statistics)
 
-    @property
-    def outputs(self) -> tuple[Output, ...]:
-        reduction = "mean" if self.options.intensive else "sum"
-        return (Output(self.options.property_name, (self.options.task_dim,), reduction),)
+    @classmethod
+    def output(cls, options: PropertyOptions) -> Output:
+        return Output(options.property_name, (options.task_dim,), "mean" if options.intensive else "sum")
+
+    @classmethod
+    def scale_of(cls, options: PropertyOptions) -> float | list[float]:
+        return 1.0 if options.out_std is None else list(options.out_std[0])
 
     def _dim_out(self) -> int:
         return self.options.task_dim
@@ -324,3 +295,19 @@ def _check_rows(where: str, rows: Sequence[Sequence[float]] | None, size: int, s
     if rows is not None and (len(rows) != len(species) or any(len(row) != size for row in rows)):
         numbers = "a number" if size == 1 else f"{size} numbers"
         raise ForgefieldError(f"{where} needs {numbers} for each of {len(species)} species ({', '.join(species)}).")
+
+
+def _measured(key: str, statistics: Mapping[str, Any]) -> Any:
+    """What the training data says, None where there is none."""
+    return (statistics.get("environment") or {}).get(key)
+
+
+def _selected(given: int | list[int] | None, species: Sequence[str]) -> list[int] | None:
+    if given is None:
+        return None
+    chosen = [given] if isinstance(given, int) else list(given)
+    if not chosen or any(not 0 <= number < len(species) for number in chosen):
+        raise ForgefieldError(
+            f"model.fitting_net.sel_type is {given}; it names species by number, from 0 to {len(species) - 1}."
+        )
+    return sorted(set(chosen))

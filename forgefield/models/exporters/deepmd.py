@@ -19,9 +19,12 @@ from forgefield._version import __version__
 from forgefield.errors import ForgefieldError
 from forgefield.files import written_whole
 from forgefield.models.deeppot.deepmd_attention import to_deepmd
+from forgefield.models.deeppot.deepmd_fittings import to_deepmd as fitting_tree
+from forgefield.models.deeppot.fitting import Fitting
 from forgefield.models.deeppot.model import DeepPot
 from forgefield.models.deeppot.networks import Networks
 from forgefield.models.deeppot.se_e2_r import SCALE
+from forgefield.models.deeppot.tensor_fitting import TensorFitting
 from forgefield.models.potential import Potential
 
 Tree = dict[str, Any]
@@ -38,7 +41,11 @@ def write_deepmd(potential: Potential, path: str | os.PathLike[str], *, sel: Seq
     model = potential.model
     if not isinstance(model, DeepPot):
         raise ForgefieldError(f"a {type(model).__name__} model cannot be written for DeePMD-kit; it needs a deeppot.")
-    if potential.further:
+    if potential.forces_are_direct:
+        raise ForgefieldError(
+            "forces of this model are no derivative of its energy, which files of DeePMD-kit cannot say."
+        )
+    if potential.further and model.gives_energy:
         raise ForgefieldError(
             f"this model also predicts {', '.join(potential.further)}, for which files of DeePMD-kit have no place."
         )
@@ -58,32 +65,51 @@ def model_tree(model: DeepPot, sel: list[int] | None = None) -> Tree:
     if kind.startswith("se_atten"):
         if sel is not None:
             raise ForgefieldError(f"a model with {kind} keeps the sel it was trained with; leave --sel out.")
-        descriptor, fitting = to_deepmd(model.descriptor), _weights(model.fitting.networks)  # type: ignore[arg-type]
+        descriptor, weights = to_deepmd(model.descriptor), _weights(_networks(model))  # type: ignore[arg-type]
     else:
-        described, embedding, fitting = _room(model, sel)
+        described, embedding, weights = _room(model, sel)
         descriptor = _descriptor(model, described, embedding)
     species = list(model.species)
+    fitting, out_bias, out_std = _fitting_and_statistics(model, weights)
     return {
         "model": {
             "@class": "Model",
             "@version": 2,
             "type": "standard",
             "type_map": species,
-            "atom_exclude_types": list(options.atom_exclude_types),
+            "atom_exclude_types": list(model.unseen),
             "pair_exclude_types": [list(pair) for pair in options.pair_exclude_types],
             "rcond": None,
             "preset_out_bias": None,
-            "@variables": {
-                "out_bias": model.out_bias.detach().numpy().reshape(1, -1, 1),
-                "out_std": np.ones((1, len(species), 1)),
-            },
+            "@variables": {"out_bias": out_bias[None], "out_std": out_std[None]},
             "descriptor": descriptor,
-            "fitting": _fitting(model, fitting),
+            "fitting": fitting,
         },
         "model_def_script": {},
         "software": "forgefield",
         "version": __version__,
     }
+
+
+def _networks(model: DeepPot) -> Networks:
+    """Of the fitting."""
+    fitting = model.fitting
+    return fitting.network.networks if isinstance(fitting, TensorFitting) else fitting.networks
+
+
+def _fitting_and_statistics(model: DeepPot, weights: list[Weights]) -> tuple[Tree, np.ndarray, np.ndarray]:
+    """The fitting with these weights, and what is added to its numbers and multiplied with them, (n_species, size)."""
+    if not isinstance(model.fitting, TensorFitting):
+        bias = model.out_bias.detach().numpy().reshape(-1, 1)
+        return _fitting(model, weights), bias, np.ones_like(bias)
+    tree, bias, std = fitting_tree(model.fitting, model.unseen)
+    for network, layers in zip(tree["nets"]["networks"], weights, strict=True):
+        for layer, arrays in zip(network["layers"], layers, strict=True):
+            kept = layer["@variables"]
+            layer["@variables"] = kept | {
+                name: value.astype(kept[name].dtype).reshape(kept[name].shape) for name, value in arrays.items()
+            }
+    return tree, bias, std
 
 
 Weights = list[dict[str, np.ndarray]]
@@ -105,7 +131,7 @@ def _room(model: DeepPot, sel: list[int] | None) -> tuple[Tree, list[Weights], l
     """Settings of the descriptor with `sel`, and weights of embedding and fitting that go with them."""
     options = model.descriptor.options
     settings = {key: getattr(options, key) for key in ("sel", "davg", "dstd", "type_one_side", "set_davg_zero")}
-    embedding, fitting = _weights(model.descriptor.networks), _weights(model.fitting.networks)  # type: ignore[arg-type]
+    embedding, fitting = _weights(model.descriptor.networks), _weights(_networks(model))  # type: ignore[arg-type]
     if options.sel is not None:
         if sel is not None and sel != options.sel:
             raise ForgefieldError(f"the model was trained with sel {options.sel}; it cannot get another one.")
@@ -158,8 +184,8 @@ def _fold_into_embedding(model: DeepPot, settings: Tree, embedding: list[Weights
 def _fold_into_fitting(model: DeepPot, sel: list[int], embedding: list[Weights], fitting: list[Weights]) -> None:
     """se_e2_r: the constant that places add to a descriptor is taken off by the first layer of the fitting network."""
     options, n = model.descriptor.options, len(model.species)
-    if model.fitting.networks.layers[0].repeats or options.exclude_types:
-        what = "exclude_types" if options.exclude_types else f"{model.fitting.networks.sizes[1]} fitting neurons"
+    if _networks(model).layers[0].repeats or options.exclude_types:
+        what = "exclude_types" if options.exclude_types else f"{_networks(model).sizes[1]} fitting neurons"
         raise ForgefieldError(f"an se_e2_r model with {what} can be written for DeePMD-kit only if it has sel.")
     total = sum(sel)
     at_end = model.descriptor.empty_embedding().detach().double().numpy()  # type: ignore[operator]
@@ -208,6 +234,7 @@ def _descriptor(model: DeepPot, settings: Tree, embedding: list[Weights]) -> Tre
 
 def _fitting(model: DeepPot, weights: list[Weights]) -> Tree:
     fitting, n, mixed = model.fitting, len(model.species), model.descriptor.mixed_types
+    assert isinstance(fitting, Fitting)
     options, precision = fitting.options, _precision(fitting.networks)
     layers = len(options.neuron) + 1
     trees = [

@@ -16,16 +16,17 @@ from ase.data import atomic_numbers
 from torch import Tensor
 
 from forgefield.errors import ForgefieldError
-from forgefield.models.deeppot import deepmd_attention
+from forgefield.models.deeppot import deepmd_attention, deepmd_fittings
 from forgefield.models.importers.deepmd_files import Tree, read_tree
 from forgefield.models.importers.framework import ImportedModel
 from forgefield.models.registry import build_model, resolve_model
 
 
-def read_deepmd(path: str | os.PathLike[str]) -> ImportedModel:
-    """Model in a file of DeePMD-kit (.yaml, .dp) or a checkpoint of its torch backend (.pt)."""
+def read_deepmd(path: str | os.PathLike[str], *, head: str | None = None) -> ImportedModel:
+    """Model in a file of DeePMD-kit (.yaml, .dp) or a checkpoint of its torch backend (.pt). head: which of several models that
+    were trained together."""
     path = Path(path)
-    tree = read_tree(path)
+    tree = read_tree(path, head)
     try:
         return _assemble(path, tree)
     except (KeyError, TypeError, IndexError, AttributeError) as error:
@@ -40,26 +41,47 @@ def _assemble(path: Path, tree: Tree) -> ImportedModel:
     descriptor, fitting = model["descriptor"], model["fitting"]
     if descriptor["type"] not in _DESCRIPTORS:
         raise ForgefieldError(f"{path} has the descriptor {descriptor['type']}; known are {', '.join(_DESCRIPTORS)}.")
-    if fitting["type"] != "ener":
-        raise ForgefieldError(f"{path} has a fitting network of type {fitting['type']}; ener is known.")
+    if fitting["type"] not in ("ener", *deepmd_fittings.TYPES):
+        known = ", ".join(("ener", *deepmd_fittings.TYPES))
+        raise ForgefieldError(f"{path} has a fitting network of type {fitting['type']}; known are {known}.")
     of_descriptor, weights = _DESCRIPTORS[descriptor["type"]](path, descriptor, len(species))
-    of_fitting, more = _fitting(path, fitting, list(model.get("atom_exclude_types", [])))
-    bias = np.asarray(model["@variables"]["out_bias"], dtype=np.float64).reshape(len(species))
-    more_bias = fitting["@variables"].get("bias_atom_e")
-    bias = bias if more_bias is None else bias + np.asarray(more_bias, dtype=np.float64).reshape(-1)
+    excluded = [int(number) for number in model.get("atom_exclude_types", [])]
+    if fitting["type"] == "ener":
+        of_fitting, more = _fitting(path, fitting, excluded)
+        biases = {"out_bias": _energy_bias(model, fitting, len(species))}
+    else:
+        of_fitting, more = _tensor_fitting(path, model, fitting, excluded)
+        biases = {}
     given = {
         "name": "deeppot",
         "descriptor": of_descriptor,
         "fitting_net": of_fitting,
         "pair_exclude_types": [list(pair) for pair in model.get("pair_exclude_types", [])],
-        "atom_exclude_types": list(model.get("atom_exclude_types", [])),
-        "out_bias": bias.tolist(),
+        "atom_exclude_types": excluded,
+        **biases,
     }
     resolved = resolve_model(given, species=species, cutoff=float(descriptor["rcut"]))
     precision = "float64" if "float64" in (of_descriptor["precision"], of_fitting["precision"]) else "float32"
     state = _fill(path, build_model(resolved, precision=precision, seed=0).state_dict(), weights | more)
     version = tree.get("version", "of unknown version")
     return ImportedModel(resolved, state, precision, f"{path.name}: {tree.get('software', 'deepmd-kit')} {version}")
+
+
+def _energy_bias(model: Tree, fitting: Tree, n_species: int) -> list[float]:
+    bias = np.asarray(model["@variables"]["out_bias"], dtype=np.float64).reshape(n_species)
+    more = fitting["@variables"].get("bias_atom_e")
+    return (bias if more is None else bias + np.asarray(more, dtype=np.float64).reshape(-1)).tolist()
+
+
+def _tensor_fitting(path: Path, model: Tree, section: Tree, excluded: list[int]) -> tuple[Tree, dict[str, np.ndarray]]:
+    """Options and weights of a fitting of something else than energies."""
+    applied = [model["@variables"].get(name) for name in ("out_bias", "out_std")]
+    bias, std = (None if values is None else np.asarray(values, dtype=np.float64)[0] for values in applied)
+    try:
+        options, state = deepmd_fittings.from_deepmd(section, bias, std, excluded)
+    except ForgefieldError as error:
+        raise ForgefieldError(f"{path}: {error}") from error
+    return options, {f"fitting.{name}": value for name, value in state.items()}
 
 
 def _species(path: Path, type_map: list[str]) -> list[str]:

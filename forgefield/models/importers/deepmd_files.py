@@ -17,15 +17,17 @@ import yaml
 from torch import Tensor
 
 from forgefield.errors import ForgefieldError
+from forgefield.models.deeppot.deepmd_fittings import TYPES
 from forgefield.models.deeppot.options import EnergyFittingOptions, SeE2AOptions
+from forgefield.models.deeppot.parts import fitting_part
 from forgefield.models.deeppot.se_atten_options import SeAttenOptions, SeAttenV2Options
 from forgefield.models.importers.torch_file import read_torch_file
 
 Tree = dict[str, Any]
 
 
-def read_tree(path: Path) -> Tree:
-    """The tree in a file, whose suffix says of which kind it is."""
+def read_tree(path: Path, head: str | None = None) -> Tree:
+    """The tree in a file, whose suffix says of which kind it is. head: which of several models a checkpoint holds."""
     if path.suffix not in READERS:
         raise ForgefieldError(
             f"{path}: files of DeePMD-kit that can be imported end in {', '.join(READERS)}; "
@@ -33,7 +35,11 @@ def read_tree(path: Path) -> Tree:
         )
     if not path.is_file():
         raise ForgefieldError(f"{path} does not exist.")
-    tree = READERS[path.suffix](path)
+    if head is not None and path.suffix != ".pt":
+        raise ForgefieldError(
+            f"{path}: checkpoints (.pt) may hold several models, this file holds one; leave --head out."
+        )
+    tree = _read_checkpoint(path, head) if path.suffix == ".pt" else READERS[path.suffix](path)
     if not isinstance(tree, Mapping) or not isinstance(tree.get("model"), Mapping):
         raise ForgefieldError(f"{path} holds no model of DeePMD-kit.")
     return dict(tree)
@@ -69,22 +75,23 @@ def _with_arrays(node: Any, fetch: Callable[[Any], Any], inside: bool = False) -
     return fetch(node) if inside and node is not None else node
 
 
-def _read_checkpoint(path: Path) -> Tree:
+def _read_checkpoint(path: Path, head: str | None = None) -> Tree:
     content = read_torch_file(path)
     state = content.get("model", content) if isinstance(content, Mapping) else None
     extra = state.get("_extra_state") if isinstance(state, Mapping) else None
     settings = extra.get("model_params") if isinstance(extra, Mapping) else None
     if not isinstance(settings, Mapping) or not isinstance(state, Mapping):
         raise ForgefieldError(f"{path} is no checkpoint of DeePMD-kit: it does not say how its model was built.")
-    if "model_dict" in settings:
-        raise ForgefieldError(
-            f"{path} holds several models ({', '.join(settings['model_dict'])}); "
-            "`dp --pt freeze --head NAME` and `dp convert-backend` make a file of one of them."
-        )
+    several = settings.get("model_dict")
+    if (several is None) != (head is None) or (several is not None and head not in several):
+        known = f"it holds several models ({', '.join(several)}); choose one with --head" if several else "it holds one"
+        raise ForgefieldError(f"{path}: {known}" + ("." if head is None else f", and not '{head}'."))
+    settings = settings if several is None else several[head]
+    prefix = re.compile(rf"^model\.{re.escape(head or 'Default')}\.(atomic_model\.)?")
     arrays = {
-        re.sub(r"^model\.Default\.(atomic_model\.)?", "", key): value.numpy()
+        prefix.sub("", key): value.numpy()
         for key, value in state.items()
-        if isinstance(value, Tensor)
+        if isinstance(value, Tensor) and prefix.match(key)
     }
     return _checkpoint_tree(path, settings, arrays)
 
@@ -97,7 +104,10 @@ def _checkpoint_tree(path: Path, settings: Mapping[str, Any], arrays: Mapping[st
     if "smooth_type_embedding" in descriptor:  # inputs have another default than the class that reads them
         descriptor["smooth_type_embedding"] = True
     descriptor |= given
-    fitting = asdict(EnergyFittingOptions()) | dict(settings["fitting_net"])
+    given = dict(settings["fitting_net"])
+    is_energy = given.get("type", "ener") not in TYPES
+    defaults_of_fitting = EnergyFittingOptions() if is_energy else fitting_part({"type": given["type"]})[1]
+    fitting = asdict(defaults_of_fitting) | given
     places = ("descriptor.sea", "descriptor.se_atten", "descriptor")
     prefix = next((name for name in places if f"{name}.mean" in arrays), None)
     if kind == "standard" and prefix is not None:
@@ -114,16 +124,32 @@ def _checkpoint_tree(path: Path, settings: Mapping[str, Any], arrays: Mapping[st
     names = ("bias_atom_e", "fparam_avg", "fparam_inv_std", "aparam_avg", "aparam_inv_std")
     fitting["@variables"] = {name: arrays.get(f"fitting_net.{name}") for name in names}
     fitting["type"] = fitting.get("type", "ener")
+    if not is_energy:
+        fitting |= _tensor_tree(fitting, arrays, len(settings["type_map"]))
     model = {
         "type": kind,
         "type_map": settings["type_map"],
         "pair_exclude_types": settings.get("pair_exclude_types", []),
         "atom_exclude_types": settings.get("atom_exclude_types", []),
-        "@variables": {"out_bias": arrays["out_bias"]},
+        "@variables": {"out_bias": arrays["out_bias"], "out_std": arrays.get("out_std")},
         "descriptor": descriptor,
         "fitting": fitting,
     }
     return {"model": model, "software": "deepmd-kit", "version": "checkpoint"}
+
+
+def _tensor_tree(fitting: Tree, arrays: Mapping[str, np.ndarray], n_species: int) -> Tree:
+    """What fittings of something else than energies have beside their networks."""
+    variables = dict(fitting["@variables"])
+    size = fitting["nets"]["networks"][0]["layers"][-1]["@variables"]["w"].shape[1] if "nets" in fitting else 0
+    if variables["bias_atom_e"] is None:
+        variables["bias_atom_e"] = np.zeros((n_species, size))
+    if fitting["type"] == "polar":
+        scale = np.ravel(fitting["scale"])
+        variables["scale"] = arrays.get("fitting_net.scale", np.broadcast_to(scale, n_species))
+        variables["constant_matrix"] = arrays.get("fitting_net.constant_matrix", np.zeros(n_species))
+    names = {"dim_out": size, "ntypes": n_species, "var_name": fitting.get("property_name")}
+    return {**names, "rcond": fitting.get("rcond"), "@variables": variables}
 
 
 def _attention_tree(arrays: Mapping[str, np.ndarray], prefix: str, sel: Any) -> Tree:

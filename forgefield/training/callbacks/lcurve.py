@@ -8,6 +8,7 @@ written; on a resume, rows behind it are cut off.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
+from forgefield.config.nearest import did_you_mean
 from forgefield.errors import ForgefieldError
 from forgefield.files import write_whole
 from forgefield.tasks.metrics import unit_of
@@ -27,17 +29,27 @@ ERRORS = ("rmse", "mae")
 
 class LearningCurve(Callback):
     """file: a name lies in the run folder, a path with a folder from the working directory. every: steps between two rows where
-    nothing is validated. errors: rmse or mae, what is written for each target.
+    nothing is validated. errors: rmse or mae, what is written for each target. columns: in place of these, the name of each
+    column and its metric, such as {rmse_global_dipole: dipole_per_atom_rmse}.
     """
 
-    def __init__(self, file: str = "lcurve.out", every: int = 1000, errors: str = "rmse") -> None:
+    def __init__(
+        self,
+        file: str = "lcurve.out",
+        every: int = 1000,
+        errors: str = "rmse",
+        columns: Mapping[str, str] | None = None,
+    ) -> None:
         if errors not in ERRORS:
             raise ForgefieldError(
                 f"callbacks: the errors of a learning curve are {' or '.join(ERRORS)}, not {errors!r}."
             )
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ForgefieldError(f"callbacks: a learning curve has a row every so many steps, not {every!r}.")
+        if columns is not None and (not isinstance(columns, Mapping) or not columns):
+            raise ForgefieldError(f"callbacks: columns of a learning curve are {{name: metric}}, not {columns!r}.")
         self.file, self.every, self.errors = file, every, errors
+        self.columns = None if columns is None else {str(name): str(metric) for name, metric in columns.items()}
         self._rows = 0
         self._row_step = -1
         self._lr = math.nan
@@ -93,8 +105,8 @@ class LearningCurve(Callback):
         measured = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
         if self._counts(trainer):
             self._taken = None
-            loss = _loss(_over_ranks(pl_module, pl_module.val_loss.sums), pl_module)
-            self._write(trainer, {**measured, "val/loss": loss, **self._values})
+            losses = _losses(_over_ranks(pl_module, pl_module.val_loss.sums), pl_module)
+            self._write(trainer, {**measured, **{f"val/{k}": v for k, v in losses.items()}, **self._values})
 
     # ---- what
 
@@ -133,15 +145,40 @@ class LearningCurve(Callback):
         short = {"val": "val", "train": "trn"}
         line = "# step "
         for metric in self._metrics(pl_module):
-            line += "   " + " ".join(f"{self._column(metric) + '_' + short[split]:>11s}" for split in _splits(trainer))
+            branch, dot, own = metric.rpartition(".")
+            names = [f"{self._column(own)}_{short[split]}{'_' if dot else ''}{branch}" for split in _splits(trainer)]
+            line += "   " + " ".join(f"{name:>11s}" for name in names)
         return f"{line}   {'lr':8s}\n# nan where no frame carries the label\n"
 
     def _metrics(self, pl_module: Any) -> list[str]:
         """Names of the values in a row, in the order of their columns."""
-        return sorted(["loss", *(f"{target}_{self.errors}" for target in pl_module.task.names)], key=self._column)
+        if self.columns is not None:
+            self._require_known(pl_module)
+            return [self.columns[name] for name in sorted(self.columns)]
+        task = pl_module.task
+        if any("." in name for name in task.names):  # branches one after the other
+            return [f"{branch}.{name}" for branch in task.branches for name in self._of(task.names, f"{branch}.")]
+        return self._of(task.names, "")
+
+    def _of(self, targets: Sequence[str], prefix: str) -> list[str]:
+        """Values of the targets whose names have this prefix, without it."""
+        own = [name.removeprefix(prefix) for name in targets if name.startswith(prefix)]
+        return sorted(["loss", *(f"{name}_{self.errors}" for name in own)], key=self._column)
+
+    def _require_known(self, pl_module: Any) -> None:
+        known = ["loss", *pl_module.train_errors.names()]
+        known += [f"{name.removesuffix('_rmse')}_mse" for name in known if name.endswith("_rmse")]
+        for name, metric in (self.columns or {}).items():
+            if metric not in known:
+                raise ForgefieldError(
+                    f"callbacks: column {name} of the learning curve is {metric}, which is not a metric of this run."
+                    f"{did_you_mean(metric, known)}"
+                )
 
     def _column(self, metric: str) -> str:
         """`rmse` (of the loss, its root), `rmse_e`, ..."""
+        if self.columns is not None:
+            return next(name for name, known in self.columns.items() if known == metric)
         target = metric.removesuffix(f"_{self.errors}")
         return "rmse" if metric == "loss" else f"{self.errors}_{LETTERS.get(target, target)}"
 
@@ -166,20 +203,30 @@ def _values(sums: Tensor, pl_module: Any) -> dict[str, float]:
     """Values of a row from the sums of training: loss, then errors."""
     errors = pl_module.train_errors
     first, second = sums.split([pl_module.train_loss.sums.numel(), errors.sums.numel()])
-    found = {"loss": _loss(first, pl_module), **errors.compute(second.reshape(errors.sums.shape))}
+    found = {**_losses(first, pl_module), **errors.compute(second.reshape(errors.sums.shape))}
     return {f"train/{name}": value for name, value in found.items()}
 
 
-def _loss(sums: Tensor, pl_module: Any) -> float:
-    """The loss with the weights of this moment; NaN where there was no label."""
-    numerators, counts = sums.reshape(2, -1)
-    return float(pl_module.task.combine(numerators, counts)) if bool((counts > 0).any()) else math.nan
+def _losses(sums: Tensor, pl_module: Any) -> dict[str, float]:
+    """The loss with the weights of this moment, and that of each branch of the model; NaN where there was no label."""
+    task, (numerators, counts) = pl_module.task, sums.reshape(2, -1)
+    weights = task.weights_on(numerators.device)
+
+    def loss(chosen: Tensor) -> float:
+        found = task.combine(numerators, counts * chosen, weights * chosen)
+        return float(found) if bool((counts * chosen > 0).any()) else math.nan
+
+    branches = [name.partition(".")[0] if "." in name else "" for name in task.names]
+    of_branch = {b: torch.tensor([float(b == other) for other in branches]).double() for b in branches if b}
+    return {"loss": loss(torch.ones_like(counts))} | {f"{b}.loss": loss(chosen) for b, chosen in of_branch.items()}
 
 
 def _in_units(name: str, values: dict[str, float]) -> float:
     """A value in the units of DeePMD-kit: eV and A; of a loss, its root."""
+    if name.endswith("_mse"):
+        return values.get(f"{name.removesuffix('_mse')}_rmse", math.nan) ** 2
     value = values.get(name, math.nan)
-    if name.endswith("/loss"):
+    if name.endswith(("/loss", ".loss")):
         return math.sqrt(value)
     return value / 1000 if unit_of(name).startswith("meV") else value
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +21,23 @@ from forgefield.errors import ForgefieldError
 from forgefield.files import write_whole
 from forgefield.training.callbacks.best_model import epoch_is_whole
 
-_TIMING = ["epoch", "step", "seconds", "frames", "atoms", "frames_per_second", "atoms_per_second"]
+_TIMING = ("seconds", "frames", "atoms", "frames_per_second", "atoms_per_second")
 
 
 class MetricsLog(Callback):
-    """folder: the run. columns: every metric a row may hold, in order. All ranks keep count of the rows; rank 0 writes them."""
+    """folder: the run. columns: every metric a row may hold, in order. timing: of `timing.csv`. All ranks keep count of the
+    rows; rank 0 writes them."""
 
-    def __init__(self, folder: Path, columns: list[str]) -> None:
+    def __init__(self, folder: Path, columns: list[str], timing: Sequence[str] = _TIMING) -> None:
         self.folder = folder
+        self.timing = ["epoch", "step", *timing]
         self.columns = ["epoch", "step", "lr", *columns]
         self._rows = 0
         self._row_step = -1
 
     def start(self, rows: int) -> None:
         """Begin new files, or keep of the old ones the rows that had been written when the checkpoint was taken."""
-        for name, header in (("metrics.csv", self.columns), ("timing.csv", _TIMING)):
+        for name, header in (("metrics.csv", self.columns), ("timing.csv", self.timing)):
             kept = _lines(self.folder / name)[1 : rows + 1]
             write_whole(self.folder / name, _csv_line(header) + "".join(line + "\n" for line in kept))
         path = self.folder / "metrics.jsonl"
@@ -76,7 +79,7 @@ class MetricsLog(Callback):
     def _write_row(self, trainer: L.Trainer, row: dict[str, Any], timing: dict[str, Any]) -> None:
         _append(self.folder / "metrics.csv", _csv_line([row.get(name) for name in self.columns]))
         _append(self.folder / "metrics.jsonl", json.dumps({k: row[k] for k in self.columns if k in row}) + "\n")
-        _append(self.folder / "timing.csv", _csv_line([timing[name] for name in _TIMING]))
+        _append(self.folder / "timing.csv", _csv_line([timing[name] for name in self.timing]))
         for logger in trainer.loggers:
             logger.log_metrics({key: float(value) for key, value in row.items()}, step=trainer.global_step)
             logger.save()

@@ -56,6 +56,8 @@ class Pace(Callback):
         self._on_gpu = False
         self._ready_at: float | None = None
         self._marks: dict[str, Any] = {}
+        self._reductions: list[tuple[Any, Any]] = []
+        """Moments at which reductions of the batch begin and end, but for its last: a batch may be many steps."""
         self._data = 0.0
         self._steps: list[tuple[float, dict[str, Any]]] = []
         self._told: dict[int, float] = {}
@@ -75,7 +77,7 @@ class Pace(Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         self._data = time.perf_counter() - self._ready_at if self._ready_at is not None else 0.0
-        self._marks = {}
+        self._marks, self._reductions = {}, []
         self._mark("begins")
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Any) -> None:
@@ -88,6 +90,7 @@ class Pace(Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._mark("ends")
+        self._marks["earlier reductions"] = self._reductions
         if "reduction ends" in self._marks and len(self._steps) < KEPT:
             self._steps.append((self._data, self._marks))
         self._ready_at = time.perf_counter()
@@ -110,6 +113,8 @@ class Pace(Callback):
         return StepTimes(*(statistics.fmean(column) for column in zip(*(_parts(*step) for step in steps))))
 
     def _mark(self, moment: str) -> None:
+        if moment == "reduction begins" and "reduction ends" in self._marks:
+            self._reductions.append((self._marks["reduction begins"], self._marks.pop("reduction ends")))
         if self._on_gpu:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
@@ -143,8 +148,17 @@ def _parts(data: float, marks: dict[str, Any]) -> tuple[float, float, float, flo
         return _between(marks[earlier], marks[later]) if earlier in marks else 0.0
 
     waiting = since("wait begins", "wait ends")
-    compute = since("begins", "reduction begins") - waiting
-    return data, compute, waiting + since("reduction begins", "reduction ends"), since("reduction ends", "ends")
+    before = sum(_between(*pair) for pair in marks.get("earlier reductions", ()))
+    compute = since("begins", "reduction begins") - before
+    after = since("reduction ends", "ends")
+    # The counts of a batch are waited for before its gradients, the wishes of a block behind all its steps.
+    late = (
+        "wait begins" in marks
+        and "reduction ends" in marks
+        and _between(marks["reduction ends"], marks["wait begins"]) > 0
+    )
+    compute, after = (compute, after - waiting) if late else (compute - waiting, after)
+    return data, compute, waiting + before + since("reduction begins", "reduction ends"), after
 
 
 def _between(a: Any, b: Any) -> float:

@@ -207,7 +207,7 @@ class RunProgress(ProgressBar):
     def _read_speed(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Kept, because the counters begin anew with every row of metrics. All ranks are taken to be as fast as this one."""
         throughput = getattr(pl_module, "throughput", None)
-        for name in ("atoms_per_second", "frames_per_second"):
+        for name in ("atoms_per_second", "frames_per_second", "points_per_second"):
             value = getattr(throughput, name, None)
             if value is not None:
                 self._speed[name] = float(value) * trainer.world_size
@@ -274,7 +274,8 @@ class RunProgress(ProgressBar):
 
     def _log_speed(self, trainer: L.Trainer) -> list[str]:
         left = self.seconds_left(trainer)
-        parts = [f"{short(self._speed['atoms_per_second'])} atoms/s"] if "atoms_per_second" in self._speed else []
+        kinds = [kind for kind in ("atoms", "points") if f"{kind}_per_second" in self._speed]
+        parts = [f"{short(self._speed[f'{kind}_per_second'])} {kind}/s" for kind in kinds]
         return [*parts, f"left {clock(left)}"] if left is not None else parts
 
     # ---- a terminal: a display
@@ -331,10 +332,8 @@ class RunProgress(ProgressBar):
         return Group(head, body)
 
     def _speed_texts(self, trainer: L.Trainer, fitting: bool) -> list[Text]:
-        texts = []
-        for name, unit in (("atoms_per_second", "atoms/s"), ("frames_per_second", "frames/s")):
-            if fitting and name in self._speed:
-                texts.append(Text(f"{short(self._speed[name])} {unit}", style="cyan"))
+        kinds = [kind for kind in ("atoms", "frames", "points") if fitting and f"{kind}_per_second" in self._speed]
+        texts = [Text(f"{short(self._speed[f'{kind}_per_second'])} {kind}/s", style="cyan") for kind in kinds]
         left = self.seconds_left(trainer) if fitting else None
         return [*texts, Text(f"left {clock(left)}", style="green")] if left is not None else texts
 

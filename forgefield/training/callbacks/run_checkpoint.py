@@ -21,6 +21,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from forgefield.errors import ForgefieldError
+from forgefield.parallel.accelerators import random_state_of_accelerator, set_random_state_of_accelerator
 from forgefield.parallel.exchange import StepExchange
 from forgefield.parallel.faults import tell_failure
 from forgefield.parallel.group import Ranks, alone
@@ -53,6 +54,8 @@ class RunCheckpoint(Callback):
         self.stop = stop
         self._resumed: dict[str, Any] | None = None
         self._last_saved = -1
+        self._seen = 0
+        """Step at the start of the batch before."""
         self._finished = False
         self._verified = False
 
@@ -85,11 +88,12 @@ class RunCheckpoint(Callback):
         self._save(trainer)
 
     def _due(self, trainer: L.Trainer, batch_idx: int) -> bool:
-        step = trainer.global_step
+        step, before = trainer.global_step, self._seen
+        self._seen = step
         if step == 0 or step == self._last_saved:
             return False
         every_steps, every_epochs = self.options.every_steps, self.options.every_epochs
-        if every_steps and step % every_steps == 0:
+        if every_steps and step // every_steps > before // every_steps:  # a batch may be many steps
             return True
         return bool(every_epochs) and batch_idx == 0 and trainer.current_epoch % every_epochs == 0
 
@@ -111,7 +115,7 @@ class RunCheckpoint(Callback):
 
     def _require_agreement(self, module: Any) -> None:
         """Weights are never sent again after the start: if ranks computed different ones, that must not go on."""
-        differs = first_rank_that_differs(module.potential)
+        differs = first_rank_that_differs(module.trained)
         if differs is not None:
             raise ForgefieldError(
                 f"{self.ranks.describe(differs)} has other weights or buffers than rank 0 at step "
@@ -146,8 +150,8 @@ class RunCheckpoint(Callback):
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         loops = checkpoint["loops"]["fit_loop"]
-        if checkpoint["forgefield_place"]["world_size"] != self.ranks.world_size:
-            done = self.first_batch
+        done = self.first_batch
+        if checkpoint["forgefield_place"]["world_size"] != self.ranks.world_size or done != _completed(loops):
             loops["epoch_loop.batch_progress"]["current"].update(
                 ready=done + 1, started=done, processed=done, completed=done
             )
@@ -159,7 +163,7 @@ class RunCheckpoint(Callback):
         """The first batch after a resume: all as it was at this very point when the checkpoint was taken."""
         if resumed["random"] is not None:
             _set_random_state(resumed["random"])
-        self._last_saved = trainer.global_step
+        self._last_saved = self._seen = trainer.global_step
         # Lightning counts the batch it is about to run a second time, takes the whole first epoch for a restart, and would
         # leave out its plateau scheduler.
         loop, stored = trainer.fit_loop.epoch_loop, resumed["loops"]
@@ -168,13 +172,17 @@ class RunCheckpoint(Callback):
         trainer.fit_loop._restarting = False
 
 
+def _completed(loops: dict[str, Any]) -> int:
+    return int(loops["epoch_loop.batch_progress"]["current"]["completed"])
+
+
 def _random_state() -> dict[str, Any]:
     state: Any = np.random.get_state()
     kind, keys, position, has_gauss, cached = state
     version, internal, gauss = random.getstate()
     return {
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "accelerator": random_state_of_accelerator(),
         "numpy": [str(kind), torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(cached)],
         "python": [version, list(internal), gauss],
     }
@@ -182,8 +190,7 @@ def _random_state() -> dict[str, Any]:
 
 def _set_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+    set_random_state_of_accelerator(state.get("accelerator", {"cuda": state.get("cuda")}))
     kind, keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
     version, internal, gauss = state["python"]

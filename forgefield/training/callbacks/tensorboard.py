@@ -18,7 +18,13 @@ class TensorBoardLog(Callback):
         self.level = level
         self.from_step = from_step
         self._writer: Any = None
+        self._seen = from_step
         self._gradients: dict[str, torch.Tensor] = {}
+
+    @property
+    def writer(self) -> Any:
+        """TensorBoard's writer while a training runs, else None; diagnosis callbacks write there too."""
+        return self._writer
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         if not trainer.is_global_zero:
@@ -30,20 +36,23 @@ class TensorBoardLog(Callback):
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         step = trainer.global_step
         every = getattr(trainer, "log_every_n_steps", 0)
-        if every and step % every == 0 and outputs is not None:
+        before, self._seen = self._seen, step
+        if every and step // every > before // every and outputs is not None:  # a batch may be many steps
             # Lightning gives the share of this batch in an accumulation, and each rank has its share of the whole.
             loss = trainer.strategy.reduce(outputs["loss"] * trainer.accumulate_grad_batches, reduce_op="mean")
-            if self._writer is None:
-                return
-            self._writer.add_scalar("step/loss", float(loss), step)
-            self._writer.add_scalar("step/lr", trainer.optimizers[0].param_groups[0]["lr"], step)
+            if self._writer is not None:
+                self._writer.add_scalar("step/loss", float(loss), step)
+                self._writer.add_scalar("step/lr", trainer.optimizers[0].param_groups[0]["lr"], step)
+
+        if not pl_module.automatic_optimization:  # the gradients of the last step are still there
+            self.on_before_optimizer_step(trainer, pl_module, None)
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: Any, optimizer: Any) -> None:
         last_of_epoch = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
         if self._writer is not None and self.level >= 2 and last_of_epoch:
             self._gradients = {
                 name: parameter.grad.detach().clone()
-                for name, parameter in pl_module.potential.named_parameters()
+                for name, parameter in pl_module.trained.named_parameters()
                 if parameter.grad is not None
             }
 
@@ -54,7 +63,7 @@ class TensorBoardLog(Callback):
         for name, value in metrics.items():
             self._writer.add_scalar(name, float(value), trainer.global_step)
         if self.level >= 2:
-            for name, parameter in pl_module.potential.named_parameters():
+            for name, parameter in pl_module.trained.named_parameters():
                 self._writer.add_histogram(f"weights/{name}", parameter.detach(), trainer.global_step)
             for name, gradient in self._gradients.items():
                 self._writer.add_histogram(f"gradients/{name}", gradient, trainer.global_step)

@@ -40,10 +40,18 @@ class CapturedUpdate:
             with torch.enable_grad():
                 result = closure()
         self.optimiser._opt_called = True  # type: ignore[attr-defined]  # what schedulers look at
+        if all(p.grad is None for group in self.optimiser.param_groups for p in group["params"]):
+            if self.average is not None:  # a callback took the gradients away: the step counts and changes nothing
+                self.average.next_share()
+            return result
         for rate, group in zip(self._rates, self.optimiser.param_groups):
             rate.fill_(group["lr"])
         if self.average is not None:
             self._share.fill_(self.average.next_share())
+            if (
+                found := getattr(self.optimiser, "found_inf", None)
+            ) is not None:  # 1 where the optimiser is told not to step
+                self._share.mul_(1.0 - found)
         if self._has_all_states():
             self._captured().replay()
         else:  # the optimiser makes its state in its first step
@@ -99,7 +107,7 @@ class CapturedUpdate:
             (key, str(value)) for group in groups for key, value in group.items() if key not in ("params", "lr")
         )
         places = tuple(None if p.grad is None else p.grad.data_ptr() for group in groups for p in group["params"])
-        return settings, places, self.clip
+        return settings, places, self.clip, getattr(self.optimiser, "found_inf", None) is not None
 
 
 def why_not_capturable(optimiser: torch.optim.Optimizer) -> str | None:

@@ -74,7 +74,7 @@ def build(choice: Choice, on: Circumstances, device: torch.device) -> Engine:
     if choice.compiles:
         from forgefield.training.engines.compiled import CompileEngine
 
-        options = _inductor_options(on.options)
+        options = inductor_options(on.options)
         engine = CompileEngine(function, world_size=on.world_size, options=options, say=on.say)
     if choice.name == "graphs":
         engine = GraphsEngine(engine, plan=on.plan(), say=on.say)
@@ -118,7 +118,8 @@ def _has_triton() -> bool:
     return True
 
 
-def _inductor_options(options: Any) -> dict[str, Any]:
+def inductor_options(options: Any) -> dict[str, Any]:
+    """Settings of `training.compile`, each of which Inductor must know."""
     import torch._inductor.config as known
 
     from forgefield.config.nearest import did_you_mean

@@ -105,7 +105,8 @@ class StepFunction:
     def _by_tangent(
         self, weights: list[Tensor], batch: Batch, target_weights: Tensor, denominators: Tensor | None
     ) -> Differentiated:
-        with _Evaluating(self.potential):
+        # Nothing below it is told to evaluate: what is left out by chance has to be so in both passes.
+        with _Evaluating(self.potential, alone=True):
             outputs = self._outputs(batch)
         leaves = {name: outputs[name].detach().requires_grad_(True) for name in self.task.outputs}
         loss, measured = self._loss(leaves, batch, target_weights, denominators)
@@ -145,14 +146,20 @@ class _Holder(nn.Module):
 
 
 class _Evaluating:
-    """Inside, the module is in evaluation mode."""
+    """Inside, the module is in evaluation mode. alone: it is, and what it is made of is not."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
+    def __init__(self, module: nn.Module, *, alone: bool = False) -> None:
+        self.module, self.alone = module, alone
 
     def __enter__(self) -> None:
         self.was_training = self.module.training
-        self.module.eval()
+        self._set(False)
 
     def __exit__(self, *exception: object) -> None:
-        self.module.train(self.was_training)
+        self._set(self.was_training)
+
+    def _set(self, training: bool) -> None:
+        if self.alone:
+            self.module.training = training
+        else:
+            self.module.train(training)

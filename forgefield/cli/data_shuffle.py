@@ -1,0 +1,62 @@
+"""Snapshots of points in random order, as new files.
+
+Every point of the snapshots given comes exactly once, in files that differ by one point at most; the same seed gives the same
+files, whatever the memory. Training shuffles by itself in every epoch, also from disk; this is for those who want such files.
+
+examples:
+  forgefield data shuffle 'Be_snapshot*.in.npy' -o shuffled --files 4
+  forgefield data shuffle Al_snapshots/ -o shuffled --files 10 --seed 7 --memory 32 --units '1/(eV*Bohr^3)'
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+from forgefield.cli.data_arguments import counted, progress_bar, size_text, spec_of
+from forgefield.errors import ForgefieldError
+
+SUMMARY = "snapshots of grid points in random order, as new files"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "paths", nargs="+", metavar="SNAPSHOT", help="files such as Be_snapshot0.in.npy, folders or globs"
+    )
+    parser.add_argument("-o", "--out", required=True, metavar="FOLDER", help="folder to write")
+    parser.add_argument("--files", type=int, required=True, metavar="N", help="how many files")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="which random order (0)")
+    parser.add_argument("--name", default="shuffled", metavar="NAME", help="files are NAME0.in.npy, ... (shuffled)")
+    parser.add_argument("--target", default="ldos", metavar="KIND", help="ldos, dos or density (ldos)")
+    parser.add_argument("--units", metavar="UNIT", help="unit of the targets in the files (the standard one)")
+    parser.add_argument("--memory", type=float, default=4.0, metavar="GB", help="memory to use, about (4)")
+
+
+def run(args: argparse.Namespace) -> int:
+    from forgefield.data.points.finding import find_snapshots
+    from forgefield.data.points.shuffle import shuffle_snapshots
+    from forgefield.data.points.table import PointTable
+
+    if not args.memory > 0:
+        raise ForgefieldError(f"--memory is {args.memory:g}; it should be more than 0")
+    begin, folder = time.monotonic(), Path(args.out)
+    found = find_snapshots(spec_of(args.paths), target=args.target, units=args.units, setting="SNAPSHOT")
+    table = PointTable(found)
+    with progress_bar("shuffling") as report:
+        shuffle_snapshots(
+            table,
+            folder,
+            files=args.files,
+            seed=args.seed,
+            name=args.name,
+            memory=int(args.memory * 2**30),
+            progress=report,
+        )
+    n_bytes = sum(file.stat().st_size for file in folder.iterdir())
+    print(
+        f"wrote {folder}: {counted(table.n_points, 'point')} of {counted(len(found), 'snapshot')} in "
+        f"{counted(args.files, 'file')}, {size_text(n_bytes)}, in {time.monotonic() - begin:.1f} s\n"
+        f"in a config:  data.train: {folder}"
+    )
+    return 0

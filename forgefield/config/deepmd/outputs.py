@@ -1,0 +1,110 @@
+"""Losses of the fitting networks beside the energy: `tensor`, `dos` and `property` of the `loss` section.
+
+DeePMD-kit's terms, N atoms in a frame; means are over frames (atoms) and components, s is the deviation of the labels:
+
+| | of frames | of atoms |
+|---|---|---|
+| tensor, dos | (dy)^2 | (dy)^2 |
+| property | added up over frames and components: dy / s, extensive ones per atom: its square, size, or Huber's / beta | |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from forgefield.config.deepmd.section import MISSING, Section
+
+TENSORS = {"dipole": ("dipole", [3], "dipole"), "polar": ("polarizability", [3, 3], "polar")}
+"""Fitting -> name of labels, shape of a value, name of columns."""
+DENSITIES = {"dos": ("dos", 0.0), "cdf": ("cdf", 0.0), "ados": ("atom_dos", 1.0), "acdf": ("atom_cdf", 0.0)}
+"""Prefactors of a density of states -> target, and their default."""
+NUMB_DOS = 300
+METRICS = ("mae", "mse", "rmse")
+LOSSES = ("smooth_mae", "mae", "mse", "rmse")
+
+
+@dataclass(frozen=True)
+class OutputTask:
+    """Our `task`, the labels that it needs (`data.labels.fields`) and, by name, the columns of the learning curve."""
+
+    task: dict[str, Any]
+    fields: dict[str, Any] = field(default_factory=dict)
+    columns: dict[str, str] = field(default_factory=dict)
+
+
+def tensor_task(section: Section, fitting: dict[str, Any], species: list[str]) -> OutputTask:
+    """Dipoles and polarisabilities, of frames and of atoms."""
+    label, shape, column = TENSORS[fitting["type"]]
+    weights = [float(section.number(name, MISSING, at_least=0)) for name in ("pref", "pref_atomic")]
+    section.only("enable_atomic_weight", False, "atoms are not weighted one by one")
+    section.finish()
+    if not any(weights):
+        raise section.refused("pref", "and 'loss.pref_atomic' are both 0, so nothing would be trained")
+    found = OutputTask({})
+    if weights[0]:
+        found.task[label] = {"weight": weights[0], "loss": "mse", "reduce": "sum", "per_atom": False}
+        found.fields[label] = {"shape": shape}
+        found.columns[f"rmse_global_{column}"] = f"{label}_per_atom_rmse"
+    if weights[1]:
+        name = f"atomic_{label}"
+        found.task[name] = {"weight": weights[1], "loss": "mse"}
+        found.fields[name] = {"per": "atom", "shape": shape, **_of_selected(fitting, species)}
+        found.columns[f"rmse_local_{column}"] = f"{name}_rmse"
+    return found
+
+
+def _of_selected(fitting: dict[str, Any], species: list[str]) -> dict[str, Any]:
+    """Labels of atoms are there for selected species alone."""
+    chosen = fitting.get("sel_type")
+    chosen = [chosen] if isinstance(chosen, int) else chosen
+    if not chosen or any(not 0 <= number < len(species) for number in chosen):
+        return {}
+    return {"species": [species[number] for number in chosen]}
+
+
+def dos_task(section: Section, fitting: dict[str, Any]) -> OutputTask:
+    """Densities of states and their running sums."""
+    shape, found = [fitting.get("numb_dos", NUMB_DOS)], OutputTask({})
+    for short, (name, default) in DENSITIES.items():
+        first = float(section.number(f"start_pref_{short}", default, at_least=0))
+        last = float(section.number(f"limit_pref_{short}", default, at_least=0))
+        if not (first or last):
+            continue
+        of_atoms, kind = short.startswith("a"), "cdf" if short.endswith("cdf") else "dos"
+        schedule = {} if first == last else {"schedule": {"kind": "lr", "to": last}}
+        found.task[name] = {"weight": first, "loss": "mse", **schedule}
+        found.task[name] |= {} if of_atoms else {"reduce": "sum", "per_atom": False}
+        found.fields[name] = {"shape": shape} | ({"per": "atom"} if of_atoms else {})
+        if kind == "cdf":
+            found.fields[name] |= {"key": "atom_dos" if of_atoms else "dos", "cumulative": True}
+        place, metric = ("local", name) if of_atoms else ("global", f"{name}_per_atom")
+        found.columns[f"rmse_{place}_{kind}"] = f"{metric}_rmse"
+    section.finish()
+    if not found.task:
+        raise section.refused("start_pref_dos", "and all other prefactors are 0, so nothing would be trained")
+    return found
+
+
+def property_task(section: Section, fitting: dict[str, Any], batch: dict[str, Any]) -> OutputTask:
+    """A property of frames. batch: our `data.batch`."""
+    name, size = fitting["property_name"], int(fitting.get("task_dim", 1))
+    kind = section.choice("loss_func", "smooth_mae", LOSSES)
+    beta = float(section.number("beta", 1.0, above=0))
+    metrics = section.take("metric", ["mae"])
+    if not isinstance(metrics, list) or not metrics or not all(metric in METRICS for metric in metrics):
+        raise section.wrong("metric", metrics, f"a list of {', '.join(METRICS)}")
+    section.finish()
+    terms = size * int(batch.get("frames") or 1)
+    target: dict[str, Any] = {"weight": float(terms), "loss": kind}
+    if kind == "smooth_mae":
+        target = {"weight": terms / beta, "loss": "huber", "huber_delta": beta}
+    if kind == "rmse":
+        target["weight"] = 1.0
+        if batch.get("frames") != 1:
+            section.notes[section.path("loss_func")] = "the root is taken frame by frame, not of the mean of a batch."
+    extensive = not fitting.get("intensive", False)
+    target |= {"reduce": "sum", "per_atom": True} if extensive else {"reduce": "mean"}
+    metric = f"{name}_per_atom" if extensive else name
+    columns = {word: f"{metric}_{word}" for word in metrics}
+    return OutputTask({name: target}, {name: {"shape": [size]}}, columns)

@@ -1,0 +1,209 @@
+"""Inputs with several models at once (`model_dict`, `loss_dict`, `data_dict`): branches of one model with a common descriptor.
+
+What several of them share is named in `shared_dict`. Each branch is translated like an input of its own; then they are put
+together, and what cannot be put together is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from forgefield.config.deepmd.data import translate_data
+from forgefield.config.deepmd.loss import translate_loss
+from forgefield.config.deepmd.model import Model, translate_model
+from forgefield.config.deepmd.section import Section
+from forgefield.errors import ForgefieldError
+
+SHARED = ("type_map", "descriptor", "fitting_net")
+
+
+class Shared:
+    """What `shared_dict` holds, and which branch uses what of it."""
+
+    def __init__(self, section: Section | None, file: Path) -> None:
+        self.file = file
+        self.values = {} if section is None else {name: section.take(name) for name in section.names()}
+        self.used: dict[str, dict[str, str]] = {}
+        """Branch -> kind of part -> name of the shared one."""
+
+    def expand(self, branch: str, model: Any) -> dict[str, Any]:
+        """The model of a branch with names replaced by what they stand for."""
+        if not isinstance(model, Mapping):
+            raise ForgefieldError(f"{self.file}: 'model.model_dict.{branch}' is a section, not {model!r:.60}.")
+        found = dict(model)
+        for kind in SHARED:
+            if isinstance(found.get(kind), str):
+                found[kind] = self._look_up(branch, kind, found[kind])
+        return found
+
+    def _look_up(self, branch: str, kind: str, reference: str) -> Any:
+        where = f"{self.file}: 'model.model_dict.{branch}.{kind}'"
+        name, colon, level = reference.partition(":")
+        if name not in self.values:
+            raise ForgefieldError(
+                f"{where} is '{reference}', and 'model.shared_dict' has {', '.join(self.values) or 'nothing'}."
+            )
+        if colon and level.strip() != "0":
+            raise ForgefieldError(f"{where} shares '{name}' at level {level}; here parts are shared whole (level 0).")
+        self.used.setdefault(branch, {})[kind] = name
+        return self.values[name]
+
+    def finish(self) -> None:
+        used = {name for parts in self.used.values() for name in parts.values()}
+        for name in self.values:
+            if name not in used:
+                raise ForgefieldError(f"{self.file}: 'model.shared_dict.{name}' is used by no branch; take it out.")
+
+
+class Branches:
+    """A multi-task input, branch by branch. model, training: sections of the input, whole: all of it."""
+
+    def __init__(self, whole: Section, model: Section, training: Section) -> None:
+        self.whole, self.training, self.file = whole, training, whole.file
+        shared = Shared(model.below("shared_dict"), self.file)
+        given = model.take("model_dict")
+        if not isinstance(given, Mapping) or len(given) < 2:
+            raise model.wrong("model_dict", given, "a section with a model for each of several branches")
+        names = [str(name) for name in given if not str(name).startswith("_")]
+        common = {name: model.take(name) for name in model.names()}
+        self.models = {}
+        for name in names:
+            content = {**common, **shared.expand(name, given[name])}
+            self.models[name] = translate_model(Section(content, self.file, f"model.model_dict.{name}", whole.notes))
+        shared.finish()
+        self.shared = shared
+        self._require_common()
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.models)
+
+    def _require_common(self) -> None:
+        """One descriptor and one type map for all; fitting networks differ, if at all, in their seeds."""
+        first, model = next(iter(self.models.items()))
+        for name, other in self.models.items():
+            where = f"{self.file}: 'model.model_dict.{name}"
+            names = [self.shared.used.get(branch, {}).get("descriptor") for branch in (first, name)]
+            if names[0] is None or names[0] != names[1]:
+                raise ForgefieldError(
+                    f"{where}.descriptor' is not the one of {first}; branches share their descriptor here: name one of "
+                    "'model.shared_dict' in all of them, or train them with inputs of their own."
+                )
+            if other.species != model.species:
+                raise ForgefieldError(f"{where}.type_map' differs from that of {first}; branches have one type map.")
+            if other.fitting["type"] != "ener":
+                raise ForgefieldError(
+                    f"{where}.fitting_net.type' is {other.fitting['type']}; branches are energies here. Train it with an "
+                    "input of its own."
+                )
+            if other.precision != model.precision or _outside(other) != _outside(model):
+                raise ForgefieldError(
+                    f"{where}' differs from {first} in more than its fitting network, which branches cannot here."
+                )
+
+    def model(self) -> Model:
+        """One model with a branch for each."""
+        first = next(iter(self.models.values()))
+        options = {key: value for key, value in first.options.items() if key not in ("fitting_net", "out_bias")}
+        owners: dict[str, str] = {}
+        branches: dict[str, Any] = {}
+        for name, model in self.models.items():
+            shared = self.shared.used.get(name, {}).get("fitting_net")
+            section: dict[str, Any] = {"fitting_net": model.fitting}
+            if shared in owners:
+                section = {"share": owners[shared]}
+            elif shared is not None:
+                owners[shared] = name
+            if "out_bias" in model.options:
+                section["out_bias"] = model.options["out_bias"]
+            branches[name] = section
+        options["fitting_net"] = {"type": "ener"}
+        fields = {key: value for model in self.models.values() for key, value in model.fields.items()}
+        return Model({**options, "branches": branches}, first.species, first.cutoff, first.precision, fields)
+
+    def task(self) -> dict[str, Any]:
+        """Our `task`: targets of each branch."""
+        found = {}
+        losses = _by_branch(self.whole, "loss_dict", self.names, required=False)
+        for name, model in self.models.items():
+            section = Section(losses.get(name, {}), self.file, f"loss_dict.{name}", self.whole.notes)
+            found[name] = translate_loss(section, model.fitting, model.species, {}).task
+        return {"branches": found}
+
+    def data(self) -> dict[str, Any]:
+        """Our `data`: sources of all branches, and how often each is drawn."""
+        species = next(iter(self.models.values())).species
+        parts = {}
+        for name, content in _by_branch(self.training, "data_dict", self.names).items():
+            section = Section(content, self.file, f"training.data_dict.{name}", self.whole.notes)
+            parts[name] = translate_data(section, species)
+            section.note("stat_file", "statistics are kept by themselves, for any run with the same data.")
+            section.finish()
+        val = [entry for name, part in parts.items() for entry in _of_branch(part["val"], name)]
+        data: dict[str, Any] = {"train": [e for name, part in parts.items() for e in _of_branch(part["train"], name)]}
+        data |= {"batch": self._batch(parts), "sampling": self._sampling(parts), "val": val or None}
+        if val:
+            data["eval_batch"] = next(part["eval_batch"] for part in parts.values() if part["val"] is not None)
+        return data
+
+    def _batch(self, parts: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+        """Batches hold frames of one system, as there."""
+        rules = [part["batch"] for part in parts.values()]
+        if any(rule.get("frames", 1) > 1 and not rule.get("by_source") for rule in rules):
+            raise self.training.refused("data_dict", "has a batch_size 'mixed:N'; a batch is of one branch here")
+        if all(rule == rules[0] for rule in rules) and not isinstance(rules[0].get("by_source"), list):
+            return rules[0]
+        sizes: list[int] = []
+        for part in parts.values():
+            entries = part["train"] if isinstance(part["train"], list) else [part["train"]]
+            given = part["batch"].get("by_source")
+            frames = given if isinstance(given, list) else [part["batch"].get("frames")] * len(entries)
+            if None in frames or len(frames) != len(entries):
+                raise self.training.refused("data_dict", "has different rules for batch_size; give numbers of frames")
+            sizes += frames
+        return {"by_source": sizes}
+
+    def _sampling(self, parts: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+        rules = {str(part.get("sampling")): part.get("sampling") for part in parts.values()}
+        if len(rules) > 1 or next(iter(rules.values())) not in (None, "uniform"):
+            raise self.training.refused(
+                "data_dict", "gives probabilities of systems; within a branch systems are drawn by size or alike"
+            )
+        if self.training.take("num_epoch_dict"):
+            raise self.training.refused("num_epoch_dict", "is not known here; give numb_steps and model_prob")
+        given = self.training.take("model_prob")
+        if given:
+            given = _by_branch(Section({"model_prob": given}, self.file, "training"), "model_prob", self.names)
+        return {"branches": given or "auto", "rule": next(iter(rules.values())) or "size"}
+
+
+def _outside(model: Model) -> dict[str, Any]:
+    """What branches have in common: all but the fitting network and its bias."""
+    common = {key: value for key, value in model.options.items() if key not in ("fitting_net", "out_bias")}
+    return {**common, "cutoff": model.cutoff}
+
+
+def _by_branch(section: Section, key: str, names: list[str], *, required: bool = True) -> dict[str, Any]:
+    """A section that has an entry for each branch."""
+    given = section.take(key, None if required else {})
+    if not isinstance(given, Mapping):
+        raise section.wrong(key, given, f"a section with an entry for each of {', '.join(names)}")
+    found = {str(name): value for name, value in given.items() if not str(name).startswith("_")}
+    for name in found:
+        if name not in names:
+            raise ForgefieldError(
+                f"{section.file}: '{section.path(key)}.{name}' is for a branch that 'model.model_dict' does not have "
+                f"({', '.join(names)})."
+            )
+    missing = [name for name in names if name not in found]
+    if missing and required:
+        raise ForgefieldError(f"{section.file}: '{section.path(key)}.{missing[0]}' is missing.")
+    return {name: found[name] for name in names if name in found}
+
+
+def _of_branch(sources: Any, branch: str) -> list[dict[str, Any]]:
+    """Sources of `data.train` or `data.val`, each for this branch."""
+    entries = [] if sources is None else sources if isinstance(sources, list) else [sources]
+    return [{**(entry if isinstance(entry, dict) else {"path": entry}), "branch": branch} for entry in entries]

@@ -1,0 +1,248 @@
+"""The checks of what concerns grid points: values of `data.points`, its descriptors and its task, and settings that apply to
+points or to frames alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from forgefield.config.descriptor_options import DescriptorOptions
+from forgefield.config.refusals import check_choice, wrong
+from forgefield.config.sources import Sources
+from forgefield.errors import ForgefieldError
+
+TARGETS = ("ldos", "density")
+SCALINGS = ("none", "standard", "minmax", "feature-wise-standard", "feature-wise-minmax")
+OBSERVABLES = ("band_energy", "total_energy", "fermi_energy", "density", "dos", "electrons")
+FERMI = ("self_consistent", "given")
+MODEL = "ldos"
+
+FRAMES_ONLY = (
+    "data.indices",
+    "data.cutoff",
+    "data.adaptive_cutoff",
+    "data.max_neighbours",
+    "data.sampling",
+    "data.devset",
+    "data.species",
+    "data.labels",
+    "data.units",
+    "data.neighbours",
+    "data.lazy",
+    "data.reference_energies",
+    "data.max_force",
+    "data.max_energy_deviation",
+    "data.batch.frames",
+    "data.batch.atoms",
+    "data.batch.edges",
+    "data.batch.oversized",
+    "data.batch.bound",
+    "data.batch.by_source",
+    "training.derivative",
+    "training.memory",
+    "training.graphs.sizes",
+    "training.accumulate",
+    "training.swa",
+    "training.weighting",
+    "training.freeze",
+    "training.lr_groups",
+    "training.lora",
+)
+"""Settings that say nothing about grid points."""
+POINTS_ONLY = ("data.fast", "data.batch.points", "training.block")
+"""Settings that say nothing about frames."""
+_INSTEAD = {
+    "data.cutoff": "the radius of descriptors is data.points.descriptors.cutoff",
+    "data.lazy": "data.points.keep=disk leaves the data on disk",
+    "data.units": "the unit of targets is data.points.units",
+    "data.batch.frames": "a batch is counted in points: data.batch.points",
+    "data.batch.atoms": "a batch is counted in points: data.batch.points",
+    "data.batch.edges": "a batch is counted in points: data.batch.points",
+    "training.accumulate": "a step of several batches is one of a larger data.batch.points",
+    "training.memory": "a step that does not fit needs a smaller data.batch.points",
+}
+_NOT_YET = ("trainer.accumulate_grad_batches", "trainer.overfit_batches")
+"""Settings of Lightning that have no meaning for blocks of steps."""
+
+
+def check_frames_only(config: DictConfig, sources: Sources) -> None:
+    """Refuse settings of points in a config of frames."""
+    for key in POINTS_ONLY:
+        if OmegaConf.select(config, key) is not None:
+            raise ForgefieldError(
+                f"{sources.where(key)}: '{key}' applies to grid points only, and there is no section 'data.points'."
+            )
+    model = config.model
+    if isinstance(model, Mapping) and model.get("name") == MODEL:
+        raise ForgefieldError(
+            f"{sources.where('model.name')}: the model {MODEL} learns from grid points; say so with a section 'data.points', "
+            "for example data.points={energies: {first: -5.0, spacing: 2.5, levels: 11}}."
+        )
+
+
+def require_frames(config: DictConfig, verb: str, instead: str) -> None:
+    """Refuse a config of points for a verb that is about frames. instead: what does the like for points."""
+    if config.data.points is not None:
+        raise ForgefieldError(
+            f"{verb} is about models of frames, and this config is of grid points (data.points); {instead}."
+        )
+
+
+def check_points(config: DictConfig, sources: Sources) -> None:
+    """Refuse settings of frames in a config of points, and settings of points without a meaning."""
+    for key in FRAMES_ONLY:
+        if sources.explicit(key) or not _is_default(config, key):
+            instead = f"; {_INSTEAD[key]}" if key in _INSTEAD else ""
+            raise ForgefieldError(
+                f"{sources.where(key)}: '{key}' does not apply to grid points (data.points){instead}."
+            )
+    for key in _NOT_YET:
+        if OmegaConf.select(config, key) not in (None, 0, 1, 0.0):
+            raise ForgefieldError(f"{sources.where(key)}: '{key}' does not apply to grid points (data.points).")
+    model = config.model
+    if isinstance(model, Mapping) and "from" not in model and model.get("name") != MODEL:
+        raise ForgefieldError(
+            f"{sources.where('model.name')}: 'model.name' is {model.get('name')}, which learns from frames; for grid points "
+            f"(data.points) it is {MODEL}."
+        )
+    if config.training.engine == "script":
+        raise ForgefieldError(
+            f"{sources.where('training.engine')}: 'training.engine' is eager, compile, graphs or auto for grid points."
+        )
+    compiled = "training.graphs.compiled"
+    if config.training.engine == "auto" and sources.explicit(compiled) and config.training.graphs.compiled:
+        raise ForgefieldError(
+            f"{sources.where(compiled)}: '{compiled}' is for engine graphs; auto compiles nothing for grid points."
+        )
+    _check_section(config.data.points, sources)
+    if config.task is not None:
+        _check_task(config.task.points, config.data.points, sources)
+
+
+def _check_section(points: DictConfig, sources: Sources) -> None:
+    key = "data.points"
+    if points.target == "dos":
+        raise ForgefieldError(
+            f"{sources.where(f'{key}.target')}: '{key}.target' is ldos or density: a DOS is one row for a whole snapshot, not "
+            "a target of its points. Train on the LDOS; its DOS follows, and task.dos adds it to the loss."
+        )
+    check_choice(points.target, TARGETS, f"{key}.target", sources)
+    for side in ("inputs", "outputs"):
+        check_choice(points.scaling[side], SCALINGS, f"{key}.scaling.{side}", sources)
+    check_choice(points.keep, ("auto", "device", "memory", "disk"), f"{key}.keep", sources)
+    if points.target == "density" and points.energies is not None:
+        raise ForgefieldError(
+            f"{sources.where(f'{key}.energies')}: '{key}.energies' are the levels of an LDOS, and the target is a density."
+        )
+    if points.energies is not None:
+        _check_energies(points.energies, f"{key}.energies", sources)
+    elif points.target == "ldos":
+        raise ForgefieldError(
+            f"{sources.where(key)}: '{key}.energies' is missing: which energies do the levels of the LDOS stand for? For "
+            "example {first: -5.0, spacing: 2.5, levels: 11}, eV."
+        )
+    if points.descriptors is not None:
+        _check_descriptors(points.descriptors, f"{key}.descriptors", sources)
+
+
+def _check_descriptors(descriptors: Any, key: str, sources: Sources) -> None:
+    if not isinstance(descriptors, Mapping):
+        raise wrong(sources, key, descriptors, "a section such as {type: bispectrum, twojmax: 10}")
+    settings: Any = OmegaConf.to_container(descriptors) if OmegaConf.is_config(descriptors) else dict(descriptors)
+    try:
+        DescriptorOptions.from_mapping(settings, key)
+    except ForgefieldError as error:
+        raise ForgefieldError(f"{sources.where(key)}: {error}") from None
+
+
+def _check_energies(energies: Any, key: str, sources: Sources) -> None:
+    windows: Any = OmegaConf.to_container(energies) if OmegaConf.is_config(energies) else energies
+    for window in windows if isinstance(windows, list) and windows else [windows]:
+        if not isinstance(window, Mapping) or set(window) != {"first", "spacing", "levels"}:
+            raise wrong(sources, key, windows, "{first: ..., spacing: ..., levels: ...}, or a list of such windows")
+        for name, value in window.items():
+            good = isinstance(value, int) if name == "levels" else isinstance(value, (int, float))
+            if isinstance(value, bool) or not good or (name != "first" and not value > 0):
+                expected = "a positive whole number" if name == "levels" else "a positive number of eV"
+                raise wrong(sources, f"{key}.{name}", value, "a number of eV" if name == "first" else expected)
+
+
+def _check_task(task: DictConfig, points: DictConfig, sources: Sources) -> None:
+    for name in TARGETS:
+        if task[name] is not None and name != points.target:
+            raise ForgefieldError(
+                f"{sources.where(f'task.{name}')}: 'task.{name}' needs data.points.target={name}, which is {points.target}."
+            )
+    terms = [name for name in ("dos", "electrons", "band_energy") if task[name] is not None]
+    if terms and points.target != "ldos":
+        raise ForgefieldError(
+            f"{sources.where(f'task.{terms[0]}')}: 'task.{terms[0]}' follows from an LDOS, not a density."
+        )
+    if task[points.target] is None and not terms:
+        raise ForgefieldError(f"{sources.where('task')}: 'task' trains nothing; give task.{points.target}.")
+    if task[points.target] is not None:
+        _check_target(task[points.target], f"task.{points.target}", sources)
+    for name in terms:
+        _positive(task[name].every, f"task.{name}.every", sources)
+    for name in (points.target, *terms):
+        if task[name] is not None and task[name].weight < 0:
+            raise wrong(sources, f"task.{name}.weight", task[name].weight, "zero or positive")
+    if task.observables is not None:
+        _check_observables(task.observables, points, sources)
+
+
+def _check_target(options: DictConfig, key: str, sources: Sources) -> None:
+    check_choice(options.loss, ("mse", "mae", "huber"), f"{key}.loss", sources)
+    if not options.huber_delta > 0:
+        raise wrong(sources, f"{key}.huber_delta", options.huber_delta, "a positive number")
+    if options.loss != "huber" and sources.explicit(f"{key}.huber_delta"):
+        raise ForgefieldError(
+            f"{sources.where(f'{key}.huber_delta')}: '{key}.huber_delta' applies to loss huber only, and '{key}.loss' is "
+            f"{options.loss}."
+        )
+    weights = options.level_weights
+    if weights is not None and (not weights or min(weights) < 0 or max(weights) == 0):
+        raise wrong(
+            sources, f"{key}.level_weights", list(weights), "a number for each level, none negative, not all zero"
+        )
+
+
+def _check_observables(options: DictConfig, points: DictConfig, sources: Sources) -> None:
+    key = "task.observables"
+    for name in options.metrics:
+        check_choice(name, OBSERVABLES, f"{key}.metrics", sources)
+        if points.target == "density" and name != "density":
+            raise ForgefieldError(
+                f"{sources.where(f'{key}.metrics')}: {name} follows from an LDOS, not from a density."
+            )
+    if not options.metrics or len(set(options.metrics)) != len(options.metrics):
+        raise wrong(sources, f"{key}.metrics", list(options.metrics), f"different ones of {', '.join(OBSERVABLES)}")
+    _positive(options.every, f"{key}.every", sources)
+    check_choice(options.fermi, FERMI, f"{key}.fermi", sources)
+
+
+def _positive(value: Any, key: str, sources: Sources) -> None:
+    if not value > 0:
+        raise wrong(sources, key, value, "a positive whole number")
+
+
+def _is_default(config: DictConfig, key: str) -> bool:
+    value = OmegaConf.select(config, key)
+    found = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+    default: Any = _defaults()
+    for part in key.split("."):
+        default = default[part]
+    return found == default
+
+
+@functools.cache
+def _defaults() -> dict[str, Any]:
+    """Defaults of the sections that hold settings of frames, as plain values."""
+    from forgefield.config.schema import DataOptions, TrainingOptions
+
+    return {"data": asdict(DataOptions()), "training": asdict(TrainingOptions())}

@@ -1,0 +1,118 @@
+"""Rows of an openPMD file (HDF5): one scalar mesh component for each value of a point, `/data/0/meshes/LDOS/0, 1, ...`.
+
+A block of points is read as a stretch of each component. The unit that the file states (`unitSI`) goes with it.
+"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from forgefield.errors import ForgefieldError
+
+
+class OpenPmdRows:
+    """The one mesh of the first iteration of an openPMD file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = threading.Lock()
+        self._file: Any = None
+        self._names: list[str] = []
+        with self._lock:
+            mesh = self._mesh(self._open())
+            self._names = [f"{mesh.name}/{name}" for name in _in_order(mesh)] if _is_group(mesh) else [mesh.name]
+            if not self._names:
+                raise ForgefieldError(f"{path}: the mesh {mesh.name} has no component")
+            self._take_shape(mesh)
+
+    def _open(self) -> Any:
+        if self._file is None:
+            try:
+                import h5py
+            except ImportError:
+                raise ForgefieldError(f"{self.path}: HDF5 files need the package h5py: pip install h5py") from None
+            try:
+                self._file = h5py.File(self.path, "r")
+            except OSError as error:
+                raise ForgefieldError(f"{self.path}: cannot be read as HDF5 ({error})") from None
+        return self._file
+
+    def _mesh(self, file: Any) -> Any:
+        base = _text(file.attrs.get("basePath", "/data/%T/")).split("%T")[0].strip("/")
+        iterations = file.get(base)
+        if iterations is None or not len(iterations):
+            raise ForgefieldError(f"{self.path} has no iteration under /{base}: it is not an openPMD file with meshes")
+        first = iterations[_in_order(iterations)[0]]
+        meshes = first.get(_text(file.attrs.get("meshesPath", "meshes/")).strip("/"))
+        names = [] if meshes is None else list(meshes)
+        if len(names) != 1:
+            raise ForgefieldError(
+                f"{self.path} has {len(names)} meshes in {first.name} ({', '.join(names)}); one is needed"
+            )
+        return meshes[names[0]]
+
+    def _take_shape(self, mesh: Any) -> None:
+        components = [self._file[name] for name in self._names]
+        for component in components:
+            if _is_group(component) or component.ndim != 3 or component.shape != components[0].shape:
+                raise ForgefieldError(
+                    f"{self.path}: the component {component.name} is not an array on the grid of {components[0].name}"
+                )
+        labels = [_text(label) for label in mesh.attrs.get("axisLabels", [b"x", b"y", b"z"])]
+        if labels != ["x", "y", "z"] or _text(mesh.attrs.get("dataOrder", b"C")) != "C":
+            raise ForgefieldError(f"{self.path}: {mesh.name} has its axes as {labels}; x, y, z in C order are needed")
+        units = {float(component.attrs.get("unitSI", 1.0)) for component in components}
+        if len(units) != 1:
+            raise ForgefieldError(f"{self.path}: the components of {mesh.name} are in different units ({units})")
+        nx, ny, nz = (int(n) for n in components[0].shape)
+        self.grid_shape: tuple[int, int, int] | None = (nx, ny, nz)
+        self.n_rows, self.n_columns = nx * ny * nz, len(components)
+        self.dtype = np.result_type(*(component.dtype for component in components))
+        self.unit_si: float | None = units.pop()
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        assert self.grid_shape is not None
+        _, ny, nz = self.grid_shape
+        first, last = start // nz, -(-stop // nz)  # lines along z
+        out = np.empty((stop - start, self.n_columns), dtype=self.dtype)
+        with self._lock:
+            file = self._open()
+            for column, name in enumerate(self._names):
+                lines = _lines(file[name], first, last, ny)
+                out[:, column] = lines.reshape(-1)[start - first * nz : stop - first * nz]
+        return out
+
+    def read_into(self, start: int, out: np.ndarray) -> bool:
+        return False
+
+    def __getstate__(self) -> dict:
+        return {"path": self.path}
+
+    def __setstate__(self, state: dict) -> None:
+        self.__init__(state["path"])  # type: ignore[misc]
+
+
+def _lines(component: Any, first: int, last: int, ny: int) -> np.ndarray:
+    """Lines along z, counted over x and y, as (n, nz) or a stretch of planes."""
+    plane, end = first // ny, (last - 1) // ny
+    if plane == end:
+        return component[plane, first - plane * ny : last - plane * ny]
+    planes = component[plane : end + 1]
+    return planes.reshape(-1, planes.shape[-1])[first - plane * ny : last - plane * ny]
+
+
+def _in_order(group: Any) -> list[str]:
+    """Names in the order of their numbers."""
+    return sorted(group, key=lambda name: (not name.isdigit(), int(name) if name.isdigit() else 0, name))
+
+
+def _is_group(item: Any) -> bool:
+    return not hasattr(item, "shape")
+
+
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)

@@ -1,0 +1,112 @@
+"""An ASE calculator as a model that cannot be trained: for tests, predictions and as a baseline beside trained ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from ase import Atoms
+from ase.calculators.calculator import PropertyNotImplementedError
+from ase.data import atomic_numbers
+from torch import Tensor, nn
+
+from forgefield.config.components import import_path, own_folder
+from forgefield.errors import ForgefieldError
+from forgefield.models.adapters.foreign import Foreign
+from forgefield.models.potential import Batch, Potential
+
+
+@dataclass
+class Options:
+    """What makes a calculator."""
+
+    module: str | None = None
+    """Import path of a class of calculators, or of a function that returns one: ase.calculators.emt.EMT."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Its arguments."""
+    module_folder: str | None = None
+    """Where it was found, if Python would not find it by itself."""
+
+
+class CalculatorModel(nn.Module):
+    """Holds the calculator. It has no weights; `placeholder` is there because files of weights are never empty."""
+
+    Options = Options
+    presets: dict[str, dict[str, Any]] = {}
+    isolated_limit = False
+    trainable = False
+    placeholder: Tensor
+
+    def __init__(
+        self,
+        options: Any,
+        *,
+        species: Sequence[str],
+        cutoff: float,
+        dtype: torch.dtype = torch.float32,
+        generator: torch.Generator,
+    ) -> None:
+        super().__init__()
+        self.options, self.species, self.cutoff = options, tuple(species), float(cutoff)
+        folders = [] if options.module_folder is None else [options.module_folder]
+        self.calculator = import_path(str(options.module), folders=folders)(**options.options)
+        self.numbers = np.array([atomic_numbers[symbol] for symbol in species])
+        self.register_buffer("placeholder", torch.zeros(1))
+
+    @staticmethod
+    def check_options(options: Mapping[str, Any]) -> None:
+        Foreign.check_options(options)
+
+    @classmethod
+    def complete(cls, options: Any, *, species: Any, cutoff: float, statistics: Mapping[str, Any]) -> Any:
+        folder = own_folder(str(options.module))
+        return replace(options, module_folder=None if folder is None else str(folder))
+
+    def make_potential(self, *, max_neighbours: int | None) -> Potential:
+        return CalculatorPotential(self, max_neighbours=max_neighbours)
+
+
+class CalculatorPotential(Potential):
+    """Energies, forces and stress as the calculator gives them; NaN where it has none of a kind."""
+
+    def forward(self, batch: Batch, *, forces: bool = True, stress: bool = False) -> dict[str, Tensor]:
+        names = ["energy", *(["forces"] if forces else []), *(["stress"] if stress else [])]
+        found: dict[str, list[np.ndarray]] = {name: [] for name in names}
+        start = 0
+        for frame, n_atoms in enumerate(batch["n_atoms"].tolist()):
+            atoms = self._atoms(batch, frame, start, start + n_atoms)
+            for name in names:
+                found[name].append(self._result(atoms, name))
+            start += n_atoms
+        energy = torch.from_numpy(np.stack(found["energy"])).to(batch["positions"])
+        outputs = {"energy": energy, "atomic_energy": (energy / batch["n_atoms"]).index_select(0, batch["frame"])}
+        if forces:
+            outputs["forces"] = torch.from_numpy(np.concatenate(found["forces"])).to(batch["positions"])
+        if stress:
+            outputs["stress"] = torch.from_numpy(np.stack(found["stress"])).to(batch["positions"])
+        return outputs
+
+    def _atoms(self, batch: Batch, frame: int, start: int, end: int) -> Atoms:
+        numbers = self.model.numbers[batch["species"][start:end].cpu().numpy()]  # type: ignore[index]
+        atoms = Atoms(
+            numbers,
+            positions=batch["positions"][start:end].detach().cpu().numpy(),
+            cell=batch["cell"][frame].detach().cpu().numpy(),
+            pbc=batch["pbc"][frame].cpu().numpy(),
+        )
+        atoms.calc = self.model.calculator  # type: ignore[assignment]
+        return atoms
+
+    def _result(self, atoms: Atoms, name: str) -> np.ndarray:
+        try:
+            if name == "stress":
+                has_volume = atoms.cell.volume > 0
+                return atoms.get_stress(voigt=False) if has_volume else np.full((3, 3), np.nan)
+            return np.asarray(atoms.get_potential_energy() if name == "energy" else atoms.get_forces())
+        except (PropertyNotImplementedError, NotImplementedError) as error:
+            if name == "stress":
+                return np.full((3, 3), np.nan)
+            raise ForgefieldError(f"{self.model.options.module} gives no {name}.") from error  # type: ignore[union-attr]

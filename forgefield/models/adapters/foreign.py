@@ -1,0 +1,265 @@
+"""What all adapters share: the module of another library, made from its import path and options, and the energies around it.
+
+`model.module` names a class, or a function that returns a module; `model.options` are its arguments. The energy of a frame is
+the sum of its species' shifts plus a scale times what the module says; forces and stress are derivatives, as of any model here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from ase.data import atomic_numbers
+from torch import Tensor, nn
+
+from forgefield.config.components import import_path, own_folder
+from forgefield.config.nearest import did_you_mean
+from forgefield.errors import ForgefieldError
+from forgefield.models.nequip_options import check_per_species, from_statistics
+from forgefield.ops.graph import Segments, gather
+
+
+@dataclass
+class ForeignOptions:
+    """Options of an adapter. Numbers left `None` are filled in from the statistics of the training data."""
+
+    module: str | None = None
+    """Import path of a class, or of a function that returns a torch.nn.Module."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Its arguments. Those that the data knows (cutoff, elements, number of neighbours) are filled in where it has them."""
+    features: str | None = None
+    """Where features of atoms are found, for targets beside energies."""
+    energy_scales: float | None = None
+    """What the module's energy is multiplied by, eV. Default: root mean square of the forces, times A."""
+    energy_shifts: float | dict[str, float] | None = None
+    """Energy of an atom that is added to the module's, eV, one or per species. Default: the reference energies."""
+    energy_scales_trainable: bool = False
+    """Train the scale."""
+    energy_shifts_trainable: bool = False
+    """Train the shifts."""
+    module_folder: str | None = None
+    """Where the module was found, if Python would not find it by itself."""
+
+
+class Foreign(nn.Module):
+    """Base of the adapters. State: `module`, `energy_scales` (), `energy_shifts` (n_species,), float64.
+
+    Features are an input of a submodule or a part of the output, so one pass gives them and the energies.
+    """
+
+    Options = ForeignOptions
+    presets: dict[str, dict[str, Any]] = {}
+    isolated_limit = False
+    """An atom alone has whatever the module says of it beside its shift."""
+    energy_scales: Tensor
+    energy_shifts: Tensor
+    numbers: Tensor
+    feature_dim: int
+
+    def __init__(
+        self,
+        options: Any,
+        *,
+        species: Sequence[str],
+        cutoff: float,
+        dtype: torch.dtype = torch.float32,
+        generator: torch.Generator,
+    ) -> None:
+        super().__init__()
+        self.options, self.species, self.cutoff = options, tuple(species), float(cutoff)
+        shifts = options.energy_shifts
+        shifts = [shifts[s] for s in species] if isinstance(shifts, Mapping) else [shifts or 0.0] * len(species)
+        self._hold("energy_shifts", torch.tensor(shifts, dtype=torch.float64), options.energy_shifts_trainable)
+        scale = torch.tensor(1.0 if options.energy_scales is None else options.energy_scales, dtype=torch.float64)
+        self._hold("energy_scales", scale, options.energy_scales_trainable)
+        self.register_buffer("numbers", torch.tensor([atomic_numbers[s] for s in self.species]), persistent=False)
+        self.dtype = dtype
+        make = import_path(str(options.module), folders=_folders(options.module_folder))
+        with _own_randomness(generator.initial_seed(), dtype):
+            made = make(**options.options)
+        _require_module(made, str(options.module))
+        self.module = self.prepared(made)
+        if options.features is not None:
+            self.feature_dim = self._width_of_features()
+
+    @classmethod
+    def check_options(cls, options: Mapping[str, Any]) -> None:
+        """Refuse what can be seen to be wrong without the data."""
+        module = options.get("module")
+        if not module:
+            raise ForgefieldError("model.module is missing: the import path of the model, such as my_package.MyModel.")
+        try:
+            made = import_path(str(module))
+        except ForgefieldError as error:
+            raise ForgefieldError(f"model.module: {error}") from error
+        if not callable(made):
+            raise ForgefieldError(f"model.module: {module} is neither a class nor a function that makes a module.")
+        named, takes_any = _arguments(made)
+        for key in options.get("options") or {}:
+            if key not in named and not takes_any:
+                raise ForgefieldError(f"model.options.{key} is not an argument of {module}.{did_you_mean(key, named)}")
+
+    @classmethod
+    def complete(cls, options: Any, *, species: tuple[str, ...], cutoff: float, statistics: Mapping[str, Any]) -> Any:
+        """Options with every default explicit; numbers not given come from the statistics."""
+        check_per_species("model.energy_shifts", options.energy_shifts, species, positive=False)
+        check_per_species("model.energy_scales", options.energy_scales, species, positive=True)
+        for symbol in species:
+            if not atomic_numbers.get(symbol):
+                raise ForgefieldError(f"model.name: adapters need chemical elements; {symbol} is not one.")
+        named, _ = _arguments(import_path(str(options.module)))
+        known = cls.known_arguments(species, cutoff, statistics)
+        given = {key: value for key, value in known.items() if key in named} | dict(options.options)
+        for key in ("cutoff", "r_max"):
+            if key in named and float(given[key]) != cutoff:
+                raise ForgefieldError(
+                    f"model.options.{key} is {given[key]} and data.cutoff is {cutoff:g}; the edges of the data are those "
+                    f"that the model sees, so leave model.options.{key} out."
+                )
+        folder = own_folder(str(options.module))
+        filled: dict[str, Any] = {"options": given, "module_folder": None if folder is None else str(folder)}
+        if options.energy_scales is None:
+            filled["energy_scales"] = statistics.get("forces_rms") or statistics.get("energy_residual_std") or 1.0
+        if options.energy_shifts is None:
+            filled["energy_shifts"] = from_statistics(statistics, "reference_energies", "energy_shifts")
+        return dataclasses.replace(options, **filled)
+
+    @classmethod
+    def known_arguments(cls, species: tuple[str, ...], cutoff: float, statistics: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments by their usual names that follow from the data."""
+        neighbours = statistics.get("mean_neighbours")
+        return {
+            "cutoff": cutoff,
+            "r_max": cutoff,
+            "atomic_numbers": [atomic_numbers[symbol] for symbol in species],
+            "num_elements": len(species),
+            "avg_num_neighbors": 1.0 if not neighbours else float(neighbours),
+            "atomic_energies": [0.0] * len(species),
+        }
+
+    def prepared(self, module: nn.Module) -> nn.Module:
+        """The module as it is called."""
+        return module
+
+    def evaluate(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+        """Energies of frames (n_frames,) or atoms (n_atoms,), in units of the scale; and features of atoms where wanted."""
+        raise NotImplementedError
+
+    def forward(self, batch: dict[str, Any]) -> Tensor:
+        """(n_atoms,) atomic energies, eV, float64; a module that knows those of frames alone divides them evenly."""
+        return self._atomic(self.evaluate(batch)[0], batch)
+
+    def encode(self, batch: dict[str, Any], *, energies: bool = True) -> tuple[Tensor, Tensor | None]:
+        """Features (n_atoms, feature_dim) and atomic energies."""
+        made, features = self.evaluate(batch)
+        assert features is not None
+        return features, self._atomic(made, batch) if energies else None
+
+    def energy_parameters(self) -> Iterator[nn.Parameter]:
+        """Of our own; which of the module's do not act on features only it knows, and they get no gradient."""
+        for name, parameter in self.named_parameters():
+            if name.startswith("energy_"):
+                yield parameter
+
+    def _atomic(self, made: Tensor, batch: dict[str, Any]) -> Tensor:
+        species, made = batch["species"], made.reshape(-1).double()
+        if made.shape[0] != species.shape[0] or self.of_frames:
+            n_atoms = batch["n_atoms"]
+            if made.shape[0] != n_atoms.shape[0]:
+                raise ForgefieldError(
+                    f"{self.options.module} gave {made.shape[0]} numbers for {n_atoms.shape[0]} frames; the energy of each "
+                    "frame is wanted (an option that sets its output to one number?)."
+                )
+            share = made / n_atoms.to(made.dtype)
+            made = gather(share, Segments(batch["frame"], n_atoms.shape[0], rows_are_sorted=True))
+        return gather(self.energy_shifts, Segments(species, len(self.species))) + self.energy_scales * made
+
+    of_frames = True
+    """Whether `evaluate` gives energies of frames."""
+
+    def _hold(self, name: str, value: Tensor, trainable: bool) -> None:
+        if trainable:
+            self.register_parameter(name, nn.Parameter(value))
+        else:
+            self.register_buffer(name, value)
+
+    def _width_of_features(self) -> int:
+        """Found by asking: two atoms of the first species."""
+        with torch.no_grad():
+            _, features = self.evaluate(two_atoms(self.cutoff))
+        if features is None or features.dim() != 2 or features.shape[0] != 2:
+            found = "nothing" if features is None else f"the shape {list(features.shape)} for two atoms"
+            raise ForgefieldError(f"model.features={self.options.features} of {self.options.module} gives {found}; "
+                                  "features of atoms are (n_atoms, n).")  # fmt: skip
+        return int(features.shape[1])
+
+
+def two_atoms(cutoff: float) -> dict[str, Tensor]:
+    """A batch of one frame: two atoms of species 0 in the open, half the cutoff apart."""
+    vector = torch.tensor([0.5 * cutoff, 0.0, 0.0], dtype=torch.float64)
+    return {
+        "positions": torch.stack([torch.zeros_like(vector), vector]),
+        "species": torch.zeros(2, dtype=torch.int64),
+        "frame": torch.zeros(2, dtype=torch.int64),
+        "n_atoms": torch.tensor([2]),
+        "cell": torch.zeros(1, 3, 3, dtype=torch.float64),
+        "pbc": torch.zeros(1, 3, dtype=torch.bool),
+        "edge_index": torch.tensor([[1, 0], [0, 1]]),
+        "edge_shift": torch.zeros(2, 3, dtype=torch.float64),
+        "edge_vectors": torch.stack([vector, -vector]),
+    }
+
+
+@contextmanager
+def caught_input(module: nn.Module, name: str) -> Iterator[list[Tensor]]:
+    """What the submodule of that name is called with inside; filled in once it has been."""
+    found: list[Tensor] = []
+    try:
+        part = module.get_submodule(name)
+    except AttributeError:
+        names = [known for known, _ in module.named_modules() if known]
+        raise ForgefieldError(
+            f"model.features: there is no part '{name}' in the model.{did_you_mean(name, names)}"
+        ) from None
+    handle = part.register_forward_pre_hook(lambda _, args: found.append(args[0]))
+    try:
+        yield found
+    finally:
+        handle.remove()
+
+
+def _arguments(make: Callable[..., Any]) -> tuple[list[str], bool]:
+    """Names of a function's or a class's arguments, and whether it takes any others."""
+    parameters: Iterable[inspect.Parameter] = inspect.signature(make).parameters.values()
+    parameters = list(parameters)
+    return [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)], any(
+        p.kind is p.VAR_KEYWORD for p in parameters
+    )
+
+
+def _folders(folder: str | None) -> list[Path]:
+    return [] if folder is None else [Path(folder)]
+
+
+@contextmanager
+def _own_randomness(seed: int, dtype: torch.dtype) -> Iterator[None]:
+    """Inside, weights are drawn from a random state of their own, in this precision."""
+    default = torch.get_default_dtype()
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        torch.set_default_dtype(dtype)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(default)
+
+
+def _require_module(made: Any, path: str) -> None:
+    if not isinstance(made, nn.Module):
+        raise ForgefieldError(f"model.module: {path} made a {type(made).__name__}; it should be a torch.nn.Module.")

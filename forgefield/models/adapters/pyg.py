@@ -1,0 +1,176 @@
+"""Models of PyTorch Geometric, `forward(z, pos, batch)` to an energy per frame, on our edges.
+
+Such models look for neighbours themselves, among the atoms of the cell alone. Where they can be given edges instead, with
+lengths or vectors, they get ours and see periodic images: SchNet and ViSNet, and any model whose forward takes `edge_index`
+with `edge_weight`, `edge_attr` (lengths) or `edge_vec`. The others (DimeNet, DimeNet++) get our edges of open frames and
+refuse periodic ones.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from forgefield.errors import ForgefieldError
+from forgefield.models.adapters.foreign import Foreign, caught_input
+
+GRAPH_MAKERS = {"RadiusInteractionGraph": False, "Distance": True}
+"""Parts of models of PyTorch Geometric that make edges of (pos, batch), by class: whether they also give vectors and loops."""
+OF_EDGES = ("edge_weight", "edge_attr", "edge_vec")
+
+
+class Edges(NamedTuple):
+    """ends: (2, n) source, destination; lengths: (n,); vectors: (n, 3), destination to source, A; is_crossing: (n,) bool."""
+
+    ends: Tensor
+    lengths: Tensor
+    vectors: Tensor
+    is_crossing: Tensor
+
+
+class GivenEdges(nn.Module):
+    """Stands where a model would look for neighbours. with_vectors: it also gives vectors, and an edge from atom to itself."""
+
+    edges: Edges | None
+
+    def __init__(self, with_vectors: bool) -> None:
+        super().__init__()
+        self.with_vectors, self.edges = with_vectors, None
+
+    def forward(self, pos: Tensor, batch: Tensor) -> tuple[Tensor, ...]:
+        assert self.edges is not None
+        ends, lengths, vectors, _ = self.edges
+        if not self.with_vectors:
+            return ends, lengths
+        n_atoms = pos.shape[0]
+        loops = torch.arange(n_atoms, device=ends.device).expand(2, n_atoms)
+        nothing = vectors.new_zeros(n_atoms, 3)
+        return torch.cat([ends, loops], 1), torch.cat([lengths, nothing[:, 0]]), torch.cat([vectors, nothing])
+
+
+class PyG(Foreign):
+    """model.features: name of the part of the model whose input are features of atoms (`lin1` of SchNet)."""
+
+    @classmethod
+    def check_options(cls, options: Mapping[str, Any]) -> None:
+        super().check_options(options)
+        for key in ("max_num_neighbors", "interaction_graph"):
+            if key in (options.get("options") or {}):
+                raise ForgefieldError(f"model.options.{key} does not apply: the edges are those of the data section.")
+
+    def prepared(self, module: nn.Module) -> nn.Module:
+        """With parts that give our edges in place of those that look for neighbours."""
+        for parent in list(module.modules()):
+            for name, part in list(parent.named_children()):
+                if type(part).__name__ in GRAPH_MAKERS and type(part).__module__.startswith("torch_geometric."):
+                    setattr(parent, name, GivenEdges(GRAPH_MAKERS[type(part).__name__]))
+        return module
+
+    def evaluate(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+        edges = _edges(batch, self.dtype, self.cutoff)
+        given = [part for part in self.module.modules() if isinstance(part, GivenEdges)]
+        accepts = [
+            name for name in inspect.signature(self.module.forward).parameters if name in ("edge_index", *OF_EDGES)
+        ]
+        arguments: dict[str, Any] = {
+            "z": self.numbers.index_select(0, batch["species"]),
+            "pos": batch["positions"].to(self.dtype),
+            "batch": batch["frame"],
+        }
+        offered = {"edge_index": edges.ends, "edge_weight": edges.lengths, "edge_vec": edges.vectors}
+        offered["edge_attr"] = edges.lengths.unsqueeze(1)
+        arguments |= {name: offered[name] for name in accepts}
+        if not given and not any(name in OF_EDGES for name in accepts):
+            self._refuse_crossing(edges)
+        if any(part.with_vectors for part in given):
+            self._refuse_own_images(edges)
+        with ExitStack() as stack:
+            caught = self._catching(stack)
+            stack.enter_context(_set(given, edges))
+            stack.enter_context(_neighbours_from(self.module, edges))
+            made = self.module(**arguments)
+        made = made[0] if isinstance(made, tuple) else made
+        return made, caught[0] if caught else None
+
+    def _catching(self, stack: ExitStack) -> list[Tensor]:
+        if self.options.features is None:
+            return []
+        return stack.enter_context(caught_input(self.module, self.options.features))
+
+    def _refuse_crossing(self, edges: Edges) -> None:
+        if bool(edges.is_crossing.any()):
+            raise ForgefieldError(
+                f"{self.options.module} measures distances between the atoms of a cell and knows no periodic images, and "
+                "some frames are periodic: their energies would be wrong. Train it on molecules, or take a model that accepts "
+                "edges (SchNet and ViSNet of PyTorch Geometric, or the built-in ones)."
+            )
+
+    def _refuse_own_images(self, edges: Edges) -> None:
+        if bool((edges.is_crossing & (edges.ends[0] == edges.ends[1])).any()):
+            raise ForgefieldError(
+                f"{self.options.module} takes an edge from an atom to its own periodic image for no edge at all, and some "
+                "frames have cells shorter than the cutoff; repeat their cells, or take a shorter data.cutoff."
+            )
+
+
+def _edges(batch: Mapping[str, Any], dtype: torch.dtype, cutoff: float) -> Edges:
+    vectors = batch["edge_vectors"]
+    lengths = torch.linalg.vector_norm(vectors, dim=1)
+    crossing = (batch["edge_shift"] != 0).any(dim=1) & (lengths < cutoff)
+    return Edges(batch["edge_index"], lengths.to(dtype), vectors.to(dtype), crossing)
+
+
+@contextmanager
+def _set(parts: list[GivenEdges], edges: Edges) -> Iterator[None]:
+    for part in parts:
+        part.edges = edges
+    try:
+        yield
+    finally:
+        for part in parts:
+            part.edges = None
+
+
+@contextmanager
+def _neighbours_from(module: nn.Module, edges: Edges) -> Iterator[None]:
+    """Inside, `radius_graph` of the files that the model's parts come from gives these edges, of open frames, and `triplets`
+    (of DimeNet) needs no compiled package."""
+    files = {type(part).__module__ for part in module.modules()} - {__name__}
+
+    def radius_graph(x: Tensor, r: float, batch: Tensor | None = None, loop: bool = False, **_: Any) -> Tensor:
+        if loop:
+            raise ForgefieldError("this model asks for edges from atoms to themselves, which our lists do not have.")
+        return edges.ends[:, edges.lengths <= r]
+
+    ours = {"radius_graph": radius_graph, "triplets": triplets}
+    places = [(sys.modules[file], name) for file in files for name in ours if hasattr(sys.modules.get(file), name)]
+    before = [getattr(place, name) for place, name in places]
+    for place, name in places:
+        setattr(place, name, ours[name])
+    try:
+        yield
+    finally:
+        for (place, name), old in zip(places, before):
+            setattr(place, name, old)
+
+
+def triplets(edge_index: Tensor, num_nodes: int) -> tuple[Tensor, ...]:
+    """All k -> j -> i with k other than i: destination and source of all edges; then of every triplet atoms i, j, k and the
+    numbers of its edges k -> j and j -> i. edge_index: (2, n_edges) source, destination."""
+    source, destination = edge_index
+    order = torch.argsort(destination, stable=True)
+    into = torch.bincount(destination, minlength=num_nodes)
+    first = torch.cumsum(into, 0) - into
+    count = into[source]
+    second_edge = torch.repeat_interleave(count)
+    place = torch.arange(second_edge.shape[0], device=source.device) - (torch.cumsum(count, 0) - count)[second_edge]
+    first_edge = order[first[source[second_edge]] + place]
+    i, j, k = destination[second_edge], source[second_edge], source[first_edge]
+    kept = i != k
+    return destination, source, i[kept], j[kept], k[kept], first_edge[kept], second_edge[kept]

@@ -1,0 +1,50 @@
+"""A model that gives its outputs by itself, in the unit of their labels, in place of an energy: no head is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from forgefield.models.potential import Batch, FurtherOutput, Potential, edge_vectors
+
+
+@dataclass
+class OwnOutput:
+    """What a model gives under a name (`models.potential.FurtherOutput`). cumulative: running sums of the fitting's numbers."""
+
+    per: str
+    shape: list[int]
+    reduce: str
+    kind: str = "values"
+    scale: float | list[float] = 1.0
+    unit: str = ""
+    classes: list[float] | None = None
+    cumulative: bool = False
+    always: bool = True
+    """Given whether or not it is trained."""
+    per_atom_errors: bool = False
+    """Errors of frames are also measured per atom."""
+
+
+class OwnOutputs(Potential):
+    """model: has `values(batch, names)`, outputs by name. outputs: what is said of each that is asked for."""
+
+    has_energy = False
+
+    def __init__(
+        self, model: nn.Module, outputs: Mapping[str, FurtherOutput], *, max_neighbours: int | None = None
+    ) -> None:
+        super().__init__(model, max_neighbours=max_neighbours)
+        self._outputs_of_model = dict(outputs)
+
+    @property
+    def further(self) -> Mapping[str, FurtherOutput]:
+        return self._outputs_of_model
+
+    def forward(self, batch: Batch, *, forces: bool = True, stress: bool = False) -> dict[str, Tensor]:
+        """Every output by its name: (n_frames, *shape) or (n_atoms, *shape), float64. It has no forces and no stress."""
+        whole: dict[str, Any] = batch | {"edge_vectors": edge_vectors(batch)}
+        return self.model.values(whole, tuple(self.further))  # type: ignore[operator]

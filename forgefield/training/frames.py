@@ -1,0 +1,201 @@
+"""Trainings on frames: potentials and predictors of properties."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+
+from forgefield.data.batch import batch_shapes
+from forgefield.data.module import DataModule
+from forgefield.data.sampling.batching import training_budget
+from forgefield.data.sampling.loader import FrameLoader
+from forgefield.models.potential import Potential
+from forgefield.models.registry import build_model
+from forgefield.parallel.accelerators import evaluation_device
+from forgefield.parallel.exchange import StepExchange
+from forgefield.runs import Run
+from forgefield.tasks.task import Task
+from forgefield.training.adaptation import add_low_rank, freeze, require_trained
+from forgefield.training.checkpoint import Restart
+from forgefield.training.engines.choose import refuse_engine
+from forgefield.training.engines.size_plan import plan_sizes
+from forgefield.training.engines.start import EngineStarter
+from forgefield.training.folder import has_begun
+from forgefield.training.initial_model import initial_model
+from forgefield.training.module import TrainingModule
+from forgefield.training.precision import Precision
+from forgefield.training.preflight import require_any_label, require_inputs, require_same_data
+from forgefield.training.resolved_model import built_task, key_frames, resolved_model, tell_branches, wanted_task
+from forgefield.training.start_summary import effective_batch
+from forgefield.training.subject import Party, Subject
+from forgefield.training.transfer import Transfer, transfer
+
+
+class FramesSubject(Subject):
+    data: DataModule
+    task: Task
+    model: Potential
+    change: Transfer | None
+    """What became of the model of another run."""
+
+    def __init__(self, run: Run, config: DictConfig, options: dict[str, Any], party: Party) -> None:
+        self.initial = initial_model(run, config, party.ranks)
+        settled = config if self.initial is None else self.initial.settle(config, party.journal.say)
+        super().__init__(run, settled, options, party)
+
+    def prepare(self) -> None:
+        config, ranks, journal = self.config, self.party.ranks, self.party.journal
+        whose = None if self.initial is None else self.initial.known.whose
+        self.data = DataModule(config.data, config.seed, rank=ranks.rank, world_size=ranks.world_size, species_of=whose)
+        self.data.prepare(converting=_conversion_report(journal.say))
+        self._resolve()
+        self.model = build_model(
+            self.resolved, precision=Precision(config.training.precision).weights, seed=config.seed
+        )
+        self._start_from_initial()
+        _choose_trained(self.model, config.training, journal.say)
+        require_inputs(self.model, self.data)
+        key_frames(self.model, self.data)
+
+    def _resolve(self) -> None:
+        """Task, model options in full and fingerprint of the data. A run that has begun keeps the options it has."""
+        data, ranks = self.data, self.party.ranks
+        data.statistics = ranks.share(data.statistics)
+        tell_branches(self.config, data, None if self.initial is None else self.initial.known.resolved)
+        options = wanted_task(self.config, data)
+        for name, dataset in (("val", data.val), ("test", data.test)):
+            require_any_label(options, name, dataset)
+        self.fingerprint = " ".join(part.frames.fingerprint for part in (data.train, data.val) if part is not None)
+        require_same_data(self.fingerprint, ranks)
+        if data.test is not None:
+            require_same_data(data.test.frames.fingerprint, ranks)
+        resolved: dict[str, Any] = {}
+        change: Transfer | None = None
+        if ranks.is_first:
+            begun = has_begun(self.run)
+            if self.initial is not None:
+                known = self.initial.known.resolved if begun else self.initial.options(self.config, data)
+                change = transfer(known, self.initial.known.section, self.config, options, data)
+            if not begun:
+                resolved = resolved_model(self.config, data) if change is None else change.resolved
+        self.change = ranks.share(change)
+        self.resolved = self.kept_model(resolved)
+        self.task = built_task(options, self.resolved)
+
+    def _start_from_initial(self) -> None:
+        """The first weights from another run, and what is to be said about them."""
+        initial, say = self.initial, self.party.journal.say
+        if initial is None or self.change is None:
+            return
+        device = evaluation_device(self.options.get("accelerator"))
+        changed = initial.start(self.model, self.resolved, self.data.train, device, self.party.ranks, self.change)
+        if initial.state is not None:
+            say(f"Starting from the {initial.record['which']} weights of {initial.known.whose}.")
+            if self.change.changes_anything():
+                say(self.change.describe())
+        if changed is not None:
+            say(changed)
+
+    def metric_names(self, split: str) -> list[str]:
+        return ["loss", *self.task.error_metrics(self.data.species.symbols).names()]
+
+    def module(
+        self, monitor: str, exchange: StepExchange | None, restart: Restart | None, quick: bool
+    ) -> TrainingModule:
+        return TrainingModule(
+            self.model,
+            self.task,
+            self.config.training,
+            self.data.species.symbols,
+            monitor=monitor,
+            ranks=self.party.ranks,
+            exchange=exchange,
+            lr_factor=self.party.lr_factor,
+            starter=self._engine_starter(restart, quick),
+            shapes=batch_shapes(self.data.train.fields),
+        )
+
+    def _engine_starter(self, restart: Restart | None, quick: bool) -> EngineStarter:
+        """A resumed run goes on with the engine it was started with, unless the config names another."""
+        run, ranks, training = self.run, self.party.ranks, self.config.training
+        before = run.info.get("engine") if ranks.is_first and restart is not None else None
+
+        def keep(choice: dict[str, Any]) -> None:
+            if ranks.is_first and not quick:
+                run.write_info(engine=choice)
+
+        return EngineStarter(
+            training,
+            ranks,
+            plan=lambda: plan_sizes(self.data.train_dataloader().batch_sizes(), at_most=training.graphs.sizes),
+            tolerance=Precision(training.precision).tolerance,
+            say=self.party.journal.say,
+            chosen_before=ranks.share(before),
+            keep=keep,
+        )
+
+    def refuse(self, device: torch.device) -> None:
+        refuse_engine(self.config.training, device)
+
+    def loader(self, device: torch.device) -> FrameLoader:
+        if device.type == "cuda":
+            self.data.train_on_gpu()
+        loader = self.data.train_dataloader()
+        if self.options.get("overfit_batches"):
+            self.party.journal.say(
+                "trainer.overfit_batches is set: the same frames are used every epoch, without shuffling."
+            )
+            loader.keep_order()
+        return loader
+
+    def val_loader(self) -> Any:
+        return self.data.val_dataloader()
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "species": list(self.data.species.symbols),
+            "cutoff": float(self.config.data.cutoff),
+            "statistics": asdict(self.data.statistics),
+            "initial_model": self.initial.record if self.initial is not None else None,
+        }
+
+    def batch_row(self) -> str:
+        accumulate = self.options.get("accumulate_grad_batches") or 1
+        return effective_batch(training_budget(self.config.data), self.party.ranks.world_size, accumulate)
+
+    @property
+    def units(self) -> dict[str, str]:
+        return self.task.units
+
+
+def _choose_trained(potential: Potential, training: Any, say: Callable[[str], None]) -> None:
+    """Freeze what is not to be trained, and say how much is."""
+    lora = training.lora
+    changed = []
+    frozen = freeze(potential, training.freeze) if training.freeze else []
+    if lora is not None:
+        changed = add_low_rank(potential, rank=lora.rank, alpha=lora.alpha, targets=lora.targets)
+        say(f"training.lora: changes of rank {lora.rank} of {len(changed)} matrices are trained, the matrices are not.")
+    if training.freeze or lora is not None:
+        require_trained(potential)
+        counts = [p.numel() for p in potential.parameters() if p.requires_grad]
+        say(f"{sum(counts)} parameters are trained; frozen: {len(frozen)} tensors, named by training.freeze.")
+
+
+def _conversion_report(say: Callable[[str], None]) -> Callable[[int, int | None], None]:
+    """Tells in ten steps how far `data.lazy` is with its one conversion."""
+    told = -1
+
+    def report(done: int, total: int | None) -> None:
+        nonlocal told
+        step = 10 * done // total if total else done // 50_000
+        if step > told:
+            told = step
+            of = f" of {total}" if total else ""
+            say(f"data.lazy: the data is converted once ({done}{of} frames); later runs use what is kept.")
+
+    return report

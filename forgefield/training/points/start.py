@@ -1,0 +1,158 @@
+"""The engine of a training on points: chosen by rule, compared with autograd on real rows before its first step, and said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor
+
+from forgefield.errors import ForgefieldError
+from forgefield.models.ldos import LDOSNetwork
+from forgefield.tasks.ldos import PointTask
+from forgefield.training.engines.captured_update import why_not_capturable
+from forgefield.training.engines.choose import inductor_options, why_not
+from forgefield.training.points.data import PointData, RowLayout, read_rows
+from forgefield.training.points.engines import EagerEngine, GraphsEngine
+from forgefield.training.points.gradient import ByAutograd, Gradient, Written
+from forgefield.training.points.observing import SnapshotMeasure
+from forgefield.training.points.terms import TermGradient
+from forgefield.training.points.update import Update
+from forgefield.training.precision import Precision
+from forgefield.training.subject import Party
+
+SHORT = 2e8
+"""Floating-point operations of a step below which Lightning's loop would be felt in blocks of 16."""
+COMPARED = 256
+"""Points on which an engine that is not compiled is compared with autograd, at most."""
+
+
+def block_size(training: Any, options: dict[str, Any], steps: int, flops: float) -> int:
+    """Steps of a block: what the config says or what suits their length, and such that validations and checkpoints within an
+    epoch fall between blocks. options: the trainer's. steps: of an epoch."""
+    wanted = int(training.block) if training.block is not None else (64 if flops < SHORT else 16)
+    interval = options.get("val_check_interval")
+    if options.get("check_val_every_n_epoch", 1) is None:
+        return 1  # validations are counted through epochs, whose last blocks are short
+    if isinstance(interval, float):
+        wanted = min(wanted, max(1, int(interval * steps)))
+    wanted = min(wanted, steps)
+    if isinstance(interval, int) and not isinstance(interval, bool):
+        wanted = max(size for size in range(1, wanted + 1) if _keeps_time(size, interval, steps))
+    if training.checkpoint.every_steps:
+        wanted = max(
+            size for size in range(1, wanted + 1) if wanted % size == training.checkpoint.every_steps % size == 0
+        )
+    return wanted
+
+
+def _keeps_time(size: int, interval: int, steps: int) -> bool:
+    """Whether validations after every `interval` steps of an epoch are those after every so many blocks: the last block of an
+    epoch may be a short one, at which none is due."""
+    short = steps % size != 0
+    return interval % size == 0 and not (short and -(-steps // size) % (interval // size) == 0)
+
+
+class EngineMaker:
+    """Builds the engine on the first block. terms: gives what terms on snapshots need; called where there are any."""
+
+    def __init__(
+        self, config: DictConfig, party: Party, data: PointData, block: int, terms: Callable[[], SnapshotMeasure]
+    ) -> None:
+        self.config, self.party, self.data, self.block, self.terms = config, party, data, block, terms
+
+    @staticmethod
+    def refuse(config: Any, device: torch.device, world_size: int) -> None:
+        """Stop where the engine that the config names cannot run."""
+        training = config.training
+        name = training.engine or "eager"
+        compiles = name == "compile" or (name == "graphs" and training.graphs.compiled and device.type == "cuda")
+        reason = why_not(name, device) or (why_not("compile", device) if compiles else None)
+        if name == "graphs" and world_size > 1:
+            reason = reason or "steps of several processes are not captured; use eager or compile."
+        if name == "graphs" and config.data.fast is False:
+            reason = reason or "data.fast=false is for engine eager or compile: captured steps take whole batches."
+        if reason is not None:
+            raise ForgefieldError(f"training.engine={name}: {reason}")
+
+    def __call__(self, module: Any) -> EagerEngine | GraphsEngine:
+        model, task, ranks = module.model, module.task, self.party.ranks
+        name, compiles = self._choice(module.trainer.optimizers[0], module.device)
+        gradient = self._gradient(model, task, compiles)
+        rows = self._first_rows(model, whole=compiles, packed=name == "graphs" or self.data.train.kept is not None)
+        difference = self._compare(gradient, model, task, rows)
+        update = Update(module.trainer.optimizers[0], module.ema, clip=module.clip, reduce=module.reduction())
+        inner = EagerEngine(
+            model,
+            task,
+            gradient,
+            update,
+            kept=self.data.train.kept,
+            world_size=ranks.world_size,
+            terms=TermGradient(model, task, self.terms(), ranks) if task.terms else None,
+            fast=self.config.data.fast is not False,
+        )
+        kind = f"{name} of the compiled step" if compiles and name == "graphs" else name
+        self.party.journal.say(
+            f"Engine {kind}, blocks of {self.block} steps: errors and all gradients equal autograd's "
+            f"{f'to {difference:.1e}' if difference else 'exactly'}."
+        )
+        return inner if name != "graphs" else GraphsEngine(inner, self.block, self.data.batch)
+
+    def _choice(self, optimiser: torch.optim.Optimizer, device: torch.device) -> tuple[str, bool]:
+        """The engine, and whether its step is compiled. auto compiles nothing: the written step is there at once."""
+        training = self.config.training
+        name = training.engine or "eager"
+        against = why_not_capturable(optimiser) if device.type == "cuda" else "no GPU"
+        if name == "auto":
+            captures = against is None and self.party.ranks.world_size == 1 and self.config.data.fast is not False
+            return ("graphs" if captures else "eager"), False
+        if name == "graphs" and against is not None:
+            raise ForgefieldError(f"training.engine=graphs: {against}")
+        return name, name == "compile" or (name == "graphs" and training.graphs.compiled)
+
+    def _gradient(self, model: LDOSNetwork, task: PointTask, compiles: bool) -> Gradient:
+        if not compiles:
+            return Written(model, task.loss)
+        options = inductor_options(self.config.training)
+        return ByAutograd(model, task.loss, lambda step: torch.compile(step, dynamic=False, options=options or None))
+
+    @torch.no_grad()
+    def _compare(self, gradient: Gradient, model: LDOSNetwork, task: PointTask, batch: tuple[Tensor, Tensor]) -> float:
+        """Largest difference from autograd on points of the training data, relative to the largest entry."""
+        factor = task.slope_factor(len(batch[0])).to(batch[0].device, model.dtype)
+        reference = ByAutograd(model, task.loss)
+        precision = Precision(self.config.training.precision)
+        with precision.applied(precision.start):
+            pairs = [(gradient(*batch, factor, None), reference(*batch, factor, None))]
+            pairs += zip(gradient.gradients, reference.gradients)
+        difference = max(_difference(*pair) for pair in pairs)
+        if not difference < precision.tolerance:
+            raise ForgefieldError(
+                f"training.engine: the gradients differ from those of autograd by {difference:.1e}, more than "
+                f"{precision.tolerance:g}; use training.engine=eager, or another precision."
+            )
+        return difference
+
+    @torch.no_grad()
+    def _first_rows(self, model: LDOSNetwork, *, whole: bool, packed: bool) -> tuple[Tensor, Tensor]:
+        """Scaled inputs and targets of the first points. whole: as many as a batch has; packed: side by side as in kept rows.
+        So a compiled step is compared as it will be used, and not compiled for another size."""
+        n = self.data.batch if whole else min(COMPARED, self.data.batch)
+        arrays = read_rows(self.data.train.table, 0, n)
+        inputs, targets = (torch.from_numpy(array).to(model.weights[0].device) for array in arrays)
+        inputs, targets = model.scaled_inputs(inputs), model.scaled_targets(targets)
+        if not packed:
+            return inputs, targets
+        layout = RowLayout(inputs.shape[1], targets.shape[1])
+        rows = inputs.new_zeros(len(inputs), layout.width)
+        for room, values in zip(layout.split(rows), (inputs, targets)):
+            room.copy_(values)
+        return layout.split(rows)
+
+
+def _difference(a: Tensor, b: Tensor) -> float:
+    size = float(b.abs().max())
+    return float((a - b).abs().max()) / size if size else float(a.abs().max())

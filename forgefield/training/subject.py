@@ -1,0 +1,133 @@
+"""What a training is about: samples of one kind, the model and the task on them. `fit.py` tells the story of all kinds.
+
+A subject brings what differs between kinds (frames with atoms, points of a grid): data, model, task, the Lightning module that
+trains it, and what is to be said of them. `fit.py` brings the rest: the run folder, checkpoints, metrics, callbacks, ranks.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from omegaconf import DictConfig
+from torch import nn
+
+from forgefield.errors import ForgefieldError
+from forgefield.parallel.exchange import StepExchange
+from forgefield.parallel.group import Ranks
+from forgefield.runs import Run
+from forgefield.training.checkpoint import Restart
+from forgefield.training.folder import has_begun
+from forgefield.training.journal import Journal
+from forgefield.training.run_module import RunModule
+from forgefield.training.signals import StopWish
+
+Rows = Sequence[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Party:
+    """Who trains, how they tell the user, and whether they are asked to stop. lr_factor: what their number does to learning
+    rates."""
+
+    ranks: Ranks
+    journal: Journal
+    stop: StopWish
+    lr_factor: float
+
+
+class Loader(Protocol):
+    """Batches of one epoch for this rank, from any place of it on. A place is counted in samples, over all ranks."""
+
+    def __len__(self) -> int: ...
+
+    def set_epoch(self, epoch: int) -> None: ...
+
+    def start_at(self, sample: int) -> int: ...
+
+    def position(self, batch: int) -> int: ...
+
+
+class Subject(ABC):
+    """One kind of samples with its model and task. `config` may differ from what was given: a model taken from a run settles
+    options. After `prepare` there are `data` (with `val` and `test`, None where there are none), `task`, `model` and its
+    options in full, `resolved`.
+
+    options: the config's `trainer` section as a plain dict; a subject takes out what it does itself.
+    """
+
+    data: Any
+    task: Any
+    model: nn.Module
+    resolved: dict[str, Any]
+    fingerprint: str
+
+    def __init__(self, run: Run, config: DictConfig, options: dict[str, Any], party: Party) -> None:
+        self.run, self.config, self.options, self.party = run, config, options, party
+
+    @property
+    def has_val(self) -> bool:
+        return self.data.val is not None and self.options.get("limit_val_batches") != 0
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Read the data, resolve and build the model."""
+
+    @abstractmethod
+    def metric_names(self, split: str) -> list[str]:
+        """Every metric of `train` or `val` that a row may hold, without the name of the split."""
+
+    @abstractmethod
+    def module(self, monitor: str, exchange: StepExchange | None, restart: Restart | None, quick: bool) -> RunModule:
+        """What Lightning trains. quick: a try that leaves nothing behind."""
+
+    @abstractmethod
+    def loader(self, device: torch.device) -> Any:
+        """Training batches, for a training on `device`. Called once, before `val_loader`."""
+
+    @abstractmethod
+    def val_loader(self) -> Any:
+        """Validation batches."""
+
+    @abstractmethod
+    def refuse(self, device: torch.device) -> None:
+        """Stop where the device does not have what is asked for, before anything is done."""
+
+    @abstractmethod
+    def facts(self) -> dict[str, Any]:
+        """What `run.json` says of this kind of run."""
+
+    @abstractmethod
+    def batch_row(self) -> str:
+        """How much makes a step, for the table at the start."""
+
+    @property
+    def units(self) -> dict[str, str]:
+        """Units of quantities that not every run of this kind has, for the progress display."""
+        return {}
+
+    def kept_model(self, resolved: dict[str, Any]) -> dict[str, Any]:
+        """The options in full that all ranks take: those that the run has kept, once it has begun, else `resolved`, which only
+        rank 0 needs to give."""
+        if self.party.ranks.is_first and has_begun(self.run):
+            if self.run.info["data_fingerprint"] != self.fingerprint:
+                raise ForgefieldError(
+                    f"The data of run {self.run.name} is not the data it was started with (a file or the split changed); "
+                    "restore it, or start over with --fresh."
+                )
+            resolved = self.run.info["model"]
+        return self.party.ranks.share(resolved)
+
+
+def subject_of(run: Run, config: DictConfig, options: dict[str, Any], party: Party) -> Subject:
+    """The subject that a config is about."""
+    if config.data.points is not None:
+        from forgefield.training.points.subject import PointsSubject
+
+        return PointsSubject(run, config, options, party)
+    from forgefield.training.frames import FramesSubject
+
+    return FramesSubject(run, config, options, party)

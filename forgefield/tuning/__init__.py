@@ -1,0 +1,1 @@
+"""Hyperparameter search over any value of a config, with Optuna: `forgefield tune`."""

@@ -1,0 +1,302 @@
+"""One worker of a search: trial after trial is trained until there are enough of them. Several may share a study.
+
+Each trial is a run of its own, in a folder of the search, with the settings of the config but for the values it tries. A search
+that was stopped or killed goes on where it was: finished trials count, the training of an unfinished one continues.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+
+from forgefield.config.loading import load_config
+from forgefield.errors import ForgefieldError
+from forgefield.files import write_whole
+from forgefield.parallel.group import alone
+from forgefield.runs import Run
+from forgefield.training.fit import fit
+from forgefield.training.journal import Journal
+from forgefield.training.trainer import processes_wanted
+from forgefield.tuning.options import TuneOptions
+from forgefield.tuning.space import Dimension, override, read_space
+from forgefield.tuning.study import (
+    HEARTBEAT,
+    has_foreign_trials,
+    n_combinations,
+    open_study,
+    queue_again,
+    queue_dead_trials,
+    require_optuna,
+    sampler_of,
+    this_worker,
+)
+from forgefield.tuning.watching import ReportTrial
+
+IN_A_ROW = 3
+"""So many trials that fail one after the other end a search: the next would, too."""
+
+
+class Stopped(Exception):
+    """A training was asked to stop. code: exit code to end with."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+class TrialFailed(Exception):
+    """The settings of a trial do not work."""
+
+
+@dataclass(frozen=True)
+class Search:
+    """source, overrides: the config, as `load_config` takes it. base: what it gives. options, space: what is searched."""
+
+    source: Any
+    overrides: tuple[str, ...]
+    base: DictConfig
+    options: TuneOptions
+    space: tuple[Dimension, ...]
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.base.out) / f"{self.base.name}-tune"
+
+    @property
+    def monitor(self) -> str:
+        return self.options.monitor or str(self.base.training.monitor)
+
+    @property
+    def trials(self) -> int:
+        if self.options.sampler == "grid":
+            return min(self.options.trials, n_combinations(self.space))
+        return self.options.trials
+
+    def config(self, values: dict[str, Any], folder: str, repeat: int) -> DictConfig:
+        """The config of one training of a trial."""
+        own = [override(key, value) for key, value in values.items()]
+        config = load_config(self.source, [*self.overrides, *own])
+        config.out, config.name = str(self.folder / "trials"), folder if repeat == 0 else f"{folder}-{repeat}"
+        config.seed += repeat
+        config.training.monitor = self.monitor
+        config.tune = None
+        OmegaConf.update(config, "trainer.devices", 1, force_add=True)
+        return config
+
+    def open(self) -> Any:
+        """Its study; made, or compared with what it was made with."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        study = open_study(self.folder, str(self.base.name), self.options)
+        _require_same(study, self)
+        return study
+
+
+def prepare(source: Any, overrides: Sequence[str], *, space: Sequence[str] = (), trials: int | None = None) -> Search:
+    """Everything checked before a study is made. space, trials: of the command line."""
+    require_optuna()
+    base = load_config(source, overrides)
+    section: Any = OmegaConf.to_container(base.tune) if OmegaConf.is_config(base.tune) else base.tune
+    options = TuneOptions.from_mapping({**(section or {}), **({} if trials is None else {"trials": trials})})
+    dimensions = read_space(options.space, space)
+    if base.name is None:
+        raise ForgefieldError("'name' is missing: a search needs a name, from which its folder follows.")
+    search = Search(source, tuple(overrides), base, options, tuple(dimensions))
+    config = search.config({d.key: d.example() for d in dimensions}, "0000", 0)
+    if processes_wanted(base) > 1 and base.trainer.get("devices") not in (None, "auto", -1, "-1"):
+        raise ForgefieldError(
+            f"trainer.devices={base.trainer.devices}: each trial is trained in one process on one device; start as many "
+            "workers as there are devices (--workers)."
+        )
+    del config
+    return search
+
+
+def work(search: Search, *, worker: int = 0, say: Callable[[str], None] = print) -> Any:
+    """Train trials until there are enough; returns the study. worker: number of this one among those of a command."""
+    study = search.open()
+    for number in queue_dead_trials(study):
+        say(f"Trial {number} was left by a process that is gone; its training goes on in another trial.")
+    worker_of_study = _Worker(search, study, say)
+    while worker_of_study.is_needed():
+        study.sampler = sampler_of(study, search.options, search.space, int(search.base.seed), worker)
+        study.optimize(worker_of_study.train, n_trials=1, catch=(TrialFailed,), callbacks=[worker_of_study.told])
+        if worker_of_study.failed >= IN_A_ROW:
+            raise ForgefieldError(
+                f"{IN_A_ROW} trials failed one after the other, so the search ends here; the last: {worker_of_study.reason}"
+            )
+    return study
+
+
+class _Worker:
+    def __init__(self, search: Search, study: Any, say: Callable[[str], None]) -> None:
+        self.search, self.study, self.say = search, study, say
+        self.failed, self.reason, self._began = 0, "", 0.0
+
+    def is_needed(self) -> bool:
+        """Whether there are too few trials, done or in the hands of a living worker. Waits for those of other machines, which
+        may be lost."""
+        optuna, waits = require_optuna(), False
+        states = optuna.trial.TrialState
+        while True:
+            optuna.storages.fail_stale_trials(self.study)
+            trials = self.study.get_trials(deepcopy=False, states=(states.COMPLETE, states.PRUNED, states.RUNNING))
+            if len(trials) < self.search.trials:
+                return True
+            running = [trial for trial in trials if trial.state == states.RUNNING]
+            if len(trials) - len(running) >= self.search.trials or not has_foreign_trials(running):
+                return False
+            if not waits:
+                self.say("What is left is being trained on other machines; waiting, in case a trial is lost there.")
+            waits = True
+            time.sleep(HEARTBEAT)
+
+    def train(self, trial: Any) -> float:
+        """The objective: what Optuna makes small."""
+        self._began = time.monotonic()
+        values = {dimension.key: dimension.suggest(trial) for dimension in self.search.space}
+        folder = trial.user_attrs.get("folder") or f"{trial.number:04d}"
+        trial.set_user_attr("folder", folder)
+        trial.set_user_attr("worker", this_worker())
+        best = [self._repeat(trial, values, folder, repeat) for repeat in range(self.search.options.repeats)]
+        return sum(best) / len(best)
+
+    def _repeat(self, trial: Any, values: dict[str, Any], folder: str, repeat: int) -> float:
+        optuna = require_optuna()
+        watching = ReportTrial(trial, self.search.monitor, may_end=repeat == 0)
+        with open(os.devnull, "w") as nowhere:
+            journal = Journal(Console(file=nowhere))
+            try:
+                config = self.search.config(values, folder, repeat)
+                fitted = fit(config, fresh=False, journal=journal, ranks=alone(), callbacks=[watching])
+            except optuna.TrialPruned:
+                Run(self.search.folder / "trials" / folder).write_info(status="stopped", pruned=True)
+                raise
+            except (ForgefieldError, torch.OutOfMemoryError) as error:
+                trial.set_user_attr("error", str(error).splitlines()[0])
+                raise TrialFailed(str(error)) from error
+            finally:
+                journal.close()
+                gc.collect()
+                if torch.cuda.is_available():
+                    torch.cuda.empty_cache()
+        if fitted.outcome == "stopped":
+            queue_again(self.study, self.study.trials[trial.number])  # Optuna marks this one as failed
+            raise Stopped(fitted.exit_code)
+        best = watching.best if watching.values else _best_of(fitted.run, self.search.monitor)
+        if not math.isfinite(best):
+            trial.set_user_attr("error", f"{self.search.monitor} is not a finite number")
+            raise TrialFailed(f"{self.search.monitor} is not a finite number: the training diverged.")
+        return best
+
+    def told(self, study: Any, trial: Any) -> None:
+        """After each trial: a line for the user, and the count of failures."""
+        state = trial.state.name
+        if state == "FAIL":
+            self.failed, self.reason = self.failed + 1, trial.user_attrs.get("error", "it was given up")
+        else:
+            self.failed = 0
+        self.say(line_of(self.search, study, trial, time.monotonic() - self._began))
+
+
+def line_of(search: Search, study: Any, trial: Any, seconds: float) -> str:
+    """One line about a trial that ended."""
+    values = {d.key: d.decoded(trial.params[d.key]) for d in search.space if d.key in trial.params}
+    shown = "  ".join(f"{key}={short(value)}" for key, value in values.items())
+    if trial.state.name == "COMPLETE":
+        outcome = f"{trial.value:<10.4g}" + (" best so far" if study.best_trial.number == trial.number else "")
+    elif trial.state.name == "PRUNED":
+        outcome = f"ended early after {len(trial.intermediate_values)} validations"
+    else:
+        outcome = f"failed: {trial.user_attrs.get('error', 'it was given up')}"
+    return f"trial {trial.number:>4}  {search.monitor} {outcome}  {seconds:.0f} s  {shown}"
+
+
+def short(value: Any) -> str:
+    return (
+        f"{value:.4g}"
+        if isinstance(value, float)
+        else json.dumps(value)
+        if isinstance(value, (list, dict))
+        else str(value)
+    )
+
+
+def _best_of(run: Run, monitor: str) -> float:
+    """Of a training that was complete before."""
+    values = [row[monitor] for row in run.metrics() if isinstance(row.get(monitor), (int, float))]
+    return min((value for value in values if math.isfinite(value)), default=math.nan)
+
+
+def _require_same(study: Any, search: Search) -> None:
+    """A study is of one config and one space; what they were is kept with it."""
+    plain: Any = OmegaConf.to_container(search.base, resolve=True)
+    plain.pop("tune", None)
+    mine = {
+        "space": {d.key: json.loads(json.dumps(d.describe())) for d in search.space},
+        "monitor": search.monitor,
+        "repeats": search.options.repeats,
+        "config": json.loads(json.dumps(plain)),
+    }
+    kept = study.user_attrs.get("forgefield")
+    if kept is None:
+        study.set_user_attr("forgefield", mine)
+        return
+    for what in mine:
+        if kept[what] != mine[what]:
+            now, before = (
+                _flat(part[what]) if isinstance(part[what], dict) else {what: part[what]} for part in (mine, kept)
+            )
+            key = next(key for key in {**now, **before} if now.get(key) != before.get(key))
+            raise ForgefieldError(
+                f"The search {search.base.name} was begun with another {what} ({key}: {before.get(key)}, now {now.get(key)}); "
+                "trials would not be comparable. Use the old one, another name, or start over with --fresh."
+            )
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+    return found
+
+
+def write_best(search: Search, study: Any) -> Path | None:
+    """`best.yaml`: the config of the best trial, under a name of its own. None where no trial is complete."""
+    from forgefield.config.template import commented_yaml
+
+    try:
+        trial = study.best_trial
+    except ValueError:
+        return None
+    values = {d.key: d.decoded(trial.params[d.key]) for d in search.space}
+    config = search.config(values, f"{search.base.name}-best", 0)
+    config.out = search.base.out
+    if "devices" not in search.base.trainer:
+        del config.trainer["devices"]
+    about = (
+        f"# trial {trial.number}: {search.monitor} {trial.value:.6g}; its run: trials/{trial.user_attrs['folder']}\n"
+    )
+    return write_whole(search.folder / "best.yaml", about + commented_yaml(config))
+
+
+def move_aside(search: Search) -> None:
+    """Make room for a search that starts over."""
+    if search.options.storage is not None:
+        raise ForgefieldError(
+            "--fresh cannot empty tune.storage, which others may use; choose another name or database."
+        )
+    if search.folder.exists():
+        places = (search.folder.with_name(f"{search.folder.name}.{n}") for n in itertools.count(1))
+        search.folder.rename(next(place for place in places if not place.exists()))

@@ -1,0 +1,166 @@
+"""The study of a search: where it is kept, which of its trials were left by dead processes, what sampler and pruner it has.
+
+A trial that a process left behind (killed, or its machine lost) is given up and queued again; the new trial goes on with the
+training of the old one, from its last checkpoint.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import logging
+import os
+import socket
+import warnings
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from forgefield.errors import ForgefieldError
+from forgefield.tuning.options import TuneOptions
+from forgefield.tuning.space import Dimension, _word
+
+HEARTBEAT = 60
+"""Seconds between signs of life of a trial; after three of them without one, it counts as lost."""
+
+
+def require_optuna() -> Any:
+    try:
+        import optuna
+    except ImportError as error:
+        raise ForgefieldError(
+            "forgefield tune needs Optuna, which is not installed: pip install 'forgefield[tune]', or pip install optuna."
+        ) from error
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
+    return optuna
+
+
+def open_study(folder: Path, name: str, options: TuneOptions) -> Any:
+    """The study of that name, made where there is none."""
+    optuna = require_optuna()
+    url = options.storage or f"sqlite:///{(folder / 'study.db').resolve()}"
+    on_loss = "heartbeat_stale_trial_callback"
+    if on_loss not in inspect.signature(optuna.storages.RDBStorage.__init__).parameters:
+        on_loss = "failed_trial_callback"
+    settings: dict[str, Any] = {on_loss: queue_again}
+    try:
+        storage = optuna.storages.RDBStorage(
+            url,
+            engine_kwargs={"connect_args": {"timeout": 120}} if url.startswith("sqlite") else None,
+            heartbeat_interval=HEARTBEAT,
+            grace_period=3 * HEARTBEAT,
+            **settings,
+        )
+        return optuna.create_study(
+            study_name=name,
+            storage=storage,
+            pruner=_pruner(optuna, options),
+            direction="minimize",
+            load_if_exists=True,
+        )
+    except ForgefieldError:
+        raise
+    except Exception as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ForgefieldError(f"tune.storage: the database {url} cannot be used: {reason}") from error
+
+
+def sampler_of(study: Any, options: TuneOptions, space: Sequence[Dimension], seed: int, worker: int) -> Any:
+    """What chooses the values of the next trial: by seed, worker and the number of trials so far, so that a search that was
+    interrupted goes on as it would have. Workers that share a database draw differently from each other."""
+    optuna = require_optuna()
+    place = [zlib.crc32(f"{socket.gethostname()} {os.getpid()}".encode())] if options.storage is not None else []
+    if options.sampler != "grid":
+        words = [seed, worker, len(study.get_trials(deepcopy=False)), *place]
+        seed = int(np.random.SeedSequence(words).generate_state(1)[0])
+    if options.sampler == "grid":
+        ranges = [dimension.key for dimension in space if dimension.choices is None]
+        if ranges:
+            raise ForgefieldError(f"tune.sampler=grid needs choices, and {ranges[0]} has a range.")
+        return optuna.samplers.GridSampler({d.key: [_word(x) for x in d.choices or ()] for d in space}, seed=seed)
+    if options.sampler == "random":
+        return optuna.samplers.RandomSampler(seed=seed)
+    return optuna.samplers.TPESampler(
+        multivariate=True, constant_liar=True, n_startup_trials=max(options.startup, 1), seed=seed
+    )
+
+
+def _pruner(optuna: Any, options: TuneOptions) -> Any:
+    if options.pruner == "median":
+        return optuna.pruners.MedianPruner(n_startup_trials=options.startup, n_warmup_steps=options.warmup)
+    if options.pruner == "halving":
+        return optuna.pruners.SuccessiveHalvingPruner(min_resource=max(options.warmup, 1))
+    return optuna.pruners.NopPruner()
+
+
+def n_combinations(space: Sequence[Dimension]) -> int:
+    return len(list(itertools.product(*(dimension.choices or () for dimension in space))))
+
+
+# ---- trials without a process
+
+
+def this_worker() -> dict[str, Any]:
+    return {"host": _machine(), "pid": os.getpid(), "born": _birth(os.getpid())}
+
+
+def _machine() -> str:
+    """Where numbers of processes mean the same: the machine, or the container on it."""
+    try:
+        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return socket.gethostname()
+
+
+def queue_dead_trials(study: Any) -> list[int]:
+    """Give up trials whose process on this machine is dead, and queue them again; returns their numbers."""
+    optuna, found = require_optuna(), []
+    for trial in study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.RUNNING,)):
+        worker = trial.user_attrs.get("worker")
+        if worker is None or worker["host"] != _machine() or _alive(worker):
+            continue
+        try:
+            study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
+        except ValueError:  # another worker was faster
+            continue
+        queue_again(study, trial)
+        found.append(trial.number)
+    return found
+
+
+def has_foreign_trials(running: Sequence[Any]) -> bool:
+    """Whether any of these trials is trained on another machine, whose processes cannot be seen from here."""
+    workers = [trial.user_attrs.get("worker") for trial in running]
+    return any(worker is not None and worker["host"] != _machine() for worker in workers)
+
+
+def queue_again(study: Any, trial: Any) -> None:
+    """A new trial with the same values, to go on in the same folder."""
+    folder = trial.user_attrs.get("folder")
+    study.enqueue_trial(dict(trial.params), user_attrs={"folder": folder} if folder is not None else None)
+
+
+def _alive(worker: dict[str, Any]) -> bool:
+    try:
+        os.kill(worker["pid"], 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    born = _birth(worker["pid"])
+    return born is None or worker["born"] is None or born == worker["born"]
+
+
+def _birth(pid: int) -> str | None:
+    """When a process was started, since numbers of processes are used again; None where that is not told."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    words = text.rpartition(")")[2].split()
+    return None if words[0] == "Z" else words[19]

@@ -1,0 +1,117 @@
+"""Trainings on points on a GPU: captured blocks against the eager engine, precisions, resume, and where rows are kept."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from forgefield.training.ema import WeightAverage
+from forgefield.training.points.blocks import Block
+from forgefield.training.points.data import RowLayout
+from forgefield.training.points.engines import EagerEngine, GraphsEngine
+from forgefield.training.points.gradient import Written
+from forgefield.training.points.update import Update
+from tests.parallel.launching import average, weights
+from tests.parallel.train_many import train_only
+from tests.training.interrupting import Interrupted
+from tests.training.points.snapshots import point_config
+from tests.training.points.test_gradient import network, rows, task
+from tests.training.test_resume import END, assert_same_run
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def gpu_config(folder, name: str, *, engine: str, **training) -> dict:
+    config = point_config(folder, name=name)
+    config["trainer"] = {"max_epochs": 4, "enable_progress_bar": False, "accelerator": "cuda", "devices": 1}
+    config["training"] |= {"engine": engine, "graphs": {"compiled": False}, **training}
+    return config
+
+
+class Rows:
+    """Stands for `KeptRows`, on the GPU."""
+
+    def __init__(self, n: int, dtype: torch.dtype) -> None:
+        self.layout = RowLayout(3, 7)
+        self.rows = torch.zeros(n, self.layout.width, dtype=dtype, device="cuda")
+        for room, values in zip(self.layout.split(self.rows), rows(n)):
+            room.copy_(values)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("clip", [None, 0.3])
+def test_captured_blocks_of_any_length_take_the_steps_of_the_eager_engine(dtype, clip):
+    ends = []
+    for captured in (0, 1, 4):
+        model, how, kept = network("silu", dtype=dtype).cuda(), task("mse"), Rows(60, dtype)
+        optimiser = torch.optim.Adam(model.parameters(), lr=0.01)
+        update = Update(optimiser, WeightAverage(model, 0.9), clip=(clip, "norm"), reduce=None)
+        eager = EagerEngine(model, how, Written(model, how.loss), update, kept=kept)  # type: ignore[arg-type]
+        engine = GraphsEngine(eager, captured, 6) if captured else eager
+        rates = iter([[0.01 / (n + 1)] for n in range(100)])
+        places = torch.randperm(60, generator=torch.Generator().manual_seed(2))[:54].cuda().view(9, 6)
+        found, step = torch.zeros(7, dtype=torch.float64, device="cuda"), 0
+        for own in ([6] * 5, [6, 6, 6, 2]):
+            block = Block(own, own, places[step : step + len(own)], None)
+            found = found + engine.run(block, step, lambda rates=rates: next(rates)).by_level
+            step += len(own)
+        ends.append([found, *model.parameters(), *update.average.average.values()])  # type: ignore[union-attr]
+    tolerance = 1e-9 if dtype == torch.float64 else 2e-4
+    for other in ends[1:]:
+        for mine, expected in zip(other, ends[0]):
+            torch.testing.assert_close(mine, expected, rtol=tolerance, atol=tolerance * 1e-2)
+
+
+@pytest.mark.parametrize("precision", ["float32", "tf32", "bf16-mixed", "fp16-mixed"])
+def test_graphs_learn_what_the_eager_engine_learns(precision, tmp_path):
+    if precision in ("tf32", "bf16-mixed") and torch.cuda.get_device_capability()[0] < 8:
+        pytest.skip("no such arithmetic here")
+    eager = train_only(gpu_config(tmp_path, "eager", engine="eager", precision=precision))
+    graphs = train_only(gpu_config(tmp_path, "graphs", engine="graphs", precision=precision))
+    tolerance = {"float32": 2e-3, "tf32": 3e-2, "bf16-mixed": 5e-2, "fp16-mixed": 2e-2}[precision]
+    assert float((weights(eager.path) - weights(graphs.path)).abs().max()) < tolerance
+    assert float((average(eager.path) - average(graphs.path)).abs().max()) < tolerance
+    for mine, other in zip(eager.metrics(), graphs.metrics(), strict=True):
+        assert mine["val/band_energy_mae"] == pytest.approx(other["val/band_energy_mae"], rel=0.1, abs=20)
+
+
+@pytest.mark.parametrize("keep", ["device", "memory"])
+def test_points_one_by_one_are_those_of_whole_batches_and_auto_takes_eager(keep, tmp_path, capsys):
+    runs = []
+    for fast, engine in ((True, "eager"), (False, "auto")):
+        config = gpu_config(tmp_path, f"fast-{fast}", engine=engine)
+        config["data"] |= {"fast": fast, "points": {**config["data"]["points"], "keep": keep}}
+        runs.append(weights(train_only(config).path))
+    assert "Engine graphs" not in capsys.readouterr().out
+    assert torch.equal(*runs)
+
+
+@pytest.mark.parametrize("terms", [{}, {"dos": {"every": 2}, "band_energy": {"every": 4}}], ids=["points", "terms"])
+@pytest.mark.parametrize("keep", ["device", "memory", "disk"])
+def test_a_run_with_captured_blocks_ends_as_if_it_had_not_been_interrupted(keep, terms, tmp_path, monkeypatch):
+    """Also where the first step after a resume, the fifth, holds terms on snapshots and is not captured."""
+
+    def config(name: str) -> dict:
+        made = gpu_config(tmp_path, name, engine="graphs", checkpoint={"every_steps": 4})
+        made["data"]["points"] = {**made["data"]["points"], "keep": keep}
+        made["task"] = {**made["task"], **terms}
+        return {**made, "callbacks": [END]}
+
+    monkeypatch.setenv("END_AT", "-1")
+    straight = train_only(config("straight"))
+    monkeypatch.setenv("END_HOW", "raise")
+    for step in ("4", "13"):
+        monkeypatch.setenv("END_AT", step)
+        with pytest.raises(Interrupted):
+            train_only(config("again"))
+    monkeypatch.setenv("END_AT", "-1")
+    assert_same_run(straight.path, train_only(config("again")).path)
+
+
+def test_the_compiled_step_is_captured_too_and_auto_takes_graphs(tmp_path, capsys):
+    compiled = gpu_config(tmp_path, "compiled", engine="graphs")
+    compiled["training"]["graphs"] = {"compiled": True}
+    losses = [row["train/loss"] for row in train_only(compiled).metrics()]
+    assert losses[-1] < losses[0]
+    train_only(gpu_config(tmp_path, "auto", engine="auto"))
+    assert "Engine graphs" in capsys.readouterr().out

@@ -1,0 +1,310 @@
+"""Branches of a Deep Potential: inputs with several models, data and losses of each, laws of training, use of one of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import ase.io
+import numpy as np
+import pytest
+import torch
+
+from forgefield import Calculator, api, load
+from forgefield.cli import main
+from forgefield.config.deepmd import translation
+from forgefield.config.loading import load_config
+from forgefield.data.module import DataModule
+from forgefield.errors import ForgefieldError
+from forgefield.models.importers.deepmd import read_deepmd
+from forgefield.models.registry import build_model
+from forgefield.runs import Run
+from forgefield.training.bench_step import bare_step
+from forgefield.training.engines.engine import Engine
+from forgefield.training.engines.script import ScriptEngine
+from forgefield.training.engines.step import StepFunction
+from forgefield.training.resolved_model import built_task
+from forgefield.training.shifts import shifts_of
+from tests.parallel.launching import start, torchrun, weights
+from tests.parallel.train_many import train_only
+from tests.training.deepmd_systems import several_input
+from tests.training.engines.cases import difference
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("branches")
+    return api.train(several_input(folder), f"out={folder}/runs")
+
+
+def frames_of(run: Run, rows: list[int]) -> dict[str, torch.Tensor]:
+    """Of the training data: five of wet, then four of dry."""
+    data = DataModule(load_config(run.path.parents[1] / "several.json").data, 0)
+    data.prepare()
+    data.tell_branches(["dry", "wet"])
+    return data.train.batch(rows)
+
+
+def test_an_input_with_several_models_is_a_model_with_branches(trained):
+    file = trained.path.parents[1] / "several.json"
+    config = translation(json.loads(file.read_text()), file).config
+    assert config["model"]["branches"]["dry"] == {"fitting_net": {"type": "ener", "neuron": [6, 6], "seed": 2}}
+    assert [source["branch"] for source in config["data"]["train"]] == ["wet", "dry"]
+    assert config["data"]["sampling"] == {"branches": {"wet": 0.5, "dry": 0.5}, "rule": "size"}
+    assert config["task"]["branches"]["wet"]["forces"] == {
+        "weight": 100.0,
+        "schedule": {"kind": "lr", "to": 1.0},
+        "loss": "mse",
+    }
+    assert set(config["task"]["branches"]["dry"]) == {"energy"}
+
+
+def test_curve_and_metrics_have_columns_for_each_branch(trained):
+    header, _, *rows = (trained.path / "lcurve.out").read_text().splitlines()
+    columns = [f"{name}_{split}_wet" for name in ("rmse", "rmse_e", "rmse_f") for split in ("val", "trn")]
+    columns += [f"{name}_{split}_dry" for name in ("rmse", "rmse_e") for split in ("val", "trn")]
+    found = header.split()[2:-1]
+    assert sorted(found) == sorted(columns)
+    values = dict(zip(found, map(float, rows[0].split()[1:])))
+    assert np.isnan(values["rmse_val_dry"])
+    metrics = {k: v for k, v in trained.metrics()[0].items() if v is not None}
+    assert values["rmse_e_val_wet"] == pytest.approx(metrics["val/wet.energy_rmse"] / 1000, rel=0.01)
+    assert not {"val/dry.energy_rmse", "train/dry.forces_rmse"} & metrics.keys()
+
+
+def test_each_branch_has_the_bias_of_its_own_data(trained):
+    branches, folder = trained.info["model"]["branches"], trained.path.parents[1]
+    for name, system, counts in (("wet", "a", [2, 4]), ("dry", "b", [3, 4])):
+        energies = np.load(folder / system / "set.000" / "energy.npy").ravel()
+        expected = np.linalg.lstsq(np.repeat([counts], len(energies), 0).astype(float), energies, rcond=None)[0]
+        assert np.allclose(branches[name]["out_bias"], expected)
+
+
+def test_a_branch_taken_out_predicts_what_it_predicts_among_the_others(trained, tmp_path, capsys):
+    whole = trained.load_potential("last")
+    batch = frames_of(trained, [0, 6, 7, 3])
+    together = whole(batch, forces=True)
+    assert batch["branch"].tolist() == [1, 0, 0, 1]
+    for name, rows, frames in (("wet", [0, 3], [0, 3]), ("dry", [6, 7], [1, 2])):
+        alone = load(trained, which="last", head=name)
+        own = {key: value for key, value in frames_of(trained, rows).items() if key != "branch"}
+        assert torch.allclose(alone(own)["energy"], together["energy"][frames], rtol=0, atol=1e-12)
+        file = tmp_path / f"{name}.dp"
+        assert (
+            main(["export", str(trained.path), "--to", "deepmd", "--which", "last", "--head", name, "-o", str(file)])
+            == 0
+        )
+        found = read_deepmd(file)
+        again = build_model(found.resolved, precision=found.precision, seed=0)
+        again.load_state_dict(found.state)
+        assert torch.equal(again.eval()(own)["energy"], alone(own)["energy"])
+    folder = trained.path.parents[1]
+    written = api.predict(trained, str(folder / "b"), tmp_path / "out.extxyz", which="last", head="dry")
+    atoms = ase.io.read(written, 0)
+    energy = atoms.get_potential_energy()
+    atoms.calc = Calculator(trained.path, which="last", head="dry", dtype="float64")
+    assert atoms.get_potential_energy() == pytest.approx(energy, abs=1e-6)
+    assert main(["test", str(trained.path), "--data", str(folder / "b"), "--which", "last", "--head", "dry"]) == 0
+    assert "energy" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("head", [None, "wett"])
+def test_which_branch_is_meant_has_to_be_said(head, trained):
+    with pytest.raises(ForgefieldError, match="the model has the branches dry, wet"):
+        Calculator(trained.path, head=head)
+
+
+def test_laws_are_checked_of_one_branch(trained, capsys):
+    for target in (str(trained.path), str(trained.path.parents[1] / "several.json")):
+        assert main(["check", target, "--frames", "1", "--head", "dry"]) == 0, capsys.readouterr().out
+        assert main(["check", target]) != 0
+        assert "the model has the branches dry, wet" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_bare_step_knows_branches(trained):
+    step = bare_step(load_config(trained.path.parents[1] / "several.json"))
+    assert "branch" in step.first_batch()
+
+
+def test_the_loss_of_a_mixed_batch_is_that_of_each_branch_on_its_frames(trained):
+    config = load_config(trained.path.parents[1] / "several.json")
+    task = built_task(config.task, trained.info["model"])
+    whole = trained.load_potential("last").train()
+    batches = [frames_of(trained, rows) for rows in ([0, 6, 7, 3], [0, 3], [6, 7])]
+    losses = [float(task.loss(whole(batch), batch).total.detach()) for batch in batches]
+    assert losses[0] == pytest.approx(losses[1] + losses[2], rel=1e-12)
+    assert min(losses) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["tangent"])
+def test_a_traced_step_equals_an_eager_one_for_any_mixture_of_branches(form, trained):
+    config = load_config(trained.path.parents[1] / "several.json")
+    task = built_task(config.task, trained.info["model"])
+    potential = trained.load_potential("last").train()
+
+    def function(derivative: str) -> StepFunction:
+        return StepFunction(potential, task, task.error_metrics(trained.species), derivative=derivative)
+
+    traced, eager = ScriptEngine(function(form)), Engine(function("double"))
+    for rows in ([0, 6, 7, 3], [8], [1, 2]):
+        assert difference(traced, eager, frames_of(trained, rows)) < 1e-9, rows
+
+
+def test_an_interrupted_run_goes_on_exactly_and_ranks_train_as_one(trained, tmp_path):
+    file = trained.path.parents[1] / "several.json"
+    for steps in (3, 6):
+        train_only(load_config(file, [f"out={tmp_path}", f"++trainer.max_steps={steps}", "training.scheduler.T_max=6"]))
+    for name in ("lcurve.out", "checkpoints/last.safetensors"):
+        assert (tmp_path / "several" / name).read_bytes() == (trained.path / name).read_bytes(), name
+    more = ["++trainer.max_steps=2", "trainer.val_check_interval=2"]
+    train_only(load_config(file, [f"out={tmp_path}/one", "data.batch={frames: 2}", *more]))
+    command = ["-m", "forgefield", "train", str(file), f"out={tmp_path}/two", "data.batch={frames: 1}", *more]
+    done = start([*torchrun(2), *command], tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    one, two = (weights(tmp_path / name / "several") for name in ("one", "two"))
+    assert float((one - two).abs().max()) < 1e-9
+
+
+def test_branches_may_share_a_fitting_network(trained, tmp_path):
+    """One network, two biases: energies of the same frame differ by the biases alone."""
+    content = json.loads((trained.path.parents[1] / "several.json").read_text())
+    content["model"]["shared_dict"]["fitted"] = {"neuron": [6, 6], "seed": 1}
+    for model in content["model"]["model_dict"].values():
+        model["fitting_net"] = "fitted:0"
+    (tmp_path / "shared.json").write_text(json.dumps(content))
+    run = train_only(load_config(tmp_path / "shared.json", [f"out={tmp_path}", "++trainer.max_steps=3"]))
+    branches = run.info["model"]["branches"]
+    assert branches["dry"]["share"] == "wet"
+    batch = {key: value for key, value in frames_of(trained, [1]).items() if key != "branch"}
+    wet, dry = (load(run, which="last", head=name)(batch)["energy"] for name in ("wet", "dry"))
+    difference = np.subtract(branches["dry"]["out_bias"], branches["wet"]["out_bias"]) @ [2, 4]
+    assert float(dry - wet) == pytest.approx(difference, abs=1e-10)
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("model.model_dict.dry.descriptor", "other", "'model.shared_dict' has types, described"),
+        ("model.model_dict.dry.descriptor", "described:1", "at level 1; here parts are shared whole"),
+        ("model.model_dict.dry.descriptor", {"type": "se_e2_a"}, "is not the one of wet; branches share their descriptor"),
+        ("model.model_dict.dry.type_map", ["H", "O"], "branches have one type map"),
+        ("model.model_dict.dry.fitting_net", {"type": "dos"}, "branches are energies here"),
+        ("model.shared_dict.more", {}, "'model.shared_dict.more' is used by no branch"),
+        ("training.data_dict.damp", {}, "'training.data_dict.damp' is for a branch that 'model.model_dict' does not have"),
+        ("training.model_prob", {"wet": 1.0}, "'training.model_prob.dry' is missing"),
+        ("training.num_epoch_dict", {"wet": 1}, "'training.num_epoch_dict' is not known here"),
+        ("loss", {}, "losses are given in 'loss_dict'"),
+    ],
+)  # fmt: skip
+def test_inputs_that_cannot_be_one_model_are_refused(key, value, said, trained):
+    file = trained.path.parents[1] / "several.json"
+    content: Any = json.loads(file.read_text())
+    *sections, name = key.split(".")
+    inner = content
+    for section in sections:
+        inner = inner[section]
+    inner[name] = value
+    with pytest.raises(ForgefieldError) as error:
+        translation(content, file)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["++model.branches.dry.fitting_net.neuron=[5]"], "fitting networks of branches are alike but for their seeds"),
+        (["++model.branches.dry.share=dry"], "it should name a branch that has a network of its own"),
+        (["task.branches.dry=null"], "'task.branches.dry' is a section with the keys energy"),
+        (["~task.branches.dry"], "nothing is said of dry"),
+        (["++task.branches.dry.enrgy={}"], "unknown key 'task.branches.dry.enrgy'"),
+        (["data.sampling={branches: {wet: 1}}"], "a probability for each of the branches wet, dry"),
+        (["++model.branches={wet: {}}"], "has one branch"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(overrides, said, trained, tmp_path):
+    file = trained.path.parents[1] / "several.json"
+    with pytest.raises(ForgefieldError) as error:
+        train_only(load_config(file, [f"out={tmp_path}", *overrides]))
+    assert said in str(error.value)
+
+
+def test_shifts_of_branches_are_not_fitted(trained):
+    with pytest.raises(ForgefieldError, match=r"model\.shifts is fit, but the model has the branches dry, wet"):
+        shifts_of(trained.load_potential("last"))
+
+
+# ---- there
+
+
+def deepmd_python() -> str | None:
+    return sys.executable if importlib.util.find_spec("deepmd") else os.environ.get("FORGEFIELD_DEEPMD_PYTHON")
+
+
+ORACLE = """
+import json, sys
+import numpy as np
+import torch
+from pathlib import Path
+from deepmd.pt.model.model import get_model
+from deepmd.pt.train.wrapper import ModelWrapper
+from deepmd.pt.utils.multi_task import preprocess_shared_params
+torch.set_default_device("cpu")
+given = json.loads(Path(sys.argv[1]).read_text())
+params, links = preprocess_shared_params(given["model"])
+models, frames = {}, {}
+for name, model in params["model_dict"].items():
+    place = Path(given["training"]["data_dict"][name]["training_data"]["systems"][0])
+    arrays = {file.stem: torch.tensor(np.load(file)) for file in (place / "set.000").glob("*.npy")}
+    types = np.loadtxt(place / "type.raw", dtype=int)
+    n = len(arrays["coord"])
+    frames[name] = {"coord": arrays["coord"].view(n, -1, 3), "box": arrays["box"], "atype": torch.tensor(types).repeat(n, 1)}
+    sample = frames[name] | {"energy": arrays["energy"].view(n, 1), "find_energy": torch.tensor(1.0)}
+    sample["natoms"] = torch.tensor([len(types), len(types), *np.bincount(types)]).repeat(n, 1)
+    models[name] = get_model(json.loads(json.dumps(model)))
+    models[name].atomic_model.compute_or_load_stat(lambda: [sample], None)
+wrapper = ModelWrapper(models, model_params=params)
+wrapper.share_params(links, {"wet": 0.5, "dry": 0.5})
+results = {}
+for name, model in models.items():
+    sea = model.atomic_model.descriptor.sea
+    results |= {f"{name}_davg": sea.mean[:, 0], f"{name}_dstd": sea.stddev[:, 0]}
+    results[f"{name}_bias"] = model.atomic_model.out_bias.ravel()
+    results[f"{name}_energy"] = model(**frames[name])["energy"].detach().ravel()
+torch.save({"model": wrapper.state_dict()}, sys.argv[2])
+np.savez(sys.argv[3], **{key: value.numpy() for key, value in results.items()})
+"""
+
+
+@pytest.mark.skipif(
+    deepmd_python() is None, reason="no deepmd-kit; FORGEFIELD_DEEPMD_PYTHON names an interpreter with it"
+)
+def test_statistics_and_checkpoints_are_those_of_deepmd_kit(trained, tmp_path):
+    file, checkpoint, results = (
+        trained.path.parents[1] / "several.json",
+        tmp_path / "several.pt",
+        tmp_path / "found.npz",
+    )
+    command = [str(deepmd_python()), "-c", ORACLE, str(file), str(checkpoint), str(results)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    there, model = dict(np.load(results)), trained.info["model"]
+    assert np.allclose(there["wet_davg"], there["dry_davg"])
+    for name, rows in (("wet", range(5)), ("dry", range(5, 9))):
+        assert np.allclose(model["descriptor"]["davg"], there[f"{name}_davg"], rtol=1e-9)
+        assert np.allclose(model["descriptor"]["dstd"], there[f"{name}_dstd"], rtol=1e-9)
+        assert np.allclose(model["branches"][name]["out_bias"], there[f"{name}_bias"], rtol=1e-9)
+        found = read_deepmd(checkpoint, head=name)
+        again = build_model(found.resolved, precision="float64", seed=0)
+        again.load_state_dict(found.state)
+        batch = {key: value for key, value in frames_of(trained, list(rows)).items() if key != "branch"}
+        assert np.allclose(again.eval()(batch)["energy"].numpy(), there[f"{name}_energy"], rtol=0, atol=1e-10)
+    with pytest.raises(ForgefieldError, match="it holds several models \\(wet, dry\\); choose one with --head"):
+        read_deepmd(checkpoint)

@@ -1,0 +1,86 @@
+"""What may be varied, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from forgefield.config.loading import load_config
+from forgefield.errors import ForgefieldError
+from forgefield.tuning.options import TuneOptions
+from forgefield.tuning.space import override, read_space
+
+
+class Lowest:
+    """Stands for a trial: takes the first choice, the low end of a range."""
+
+    def suggest_categorical(self, key, choices):
+        return choices[0]
+
+    def suggest_int(self, key, low, high, step, log):
+        return low
+
+    def suggest_float(self, key, low, high, step, log):
+        return low
+
+
+def test_a_space_is_lists_and_ranges_and_the_command_line_comes_on_top():
+    section = {"training.lr": {"log": ["1e-5", 0.01]}, "model.hidden": [[100], [200, 200]], "training.ema": [None, 0.9]}
+    space = read_space(section, ["data.batch.points={range: [500, 4000, 500]}", "training.ema=[0.9, 0.99]"])
+    assert [dimension.key for dimension in space] == [
+        "training.lr",
+        "model.hidden",
+        "training.ema",
+        "data.batch.points",
+    ]
+    assert [dimension.suggest(Lowest()) for dimension in space] == [1e-5, [100], 0.9, 500]
+    assert [dimension.whole for dimension in space] == [False, False, False, True]
+    assert space[1].decoded("[200, 200]") == [200, 200]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("training.lr", 1.25e-05),
+        ("model", {"name": "nequip", "preset": "S", "num_layers": 2}),
+        ("training.ema", None),
+        ("task", {"energy": {"weight": 2.0, "per_atom": True}}),
+        ("out", "a folder, with a comma"),
+    ],
+)
+def test_any_value_arrives_in_the_config_as_it_is(key, value):
+    from omegaconf import OmegaConf
+
+    config = load_config({"data": {"train": "x.xyz"}}, [override(key, value)])
+    found = OmegaConf.to_container(config)
+    for part in key.split("."):
+        found = found[part]
+    if isinstance(value, dict):
+        found = {name: found[name] for name in value}
+        if key == "task":
+            found = {"energy": {name: found["energy"][name] for name in value["energy"]}}
+    assert found == value
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({}, "nothing to vary"),
+        ({"training.lr": 0.1}, "training.lr is 0.1; it should be a list of choices"),
+        ({"training.lr": [0.1]}, "two or more"),
+        ({"training.lr": {"log": [0, 1]}}, "above 0"),
+        ({"training.lr": {"range": [2, 1]}}, "rise from low to high"),
+        ({"training.lr": {"between": [1, 2]}}, "it should be a list of choices"),
+    ],
+)
+def test_a_space_without_meaning_is_refused(section, words):
+    with pytest.raises(ForgefieldError, match=words):
+        read_space(section)
+
+
+def test_a_misspelt_setting_is_named():
+    with pytest.raises(ForgefieldError, match="tune.trails.*trials"):
+        TuneOptions.from_mapping({"trails": 3})
+    with pytest.raises(ForgefieldError, match="tune.pruner is 'medium'.*median"):
+        TuneOptions.from_mapping({"pruner": "medium"})
+    with pytest.raises(ForgefieldError, match="tune.storage"):
+        TuneOptions.from_mapping({"storage": "search.db"})
