@@ -112,7 +112,13 @@ class NequIP(SpeciesTerms):
         graph = self._graph(batch)
         pairs = self.pair_lengths(vectors, species, graph)
         if by_kernels(self, batch):
-            features = row_features(self, fixed_geometry(self, vectors, pairs, graph), species, graph).squeeze(1)
+            features = row_features(
+                self,
+                fixed_geometry(self, vectors, pairs, graph),
+                species,
+                graph,
+                fixed_weights="differentiated_again" in batch,
+            ).squeeze(1)
         else:
             basis = self.radial_basis(pairs, graph)
             features = self._features(vectors, pairs.lengths, basis, species, graph, batch.get("edge_gradient"))

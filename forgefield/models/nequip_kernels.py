@@ -73,14 +73,17 @@ def moving_geometry(model: NequIP, vectors: Tensor, species: Tensor, graph: Edge
     return Geometry(harmonics, None, Places(at, place, setting().knots), at_rest)
 
 
-def row_features(model: NequIP, geometry: Geometry, species: Tensor, graph: EdgeGraph) -> Tensor:
-    """(n_atoms, R, feature_dim): the scalars of the last layer."""
+def row_features(
+    model: NequIP, geometry: Geometry, species: Tensor, graph: EdgeGraph, *, fixed_weights: bool = False
+) -> Tensor:
+    """(n_atoms, R, feature_dim): the scalars of the last layer. fixed_weights: nobody asks for a gradient in the weights, so that
+    none is made where that is costly, in the tables."""
     one_hot = model.identity.index_select(0, species)
     attributes = one_hot if model.one_hot_self_connection else one_hot @ model.type_embedding
     table = model.type_embedding if model.one_hot_self_connection else None
     scale = model.neighbour_scale(species)
     blocks: list[Tensor] = []
-    for layer, radial in zip(model.layers, _radial(model, geometry)):
+    for layer, radial in zip(model.layers, _radial(model, geometry, fixed_weights)):
         if blocks:
             x = layer.enter(blocks)
         else:
@@ -106,12 +109,14 @@ def encode_moving(
     return features[:, 0], model.energies(values, geometry.pairs, species, graph), scales * tangents
 
 
-def _radial(model: NequIP, geometry: Geometry) -> Sequence[Rows | Table]:
+def _radial(model: NequIP, geometry: Geometry, fixed_weights: bool) -> Sequence[Rows | Table]:
     """Radial weights of every layer."""
     places = geometry.places
     if places is not None:
         dtype = model.type_embedding.dtype
-        return [Table(table.to(dtype), places) for table in radial_tables(model, places.n_intervals)]
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not fixed_weights):
+            tables = [table.to(dtype) for table in radial_tables(model, places.n_intervals)]
+        return [Table(table, places) for table in tables]
     assert geometry.basis is not None
     return [Rows(weights) for weights in carried(lambda rows: model.radial_weights(rows[0]), [geometry.basis])]
 

@@ -138,7 +138,7 @@ class Potential(nn.Module):
         switch = GradientSwitch()
         graph = edge_graph(batch)
         private: dict[str, Any] = {"edge_vectors": vectors, "edge_gradient": switch, "edge_graph": graph}
-        private["differentiated_again"] = self.training or outer
+        private["differentiated_again"] = self.training or outer  # else outputs are detached: weights get no gradient
         atomic, features = self._encode(batch | private)
         outputs = self._outputs(atomic, features, batch)
         (slope,) = _derivatives(atomic.sum(), [vectors], self.training or outer)

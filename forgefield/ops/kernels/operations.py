@@ -17,6 +17,8 @@ from forgefield.ops.kernels.build import kernel
 from forgefield.ops.kernels.form import Form, form_of
 from forgefield.ops.kernels.source import ARGUMENTS, Kind
 
+OUTPUTS = ("out", "to_x", "to_w", "to_y")
+
 
 def name_of(plan: ConvolutionPlan) -> str:
     """Everything a convolution is planned from, as a string."""
@@ -44,12 +46,18 @@ def _kind(place: Tensor | None, **flags: bool) -> Kind:
 
 def _launch(form: Form, kind: Kind, **tensors: Tensor | None) -> None:
     """Runs a kernel; tensors that it has no use for are left out or None."""
-    pointers, source, some = tensors["pointers"], tensors["source"], tensors["x"]
+    pointers, source = tensors["pointers"], tensors["source"]
     assert pointers is not None
     assert source is not None
     n_atoms = pointers.shape[0] - 1
     if not n_atoms:
         return
+    for name, tensor in tensors.items():
+        if tensor is not None and not tensor.is_contiguous():  # a compiler may choose other strides
+            if name in OUTPUTS:
+                raise RuntimeError(f"rows of {name} do not lie one after the other")
+            tensors[name] = tensor.contiguous()
+    some = tensors["x"]
     given: list[Any] = [some if tensors.get(name) is None else tensors[name] for name in ARGUMENTS[:-1]]
     kernel(form, kind)[(n_atoms * form.n_chunks,)](*given, source.shape[0], num_warps=1, num_stages=1)
 
