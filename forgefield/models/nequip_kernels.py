@@ -76,8 +76,8 @@ def moving_geometry(model: NequIP, vectors: Tensor, species: Tensor, graph: Edge
 def row_features(
     model: NequIP, geometry: Geometry, species: Tensor, graph: EdgeGraph, *, fixed_weights: bool = False
 ) -> Tensor:
-    """(n_atoms, R, feature_dim): the scalars of the last layer. fixed_weights: nobody asks for a gradient in the weights, so that
-    none is made where that is costly, in the tables."""
+    """(n_atoms, R, feature_dim): the scalars of the last layer. fixed_weights: nobody asks for a gradient in the weights, so
+    that none is made where that is costly, in the tables."""
     one_hot = model.identity.index_select(0, species)
     attributes = one_hot if model.one_hot_self_connection else one_hot @ model.type_embedding
     table = model.type_embedding if model.one_hot_self_connection else None
