@@ -30,11 +30,11 @@ from forgefield.errors import ForgefieldError
 from forgefield.measuring import (
     ONLY_NOISE,
     evaluate,
+    evaluate_snapshots,
     has_outputs,
     is_unmeasured,
     measure,
-    test_name,
-    test_points,
+    name_of_test,
     write_test,
 )
 from forgefield.models.ldos import LDOSNetwork
@@ -185,12 +185,12 @@ def test(
         run.require_head(head)
         settings: Any = options if options is not None else _data_options(run)
         if run.of_points:
-            return test_points(run, data, settings, which=which, device=device, ranks=ranks)
+            return evaluate_snapshots(run, data, settings, which=which, device=device, ranks=ranks)
         frames = read_table(data, settings.labels, settings.units, lazy=is_lazy(settings), required=labels_required)
         require_same_data(frames.fingerprint, ranks)
         dataset = GraphDataset(frames, SpeciesTable(run.species), run.graph)
         batch = evaluation_budget(settings)
-        name = test_name(run, data)
+        name = name_of_test(run, data)
         errors = evaluate(run, dataset, name, which=which, device=device, batch=batch, ranks=ranks, head=head)
         if ranks.is_first:
             write_test(run, errors, name=name, source=str(data), which=which, frames=len(frames))

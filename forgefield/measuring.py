@@ -110,12 +110,14 @@ def _measure_points(run: Run, config: DictConfig, data: Any, journal: Journal, r
     journal.show(lambda console: end_summary(console, run.path, results, hints, units=units))
 
 
-def test_points(run: Run, data: Any, settings: Any, *, which: str, device: str, ranks: Ranks) -> dict[str, float]:
+def evaluate_snapshots(
+    run: Run, data: Any, settings: Any, *, which: str, device: str, ranks: Ranks
+) -> dict[str, float]:
     points = settings.points
     table = PointTable(find_snapshots(data, target=points.target, units=points.units, setting="--data"))
     require_same_data(table.fingerprint, ranks)
     model: Any = load_shared(run, which, device, ranks)
-    name = test_name(run, data)
+    name = name_of_test(run, data)
     config = OmegaConf.merge(run.config, {"data": {"points": settings.points, "eval_batch": settings.eval_batch}})
     errors, missing = _evaluated_points(run, model, table, name, config, ranks)
     if ranks.is_first:
@@ -243,7 +245,7 @@ def load_shared(run: Run, which: str, device: str, ranks: Ranks, head: str | Non
     return potential.to(device).eval()
 
 
-def test_name(run: Run, data: Any) -> str:
+def name_of_test(run: Run, data: Any) -> str:
     """`test` for a run without test frames of its own, so that its report has them; else the name of the file."""
     if run.config.get("data", {}).get("test") in (None, 0):
         return "test"

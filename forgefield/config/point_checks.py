@@ -114,11 +114,6 @@ def check_points(config: DictConfig, sources: Sources) -> None:
         raise ForgefieldError(
             f"{sources.where('training.engine')}: 'training.engine' is eager, compile, graphs or auto for grid points."
         )
-    compiled = "training.graphs.compiled"
-    if config.training.engine == "auto" and sources.explicit(compiled) and config.training.graphs.compiled:
-        raise ForgefieldError(
-            f"{sources.where(compiled)}: '{compiled}' is for engine graphs; auto compiles nothing for grid points."
-        )
     _check_section(config.data.points, sources)
     if config.task is not None:
         _check_task(config.task.points, config.data.points, sources)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -166,7 +167,7 @@ class Encoded(NamedTuple):
     energies: Tensor | None
 
 
-class MessagePassing(SpeciesTerms):
+class MessagePassing(SpeciesTerms, ABC):
     """Base of the networks. State: `embedding` (n_species, num_features), `layers`, `readout`.
 
     A subclass says how its layers are made (`make_layers`) and what they do with features of atoms (`features`).
@@ -209,13 +210,13 @@ class MessagePassing(SpeciesTerms):
     def feature_dim(self) -> int:
         return self.options.num_features
 
+    @abstractmethod
     def make_layers(self, **make: Any) -> list[nn.Module]:
         """The interaction layers. make: generator and dtype of their weights."""
-        raise NotImplementedError
 
+    @abstractmethod
     def interact(self, x: Tensor, around: Surroundings) -> tuple[Tensor, Tensor | None]:
         """From embedded species (n_rows, num_features) to features of the same shape, and vectors (n_rows, vector_dim, 3)."""
-        raise NotImplementedError
 
     def forward(self, batch: dict[str, Any]) -> Tensor:
         """(n_atoms,) atomic energies, eV, float64."""

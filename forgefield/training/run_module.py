@@ -6,6 +6,7 @@ own, and added over ranks and read when a row of metrics is written.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any, Protocol
 
 import lightning as L
@@ -66,7 +67,7 @@ class LossMeter:
         self.sums = torch.zeros_like(self.sums)
 
 
-class RunModule(L.LightningModule):
+class RunModule(L.LightningModule, ABC):
     """Trains a model on a task with the settings of the config's `training` section.
 
     trained: the model. samples: what throughput counts. train_errors, val_errors: accumulators of errors. ranks: who trains
@@ -105,9 +106,9 @@ class RunModule(L.LightningModule):
         self._schedule_length: int | None = None
 
     @property
+    @abstractmethod
     def trained(self) -> nn.Module:
         """The model, whose state is saved, averaged and deployed."""
-        raise NotImplementedError
 
     # ---- training
 

@@ -93,7 +93,7 @@ def batch_of(path: str) -> dict[str, torch.Tensor]:
     return batch
 
 
-def compare(potential: Potential, frames: str, results: str, tolerance: float) -> None:
+def assert_same_predictions(potential: Potential, frames: str, results: str, tolerance: float) -> None:
     batch, expected = batch_of(frames), np.load(results)
     found = potential.eval()(batch, stress="box" in np.load(frames))
     for name in ("energy", "atomic_energy", "forces"):
@@ -168,7 +168,9 @@ def made(tmp_path_factory) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_models_of_deepmd_kit_predict_here_what_they_predict_there(made, name):
-    compare(load(made[name]["model"]), made[name]["frames"], made[name]["results"], CASES[name].get("tolerance", 1e-10))
+    assert_same_predictions(
+        load(made[name]["model"]), made[name]["frames"], made[name]["results"], CASES[name].get("tolerance", 1e-10)
+    )
 
 
 CHECKPOINTS = ["one side", "both sides", "parameters", "radial", "single", "attention", "attention, stripped"]
@@ -181,7 +183,9 @@ def test_checkpoints_of_deepmd_kit_are_read_like_its_models(made, name):
     assert set(first) == set(second)
     for key in first:
         torch.testing.assert_close(first[key], second[key], rtol=0, atol=0)
-    compare(checkpoint, made[name]["frames"], made[name]["results"], CASES[name].get("tolerance", 1e-10))
+    assert_same_predictions(
+        checkpoint, made[name]["frames"], made[name]["results"], CASES[name].get("tolerance", 1e-10)
+    )
 
 
 def test_what_is_written_here_predicts_there_the_same(made, tmp_path):
@@ -220,8 +224,8 @@ def test_models_without_sel_get_room_there_and_predict_the_same(tmp_path):
         cases.append({"model": str(path), "frames": frames, "results": str(tmp_path / f"results{number}.npz")})
     ask("evaluate", {"cases": cases}, tmp_path)
     for case, potential in zip(cases, potentials):
-        compare(potential, frames, case["results"], 1e-10)
-        compare(load(case["model"]), frames, case["results"], 1e-10)
+        assert_same_predictions(potential, frames, case["results"], 1e-10)
+        assert_same_predictions(load(case["model"]), frames, case["results"], 1e-10)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from forgefield.tasks.task import Task
 from forgefield.tasks.weights import Moment, WeightSchedule
 from tests.helpers import tiny_config
 from tests.parallel.train_many import train_only
+from tests.training.test_resume import END, assert_same_run, interrupted_run
 
 
 def at(step: int, steps: int = 11, **more) -> Moment:
@@ -79,7 +80,7 @@ def test_weights_change_in_place_and_the_reported_loss_keeps_its_meaning():
 
 def scheduled(folder, name: str, kind: str | None, epochs: int) -> dict:
     forces = {"weight": 20.0} | (
-        {"schedule": {"kind": kind, "to": 0.5, **({"end": 9} if kind == "linear" else {})}} if kind else {}
+        {"schedule": {"kind": kind, "to": 0.5, **({"end": 12} if kind == "linear" else {})}} if kind else {}
     )
     config = tiny_config(folder, name=name, task={"energy": {"weight": 1.0}, "forces": forces})
     config["training"] = {**config["training"], "scheduler": {"name": "ExponentialLR", "gamma": 0.5}}
@@ -88,11 +89,13 @@ def scheduled(folder, name: str, kind: str | None, epochs: int) -> dict:
 
 
 @pytest.mark.parametrize("kind", ["linear", "lr"])
-def test_a_training_with_a_schedule_goes_on_as_if_it_had_not_stopped(kind, tmp_path):
-    whole = train_only(scheduled(tmp_path, "whole", kind, 3)).load_potential("last").state_dict()
-    train_only(scheduled(tmp_path, "again", kind, 2))
-    again = train_only(scheduled(tmp_path, "again", kind, 3)).load_potential("last").state_dict()
-    assert all(torch.equal(whole[name], again[name]) for name in whole)
+def test_a_training_with_a_schedule_goes_on_as_if_it_had_not_stopped(kind, tmp_path, monkeypatch):
+    """Broken off in the middle of the schedule, and of an epoch."""
+    config = {"callbacks": [END]} | scheduled(tmp_path, "whole", kind, 3)
+    config["training"]["checkpoint"] = {"every_steps": 2}
+    straight = train_only(config)
+    assert_same_run(straight.path, interrupted_run({**config, "name": "again"}, [7], monkeypatch))
+    whole = straight.load_potential("last").state_dict()
     plain = train_only(scheduled(tmp_path, "plain", None, 3)).load_potential("last").state_dict()
     assert any(not torch.equal(whole[name], plain[name]) for name in whole)
 

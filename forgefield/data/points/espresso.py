@@ -15,10 +15,7 @@ from ase.data import atomic_numbers
 
 from forgefield.data.points.info import SnapshotInfo
 from forgefield.errors import ForgefieldError
-from forgefield.physics.units import BOHR, HARTREE
-
-RYDBERG = HARTREE / 2  # eV
-BOLTZMANN = 8.617330337217213e-05  # eV/K, CODATA 2014 as all units here
+from forgefield.physics.units import BOHR, BOLTZMANN, RYDBERG
 
 _NUMBER = r"([-+]?\d*\.?\d+(?:[eEdD][-+]?\d+)?)"
 _ENERGY_LINES = {

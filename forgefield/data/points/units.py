@@ -9,6 +9,7 @@ import re
 
 from forgefield.config.nearest import did_you_mean
 from forgefield.errors import ForgefieldError
+from forgefield.physics.ldos_units import LDOS_UNITS
 from forgefield.physics.units import JOULE, energy_factor, length_factor
 
 STANDARD = {"ldos": "1/(eV*A^3)", "dos": "1/eV", "density": "1/A^3"}
@@ -19,7 +20,7 @@ _IN_SI = {"ldos": JOULE * 1e30, "dos": JOULE, "density": 1e30}
 
 _ENERGIES, _LENGTHS = ("eV", "Ry", "Ha"), ("A", "Bohr")
 KNOWN = {
-    "ldos": tuple(f"1/({energy}*{length}^3)" for energy in _ENERGIES for length in _LENGTHS),
+    "ldos": tuple(LDOS_UNITS),
     "dos": tuple(f"1/{energy}" for energy in _ENERGIES),
     "density": tuple(f"1/{length}^3" for length in _LENGTHS),
 }
@@ -34,7 +35,9 @@ def target_factor(target: str, unit: str, where: str = "data.points.units") -> f
             f"{where}={unit!r} is not a unit of {target}; it should be one of {', '.join(KNOWN[target])}."
             f"{did_you_mean(str(unit), KNOWN[target])}"
         )
-    energy = next((word for word in _ENERGIES if f"/{word}" in name or f"({word}*" in name), None)
+    if target == "ldos":
+        return LDOS_UNITS[name]
+    energy = next((word for word in _ENERGIES if f"/{word}" in name), None)
     length = next((word for word in _LENGTHS if f"{word}^3" in name), None)
     factor = 1.0
     factor /= energy_factor(energy) if energy else 1.0

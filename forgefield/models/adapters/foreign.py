@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -47,7 +48,7 @@ class ForeignOptions:
     """Where the module was found, if Python would not find it by itself."""
 
 
-class Foreign(nn.Module):
+class Foreign(nn.Module, ABC):
     """Base of the adapters. State: `module`, `energy_scales` (), `energy_shifts` (n_species,), float64.
 
     Features are an input of a submodule or a part of the output, so one pass gives them and the energies.
@@ -147,9 +148,9 @@ class Foreign(nn.Module):
         """The module as it is called."""
         return module
 
+    @abstractmethod
     def evaluate(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
         """Energies of frames (n_frames,) or atoms (n_atoms,), in units of the scale; and features of atoms where wanted."""
-        raise NotImplementedError
 
     def forward(self, batch: dict[str, Any]) -> Tensor:
         """(n_atoms,) atomic energies, eV, float64; a module that knows those of frames alone divides them evenly."""

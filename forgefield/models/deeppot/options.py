@@ -66,10 +66,10 @@ class SeE2AOptions(SeE2ROptions):
 
 
 @dataclass
-class EnergyFittingOptions:
-    """Fitting network of atomic energies."""
+class FittingOptions:
+    """What all fitting networks have."""
 
-    type: str = "ener"
+    type: str = ""
     neuron: list[int] = field(default_factory=lambda: [120, 120, 120])
     """Widths of its hidden layers."""
     resnet_dt: bool = True
@@ -82,10 +82,6 @@ class EnergyFittingOptions:
     """Numbers per atom that it reads: the field `aparam`."""
     default_fparam: list[float] | None = None
     """Taken for frames that carry no `fparam`."""
-    rcond: float | None = None
-    """Singular values below this share of the largest are left out of the fit of `out_bias`."""
-    atom_ener: list[float | None] = field(default_factory=list)
-    """Energy of the isolated atom of each species, eV, null for species without: their network is made zero there."""
     trainable: bool | list[bool] = True
     """Train the network; or one flag for each hidden layer and one for the last."""
     seed: int | None = None
@@ -100,6 +96,17 @@ class EnergyFittingOptions:
     """Means of `aparam`, from the training data."""
     aparam_std: list[float] | None = None
     """Deviations of `aparam`, from the training data."""
+
+
+@dataclass
+class EnergyFittingOptions(FittingOptions):
+    """Fitting network of atomic energies."""
+
+    type: str = "ener"
+    rcond: float | None = None
+    """Singular values below this share of the largest are left out of the fit of `out_bias`."""
+    atom_ener: list[float | None] = field(default_factory=list)
+    """Energy of the isolated atom of each species, eV, null for species without: their network is made zero there."""
 
 
 @dataclass
@@ -184,7 +191,7 @@ def check_pairs(where: str, pairs: Sequence[Sequence[int]], n_species: int) -> N
             )
 
 
-def check_fitting(options: EnergyFittingOptions, species: Sequence[str]) -> None:
+def check_fitting(options: FittingOptions, species: Sequence[str]) -> None:
     """Raise for options of the fitting network that have no meaning."""
     where = "model.fitting_net"
     check_common(where, options)
@@ -194,9 +201,10 @@ def check_fitting(options: EnergyFittingOptions, species: Sequence[str]) -> None
             f"{where}.trainable has {len(options.trainable)} flags; with {len(options.neuron)} hidden layers it needs "
             f"{len(options.neuron) + 1}."
         )
-    if options.atom_ener and len(options.atom_ener) != len(species):
+    energies = options.atom_ener if isinstance(options, EnergyFittingOptions) else []
+    if energies and len(energies) != len(species):
         raise ForgefieldError(
-            f"{where}.atom_ener has {len(options.atom_ener)} energies for {len(species)} species ({', '.join(species)})."
+            f"{where}.atom_ener has {len(energies)} energies for {len(species)} species ({', '.join(species)})."
         )
     for key in ("numb_fparam", "numb_aparam"):
         if getattr(options, key) < 0:

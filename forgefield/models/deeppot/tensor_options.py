@@ -2,42 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import ClassVar
+from dataclasses import dataclass
 
-
-@dataclass
-class FittingOptions:
-    """What all fitting networks have."""
-
-    type: str = ""
-    neuron: list[int] = field(default_factory=lambda: [120, 120, 120])
-    """Widths of its hidden layers."""
-    resnet_dt: bool = True
-    """Residual layers with trained step sizes."""
-    activation_function: str = "tanh"
-    """As in the descriptor."""
-    numb_fparam: int = 0
-    """Numbers per frame that the network reads beside the descriptor: the field `fparam` of the data."""
-    numb_aparam: int = 0
-    """Numbers per atom that it reads: the field `aparam`."""
-    default_fparam: list[float] | None = None
-    """Taken for frames that carry no `fparam`."""
-    trainable: bool | list[bool] = True
-    """Train the network; or one flag for each hidden layer and one for the last."""
-    seed: int | None = None
-    """Of its first weights; default: the seed of the run."""
-    precision: str = "default"
-    """float32 or float64; default: that of the training."""
-    fparam_avg: list[float] | None = None
-    """Means of `fparam`, from the training data."""
-    fparam_std: list[float] | None = None
-    """Deviations of `fparam`, from the training data."""
-    aparam_avg: list[float] | None = None
-    """Means of `aparam`, from the training data."""
-    aparam_std: list[float] | None = None
-    """Deviations of `aparam`, from the training data."""
-    atom_ener: ClassVar[tuple[float, ...]] = ()
+from forgefield.models.deeppot.options import FittingOptions
 
 
 @dataclass
