@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from forgefield.models import nequip_options
 from forgefield.models.adaptive import adaptive_bessel_basis
 from forgefield.models.nequip_kernels import (
-    Geometry,
+    Moved,
     by_kernels,
-    encode_moving,
-    fixed_geometry,
-    moving_geometry,
-    row_features,
+    encode_moved,
+    features_at_rest,
+    geometry_at_rest,
+    geometry_moved,
+    in_tables,
 )
 from forgefield.models.nequip_options import PRESETS, Options, complete_options, preset_options
 from forgefield.models.terms import PairLengths, SpeciesTerms
@@ -41,7 +42,6 @@ from forgefield.ops.harmonics import SphericalHarmonics
 from forgefield.ops.linear import Gate, IrrepsLinear, NormActivation, Perceptron, SpeciesLinear, unit_normal
 from forgefield.ops.products import product
 from forgefield.ops.radial import bessel_basis
-from forgefield.ops.tangents import carried
 
 
 class NequIP(SpeciesTerms):
@@ -110,16 +110,18 @@ class NequIP(SpeciesTerms):
         """Scalar features of the last layer, (n_atoms, feature_dim) in the interior precision, and atomic energies."""
         vectors, species = batch["edge_vectors"], batch["species"]
         graph = self._graph(batch)
-        pairs = self.pair_lengths(vectors, species, graph)
-        if by_kernels(self, batch):
-            features = row_features(
-                self,
-                fixed_geometry(self, vectors, pairs, graph),
-                species,
-                graph,
-                fixed_weights="differentiated_again" in batch,
-            ).squeeze(1)
+        kernels = by_kernels(self, batch)
+        need_pairs = not kernels or not in_tables(self) or bool(self._zbl)
+        pairs = self.pair_lengths(vectors, species, graph) if need_pairs else None
+        if kernels:
+            geometry = geometry_at_rest(self, vectors, pairs, species, graph)
+            remember = batch.get("memory")
+            features = features_at_rest(self, geometry, species, graph, remember)
+            if remember is not None:
+                remember["pairs"] = None if pairs is None else pairs.at_rest()
+                remember["vectors"], remember["graph"] = vectors.detach(), graph
         else:
+            assert pairs is not None
             basis = self.radial_basis(pairs, graph)
             features = self._features(vectors, pairs.lengths, basis, species, graph, batch.get("edge_gradient"))
         if not energies:
@@ -176,15 +178,16 @@ class NequIP(SpeciesTerms):
             return None
         return self.feature_scale.to(self.type_embedding.dtype).index_select(0, species)
 
-    def moving_geometry(self, batch: dict[str, Any]) -> Geometry | None:
-        """What `encode_moving` needs of edge vectors that carry tangents; None where kernels are not in use."""
-        if not by_kernels(self, batch):
+    def moved(self, batch: dict[str, Any]) -> Moved | None:
+        """What `encode_moved` needs of edge vectors that carry tangents; None where the pass before was not made by kernels."""
+        if not batch.get("memory"):
             return None
-        return moving_geometry(self, batch["edge_vectors"], batch["species"], self._graph(batch))
+        rest = batch["memory"]["geometry"]
+        return geometry_moved(self, batch["edge_vectors"], batch["species"], self._graph(batch), rest)
 
-    def encode_moving(self, geometry: Geometry, batch: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    def encode_moved(self, moved: Moved, batch: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
         """Features (n_atoms, feature_dim), atomic energies and their tangents (n_atoms,)."""
-        return encode_moving(self, geometry, batch["species"], self._graph(batch))
+        return encode_moved(self, moved, batch["species"], self._graph(batch), batch["memory"])
 
     def _graph(self, batch: dict[str, Any]) -> EdgeGraph:
         graph: EdgeGraph = batch.get("edge_graph") or edge_graph(batch)
@@ -199,22 +202,27 @@ class NequIP(SpeciesTerms):
         return 2 * math.pi / reach**2
 
     def radial_weights(self, basis: Tensor) -> list[Tensor]:
-        """Weights of every layer, (n_edges or n_pairs, plan.n_weights); their first perceptron layers run as one."""
-        first = join([layer.radial.weights[0] for layer in self.layers], 1)
-        scale = self.layers[0].radial.scales[0] * self.basis_scale
-        hidden = basis @ (first * scale)
-        sizes = [layer.radial.weights[0].shape[1] for layer in self.layers]
+        """Weights of every layer, (n_edges or n_pairs, plan.n_weights)."""
+        last = [layer.radial.weights[-1] * layer.radial.scales[-1] for layer in self.layers]
+        hidden = self.radial_hidden(basis)
+        if self.options.radial_mlp_depth == 0:  # geometry enters here
+            return [part @ matrix for part, matrix in zip(hidden, last)]
+        return [product(part, matrix) for part, matrix in zip(hidden, last)]
+
+    def radial_hidden(self, basis: Tensor) -> list[Tensor]:
+        """What the last matrix of every layer's radial network is applied to, in the precision of the basis; the first
+        perceptron layers run as one."""
+        networks = [layer.radial for layer in self.layers]
         if self.options.radial_mlp_depth == 0:
-            return list(cut(hidden, sizes, 1))
-        parts = cut(activate("silu", hidden), sizes, 1)
-        result = []
-        for layer, part in zip(self.layers, parts):
-            network = layer.radial
-            for depth in range(1, len(network.weights)):
-                part = activate("silu", part) if depth > 1 else part
-                part = product(part, network.weights[depth] * network.scales[depth])
-            result.append(part)
-        return result
+            return [basis * self.basis_scale] * len(networks)
+        first = join([network.weights[0] for network in networks], 1).to(basis.dtype)
+        scale = networks[0].scales[0] * self.basis_scale
+        hidden = activate("silu", basis @ (first * scale))
+        parts = list(cut(hidden, [network.weights[0].shape[1] for network in networks], 1))
+        for depth in range(1, self.options.radial_mlp_depth):
+            matrices = [network.weights[depth].to(basis.dtype) * network.scales[depth] for network in networks]
+            parts = [activate("silu", product(part, matrix)) for part, matrix in zip(parts, matrices)]
+        return parts
 
 
 class Interaction(nn.Module):
@@ -278,43 +286,27 @@ class Interaction(nn.Module):
         self.resnet = options.convnet_resnet and number > 0 and self.out_blocks == in_blocks
 
     def enter(self, blocks: Sequence[Tensor]) -> Tensor:
-        """Mixed features as rows, divided by sqrt(neighbours): blocks (n, ..., 2l + 1, mul) -> (n, ..., plan.in_dim)."""
-        mixed = [product(block, matrix).flatten(-2) for block, matrix in zip(blocks, self.linear_in.matrices())]
-        return join(mixed, mixed[0].dim() - 1)
+        """Mixed features as rows, divided by sqrt(neighbours): blocks (n, 2l + 1, mul) -> (n, plan.in_dim)."""
+        mixed = [product(block, matrix).flatten(1) for block, matrix in zip(blocks, self.linear_in.matrices())]
+        return join(mixed, 1)
 
     def leave(self, summed: Tensor, blocks: Sequence[Tensor], attributes: Tensor, table: Tensor | None) -> list[Tensor]:
-        """New features (n, 2l + 1, mul) from the convolution's rows (n, plan.out_dim) and the old blocks.
+        """New features from the convolution's rows (n, plan.out_dim) and the old blocks.
 
         `attributes` (n, a) and `table` are what `SpeciesLinear.matrices` asks for.
         """
-        new = self.nonlinearity(self.mix(summed, blocks, attributes, table))
-        return [old + update for old, update in zip(blocks, new)] if self.resnet else new
-
-    def leave_rows(
-        self, summed: Tensor, blocks: Sequence[Tensor], attributes: Tensor, table: Tensor | None
-    ) -> list[Tensor]:
-        """The same for values and tangents side by side: rows (n, R, plan.out_dim), blocks (n, R, 2l + 1, mul)."""
-        new = carried(self.nonlinearity, self.mix(summed, blocks, attributes, table))
-        return [old + update for old, update in zip(blocks, new)] if self.resnet else new
-
-    def mix(self, summed: Tensor, blocks: Sequence[Tensor], attributes: Tensor, table: Tensor | None) -> list[Tensor]:
-        """What goes into the nonlinearity; dimensions between the first and the last stay."""
-        pieces = cut(summed, [block.dim for block in self.plan.out_blocks], summed.dim() - 1)
-        inputs = [[pieces[i].unflatten(-1, (2 * l + 1, -1)) for i in numbers] for l, numbers in self.targets]  # noqa: E741
+        pieces = cut(summed, [block.dim for block in self.plan.out_blocks], 1)
+        inputs = [[pieces[i].unflatten(1, (2 * l + 1, -1)) for i in numbers] for l, numbers in self.targets]  # noqa: E741
         matrices = [[matrix] for matrix in self.linear_out.matrices()]
         if self.self_connection is not None:
             for (i, target), matrix in zip(self.self_pairs, self.self_connection.matrices(table)):
                 one_species = table is not None and table.shape[0] == 1
-                own = blocks[i]
-                if not one_species:
-                    factors = attributes.view(attributes.shape[0], *[1] * (own.dim() - 1), attributes.shape[1])
-                    own = (own.unsqueeze(-1) * factors).flatten(-2)
+                own = blocks[i] if one_species else (blocks[i].unsqueeze(3) * attributes[:, None, None]).flatten(2)
                 inputs[target].append(own)
                 matrices[target].append(matrix)
-        return [
-            product(join(parts, parts[0].dim() - 1), join(parts_of_matrix, 0))
-            for parts, parts_of_matrix in zip(inputs, matrices)
-        ]
+        mixed = [product(join(parts, 2), join(parts_of_matrix, 0)) for parts, parts_of_matrix in zip(inputs, matrices)]
+        new = self.nonlinearity(mixed)
+        return [old + update for old, update in zip(blocks, new)] if self.resnet else new
 
 
 def _hidden_blocks(features: Sequence[int], parity: bool) -> tuple[Block, ...]:

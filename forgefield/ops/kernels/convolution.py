@@ -1,87 +1,171 @@
-"""The convolution by generated kernels: of values, or of values and tangents side by side, with a gradient.
-
-Rows of features, harmonics and weights have a second dimension R: 1 for values alone, 2 for values and their tangents. The
-gradient is taken once; forces and the gradients of a training in its tangent form ask for no more.
+"""The convolution by generated kernels, in the four passes of a training: values, the cotangents that forces are made of,
+tangents, and cotangents once more, of values and tangents together.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from forgefield.ops.convolution_plan import ConvolutionPlan
-from forgefield.ops.graph import EdgeGraph, sum_rows
-from forgefield.ops.kernels.operations import convolution, convolution_backward, name_of
-from forgefield.ops.kernels.table import Places, table_gradient
+from forgefield.ops.graph import EdgeGraph, Segments
+from forgefield.ops.kernels.build import kernel
+from forgefield.ops.kernels.fields import Field
+from forgefield.ops.kernels.form import Form
+from forgefield.ops.kernels.source import ARGUMENTS, Kind
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Weights of every edge, or of every pair of atoms where the graph has pairs: (n_rows, R, n_weights)."""
+class Radial:
+    """Weights of a layer: rows (n_rows, n_weights) and which one an edge has; or, where `place` (n_edges,) is given, a table of
+    polynomials (n_intervals, 4, n_weights), the interval of each edge and its place in it."""
 
     weights: Tensor
+    row: Tensor
+    place: Tensor | None = None
+
+    @property
+    def in_table(self) -> bool:
+        return self.place is not None
 
 
 @dataclass(frozen=True)
-class Table:
-    """Weights by polynomials (n_intervals, 4, n_weights) and where edges lie among them."""
+class Motion:
+    """Tangents: of harmonics (n_edges, n_harmonics), of rows of weights or of the places of edges in a table."""
 
-    polynomials: Tensor
-    places: Places
-
-
-def convolve_by_kernels(
-    features: Tensor, harmonics: Tensor, radial: Rows | Table, graph: EdgeGraph, plan: ConvolutionPlan
-) -> Tensor:
-    """Sums over the edges of each atom, (n_atoms, R, plan.out_dim).
-
-    features: (n_atoms, R, plan.in_dim). harmonics: (n_edges, R, (l_max + 1)^2). With tangents, harmonics and places are
-    taken for constants.
-    """
-    if isinstance(radial, Table):
-        places = radial.places
-        return _Convolution.apply(features, harmonics, radial.polynomials, places.place, places.at, graph, plan)
-    row = torch.arange(graph.n_edges, device=features.device) if graph.pair is None else graph.pair
-    return _Convolution.apply(features, harmonics, radial.weights, None, row, graph, plan)
+    harmonics: Tensor
+    weights: Tensor | None = None
+    place: Tensor | None = None
 
 
-class _Convolution(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, features, harmonics, weights, place, row, graph, plan):
-        ctx.save_for_backward(features, harmonics, weights, place, row)
-        ctx.structure = (graph, plan)
-        edges = (graph.source, graph.by_destination.pointers, row, place)
-        return convolution(
-            features.contiguous(), harmonics.contiguous(), weights.contiguous(), *edges, name_of(plan), True
+class Convolution:
+    """Over the edges of one graph. harmonics: (n_edges, n_harmonics), the first of them one. still: features have no tangents
+    and nobody asks what they would have to be for the forces."""
+
+    def __init__(self, form: Form, graph: EdgeGraph, harmonics: Tensor, radial: Radial, *, still: bool) -> None:
+        self.form, self.graph, self.harmonics, self.radial, self.still = form, graph, harmonics, radial, still
+
+    def values(self, x: Field, out: Field) -> None:
+        self._launch(self._kind(), x=x.flat, out=out.flat)
+
+    def tangents(self, x: Field, out: Field, motion: Motion) -> None:
+        self._launch(self._kind(dual=True, still=self.still), x=x.flat, out=out.flat, **_moving(motion))
+
+    def forces(self, x: Field, g: Field, to_x: Field | None) -> tuple[Tensor, Tensor]:
+        """From the cotangents of the output in the tangents' place of g, those of features, to the same place, of harmonics and
+        of what weights are read by: places (n_edges,) or rows (n_edges, n_weights)."""
+        kind = self._kind(backward=True, features=to_x is not None)
+        n_edges, table = self.graph.n_edges, self.radial.in_table
+        columns = self.form.n_harmonics + (1 if table else 0)
+        parts = x.flat.new_empty((self.form.n_chunks, n_edges, columns))
+        of_x = self._per_edge(x, to_x)
+        of_w = x.flat.new_empty((0 if table else n_edges, self.form.n_weights))
+        self._launch(kind, x=x.flat, g=g.flat, to_x=of_x, to_w=of_w, to_y=parts)
+        self._sum(of_x, to_x, 1)
+        summed = parts.sum(0)
+        return summed[:, : self.form.n_harmonics], summed[:, -1] if table else of_w
+
+    def back(self, x: Field, g: Field, to_x: Field, motion: Motion) -> tuple[Tensor, Tensor]:
+        """From the cotangents of values and tangents those of the features' values, to their place, and for every edge those of
+        weights and of their tangents, (n_edges, n_weights) both."""
+        of_x = self._per_edge(x, to_x)
+        of_w, of_dw = (x.flat.new_empty((self.graph.n_edges, self.form.n_weights)) for _ in range(2))
+        kind = self._kind(dual=True, backward=True, still=self.still)
+        self._launch(kind, x=x.flat, g=g.flat, to_x=of_x, to_w=of_w, to_dw=of_dw, **_moving(motion))
+        self._sum(of_x, to_x, 0)
+        return of_w, of_dw
+
+    def _kind(self, **flags: bool) -> Kind:
+        return Kind(table=self.radial.in_table, **flags)
+
+    def _per_edge(self, x: Field, to_x: Field | None) -> Tensor:
+        rows = x.flat.new_empty((0 if to_x is None else self.graph.n_edges, self.form.features.dim))
+        for begin, end in self.form.unused:
+            rows[:, begin:end] = 0
+        return rows
+
+    def _sum(self, rows: Tensor, to_x: Field | None, place: int) -> None:
+        if to_x is not None:
+            sum_into_field(rows, self.graph.by_source, to_x, place)
+
+    def _launch(self, kind: Kind, **tensors: Tensor) -> None:
+        graph, radial = self.graph, self.radial
+        n_atoms = graph.n_atoms
+        if not n_atoms:
+            return
+        tensors |= {"y": self.harmonics, "w": radial.weights, "row": radial.row, "source": graph.source}
+        tensors["pointers"] = graph.by_destination.pointers
+        if radial.place is not None:
+            tensors["u"] = radial.place
+        for name, tensor in tensors.items():
+            if not tensor.is_contiguous():
+                raise RuntimeError(f"rows of {name} do not lie one after the other")
+        given: list[Any] = [tensors.get(name, self.harmonics) for name in ARGUMENTS[:-2]]
+        grid = (n_atoms * self.form.n_chunks,)
+        kernel(self.form, kind)[grid](*given, n_atoms, graph.n_edges, num_warps=1, num_stages=1)
+
+
+def _moving(motion: Motion) -> dict[str, Tensor]:
+    found = {"dy": motion.harmonics, "dw": motion.weights, "du": motion.place}
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
+def sum_into_field(rows: Tensor, segments: Segments, field: Field, place: int) -> None:
+    """Sums of rows (n_rows, dim of the field) over segments, one for each atom, in a fixed order, into a place of the field."""
+    dim = field.shape.dim
+    block = min(256, max(32, 1 << (dim - 1).bit_length()))
+    where = _columns(field.shape.blocks, rows.device)
+    grid = (field.n_atoms, -(-dim // block))
+    if field.n_atoms:
+        _sum_kernel()[grid](
+            rows,
+            segments.order,
+            segments.pointers,
+            field.flat,
+            where,
+            field.n_atoms,
+            dim,
+            place,
+            block,
+            num_warps=max(1, block // 64),
         )
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):
-        features, harmonics, weights, place, row = ctx.saved_tensors
-        graph, plan = ctx.structure
-        to_features, to_harmonics, to_weights, to_place = ctx.needs_input_grad[:4]
-        geometry = to_harmonics or to_place
-        if geometry and features.shape[1] == 2:
-            raise RuntimeError("with tangents there is no gradient in harmonics and lengths")
-        edges = (graph.source, graph.by_destination.pointers, row, place)
-        values = (grad.contiguous(), features.contiguous(), harmonics.contiguous(), weights.contiguous())
-        of_x, of_w, parts = convolution_backward(*values, *edges, name_of(plan), True, geometry, to_weights)
-        of_features = sum_rows(of_x.flatten(1), graph.by_source).view_as(features) if to_features else None
-        of_y = parts.sum(0) if geometry else None
-        of_harmonics = None if of_y is None else of_y[:, :, : harmonics.shape[2]]
-        of_place = None if of_y is None or place is None else of_y[:, :, harmonics.shape[2]]
-        of_weights = _of_weights(of_w, weights, place, row, graph) if to_weights else None
-        return of_features, of_harmonics, of_weights, of_place, None, None, None
+
+@lru_cache(maxsize=64)
+def _columns(blocks: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
+    """(2, dim) int64: of every number of an atom, where its block begins and how long that is."""
+    starts, lengths, begin = [], [], 0
+    for components, channels in blocks:
+        length = components * channels
+        starts += [begin] * length
+        lengths += [length] * length
+        begin += length
+    return torch.tensor([starts, lengths], device=device)
 
 
-def _of_weights(of_w: Tensor, weights: Tensor, place: Tensor | None, row: Tensor, graph: EdgeGraph) -> Tensor:
-    """From the cotangents of every edge's weights to those of the table, or of the rows that two edges may share."""
-    if place is not None:
-        return table_gradient(of_w, row, place, weights.shape[0])
-    if graph.pair_edge is None or graph.reverse is None:
-        return of_w
-    back = graph.reverse.index_select(0, graph.pair_edge)
-    return of_w.index_select(0, graph.pair_edge) + of_w.index_select(0, back)
+@cache
+def _sum_kernel() -> Any:
+    import triton
+    import triton.language as tl
+
+    @triton.jit(do_not_specialize=["n_atoms"])
+    def sum_rows(rows, order, pointers, out, where, n_atoms, dim, place: tl.constexpr, block: tl.constexpr):
+        atom = tl.program_id(0).to(tl.int64)
+        column = tl.program_id(1) * block + tl.arange(0, block)
+        inside = column < dim
+        begin = tl.load(pointers + atom)
+        end = tl.load(pointers + atom + 1)
+        total = tl.zeros([block], rows.dtype.element_ty)
+        for number in range(begin, end):
+            row = tl.load(order + number).to(tl.int64)
+            total += tl.load(rows + row * dim + column, mask=inside, other=0.0)
+        start = tl.load(where + column, mask=inside, other=0)
+        length = tl.load(where + dim + column, mask=inside, other=0)
+        line = n_atoms * (2 * start + place * length) + atom * length + column - start
+        tl.store(out + line, total, mask=inside)
+
+    return sum_rows

@@ -105,6 +105,7 @@ class StepFunction:
     def _by_tangent(
         self, weights: list[Tensor], batch: Batch, target_weights: Tensor, denominators: Tensor | None
     ) -> Differentiated:
+        batch = {**batch, "memory": {}}  # type: ignore[dict-item]  # what the first pass leaves for the second
         # Nothing below it is told to evaluate: what is left out by chance has to be so in both passes.
         with _Evaluating(self.potential, alone=True):
             outputs = self._outputs(batch)
