@@ -35,7 +35,6 @@ from forgefield.data.species import SpeciesTable
 from forgefield.errors import ForgefieldError
 from forgefield.models.potential import Potential
 from forgefield.models.registry import build_model, resolve_model
-from forgefield.ops.kernels.setting import kernels
 from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.task import Task
 from forgefield.training import bench_peers
@@ -274,9 +273,6 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES[:4]))
     parser.add_argument("--derivatives", nargs="+", choices=DERIVATIVES, default=list(DERIVATIVES))
     parser.add_argument("--precision", choices=sorted(TOLERANCES), default="float32")
-    parser.add_argument(
-        "--kernels", action="store_true", help="convolve by generated kernels where the form is tangent"
-    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seconds", type=float, default=0.5, help="spent on timing each engine, about")
     parser.add_argument("--budget", type=float, help="seconds after which nothing new is started")
@@ -304,7 +300,6 @@ def main(words: list[str] | None = None) -> None:
     with (
         tempfile.TemporaryDirectory(prefix="engines-cache-") as folder,
         Precision(args.precision).applied(args.precision),
-        kernels(enabled=args.kernels),
     ):
         if args.fresh_cache:
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder

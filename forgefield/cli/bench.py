@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 STEPS, WARMUP = 20, 5
 ENGINES = ("eager", "compile", "graphs", "script", "auto")
-DERIVATIVES = ("double", "tangent", "auto")
+DERIVATIVES = ("double", "tangent", "kernels", "auto")
 PEERS = ("nequip", "allegro", "mace", "deepmd")
 EXAMPLES = """\
 examples:

@@ -35,7 +35,8 @@ CHOICES = {
     "data.batch.oversized": ("error", "alone", "skip"),
     "data.batch.bound": ("upper", "lower"),
     "training.engine": ("auto", "eager", "compile", "graphs", "script", None),
-    "training.derivative": ("auto", "double", "tangent"),
+    "training.derivative": ("auto", "double", "tangent", "kernels"),
+    "training.kernels.radial": ("table", "exact"),
     "training.tensorboard": (0, 1, 2),
 }
 PRECISIONS = ("float64", "float32", "tf32", "bf16-mixed", "fp16-mixed")
@@ -57,6 +58,7 @@ POSITIVE = (
     "training.clip_norm",
     "training.accumulate",
     "training.graphs.sizes",
+    "training.kernels.knots",
     "training.lora.rank",
     "training.lora.alpha",
     "training.memory.parts",

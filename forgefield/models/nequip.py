@@ -178,6 +178,17 @@ class NequIP(SpeciesTerms):
             return None
         return self.feature_scale.to(self.type_embedding.dtype).index_select(0, species)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights and everything that is computed with them."""
+        return self.type_embedding.dtype
+
+    def against_kernels(self) -> str | None:
+        """Why generated kernels cannot take the place of plain operations, if so."""
+        if not self.one_hot_self_connection:
+            return "they are made for models with no more species than numbers in a species' embedding; use double or tangent."
+        return None
+
     def moved(self, batch: dict[str, Any]) -> Moved | None:
         """What `encode_moved` needs of edge vectors that carry tangents; None where the pass before was not made by kernels."""
         if not batch.get("memory"):

@@ -222,7 +222,9 @@ def edge_vectors(batch: Batch) -> Tensor:
     """(n_edges, 3) from destination (centre) to source (neighbour), A, float64."""
     source, destination = batch["edge_index"]
     positions = batch["positions"]
-    fixed = not (positions.requires_grad or batch["cell"].requires_grad or forward_ad.unpack_dual(positions).tangent is not None)
+    fixed = not (
+        positions.requires_grad or batch["cell"].requires_grad or forward_ad.unpack_dual(positions).tangent is not None
+    )
     if fixed and not is_traced(positions) and use_kernels(positions):
         return vectors_by_kernel(*(batch[key] for key in ("positions", "cell", "frame", "edge_index", "edge_shift")))
     n_atoms = positions.shape[0]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from forgefield.ops.graph import EdgeGraph, Segments
 from forgefield.ops.kernels.build import kernel
-from forgefield.ops.kernels.fields import Field
+from forgefield.ops.kernels.fields import TANGENT, VALUE, Field
 from forgefield.ops.kernels.form import Form
 from forgefield.ops.kernels.source import ARGUMENTS, Kind
 
@@ -55,19 +55,16 @@ class Convolution:
     def tangents(self, x: Field, out: Field, motion: Motion) -> None:
         self._launch(self._kind(dual=True, still=self.still), x=x.flat, out=out.flat, **_moving(motion))
 
-    def forces(self, x: Field, g: Field, to_x: Field | None) -> tuple[Tensor, Tensor]:
-        """From the cotangents of the output in the tangents' place of g, those of features, to the same place, of harmonics and
-        of what weights are read by: places (n_edges,) or rows (n_edges, n_weights)."""
+    def forces(self, x: Field, g: Field, to_x: Field | None, parts: Tensor) -> Tensor:
+        """From the cotangents of the output, in the tangents' place of g, those of features, to the same place, and of
+        harmonics and places in a table, to `parts` (n_chunks, n_edges, n_harmonics, with a table one more). Those of rows of
+        weights, (n_edges, n_weights), are returned; with a table there are none."""
         kind = self._kind(backward=True, features=to_x is not None)
-        n_edges, table = self.graph.n_edges, self.radial.in_table
-        columns = self.form.n_harmonics + (1 if table else 0)
-        parts = x.flat.new_empty((self.form.n_chunks, n_edges, columns))
         of_x = self._per_edge(x, to_x)
-        of_w = x.flat.new_empty((0 if table else n_edges, self.form.n_weights))
+        of_w = x.flat.new_empty((0 if self.radial.in_table else self.graph.n_edges, self.form.n_weights))
         self._launch(kind, x=x.flat, g=g.flat, to_x=of_x, to_w=of_w, to_y=parts)
-        self._sum(of_x, to_x, 1)
-        summed = parts.sum(0)
-        return summed[:, : self.form.n_harmonics], summed[:, -1] if table else of_w
+        self._sum(of_x, to_x, TANGENT)
+        return of_w
 
     def back(self, x: Field, g: Field, to_x: Field, motion: Motion) -> tuple[Tensor, Tensor]:
         """From the cotangents of values and tangents those of the features' values, to their place, and for every edge those of
@@ -76,7 +73,7 @@ class Convolution:
         of_w, of_dw = (x.flat.new_empty((self.graph.n_edges, self.form.n_weights)) for _ in range(2))
         kind = self._kind(dual=True, backward=True, still=self.still)
         self._launch(kind, x=x.flat, g=g.flat, to_x=of_x, to_w=of_w, to_dw=of_dw, **_moving(motion))
-        self._sum(of_x, to_x, 0)
+        self._sum(of_x, to_x, VALUE)
         return of_w, of_dw
 
     def _kind(self, **flags: bool) -> Kind:

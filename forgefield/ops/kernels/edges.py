@@ -24,7 +24,8 @@ def vectors_by_kernel(positions: Tensor, cell: Tensor, frame: Tensor, edge_index
 
 
 def forces_by_kernel(slope: Tensor, graph: EdgeGraph) -> Tensor:
-    """(n_atoms, 3): sums over the edges of each atom less those over the edges that it is the neighbour in, in a fixed order."""
+    """(n_atoms, 3): sums over the edges of each atom less those over the edges that it is the neighbour in, in a fixed
+    order."""
     result = slope.new_empty((graph.n_atoms, 3))
     if graph.n_atoms:
         to, of = graph.by_destination, graph.by_source

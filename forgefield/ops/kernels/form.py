@@ -114,7 +114,8 @@ def _places(
     plan: ConvolutionPlan, targets: Sequence[Sequence[int]], extra: Sequence[int]
 ) -> tuple[dict[int, tuple[int, int, int]], Shape]:
     """Start, width and column of every path, and the shape of the output."""
-    blocks, places = [], {}
+    blocks: list[tuple[int, int]] = []
+    places = {}
     for paths, more in zip(targets, extra):
         muls = [plan.out_blocks[path].mul for path in paths]
         width = sum(muls) + more

@@ -1,7 +1,8 @@
-"""The nonlinearity between layers in the four passes of a training, on fields: by kernels written for a gate, or by autograd for
-any other.
+"""The nonlinearity between layers in the four passes of a training, on fields: by kernels written for a gate, or by autograd
+for any other.
 
-With f the activation, a gated component is h = f(s) a and moves by h' = f(s) a' + f'(s) s' a. Given cotangents h and p of these,
+With f the activation, a gated component is h = f(s) a and moves by h' = f(s) a' + f'(s) s' a. Given cotangents h and p of
+these,
     to_a = f h + f' s' p,    to_s = sum over components of f' a h + (f' a' + f'' s' a) p,
 and those of a lone scalar are to_a = f' h + f'' a' p.
 """

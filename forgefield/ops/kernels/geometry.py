@@ -1,9 +1,8 @@
 """What edges give to kernels, made by kernels: harmonics of their directions and places of their lengths in a table.
 
-One generated kernel for each of three passes: values, tangents along moving edge vectors, and cotangents of the edge vectors. All
-is computed in float64 and rounded when it is written. Harmonics of each degree come from those of the one below, as in
-`ops/harmonics.py`.
-"""
+One generated kernel for each of three passes: values, tangents along moving edge vectors, and cotangents of the edge vectors.
+All is computed in float64 and rounded when it is written. Harmonics of each degree come from those of the one below, as in
+`ops/harmonics.py`."""
 
 from __future__ import annotations
 
@@ -21,8 +20,8 @@ EDGES = 128
 
 
 class EdgeGeometry(torch.autograd.Function):
-    """vectors (n_edges, 3) float64, inverse (1,) or (n_edges,) one over the cutoff -> harmonics (n_edges, (l_max + 1)^2), place of
-    each edge in its interval (n_edges,), both in `dtype`, and that interval (n_edges,) int16."""
+    """vectors (n_edges, 3) float64, inverse (1,) or (n_edges,) one over the cutoff -> harmonics (n_edges, (l_max + 1)^2), place
+    of each edge in its interval (n_edges,), both in `dtype`, and that interval (n_edges,) int16."""
 
     @staticmethod
     def forward(ctx, vectors, inverse, l_max, n_intervals, dtype):
@@ -92,8 +91,7 @@ def write_geometry(name: str, l_max: int, each: bool) -> str:
         f"inverse = tl.load(inverse_cutoff{' + edge, mask=inside, other=1.0' if each else ''})",
         "n_intervals = n_intervals.to(tl.float64)",
     ]
-    for i in range(3):
-        lines.append(f"v{i} = tl.load(vectors + edge * 3 + {i}, mask=inside, other=1.0)")
+    lines += [f"v{i} = tl.load(vectors + edge * 3 + {i}, mask=inside, other=1.0)" for i in range(3)]
     lines += ["length = tl.sqrt(v0 * v0 + v1 * v1 + v2 * v2)", "over = 1.0 / length"]
     lines += [f"u{i} = v{i} * over" for i in range(3)]
     lines += ["scaled = length * inverse * n_intervals"]

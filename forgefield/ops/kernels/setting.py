@@ -16,6 +16,9 @@ from torch import Tensor
 
 from forgefield.ops.kernels.build import has_triton
 
+KNOTS = 1024
+"""Intervals of a table unless something else is asked for: as precise as float32 weights are."""
+
 
 @dataclass(frozen=True)
 class KernelSetting:
@@ -23,7 +26,7 @@ class KernelSetting:
     tables, weights are computed for every pair of atoms."""
 
     enabled: bool = False
-    knots: int = 1024
+    knots: int = KNOTS
 
 
 class _Current:

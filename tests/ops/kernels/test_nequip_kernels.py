@@ -7,10 +7,9 @@ On a machine without a GPU the kernels run in Triton's interpreter, which has to
 import pytest
 import torch
 
-from forgefield.ops.graph import Segments
 from forgefield.ops.kernels.build import has_triton
 from forgefield.ops.kernels.setting import interpreted, kernels
-from forgefield.ops.kernels.table import interval_sums_by_kernel, interval_sums_by_rows
+from forgefield.ops.kernels.table import CHUNK, edges_by_interval, interval_sums_by_kernel, interval_sums_by_rows
 from tests.models.structures import make_batch, make_frame, make_potential
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -92,8 +91,10 @@ def test_tables_are_as_close_to_float64_as_float32_is(case):
 
 @pytest.mark.parametrize("columns", [5, 16])
 def test_gradient_of_a_table_is_summed_over_intervals(columns):
-    n_edges, n_intervals = 40, 6
-    at = Segments(torch.randint(0, n_intervals - 1, (n_edges,), device=DEVICE), n_intervals)  # the last has no edge
+    n_edges, n_intervals = 2 * CHUNK + 40, 6
+    at = torch.randint(0, n_intervals - 1, (n_edges,), device=DEVICE)  # the last has no edge
+    at[: 2 * CHUNK + 3] = 1  # more than one chunk
+    at = edges_by_interval(at.to(torch.int16), n_intervals)
     to_w, to_dw = torch.randn(2, n_edges, columns, dtype=torch.float64, device=DEVICE)
     place, d_place = torch.rand(2, n_edges, dtype=torch.float64, device=DEVICE)
     found = interval_sums_by_kernel(to_w, to_dw, at, place, d_place)
