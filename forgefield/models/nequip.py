@@ -94,6 +94,8 @@ class NequIP(SpeciesTerms):
         sizes = [features[0], *[width] * options.readout_mlp_depth, 1]
         self.readout = Perceptron(sizes, activation=options.readout_mlp_nonlinearity, generator=generator, dtype=dtype)
 
+        self.knot_basis: tuple[Any, Tensor] | None = None
+        """The radial basis at the knots of a table, and what it was made of; kernels keep it here."""
         self.register_buffer("identity", torch.eye(n_species, dtype=dtype), persistent=False)
 
     @property

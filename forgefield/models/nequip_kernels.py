@@ -15,7 +15,7 @@ from torch import Tensor
 
 from forgefield.models.nequip_passes import Network
 from forgefield.models.terms import PairLengths
-from forgefield.ops.graph import EdgeGraph, Segments, gather, is_traced
+from forgefield.ops.graph import EdgeGraph, Segments, cut, gather, is_traced, join
 from forgefield.ops.kernels.convolution import Motion, Radial
 from forgefield.ops.kernels.fields import VALUE
 from forgefield.ops.kernels.geometry import EdgeGeometry, moved_geometry
@@ -107,18 +107,30 @@ def radial_tables(model: NequIP, n_intervals: int) -> list[Tensor]:
 
     They are linear in values and slopes at the knots, so that they are made of the last hidden layer, which is narrow.
     """
-    dtype, frequencies = model.type_embedding.dtype, model.bessel_frequencies
+    hidden = carried(lambda rows: model.radial_hidden(rows[0]), [_basis_at_knots(model, n_intervals)])
+    curves = polynomials(join(hidden, 2)).to(model.dtype)
+    parts = cut(curves, [part.shape[2] for part in hidden], 2)
+    networks = [layer.radial for layer in model.layers]
+    return [part @ (network.weights[-1] * network.scales[-1]) for part, network in zip(parts, networks)]
+
+
+def _basis_at_knots(model: NequIP, n_intervals: int) -> Tensor:
+    """(n_intervals + 1, 2, num_bessels) float64: the radial basis and its slope. Kept, unless its frequencies are trained."""
+    frequencies = model.bessel_frequencies
+    if frequencies.requires_grad:
+        return _make_basis(model, n_intervals)
+    made_of = (n_intervals, frequencies.device, frequencies.data_ptr(), frequencies._version)
+    if model.knot_basis is None or model.knot_basis[0] != made_of:
+        model.knot_basis = (made_of, _make_basis(model, n_intervals))
+    return model.knot_basis[1]
+
+
+def _make_basis(model: NequIP, n_intervals: int) -> Tensor:
+    frequencies = model.bessel_frequencies
     x = torch.linspace(0, 1, n_intervals + 1, dtype=torch.float64, device=frequencies.device).clamp_(min=_SHORTEST)
     with forward_ad.dual_level():
         moving = forward_ad.make_dual(x, torch.full_like(x, 1 / n_intervals))
-        basis = side_by_side(bessel_basis(moving, frequencies, float(model.options.polynomial_cutoff_p)))
-    hidden = carried(lambda rows: model.radial_hidden(rows[0]), [basis])
-    tables = []
-    for layer, rows in zip(model.layers, hidden):
-        curves = polynomials(rows[:, 0], rows[:, 1]).to(dtype)
-        last = layer.radial.weights[-1] * layer.radial.scales[-1]
-        tables.append(curves @ last)
-    return tables
+        return side_by_side(bessel_basis(moving, frequencies, float(model.options.polynomial_cutoff_p)))
 
 
 def _shared_rows(of_edges: Tensor, graph: EdgeGraph) -> Tensor:

@@ -105,7 +105,7 @@ def write_kernel(form: Form, kind: Kind) -> str:
     arguments = ", ".join(ARGUMENTS)
     write("")
     write("")
-    write("@triton.jit(do_not_specialize=['n_atoms', 'n_edges'])")
+    write("@triton.jit(do_not_specialize=['n_atoms', 'n_edges'], do_not_specialize_on_alignment=['to_y'])")
     write(f"def {kind.name}({arguments}):")
     write.depth = 1
     write("program = tl.program_id(0)")
@@ -141,8 +141,15 @@ def _write_block(write: _Writer, form: Form, block: FormBlock, kind: Kind) -> No
             _load(write, block, name, f"g + {where}")
         else:
             write(f"{name} = tl.zeros([{block.tile}], x.dtype.element_ty)")
+    write(
+        "next_in = tl.load(source + begin, mask=begin < end, other=0)"
+    )  # one edge ahead: the next loads depend on them
+    write("next_at = tl.load(row + begin, mask=begin < end, other=0)")
     write("for edge in range(begin, end):")
     write.depth = 2
+    write("atom_in, at = next_in.to(tl.int64), next_at.to(tl.int64)")
+    write("next_in = tl.load(source + edge + 1, mask=edge + 1 < end, other=0)")
+    write("next_at = tl.load(row + edge + 1, mask=edge + 1 < end, other=0)")
     _write_loads(write, form, block, kind)
     for number, path in enumerate(block.paths):
         _write_path(write, form, block, kind, number, path)
@@ -186,7 +193,6 @@ def _outputs(block: FormBlock, kind: Kind) -> list[tuple[str, str]]:
 
 
 def _write_loads(write: _Writer, form: Form, block: FormBlock, kind: Kind) -> None:
-    write("atom_in = tl.load(source + edge).to(tl.int64)")
     for prefix, base in (("", "x_values"), ("d", "x_tangents"))[: 2 if _moves(kind) else 1]:
         for i in range(block.n_in):
             where = f"{base} + atom_in * {block.n_in * block.channels} + {i * block.channels}"
@@ -194,7 +200,6 @@ def _write_loads(write: _Writer, form: Form, block: FormBlock, kind: Kind) -> No
     for prefix in ("", "d")[: 2 if kind.dual else 1]:
         for j in block.harmonics:
             write(f"{prefix}y{j} = tl.load({prefix}y + edge * {form.n_harmonics} + {j})")
-    write("at = tl.load(row + edge).to(tl.int64)")
     if kind.table:
         write("t = tl.load(u + edge)")
         if kind.dual:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from forgefield.ops.kernels.build import has_triton
 from forgefield.ops.segment_sum import sum_by_pointers
@@ -48,12 +49,19 @@ def edges_by_interval(at: Tensor, count: int) -> Intervals:
     return Intervals(at, count, order, pointers, chunks, torch.searchsorted(chunks, numbers, right=True) - 1)
 
 
-def polynomials(values: Tensor, slopes: Tensor) -> Tensor:
-    """(n_intervals, 4, n), lowest power first, of a place from 0 to 1 in an interval: values and slopes (n_intervals + 1, n)
-    are met at both ends. slopes: by the length of an interval."""
-    begin, end, s, t = values[:-1], values[1:], slopes[:-1], slopes[1:]
-    rise = end - begin
-    return torch.stack([begin, s, 3 * rise - 2 * s - t, s + t - 2 * rise], 1)
+def polynomials(curves: Tensor) -> Tensor:
+    """(n_intervals, 4, n), lowest power first, of a place from 0 to 1 in an interval, which meet at both ends the values and
+    slopes of curves (n_intervals + 1, 2, n). slopes: by the length of an interval."""
+    at_ends = torch.cat([curves[:-1], curves[1:]], 1)  # value and slope here, value and slope there
+    return torch.matmul(_powers(curves.device).to(curves.dtype), at_ends)
+
+
+@cache
+def _powers(device: torch.device) -> Tensor:
+    """(4, 4): from values and slopes at both ends of an interval to coefficients, lowest power first."""
+    with _disable_current_modes():  # it outlives a trace during which it may be asked for first
+        rows = [[1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0], [-3.0, -2.0, 3.0, -1.0], [2.0, 1.0, -2.0, 1.0]]
+        return torch.tensor(rows, dtype=torch.float64, device=device)
 
 
 def table_gradient(to_w: Tensor, to_dw: Tensor, edges: Intervals, place: Tensor, d_place: Tensor) -> Tensor:
