@@ -76,6 +76,10 @@ weights of an edge, or its interval in the table.
 """
 
 
+SEPARATE = False
+"""Whether blocks are compiled as functions of their own."""
+
+
 class _Writer:
     """Lines of code at an indentation."""
 
@@ -124,7 +128,7 @@ def write_kernel(form: Form, kind: Kind) -> str:
 
 
 def _write_block(write: _Writer, form: Form, block: FormBlock, kind: Kind) -> None:
-    write("@triton.jit")
+    write("@triton.jit(noinline=True)" if SEPARATE else "@triton.jit")
     write(f"def block_{block.chunk}(atom, chunk, {', '.join(ARGUMENTS)}):")
     write.depth = 1
     write("begin = tl.load(pointers + atom)")
