@@ -213,15 +213,15 @@ class _Moving(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, to_features, to_tangents):
-        network, geometry, motions = ctx.network, ctx.geometry, ctx.motions
-        matrices, radials = network.back(to_features, motions)
-        gradients: list[Tensor] = []
-        for (of_w, of_dw), motion in zip(radials, motions):
-            if geometry.at is not None:
-                gradients.append(table_gradient(of_w, of_dw, geometry.at, geometry.place.detach(), motion.place))
-            else:
-                gradients += [_shared_rows(of_w, network.graph), _shared_rows(of_dw, network.graph)]
-        return None, None, None, *matrices, *gradients
+        network, geometry = ctx.network, ctx.geometry
+
+        def summed(of_w: Tensor, of_dw: Tensor, motion: Motion) -> list[Tensor]:
+            if geometry.at is None:
+                return [_shared_rows(of_w, network.graph), _shared_rows(of_dw, network.graph)]
+            assert motion.place is not None
+            return [table_gradient(of_w, of_dw, geometry.at, geometry.place.detach(), motion.place)]
+
+        return None, None, None, *network.back(to_features, ctx.motions, summed)
 
 
 def encode_moved(

@@ -6,13 +6,14 @@ and cotangents of tangents are those that the forces were made of, so the last p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from forgefield.ops.graph import EdgeGraph, join
+from forgefield.ops.kernels.aside import Aside
 from forgefield.ops.kernels.convolution import Convolution, Motion, Radial
 from forgefield.ops.kernels.fields import TANGENT, VALUE, Field, Shape, new_field
 from forgefield.ops.kernels.form import form_of
@@ -241,15 +242,22 @@ class Network:
             h = layer.h
         return self._last(TANGENT)
 
-    def back(self, to_features: Tensor, motions: Sequence[Motion]) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
-        """Gradients of all matrices, layer by layer; cotangents of the weights of edges and of their tangents."""
+    def back(
+        self, to_features: Tensor, motions: Sequence[Motion], summed: Callable[[Tensor, Tensor, Motion], list[Tensor]]
+    ) -> list[Tensor]:
+        """Gradients of all matrices, layer by layer, and then of what radial weights are read from: what `summed` makes,
+        layer by layer, of the cotangents of the weights of every edge and of their tangents, which are too large to be
+        kept."""
         self.layers[-1].to_h.block(0, VALUE).copy_(to_features.unsqueeze(1))
         matrices: list[list[Tensor]] = []
-        radials = []
+        radials: list[list[Tensor]] = []
+        aside = Aside(to_features.device)
         for (layer, before), motion in zip(self._backwards(), reversed(motions)):
-            radials.append(layer.back(None if before is None else before.to_h, motion))
-            matrices.append(layer.gradients(None if before is None else before.h))
-        return [gradient for layer in matrices[::-1] for gradient in layer], radials[::-1]
+            radials.append(summed(*layer.back(None if before is None else before.to_h, motion), motion))
+            with aside:
+                matrices.append(layer.gradients(None if before is None else before.h))
+        aside.join()
+        return [gradient for layers in (matrices, radials) for layer in layers[::-1] for gradient in layer]
 
     def _last(self, place: int) -> Tensor:
         return self.layers[-1].h.block(0, place).squeeze(1)

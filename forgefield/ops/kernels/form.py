@@ -15,8 +15,12 @@ from forgefield.ops.convolution_plan import ConvolutionPlan
 from forgefield.ops.harmonics import clebsch_gordan
 from forgefield.ops.kernels.fields import Shape
 
+LANES = 32
 WIDEST = 128
 """Channels that one program holds at most: four to a lane of a warp."""
+REGISTERS = 80
+"""Of each lane, that a program may use for cotangents of its outputs, values and tangents; with more, too few programs run at a
+time."""
 _ZERO = 1e-12
 
 
@@ -103,11 +107,19 @@ def form_of(plan: ConvolutionPlan, targets: tuple[tuple[int, ...], ...], extra: 
                 terms = _terms(source.l, path.l2, path.l3)
                 paths.append(FormPath(weights[place], *places[place], 2 * path.l3 + 1, terms))
         if paths:
-            tile = min(WIDEST, 1 << (source.mul - 1).bit_length())
+            tile = _tile(source.mul, paths)
             block = FormBlock(features.starts[number], source.mul, 2 * source.l + 1, tile, chunk, tuple(paths))
             blocks.append(block)
             chunk += block.n_chunks
     return Form(tuple(blocks), features, shape, plan.n_weights, (plan.l_max + 1) ** 2)
+
+
+def _tile(channels: int, paths: Sequence[FormPath]) -> int:
+    """Channels of one program: a power of two."""
+    tile = min(WIDEST, 1 << (channels - 1).bit_length())
+    while tile > LANES and 2 * sum(path.n_out for path in paths) * (tile // LANES) > REGISTERS:
+        tile //= 2
+    return tile
 
 
 def _places(

@@ -76,8 +76,9 @@ weights of an edge, or its interval in the table.
 """
 
 
-SEPARATE = False
-"""Whether blocks are compiled as functions of their own."""
+SEPARATE = 4
+"""From so many blocks on each is compiled as a function of its own: the kernel is a little slower, and made several times
+faster."""
 
 
 class _Writer:
@@ -128,7 +129,7 @@ def write_kernel(form: Form, kind: Kind) -> str:
 
 
 def _write_block(write: _Writer, form: Form, block: FormBlock, kind: Kind) -> None:
-    write("@triton.jit(noinline=True)" if SEPARATE else "@triton.jit")
+    write("@triton.jit(noinline=True)" if len(form.blocks) >= SEPARATE else "@triton.jit")
     write(f"def block_{block.chunk}(atom, chunk, {', '.join(ARGUMENTS)}):")
     write.depth = 1
     write("begin = tl.load(pointers + atom)")
