@@ -6,7 +6,7 @@
 Each pass of each layer is captured `--repeats` times in one CUDA graph, so that nothing waits for Python, and timed by CUDA
 events. Inputs that fit the L2 cache are found there again. Bytes are counted from shapes: `HBM`, what has to come from or go to
 device memory at least once; `L2`, what programs ask for, rows of other atoms and of the table for every edge. Before all that
-comes the whole step (gradients and Adam, as a captured graph), with time by kernel from torch's profiler. Parts that would begin
+comes the whole step (gradients and Adam, as a captured graph), with time by kernel from torch's profiler. What would begin
 after `--budget` seconds are left out, which is said; Triton compiles before the first launch and keeps the result. `--count`
 only counts, without a GPU. `--device cpu` with TRITON_INTERPRET=1 goes through every launch in Triton's interpreter, for which
 `--preset tiny --frames 1 --molecules 1 --knots 16` is enough; its times mean nothing.
@@ -290,7 +290,7 @@ def show_count(preset: str, n_atoms: int, n_edges: int, knots: int) -> None:
     assert isinstance(model, NequIP)
     print(f"preset {preset}, {n_atoms} atoms, {n_edges} edges, {knots} intervals")
     print(f"{'':10} {'':22} {'HBM, MB':>9} {'L2, MB':>9} {'HBM, us':>9} {'L2, us':>9}")
-    floor = 0.0
+    floor, total_hbm, total_l2 = 0.0, 0.0, 0.0
     for number, layer in enumerate(model.layers):
         form = form_of(layer.plan, tuple(tuple(paths) for _, paths in layer.targets), (0,) * len(layer.targets))
         about = f"layer {number + 1}"
@@ -303,10 +303,15 @@ def show_count(preset: str, n_atoms: int, n_edges: int, knots: int) -> None:
             "table gradient": table_bytes(form.n_weights, n_edges, knots),
         }
         for name, (hbm, l2) in rows.items():
-            times = f"{1e6 * hbm / HBM:9.0f} {1e6 * l2 / L2:9.0f}"
-            print(f"{about:10} {name:22} {hbm / 1e6:9.1f} {l2 / 1e6:9.1f} {times}")
-            floor += Bytes(hbm, l2).floor_us * (2 if name == "sum" and number > 0 else 1)
-    print(f"in a step, sums twice but in the first layer: {floor / 1000:.2f} ms, the longer of the two everywhere")
+            microseconds_of = f"{1e6 * hbm / HBM:9.0f} {1e6 * l2 / L2:9.0f}"
+            print(f"{about:10} {name:22} {hbm / 1e6:9.1f} {l2 / 1e6:9.1f} {microseconds_of}")
+            times_a_step = 2 if name == "sum" and number > 0 else 1
+            floor += times_a_step * Bytes(hbm, l2).floor_us
+            total_hbm, total_l2 = total_hbm + times_a_step * hbm, total_l2 + times_a_step * l2
+    print(
+        f"in a step, sums twice but in the first layer: HBM {total_hbm / 1e9:.2f} GB, L2 {total_l2 / 1e9:.2f} GB, "
+        f"{floor / 1000:.2f} ms at least: the longer of the two times of each"
+    )
 
 
 def arguments(words: list[str] | None) -> argparse.Namespace:
