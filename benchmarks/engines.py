@@ -7,7 +7,8 @@
 A case is a model and a batch: presets S, M and L of NequIP and an Allegro (A: l_max 2, 2 layers, 64 scalar and 64 tensor
 features) on 32, 8 or 1 frames of 192 atoms, or `small`, 5 frames of 24; cutoff 5 A, about 54 neighbours. Before an engine is
 timed, its loss and all its gradients must equal those of the eager engine with double backward. The first step is timed from
-the call to its end, compiling included; an engine is compiled once for all batches of a model. Peers run in processes of their own.
+the call to its end, compiling included; an engine is compiled once for all batches of a model. Peers run in processes of their
+own.
 """
 
 from __future__ import annotations
