@@ -6,12 +6,13 @@ table where that is precise enough.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
-from torch import Tensor
+from torch import Tensor, nn
 
 from forgefield.models.nequip_passes import Network
 from forgefield.models.terms import PairLengths
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 _SHORTEST = 1e-8
 """First knot of a table, in units of the cutoff: the basis has a limit at zero and no value."""
+_COMPARED = 2999
+"""Lengths at which a table is compared with the network; a prime number, so that they lie anywhere in its intervals."""
 
 
 def by_kernels(model: NequIP, batch: dict[str, Any]) -> bool:
@@ -126,11 +129,16 @@ def _basis_at_knots(model: NequIP, n_intervals: int) -> Tensor:
 
 
 def _make_basis(model: NequIP, n_intervals: int) -> Tensor:
-    frequencies = model.bessel_frequencies
-    x = torch.linspace(0, 1, n_intervals + 1, dtype=torch.float64, device=frequencies.device).clamp_(min=_SHORTEST)
+    device = model.bessel_frequencies.device
+    x = torch.linspace(0, 1, n_intervals + 1, dtype=torch.float64, device=device).clamp_(min=_SHORTEST)
+    return _moving_basis(model, x, 1 / n_intervals)
+
+
+def _moving_basis(model: NequIP, x: Tensor, speed: float) -> Tensor:
+    """(n, 2, num_bessels) float64: the radial basis at lengths x, in units of the cutoff, and its change as they grow."""
     with forward_ad.dual_level():
-        moving = forward_ad.make_dual(x, torch.full_like(x, 1 / n_intervals))
-        return side_by_side(bessel_basis(moving, frequencies, float(model.options.polynomial_cutoff_p)))
+        moving = forward_ad.make_dual(x, torch.full_like(x, speed))
+        return side_by_side(bessel_basis(moving, model.bessel_frequencies, float(model.options.polynomial_cutoff_p)))
 
 
 def _shared_rows(of_edges: Tensor, graph: EdgeGraph) -> Tensor:
@@ -139,6 +147,64 @@ def _shared_rows(of_edges: Tensor, graph: EdgeGraph) -> Tensor:
         return of_edges
     back = graph.reverse.index_select(0, graph.pair_edge)
     return of_edges.index_select(0, graph.pair_edge) + of_edges.index_select(0, back)
+
+
+# ---- how far a table is from the network
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """Root mean square and largest deviation of radial weights and of their slopes, each in units of the root mean square of
+    the weights, or slopes, of all layers and lengths."""
+
+    values: tuple[float, float]
+    slopes: tuple[float, float]
+
+
+@torch.no_grad()
+def table_deviation(model: NequIP, knots: int) -> tuple[Deviation, Deviation]:
+    """How far radial weights in float32 are from those of the network in float64, between 0.05 and 1 of the cutoff: read from
+    tables of so many intervals, and, for comparison, computed by the network itself."""
+    single = _in_precision(model, torch.float32)
+    exact = _in_precision(single, torch.float64)  # the same weights: what rounding them does is not the table's doing
+    x = torch.linspace(0.05, 1, _COMPARED, dtype=torch.float64, device=model.bessel_frequencies.device)
+    basis = _moving_basis(model, x, 1.0)
+    expected = _rows(exact, basis)
+    read = [_read(table, x) for table in radial_tables(single, knots)]
+    return _deviation(read, expected), _deviation(_rows(single, basis.float()), expected)
+
+
+def _in_precision(model: NequIP, dtype: torch.dtype) -> NequIP:
+    """A copy whose radial networks have this precision. Nothing else of it is used."""
+    twin = copy.deepcopy(model)
+    twin.type_embedding = nn.Parameter(twin.type_embedding.detach().to(dtype))
+    for layer in twin.layers:
+        layer.radial.to(dtype)
+    return twin
+
+
+def _rows(model: NequIP, basis: Tensor) -> list[Tensor]:
+    """Weights and slopes of every layer, (n, 2, n_weights)."""
+    return carried(lambda given: model.radial_weights(given[0]), [basis])
+
+
+def _read(table: Tensor, x: Tensor) -> Tensor:
+    """The same from a table, at lengths x in units of the cutoff, as kernels read it."""
+    n_intervals = table.shape[0]
+    at = (x * n_intervals).long().clamp_(max=n_intervals - 1)
+    u = (x * n_intervals - at).to(table.dtype).unsqueeze(1)
+    c0, c1, c2, c3 = table.index_select(0, at).unbind(1)
+    return torch.stack([c0 + u * (c1 + u * (c2 + u * c3)), n_intervals * (c1 + u * (2 * c2 + 3 * u * c3))], 1)
+
+
+def _deviation(found: list[Tensor], expected: list[Tensor]) -> Deviation:
+    pairs = []
+    for part in range(2):
+        exact = torch.cat([rows[:, part].flatten() for rows in expected])
+        difference = torch.cat([rows[:, part].flatten() for rows in found]).double() - exact
+        size = exact.square().mean().sqrt()
+        pairs.append((float(difference.square().mean().sqrt() / size), float(difference.abs().max() / size)))
+    return Deviation(*pairs)
 
 
 # ---- the two passes of a step
