@@ -1,13 +1,14 @@
 """Whole training steps (energies and forces, gradients, Adam) of every engine on water, on this machine.
 
-    python benchmarks/engines.py [--cases S-32 S-1 M-32 A-32 ...] [--engines eager compile graphs-eager graphs-compiled script]
-                                 [--derivatives double tangent] [--budget 600] [--fresh-cache] [--json out.json]
+    python benchmarks/engines.py [--cases S-32 M-1 L-32 A-32 ...] [--engines eager compile graphs-eager graphs-compiled script]
+                                 [--derivatives double kernels tangent] [--budget 600] [--fresh-cache] [--json out.json]
                                  [--peers [--peer-python other/bin/python]]
 
-A case is a model and a batch: presets S and M of NequIP and an Allegro (A: l_max 2, 2 layers, 64 scalar and 64 tensor features)
-on 32, 8 or 1 frames of 192 atoms, or `small`, 5 frames of 24; cutoff 5 A, about 54 neighbours. Before an engine is timed, its
-loss and all its gradients must equal those of the eager engine with double backward. The first step is timed from the call to
-its end, compiling included; an engine is compiled once for all batches of a model. Peers run in processes of their own.
+A case is a model and a batch: presets S, M and L of NequIP and an Allegro (A: l_max 2, 2 layers, 64 scalar and 64 tensor
+features) on 32, 8 or 1 frames of 192 atoms, or `small`, 5 frames of 24; cutoff 5 A, about 54 neighbours. Before an engine is
+timed, its loss and all its gradients must equal those of the eager engine with double backward. The first step is timed from
+the call to its end, compiling included; an engine is compiled once for all batches of a model. Peers run in processes of their
+own.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from forgefield.training import bench_peers
 from forgefield.training.bench_water import water
 from forgefield.training.engines.blank import sizes
 from forgefield.training.engines.captured_update import CapturedUpdate
+from forgefield.training.engines.choose import Choice, why_not_kernels
 from forgefield.training.engines.compiled import CompileEngine
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.graphs import GraphsEngine
@@ -55,11 +57,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "tiny": {"name": "nequip", "num_layers": 1, "l_max": 1, "num_features": 4, "radial_mlp_width": 8},
     "S": {"name": "nequip", "preset": "S"},
     "M": {"name": "nequip", "preset": "M"},
+    "L": {"name": "nequip", "preset": "L"},
     "A": {"name": "allegro", "l_max": 2, "num_layers": 2, "num_scalar_features": 64, "num_tensor_features": 64},
 }
 BATCHES = {"tiny": (2, 2, 3.0), "32": (32, 4, 5.0), "8": (8, 4, 5.0), "1": (1, 4, 5.0), "small": (5, 2, 5.0)}
 """Frames, molecules along an edge of the box, cutoff in A."""
-CASES = ["S-1", "S-small", "S-8", "S-32", "M-1", "M-small", "M-8", "M-32", "A-32"]
+CASES = ["S-1", "S-small", "S-8", "S-32", "M-1", "M-small", "M-8", "M-32", "L-32", "A-32"]
 ENGINES = ("eager", "compile", "graphs-eager", "graphs-compiled", "script")
 LEARNING_RATE = 1e-4
 
@@ -97,7 +100,10 @@ def trained(model: str, cutoff: float, precision: str, device: torch.device) -> 
 
 
 def batch_of(name: str, device: torch.device) -> Batch:
-    frames, along_edge, cutoff = BATCHES[name]
+    return water_batch(*BATCHES[name], device)
+
+
+def water_batch(frames: int, along_edge: int, cutoff: float, device: torch.device) -> Batch:
     rng = np.random.default_rng(7)
     atoms = [water(rng, along_edge) for _ in range(frames)]
     return to_device(batch_from_frames(frames_from_atoms(atoms), SpeciesTable(SPECIES), cutoff), device)
@@ -195,6 +201,12 @@ def one(
         return {"refusal": "the time is up"}
     if name.startswith("graphs") and batch["positions"].device.type != "cuda":
         return {"refusal": "needs an NVIDIA GPU"}
+    if derivative == "kernels":
+        word, _, captured = name.partition("-")
+        choice = Choice(word, derivative, captured or None)
+        refusal = why_not_kernels(choice, model.potential, batch["positions"].device)
+        if refusal is not None:
+            return {"refusal": refusal}
     engine: Engine | None = None
     try:
         engine = model.engine(name, derivative, batch)
@@ -268,10 +280,10 @@ def show(row: dict[str, Any]) -> None:
 
 def arguments(words: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    known = ["tiny", *(f"{model}-{batch}" for model in ("S", "M", "A") for batch in ("32", "8", "1", "small"))]
+    known = ["tiny", *(f"{model}-{batch}" for model in ("S", "M", "L", "A") for batch in ("32", "8", "1", "small"))]
     parser.add_argument("--cases", nargs="+", choices=known, default=CASES, metavar="CASE", help=" ".join(known))
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES[:4]))
-    parser.add_argument("--derivatives", nargs="+", choices=DERIVATIVES, default=list(DERIVATIVES))
+    parser.add_argument("--derivatives", nargs="+", choices=DERIVATIVES, default=["double", "kernels"])
     parser.add_argument("--precision", choices=sorted(TOLERANCES), default="float32")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seconds", type=float, default=0.5, help="spent on timing each engine, about")

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 STEPS, WARMUP = 20, 5
 ENGINES = ("eager", "compile", "graphs", "script", "auto")
-DERIVATIVES = ("double", "tangent", "auto")
+DERIVATIVES = ("double", "tangent", "kernels", "auto")
 PEERS = ("nequip", "allegro", "mace", "deepmd")
 EXAMPLES = """\
 examples:
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("words", metavar="CONFIG | key=value", nargs="*", help="config file (YAML), and settings that override it")
     add("--engines", metavar="A,B,...", help=f"of {', '.join(ENGINES)} (default: all that run here)")
     add("--precisions", metavar="A,B,...", help="such as float32,tf32 (default: the configured one)")
-    add("--derivatives", metavar="A,B", help="double,tangent (default: the configured one)")
+    add("--derivatives", metavar="A,B", help="double,tangent,kernels (default: the configured one)")
     add("--quick", action="store_true", help="the configured engine in one process only")
     add("--peers", action="store_true", help="also NequIP, Allegro, MACE and DeePMD-kit, where installed")
     add("--peer-names", metavar="A,B,...", help=f"only these of {', '.join(PEERS)}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from forgefield.cli.arguments import CONFIG_SUFFIXES, READING, refuse_files
 from forgefield.errors import ForgefieldError
@@ -68,12 +68,12 @@ def run(args: argparse.Namespace) -> int:
     import numpy as np
     from rich.console import Console
 
-    from forgefield.checks import print_checks, run_checks
+    from forgefield.checks import print_checks, radial_table_line, run_checks
     from forgefield.data.graphs.graph import graph_of
     from forgefield.data.species import SpeciesTable
 
     random = np.random.default_rng(args.seed)
-    potential, frames, options = (_from_config if is_config else _from_run)(args, overrides)
+    potential, frames, options, knots = (_from_config if is_config else _from_run)(args, overrides)
     chosen = _pick(frames, args.frames, random)
     console = Console()
     what = "a freshly initialised model" if is_config else f"the {args.which} model"
@@ -87,6 +87,9 @@ def run(args: argparse.Namespace) -> int:
         reference_energies=_isolated_atoms(options) if getattr(potential.model, "isolated_limit", True) else None,
     )
     print_checks(console, results)
+    line = radial_table_line(potential, knots) if knots else None
+    if line is not None:
+        console.print(line, highlight=False)
     return 0 if all(result.passed for result in results) else 1
 
 
@@ -132,8 +135,17 @@ def _overfit(args: argparse.Namespace, overrides: list[str], is_config: bool) ->
     return 1
 
 
-def _from_run(args: argparse.Namespace, overrides: list[str]) -> tuple[Potential, FrameTable, Mapping[str, Any]]:
-    """Trained model, frames to pick from, and the model's resolved options."""
+class _Checked(NamedTuple):
+    """The model, frames to pick from, the model's resolved options, intervals of its radial tables (zero: it has none)."""
+
+    potential: Potential
+    frames: FrameTable
+    options: Mapping[str, Any]
+    knots: int
+
+
+def _from_run(args: argparse.Namespace, overrides: list[str]) -> _Checked:
+    """Of the trained model."""
     from omegaconf import OmegaConf
 
     from forgefield.config.loading import override_config
@@ -149,11 +161,12 @@ def _from_run(args: argparse.Namespace, overrides: list[str]) -> tuple[Potential
     if source is None:
         raise ForgefieldError(f"Run {opened.name} does not know its training data; name a file with --data FILE.")
     potential = opened.load_potential(args.which, head=args.head)
-    return potential, read_table(source, data.labels, data.units, required=False), opened.info["model"]
+    frames = read_table(source, data.labels, data.units, required=False)
+    return _Checked(potential, frames, opened.info["model"], _knots(config))
 
 
-def _from_config(args: argparse.Namespace, overrides: list[str]) -> tuple[Potential, FrameTable, Mapping[str, Any]]:
-    """Fresh model for the data of a config, frames to pick from, and the model's resolved options."""
+def _from_config(args: argparse.Namespace, overrides: list[str]) -> _Checked:
+    """Of a fresh model for the data of a config."""
     from forgefield.config.loading import load_config
     from forgefield.config.point_checks import require_frames
     from forgefield.data.module import DataModule
@@ -173,7 +186,19 @@ def _from_config(args: argparse.Namespace, overrides: list[str]) -> tuple[Potent
     frames = data.train.frames
     if args.data is not None:
         frames = read_table(args.data, config.data.labels, config.data.units, required=False)
-    return build_model(resolved, precision="float64", seed=config.seed), frames, resolved
+    return _Checked(build_model(resolved, precision="float64", seed=config.seed), frames, resolved, _knots(config))
+
+
+def _knots(config: Any) -> int:
+    """Intervals of the tables that a training with this config reads radial weights from; zero where it reads none."""
+    from omegaconf import OmegaConf
+
+    from forgefield.ops.kernels.setting import KNOTS
+
+    exact = OmegaConf.select(config, "training.kernels.radial") == "exact"
+    if exact or OmegaConf.select(config, "training.precision") == "float64":
+        return 0
+    return int(OmegaConf.select(config, "training.kernels.knots", default=KNOTS))
 
 
 def _pick(frames: FrameTable, count: int, random: np.random.Generator) -> list[Frame]:

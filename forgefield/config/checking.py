@@ -35,13 +35,16 @@ CHOICES = {
     "data.batch.oversized": ("error", "alone", "skip"),
     "data.batch.bound": ("upper", "lower"),
     "training.engine": ("auto", "eager", "compile", "graphs", "script", None),
-    "training.derivative": ("auto", "double", "tangent"),
+    "training.derivative": ("auto", "double", "tangent", "kernels"),
+    "training.kernels.radial": ("table", "exact"),
     "training.tensorboard": (0, 1, 2),
 }
 PRECISIONS = ("float64", "float32", "tf32", "bf16-mixed", "fp16-mixed")
 SCHEDULE = ("start", "finish", "finish_epochs", "finish_steps")
 """Keys of a schedule of precisions."""
 
+MOST_KNOTS = 2**15 - 1
+"""Intervals of a table: kernels number them by 16 bits."""
 POSITIVE = (
     "data.cutoff",
     "data.batch.frames",
@@ -57,6 +60,7 @@ POSITIVE = (
     "training.clip_norm",
     "training.accumulate",
     "training.graphs.sizes",
+    "training.kernels.knots",
     "training.lora.rank",
     "training.lora.alpha",
     "training.memory.parts",
@@ -187,6 +191,8 @@ def check_values(config: DictConfig, sources: Sources) -> None:
     ema = config.training.ema
     if ema is not None and not 0 < ema < 1:
         raise wrong(sources, "training.ema", ema, "a number between 0 and 1, or null for no average")
+    if config.training.kernels.knots > MOST_KNOTS:
+        raise wrong(sources, "training.kernels.knots", config.training.kernels.knots, f"at most {MOST_KNOTS}")
     for pattern, factor in (config.training.lr_groups or {}).items():
         if not 0 < factor < float("inf"):
             hint = f"; what is not to be trained goes into training.freeze=[{pattern}]" if factor == 0 else ""

@@ -32,6 +32,7 @@ HARMLESS = (
     # How a step is executed: the same up to rounding.
     "training.engine",
     "training.derivative",
+    "training.kernels",
     "training.compile",
     "training.graphs",
     "training.memory",

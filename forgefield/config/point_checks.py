@@ -44,6 +44,7 @@ FRAMES_ONLY = (
     "data.batch.bound",
     "data.batch.by_source",
     "training.derivative",
+    "training.kernels",
     "training.memory",
     "training.graphs.sizes",
     "training.accumulate",

@@ -317,6 +317,15 @@ class GraphsOptions:
 
 
 @dataclass
+class KernelOptions:
+    radial: str = "table"
+    """Where kernels take radial weights from: a table of cubic polynomials, made anew in every step and as precise as float32
+    is, or exact, the network's value for every pair of atoms; float64 trainings are always exact."""
+    knots: int = 1024
+    """Intervals of the table. `forgefield check` says how far it is from the network."""
+
+
+@dataclass
 class MemoryOptions:
     parts: int = 1
     """Compute every batch in so many parts, one after another: the same gradients with that much less memory."""
@@ -350,7 +359,11 @@ class TrainingOptions:
     engine: Optional[str] = "auto"
     """How a step is executed: eager, compile, graphs (CUDA graphs), script; auto measures and takes the fastest."""
     derivative: str = "auto"
-    """How a loss of forces is differentiated: double (backward twice) or tangent (forward once, backward once); auto."""
+    """How a loss of forces is differentiated: double (backward twice), tangent (forward once, backward once) or kernels,
+    which is tangent through generated GPU kernels (NequIP); auto takes kernels with the graphs engine where they can run,
+    else double."""
+    kernels: KernelOptions = field(default_factory=KernelOptions)
+    """Settings of the kernels."""
     compile: CompileOptions = field(default_factory=CompileOptions)
     """Settings of the compile engine."""
     graphs: GraphsOptions = field(default_factory=GraphsOptions)

@@ -16,6 +16,15 @@ from torch import Tensor, nn
 
 from forgefield.models import nequip_options
 from forgefield.models.adaptive import adaptive_bessel_basis
+from forgefield.models.nequip_kernels import (
+    Moved,
+    by_kernels,
+    encode_moved,
+    features_at_rest,
+    geometry_at_rest,
+    geometry_moved,
+    in_tables,
+)
 from forgefield.models.nequip_options import PRESETS, Options, complete_options, preset_options
 from forgefield.models.terms import PairLengths, SpeciesTerms
 from forgefield.ops.activations import activate
@@ -85,6 +94,8 @@ class NequIP(SpeciesTerms):
         sizes = [features[0], *[width] * options.readout_mlp_depth, 1]
         self.readout = Perceptron(sizes, activation=options.readout_mlp_nonlinearity, generator=generator, dtype=dtype)
 
+        self.knot_basis: tuple[Any, Tensor] | None = None
+        """The radial basis at the knots of a table, and what it was made of; kernels keep it here."""
         self.register_buffer("identity", torch.eye(n_species, dtype=dtype), persistent=False)
 
     @property
@@ -100,19 +111,27 @@ class NequIP(SpeciesTerms):
     def encode(self, batch: dict[str, Any], *, energies: bool = True) -> tuple[Tensor, Tensor | None]:
         """Scalar features of the last layer, (n_atoms, feature_dim) in the interior precision, and atomic energies."""
         vectors, species = batch["edge_vectors"], batch["species"]
-        switch: GradientSwitch | None = batch.get("edge_gradient")
-        graph: EdgeGraph = batch.get("edge_graph") or edge_graph(batch)
-        if self.inverse_cutoff.numel() > 1:  # an edge and its reverse may end at different lengths
-            graph = EdgeGraph(graph.source, graph.destination, graph.n_atoms)
-        pairs = self.pair_lengths(vectors, species, graph)
-        basis = self._radial_basis(pairs, graph)
-        features = self._features(vectors, pairs.lengths, basis, species, graph, switch)
+        graph = self._graph(batch)
+        kernels = by_kernels(self, batch)
+        need_pairs = not kernels or not in_tables(self) or bool(self._zbl)
+        pairs = self.pair_lengths(vectors, species, graph) if need_pairs else None
+        if kernels:
+            geometry = geometry_at_rest(self, vectors, pairs, species, graph)
+            remember = batch.get("memory")
+            features = features_at_rest(self, geometry, species, graph, remember)
+            if remember is not None:
+                remember["pairs"] = None if pairs is None else pairs.at_rest()
+                remember["vectors"], remember["graph"] = vectors.detach(), graph
+        else:
+            assert pairs is not None
+            basis = self.radial_basis(pairs, graph)
+            features = self._features(vectors, pairs.lengths, basis, species, graph, batch.get("edge_gradient"))
         if not energies:
             return features, None
         atomic = self.readout(features).squeeze(1)
         return features, self.energies(atomic.double(), pairs, species, graph)
 
-    def _radial_basis(self, pairs: PairLengths, graph: EdgeGraph) -> Tensor:
+    def radial_basis(self, pairs: PairLengths, graph: EdgeGraph) -> Tensor:
         """(n_edges or n_pairs, num_bessels) float64."""
         p = float(self.options.polynomial_cutoff_p)
         lengths, scaled, radii = pairs
@@ -137,12 +156,12 @@ class NequIP(SpeciesTerms):
         dtype = self.type_embedding.dtype
         harmonics = self.harmonics(vectors / lengths.unsqueeze(1)).to(dtype)
         geometry_alone = None if self.bessel_frequencies.requires_grad else switch
-        radial = self._radial_weights(barrier(basis.to(dtype), geometry_alone))
+        radial = self.radial_weights(barrier(basis.to(dtype), geometry_alone))
 
         one_hot = self.identity.index_select(0, species)
         attributes = one_hot if self.one_hot_self_connection else one_hot @ self.type_embedding
         table = self.type_embedding if self.one_hot_self_connection else None
-        scale = self.feature_scale.to(dtype).index_select(0, species) if self._neighbours_by_species else None
+        scale = self.neighbour_scale(species)
         blocks: list[Tensor] = []
         couplings: dict[int, Tensor] = {}
         for layer, weights in zip(self.layers, radial):
@@ -155,28 +174,68 @@ class NequIP(SpeciesTerms):
             blocks = layer.leave(summed, blocks, attributes, table)
         return blocks[0].squeeze(1)
 
-    @property
-    def _neighbours_by_species(self) -> bool:
-        return isinstance(self.options.avg_num_neighbours, Mapping)
+    def neighbour_scale(self, species: Tensor) -> Tensor | None:
+        """(n_atoms,): one over the root of the usual number of neighbours, where that differs between species."""
+        if not isinstance(self.options.avg_num_neighbours, Mapping):
+            return None
+        return self.feature_scale.to(self.type_embedding.dtype).index_select(0, species)
 
-    def _radial_weights(self, basis: Tensor) -> list[Tensor]:
-        """Weights of every layer, (n_edges or n_pairs, plan.n_weights); their first perceptron layers run as one."""
-        first = join([layer.radial.weights[0] for layer in self.layers], 1)
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights and everything that is computed with them."""
+        return self.type_embedding.dtype
+
+    def against_kernels(self) -> str | None:
+        """Why generated kernels cannot take the place of plain operations, if so."""
+        if not self.one_hot_self_connection:
+            return "they are made for models with no more species than numbers in a species' embedding; use double or tangent."
+        return None
+
+    def moved(self, batch: dict[str, Any]) -> Moved | None:
+        """What `encode_moved` needs of edge vectors that carry tangents; None where the pass before was not made by kernels."""
+        if not batch.get("memory"):
+            return None
+        rest = batch["memory"]["geometry"]
+        return geometry_moved(self, batch["edge_vectors"], batch["species"], self._graph(batch), rest)
+
+    def encode_moved(self, moved: Moved, batch: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+        """Features (n_atoms, feature_dim), atomic energies and their tangents (n_atoms,)."""
+        return encode_moved(self, moved, batch["species"], self._graph(batch), batch["memory"])
+
+    def _graph(self, batch: dict[str, Any]) -> EdgeGraph:
+        graph: EdgeGraph = batch.get("edge_graph") or edge_graph(batch)
+        if self.inverse_cutoff.numel() > 1:  # an edge and its reverse may end at different lengths
+            graph = EdgeGraph(graph.source, graph.destination, graph.n_atoms)
+        return graph
+
+    @property
+    def basis_scale(self) -> float:
+        """What the basis is multiplied by before the first weights."""
         reach = self.cutoff if self.adaptive_cutoff is None else self.adaptive_cutoff
-        scale = self.layers[0].radial.scales[0] * 2 * math.pi / reach**2
-        hidden = basis @ (first * scale)
-        sizes = [layer.radial.weights[0].shape[1] for layer in self.layers]
+        return 2 * math.pi / reach**2
+
+    def radial_weights(self, basis: Tensor) -> list[Tensor]:
+        """Weights of every layer, (n_edges or n_pairs, plan.n_weights)."""
+        last = [layer.radial.weights[-1] * layer.radial.scales[-1] for layer in self.layers]
+        hidden = self.radial_hidden(basis)
+        if self.options.radial_mlp_depth == 0:  # geometry enters here
+            return [part @ matrix for part, matrix in zip(hidden, last)]
+        return [product(part, matrix) for part, matrix in zip(hidden, last)]
+
+    def radial_hidden(self, basis: Tensor) -> list[Tensor]:
+        """What the last matrix of every layer's radial network is applied to, in the precision of the basis; the first
+        perceptron layers run as one."""
+        networks = [layer.radial for layer in self.layers]
         if self.options.radial_mlp_depth == 0:
-            return list(cut(hidden, sizes, 1))
-        parts = cut(activate("silu", hidden), sizes, 1)
-        result = []
-        for layer, part in zip(self.layers, parts):
-            network = layer.radial
-            for depth in range(1, len(network.weights)):
-                part = activate("silu", part) if depth > 1 else part
-                part = product(part, network.weights[depth] * network.scales[depth])
-            result.append(part)
-        return result
+            return [basis * self.basis_scale] * len(networks)
+        first = join([network.weights[0] for network in networks], 1).to(basis.dtype)
+        scale = networks[0].scales[0] * self.basis_scale
+        hidden = activate("silu", basis @ (first * scale))
+        parts = list(cut(hidden, [network.weights[0].shape[1] for network in networks], 1))
+        for depth in range(1, self.options.radial_mlp_depth):
+            matrices = [network.weights[depth].to(basis.dtype) * network.scales[depth] for network in networks]
+            parts = [activate("silu", product(part, matrix)) for part, matrix in zip(parts, matrices)]
+        return parts
 
 
 class Interaction(nn.Module):

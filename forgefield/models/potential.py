@@ -13,7 +13,9 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
 
-from forgefield.ops.graph import GradientSwitch, Segments, edge_graph, gather, segment_sum
+from forgefield.ops.graph import EdgeGraph, GradientSwitch, Segments, edge_graph, gather, is_traced, segment_sum
+from forgefield.ops.kernels.edges import forces_by_kernel, vectors_by_kernel
+from forgefield.ops.kernels.setting import use_kernels
 
 Batch = dict[str, Tensor]
 
@@ -138,12 +140,13 @@ class Potential(nn.Module):
         switch = GradientSwitch()
         graph = edge_graph(batch)
         private: dict[str, Any] = {"edge_vectors": vectors, "edge_gradient": switch, "edge_graph": graph}
+        private["differentiated_again"] = self.training or outer
         atomic, features = self._encode(batch | private)
         outputs = self._outputs(atomic, features, batch)
         (slope,) = _derivatives(atomic.sum(), [vectors], self.training or outer)
         switch.off = self.training and not outer
         if forces:
-            outputs["forces"] = segment_sum(slope, graph.by_destination) - segment_sum(slope, graph.by_source)
+            outputs["forces"] = _edge_forces(slope, graph)
         if stress:
             products = (vectors if outer else vectors.detach()).unsqueeze(2) * slope.unsqueeze(1)
             frame = Segments(batch["frame"][batch["edge_index"][1]], batch["n_atoms"].shape[0], rows_are_sorted=True)
@@ -184,9 +187,14 @@ class Potential(nn.Module):
             strain = 0.5 * (adjoints["stress"] + adjoints["stress"].transpose(1, 2))
             strain = torch.where(volume > 0, strain / volume, torch.zeros_like(strain))
         with forward_ad.dual_level():
-            atomic, features = self._encode(self._moving(batch, direction, strain))
-            energy, slope = forward_ad.unpack_dual(atomic)
-            still = None if features is None else forward_ad.unpack_dual(features).primal
+            moving = self._moving(batch, direction, strain)
+            moved = self.model.moved(moving) if hasattr(self.model, "moved") else None  # type: ignore[operator]
+            if moved is None:
+                atomic, features = self._encode(moving)
+                energy, slope = forward_ad.unpack_dual(atomic)
+                still = None if features is None else forward_ad.unpack_dual(features).primal
+        if moved is not None:
+            still, energy, slope = self.model.encode_moved(moved, moving)  # type: ignore[operator]
         result = torch.zeros_like(energy.sum()) if slope is None else slope.sum()
         for name, value in self._outputs(energy, still, batch).items():
             if name in adjoints:
@@ -200,22 +208,37 @@ class Potential(nn.Module):
         if strain is not None:
             direction = direction + rows_times(positions, strain.index_select(0, batch["frame"]))
             d_cell = cell @ strain
-        moved = {"positions": forward_ad.make_dual(positions, direction), "cell": forward_ad.make_dual(cell, d_cell)}
-        vectors = edge_vectors(batch | moved)
         if getattr(self.model, "only_edge_vectors", False):
-            return batch | {"edge_vectors": vectors, "edge_graph": edge_graph(batch)}
-        return batch | moved | {"edge_vectors": vectors}
+            before: dict[str, Any] = batch.get("memory") or {}  # type: ignore[assignment]
+            vectors = before["vectors"] if before else edge_vectors(batch | {"positions": positions, "cell": cell})
+            tangents = edge_vectors(batch | {"positions": direction, "cell": d_cell})  # they are linear in both
+            graph = before["graph"] if before else edge_graph(batch)
+            return batch | {"edge_vectors": forward_ad.make_dual(vectors, tangents), "edge_graph": graph}
+        moved = {"positions": forward_ad.make_dual(positions, direction), "cell": forward_ad.make_dual(cell, d_cell)}
+        return batch | moved | {"edge_vectors": edge_vectors(batch | moved)}
 
 
 def edge_vectors(batch: Batch) -> Tensor:
     """(n_edges, 3) from destination (centre) to source (neighbour), A, float64."""
     source, destination = batch["edge_index"]
     positions = batch["positions"]
+    fixed = not (
+        positions.requires_grad or batch["cell"].requires_grad or forward_ad.unpack_dual(positions).tangent is not None
+    )
+    if fixed and not is_traced(positions) and use_kernels(positions):
+        return vectors_by_kernel(*(batch[key] for key in ("positions", "cell", "frame", "edge_index", "edge_shift")))
     n_atoms = positions.shape[0]
     to_destination = Segments(destination, n_atoms, rows_are_sorted=True)
     difference = gather(positions, Segments(source, n_atoms)) - gather(positions, to_destination)
     cells = batch["cell"].index_select(0, batch["frame"].index_select(0, destination))
     return difference + rows_times(batch["edge_shift"], cells)
+
+
+def _edge_forces(slope: Tensor, graph: EdgeGraph) -> Tensor:
+    """(n_atoms, 3) from the derivative in every edge vector."""
+    if not slope.requires_grad and not is_traced(slope) and use_kernels(slope):
+        return forces_by_kernel(slope, graph)
+    return segment_sum(slope, graph.by_destination) - segment_sum(slope, graph.by_source)
 
 
 def rows_times(rows: Tensor, matrices: Tensor) -> Tensor:

@@ -43,6 +43,10 @@ class PairLengths(NamedTuple):
     scaled: Tensor
     radii: Tensor | None
 
+    def at_rest(self) -> PairLengths:
+        """The same without a gradient."""
+        return PairLengths(*(None if value is None else value.detach() for value in self))  # type: ignore[arg-type]
+
 
 class SpeciesTerms(nn.Module):
     """Base of models that give atomic energies from edge vectors."""
@@ -125,16 +129,23 @@ class SpeciesTerms(nn.Module):
         if self.adaptive_cutoff is not None:
             radii = pair_radii(lengths, graph, self.cutoff, self.adaptive_cutoff)
             return PairLengths(lengths, lengths / radii, radii)
-        if self.inverse_cutoff.numel() == 1:
-            return PairLengths(lengths, lengths * self.inverse_cutoff, None)
-        inverse = self.inverse_cutoff.index_select(0, self.edge_kinds(species, graph))
-        return PairLengths(lengths, lengths * inverse, None)
+        return PairLengths(lengths, lengths * self.inverse_cutoffs(species, graph), None)
 
-    def energies(self, atomic: Tensor, pairs: PairLengths, species: Tensor, graph: EdgeGraph) -> Tensor:
-        """(n_atoms,) eV from the network's output (n_atoms,) float64: scaled, shifted, with the repulsion if asked."""
+    def inverse_cutoffs(self, species: Tensor, graph: EdgeGraph) -> Tensor:
+        """(1,), or (n_edges,) where pairs of species have cutoffs of their own, 1/A."""
+        if self.inverse_cutoff.numel() == 1:
+            return self.inverse_cutoff
+        return self.inverse_cutoff.index_select(0, self.edge_kinds(species, graph))
+
+    def energies(self, atomic: Tensor, pairs: PairLengths | None, species: Tensor, graph: EdgeGraph) -> Tensor:
+        """(n_atoms,) eV from the network's output (n_atoms,) float64: scaled, shifted, with the repulsion if asked, for which
+        alone `pairs` are needed."""
         kind = Segments(species, len(self.species))
         energies = torch.addcmul(gather(self.energy_shifts, kind), gather(self.energy_scales, kind), atomic)
-        return energies + self._repulsion(pairs, species, graph) if self._zbl else energies
+        if not self._zbl:
+            return energies
+        assert pairs is not None
+        return energies + self._repulsion(pairs, species, graph)
 
     def _repulsion(self, pairs: PairLengths, species: Tensor, graph: EdgeGraph) -> Tensor:
         """(n_atoms,) half of each pair's ZBL energy, eV."""

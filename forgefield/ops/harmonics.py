@@ -33,6 +33,21 @@ def _raising_matrix(degree: int) -> Tensor:
     return coupling * ((raised * upper).sum() / (raised * raised).sum())
 
 
+@cache
+def raising_terms(degree: int) -> dict[int, list[tuple[int, int, float]]]:
+    """For component k of degree + 1 the (i, j, value) of Y_k = sum of value * Y_i * unit vector_j, Y_i of `degree`."""
+    matrix = _raising_matrix(degree).reshape(2 * degree + 1, 3, 2 * degree + 3)
+    return {
+        k: [
+            (i, j, float(matrix[i, j, k]))
+            for i in range(2 * degree + 1)
+            for j in range(3)
+            if abs(matrix[i, j, k]) > 1e-12
+        ]
+        for k in range(2 * degree + 3)
+    }
+
+
 class SphericalHarmonics(nn.Module):
     """Harmonics of degrees 0..l_max of unit vectors: (n, 3) -> (n, (l_max + 1)^2), in the precision of the input."""
 

@@ -254,7 +254,10 @@ class TrainingModule(RunModule):
         return why_not_capturable(self.trainer.optimizers[0])
 
     def _step_function(self, derivative: str) -> StepFunction:
-        return StepFunction(self.potential, self.task, self.train_errors, derivative=derivative, shapes=self.shapes)
+        knots = self.options.kernels.knots if self.options.kernels.radial == "table" else 0
+        return StepFunction(
+            self.potential, self.task, self.train_errors, derivative=derivative, knots=knots, shapes=self.shapes
+        )
 
     @property
     def _gradients_lie_still(self) -> bool:

@@ -58,6 +58,8 @@ def test_config_is_checked_with_a_fresh_model(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "freshly initialised" in printed
     assert "All 13 checks passed" in printed
+    assert "Radial table, 1024 intervals: weights differ from the network by" in printed
+    assert "too coarse" not in printed
 
 
 def test_own_model_that_breaks_a_law_gives_exit_code_1(tmp_path, capsys):

@@ -30,6 +30,7 @@ def changes(*overrides):
         ("trainer.log_every_n_steps=7", "trainer.log_every_n_steps"),
         ("training.checkpoint.every_steps=7", "training.checkpoint.every_steps"),
         ("training.tensorboard=2", "training.tensorboard"),
+        ("training.kernels.radial=exact", "training.kernels.radial"),
         ("training.early_stopping={patience: 3}", "training.early_stopping"),
         ("data.test=0.1", "data.test"),
         ("data.cache=false", "data.cache"),

@@ -120,6 +120,7 @@ def test_wrong_types_say_what_is_expected(refused, text, sentence):
         ("data: {reference_energies: {H: high}}", "'data.reference_energies.H' is an energy in eV, not 'high'."),
         ("training: {lr: 0}", "'training.lr' is a positive number, not 0.0."),
         ("data: {cutoff: -5}", "'data.cutoff' is a positive number, not -5.0."),
+        ("training: {kernels: {knots: 40000}}", "'training.kernels.knots' is at most 32767, not 40000."),
         ("training: {lr: .nan}", "'training.lr' is a positive number, not nan."),
         ("training: {ema: 1.0}", "'training.ema' is a number between 0 and 1, or null for no average, not 1.0."),
         ("data: {val: -3}", "'data.val' is a share of train (0.1), a number of frames (50) or a file, not -3."),

@@ -16,6 +16,9 @@ import torch
 from torch import Tensor
 
 from forgefield.errors import ForgefieldError
+from forgefield.models.potential import Potential
+from forgefield.ops.kernels.build import has_triton
+from forgefield.ops.kernels.setting import interpreted
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.graphs import GraphsEngine
 from forgefield.training.engines.size_plan import SizePlan
@@ -26,6 +29,8 @@ Batch = dict[str, Tensor]
 ENGINES = ("eager", "compile", "graphs", "script")
 WORTH_MEASURING_S = 600.0
 """A training that takes less with the eager engine is not worth the minutes that compiling takes."""
+WORTH_KERNELS_S = 60.0
+"""Nor one that takes less than this the half minute in which kernels are made."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,7 @@ class Circumstances:
 
 @dataclass(frozen=True)
 class Choice:
-    """name: of the engine; captured: `compiled` or `eager`, for graphs; derivative: double or tangent."""
+    """name: of the engine; captured: `compiled` or `eager`, for graphs; derivative: double, tangent or kernels."""
 
     name: str
     derivative: str
@@ -58,13 +63,18 @@ class Choice:
 
     def __str__(self) -> str:
         inner = f" of the {self.captured} step" if self.captured else ""
-        return f"{self.name}{inner}, {self.derivative} derivative"
+        form = "generated kernels" if self.derivative == "kernels" else f"{self.derivative} derivative"
+        return f"{self.name}{inner}, {form}"
 
 
 def build(choice: Choice, on: Circumstances, device: torch.device) -> Engine:
     """The engine of that name, or one sentence why it cannot be had here."""
     _refuse(choice, device, on.against_graphs)
     function = on.function(choice.derivative)
+    if choice.derivative == "kernels":
+        refusal = why_not_kernels(choice, function.potential, device)
+        if refusal is not None:
+            raise ForgefieldError(f"training.derivative=kernels: {refusal}")
     engine = Engine(function, world_size=on.world_size)
     # Imported where they are needed: what they need takes seconds to import.
     if choice.name == "script":
@@ -105,17 +115,23 @@ def why_not(name: str, device: torch.device) -> str | None:
         return (
             "on a CPU torch compiles with a C++ compiler, and there is none (g++ or clang++); install one or use eager."
         )
-    if name == "compile" and device.type == "cuda" and not _has_triton():
+    if name == "compile" and device.type == "cuda" and not has_triton():
         return "torch compiles for a GPU with Triton, which is not installed; use eager."
     return None
 
 
-def _has_triton() -> bool:
-    try:
-        import triton  # noqa: F401
-    except ImportError:
-        return False
-    return True
+def why_not_kernels(choice: Choice, potential: Potential, device: torch.device) -> str | None:
+    """What keeps generated kernels from being used."""
+    if choice.compiles or choice.name == "script":
+        return "kernels are launched as they are, not compiled or scripted; use training.engine=graphs or auto."
+    if device.type != "cuda" and not interpreted():
+        return f"they need an NVIDIA GPU, and this training runs on {device.type}; use double or tangent."
+    if not has_triton():
+        return "they are made with Triton, which is not installed; use double or tangent."
+    against = getattr(potential.model, "against_kernels", None)
+    if against is None:
+        return "of all models NequIP alone has them; use double or tangent."
+    return against()
 
 
 def inductor_options(options: Any) -> dict[str, Any]:
@@ -133,14 +149,26 @@ def inductor_options(options: Any) -> dict[str, Any]:
     return given
 
 
-def wanted(options: Any) -> Choice | None:
+def wanted(options: Any, *, can_use_kernels: bool = False) -> Choice | None:
     """What the config asks for; None where it leaves the choice to a measurement."""
     name = options.engine or "eager"
     if name == "auto":
         return None
-    derivative = "double" if options.derivative == "auto" else options.derivative
-    captured = ("compiled" if options.graphs.compiled else "eager") if name == "graphs" else None
+    derivative = options.derivative
+    if derivative == "auto":
+        derivative = "kernels" if name == "graphs" and can_use_kernels else "double"
+    captured = None
+    if name == "graphs":
+        captured = "compiled" if options.graphs.compiled and derivative != "kernels" else "eager"
     return Choice(name, derivative, captured)
+
+
+def can_use_kernels(on: Circumstances, device: torch.device) -> bool:
+    """Whether `auto` may take them: float64 is left to the plain operations that are its reference."""
+    potential = on.function("double").potential
+    if getattr(potential.model, "dtype", None) == torch.float64:
+        return False
+    return why_not_kernels(Choice("graphs", "kernels", "eager"), potential, device) is None
 
 
 def start(choice: Choice, on: Circumstances, batch: Batch) -> Engine:
@@ -185,11 +213,13 @@ def measure_and_choose(on: Circumstances, batch: Batch) -> tuple[Choice, Engine]
     engine = start(eager, on, batch)
     seconds = _time(engine, batch)
     whole = None if on.steps is None else on.steps * seconds
+    kernels = on.options.derivative == "auto" and can_use_kernels(on, device)
     if whole is not None and whole < WORTH_MEASURING_S:
-        return _for_a_short_training(eager, engine, seconds, whole, on, batch)
+        form = "kernels" if kernels and whole > WORTH_KERNELS_S else eager.derivative
+        return _for_a_short_training(eager, engine, seconds, whole, on, batch, form)
     rows: list[tuple[Choice, float | None, str]] = [(eager, seconds, "")]
     engines = {eager: engine}
-    for choice in _candidates(eager.derivative, device):
+    for choice in _candidates(eager.derivative, device, kernels):
         try:
             engines[choice] = start(choice, on, batch)
             rows.append((choice, _time(engines[choice], batch), ""))
@@ -203,11 +233,11 @@ def measure_and_choose(on: Circumstances, batch: Batch) -> tuple[Choice, Engine]
 
 
 def _for_a_short_training(
-    eager: Choice, engine: Engine, seconds: float, whole: float, on: Circumstances, batch: Batch
+    eager: Choice, engine: Engine, seconds: float, whole: float, on: Circumstances, batch: Batch, form: str
 ) -> tuple[Choice, Engine]:
     """What starts at once, by rule: a choice by the clock could differ between two runs of the same training."""
     said = f"{1000 * seconds:.3g} ms a step, the training takes about {_duration(whole)} that way"
-    captured = Choice("graphs", eager.derivative, "eager")
+    captured = Choice("graphs", form, "eager")
     if batch["positions"].is_cuda:
         try:
             engine = start(captured, on, batch)
@@ -219,10 +249,12 @@ def _for_a_short_training(
     return eager, engine
 
 
-def _candidates(derivative: str, device: torch.device) -> list[Choice]:
-    """What is measured beside eager."""
+def _candidates(derivative: str, device: torch.device, kernels: bool) -> list[Choice]:
+    """What is measured beside eager. Where kernels can be used nothing else is compiled: it would take minutes, and lose."""
     if device.type != "cuda":
-        return [Choice("compile", derivative)]
+        return [] if derivative == "kernels" else [Choice("compile", derivative)]
+    if kernels or derivative == "kernels":
+        return [Choice("graphs", "kernels", "eager")]
     return [
         Choice("compile", derivative),
         Choice("graphs", derivative, "eager"),

@@ -49,7 +49,7 @@ class Engine:
     def step(self, batch: Batch, denominators: Denominators | None = None) -> Step:
         """denominators: None where this rank's own batch is all there is."""
         function = self.function
-        if function.derivative == "tangent":
+        if function.derivative != "double":
             return self._given(self.differentiate(batch, denominators))
         task, potential = function.task, function.potential
         outputs = potential(batch, forces=task.needs_forces, stress=task.needs_stress)

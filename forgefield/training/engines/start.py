@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from forgefield.parallel.group import Ranks
-from forgefield.training.engines.choose import Choice, Circumstances, measure_and_choose, start, wanted
+from forgefield.training.engines.choose import Choice, Circumstances, can_use_kernels, measure_and_choose, start, wanted
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.size_plan import SizePlan
 from forgefield.training.engines.step import StepFunction
@@ -53,7 +53,7 @@ class EngineStarter:
             against_graphs=against_graphs,
             given_denominators=self.ranks.world_size > 1 or self.options.memory.split or self.options.memory.parts > 1,
         )
-        choice = wanted(self.options)
+        choice = wanted(self.options, can_use_kernels=can_use_kernels(on, batch["positions"].device))
         engine: Engine | None = None
         if choice is None and self.chosen_before is not None:
             choice = Choice(**self.chosen_before)

@@ -1,12 +1,13 @@
 """What one training step computes, as a pure function: weights and a batch in; gradients, loss sums and error sums out.
 
-Engines differ in how they execute this function, never in what it is. `StepFunction` knows the two ways of differentiating a
-loss of forces: by double backward, or by the tangent form, which takes no derivative of a derivative.
-"""
+Engines differ in how they execute this function, never in what it is. `StepFunction` knows the ways of differentiating a loss
+of forces: by double backward; by the tangent form, which takes no derivative of a derivative; or by that form through
+generated kernels, for models that have them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -15,11 +16,12 @@ from torch.func import functional_call
 
 from forgefield.data.batch import SHAPES, Shapes
 from forgefield.models.potential import Potential
+from forgefield.ops.kernels.setting import KNOTS, kernels
 from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.task import Task
 
 Batch = dict[str, Tensor]
-DERIVATIVES = ("double", "tangent")
+DERIVATIVES = ("double", "tangent", "kernels")
 T = TypeVar("T")
 
 
@@ -41,7 +43,8 @@ class Differentiated(NamedTuple):
 class StepFunction:
     """The loss of `task` on the outputs of `potential`, and its gradients.
 
-    errors: says which errors are measured. shapes: of the tensors of a batch.
+    errors: says which errors are measured. knots: intervals of the tables that kernels read radial weights from, zero for none.
+    shapes: of the tensors of a batch.
     """
 
     def __init__(
@@ -51,12 +54,13 @@ class StepFunction:
         errors: ErrorMetrics,
         *,
         derivative: str = "double",
+        knots: int = KNOTS,
         shapes: Shapes = SHAPES,
     ) -> None:
         if derivative not in DERIVATIVES:
             raise ValueError(f"there is no derivative form '{derivative}'")
         self.potential, self.task, self.errors, self.derivative = potential, task, errors, derivative
-        self.shapes = shapes
+        self.shapes, self.knots = shapes, knots
         parameters = dict(potential.named_parameters())
         self.trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
         frozen = [name for name in parameters if name not in set(self.trained)]
@@ -83,14 +87,14 @@ class StepFunction:
     ) -> Differentiated:
         """denominators: (n_targets,) of all ranks; the batch's own, if None. target_weights: (n_targets,) of the loss."""
         weights = [tensor.detach().requires_grad_(True) for tensor in trained]
-        by_tangent = self.derivative == "tangent" and (self.task.needs_forces or self.task.needs_stress)
+        by_tangent = self.derivative != "double" and (self.task.needs_forces or self.task.needs_stress)
         form = self._by_tangent if by_tangent else self._by_double_backward
-        with torch.enable_grad():
+        with torch.enable_grad(), self._kernels():
             return self._with_weights(weights, fixed, lambda: form(weights, batch, target_weights, denominators))
 
     def evaluate(self, trained: Sequence[Tensor], fixed: Sequence[Tensor], batch: Batch) -> Measured:
         """Loss sums and errors of a batch, without any gradient in the weights."""
-        with _Evaluating(self.potential):
+        with _Evaluating(self.potential), self._kernels():
             outputs = self._with_weights([tensor.detach() for tensor in trained], fixed, lambda: self._outputs(batch))
         with torch.no_grad():
             return self._measured(*self.task.sums(outputs, batch), outputs, batch)
@@ -105,6 +109,7 @@ class StepFunction:
     def _by_tangent(
         self, weights: list[Tensor], batch: Batch, target_weights: Tensor, denominators: Tensor | None
     ) -> Differentiated:
+        batch = {**batch, "memory": {}}  # type: ignore[dict-item]  # what the first pass leaves for the second
         # Nothing below it is told to evaluate: what is left out by chance has to be so in both passes.
         with _Evaluating(self.potential, alone=True):
             outputs = self._outputs(batch)
@@ -113,6 +118,9 @@ class StepFunction:
         adjoints = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values()))))
         gradients = torch.autograd.grad(self.potential.response(batch, adjoints), weights, allow_unused=True)
         return Differentiated(list(gradients), loss.detach(), measured)
+
+    def _kernels(self) -> AbstractContextManager[object]:
+        return kernels(enabled=self.derivative == "kernels", knots=self.knots)
 
     def _with_weights(self, trained: Sequence[Tensor], fixed: Sequence[Tensor], compute: Callable[[], T]) -> T:
         """What `compute` gives while the potential holds these tensors."""

@@ -1,0 +1,168 @@
+"""The convolution by generated kernels, in the four passes of a training: values, the cotangents that forces are made of,
+tangents, and cotangents once more, of values and tangents together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forgefield.ops.graph import EdgeGraph, Segments
+from forgefield.ops.kernels.build import kernel
+from forgefield.ops.kernels.fields import TANGENT, VALUE, Field
+from forgefield.ops.kernels.form import Form
+from forgefield.ops.kernels.source import ARGUMENTS, Kind
+
+
+@dataclass(frozen=True)
+class Radial:
+    """Weights of a layer: rows (n_rows, n_weights) and which one an edge has; or, where `place` (n_edges,) is given, a table of
+    polynomials (n_intervals, 4, n_weights), the interval of each edge and its place in it."""
+
+    weights: Tensor
+    row: Tensor
+    place: Tensor | None = None
+
+    @property
+    def in_table(self) -> bool:
+        return self.place is not None
+
+
+@dataclass(frozen=True)
+class Motion:
+    """Tangents: of harmonics (n_edges, n_harmonics), of rows of weights or of the places of edges in a table."""
+
+    harmonics: Tensor
+    weights: Tensor | None = None
+    place: Tensor | None = None
+
+
+class Convolution:
+    """Over the edges of one graph. harmonics: (n_edges, n_harmonics), the first of them one. still: features have no tangents
+    and nobody asks what they would have to be for the forces."""
+
+    def __init__(self, form: Form, graph: EdgeGraph, harmonics: Tensor, radial: Radial, *, still: bool) -> None:
+        self.form, self.graph, self.harmonics, self.radial, self.still = form, graph, harmonics, radial, still
+
+    def values(self, x: Field, out: Field) -> None:
+        self._launch(self._kind(), x=x.flat, out=out.flat)
+
+    def tangents(self, x: Field, out: Field, motion: Motion) -> None:
+        self._launch(self._kind(dual=True, still=self.still), x=x.flat, out=out.flat, **_moving(motion))
+
+    def forces(self, x: Field, g: Field, to_x: Field | None, parts: Tensor) -> Tensor:
+        """From the cotangents of the output, in the tangents' place of g, those of features, to the same place, and of
+        harmonics and places in a table, to `parts` (n_chunks, n_edges, n_harmonics, with a table one more). Those of rows of
+        weights, (n_edges, n_weights), are returned; with a table there are none."""
+        kind = self._kind(backward=True, features=to_x is not None)
+        of_x = self._per_edge(x, to_x)
+        of_w = x.flat.new_empty((0 if self.radial.in_table else self.graph.n_edges, self.form.n_weights))
+        self._launch(kind, x=x.flat, g=g.flat, to_x=of_x, to_w=of_w, to_y=parts)
+        self._sum(of_x, to_x, TANGENT)
+        return of_w
+
+    def back(self, x: Field, g: Field, to_x: Field, motion: Motion) -> tuple[Tensor, Tensor]:
+        """From the cotangents of values and tangents those of the features' values, to their place, and for every edge those of
+        weights and of their tangents, (n_edges, n_weights) both."""
+        of_x = self._per_edge(x, to_x)
+        of_w, of_dw = (x.flat.new_empty((self.graph.n_edges, self.form.n_weights)) for _ in range(2))
+        kind = self._kind(dual=True, backward=True, still=self.still)
+        self._launch(kind, x=x.flat, g=g.flat, to_x=of_x, to_w=of_w, to_dw=of_dw, **_moving(motion))
+        self._sum(of_x, to_x, VALUE)
+        return of_w, of_dw
+
+    def _kind(self, **flags: bool) -> Kind:
+        return Kind(table=self.radial.in_table, **flags)
+
+    def _per_edge(self, x: Field, to_x: Field | None) -> Tensor:
+        rows = x.flat.new_empty((0 if to_x is None else self.graph.n_edges, self.form.features.dim))
+        for begin, end in self.form.unused:
+            rows[:, begin:end] = 0
+        return rows
+
+    def _sum(self, rows: Tensor, to_x: Field | None, place: int) -> None:
+        if to_x is not None:
+            sum_into_field(rows, self.graph.by_source, to_x, place)
+
+    def _launch(self, kind: Kind, **tensors: Tensor) -> None:
+        graph, radial = self.graph, self.radial
+        n_atoms = graph.n_atoms
+        if not n_atoms:
+            return
+        tensors |= {"y": self.harmonics, "w": radial.weights, "row": radial.row, "source": graph.source}
+        tensors["pointers"] = graph.by_destination.pointers
+        if radial.place is not None:
+            tensors["u"] = radial.place
+        for name, tensor in tensors.items():
+            if not tensor.is_contiguous():
+                raise RuntimeError(f"rows of {name} do not lie one after the other")
+        given: list[Any] = [tensors.get(name, self.harmonics) for name in ARGUMENTS[:-2]]
+        grid = (n_atoms * self.form.n_chunks,)
+        kernel(self.form, kind)[grid](*given, n_atoms, graph.n_edges, num_warps=1, num_stages=1)
+
+
+def _moving(motion: Motion) -> dict[str, Tensor]:
+    found = {"dy": motion.harmonics, "dw": motion.weights, "du": motion.place}
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
+def sum_into_field(rows: Tensor, segments: Segments, field: Field, place: int) -> None:
+    """Sums of rows (n_rows, dim of the field) over segments, one for each atom, in a fixed order, into a place of the field."""
+    dim = field.shape.dim
+    block = min(256, max(32, 1 << (dim - 1).bit_length()))
+    where = _columns(field.shape.blocks, rows.device)
+    grid = (field.n_atoms, -(-dim // block))
+    if field.n_atoms:
+        _sum_kernel()[grid](
+            rows,
+            segments.order,
+            segments.pointers,
+            field.flat,
+            where,
+            field.n_atoms,
+            dim,
+            place,
+            block,
+            num_warps=max(1, block // 64),
+        )
+
+
+@lru_cache(maxsize=64)
+def _columns(blocks: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
+    """(2, dim) int64: of every number of an atom, where its block begins and how long that is."""
+    starts, lengths, begin = [], [], 0
+    for components, channels in blocks:
+        length = components * channels
+        starts += [begin] * length
+        lengths += [length] * length
+        begin += length
+    return torch.tensor([starts, lengths], device=device)
+
+
+@cache
+def _sum_kernel() -> Any:
+    import triton
+    import triton.language as tl
+
+    @triton.jit(do_not_specialize=["n_atoms"])
+    def sum_rows(rows, order, pointers, out, where, n_atoms, dim, place: tl.constexpr, block: tl.constexpr):
+        atom = tl.program_id(0).to(tl.int64)
+        column = tl.program_id(1) * block + tl.arange(0, block)
+        inside = column < dim
+        begin = tl.load(pointers + atom)
+        end = tl.load(pointers + atom + 1)
+        total = tl.zeros([block], rows.dtype.element_ty)
+        for number in range(begin, end):
+            row = tl.load(order + number).to(tl.int64)
+            total += tl.load(rows + row * dim + column, mask=inside, other=0.0)
+        start = tl.load(where + column, mask=inside, other=0)
+        length = tl.load(where + dim + column, mask=inside, other=0)
+        line = n_atoms * (2 * start + place * length) + atom * length + column - start
+        tl.store(out + line, total, mask=inside)
+
+    return sum_rows

@@ -1,0 +1,70 @@
+"""Fields: the features of all atoms at one place of a network, with room for how they change.
+
+A field is one stretch of memory that holds its blocks one after another, and of every block first the values of all atoms,
+then the tangents: (n_atoms, 2l + 1, channels) each. So a linear map of a block is one plain product, of values, of tangents
+or of both, and nothing is copied between products and kernels. Cotangents lie in fields too: those of the values in place
+of values, those of the tangents in place of tangents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+VALUE, TANGENT = 0, 1
+"""Places in a field."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Components and channels of every block."""
+
+    blocks: tuple[tuple[int, int], ...]
+
+    @property
+    def starts(self) -> list[int]:
+        """Numbers of an atom before each block."""
+        return [sum(k * c for k, c in self.blocks[:number]) for number in range(len(self.blocks))]
+
+    @property
+    def dim(self) -> int:
+        return sum(k * c for k, c in self.blocks)
+
+
+@dataclass(frozen=True)
+class Field:
+    """flat: (2 * n_atoms * shape.dim,)."""
+
+    flat: Tensor
+    n_atoms: int
+    shape: Shape
+
+    def both(self, block: int) -> Tensor:
+        """Values and then tangents of a block as rows of channels, (2 * n_atoms * (2l + 1), channels)."""
+        components, channels = self.shape.blocks[block]
+        begin = 2 * self.n_atoms * self.shape.starts[block]
+        return self.flat[begin : begin + 2 * self.n_atoms * components * channels].view(-1, channels)
+
+    def rows(self, block: int, place: int) -> Tensor:
+        """Values or tangents of a block, (n_atoms * (2l + 1), channels)."""
+        length = self.n_atoms * self.shape.blocks[block][0]
+        return self.both(block)[place * length : (place + 1) * length]
+
+    def block(self, block: int, place: int) -> Tensor:
+        """The same, (n_atoms, 2l + 1, channels)."""
+        return self.rows(block, place).view(self.n_atoms, *self.shape.blocks[block])
+
+    def blocks(self, place: int) -> list[Tensor]:
+        return [self.block(number, place) for number in range(len(self.shape.blocks))]
+
+    def fill(self, place: int, blocks: Sequence[Tensor]) -> None:
+        for number, values in enumerate(blocks):
+            self.block(number, place).copy_(values)
+
+
+def new_field(shape: Shape, n_atoms: int, like: Tensor) -> Field:
+    """A field in the precision and on the device of `like`, not filled."""
+    return Field(torch.empty(2 * n_atoms * shape.dim, dtype=like.dtype, device=like.device), n_atoms, shape)

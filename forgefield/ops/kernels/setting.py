@@ -1,0 +1,68 @@
+"""Whether the generated kernels are used, of the whole process, as torch's own settings for arithmetic are.
+
+They run on GPUs where Triton is installed. Without them everything is computed by plain operations of torch, which is what they
+are compared with.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from forgefield.ops.kernels.build import has_triton
+
+KNOTS = 1024
+"""Intervals of a table unless something else is asked for: as precise as float32 weights are."""
+
+
+@dataclass(frozen=True)
+class KernelSetting:
+    """enabled: kernels are used where they can run. knots: intervals of the tables that radial weights are read from; zero: no
+    tables, weights are computed for every pair of atoms."""
+
+    enabled: bool = False
+    knots: int = KNOTS
+
+
+class _Current:
+    setting = KernelSetting()
+
+
+_current = _Current()
+
+
+def setting() -> KernelSetting:
+    """The setting in force."""
+    return _current.setting
+
+
+@contextmanager
+def kernels(*, enabled: bool | None = None, knots: int | None = None) -> Iterator[KernelSetting]:
+    """Inside, kernels are used or not; what is not given stays."""
+    before = _current.setting
+    changes = {"enabled": enabled, "knots": knots}
+    _current.setting = replace(before, **{key: value for key, value in changes.items() if value is not None})  # type: ignore[arg-type]
+    try:
+        yield _current.setting
+    finally:
+        _current.setting = before
+
+
+def use_kernels(x: Tensor) -> bool:
+    """Whether what is computed from x is to go through kernels."""
+    return _current.setting.enabled and has_triton() and (x.is_cuda or interpreted())
+
+
+def use_tables(x: Tensor) -> bool:
+    """Whether radial weights are to be read from tables: in float64 a table would be what limits the precision."""
+    return _current.setting.knots > 0 and x.dtype == torch.float32
+
+
+def interpreted() -> bool:
+    """Whether Triton is told to run kernels on the CPU, step by step, which is how they are tested without a GPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"

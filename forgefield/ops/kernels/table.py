@@ -1,0 +1,150 @@
+"""Radial weights as a table: cubic polynomials through a network's values and slopes at equally spaced lengths.
+
+A kernel then reads four short rows for an edge where it would otherwise need hundreds of numbers of its own. Values and slopes
+at the knots are float64, so that differences between neighbouring knots lose nothing. The gradient of the table is a sum over
+the edges of each interval, in a fixed order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from forgefield.ops.kernels.build import has_triton
+from forgefield.ops.segment_sum import sum_by_pointers
+
+CHUNK = 64
+"""Edges of one interval that a program sums at most: lengths of bonds crowd in few intervals."""
+EDGES = 8
+"""That it reads at a time."""
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """Edges by the interval of a table that they lie in.
+
+    at: (n_edges,) interval of each. order: (n_edges,) edges sorted by it; pointers: (count + 1,) where each interval begins
+    there. chunks: (count + 1,) the same for chunks of at most `CHUNK` edges; interval: (at least as many as there are
+    chunks,) of each chunk, `count` where there is none."""
+
+    at: Tensor
+    count: int
+    order: Tensor
+    pointers: Tensor
+    chunks: Tensor
+    interval: Tensor
+
+
+def edges_by_interval(at: Tensor, count: int) -> Intervals:
+    found, order = torch.sort(at, stable=True)
+    pointers = torch.searchsorted(found, torch.arange(count + 1, dtype=at.dtype, device=at.device))
+    chunks = torch.zeros_like(pointers)
+    torch.cumsum((pointers[1:] - pointers[:-1] + (CHUNK - 1)) // CHUNK, 0, out=chunks[1:])
+    numbers = torch.arange(count + at.shape[0] // CHUNK, device=at.device)
+    return Intervals(at, count, order, pointers, chunks, torch.searchsorted(chunks, numbers, right=True) - 1)
+
+
+def polynomials(curves: Tensor) -> Tensor:
+    """(n_intervals, 4, n), lowest power first, of a place from 0 to 1 in an interval, which meet at both ends the values and
+    slopes of curves (n_intervals + 1, 2, n). slopes: by the length of an interval."""
+    at_ends = torch.cat([curves[:-1], curves[1:]], 1)  # value and slope here, value and slope there
+    return torch.matmul(_powers(curves.device).to(curves.dtype), at_ends)
+
+
+@cache
+def _powers(device: torch.device) -> Tensor:
+    """(4, 4): from values and slopes at both ends of an interval to coefficients, lowest power first."""
+    with _disable_current_modes():  # it outlives a trace during which it may be asked for first
+        rows = [[1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0], [-3.0, -2.0, 3.0, -1.0], [2.0, 1.0, -2.0, 1.0]]
+        return torch.tensor(rows, dtype=torch.float64, device=device)
+
+
+def table_gradient(to_w: Tensor, to_dw: Tensor, edges: Intervals, place: Tensor, d_place: Tensor) -> Tensor:
+    """(n_intervals, 4, n): cotangent of the table from those of the weights of edges and of their tangents, (n_edges, n) both.
+
+    place, d_place: (n_edges,) where an edge lies in its interval, and how that changes.
+    """
+    by = interval_sums_by_kernel if to_w.is_cuda and has_triton() else interval_sums_by_rows
+    return by(to_w, to_dw, edges, place, d_place)
+
+
+def interval_sums_by_rows(to_w: Tensor, to_dw: Tensor, edges: Intervals, place: Tensor, d_place: Tensor) -> Tensor:
+    """The same by plain operations."""
+    u = place
+    powers = torch.stack([torch.ones_like(u), u, u * u, u * u * u], 1)
+    slopes = torch.stack([torch.zeros_like(u), torch.ones_like(u), 2 * u, 3 * u * u], 1) * d_place.unsqueeze(1)
+    rows = powers.unsqueeze(2) * to_w.unsqueeze(1) + slopes.unsqueeze(2) * to_dw.unsqueeze(1)
+    return to_w.new_zeros((edges.count, 4, to_w.shape[1])).index_add_(0, edges.at.long(), rows)
+
+
+def interval_sums_by_kernel(to_w: Tensor, to_dw: Tensor, edges: Intervals, place: Tensor, d_place: Tensor) -> Tensor:
+    """The same in a fixed order, on a GPU: chunks first, then the chunks of each interval."""
+    columns, n_chunks = to_w.shape[1], edges.interval.shape[0]
+    block = min(128, 1 << (columns - 1).bit_length())
+    parts = to_w.new_empty((n_chunks, 4, columns))
+    tensors = (to_w, to_dw, place, d_place, edges.order, edges.pointers, edges.chunks, edges.interval, parts)
+    grid = (n_chunks, -(-columns // block))
+    _kernel()[grid](*tensors, edges.count, columns, CHUNK, block, EDGES, num_warps=1)
+    return sum_by_pointers(parts, None, edges.chunks)
+
+
+@cache
+def _kernel() -> Any:
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def add_chunk(
+        to_w,
+        to_dw,
+        place,
+        d_place,
+        order,
+        pointers,
+        chunks,
+        intervals,
+        out,
+        count,
+        columns,
+        chunk: tl.constexpr,
+        block: tl.constexpr,
+        edges: tl.constexpr,
+    ):
+        program = tl.program_id(0).to(tl.int64)
+        interval = tl.load(intervals + program)
+        none = interval >= count
+        interval = tl.minimum(interval, count - 1)
+        c = tl.program_id(1) * block + tl.arange(0, block)
+        inside = c < columns
+        begin = tl.load(pointers + interval) + (program - tl.load(chunks + interval)) * chunk
+        end = tl.where(none, begin, tl.minimum(begin + chunk, tl.load(pointers + interval + 1)))
+        a0 = tl.zeros([block], to_w.dtype.element_ty)
+        a1 = tl.zeros([block], to_w.dtype.element_ty)
+        a2 = tl.zeros([block], to_w.dtype.element_ty)
+        a3 = tl.zeros([block], to_w.dtype.element_ty)
+        for number in range(begin, end, edges):
+            some = number + tl.arange(0, edges)
+            known = some < end
+            edge = tl.load(order + some, mask=known, other=0)
+            u = tl.load(place + edge, mask=known, other=0.0)[:, None]
+            du = tl.load(d_place + edge, mask=known, other=0.0)[:, None]
+            line = edge[:, None] * columns + c[None, :]
+            read = known[:, None] & inside[None, :]
+            value = tl.load(to_w + line, mask=read, other=0.0)
+            moved = tl.load(to_dw + line, mask=read, other=0.0) * du
+            a0 += tl.sum(value, 0)
+            a1 += tl.sum(u * value + moved, 0)
+            a2 += tl.sum(u * (u * value + 2.0 * moved), 0)
+            a3 += tl.sum(u * u * (u * value + 3.0 * moved), 0)
+        where = out + program * 4 * columns + c
+        tl.store(where, a0, mask=inside)
+        tl.store(where + columns, a1, mask=inside)
+        tl.store(where + 2 * columns, a2, mask=inside)
+        tl.store(where + 3 * columns, a3, mask=inside)
+
+    return add_chunk

@@ -1,0 +1,73 @@
+"""On a GPU: trainings by generated kernels against plain operations, the same bits on repetition, no compiling when sizes
+change."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from forgefield.api import train
+from forgefield.ops.kernels.build import has_triton
+from forgefield.training.engines.engine import Engine
+from tests.helpers import tiny_config
+from tests.models.structures import make_potential
+from tests.training.engines.cases import labelled, step_function
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or not has_triton(), reason="needs a CUDA device and Triton"
+)
+MODEL = {"l_max": 2, "num_layers": 3, "num_features": [8, 4, 4], "parity": False}
+
+
+def batch(*sizes: int) -> dict[str, torch.Tensor]:
+    made = labelled(*sizes)
+    return {key: tensor.cuda() for key, tensor in made.items()}
+
+
+def trajectory(form: str, steps: int) -> list[torch.Tensor]:
+    potential = make_potential(precision="float64", **MODEL).cuda().train()
+    engine = Engine(step_function(potential, derivative=form))
+    weights = engine.function.trained_weights()
+    optimiser = torch.optim.Adam(weights, lr=2e-3)
+    batches = [batch(5, 3), batch(4, 6, 2)]
+    for number in range(steps):
+        for weight, gradient in zip(weights, engine.differentiate(batches[number % 2]).gradients):
+            weight.grad = gradient
+        optimiser.step()
+    return [weight.detach().clone() for weight in weights]
+
+
+def test_two_hundred_steps_end_where_plain_operations_end():
+    for ours, plain in zip(trajectory("kernels", 200), trajectory("double", 200)):
+        torch.testing.assert_close(ours, plain, rtol=1e-7, atol=1e-8)
+
+
+def test_the_same_bits_on_repetition_and_nothing_is_compiled_for_other_sizes(monkeypatch):
+    import triton
+
+    potential = make_potential(precision="float32", **MODEL).cuda().train()
+    engine = Engine(step_function(potential, derivative="kernels"))
+    compiled: list[object] = []
+    monkeypatch.setattr(triton.knobs.compilation, "listener", lambda **about: compiled.append(about["src"]))
+    first = engine.differentiate(batch(5, 3))
+    made = len(compiled)
+    for sizes in ((4, 6, 2), (7,), (16,), (3, 3, 3, 3)):
+        engine.differentiate(batch(*sizes))
+    again = engine.differentiate(batch(5, 3))
+    assert len(compiled) == made > 0
+    for one, other in zip(first.gradients, again.gradients):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("radial", ["table", "exact"])
+def test_a_training_by_kernels_follows_one_without(radial, tmp_path):
+    config = tiny_config(tmp_path)
+    config["trainer"] |= {"accelerator": "gpu", "devices": 1}
+    config["training"] |= {"engine": "graphs", "kernels": {"radial": radial}}
+    config["training"]["precision"] = "float32"
+    ours = train({**config, "name": "ours"})
+    config["training"] |= {"derivative": "double", "engine": "eager"}
+    plain = train({**config, "name": "plain"})
+    assert "generated kernels" in (ours.path / "log.txt").read_text()
+    for a, b in zip(ours.metrics(), plain.metrics(), strict=True):
+        assert a["val/loss"] == pytest.approx(b["val/loss"], rel=1e-3)
