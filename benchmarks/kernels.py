@@ -147,7 +147,14 @@ class Scene:
         self.to_geometry, _ = self.network.forces(torch.randn_like(features))
         motions = [self.motion] * len(self.network.layers)
         self.network.tangents(motions)
-        _, self.to_weights = self.network.back(torch.randn_like(features), motions)
+        kept: list[tuple[Tensor, Tensor]] = []
+
+        def keep(of_w: Tensor, of_dw: Tensor, motion: Motion) -> list[Tensor]:
+            kept.append((of_w, of_dw))
+            return []
+
+        self.network.back(torch.randn_like(features), motions, keep)
+        self.to_weights = kept[::-1]
 
     def geometry(self) -> Iterator[Timed]:
         graph, vectors, l_max, dtype = self.graph, self.vectors, self.model.options.l_max, self.model.dtype
