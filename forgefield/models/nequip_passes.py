@@ -7,14 +7,12 @@ and cotangents of tangents are those that the forces were made of, so the last p
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from forgefield.ops.graph import EdgeGraph, join
-from forgefield.ops.kernels.aside import Aside, abreast
 from forgefield.ops.kernels.convolution import Convolution, Motion, Radial
 from forgefield.ops.kernels.fields import TANGENT, VALUE, Field, Shape, new_field
 from forgefield.ops.kernels.form import form_of
@@ -29,16 +27,11 @@ def _shape(blocks: Sequence[Any]) -> Shape:
     return Shape(tuple((2 * block.l + 1, block.mul) for block in blocks))
 
 
-def _multiply(factors: Sequence[tuple[Tensor, Tensor, Tensor]]) -> None:
-    """Products of rows with matrices into memory that is there, of every block at the same time."""
-
-    def one(rows: Tensor, matrix: Tensor, out: Tensor) -> None:
-        if is_lowered(rows):
-            out.copy_(product(rows, matrix))
-        else:
-            torch.mm(rows, matrix, out=out)
-
-    abreast(factors[0][0].device, [partial(one, *three) for three in factors])
+def _multiply(rows: Tensor, matrix: Tensor, out: Tensor) -> None:
+    if is_lowered(rows):
+        out.copy_(product(rows, matrix))
+    else:
+        torch.mm(rows, matrix, out=out)
 
 
 class LayerWeights:
@@ -115,7 +108,8 @@ class Layer:
         self._add(h, self.h, TANGENT)
 
     def _enter(self, h: Field, place: int) -> None:
-        _multiply([(h.rows(i, place), matrix, self.x.rows(i, place)) for i, matrix in enumerate(self.enter)])
+        for number, matrix in enumerate(self.enter):
+            _multiply(h.rows(number, place), matrix, self.x.rows(number, place))
         self._scale(self.x, place)
 
     def _scale(self, x: Field, place: int) -> None:
@@ -128,7 +122,8 @@ class Layer:
             assert h is not None
             own = self._own(self.z, target, place, h.shape.blocks[number][1])
             torch.mul(h.block(number, place).unsqueeze(2), self.network.one_hot[:, None, :, None], out=own)
-        _multiply([(self.z.rows(i, place), matrix, self.a.rows(i, place)) for i, matrix in enumerate(self.leave)])
+        for number, matrix in enumerate(self.leave):
+            _multiply(self.z.rows(number, place), matrix, self.a.rows(number, place))
 
     def _own(self, z: Field, target: int, place: int, channels: int) -> Tensor:
         """(n_atoms, 2l + 1, n_species, channels): columns that hold the features of an atom in the place of its species."""
@@ -171,15 +166,15 @@ class Layer:
         return [*enter, *leave]
 
     def _back_to_z(self, place: int) -> None:
-        to_a, to_z = self.to_a, self.to_z
-        _multiply([(to_a.rows(i, place), matrix.t(), to_z.rows(i, place)) for i, matrix in enumerate(self.leave)])
+        for number, matrix in enumerate(self.leave):
+            _multiply(self.to_a.rows(number, place), matrix.t(), self.to_z.rows(number, place))
 
     def _back_to_h(self, before: Field | None, place: int) -> None:
         if before is None:
             return
         self._scale(self.to_x, place)
-        to_x = self.to_x
-        _multiply([(to_x.rows(i, place), matrix.t(), before.rows(i, place)) for i, matrix in enumerate(self.enter)])
+        for number, matrix in enumerate(self.enter):
+            _multiply(self.to_x.rows(number, place), matrix.t(), before.rows(number, place))
         for number, target in self.self_pairs:
             own = self._own(self.to_z, target, place, before.shape.blocks[number][1])
             total = before.block(number, place)
@@ -255,12 +250,9 @@ class Network:
         self.layers[-1].to_h.block(0, VALUE).copy_(to_features.unsqueeze(1))
         matrices: list[list[Tensor]] = []
         radials: list[list[Tensor]] = []
-        aside = Aside(to_features.device)
         for (layer, before), motion in zip(self._backwards(), reversed(motions)):
             radials.append(summed(*layer.back(None if before is None else before.to_h, motion), motion))
-            with aside:
-                matrices.append(layer.gradients(None if before is None else before.h))
-        aside.join()
+            matrices.append(layer.gradients(None if before is None else before.h))
         return [gradient for layers in (matrices, radials) for layer in layers[::-1] for gradient in layer]
 
     def _last(self, place: int) -> Tensor:

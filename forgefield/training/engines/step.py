@@ -7,7 +7,7 @@ generated kernels, for models that have them."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -16,7 +16,6 @@ from torch.func import functional_call
 
 from forgefield.data.batch import SHAPES, Shapes
 from forgefield.models.potential import Potential
-from forgefield.ops.kernels.aside import Aside
 from forgefield.ops.kernels.setting import KNOTS, kernels
 from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.task import Task
@@ -115,15 +114,9 @@ class StepFunction:
         with _Evaluating(self.potential, alone=True):
             outputs = self._outputs(batch)
         leaves = {name: outputs[name].detach().requires_grad_(True) for name in self.task.outputs}
-        sums, counts = self.task.sums(leaves, batch)
-        loss = self.task.combine(sums, counts if denominators is None else denominators, target_weights)
-        aside = Aside(loss.device)
-        with aside if self.derivative == "kernels" else nullcontext():
-            measured = self._measured(sums, counts, outputs, batch)
+        loss, measured = self._loss(leaves, batch, target_weights, denominators)
         adjoints = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values()))))
         gradients = torch.autograd.grad(self.potential.response(batch, adjoints), weights, allow_unused=True)
-        if self.derivative == "kernels":
-            aside.join()
         return Differentiated(list(gradients), loss.detach(), measured)
 
     def _kernels(self) -> AbstractContextManager[object]:
