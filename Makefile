@@ -6,6 +6,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+# Tests of generated kernels, which run in Triton's interpreter where there is no GPU.
+KERNEL_TESTS := tests/ops/kernels
 
 .PHONY: demo test lint format clean
 .DEFAULT_GOAL := demo
@@ -14,6 +16,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	[ "$$(uname -s)" != Linux ] || $(BIN)/python -c "import triton" 2> /dev/null || \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check triton==3.7.1
 	touch $@
 
 demo: $(INSTALLED)
@@ -21,6 +25,7 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(KERNEL_TESTS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
