@@ -4,7 +4,7 @@
 
 FOLDER holds train_300K.xyz and test_300K.xyz. Trains NequIP (l_max 2, four layers) on 450 of the 500 training frames,
 validates on the other 50 and tests on all test frames; after the training it prints the curve of the validation errors by
-minutes. Running it again continues. `key=value` overrides the config. """
+minutes. Running it again continues. `key=value` overrides the config."""
 
 from __future__ import annotations
 
