@@ -6,6 +6,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+TRITON := $(VENV)/.triton
+# Tests of generated kernels, which run in Triton's interpreter where there is no GPU.
+KERNEL_TESTS := tests/ops/kernels tests/training/points/test_fused.py
 
 .PHONY: demo test lint format clean
 .DEFAULT_GOAL := demo
@@ -16,12 +19,18 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $@
 
+$(TRITON): $(INSTALLED)
+	[ "$$(uname -s)" != Linux ] || $(BIN)/python -c "import triton" 2> /dev/null || \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check triton==3.7.1
+	touch $@
+
 demo: $(INSTALLED)
 	$(BIN)/forgefield train
 
 # Three workers for two cores: some tests wait for launchers and schedulers, and others go on meanwhile.
-test: $(INSTALLED)
+test: $(INSTALLED) $(TRITON)
 	OMP_NUM_THREADS=1 SYMPY_CACHE_SIZE=100000 $(BIN)/python -m pytest -n 3 --dist worksteal $(PYTEST_ARGS)
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(KERNEL_TESTS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

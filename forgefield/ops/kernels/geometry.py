@@ -25,6 +25,7 @@ class EdgeGeometry(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, vectors, inverse, l_max, n_intervals, dtype):
+        vectors, inverse = vectors.contiguous(), inverse.contiguous()
         ctx.save_for_backward(vectors, inverse)
         ctx.numbers = (l_max, n_intervals)
         n_edges = vectors.shape[0]
@@ -41,6 +42,11 @@ class EdgeGeometry(torch.autograd.Function):
     def backward(ctx, to_harmonics, to_place, _):
         vectors, inverse = ctx.saved_tensors
         result = torch.empty_like(vectors)
+        n_edges, n_harmonics = vectors.shape[0], (ctx.numbers[0] + 1) ** 2
+        if to_harmonics is None:  # nobody asked for what depends on it
+            to_harmonics = vectors.new_zeros((n_edges, n_harmonics))
+        if to_place is None:
+            to_place = vectors.new_zeros((n_edges,))
         given = (to_harmonics.contiguous(), to_place.contiguous())
         _launch("cotangents", *ctx.numbers, vectors, vectors, inverse, *given, vectors, result)
         return result, None, None, None, None
@@ -53,8 +59,8 @@ def moved_geometry(
     n_edges = vectors.shape[0]
     harmonics = torch.empty((n_edges, (l_max + 1) ** 2), dtype=dtype, device=vectors.device)
     place = torch.empty((n_edges,), dtype=dtype, device=vectors.device)
-    given = (vectors.contiguous(), tangents.contiguous())
-    _launch("tangents", l_max, n_intervals, *given, inverse, harmonics, place, vectors, vectors)
+    given = (vectors.contiguous(), tangents.contiguous(), inverse.contiguous())
+    _launch("tangents", l_max, n_intervals, *given, harmonics, place, vectors, vectors)
     return harmonics, place
 
 

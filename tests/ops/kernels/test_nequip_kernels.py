@@ -7,18 +7,14 @@ On a machine without a GPU the kernels run in Triton's interpreter, which has to
 import pytest
 import torch
 
-from forgefield.ops.kernels.build import has_triton
-from forgefield.ops.kernels.setting import interpreted, kernels
-from forgefield.ops.kernels.table import CHUNK, edges_by_interval, interval_sums_by_kernel, interval_sums_by_rows
+from forgefield.ops.kernels.setting import kernels
 from tests.models.structures import make_batch, make_frame, make_potential
+from tests.ops.kernels.support import DEVICE, needs_kernels
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = pytest.mark.skipif(
-    not has_triton() or not (torch.cuda.is_available() or interpreted()), reason="needs Triton and a GPU"
-)
+pytestmark = needs_kernels
 CASES = {
     "plain": {"l_max": 1, "num_layers": 2, "num_features": 4},
-    "degrees of unequal width": {"l_max": 2, "num_layers": 3, "num_features": [6, 3, 2], "parity": False},
+    "degrees of unequal width": {"l_max": 2, "num_layers": 2, "num_features": [6, 3, 2], "parity": False},
     "parities, norm, resnet": {
         "l_max": 1,
         "num_layers": 3,
@@ -35,26 +31,30 @@ CASES = {
 }
 
 
-def batch(dtype=torch.float64):
+def batch():
+    """12 edges: a crystal, a molecule, and an atom that is alone."""
     made = make_batch(
-        make_frame(5, seed=1), make_frame(3, seed=2, periodic=False), make_frame(1, seed=4, periodic=False)
+        make_frame(3, seed=1, box=4.5), make_frame(2, seed=2, periodic=False), make_frame(1, seed=4, periodic=False)
     )
     return {key: value.to(DEVICE) for key, value in made.items()}
 
 
-def gradients(potential, given) -> list[torch.Tensor]:
+def step(potential, given, by_kernels: bool) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+    """What a training makes of a batch: outputs, and gradients in all weights for adjoints drawn at random."""
     generator = torch.Generator().manual_seed(7)
     adjoints = {
         "energy": torch.randn(3, dtype=torch.float64, generator=generator).to(DEVICE),
-        "forces": torch.randn(9, 3, dtype=torch.float64, generator=generator).to(DEVICE),
+        "forces": torch.randn(6, 3, dtype=torch.float64, generator=generator).to(DEVICE),
         "stress": torch.randn(3, 3, 3, dtype=torch.float64, generator=generator).to(DEVICE),
     }
     given = given | {"memory": {}}
-    potential(given, stress=True)  # kernels of the response need what the first pass left
-    number = potential.response(given, adjoints)
-    weights = [p for p in potential.parameters() if p.requires_grad]
-    found = torch.autograd.grad(number, weights, allow_unused=True)
-    return [torch.zeros_like(p) if g is None else g for p, g in zip(weights, found)]
+    with kernels(enabled=by_kernels):
+        outputs = potential(given, stress=True)  # kernels of the response need what the first pass left
+        number = potential.response(given, adjoints)
+        weights = [p for p in potential.parameters() if p.requires_grad]
+        found = torch.autograd.grad(number, weights, allow_unused=True)
+    assert ("network" in given["memory"]) == by_kernels
+    return outputs, [torch.zeros_like(p) if g is None else g for p, g in zip(weights, found)]
 
 
 def relative(ours: torch.Tensor, reference: torch.Tensor) -> float:
@@ -65,9 +65,8 @@ def relative(ours: torch.Tensor, reference: torch.Tensor) -> float:
 def test_kernels_give_what_plain_operations_give(case):
     potential = make_potential(precision="float64", **CASES[case]).to(DEVICE).eval()
     given = batch()
-    plain, plain_gradients = potential(given, stress=True), gradients(potential, given)
-    with kernels(enabled=True):
-        ours, our_gradients = potential(given, stress=True), gradients(potential, given)
+    plain, plain_gradients = step(potential, given, by_kernels=False)
+    ours, our_gradients = step(potential, given, by_kernels=True)
     for key in ("energy", "forces"):
         torch.testing.assert_close(ours[key], plain[key], rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(ours["stress"][0], plain["stress"][0], rtol=1e-10, atol=1e-10)
@@ -80,23 +79,22 @@ def test_tables_are_as_close_to_float64_as_float32_is(case):
     given = batch()
     reference = make_potential(precision="float64", **CASES[case]).to(DEVICE).eval()
     single = make_potential(precision="float32", **CASES[case]).to(DEVICE).eval()
-    exact = torch.cat([g.flatten() for g in gradients(reference, given)])
-    plain = torch.cat([g.flatten().double() for g in gradients(single, given)])
+    exact, plain, ours = (
+        step(potential, given, by_kernels=by_kernels)
+        for potential, by_kernels in ((reference, False), (single, False), (single, True))
+    )
+    exact_, plain_, ours_ = (torch.cat([g.flatten().double() for g in found[1]]) for found in (exact, plain, ours))
+    assert relative(ours_, exact_) < 3 * relative(plain_, exact_) + 2e-6
+    assert relative(ours[0]["forces"], exact[0]["forces"]) < 2e-6
+
+
+def test_forces_alone_are_those_of_a_training():
+    potential, given = make_potential(precision="float32", **CASES["plain"]).to(DEVICE).eval(), batch()
     with kernels(enabled=True):
-        ours = torch.cat([g.flatten().double() for g in gradients(single, given)])
-        forces = single(given)["forces"]
-    assert relative(ours, exact) < 3 * relative(plain, exact) + 2e-6
-    assert relative(forces, reference(given)["forces"]) < 2e-6
-
-
-@pytest.mark.parametrize("columns", [5, 16])
-def test_gradient_of_a_table_is_summed_over_intervals(columns):
-    n_edges, n_intervals = 2 * CHUNK + 40, 6
-    at = torch.randint(0, n_intervals - 1, (n_edges,), device=DEVICE)  # the last has no edge
-    at[: 2 * CHUNK + 3] = 1  # more than one chunk
-    at = edges_by_interval(at.to(torch.int16), n_intervals)
-    to_w, to_dw = torch.randn(2, n_edges, columns, dtype=torch.float64, device=DEVICE)
-    place, d_place = torch.rand(2, n_edges, dtype=torch.float64, device=DEVICE)
-    found = interval_sums_by_kernel(to_w, to_dw, at, place, d_place)
-    expected = interval_sums_by_rows(to_w, to_dw, at, place, d_place)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        alone = potential(given)
+        with torch.no_grad():
+            energy = potential(given, forces=False)["energy"]
+    trained, _ = step(potential, given, by_kernels=True)
+    assert torch.equal(alone["forces"], trained["forces"])
+    assert torch.equal(alone["energy"], trained["energy"])
+    torch.testing.assert_close(energy, trained["energy"], rtol=1e-6, atol=0)

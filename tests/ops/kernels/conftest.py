@@ -1,0 +1,15 @@
+"""Memory that nobody has written holds NaN in the tests of kernels, so an element that a kernel forgets is seen."""
+
+import pytest
+import torch
+
+from tests.ops.kernels.support import DEVICE
+
+
+@pytest.fixture(autouse=True)
+def _unwritten_memory_is_nan(monkeypatch):
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.zeros(1, device=DEVICE).new_empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -1,0 +1,333 @@
+"""The convolution by generated kernels, in its four passes, against the plain sum it stands for and the derivatives of that.
+
+The oracle is that sum in float64, path by path and edge by edge. Without a GPU kernels run in Triton's interpreter, which has
+to be asked for before Triton is imported: `TRITON_INTERPRET=1 pytest tests/ops/kernels`.
+"""
+
+import random
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import pytest
+import torch
+from e3nn import o3
+from torch import Tensor
+
+from forgefield.ops.convolution_plan import Block, ConvolutionPlan, list_paths, plan_convolution
+from forgefield.ops.graph import EdgeGraph, pair_graph, reverse_edges
+from forgefield.ops.harmonics import clebsch_gordan
+from forgefield.ops.kernels.convolution import Convolution, Motion, Radial
+from forgefield.ops.kernels.fields import TANGENT, VALUE, Field, Shape
+from forgefield.ops.kernels.form import Form, form_of
+from tests.ops.kernels.support import (
+    DEVICE,
+    assert_only_written,
+    assert_same,
+    draw,
+    filled,
+    needs_kernels,
+    nowhere_written,
+)
+
+pytestmark = needs_kernels
+
+FIXED = {
+    "one block": (((3, 0, 1),), 1, {(0, 1), (1, -1)}),
+    "two programs for a block": (((131, 0, 1), (128, 1, -1)), 1, {(0, 1), (1, -1)}),
+    "blocks that nobody reads": (((5, 0, -1), (3, 1, -1), (2, 2, -1), (4, 1, 1), (1, 0, -1)), 1, {(0, 1)}),
+    "both parities": (((2, 0, 1), (3, 0, -1), (4, 1, 1), (1, 1, -1)), 1, {(0, 1), (0, -1), (1, 1), (1, -1)}),
+    "scalars to every degree": (((17, 0, 1),), 4, {(0, 1), (1, -1), (2, 1), (3, -1), (4, 1)}),
+    "every degree to scalars": (((5, 0, 1), (3, 1, -1), (2, 2, 1), (1, 3, -1), (40, 4, 1)), 4, {(0, 1)}),
+}
+CASES = [*FIXED, *(f"random {seed}" for seed in range(4))]
+GRAPHS = {
+    "some": ([1, 0, 2, 0, 4], [0, 1, 1, 3, 3], 5),  # atoms 2 and 4 have no edges, atom 3 sends none
+    "no edges": ([], [], 2),
+    "one atom": ([0, 0, 0], [0, 0, 0], 1),
+    "no atoms": ([], [], 0),
+}
+
+
+def irreps_of(case: str) -> ConvolutionPlan:
+    """A case with a name of its own, or blocks, widths, parities and results drawn by number; l_max goes from 1 to 4."""
+    if case in FIXED:
+        blocks, l_max, out = FIXED[case]
+        return plan_convolution(tuple(Block(*block) for block in blocks), l_max, frozenset(out))
+    seed = int(case.removeprefix("random "))
+    chance = random.Random(seed)
+    l_max = 1 + seed % 4
+    drawn = tuple(
+        Block(chance.choice([1, 3, 5, 17, 40]), chance.randint(0, l_max), chance.choice([1, -1]))
+        for _ in range(chance.randint(2, 3))
+    )
+    everything = frozenset((degree, parity) for degree in range(l_max + 1) for parity in (1, -1))
+    reachable = sorted({(path.l3, path.p3) for path in list_paths(drawn, l_max, everything)})
+    return plan_convolution(drawn, l_max, frozenset(chance.sample(reachable, min(2, len(reachable)))))
+
+
+def graph_of(name: str, paired: bool = False) -> EdgeGraph:
+    """paired: pairs of atoms 0-1, 0-2 and of atom 0 with its own image, atom 3 being alone."""
+    if not paired:
+        source, destination, n_atoms = GRAPHS[name]
+        integer = {"dtype": torch.int64, "device": DEVICE}
+        return EdgeGraph(torch.tensor(source, **integer), torch.tensor(destination, **integer), n_atoms)
+    edges = torch.tensor([[1, 2, 0, 0, 0, 0], [0, 0, 0, 0, 1, 2]])
+    shift = torch.tensor([[0, 0, 0], [0, 0, 0], [1, 0, 0], [-1, 0, 0], [0, 0, 0], [0, 0, 0]])
+    reverse = reverse_edges(edges, shift)
+    return pair_graph(edges[0].to(DEVICE), edges[1].to(DEVICE), 4, reverse.to(DEVICE))
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A convolution, its inputs and how they move. x, dx: (n_atoms, in_dim). g, dg: cotangents of the outputs and of their
+    tangents, (n_atoms, out_dim). dw: tangents of rows of weights; du: of the places in a table."""
+
+    plan: ConvolutionPlan
+    graph: EdgeGraph
+    radial: Radial
+    harmonics: Tensor
+    motion: Motion
+    x: Tensor
+    dx: Tensor
+    g: Tensor
+    dg: Tensor
+    still: bool
+
+    @cached_property
+    def targets(self) -> list[tuple[int, ...]]:
+        """Paths by the kind of their result."""
+        kinds = sorted({(block.l, block.p) for block in self.plan.out_blocks})
+        return [tuple(n for n, b in enumerate(self.plan.out_blocks) if (b.l, b.p) == kind) for kind in kinds]
+
+    @cached_property
+    def form(self) -> Form:
+        """Blocks of the output have one, zero, two, one... columns more than paths need."""
+        return form_of(self.plan, tuple(self.targets), tuple((1, 0, 2)[n % 3] for n in range(len(self.targets))))
+
+    @property
+    def convolution(self) -> Convolution:
+        return Convolution(self.form, self.graph, self.harmonics, self.radial, still=self.still)
+
+    def field(self, shape: Shape) -> Field:
+        return nowhere_written(shape, self.graph.n_atoms, self.x.dtype)
+
+    def features(self, *, moving: bool) -> Field:
+        """Tangents stay NaN where nobody may read them."""
+        x = filled(split(self.x, self.plan.in_blocks), VALUE, self.field(self.form.features))
+        return filled(split(self.dx, self.plan.in_blocks), TANGENT, x) if moving and not self.still else x
+
+    def cotangents(self, *, both: bool) -> Field:
+        """NaN in the columns that belong to no path."""
+        field = self.field(self.form.outputs)
+        for path, column in enumerate(split(self.dg, self.plan.out_blocks)):
+            self.columns(field, path, TANGENT).copy_(column)
+        if both:
+            for path, column in enumerate(split(self.g, self.plan.out_blocks)):
+                self.columns(field, path, VALUE).copy_(column)
+        return field
+
+    def columns(self, field: Field, path: int, place: int) -> Tensor:
+        """Of a path, (n_atoms, 2l + 1, mul)."""
+        (number,) = (n for n, paths in enumerate(self.targets) if path in paths)
+        before = sum(self.plan.out_blocks[p].mul for p in self.targets[number] if p < path)
+        return field.block(number, place)[:, :, before : before + self.plan.out_blocks[path].mul]
+
+    def results(self, field: Field, place: int) -> Tensor:
+        """(n_atoms, out_dim), path by path; what belongs to no path has not been written."""
+        found = [self.columns(field, path, place).flatten(1).clone() for path in range(len(self.plan.paths))]
+        for path in range(len(self.plan.paths)):
+            self.columns(field, path, place).fill_(torch.nan)
+        assert_only_written(field)
+        return torch.cat(found, 1)
+
+    def exact(self) -> "Problem":
+        """In float64."""
+
+        def double(value: Tensor | None) -> Tensor | None:
+            return None if value is None else value.double()
+
+        radial = Radial(self.radial.weights.double(), self.radial.row, double(self.radial.place))
+        motion = Motion(*(double(value) for value in (self.motion.harmonics, self.motion.weights, self.motion.place)))
+        tensors = {name: getattr(self, name).double() for name in ("harmonics", "x", "dx", "g", "dg")}
+        return replace(self, radial=radial, motion=motion, **tensors)
+
+    def edge_weights(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Weights of every edge, their slopes by the place in the table and their tangents, (n_edges, n_weights)."""
+        rows = self.radial.weights[self.radial.row.long()]
+        if self.radial.place is None:
+            return rows, torch.zeros_like(rows), self.motion.weights[self.radial.row]
+        c0, c1, c2, c3 = rows.unbind(1)
+        u, du = self.radial.place.unsqueeze(1), self.motion.place.unsqueeze(1)
+        slope = c1 + 2 * u * c2 + 3 * u**2 * c3
+        return c0 + u * c1 + u**2 * c2 + u**3 * c3, slope, slope * du
+
+
+def split(rows: Tensor, blocks: tuple[Block, ...]) -> list[Tensor]:
+    parts = rows.split([block.dim for block in blocks], 1)
+    return [part.unflatten(1, (2 * block.l + 1, block.mul)) for part, block in zip(parts, blocks)]
+
+
+def problem(case: str, radial: str, graph: str = "some", still: bool = False, dtype=torch.float64) -> Problem:
+    """radial: "rows" for every edge, "pairs" of edges that share them, or a "table" of four intervals."""
+    plan, edges = irreps_of(case), graph_of(graph, paired=radial == "pairs")
+    n_edges, n_atoms = edges.n_edges, edges.n_atoms
+    harmonics, d_harmonics = draw(1, 2, n_edges, (plan.l_max + 1) ** 2, dtype=dtype)
+    harmonics[:, 0], d_harmonics[:, 0] = 1, 0  # the first is one by contract
+    if radial == "table":
+        at = torch.tensor([2, 0, 2, 1, 2], dtype=torch.int16, device=DEVICE)[:n_edges]  # the last interval has no edge
+        place, d_place = draw(2, 2, n_edges, dtype=dtype)
+        place = place.abs().clamp(max=1).contiguous()
+        place[:1] = 0
+        given, motion = (
+            Radial(draw(3, 4, 4, plan.n_weights, dtype=dtype), at, place),
+            Motion(d_harmonics, place=d_place),
+        )
+    else:
+        row = torch.arange(n_edges, device=DEVICE) if edges.pair is None else edges.pair
+        weights, d_weights = draw(3, 2, n_edges if edges.pair is None else n_edges // 2, plan.n_weights, dtype=dtype)
+        given, motion = Radial(weights, row), Motion(d_harmonics, d_weights)
+    x, dx = draw(4, 2, n_atoms, plan.in_dim, dtype=dtype)
+    g, dg = draw(5, 2, n_atoms, plan.out_dim, dtype=dtype)
+    dx = torch.zeros_like(dx) if still else dx
+    return Problem(plan, edges, given, harmonics, motion, x, dx, g, dg, still)
+
+
+def oracle(given: Problem, x: Tensor, harmonics: Tensor, weights: Tensor) -> Tensor:
+    """The sum itself, (n_atoms, out_dim). weights: of every edge."""
+    plan, graph = given.plan, given.graph
+    blocks = split(x[graph.source], plan.in_blocks)
+    messages = []
+    for path, w in zip(plan.paths, weights.split([block.mul for block in plan.out_blocks], 1)):
+        y = harmonics[:, path.l2**2 : (path.l2 + 1) ** 2]
+        coefficients = clebsch_gordan(plan.in_blocks[path.source].l, path.l2, path.l3).to(x) * (2 * path.l3 + 1) ** 0.5
+        messages.append(torch.einsum("ijk,eiu,ej,eu->eku", coefficients, blocks[path.source], y, w).flatten(1))
+    return x.new_zeros(graph.n_atoms, plan.out_dim).index_add(0, graph.destination, torch.cat(messages, 1))
+
+
+def tracked(*values: Tensor) -> list[Tensor]:
+    return [value.detach().clone().requires_grad_() for value in values]
+
+
+def check_values(given: Problem, tolerance: float) -> None:
+    exact, out = given.exact(), given.field(given.form.outputs)
+    given.convolution.values(given.features(moving=False), out)
+    assert_same(given.results(out, VALUE), oracle(exact, exact.x, exact.harmonics, exact.edge_weights()[0]), tolerance)
+
+
+def check_tangents(given: Problem, tolerance: float) -> None:
+    exact, out = given.exact(), given.field(given.form.outputs)
+    weights, _, d_weights = exact.edge_weights()
+    given.convolution.tangents(given.features(moving=True), out, given.motion)
+    primal, moved = (exact.x, exact.harmonics, weights), (exact.dx, exact.motion.harmonics, d_weights)
+    _, expected = torch.func.jvp(lambda *inputs: oracle(exact, *inputs), primal, moved)
+    assert_same(given.results(out, TANGENT), expected, tolerance)
+
+
+def check_forces(given: Problem, tolerance: float, features: bool = True) -> None:
+    exact, form = given.exact(), given.form
+    weights, slopes, _ = exact.edge_weights()
+    columns = form.n_harmonics + (1 if given.radial.in_table else 0)
+    parts = given.x.new_full((form.n_chunks, given.graph.n_edges, columns), torch.nan)
+    to_x = given.field(form.features) if features else None
+    of_rows = given.convolution.forces(given.features(moving=False), given.cotangents(both=False), to_x, parts)
+
+    inputs = tracked(exact.x, exact.harmonics, weights)
+    of_x, of_harmonics, of_weights = torch.autograd.grad(oracle(exact, *inputs), inputs, exact.dg)
+    if to_x is not None:
+        assert_only_written(to_x, TANGENT)
+        assert_same(torch.cat([block.flatten(1) for block in to_x.blocks(TANGENT)], 1), of_x, tolerance)
+    found = parts.sum(0)
+    assert not found[:, 0].any()  # a constant
+    assert_same(found[:, 1 : form.n_harmonics], of_harmonics[:, 1:], tolerance)
+    if given.radial.in_table:
+        assert of_rows.shape == (0, form.n_weights)
+        assert_same(found[:, -1], (of_weights * slopes).sum(1), tolerance)
+    else:
+        assert_same(of_rows, of_weights, tolerance)
+
+
+def check_back(given: Problem, tolerance: float) -> None:
+    exact, to_x = given.exact(), given.field(given.form.features)
+    weights, _, d_weights = exact.edge_weights()
+    found = given.convolution.back(given.features(moving=True), given.cotangents(both=True), to_x, given.motion)
+
+    x, w, dw = tracked(exact.x, weights, d_weights)
+    primal, moved = (x, exact.harmonics, w), (exact.dx, exact.motion.harmonics, dw)
+    made = torch.func.jvp(lambda *inputs: oracle(exact, *inputs), primal, moved)
+    expected = torch.autograd.grad(made, (x, w, dw), (exact.g, exact.dg))
+    assert_only_written(to_x, VALUE)
+    of_x = torch.cat([block.flatten(1) for block in to_x.blocks(VALUE)], 1)
+    for one, other in zip((of_x, *found), expected):
+        assert_same(one, other, tolerance)
+
+
+PASSES = {"values": check_values, "tangents": check_tangents, "forces": check_forces, "back": check_back}
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=CASES)
+@pytest.mark.parametrize("name", PASSES)
+def test_every_pass_equals_the_plain_sum(name, number):
+    PASSES[name](problem(CASES[number], ("table", "rows", "pairs")[number % 3]), 1e-12)
+
+
+@pytest.mark.parametrize("radial", ["rows", "pairs", "table"])
+@pytest.mark.parametrize("name", PASSES)
+def test_every_pass_knows_all_weights(name, radial):
+    PASSES[name](problem("both parities", radial), 1e-12)
+
+
+@pytest.mark.parametrize("radial", ["pairs", "table"])
+@pytest.mark.parametrize("name", ["tangents", "back"])
+def test_features_that_do_not_move(name, radial):
+    PASSES[name](problem("two programs for a block", radial, still=True), 1e-12)
+
+
+@pytest.mark.parametrize("radial", ["rows", "table"])
+def test_forces_of_features_that_nobody_asks_for(radial):
+    check_forces(problem("blocks that nobody reads", radial), 1e-12, features=False)
+
+
+@pytest.mark.parametrize("graph", [name for name in GRAPHS if name != "some"])
+@pytest.mark.parametrize("radial", ["rows", "table"])
+@pytest.mark.parametrize("name", PASSES)
+def test_few_atoms_and_no_edges(name, radial, graph):
+    PASSES[name](problem("one block", radial, graph), 1e-12)
+
+
+@pytest.mark.parametrize("radial", ["pairs", "table"])
+@pytest.mark.parametrize("name", PASSES)
+def test_float32_loses_only_its_own_rounding(name, radial):
+    """The terms of a sum over channels may be twenty times larger than the sum."""
+    PASSES[name](problem("random 1", radial, dtype=torch.float32), 20 * torch.finfo(torch.float32).eps)
+
+
+@pytest.mark.parametrize("case", ["both parities", "every degree to scalars", "random 2"])
+def test_values_equal_e3nn_tensor_product(case):
+    given = problem(case, "rows")
+    plan, graph = given.plan, given.graph
+
+    def to_e3nn(rows: Tensor, blocks: tuple[Block, ...]) -> Tensor:
+        return torch.cat([part.transpose(1, 2).flatten(1) for part in split(rows, blocks)], 1)
+
+    irreps, out = (o3.Irreps([(b.mul, (b.l, b.p)) for b in blocks]) for blocks in (plan.in_blocks, plan.out_blocks))
+    instructions = [(path.source, path.l2, number, "uvu", True) for number, path in enumerate(plan.paths)]
+    harmonics = o3.Irreps.spherical_harmonics(plan.l_max)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)  # the precision in which e3nn keeps its coefficients
+    try:
+        product = o3.TensorProduct(irreps, harmonics, out, instructions, shared_weights=False, internal_weights=False)
+    finally:
+        torch.set_default_dtype(before)
+    features = to_e3nn(given.x, plan.in_blocks)[graph.source]
+    messages = product.to(DEVICE)(features, given.harmonics, given.radial.weights)
+    total = messages.new_zeros(graph.n_atoms, out.dim).index_add(0, graph.destination, messages)
+    field = given.field(given.form.outputs)
+    given.convolution.values(given.features(moving=False), field)
+    assert_same(to_e3nn(given.results(field, VALUE), plan.out_blocks), total)
+
+
+def test_memory_laid_out_otherwise_is_refused():
+    given = problem("one block", "rows")
+    spread = replace(given, harmonics=given.harmonics.repeat_interleave(2, 1)[:, ::2])
+    with pytest.raises(RuntimeError, match="rows of y"):
+        check_values(spread, 1e-12)
