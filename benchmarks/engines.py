@@ -204,7 +204,7 @@ def one(
     if derivative == "kernels":
         word, _, captured = name.partition("-")
         choice = Choice(word, derivative, captured or None)
-        refusal = why_not_kernels(choice, model.potential, batch["positions"].device)
+        refusal = why_not_kernels(choice, model.function(derivative), batch["positions"].device)
         if refusal is not None:
             return {"refusal": refusal}
     engine: Engine | None = None

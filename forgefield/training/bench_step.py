@@ -22,6 +22,7 @@ from forgefield.models.registry import build_model
 from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.task import Task
 from forgefield.training.ema import WeightAverage
+from forgefield.training.engines.choose import knots_wanted
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.step import StepFunction
 from forgefield.training.optimisers import build_optimiser
@@ -31,7 +32,8 @@ from forgefield.training.resolved_model import built_task, key_frames, resolved_
 
 @dataclass
 class BareStep:
-    """data: prepared. average: of the weights, where the config asks for one. resolved: options of the model in full."""
+    """data: prepared. average: of the weights, where the config asks for one. resolved: options of the model in full. knots: of
+    the tables that kernels read, zero for none."""
 
     data: DataModule
     potential: Potential
@@ -41,6 +43,7 @@ class BareStep:
     device: torch.device
     resolved: dict[str, Any]
     precision: Precision
+    knots: int
     errors: ErrorMetrics = field(init=False)
 
     def __post_init__(self) -> None:
@@ -48,7 +51,9 @@ class BareStep:
 
     def function(self, derivative: str) -> StepFunction:
         shapes = batch_shapes(self.data.train.fields)
-        return StepFunction(self.potential, self.task, self.errors, derivative=derivative, shapes=shapes)
+        return StepFunction(
+            self.potential, self.task, self.errors, derivative=derivative, knots=self.knots, shapes=shapes
+        )
 
     def batch(self, rows: Sequence[int] | np.ndarray) -> Batch:
         """These frames of the training data, on the device."""
@@ -98,7 +103,9 @@ def bare_step(config: DictConfig, *, precision: str | None = None, data: DataMod
     average = WeightAverage(potential, config.training.ema) if config.training.ema else None
     if average is not None:
         average.to(device)
-    return BareStep(data, potential, task, optimiser, average, device, resolved, arithmetic)
+    return BareStep(
+        data, potential, task, optimiser, average, device, resolved, arithmetic, knots_wanted(config.training)
+    )
 
 
 def first_precision(config: DictConfig) -> str:

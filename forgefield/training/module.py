@@ -21,6 +21,7 @@ from forgefield.tasks.task import Target, Task
 from forgefield.training.adaptation import parameter_groups, plain_state
 from forgefield.training.ema import StochasticAverage, WeightAverage
 from forgefield.training.engines.captured_update import CapturedUpdate, why_not_capturable
+from forgefield.training.engines.choose import knots_wanted
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.graphs import GraphsEngine
 from forgefield.training.engines.sparing import SparingEngine, raise_if_memory
@@ -254,7 +255,7 @@ class TrainingModule(RunModule):
         return why_not_capturable(self.trainer.optimizers[0])
 
     def _step_function(self, derivative: str) -> StepFunction:
-        knots = self.options.kernels.knots if self.options.kernels.radial == "table" else 0
+        knots = knots_wanted(self.options)
         return StepFunction(
             self.potential, self.task, self.train_errors, derivative=derivative, knots=knots, shapes=self.shapes
         )

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from forgefield.errors import ForgefieldError
-from forgefield.models.potential import Potential
 from forgefield.ops.kernels.build import has_triton
 from forgefield.ops.kernels.setting import interpreted
 from forgefield.training.engines.engine import Engine
@@ -72,7 +71,7 @@ def build(choice: Choice, on: Circumstances, device: torch.device) -> Engine:
     _refuse(choice, device, on.against_graphs)
     function = on.function(choice.derivative)
     if choice.derivative == "kernels":
-        refusal = why_not_kernels(choice, function.potential, device)
+        refusal = why_not_kernels(choice, function, device)
         if refusal is not None:
             raise ForgefieldError(f"training.derivative=kernels: {refusal}")
     engine = Engine(function, world_size=on.world_size)
@@ -120,7 +119,7 @@ def why_not(name: str, device: torch.device) -> str | None:
     return None
 
 
-def why_not_kernels(choice: Choice, potential: Potential, device: torch.device) -> str | None:
+def why_not_kernels(choice: Choice, function: StepFunction, device: torch.device) -> str | None:
     """What keeps generated kernels from being used."""
     if choice.compiles or choice.name == "script":
         return "kernels are launched as they are, not compiled or scripted; use training.engine=graphs or auto."
@@ -128,9 +127,11 @@ def why_not_kernels(choice: Choice, potential: Potential, device: torch.device) 
         return f"they need an NVIDIA GPU, and this training runs on {device.type}; use double or tangent."
     if not has_triton():
         return "they are made with Triton, which is not installed; use double or tangent."
-    against = getattr(potential.model, "against_kernels", None)
+    against = getattr(function.potential.model, "against_kernels", None)
     if against is None:
         return "of all models NequIP alone has them; use double or tangent."
+    if not (function.task.needs_forces or function.task.needs_stress):
+        return "they make forces, and none are trained here; use double."
     return against()
 
 
@@ -163,12 +164,17 @@ def wanted(options: Any, *, can_use_kernels: bool = False) -> Choice | None:
     return Choice(name, derivative, captured)
 
 
+def knots_wanted(options: Any) -> int:
+    """Intervals of the tables that kernels read radial weights from; zero where they take the network's own values."""
+    return int(options.kernels.knots) if options.kernels.radial == "table" else 0
+
+
 def can_use_kernels(on: Circumstances, device: torch.device) -> bool:
     """Whether `auto` may take them: float64 is left to the plain operations that are its reference."""
-    potential = on.function("double").potential
-    if getattr(potential.model, "dtype", None) == torch.float64:
+    function = on.function("double")
+    if getattr(function.potential.model, "dtype", None) == torch.float64:
         return False
-    return why_not_kernels(Choice("graphs", "kernels", "eager"), potential, device) is None
+    return why_not_kernels(Choice("graphs", "kernels", "eager"), function, device) is None
 
 
 def start(choice: Choice, on: Circumstances, batch: Batch) -> Engine:

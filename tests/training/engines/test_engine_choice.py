@@ -12,7 +12,16 @@ from torch import nn
 from forgefield.errors import ForgefieldError
 from forgefield.models import Potential
 from forgefield.training.engines.captured_update import portable_optimiser_states, why_not_capturable
-from forgefield.training.engines.choose import Choice, Circumstances, build, measure_and_choose, start, wanted, why_not
+from forgefield.training.engines.choose import (
+    Choice,
+    Circumstances,
+    build,
+    can_use_kernels,
+    measure_and_choose,
+    start,
+    wanted,
+    why_not,
+)
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.script import ScriptEngine
 from forgefield.training.engines.size_plan import SizePlan
@@ -57,6 +66,40 @@ def circumstances(potential, said: list[str], **changes) -> Circumstances:
 )
 def test_what_the_config_asks_for(given, choice):
     assert wanted(settings(**given)) == choice
+
+
+def test_kernels_are_taken_with_graphs_where_they_can_run():
+    assert wanted(settings(engine="graphs"), can_use_kernels=True) == Choice("graphs", "kernels", "eager")
+    assert wanted(settings(engine="graphs", derivative="double"), can_use_kernels=True).derivative == "double"
+    assert wanted(settings(engine="compile"), can_use_kernels=True) == Choice("compile", "double")
+    assert not can_use_kernels(circumstances(make_potential(precision="float32"), []), CPU)
+
+
+@pytest.mark.parametrize(
+    ("choice", "potential", "targets", "reason"),
+    [
+        (Choice("compile", "kernels"), {}, ("forces",), "not compiled or scripted"),
+        (Choice("eager", "kernels"), {}, ("forces",), "NVIDIA GPU"),
+        (Choice("eager", "kernels"), {}, ("energy",), "none are trained"),
+        (Choice("eager", "kernels"), {"type_embed_num_features": 1}, ("forces",), "no more species"),
+    ],
+)
+def test_kernels_are_refused_with_a_reason(choice, potential, targets, reason, monkeypatch):
+    if reason != "NVIDIA GPU":
+        monkeypatch.setattr("forgefield.training.engines.choose.interpreted", lambda: True)
+        monkeypatch.setattr("forgefield.training.engines.choose.has_triton", lambda: True)
+    made = make_potential(**potential)
+    on = circumstances(made, [], function=lambda form: step_function(made, targets, derivative=form))
+    with pytest.raises(ForgefieldError, match=f"training.derivative=kernels: .*{reason}"):
+        build(choice, on, CPU)
+
+
+def test_kernels_are_refused_for_models_that_have_none(monkeypatch):
+    monkeypatch.setattr("forgefield.training.engines.choose.interpreted", lambda: True)
+    monkeypatch.setattr("forgefield.training.engines.choose.has_triton", lambda: True)
+    own = Potential(ReadsAValue())
+    with pytest.raises(ForgefieldError, match="NequIP alone has them"):
+        build(Choice("eager", "kernels"), circumstances(own, []), CPU)
 
 
 def test_graphs_need_a_gpu_and_say_so():
