@@ -43,8 +43,8 @@ PRECISIONS = ("float64", "float32", "tf32", "bf16-mixed", "fp16-mixed")
 SCHEDULE = ("start", "finish", "finish_epochs", "finish_steps")
 """Keys of a schedule of precisions."""
 
-MOST_KNOTS = 2**15 - 1
-"""Intervals of a table: kernels number them by 16 bits."""
+FEWEST_KNOTS, MOST_KNOTS = 256, 2**15 - 1
+"""Intervals of a table: with fewer it would be what limits the precision, and kernels number them by 16 bits."""
 POSITIVE = (
     "data.cutoff",
     "data.batch.frames",
@@ -191,8 +191,10 @@ def check_values(config: DictConfig, sources: Sources) -> None:
     ema = config.training.ema
     if ema is not None and not 0 < ema < 1:
         raise wrong(sources, "training.ema", ema, "a number between 0 and 1, or null for no average")
-    if config.training.kernels.knots > MOST_KNOTS:
-        raise wrong(sources, "training.kernels.knots", config.training.kernels.knots, f"at most {MOST_KNOTS}")
+    _check_kernels(config, sources)
+    if not FEWEST_KNOTS <= config.training.kernels.knots <= MOST_KNOTS:
+        hint = f"from {FEWEST_KNOTS} to {MOST_KNOTS}"
+        raise wrong(sources, "training.kernels.knots", config.training.kernels.knots, hint)
     for pattern, factor in (config.training.lr_groups or {}).items():
         if not 0 < factor < float("inf"):
             hint = f"; what is not to be trained goes into training.freeze=[{pattern}]" if factor == 0 else ""
@@ -213,6 +215,27 @@ def check_values(config: DictConfig, sources: Sources) -> None:
         if config.task is not None:
             check_task(config.task, sources)
     _check_components(config, sources)
+
+
+def _check_kernels(config: DictConfig, sources: Sources) -> None:
+    """Settings of kernels that cannot be used are not ignored."""
+    given, defaults = config.training.kernels, schema.KernelOptions()
+    if given.radial == defaults.radial and given.knots == defaults.knots:
+        return
+    for key, value in (
+        ("training.derivative", config.training.derivative),
+        ("training.engine", config.training.engine),
+    ):
+        if value in ("double", "tangent", "compile", "script"):
+            raise ForgefieldError(
+                f"{sources.where('training.kernels')}: 'training.kernels' sets up generated kernels, which {key}={value} does "
+                "not use; leave it out, or set training.derivative=kernels and training.engine=graphs."
+            )
+    if given.radial == "exact" and given.knots != defaults.knots:
+        raise ForgefieldError(
+            f"{sources.where('training.kernels.knots')}: 'training.kernels.knots' are intervals of a table, and "
+            "training.kernels.radial=exact makes none; leave one of them out."
+        )
 
 
 def _check_swa(training: Any, sources: Sources) -> None:

@@ -114,14 +114,17 @@ def radial_tables(model: NequIP, n_intervals: int) -> list[Tensor]:
     curves = polynomials(join(hidden, 2)).to(model.dtype)
     parts = cut(curves, [part.shape[2] for part in hidden], 2)
     networks = [layer.radial for layer in model.layers]
-    return [part @ (network.weights[-1] * network.scales[-1]) for part, network in zip(parts, networks)]
+    last = [network.weights[-1] * network.scales[-1] for network in networks]
+    if torch.get_float32_matmul_precision() != "highest":  # rounded one by one, polynomials would not meet at the knots
+        return [(part.double() @ matrix.double()).to(model.dtype) for part, matrix in zip(parts, last)]
+    return [part @ matrix for part, matrix in zip(parts, last)]
 
 
 def _basis_at_knots(model: NequIP, n_intervals: int) -> Tensor:
     """(n_intervals + 1, 2, num_bessels) float64: the radial basis and its slope. Kept, unless its frequencies are trained."""
-    frequencies = model.bessel_frequencies
-    if frequencies.requires_grad:
+    if model.options.bessel_trainable:
         return _make_basis(model, n_intervals)
+    frequencies = model.bessel_frequencies
     made_of = (n_intervals, frequencies.device, frequencies.data_ptr(), frequencies._version)
     if model.knot_basis is None or model.knot_basis[0] != made_of:
         model.knot_basis = (made_of, _make_basis(model, n_intervals))
@@ -274,7 +277,7 @@ class _Moving(torch.autograd.Function):
             motions = [Motion(moved.harmonics, weights=weights) for weights in radial[1::2]]
         ctx.network, ctx.motions, ctx.geometry = network, motions, geometry
         tangents = network.tangents(motions)
-        return network._last(VALUE).clone(), tangents.clone()
+        return network.last(VALUE).clone(), tangents.clone()
 
     @staticmethod
     @torch.autograd.function.once_differentiable

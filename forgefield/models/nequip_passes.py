@@ -7,6 +7,7 @@ and cotangents of tangents are those that the forces were made of, so the last p
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,12 +55,23 @@ class LayerWeights:
         return [*self.enter, *self.leave]
 
 
+@dataclass(frozen=True)
+class Atoms:
+    """What layers know of the atoms. one_hot: (n_atoms, n_species). scale: (n_atoms, 1, 1), or None, of what is convolved."""
+
+    one_hot: Tensor
+    scale: Tensor | None
+
+    def field(self, shape: Shape) -> Field:
+        return new_field(shape, self.one_hot.shape[0], self.one_hot)
+
+
 class Layer:
     """One layer on one batch. x: what is convolved; z: what leaves the convolution, and the features themselves; a: what goes
     into the nonlinearity; h: what comes out of it. Each has its cotangents."""
 
-    def __init__(self, source: Interaction, number: int, weights: LayerWeights, network: Network) -> None:
-        self.network, self.first, self.resnet = network, number == 0, source.resnet
+    def __init__(self, source: Interaction, number: int, weights: LayerWeights, atoms: Atoms) -> None:
+        self.atoms, self.first, self.resnet = atoms, number == 0, source.resnet
         self.self_pairs: tuple[tuple[int, int], ...] = ()
         self.enter = [matrix.detach() for matrix in weights.enter]
         self.leave = [matrix.detach() for matrix in weights.leave]
@@ -67,7 +79,7 @@ class Layer:
             self.self_pairs = tuple(source.self_pairs)
         extra = [0] * len(source.targets)
         for i, target in self.self_pairs:
-            extra[target] += source.in_blocks[i].mul * network.one_hot.shape[1]
+            extra[target] += source.in_blocks[i].mul * atoms.one_hot.shape[1]
         self.form = form_of(source.plan, tuple(tuple(paths) for _, paths in source.targets), tuple(extra))
         known = GateByKernels.knows(source.nonlinearity)
         self.nonlinearity = (GateByKernels if known else Nonlinearity)(source.nonlinearity)  # type: ignore[arg-type]
@@ -77,8 +89,8 @@ class Layer:
             _shape(source.nonlinearity.in_blocks),  # type: ignore[arg-type]
             _shape(source.out_blocks),
         )
-        self.x, self.z, self.a, self.h = (network.field(shape) for shape in shapes)
-        self.to_x, self.to_z, self.to_a, self.to_h = (network.field(shape) for shape in shapes)
+        self.x, self.z, self.a, self.h = (atoms.field(shape) for shape in shapes)
+        self.to_x, self.to_z, self.to_a, self.to_h = (atoms.field(shape) for shape in shapes)
         self.convolution: Convolution | None = None
 
     # -- forward: values and tangents differ only in the convolution and the nonlinearity
@@ -87,7 +99,7 @@ class Layer:
         self.convolution = convolution
         if h is None:
             torch.mm(
-                self.network.one_hot,
+                self.atoms.one_hot,
                 self.enter[0],
                 out=self.x.flat[: self.x.flat.numel() // 2].view(self.x.n_atoms, -1),
             )
@@ -113,21 +125,21 @@ class Layer:
         self._scale(self.x, place)
 
     def _scale(self, x: Field, place: int) -> None:
-        if self.network.scale is not None:
+        if self.atoms.scale is not None:
             for block in x.blocks(place):
-                block.mul_(self.network.scale)
+                block.mul_(self.atoms.scale)
 
     def _leave(self, h: Field | None, place: int) -> None:
         for number, target in self.self_pairs:
             assert h is not None
             own = self._own(self.z, target, place, h.shape.blocks[number][1])
-            torch.mul(h.block(number, place).unsqueeze(2), self.network.one_hot[:, None, :, None], out=own)
+            torch.mul(h.block(number, place).unsqueeze(2), self.atoms.one_hot[:, None, :, None], out=own)
         for number, matrix in enumerate(self.leave):
             _multiply(self.z.rows(number, place), matrix, self.a.rows(number, place))
 
     def _own(self, z: Field, target: int, place: int, channels: int) -> Tensor:
         """(n_atoms, 2l + 1, n_species, channels): columns that hold the features of an atom in the place of its species."""
-        n_species = self.network.one_hot.shape[1]
+        n_species = self.atoms.one_hot.shape[1]
         return z.block(target, place)[:, :, -n_species * channels :].unflatten(2, (n_species, channels))
 
     def _add(self, old: Field | None, new: Field, place: int) -> None:
@@ -159,10 +171,10 @@ class Layer:
         if h is None:
             cotangents = self.to_x.flat[: self.to_x.flat.numel() // 2].view(self.to_x.n_atoms, -1)
             self._scale(self.to_x, VALUE)
-            enter = [_transposed_product(self.network.one_hot, cotangents)]
+            enter = [torch.mm(self.atoms.one_hot.t(), cotangents)]
         else:
-            enter = [_transposed_product(h.both(i), self.to_x.both(i)) for i in range(len(self.enter))]
-        leave = [_transposed_product(self.z.both(i), self.to_a.both(i)) for i in range(len(self.leave))]
+            enter = [_gradient(h, self.to_x, number) for number in range(len(self.enter))]
+        leave = [_gradient(self.z, self.to_a, number) for number in range(len(self.leave))]
         return [*enter, *leave]
 
     def _back_to_z(self, place: int) -> None:
@@ -179,7 +191,7 @@ class Layer:
             own = self._own(self.to_z, target, place, before.shape.blocks[number][1])
             total = before.block(number, place)
             for kind in range(own.shape[2]):
-                total.addcmul_(own[:, :, kind], self.network.one_hot[:, kind, None, None])
+                total.addcmul_(own[:, :, kind], self.atoms.one_hot[:, kind, None, None])
         self._add(self.to_h, before, place)
 
     @property
@@ -191,27 +203,28 @@ class Layer:
         return self.convolution
 
 
-def _transposed_product(rows: Tensor, others: Tensor) -> Tensor:
-    """rows (n, a) transposed times others (n, b)."""
-    return product(rows.t(), others) if is_lowered(rows) else torch.mm(rows.t(), others)
+def _gradient(rows: Field, cotangents: Field, block: int) -> Tensor:
+    """Of the matrix that a block is multiplied with, from values and tangents."""
+    if not is_lowered(rows.flat):
+        return torch.mm(rows.both(block).t(), cotangents.both(block))
+    # Rounded factors are scaled by their largest entry, and tangents may be far smaller than values.
+    parts = [product(rows.rows(block, place).t(), cotangents.rows(block, place)) for place in (VALUE, TANGENT)]
+    return parts[0] + parts[1]
 
 
 class Network:
     """The layers on one batch, with their weights as they were when it was made."""
 
     def __init__(self, model: NequIP, species: Tensor, graph: EdgeGraph) -> None:
-        self.graph, self.dtype_of = graph, model.type_embedding
-        self.one_hot = model.identity.index_select(0, species)
+        self.graph = graph
         scale = model.neighbour_scale(species)
-        self.scale = None if scale is None else scale.view(-1, 1, 1)
+        one_hot = model.identity.index_select(0, species)
+        atoms = Atoms(one_hot, None if scale is None else scale.view(-1, 1, 1))
         self.weights = [LayerWeights(model, layer, number) for number, layer in enumerate(model.layers)]
         self.layers = [
-            Layer(layer, number, weights, self)
+            Layer(layer, number, weights, atoms)
             for number, (layer, weights) in enumerate(zip(model.layers, self.weights))
         ]
-
-    def field(self, shape: Shape) -> Field:
-        return new_field(shape, self.graph.n_atoms, self.dtype_of)
 
     def values(self, harmonics: Tensor, radials: Sequence[Radial]) -> Tensor:
         """Features of the last layer, (n_atoms, feature_dim)."""
@@ -220,7 +233,7 @@ class Network:
             convolution = Convolution(layer.form, self.graph, harmonics, radial, still=layer.first)
             layer.values(h, convolution)
             h = layer.h
-        return self._last(VALUE)
+        return self.last(VALUE)
 
     def forces(self, to_features: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Cotangents of harmonics, with one column more, for places, where there are tables; and of every layer's rows of
@@ -239,7 +252,7 @@ class Network:
         for layer, motion in zip(self.layers, motions):
             layer.tangents(h, motion)
             h = layer.h
-        return self._last(TANGENT)
+        return self.last(TANGENT)
 
     def back(
         self, to_features: Tensor, motions: Sequence[Motion], summed: Callable[[Tensor, Tensor, Motion], list[Tensor]]
@@ -255,7 +268,7 @@ class Network:
             matrices.append(layer.gradients(None if before is None else before.h))
         return [gradient for layers in (matrices, radials) for layer in layers[::-1] for gradient in layer]
 
-    def _last(self, place: int) -> Tensor:
+    def last(self, place: int) -> Tensor:
         return self.layers[-1].h.block(0, place).squeeze(1)
 
     def _backwards(self) -> list[tuple[Layer, Layer | None]]:

@@ -66,6 +66,7 @@ def test_a_training_by_kernels_follows_one_without(radial, tmp_path):
     config["training"] |= {"engine": "graphs", "kernels": {"radial": radial}}
     config["training"]["precision"] = "float32"
     ours = train({**config, "name": "ours"})
+    del config["training"]["kernels"]
     config["training"] |= {"derivative": "double", "engine": "eager"}
     plain = train({**config, "name": "plain"})
     assert "generated kernels" in (ours.path / "log.txt").read_text()

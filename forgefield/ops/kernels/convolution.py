@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -132,7 +132,7 @@ def sum_into_field(rows: Tensor, segments: Segments, field: Field, place: int) -
         )
 
 
-@lru_cache(maxsize=64)
+@cache  # never given back: captured graphs read it
 def _columns(blocks: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
     """(2, dim) int64: of every number of an atom, where its block begins and how long that is."""
     starts, lengths, begin = [], [], 0

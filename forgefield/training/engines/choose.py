@@ -123,7 +123,7 @@ def why_not_kernels(choice: Choice, function: StepFunction, device: torch.device
     """What keeps generated kernels from being used."""
     if choice.compiles or choice.name == "script":
         return "kernels are launched as they are, not compiled or scripted; use training.engine=graphs or auto."
-    if device.type != "cuda" and not interpreted():
+    if (device.type != "cuda" or torch.version.hip is not None) and not interpreted():
         return f"they need an NVIDIA GPU, and this training runs on {device.type}; use double or tangent."
     if not has_triton():
         return "they are made with Triton, which is not installed; use double or tangent."
@@ -188,12 +188,20 @@ def start(choice: Choice, on: Circumstances, batch: Batch) -> Engine:
     try:
         difference = require_equal(engine, reference, batch, on.tolerance)
     except ForgefieldError as error:
+        if choice.derivative == "kernels":
+            raise ForgefieldError(f"training.derivative=kernels: {error} Or use training.derivative=double.") from error
         if str(error).startswith("training.engine"):
             raise
         raise ForgefieldError(f"training.engine={choice.name}: {error}; use training.engine=eager.") from error
-    except (RuntimeError, NotImplementedError, TypeError, ValueError, AssertionError) as error:
+    except _broken() as error:
         if "out of memory" in str(error):
             raise
+        if choice.derivative == "kernels":
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise ForgefieldError(
+                f"training.derivative=kernels: the kernels of this model cannot be made or run here ({reason}); use "
+                "training.derivative=double."
+            ) from error
         from forgefield.training.engines.tracing import where_it_broke
 
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -206,6 +214,17 @@ def start(choice: Choice, on: Circumstances, batch: Batch) -> Engine:
     else:
         on.say(f"Engine {choice}: loss, errors and all gradients equal the eager engine's to {difference:.1e}.")
     return engine
+
+
+def _broken() -> tuple[type[Exception], ...]:
+    """What is raised where a step cannot be traced, captured or compiled; by Triton also where a kernel needs more than the
+    device has."""
+    errors = (RuntimeError, NotImplementedError, TypeError, ValueError, AssertionError)
+    if not has_triton():
+        return errors
+    from triton.errors import TritonError
+
+    return (*errors, TritonError)
 
 
 def _verb(choice: Choice) -> str:

@@ -53,7 +53,7 @@ class EngineStarter:
             against_graphs=against_graphs,
             given_denominators=self.ranks.world_size > 1 or self.options.memory.split or self.options.memory.parts > 1,
         )
-        choice = wanted(self.options, can_use_kernels=can_use_kernels(on, batch["positions"].device))
+        choice = wanted(self.options, can_use_kernels=self._takes_kernels(on, batch))
         engine: Engine | None = None
         if choice is None and self.chosen_before is not None:
             choice = Choice(**self.chosen_before)
@@ -66,6 +66,13 @@ class EngineStarter:
         self.keep(asdict(chosen))
         return engine
 
+    def _takes_kernels(self, on: Circumstances, batch: Batch) -> bool:
+        """Whether an engine that can use kernels takes them, where the config leaves it open: as an earlier start did."""
+        before = self.chosen_before
+        if before is not None and before["name"] == self.options.engine:
+            return bool(before["derivative"] == "kernels")
+        return self.ranks.share(can_use_kernels(on, batch["positions"].device))
+
     def _one_after_another(self, engine: Engine | None, build: Callable[[], Engine]) -> Engine:
         """The first process of each node compiles, the others find its code on disk. engine: where there is one already."""
         if engine is None and self.ranks.launch.local_rank == 0:
@@ -75,5 +82,5 @@ class EngineStarter:
 
     def check_evaluation(self, engine: Engine, reference: Engine, batch: Batch) -> None:
         """Compare what a validation computes, once."""
-        if engine.name != "eager":
+        if engine.name != "eager" or engine.function.derivative == "kernels":
             require_equal_evaluation(engine, reference, batch, self.tolerance)

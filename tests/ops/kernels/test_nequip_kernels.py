@@ -4,6 +4,9 @@ On a machine without a GPU the kernels run in Triton's interpreter, which has to
 `TRITON_INTERPRET=1 pytest tests/ops/kernels`.
 """
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -98,3 +101,30 @@ def test_forces_alone_are_those_of_a_training():
     assert torch.equal(alone["forces"], trained["forces"])
     assert torch.equal(alone["energy"], trained["energy"])
     torch.testing.assert_close(energy, trained["energy"], rtol=1e-6, atol=0)
+
+
+def test_nothing_of_a_pass_is_left_when_it_is_over():
+    potential = make_potential(precision="float64", **CASES["plain"]).to(DEVICE).eval()
+    given = batch() | {"memory": {}}
+    gc.disable()
+    try:
+        with kernels(enabled=True):
+            potential(given)
+        network = weakref.ref(given["memory"]["network"])
+        given["memory"].clear()
+        assert network() is None
+    finally:
+        gc.enable()
+
+
+def test_trained_frequencies_are_never_remembered():
+    potential = make_potential(precision="float32", **CASES["deep radial network"]).to(DEVICE).eval()
+    for parameter in potential.parameters():
+        parameter.requires_grad_(False)
+    given = batch()
+    with kernels(enabled=True):
+        before = potential(given)["energy"]
+        potential.model.bessel_frequencies.data.mul_(1.05)  # as a captured optimiser changes them
+        after = potential(given)["energy"]
+    torch.testing.assert_close(after, potential(given)["energy"], rtol=1e-5, atol=1e-5)
+    assert (after - before).abs().max() > 1e-4

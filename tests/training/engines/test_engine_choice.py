@@ -11,6 +11,7 @@ from torch import nn
 
 from forgefield.errors import ForgefieldError
 from forgefield.models import Potential
+from forgefield.parallel.group import alone
 from forgefield.training.engines.captured_update import portable_optimiser_states, why_not_capturable
 from forgefield.training.engines.choose import (
     Choice,
@@ -26,6 +27,7 @@ from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.script import ScriptEngine
 from forgefield.training.engines.size_plan import SizePlan
 from forgefield.training.engines.sparing import SparingEngine, cut, halves
+from forgefield.training.engines.start import EngineStarter
 from forgefield.training.engines.verify import require_equal, require_equal_evaluation
 from tests.models.structures import make_potential
 from tests.training.engines.cases import difference, labelled, step_function
@@ -100,6 +102,17 @@ def test_kernels_are_refused_for_models_that_have_none(monkeypatch):
     own = Potential(ReadsAValue("value"))
     with pytest.raises(ForgefieldError, match="NequIP alone has them"):
         build(Choice("eager", "kernels"), circumstances(own, []), CPU)
+
+
+@pytest.mark.parametrize(("before", "now"), [("double", False), ("kernels", True), (None, True)])
+def test_a_resume_goes_on_with_the_form_it_had(before, now, monkeypatch):
+    monkeypatch.setattr("forgefield.training.engines.start.can_use_kernels", lambda on, device: True)
+    chosen = None if before is None else {"name": "graphs", "derivative": before, "captured": "eager"}
+    options = settings(engine="graphs")
+    starter = EngineStarter(
+        options, alone(), plan=lambda: SizePlan(()), tolerance=1e-9, say=print, chosen_before=chosen
+    )
+    assert starter._takes_kernels(circumstances(make_potential(), []), labelled(3)) is now
 
 
 def test_graphs_need_a_gpu_and_say_so():
