@@ -123,7 +123,7 @@ class EngineMaker:
         return GraphsEngine(inner, self.block, self.data.batch, fuses=fuses, choices=module.choices, say=say)
 
     def _fuses(self, model: LDOSNetwork, task: PointTask) -> float | None:
-        """How far kernels of our own are from autograd on a whole batch, in every precision of the training that they know; None
+        """How far kernels of our own are from autograd on a whole batch, in every precision of the training they know; None
         where they do not run or are too far."""
         precision, points, say = Precision(self.config.training.precision), self.data.batch, self.party.journal.say
         if why_not_fused(model, precision.start, points) is not None:
@@ -139,7 +139,7 @@ class EngineMaker:
                     found.append(difference_of_kernels(model, task, rows, dtype))
                 if not found[-1] < TOLERANCES[dtype]:
                     say(
-                        f"Own kernels are not used: in {name} their gradients differ from those of autograd by {found[-1]:.1e}, "
+                        f"Own kernels are not used: in {name} their gradients differ from autograd's by {found[-1]:.1e}, "
                         f"more than {TOLERANCES[dtype]:.1e}."
                     )
                     return None
@@ -171,8 +171,8 @@ class EngineMaker:
 
     @torch.no_grad()
     def _compare(self, gradient: Gradient, model: LDOSNetwork, task: PointTask, batch: tuple[Tensor, Tensor]) -> float:
-        """Largest difference from autograd on points of the training data, relative to the largest entry. Targets are made up (in
-        place), so that it does not depend on how far a training is."""
+        """Largest difference from autograd on points of the training data, relative to the largest entry. Targets are made up
+        (in place), so that it does not depend on how far a training is."""
         factor = task.slope_factor(len(batch[0])).to(batch[0].device, model.dtype)
         reference = ByAutograd(model, task.loss)
         precision = Precision(self.config.training.precision)
