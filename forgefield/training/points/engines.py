@@ -236,7 +236,7 @@ class GraphsEngine:
         except Exception as error:  # what Triton, memory or the driver does not manage is no reason to stop
             self._fused, self.choices[name] = None, False
             self.say(
-                f"Own kernels could not be timed ({type(error).__name__}: {str(error)[:200]}); steps of torch are used."
+                f"Own kernels do not run here ({type(error).__name__}: {str(error)[:200]}); steps of torch are used."
             )
 
     def _is_faster(self, fused: FusedStep, length: int) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -123,9 +125,9 @@ def _on_a_gpu(weight: torch.Tensor) -> SimpleNamespace:
     return SimpleNamespace(device=torch.device("cuda"), shape=weight.shape)
 
 
-def graphs_engine(**options) -> GraphsEngine:
+def graphs_engine(optimiser: Callable[..., torch.optim.Optimizer] = torch.optim.Adam, **options) -> GraphsEngine:
     model, how, kept = network(hidden=(20,)), task("mse"), Rows(50)
-    update = Update(torch.optim.Adam(model.parameters(), lr=0.1), None, clip=(None, "norm"), reduce=None)
+    update = Update(optimiser(model.parameters(), lr=0.1), None, clip=(None, "norm"), reduce=None)
     inner = EagerEngine(model, how, Written(model, how.loss), update, kept=kept)  # type: ignore[arg-type]
     return GraphsEngine(inner, 4, 10, **options)
 
@@ -152,10 +154,27 @@ def test_kernels_that_cannot_be_timed_leave_everything_as_it_was_to_torch(monkey
     engine._choose(4)
     assert engine._fused is None
     assert engine.choices == {"float32": False}
-    assert said == [
-        "Own kernels could not be timed (RuntimeError: out of resources); steps of torch are used from now on."
-    ]
+    assert said == ["Own kernels do not run here (RuntimeError: out of resources); steps of torch are used."]
     assert all(torch.equal(p, old) for p, old in zip(engine.inner.model.parameters(), before))
+
+
+@by_kernels
+def test_gradients_are_found_where_a_replay_left_them(monkeypatch):
+    """A replay binds nothing; the step before it, of a term on snapshots, may have bound other tensors."""
+    monkeypatch.setattr(engines, "factors_now", lambda: torch.float32)
+    engine = graphs_engine(fuses=True, optimiser=partial(torch.optim.SGD, momentum=0.5))
+    engine.run(block(1), 0, lambda: [0.1])
+    steps, parameters = GraphsEngine._steps, list(engine.inner.model.parameters())
+
+    def replayed(engine: GraphsEngine, length: int, rates: list) -> None:
+        steps(engine, length, rates)
+        engine.inner.update.use(engine.inner.gradient.gradients)
+
+    monkeypatch.setattr(GraphsEngine, "_steps", replayed)
+    engine.run(block(2), 1, lambda: [0.1])
+    assert engine._fused is not None
+    assert engine._fused.adam is None
+    assert all(p.grad is found for p, found in zip(parameters, engine._fused.gradients))
 
 
 def scheduler(name: str, **options) -> torch.optim.lr_scheduler.LRScheduler:
