@@ -339,6 +339,8 @@ class GraphsEngine:
         try:
             yield
         finally:
+            if self.inner.device.type == "cuda":
+                torch.cuda.synchronize()  # after an error another stream may still be writing
             with torch.no_grad():
                 for tensor, value in zip(held, before):
                     tensor.copy_(value)
