@@ -312,8 +312,8 @@ class GraphsOptions:
     sizes: int = 4
     """Batches are filled up to at most so many different sizes."""
     compiled: bool = True
-    """Capture the compiled step, or for grid points in tf32 and bf16-mixed one of own kernels where that is faster; false: the
-    eager one, which starts at once and is slower."""
+    """Capture the compiled step; false: the eager one, which starts at once and is slower. For grid points in tf32 and
+    bf16-mixed true means own kernels where they run, or the written step, not compiled, where that is measured to be faster."""
 
 
 @dataclass

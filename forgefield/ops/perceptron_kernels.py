@@ -20,9 +20,9 @@ COLUMNS = 128
 
 @triton.jit
 def _activated(z, NAME: tl.constexpr):
-    """Value of an activation."""
+    """Value of an activation. Written without minimum and maximum, which drop NaN on a GPU."""
     if NAME == "relu":
-        y = tl.maximum(z, 0.0)
+        y = tl.where(z <= 0, 0.0, z)
     elif NAME == "leakyrelu":
         y = tl.where(z > 0, z, 0.01 * z)
     elif NAME == "silu":
@@ -34,9 +34,9 @@ def _activated(z, NAME: tl.constexpr):
     elif NAME == "sigmoid":
         y = tl.sigmoid(z)
     elif NAME == "softplus":
-        y = tl.where(z > 20, z, tl.log(1 + tl.exp(tl.minimum(z, 20.0))))
+        y = tl.where(z > 20, z, tl.log(1 + tl.exp(tl.where(z > 20, 20.0, z))))
     elif NAME == "elu":
-        y = tl.where(z > 0, z, tl.exp(tl.minimum(z, 0.0)) - 1)
+        y = tl.where(z > 0, z, tl.exp(tl.where(z > 0, 0.0, z)) - 1)
     else:
         y = z
     return y
@@ -46,7 +46,7 @@ def _activated(z, NAME: tl.constexpr):
 def _derivative(z, NAME: tl.constexpr):
     """Derivative of an activation at z; for relu and leakyrelu z may be its value."""
     if NAME == "relu":
-        d = tl.where(z > 0, 1.0, 0.0)
+        d = tl.where(z <= 0, 0.0, 1.0)
     elif NAME == "leakyrelu":
         d = tl.where(z > 0, 1.0, 0.01)
     elif NAME == "silu":
@@ -63,7 +63,7 @@ def _derivative(z, NAME: tl.constexpr):
     elif NAME == "softplus":
         d = tl.where(z > 20, 1.0, tl.sigmoid(z))
     elif NAME == "elu":
-        d = tl.where(z > 0, 1.0, tl.exp(tl.minimum(z, 0.0)))
+        d = tl.where(z > 0, 1.0, tl.exp(tl.where(z > 0, 0.0, z)))
     else:
         d = tl.full(z.shape, 1.0, tl.float32)
     return d
@@ -167,10 +167,10 @@ def last_layer(
         errors, slopes = difference * difference, 2.0 * difference
     elif LOSS == "mae":
         errors = size
-        slopes = tl.where(difference > 0, 1.0, tl.where(difference < 0, -1.0, 0.0))
+        slopes = tl.where(difference > 0, 1.0, tl.where(difference < 0, -1.0, difference))
     else:
         errors = tl.where(size < delta, 0.5 * difference * difference, delta * (size - 0.5 * delta))
-        slopes = tl.minimum(tl.maximum(difference, -delta), delta)
+        slopes = tl.where(difference > delta, delta, tl.where(difference < -delta, -delta, difference))
     slopes *= tl.load(factor + n, mask=n < N, other=0.0)[None, :]
     slopes *= _derivative(z, NAME)
     _store(slope, slope_t, _factor(slopes, slope, ROUNDS), m, n, slope_step, slope_step, t_step, TRANSPOSED)

@@ -9,6 +9,7 @@ from forgefield.training.ema import WeightAverage
 from forgefield.training.points.blocks import Block
 from forgefield.training.points.data import RowLayout
 from forgefield.training.points.engines import EagerEngine, GraphsEngine
+from forgefield.training.points.fused import FusedGradient, FusedStep
 from forgefield.training.points.gradient import Written
 from forgefield.training.points.update import Update
 from tests.parallel.launching import average, weights
@@ -116,6 +117,19 @@ def own_kernels(monkeypatch):
         pytest.skip("no such arithmetic here")
     timed = GraphsEngine._is_faster
     monkeypatch.setattr(GraphsEngine, "_is_faster", lambda *args: timed(*args) or True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("loss", ["mse", "mae", "huber"])
+@pytest.mark.parametrize("activation", ["relu", "softplus", "elu"])
+def test_own_kernels_do_not_hide_what_is_no_number(activation, loss, dtype, own_kernels):
+    """The least and the greatest of a NaN and a number are that number on a GPU."""
+    model, how, kept = network(activation, activation, dtype=torch.float32).cuda(), task(loss), Rows(20, torch.float32)
+    kept.rows[3, 2] = torch.nan
+    step = FusedGradient(FusedStep(model, how.loss, kept.layout, 20, None, dtype))
+    errors = step(*kept.layout.split(kept.rows), how.slope_factor(20).to("cuda", torch.float32), None)
+    assert errors.isnan().all()
+    assert all(gradient.isnan().any() for gradient in step.gradients)
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("tf32", 5e-3), ("bf16-mixed", 2e-2)])

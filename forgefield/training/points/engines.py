@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forgefield.errors import ForgefieldError
 from forgefield.models.ldos import LDOSNetwork
 from forgefield.tasks.ldos import PointTask
 from forgefield.training.points.blocks import Block
@@ -170,6 +171,7 @@ class GraphsEngine:
         self._in_order = torch.arange(points, device=device)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._ready = False
+        self._settings = _settings(inner.update.optimiser)
         self._fused: FusedStep | None = None
         self._chosen = False
         self._stale = True
@@ -206,11 +208,16 @@ class GraphsEngine:
         if self._fused is not None:
             sums.by_level += self._fused.sums.sum(0)
             self._fused.sums.zero_()
-            if (
-                self._fused.adam is not None and not self._stale
-            ):  # whoever looks at gradients finds those of the last step
-                self._fused.add_up()
+            if not self._stale:  # whoever looks at gradients finds those of the last step
+                if self._fused.adam is not None:
+                    self._fused.add_up()
                 inner.update.use(self._fused.gradients)
+        if _settings(inner.update.optimiser) != self._settings:
+            raise ForgefieldError(
+                "training.engine: captured steps read learning rates anew, but a scheduler or callback has changed another "
+                "setting of the optimiser (such as betas or weight_decay); use training.engine=eager, and with OneCycleLR and "
+                "CyclicLR training.scheduler.cycle_momentum=false."
+            )
         sums.points = sum(block.own)
         return sums
 
@@ -220,11 +227,17 @@ class GraphsEngine:
         self._chosen = True
         if dtype is None:
             return
-        fused = FusedStep(inner.model, inner.task.loss, inner.layout, self.points, inner.update, dtype)
         name = str(dtype).removeprefix("torch.")
-        if self._captures and name not in self.choices:
-            self.choices[name] = self._is_faster(fused, length)
-        self._fused = fused if self.choices.get(name, True) else None
+        try:
+            fused = FusedStep(inner.model, inner.task.loss, inner.layout, self.points, inner.update, dtype)
+            if self._captures and name not in self.choices:
+                self.choices[name] = self._is_faster(fused, length)
+            self._fused = fused if self.choices.get(name, True) else None
+        except Exception as error:  # what Triton, memory or the driver does not manage is no reason to stop
+            self._fused, self.choices[name] = None, False
+            self.say(
+                f"Own kernels do not run here ({type(error).__name__}: {str(error)[:200]}); steps of torch are used."
+            )
 
     def _is_faster(self, fused: FusedStep, length: int) -> bool:
         """Whether own kernels are, by replays of both kinds of steps on the points of the next graph. Torch's have to be faster
@@ -323,13 +336,17 @@ class GraphsEngine:
         update, fused = self.inner.update, self._fused
         held = _held_tensors(self.inner, self.sums, *([] if fused is None else [fused.sums]))
         before, calls = [tensor.detach().clone() for tensor in held], update.calls
-        yield
-        with torch.no_grad():
-            for tensor, value in zip(held, before):
-                tensor.copy_(value)
-        update.calls = calls
-        if fused is not None:
-            fused.refresh()
+        try:
+            yield
+        finally:
+            if self.inner.device.type == "cuda":
+                torch.cuda.synchronize()  # after an error another stream may still be writing
+            with torch.no_grad():
+                for tensor, value in zip(held, before):
+                    tensor.copy_(value)
+            update.calls = calls
+            if fused is not None:
+                fused.refresh()
 
     def _steps(self, length: int, rates: Any) -> None:
         """What is captured: `length` steps; a single one weights its points, which may be fewer."""
@@ -356,6 +373,15 @@ class GraphsEngine:
             inner.update(list(rates[number]), self._shares[number])
             if fused is not None:
                 fused.refresh()
+
+
+def _settings(optimiser: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """What captured steps hold as it is: all settings but learning rates and the way to compute."""
+    held = [key for key in optimiser.defaults if key not in ("lr", "capturable", "fused", "foreach")]
+    return [
+        {key: group.get(key) for key in held if not isinstance(group.get(key), Tensor)}
+        for group in optimiser.param_groups
+    ]
 
 
 def _held_tensors(inner: EagerEngine, *sums: Tensor) -> list[Tensor]:

@@ -25,7 +25,7 @@ from forgefield.training.points.update import Update
 
 PADDED = 128
 """Rows and columns of what kernels read are filled up with zeros to a multiple of it."""
-_KNOWN_BY_VALUE = ("relu", "leakyrelu")
+KNOWN_BY_VALUE = ("relu", "leakyrelu")
 """Activations whose derivative is known from their value, rounded or not."""
 
 
@@ -83,8 +83,8 @@ def factors_now() -> torch.dtype | None:
     return torch.float32 if torch.backends.cuda.matmul.fp32_precision == "tf32" else None
 
 
-def why_not_fused(model: LDOSNetwork, precision: str) -> str | None:
-    """What stands against kernels of our own."""
+def why_not_fused(model: LDOSNetwork, precision: str, points: int) -> str | None:
+    """What stands against kernels of our own for batches of so many points."""
     device = model.weights[0].device
     if precision not in ("tf32", "bf16-mixed"):
         return f"{precision} is made by torch's products"
@@ -92,7 +92,15 @@ def why_not_fused(model: LDOSNetwork, precision: str) -> str | None:
         return "weights are not float32"
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] < 8:
         return "they need an NVIDIA GPU from Ampere on"
+    if not _fits(model, points):
+        return f"they count entries of a matrix in 32 bits, too few for batches of {points} points"
     return None if importlib.util.find_spec("triton") is not None else "Triton is not installed"
+
+
+def _fits(model: LDOSNetwork, points: int) -> bool:
+    """Whether places in every padded matrix are numbers of 32 bits."""
+    widest = _padded(max(size for weight in model.weights for size in weight.shape))
+    return max(_padded(points), widest) * widest < 2**31
 
 
 def _padded(n: int) -> int:
@@ -130,7 +138,7 @@ class FusedStep:
         self._slopes, self._slopes_t = self._room([(room, n) for n in self.widths[1:]])
         self._copies, self._copies_t = self._room([(weight.shape[0], weight.shape[1]) for weight in model.weights])
         name = model.options.activation
-        self._keeps = name not in _KNOWN_BY_VALUE
+        self._keeps = name not in KNOWN_BY_VALUE
         self._kept = (
             [torch.zeros(v.shape, device=device) for v in self._values[1:]] if self._keeps else self._values[1:]
         )

@@ -134,6 +134,10 @@ class ByAutograd:
             torch._foreach_copy_(self.gradients, found)
         return by_level
 
+    def outputs(self, inputs: Tensor) -> Tensor:
+        """Scaled inputs (n, f) to scaled outputs (n, t)."""
+        return self.model.network(inputs)
+
     def _compiled_step(self, arguments: list[Tensor]) -> Callable[..., list[Tensor]]:
         assert self.compiled is not None
         key = (lowered_to(), *((tuple(tensor.shape), tensor.stride()) for tensor in arguments))
@@ -143,7 +147,7 @@ class ByAutograd:
 
     def _step(self, inputs: Tensor, targets: Tensor, factor: Tensor, weight: Tensor | None = None) -> list[Tensor]:
         with torch.enable_grad():
-            difference = self.model.network(inputs) - targets
+            difference = self.outputs(inputs) - targets
             if weight is not None:
                 difference = difference * weight[:, None]
             by_level = self.loss.errors(difference).sum(0)

@@ -76,6 +76,11 @@ class PointsModule(RunModule):
     def trained(self) -> LDOSNetwork:
         return self.model
 
+    @property
+    def scheduler(self) -> Any:
+        """Of learning rates, or None."""
+        return None if self._schedule is None else self._schedule["scheduler"]
+
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Blocks are brought to the device by the engine, as a whole."""
         return batch if isinstance(batch, Block) else super().transfer_batch_to_device(batch, device, dataloader_idx)

@@ -14,11 +14,18 @@ from forgefield.models.ldos import LDOSNetwork
 from forgefield.tasks.ldos import PointTask
 from forgefield.training.engines.captured_update import why_not_capturable
 from forgefield.training.engines.choose import inductor_options, why_not
-from forgefield.training.points.data import PointData, RowLayout, read_rows
+from forgefield.training.points.data import PointData, read_rows
 from forgefield.training.points.engines import EagerEngine, GraphsEngine
-from forgefield.training.points.fused import FusedGradient, FusedStep, factors_now, why_not_fused
+from forgefield.training.points.fused import factors_now, why_not_fused
 from forgefield.training.points.gradient import ByAutograd, Gradient, Written
 from forgefield.training.points.observing import SnapshotMeasure
+from forgefield.training.points.reference import (
+    TOLERANCES,
+    difference_of_kernels,
+    largest_difference,
+    made_up_targets,
+    packed_rows,
+)
 from forgefield.training.points.terms import TermGradient
 from forgefield.training.points.update import Update
 from forgefield.training.precision import Precision
@@ -80,12 +87,19 @@ class EngineMaker:
 
     def __call__(self, module: Any) -> EagerEngine | GraphsEngine:
         model, task, ranks = module.model, module.task, self.party.ranks
-        name, compiles = self._choice(module.trainer.optimizers[0], module.device)
-        fuses = name == "graphs" and compiles and self._fuses(model, task)
+        name, compiles = self._choice(module)
+        of_kernels = self._fuses(model, task) if name == "graphs" and compiles else None
+        fuses = of_kernels is not None
+        if not fuses and any(module.choices.values()):
+            self.party.journal.say(
+                "The part of this training that is done was made by own kernels, which this one cannot use: it goes on with "
+                "torch's steps and will not end bit for bit as it would have."
+            )
         compiles = compiles and not fuses
         gradient = self._gradient(model, task, compiles)
         rows = self._first_rows(model, whole=compiles, packed=name == "graphs" or self.data.train.kept is not None)
         difference = self._compare(gradient, model, task, rows)
+        difference = difference if of_kernels is None else of_kernels
         update = Update(module.trainer.optimizers[0], module.ema, clip=module.clip, reduce=module.reduction())
         inner = EagerEngine(
             model,
@@ -108,32 +122,38 @@ class EngineMaker:
         say = self.party.journal.say
         return GraphsEngine(inner, self.block, self.data.batch, fuses=fuses, choices=module.choices, say=say)
 
-    def _fuses(self, model: LDOSNetwork, task: PointTask) -> bool:
-        """Whether kernels of our own run here, and give the gradients of autograd on a whole batch."""
-        precision = Precision(self.config.training.precision)
-        if why_not_fused(model, precision.start) is not None:
-            return False
-        inputs, targets = self._first_rows(model, whole=True, packed=True)
-        layout, say = RowLayout(inputs.shape[1], targets.shape[1]), self.party.journal.say
+    def _fuses(self, model: LDOSNetwork, task: PointTask) -> float | None:
+        """How far kernels of our own are from autograd on a whole batch, in every precision of the training they know; None
+        where they do not run or are too far."""
+        precision, points, say = Precision(self.config.training.precision), self.data.batch, self.party.journal.say
+        if why_not_fused(model, precision.start, points) is not None:
+            return None
+        rows = self._first_rows(model, whole=True, packed=False)
+        found = []
         try:
-            with precision.applied(precision.start):
-                dtype = factors_now()
+            for name in (name for name in precision.names if why_not_fused(model, name, points) is None):
+                with precision.applied(name):
+                    dtype = factors_now()
                 assert dtype is not None
-                step = FusedStep(model, task.loss, layout, len(inputs), None, dtype)
-            self._compare(FusedGradient(step), model, task, (inputs, targets))
-        except ForgefieldError as error:
-            say(f"Own kernels are not used: {error}")
-            return False
+                with precision.applied("float32"):  # the reference rounds its factors itself
+                    found.append(difference_of_kernels(model, task, rows, dtype))
+                if not found[-1] < TOLERANCES[dtype]:
+                    say(
+                        f"Own kernels are not used: in {name} their gradients differ from autograd's by {found[-1]:.1e}, "
+                        f"more than {TOLERANCES[dtype]:.1e}."
+                    )
+                    return None
         except Exception as error:  # what Triton or the driver does not manage is no reason to stop
             say(f"Own kernels do not run here ({type(error).__name__}: {str(error)[:200]}); the compiled step is used.")
-            return False
-        return True
+            return None
+        return max(found)
 
-    def _choice(self, optimiser: torch.optim.Optimizer, device: torch.device) -> tuple[str, bool]:
+    def _choice(self, module: Any) -> tuple[str, bool]:
         """The engine, and whether its step is compiled. auto compiles nothing: the written step is there at once."""
         training = self.config.training
         name = training.engine or "eager"
-        against = why_not_capturable(optimiser) if device.type == "cuda" else "no GPU"
+        against = why_not_capturable(module.trainer.optimizers[0]) if module.device.type == "cuda" else "no GPU"
+        against = against or why_no_captured_schedule(module.scheduler)
         if name == "auto":
             captures = against is None and self.party.ranks.world_size == 1 and self.config.data.fast is not False
             return ("graphs" if captures else "eager"), False
@@ -151,14 +171,17 @@ class EngineMaker:
 
     @torch.no_grad()
     def _compare(self, gradient: Gradient, model: LDOSNetwork, task: PointTask, batch: tuple[Tensor, Tensor]) -> float:
-        """Largest difference from autograd on points of the training data, relative to the largest entry."""
+        """Largest difference from autograd on points of the training data, relative to the largest entry. Targets are made up
+        (in place), so that it does not depend on how far a training is."""
         factor = task.slope_factor(len(batch[0])).to(batch[0].device, model.dtype)
         reference = ByAutograd(model, task.loss)
         precision = Precision(self.config.training.precision)
         with precision.applied(precision.start):
+            targets = made_up_targets(model.network(batch[0]), batch[1])
+            batch[1].copy_(targets)  # in its place beside the inputs
             pairs = [(gradient(*batch, factor, None), reference(*batch, factor, None))]
             pairs += zip(gradient.gradients, reference.gradients)
-        difference = max(_difference(*pair) for pair in pairs)
+        difference = largest_difference(pairs)
         if not difference < precision.tolerance:
             raise ForgefieldError(
                 f"training.engine: the gradients differ from those of autograd by {difference:.1e}, more than "
@@ -174,15 +197,16 @@ class EngineMaker:
         arrays = read_rows(self.data.train.table, 0, n)
         inputs, targets = (torch.from_numpy(array).to(model.weights[0].device) for array in arrays)
         inputs, targets = model.scaled_inputs(inputs), model.scaled_targets(targets)
-        if not packed:
-            return inputs, targets
-        layout = RowLayout(inputs.shape[1], targets.shape[1])
-        rows = inputs.new_zeros(len(inputs), layout.width)
-        for room, values in zip(layout.split(rows), (inputs, targets)):
-            room.copy_(values)
-        return layout.split(rows)
+        return packed_rows(inputs, targets) if packed else (inputs, targets)
 
 
-def _difference(a: Tensor, b: Tensor) -> float:
-    size = float(b.abs().max())
-    return float((a - b).abs().max()) / size if size else float(a.abs().max())
+def why_no_captured_schedule(scheduler: Any) -> str | None:
+    """What stands against captured steps under a scheduler: they read learning rates anew, and nothing else."""
+    parts = getattr(scheduler, "_schedulers", [scheduler])
+    if any(getattr(part, "cycle_momentum", False) for part in parts):
+        kind = type(scheduler).__name__
+        return (
+            f"{kind} changes the momentum (betas) from step to step, and captured steps keep it; set "
+            "training.scheduler.cycle_momentum=false, or use training.engine=eager."
+        )
+    return None

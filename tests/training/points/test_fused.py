@@ -79,6 +79,18 @@ def test_kernels_give_the_gradients_that_are_written_out(activation, dtype):
         assert_close(mine, other, 5e-3 if rough else 1e-5)
 
 
+@pytest.mark.parametrize("loss", ["mse", "mae", "huber"])
+@pytest.mark.parametrize("activation", ["relu", "softplus", "elu"])
+def test_a_value_that_is_no_number_is_seen_in_the_loss_and_in_the_gradients(activation, loss):
+    """Where an input is NaN, behind an activation on the outputs too."""
+    model, how, kept = network(activation, activation, hidden=(20, 20)), task(loss), Rows(20)
+    kept.rows[3, 2] = torch.nan
+    step = FusedGradient(FusedStep(model, how.loss, kept.layout, 20, None, torch.float32, SMALL))
+    errors = step(*kept.layout.split(kept.rows), how.slope_factor(20).to(DEVICE, torch.float32), None)
+    assert errors.isnan().all()
+    assert all(gradient.isnan().any() for gradient in step.gradients)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, LOW])
 @pytest.mark.parametrize("optimiser", ["adam", "adamw", "sgd", "clipped"])
 def test_captured_blocks_of_fused_steps_take_the_steps_of_the_eager_engine(optimiser, dtype, monkeypatch):
