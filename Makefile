@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 TRITON := $(VENV)/.triton
 # Tests of generated kernels, which run in Triton's interpreter where there is no GPU.
-KERNEL_TESTS := tests/ops/kernels tests/training/points/test_fused.py
+KERNEL_TESTS := tests/ops/kernels tests/training/points/test_fused.py tests/training/points/test_reference.py
 
 .PHONY: demo test lint format clean
 .DEFAULT_GOAL := demo
