@@ -115,7 +115,9 @@ def radial_tables(model: NequIP, n_intervals: int) -> list[Tensor]:
     parts = cut(curves, [part.shape[2] for part in hidden], 2)
     networks = [layer.radial for layer in model.layers]
     last = [network.weights[-1] * network.scales[-1] for network in networks]
-    if torch.get_float32_matmul_precision() != "highest":  # rounded one by one, polynomials would not meet at the knots
+    if (
+        torch.backends.cuda.matmul.fp32_precision == "tf32"
+    ):  # rounded one by one, polynomials would not meet at the knots
         return [(part.double() @ matrix.double()).to(model.dtype) for part, matrix in zip(parts, last)]
     return [part @ matrix for part, matrix in zip(parts, last)]
 
