@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
@@ -113,7 +114,7 @@ def output(folder: Path, job: str) -> str:
     return path.read_text() if path.exists() else ""
 
 
-def wait_for(condition, seconds: float = 90) -> None:
+def wait_for(condition, seconds: float = 240) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it took too long"
@@ -129,11 +130,21 @@ def test_srun(slurm, tmp_path, serial):
     assert_same_training(tmp_path, serial)
 
 
+def has_processes(job: str) -> bool:
+    """Whether SLURM still looks after processes of a job on this machine."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if f"slurmstepd: [{job}.".encode() in path.read_bytes():
+                return True
+    return False
+
+
 def begins_again(slurm, job: str) -> bool:
     subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now"], capture_output=True, timeout=60)
     return slurm.state(job) in ("RUNNING", "COMPLETED")
 
 
+@pytest.mark.timeout(900)  # other jobs may hold the node's cores for a while
 @pytest.mark.parametrize("how", ["preempted", "warned"])
 def test_a_job_that_slurm_starts_again_ends_as_if_nothing_had_happened(how, slurm, tmp_path, serial):
     """preempted: `scontrol requeue` takes the job away. warned: SIGUSR1, upon which the job asks to be requeued itself."""
@@ -145,9 +156,10 @@ def test_a_job_that_slurm_starts_again_ends_as_if_nothing_had_happened(how, slur
     else:
         subprocess.run(["scancel", "--signal=USR1", job], check=True, timeout=60)
     wait_for(lambda: "Stopped after step" in output(tmp_path, job))
-    # A job that was requeued waits two minutes before SLURM looks at it again, unless it is asked to. While its first attempt
-    # is being cleaned up it cannot be asked, and may for a moment seem to have ended.
-    wait_for(lambda: slurm.state(job) == "PENDING")
+    # A job that was requeued waits two minutes before SLURM looks at it again, unless it is asked to. It must not be asked
+    # while anything of its first attempt is left, nor in the same second: the new attempt would be killed with the old one.
+    wait_for(lambda: slurm.state(job) == "PENDING" and not has_processes(job))
+    time.sleep(2)
     wait_for(lambda: begins_again(slurm, job))
     text = slurm.wait(job, tmp_path, timeout=200)
     name = {"preempted": "SIGTERM", "warned": "SIGUSR1"}[how]
