@@ -27,8 +27,8 @@ from torch import Tensor
 
 from forgefield.data.batch import Batch
 from forgefield.models.nequip import NequIP
-from forgefield.models.nequip_kernels import radial_tables
 from forgefield.models.nequip_passes import Layer, Network
+from forgefield.models.nequip_tables import radial_tables
 from forgefield.models.potential import edge_vectors
 from forgefield.models.registry import build_model, resolve_model
 from forgefield.ops.graph import EdgeGraph, edge_graph

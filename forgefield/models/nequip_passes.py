@@ -98,11 +98,7 @@ class Layer:
     def values(self, h: Field | None, convolution: Convolution) -> None:
         self.convolution = convolution
         if h is None:
-            torch.mm(
-                self.atoms.one_hot,
-                self.enter[0],
-                out=self.x.flat[: self.x.flat.numel() // 2].view(self.x.n_atoms, -1),
-            )
+            torch.mm(self.atoms.one_hot, self.enter[0], out=self.x.rows(0, VALUE))
             self._scale(self.x, VALUE)
         else:
             self._enter(h, VALUE)
@@ -169,9 +165,8 @@ class Layer:
     def gradients(self, h: Field | None) -> list[Tensor]:
         """Of what `LayerWeights.tracked` names; both backward passes have been made."""
         if h is None:
-            cotangents = self.to_x.flat[: self.to_x.flat.numel() // 2].view(self.to_x.n_atoms, -1)
             self._scale(self.to_x, VALUE)
-            enter = [torch.mm(self.atoms.one_hot.t(), cotangents)]
+            enter = [torch.mm(self.atoms.one_hot.t(), self.to_x.rows(0, VALUE))]
         else:
             enter = [_gradient(h, self.to_x, number) for number in range(len(self.enter))]
         leave = [_gradient(self.z, self.to_a, number) for number in range(len(self.leave))]

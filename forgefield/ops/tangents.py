@@ -28,5 +28,10 @@ def side_by_side(value: Tensor) -> Tensor:
     return torch.stack([pair.primal, _tangent(pair)], 1)
 
 
+def tangent_of(value: Tensor) -> Tensor:
+    """What a value carries, zero where it carries nothing, inside the level of differentiation that this belongs to."""
+    return _tangent(forward_ad.unpack_dual(value))
+
+
 def _tangent(pair: forward_ad.UnpackedDualTensor) -> Tensor:
     return torch.zeros_like(pair.primal) if pair.tangent is None else pair.tangent

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from forgefield.checks import radial_table_line
-from forgefield.models.nequip_kernels import table_deviation
+from forgefield.models.nequip_tables import table_deviation
 from forgefield.models.potential import Potential
 from tests.checks import toy_models as toys
 from tests.models.structures import make_potential

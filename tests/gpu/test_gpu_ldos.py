@@ -87,6 +87,19 @@ def test_points_one_by_one_are_those_of_whole_batches_and_auto_takes_eager(keep,
     assert torch.equal(*runs)
 
 
+def trained_and_interrupted(config, monkeypatch):
+    """The run "straight"; and "again" is one that has been stopped twice and is to go on."""
+    monkeypatch.setenv("END_AT", "-1")
+    straight = train_only(config("straight"))
+    monkeypatch.setenv("END_HOW", "raise")
+    for step in ("4", "13"):
+        monkeypatch.setenv("END_AT", step)
+        with pytest.raises(Interrupted):
+            train_only(config("again"))
+    monkeypatch.setenv("END_AT", "-1")
+    return straight
+
+
 @pytest.mark.parametrize("terms", [{}, {"dos": {"every": 2}, "band_energy": {"every": 4}}], ids=["points", "terms"])
 @pytest.mark.parametrize("keep", ["device", "memory", "disk"])
 def test_a_run_with_captured_blocks_ends_as_if_it_had_not_been_interrupted(keep, terms, tmp_path, monkeypatch):
@@ -98,14 +111,7 @@ def test_a_run_with_captured_blocks_ends_as_if_it_had_not_been_interrupted(keep,
         made["task"] = {**made["task"], **terms}
         return {**made, "callbacks": [END]}
 
-    monkeypatch.setenv("END_AT", "-1")
-    straight = train_only(config("straight"))
-    monkeypatch.setenv("END_HOW", "raise")
-    for step in ("4", "13"):
-        monkeypatch.setenv("END_AT", step)
-        with pytest.raises(Interrupted):
-            train_only(config("again"))
-    monkeypatch.setenv("END_AT", "-1")
+    straight = trained_and_interrupted(config, monkeypatch)
     assert_same_run(straight.path, train_only(config("again")).path)
 
 
@@ -155,14 +161,7 @@ def test_a_run_by_own_kernels_ends_as_if_it_had_not_been_interrupted(
         made["training"]["graphs"] = {"compiled": True}
         return {**made, "callbacks": [END]}
 
-    monkeypatch.setenv("END_AT", "-1")
-    straight = train_only(config("straight"))
-    monkeypatch.setenv("END_HOW", "raise")
-    for step in ("4", "13"):
-        monkeypatch.setenv("END_AT", step)
-        with pytest.raises(Interrupted):
-            train_only(config("again"))
-    monkeypatch.setenv("END_AT", "-1")
+    straight = trained_and_interrupted(config, monkeypatch)
     capsys.readouterr()
     again = train_only(config("again"))
     said = capsys.readouterr().out
