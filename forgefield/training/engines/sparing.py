@@ -48,11 +48,16 @@ class SparingEngine(Engine):
         return functools.reduce(_added, results)
 
     def evaluate(self, batch: Batch) -> Measured:
+        """In parts where memory runs out: what is measured are sums over frames."""
         try:
             return self.inner.evaluate(batch)
         except Exception as error:
-            raise_if_memory(error, batch, evaluating=True)
-            raise
+            if not is_memory_error(error) or sizes(batch)[0] == 1:
+                raise_if_memory(error, batch, evaluating=True)
+                raise
+        _give_back_memory()
+        first, second = (self.evaluate(part) for part in halves(batch, self.function.shapes))
+        return _both(first, second)
 
     def forget(self) -> None:
         self.inner.forget()
@@ -66,8 +71,7 @@ class SparingEngine(Engine):
                 if not is_memory_error(error) or n_frames == 1 or not self.split:
                     raise_if_memory(error, batch)
                     raise
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        _give_back_memory()
         if self.most_edges is None or n_edges < self.most_edges:
             self.most_edges = n_edges
             self.say(
@@ -75,6 +79,11 @@ class SparingEngine(Engine):
             )
         first, second = (self._in_parts(part, known) for part in halves(batch, self.function.shapes))
         return _added(first, second)
+
+
+def _give_back_memory() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _own(result: Differentiated) -> Differentiated:
@@ -88,8 +97,11 @@ def _own(result: Differentiated) -> Differentiated:
 
 def _added(a: Differentiated, b: Differentiated) -> Differentiated:
     gradients = [x if y is None else y if x is None else x + y for x, y in zip(a.gradients, b.gradients)]
-    measured = Measured(a.measured.sums + b.measured.sums, a.measured.errors + b.measured.errors)
-    return Differentiated(gradients, a.loss + b.loss, measured)
+    return Differentiated(gradients, a.loss + b.loss, _both(a.measured, b.measured))
+
+
+def _both(a: Measured, b: Measured) -> Measured:
+    return Measured(a.sums + b.sums, a.errors + b.errors)
 
 
 def cut(batch: Batch, parts: int, shapes: Shapes = SHAPES) -> list[Batch]:

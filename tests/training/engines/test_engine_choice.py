@@ -271,6 +271,17 @@ def test_on_request_a_batch_that_does_not_fit_is_split_with_the_same_gradients()
     assert len(said) == n  # it is split beforehand from then on
 
 
+def test_an_evaluation_that_does_not_fit_is_split_without_being_asked():
+    batch = labelled(5, 4, 6, 3)
+    most = int(torch.bincount(batch["frame"][batch["edge_index"][1]]).max())
+    found = SparingEngine(Engine(step_function(Potential(Hungry(most)), ("energy", "forces"))), split=False).evaluate(
+        batch
+    )
+    expected = Engine(step_function(Potential(Hungry(10**9)), ("energy", "forces"))).evaluate(batch)
+    torch.testing.assert_close(found.sums, expected.sums, rtol=1e-12, atol=0)
+    torch.testing.assert_close(found.errors, expected.errors, rtol=1e-12, atol=0)
+
+
 def test_a_single_frame_that_does_not_fit_is_an_error_even_so():
     function = step_function(Potential(Hungry(1)), ("energy", "forces"))
     with pytest.raises(ForgefieldError, match="Memory ran out on a batch of 1 frames"):
