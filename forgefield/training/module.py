@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
-from forgefield.data.batch import SHAPES, Shapes, with_edges
+from forgefield.data.batch import SHAPES, Shapes, to_device, with_edges
 from forgefield.data.readers import plain
 from forgefield.errors import ForgefieldError
 from forgefield.models.potential import Potential
@@ -102,6 +102,7 @@ class TrainingModule(RunModule):
         self.task_loss_scaling = _TargetWeights(task)
         self._eager = Engine(self._step_function("double"))
         self._update: CapturedUpdate | None = None
+        self._in_one_piece = options.memory.parts == 1 and not options.memory.split
         self._evaluation_is_checked = False
         self._steps_averaged = 0
         self._measured = (-1, -1)
@@ -120,6 +121,10 @@ class TrainingModule(RunModule):
 
     def forward(self, batch: Batch) -> Batch:
         return self.potential(batch, forces=self.task.needs_forces, stress=self.task.needs_stress)
+
+    def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
+        """Lightning's own way looks into every container anew, which takes longer than the transfer."""
+        return to_device(batch, device)
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         return with_edges(batch, self.potential.cutoff)
@@ -157,7 +162,10 @@ class TrainingModule(RunModule):
             self.exchange.send(self.task.counts(batch))
             denominators = _once(self.exchange.counts)
         with self.precision.applied(self._precision_now):
-            step = engine.step(batch, denominators)
+            # Where gradients are brought as they lie, autograd need not know of them.
+            step = (
+                engine.measure(batch, denominators) if self._gradients_lie_still else engine.step(batch, denominators)
+            )
         self.precision.require_effect(self._precision_now)
         if (self.current_epoch, batch_idx) != self._measured:  # some optimisers evaluate a batch several times
             self._measured = (self.current_epoch, batch_idx)
@@ -263,9 +271,11 @@ class TrainingModule(RunModule):
     @property
     def _gradients_lie_still(self) -> bool:
         """Whether a captured step leaves its gradients where the captured update reads them."""
-        memory = self.options.memory
-        whole = memory.parts == 1 and not memory.split
-        return self._update is not None and self.trainer.accumulate_grad_batches == 1 and whole
+        return self._update is not None and self.trainer.accumulate_grad_batches == 1 and self._in_one_piece
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        if not self._gradients_lie_still:  # else they are replaced as a whole
+            super().optimizer_zero_grad(epoch, batch_idx, optimizer)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         if self._gradients_lie_still:

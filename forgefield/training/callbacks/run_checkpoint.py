@@ -51,6 +51,7 @@ class RunCheckpoint(Callback):
         self.first_batch = 0
         self.folder = folder
         self.options = options
+        self._every = options.every_steps, options.every_epochs
         self.stop = stop
         self._resumed: dict[str, Any] | None = None
         self._last_saved = -1
@@ -92,7 +93,7 @@ class RunCheckpoint(Callback):
         self._seen = step
         if step == 0 or step == self._last_saved:
             return False
-        every_steps, every_epochs = self.options.every_steps, self.options.every_epochs
+        every_steps, every_epochs = self._every
         if every_steps and step // every_steps > before // every_steps:  # a batch may be many steps
             return True
         return bool(every_epochs) and batch_idx == 0 and trainer.current_epoch % every_epochs == 0

@@ -59,6 +59,11 @@ class Engine:
             return Step(parts.total, measured)
         return Step(task.combine(parts.sums, denominators()) * self.world_size, measured)
 
+    def measure(self, batch: Batch, denominators: Denominators | None = None) -> Step:
+        """A step whose loss nobody differentiates: its gradients are asked for in another way, or not at all."""
+        result = self.differentiate(batch, denominators)
+        return Step(result.loss.clone(), result.measured)
+
     def differentiate(self, batch: Batch, denominators: Denominators | None = None) -> Differentiated:
         """The same with explicit gradients."""
         return self.function.differentiate(*self._inputs(batch, denominators))

@@ -42,6 +42,15 @@ class SparingEngine(Engine):
             raise_if_memory(error, batch)
             raise
 
+    def measure(self, batch: Batch, denominators: Denominators | None = None) -> Step:
+        if self.split or self.parts > 1:
+            return super().measure(batch, denominators)
+        try:
+            return self.inner.measure(batch, denominators)
+        except Exception as error:
+            raise_if_memory(error, batch)
+            raise
+
     def differentiate(self, batch: Batch, denominators: Denominators | None = None) -> Differentiated:
         known = self.function.task.counts(batch) if denominators is None else denominators()
         results = [self._in_parts(part, known) for part in cut(batch, self.parts, self.function.shapes)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -66,16 +66,23 @@ class StepFunction:
         frozen = [name for name in parameters if name not in set(self.trained)]
         self.fixed = [*frozen, *(name for name, _ in potential.named_buffers())]
         self._holder = _Holder(potential)
+        self._places: dict[str, tuple[dict[str, Any], str]] = {}
 
     def trained_weights(self) -> list[Tensor]:
         """The live tensors, in the order of `trained`; they follow optimiser, averages and checkpoints."""
-        parameters = dict(self.potential.named_parameters())
-        return [parameters[name] for name in self.trained]
+        return self._found(self.trained)
 
     def fixed_weights(self) -> list[Tensor]:
         """Everything else the potential holds, in the order of `fixed`."""
-        tensors = dict(self.potential.named_parameters()) | dict(self.potential.named_buffers())
-        return [tensors[name] for name in self.fixed]
+        return self._found(self.fixed)
+
+    def _found(self, names: Sequence[str]) -> list[Tensor]:
+        """Looked up where modules keep them: going through all modules would take longer than a small step."""
+        if not self._places:
+            for prefix, module in self.potential.named_modules():
+                for held in (module._parameters, module._buffers):
+                    self._places |= {f"{prefix}.{key}" if prefix else key: (held, key) for key in held}
+        return [held[key] for held, key in (self._places[name] for name in names)]
 
     def differentiate(
         self,
