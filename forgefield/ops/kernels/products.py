@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
-from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from forgefield.ops.kernels.fields import TANGENT, VALUE
+from forgefield.ops.kernels.product_source import product_kernels
+from forgefield.ops.products import product
 
 FEW_ROWS = 8192
 """Below so many rows of all blocks together the tiles of products are small, so that there is one for every processor."""
@@ -70,7 +72,8 @@ class Gradient:
     """Of one matrix (depth, width), or of one for every species: a^T g over values and tangents.
 
     components: 2l + 1. a, g: blocks, as in `Product`. out, pitch, step: where it begins among the gradients, from one row to
-    the next and from one species to the next; n_kinds: zero where it is the same for all.
+    the next and from one species to the next; n_kinds: zero where it is the same for all. places: one where there are values
+    and no tangents.
     """
 
     components: int
@@ -82,6 +85,7 @@ class Gradient:
     pitch: int
     n_kinds: int = 0
     step: int = 0
+    places: int = 2
 
 
 @dataclass(frozen=True)
@@ -101,7 +105,7 @@ def sort_kinds(species: Tensor, n_kinds: int) -> Kinds:
     pointers = torch.empty(n_kinds + 1, dtype=torch.int32, device=species.device)
     wide = max(2, 1 << (n_kinds - 1).bit_length())
     block = max(16, min(1024, 16384 // wide))
-    _kernels().sort_kinds[(1,)](species, order, kinds, pointers, n_atoms, n_kinds, wide, block, num_warps=8)
+    product_kernels().sort_kinds[(1,)](species, order, kinds, pointers, n_atoms, n_kinds, wide, block, num_warps=8)
     return Kinds(order, kinds, pointers)
 
 
@@ -133,7 +137,7 @@ class Products:
         )
         precision = _precision(fields)
         in_order = self.own and kinds is not None
-        _kernels().multiply[(n_tiles, len(self.parts))](
+        product_kernels().multiply[(n_tiles, len(self.parts))](
             fields,
             matrices,
             table if kinds is None else kinds.order,
@@ -154,6 +158,25 @@ class Products:
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
+
+    def make_plainly(self, fields: Tensor, matrices: Tensor, one_hot: Tensor, n_atoms: int, place: int) -> None:
+        """The same by operations of torch, in the precision that `products_in` asks for. one_hot: (n_atoms, n_kinds)."""
+        for part in self.parts:
+            order = (-1, -2) if self.turned else (-2, -1)
+            sides = (part.width, part.depth) if self.turned else (part.depth, part.width)
+            matrix = _view(matrices, part.b, sides, (part.pitch, 1)).permute(*order)
+            total = product(_rows(fields, part.a, n_atoms, part.components, part.depth, place), matrix)
+            if part.own_depth:
+                n_kinds = one_hot.shape[1]
+                sides = (part.width, part.own_depth) if self.turned else (part.own_depth, part.width)
+                own_b = _view(matrices, part.own_b, (n_kinds, *sides), (part.own_step, part.own_pitch, 1))
+                rows = _rows(fields, part.own, n_atoms, part.components, part.own_depth, place)
+                own = rows.view(n_atoms, part.components, 1, -1) * one_hot.view(n_atoms, 1, n_kinds, 1)
+                own_b = own_b.transpose(1, 2) if self.turned else own_b
+                total = total + product(own.view(total.shape[0], -1), own_b.reshape(-1, part.width))
+            if part.add >= 0:
+                total = total + _rows(fields, part.add, n_atoms, part.components, part.width, place)
+            _rows(fields, part.out, n_atoms, part.components, part.width, place).copy_(total)
 
 
 class Gradients:
@@ -188,7 +211,7 @@ class Gradients:
         )
         order, of_atoms, pointers = (table,) * 3 if kinds is None else (kinds.order, kinds.kinds, kinds.pointers)
         precision = _precision(fields)
-        _kernels().contract[(n_tiles * n_chunks, len(self.parts))](
+        product_kernels().contract[(n_tiles * n_chunks, len(self.parts))](
             fields,
             parts,
             order,
@@ -208,14 +231,39 @@ class Gradients:
             num_stages=tile.stages,
         )
         largest = max(part.depth * part.width for part in self.parts)
-        _kernels().add_parts[(-(-largest // SUMMED), len(self.parts))](
+        product_kernels().add_parts[(-(-largest // SUMMED), len(self.parts))](
             parts, out, pointers, table, n_atoms, n_chunks, table.shape[1], SUMMED, num_warps=4
         )
+
+    def make_plainly(self, fields: Tensor, one_hot: Tensor, n_atoms: int, out: Tensor) -> None:
+        """The same by operations of torch, in the precision that `products_in` asks for. one_hot: (n_atoms, n_kinds)."""
+        for part in self.parts:
+            weights = one_hot.unbind(1) if part.n_kinds else [None]
+            for kind, weight in enumerate(weights):
+                total = _view(out, part.out + kind * part.step, (part.depth, part.width), (part.pitch, 1)).zero_()
+                # One by one: rounded factors are scaled by their largest entry, and tangents may be far smaller than values.
+                for place in (VALUE, TANGENT)[: part.places]:
+                    a = _rows(fields, part.a, n_atoms, part.components, part.depth, place)
+                    g = _rows(fields, part.g, n_atoms, part.components, part.width, place)
+                    if weight is not None:
+                        g = g * weight.repeat_interleave(part.components).unsqueeze(1)
+                    total += product(a.t(), g)
+
+
+def _rows(fields: Tensor, start: int, n_atoms: int, components: int, width: int, place: int) -> Tensor:
+    """Values or tangents of a block, (n_atoms * components, width)."""
+    length = n_atoms * components * width
+    begin = 2 * n_atoms * start + place * length
+    return fields[begin : begin + length].view(-1, width)
+
+
+def _view(matrices: Tensor, start: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
+    return matrices.as_strided(shape, strides, matrices.storage_offset() + start)
 
 
 def _aligned(parts: Sequence[Product] | Sequence[Gradient]) -> bool:
     """Whether rows, blocks and matrices begin at multiples of 16 numbers, so that they can be read in wide pieces."""
-    counts = ("components", "n_kinds")
+    counts = ("components", "n_kinds", "places")
     return all(n % 16 == 0 for part in parts for name, n in vars(part).items() if n > 0 and name not in counts)
 
 
@@ -228,278 +276,3 @@ def _precision(fields: Tensor) -> str:
 
 def _on(device: torch.device, rows: Sequence[tuple[int, ...]]) -> Tensor:
     return torch.tensor(rows, dtype=torch.int64, device=device)
-
-
-class Kernels:
-    """The functions of this file, made when Triton is first needed."""
-
-    multiply: Any
-    contract: Any
-    add_parts: Any
-    sort_kinds: Any
-
-
-@cache
-def _kernels() -> Kernels:
-    import triton
-    import triton.language as tl
-
-    @triton.jit(do_not_specialize=["n_atoms", "place"])
-    def multiply(
-        fields,
-        matrices,
-        order,
-        kinds,
-        table,
-        n_atoms,
-        place,
-        columns: tl.constexpr,
-        turned: tl.constexpr,
-        own: tl.constexpr,
-        in_order: tl.constexpr,
-        adds: tl.constexpr,
-        aligned: tl.constexpr,
-        precision: tl.constexpr,
-        bm: tl.constexpr,
-        bn: tl.constexpr,
-        bk: tl.constexpr,
-    ):
-        about = table + tl.program_id(1) * columns
-        components = tl.load(about).to(tl.int32)
-        width = tl.load(about + 1)
-        n_rows = n_atoms * components
-        across = tl.cdiv(width.to(tl.int32), bn)
-        first = tl.program_id(0) // across * bm
-        if first < n_rows:
-            out = tl.load(about + 2)
-            a_start = tl.load(about + 3)
-            depth = tl.load(about + 4)
-            b_start = tl.load(about + 5)
-            pitch = tl.load(about + 6)
-            if aligned:
-                width = tl.multiple_of(width, 16)
-                depth = tl.multiple_of(depth, 16)
-                pitch = tl.multiple_of(pitch, 16)
-            twice = n_atoms.to(tl.int64) * 2
-            here = n_atoms.to(tl.int64) * components * place  # rows before those of this place
-            a_start = a_start * twice + here * depth
-            number = first + tl.arange(0, bm)
-            inside = number < n_rows
-            row = number
-            if in_order:
-                at = number // components
-                row = tl.load(order + at, mask=inside, other=0) * components + number % components
-                kind = tl.load(kinds + at, mask=inside, other=-1)
-            row = row.to(tl.int64)
-            n_steps = tl.cdiv(depth.to(tl.int32), bk)
-            n_all = n_steps
-            if own:
-                own_start = tl.load(about + 7)
-                own_depth = tl.load(about + 8)
-                own_b = tl.load(about + 9)
-                own_pitch = tl.load(about + 10)
-                own_step = tl.load(about + 11)
-                own_start = own_start * twice + here * own_depth
-                own_steps = tl.cdiv(own_depth.to(tl.int32), bk)
-                low = 0
-                high = 0
-                if in_order:
-                    low = tl.load(kinds + first // components)
-                    high = tl.load(kinds + (tl.minimum(first + bm, n_rows) - 1) // components)
-                n_all += (high - low + 1) * own_steps
-                own_steps = tl.maximum(own_steps, 1)
-            column = tl.program_id(0) % across * bn + tl.arange(0, bn)
-            known = column < width
-            total = tl.zeros([bm, bn], fields.dtype.element_ty)
-            for step in range(n_all):
-                begin = step * bk
-                read = inside
-                if own:
-                    late = step >= n_steps
-                    which = low + (step - n_steps) // own_steps
-                    begin = tl.where(late, (step - n_steps) % own_steps * bk, begin)
-                    from_a = tl.where(late, own_start, a_start)
-                    limit = tl.where(late, own_depth, depth)
-                    from_b = tl.where(late, own_b + which * own_step, b_start)
-                    b_pitch = tl.where(late, own_pitch, pitch)
-                    if in_order:
-                        read = inside & ((kind == which) | (step < n_steps))
-                else:
-                    from_a = a_start
-                    limit = depth
-                    from_b = b_start
-                    b_pitch = pitch
-                if aligned:
-                    from_a = tl.multiple_of(from_a, 16)
-                    limit = tl.multiple_of(limit, 16)
-                    from_b = tl.multiple_of(from_b, 16)
-                    b_pitch = tl.multiple_of(b_pitch, 16)
-                k = begin + tl.arange(0, bk)
-                a = tl.load(
-                    fields + from_a + row[:, None] * limit + k[None, :],
-                    mask=read[:, None] & (k < limit)[None, :],
-                    other=0.0,
-                )
-                if turned:
-                    line = k[:, None] + column[None, :] * b_pitch
-                else:
-                    line = k[:, None] * b_pitch + column[None, :]
-                b = tl.load(matrices + from_b + line, mask=(k < limit)[:, None] & known[None, :], other=0.0)
-                total = tl.dot(a, b, total, input_precision=precision, out_dtype=fields.dtype.element_ty)
-            result = row[:, None] * width + column[None, :]
-            write = inside[:, None] & known[None, :]
-            if adds:
-                add = tl.load(about + 12)
-                more = fields + add * twice + here * width + result
-                total += tl.load(more, mask=write & (add >= 0), other=0.0)
-            tl.store(fields + out * twice + here * width + result, total, mask=write)
-
-    @triton.jit(do_not_specialize=["n_atoms", "n_chunks"])
-    def contract(
-        fields,
-        parts,
-        order,
-        kinds,
-        pointers,
-        table,
-        n_atoms,
-        n_chunks,
-        columns: tl.constexpr,
-        own: tl.constexpr,
-        aligned: tl.constexpr,
-        precision: tl.constexpr,
-        bm: tl.constexpr,
-        bn: tl.constexpr,
-        bk: tl.constexpr,
-    ):
-        about = table + tl.program_id(1) * columns
-        components = tl.load(about).to(tl.int32)
-        depth = tl.load(about + 1)
-        width = tl.load(about + 2)
-        across = tl.cdiv(width.to(tl.int32), bn)
-        tiles = tl.cdiv(depth.to(tl.int32), bm) * across
-        chunk = tl.program_id(0) // tiles
-        tile = tl.program_id(0) % tiles
-        if chunk < n_chunks * components:
-            a_start = tl.load(about + 3)
-            g_start = tl.load(about + 4)
-            n_kinds = tl.load(about + 7)
-            slot = tl.load(about + 9) * n_chunks + tl.load(about + 10)
-            if aligned:
-                depth = tl.multiple_of(depth, 16)
-                width = tl.multiple_of(width, 16)
-                a_start = tl.multiple_of(a_start, 16)
-                g_start = tl.multiple_of(g_start, 16)
-            twice = n_atoms.to(tl.int64) * 2
-            a_from = fields + a_start * twice
-            g_from = fields + g_start * twice
-            n_rows = n_atoms * components
-            length = tl.cdiv(2 * n_atoms, n_chunks)
-            first = chunk * length
-            last = tl.minimum(first + length, 2 * n_rows)
-            m = tile // across * bm + tl.arange(0, bm)
-            n = tile % across * bn + tl.arange(0, bn)
-            target = parts + slot + m[:, None] * width + n[None, :]
-            write = (m < depth)[:, None] & (n < width)[None, :]
-            if n_kinds == 0:
-                total = tl.zeros([bm, bn], fields.dtype.element_ty)
-                for begin in range(first, last, bk):
-                    r = begin + tl.arange(0, bk)
-                    row = r.to(tl.int64)
-                    a = tl.load(
-                        a_from + row[:, None] * depth + m[None, :],
-                        mask=(r < last)[:, None] & (m < depth)[None, :],
-                        other=0.0,
-                    )
-                    g = tl.load(
-                        g_from + row[:, None] * width + n[None, :],
-                        mask=(r < last)[:, None] & (n < width)[None, :],
-                        other=0.0,
-                    )
-                    total = tl.dot(tl.trans(a), g, total, input_precision=precision, out_dtype=fields.dtype.element_ty)
-                tl.store(target + depth * width * chunk, total, mask=write)
-            elif own:
-                # rows by species, then atom, place, component; a chunk may hold the end of one species and the start of others
-                share = 2 * components
-                if first < last:
-                    low = tl.load(kinds + first // share)
-                    high = tl.load(kinds + (last - 1) // share)
-                    for kind in range(low, high + 1):
-                        since = tl.maximum(first, tl.load(pointers + kind) * share)
-                        until = tl.minimum(last, tl.load(pointers + kind + 1) * share)
-                        total = tl.zeros([bm, bn], fields.dtype.element_ty)
-                        for begin in range(since, until, bk):
-                            r = begin + tl.arange(0, bk)
-                            rest = r % share
-                            atom = tl.load(order + r // share, mask=r < until, other=0)
-                            row = rest // components * n_rows + atom * components + rest % components
-                            row = row.to(tl.int64)
-                            a = tl.load(
-                                a_from + row[:, None] * depth + m[None, :],
-                                mask=(r < until)[:, None] & (m < depth)[None, :],
-                                other=0.0,
-                            )
-                            g = tl.load(
-                                g_from + row[:, None] * width + n[None, :],
-                                mask=(r < until)[:, None] & (n < width)[None, :],
-                                other=0.0,
-                            )
-                            total = tl.dot(
-                                tl.trans(a), g, total, input_precision=precision, out_dtype=fields.dtype.element_ty
-                            )
-                        # the steps of a stair: no two of (chunk, kind) have the same sum
-                        tl.store(target + depth * width * (chunk + kind), total, mask=write)
-
-    @triton.jit(do_not_specialize=["n_atoms", "n_chunks"])
-    def add_parts(parts, out, pointers, table, n_atoms, n_chunks, columns: tl.constexpr, block: tl.constexpr):
-        about = table + tl.program_id(1) * columns
-        components = tl.load(about).to(tl.int32)
-        width = tl.load(about + 2)
-        size = tl.load(about + 1) * width
-        e = tl.program_id(0) * block + tl.arange(0, block)
-        if tl.program_id(0) * block < size:
-            inside = e < size
-            start = tl.load(about + 5)
-            pitch = tl.load(about + 6)
-            n_kinds = tl.load(about + 7).to(tl.int32)
-            step = tl.load(about + 8)
-            source = parts + tl.load(about + 9) * n_chunks + tl.load(about + 10) + e
-            target = out + start + e // width * pitch + e % width
-            length = tl.cdiv(2 * n_atoms, n_chunks)
-            share = 2 * components
-            for kind in range(0, tl.maximum(n_kinds, 1)):
-                since = 0
-                until = (n_atoms * share + length - 1) // length
-                if n_kinds > 0:
-                    begin = tl.load(pointers + kind) * share
-                    end = tl.load(pointers + kind + 1) * share
-                    since = begin // length
-                    until = tl.where(end > begin, (end + length - 1) // length, since)
-                total = tl.zeros([block], parts.dtype.element_ty)
-                for chunk in range(since, until):
-                    total += tl.load(source + size * (chunk + kind), mask=inside, other=0.0)
-                tl.store(target + kind * step, total, mask=inside)
-
-    @triton.jit(do_not_specialize=["n_atoms", "n_kinds"])
-    def sort_kinds(species, order, kinds, pointers, n_atoms, n_kinds, wide: tl.constexpr, block: tl.constexpr):
-        kind = tl.arange(0, wide)
-        count = tl.zeros([wide], tl.int32)
-        for begin in range(0, n_atoms, block):
-            atom = begin + tl.arange(0, block)
-            found = tl.load(species + atom, mask=atom < n_atoms, other=-1).to(tl.int32)
-            count += tl.sum((found[:, None] == kind[None, :]).to(tl.int32), 0)
-        seen = tl.cumsum(count, 0) - count
-        tl.store(pointers + kind, seen, mask=kind < n_kinds)
-        tl.store(pointers + n_kinds, n_atoms)
-        for begin in range(0, n_atoms, block):
-            atom = begin + tl.arange(0, block)
-            found = tl.load(species + atom, mask=atom < n_atoms, other=-1).to(tl.int32)
-            same = (found[:, None] == kind[None, :]).to(tl.int32)
-            place = tl.sum((tl.cumsum(same, 0) - 1 + seen[None, :]) * same, 1)
-            tl.store(order + place, atom, mask=atom < n_atoms)
-            tl.store(kinds + place, found, mask=atom < n_atoms)
-            seen += tl.sum(same, 0)
-
-    found = Kernels()
-    found.multiply, found.contract, found.add_parts, found.sort_kinds = multiply, contract, add_parts, sort_kinds
-    return found
