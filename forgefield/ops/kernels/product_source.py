@@ -251,7 +251,7 @@ def product_kernels() -> Kernels:
             source = parts + tl.load(about + 10) * n_chunks + tl.load(about + 11) + e
             target = out + start + e // width * pitch + e % width
             length = tl.cdiv(n_atoms, n_chunks * components)
-            for kind in range(0, tl.maximum(n_kinds, 1)):
+            for kind in range(tl.maximum(n_kinds, 1)):
                 since = 0
                 until = n_chunks * components
                 if n_kinds > 0:

@@ -135,7 +135,7 @@ class Products:
         n_tiles = max(
             -(-n_atoms * part.components // tile.rows) * -(-part.width // tile.columns) for part in self.parts
         )
-        precision = _precision(fields)
+        precision = precision_of(fields)
         in_order = self.own and kinds is not None
         product_kernels().multiply[(n_tiles, len(self.parts))](
             fields,
@@ -210,7 +210,7 @@ class Gradients:
             -(-part.depth // tile.rows) * -(-part.width // tile.columns) * part.components for part in self.parts
         )
         order, of_atoms, pointers = (table,) * 3 if kinds is None else (kinds.order, kinds.kinds, kinds.pointers)
-        precision = _precision(fields)
+        precision = precision_of(fields)
         product_kernels().contract[(n_tiles * n_chunks, len(self.parts))](
             fields,
             parts,
@@ -267,7 +267,7 @@ def _aligned(parts: Sequence[Product] | Sequence[Gradient]) -> bool:
     return all(n % 16 == 0 for part in parts for name, n in vars(part).items() if n > 0 and name not in counts)
 
 
-def _precision(fields: Tensor) -> str:
+def precision_of(fields: Tensor) -> str:
     """How Triton is to multiply."""
     if fields.dtype != torch.float32:
         return "ieee"
