@@ -39,7 +39,7 @@ class NetworkWeights:
 
 @dataclass(frozen=True)
 class Atoms:
-    """What layers know of the atoms. arena: (2 * n_atoms * layout.dim,), all fields but the last one. species: (n_atoms,); kinds:
+    """What layers know of the atoms. arena: (2 * n_atoms * layout.dim,), all fields but the last. species: (n_atoms,); kinds:
     atoms by species, where products need them. scale: (n_atoms, 1, 1), or None, of what is convolved. matrices: of all
     layers."""
 

@@ -89,8 +89,7 @@ class _Made(torch.autograd.Function):
             return None, to_weights, None, None
         rows = max(matrices.parts[number].rows for number in numbers)
         parts = weights.new_empty((rows, len(numbers), n_species, n_embedding))
-        grid = (rows, len(numbers), n_species)
-        matrices.launch("to_embedding", grid, weights, embedding, constants, to_out, parts)
+        matrices.launch("to_embedding", (rows, len(numbers), n_species), weights, embedding, constants, to_out, parts)
         return None, to_weights, parts.sum((0, 1)), None
 
 

@@ -42,6 +42,7 @@ def product_kernels() -> Kernels:
         in_order: tl.constexpr,
         adds: tl.constexpr,
         aligned: tl.constexpr,
+        far: tl.constexpr,
         precision: tl.constexpr,
         bm: tl.constexpr,
         bn: tl.constexpr,
@@ -49,16 +50,16 @@ def product_kernels() -> Kernels:
     ):
         about = table + tl.program_id(1) * columns
         components = tl.load(about).to(tl.int32)
-        width = tl.load(about + 1)
+        width = tl.load(about + 1).to(tl.int32)
         n_rows = n_atoms * components
-        across = tl.cdiv(width.to(tl.int32), bn)
+        across = tl.cdiv(width, bn)
         first = tl.program_id(0) // across * bm
         if first < n_rows:
             out = tl.load(about + 2)
             a_start = tl.load(about + 3)
-            depth = tl.load(about + 4)
+            depth = tl.load(about + 4).to(tl.int32)
             b_start = tl.load(about + 5)
-            pitch = tl.load(about + 6)
+            pitch = tl.load(about + 6).to(tl.int32)
             if aligned:
                 width = tl.multiple_of(width, 16)
                 depth = tl.multiple_of(depth, 16)
@@ -73,17 +74,18 @@ def product_kernels() -> Kernels:
                 at = number // components
                 row = tl.load(order + at, mask=inside, other=0) * components + number % components
                 kind = tl.load(kinds + at, mask=inside, other=-1)
-            row = row.to(tl.int64)
-            n_steps = tl.cdiv(depth.to(tl.int32), bk)
+            if far:
+                row = row.to(tl.int64)
+            n_steps = tl.cdiv(depth, bk)
             n_all = n_steps
             if own:
                 own_start = tl.load(about + 7)
-                own_depth = tl.load(about + 8)
+                own_depth = tl.load(about + 8).to(tl.int32)
                 own_b = tl.load(about + 9)
-                own_pitch = tl.load(about + 10)
+                own_pitch = tl.load(about + 10).to(tl.int32)
                 own_step = tl.load(about + 11)
                 own_start = own_start * twice + here * own_depth
-                own_steps = tl.cdiv(own_depth.to(tl.int32), bk)
+                own_steps = tl.cdiv(own_depth, bk)
                 low = 0
                 high = 0
                 if in_order:
@@ -119,7 +121,7 @@ def product_kernels() -> Kernels:
                     b_pitch = tl.multiple_of(b_pitch, 16)
                 k = begin + tl.arange(0, bk)
                 a = tl.load(
-                    fields + from_a + row[:, None] * limit + k[None, :],
+                    fields + from_a + (row[:, None] * limit + k[None, :]),
                     mask=read[:, None] & (k < limit)[None, :],
                     other=0.0,
                 )
@@ -150,6 +152,7 @@ def product_kernels() -> Kernels:
         columns: tl.constexpr,
         own: tl.constexpr,
         aligned: tl.constexpr,
+        far: tl.constexpr,
         precision: tl.constexpr,
         bm: tl.constexpr,
         bn: tl.constexpr,
@@ -157,10 +160,10 @@ def product_kernels() -> Kernels:
     ):
         about = table + tl.program_id(1) * columns
         components = tl.load(about).to(tl.int32)
-        depth = tl.load(about + 1)
-        width = tl.load(about + 2)
-        across = tl.cdiv(width.to(tl.int32), bn)
-        tiles = tl.cdiv(depth.to(tl.int32), bm) * across
+        depth = tl.load(about + 1).to(tl.int32)
+        width = tl.load(about + 2).to(tl.int32)
+        across = tl.cdiv(width, bn)
+        tiles = tl.cdiv(depth, bm) * across
         chunk = tl.program_id(0) // tiles
         tile = tl.program_id(0) % tiles
         if chunk < n_chunks * components:
@@ -182,25 +185,27 @@ def product_kernels() -> Kernels:
             last = tl.minimum(first + length, tl.load(about + 9).to(tl.int32) * n_rows)
             m = tile // across * bm + tl.arange(0, bm)
             n = tile % across * bn + tl.arange(0, bn)
-            target = parts + slot + m[:, None] * width + n[None, :]
+            target = parts + slot + (m[:, None] * width + n[None, :])
             write = (m < depth)[:, None] & (n < width)[None, :]
             if n_kinds == 0:
                 total = tl.zeros([bm, bn], fields.dtype.element_ty)
                 for begin in range(first, last, bk):
                     r = begin + tl.arange(0, bk)
-                    row = r.to(tl.int64)
+                    row = r
+                    if far:
+                        row = row.to(tl.int64)
                     a = tl.load(
-                        a_from + row[:, None] * depth + m[None, :],
+                        a_from + (row[:, None] * depth + m[None, :]),
                         mask=(r < last)[:, None] & (m < depth)[None, :],
                         other=0.0,
                     )
                     g = tl.load(
-                        g_from + row[:, None] * width + n[None, :],
+                        g_from + (row[:, None] * width + n[None, :]),
                         mask=(r < last)[:, None] & (n < width)[None, :],
                         other=0.0,
                     )
                     total = tl.dot(tl.trans(a), g, total, input_precision=precision, out_dtype=fields.dtype.element_ty)
-                tl.store(target + depth * width * chunk, total, mask=write)
+                tl.store(target + (depth * width).to(tl.int64) * chunk, total, mask=write)
             elif own:
                 # atoms by species: a chunk may hold the end of one and the start of others
                 length = tl.cdiv(n_atoms, n_chunks * components)
@@ -218,14 +223,16 @@ def product_kernels() -> Kernels:
                             at = since + step % n_blocks * bk + tl.arange(0, bk)
                             atom = tl.load(order + at, mask=at < until, other=0)
                             turn = step // n_blocks  # place, then component
-                            row = (atom * components + turn % components + turn // components * n_rows).to(tl.int64)
+                            row = atom * components + turn % components + turn // components * n_rows
+                            if far:
+                                row = row.to(tl.int64)
                             a = tl.load(
-                                a_from + row[:, None] * depth + m[None, :],
+                                a_from + (row[:, None] * depth + m[None, :]),
                                 mask=(at < until)[:, None] & (m < depth)[None, :],
                                 other=0.0,
                             )
                             g = tl.load(
-                                g_from + row[:, None] * width + n[None, :],
+                                g_from + (row[:, None] * width + n[None, :]),
                                 mask=(at < until)[:, None] & (n < width)[None, :],
                                 other=0.0,
                             )
@@ -233,7 +240,7 @@ def product_kernels() -> Kernels:
                                 tl.trans(a), g, total, input_precision=precision, out_dtype=fields.dtype.element_ty
                             )
                         # the steps of a stair: no two of (chunk, kind) have the same sum
-                        tl.store(target + depth * width * (chunk + kind), total, mask=write)
+                        tl.store(target + (depth * width).to(tl.int64) * (chunk + kind), total, mask=write)
 
     @triton.jit(do_not_specialize=["n_atoms", "n_chunks"])
     def add_parts(parts, out, pointers, table, n_atoms, n_chunks, columns: tl.constexpr, block: tl.constexpr):

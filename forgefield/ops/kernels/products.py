@@ -39,6 +39,8 @@ CHUNK = 2048
 """Rows that one program sums for the gradient of a matrix."""
 SUMMED = 512
 """Numbers of a gradient that one program adds up from the chunks."""
+FAR = 2**31
+"""Length from which on places in a block are counted with 64 bits."""
 EXACT = "tf32x3"
 """How Triton multiplies float32: three products of tensor cores, as precise as one of float32; `ieee`: without them."""
 
@@ -118,6 +120,7 @@ class Products:
         self.own = any(part.own_depth for part in parts)
         self.adds = any(part.add >= 0 for part in parts)
         self.aligned = _aligned(parts)
+        self._largest = max(part.components * max(part.width, part.depth, part.own_depth) for part in parts)
         self._tables: dict[torch.device, Tensor] = {}
 
     def make(
@@ -151,6 +154,7 @@ class Products:
             in_order,
             self.adds,
             self.aligned,
+            _far(n_atoms * self._largest),
             precision,
             tile.rows,
             tile.columns,
@@ -186,6 +190,7 @@ class Gradients:
         self.parts = tuple(parts)
         self.own = any(part.n_kinds for part in parts)
         self.aligned = _aligned(parts)
+        self._largest = 2 * max(part.components * max(part.width, part.depth) for part in parts)
         rows, self._by_chunk, self._besides = [], 0, 0
         for part in parts:
             rows.append((*astuple(part), self._by_chunk, self._besides))
@@ -223,6 +228,7 @@ class Gradients:
             table.shape[1],
             self.own,
             self.aligned,
+            _far(n_atoms * self._largest),
             precision,
             tile.rows,
             tile.columns,
@@ -265,6 +271,11 @@ def _aligned(parts: Sequence[Product] | Sequence[Gradient]) -> bool:
     """Whether rows, blocks and matrices begin at multiples of 16 numbers, so that they can be read in wide pieces."""
     counts = ("components", "n_kinds", "places")
     return all(n % 16 == 0 for part in parts for name, n in vars(part).items() if n > 0 and name not in counts)
+
+
+def _far(length: int) -> bool:
+    """Whether places in a block of this length need whole numbers of 64 bits; with 32, programs need fewer registers."""
+    return length >= FAR
 
 
 def precision_of(fields: Tensor) -> str:
