@@ -8,89 +8,99 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from forgefield.ops.graph import EdgeGraph, join
+from forgefield.models.nequip_fields import FIELDS, Layout, all_matrices, forms, layout
+from forgefield.ops.graph import EdgeGraph
 from forgefield.ops.kernels.convolution import Convolution, Motion, Radial
-from forgefield.ops.kernels.fields import TANGENT, VALUE, Field, Shape, new_field
-from forgefield.ops.kernels.form import form_of
+from forgefield.ops.kernels.fields import TANGENT, VALUE, Field, new_field
+from forgefield.ops.kernels.form import Form
 from forgefield.ops.kernels.gate import GateByKernels, Nonlinearity
-from forgefield.ops.products import is_lowered, product
+from forgefield.ops.kernels.products import Kinds, Products, sort_kinds
+from forgefield.ops.products import is_lowered
 
 if TYPE_CHECKING:
     from forgefield.models.nequip import Interaction, NequIP
 
 
-def _shape(blocks: Sequence[Any]) -> Shape:
-    return Shape(tuple((2 * block.l + 1, block.mul) for block in blocks))
+class NetworkWeights:
+    """Matrices of all layers, in a row (`Layout`), with a gradient in the weights."""
 
-
-def _multiply(rows: Tensor, matrix: Tensor, out: Tensor) -> None:
-    if is_lowered(rows):
-        out.copy_(product(rows, matrix))
-    else:
-        torch.mm(rows, matrix, out=out)
-
-
-class LayerWeights:
-    """Matrices of a layer. enter: for every block of the features; of the first layer, rows for every species. leave: for every
-    block of the results, of the convolution's columns and, species by species, of the features themselves."""
-
-    def __init__(self, model: NequIP, layer: Interaction, number: int) -> None:
-        if number == 0:
-            self.enter = [layer.enter([model.type_embedding.unsqueeze(1)])]
-        else:
-            self.enter = layer.linear_in.matrices()
-        leave = [[matrix] for matrix in layer.linear_out.matrices()]
-        if layer.self_connection is not None:
-            for (i, target), matrix in zip(layer.self_pairs, layer.self_connection.matrices(model.type_embedding)):
-                channels = layer.in_blocks[i].mul
-                leave[target].append(matrix.unflatten(0, (channels, -1)).transpose(0, 1).flatten(0, 1))
-        self.leave = [join(parts, 0) for parts in leave]
+    def __init__(self, model: NequIP, where: Layout) -> None:
+        self.row = all_matrices(model, where)
 
     def tracked(self) -> list[Tensor]:
-        return [*self.enter, *self.leave]
+        return [self.row]
 
 
 @dataclass(frozen=True)
 class Atoms:
-    """What layers know of the atoms. one_hot: (n_atoms, n_species). scale: (n_atoms, 1, 1), or None, of what is convolved."""
+    """What layers know of the atoms. arena: (2 * n_atoms * layout.dim,), all fields but the last. species: (n_atoms,); kinds:
+    atoms by species, where products need them. scale: (n_atoms, 1, 1), or None, of what is convolved. matrices: of all
+    layers."""
 
-    one_hot: Tensor
+    layout: Layout
+    arena: Tensor
+    species: Tensor
+    kinds: Kinds | None
     scale: Tensor | None
+    matrices: Tensor
 
-    def field(self, shape: Shape) -> Field:
-        return new_field(shape, self.one_hot.shape[0], self.one_hot)
+    @property
+    def count(self) -> int:
+        return self.species.shape[0]
+
+    @property
+    def padded_one_hot(self) -> Tensor:
+        """(n_atoms, layout.n_columns)."""
+        begin, columns = 2 * self.count * self.layout.one_hot, self.layout.n_columns
+        return self.arena[begin : begin + self.count * columns].view(-1, columns)
+
+    @property
+    def one_hot(self) -> Tensor:
+        """(n_atoms, n_species)."""
+        return self.padded_one_hot[:, : self.layout.n_species]
+
+    def field(self, number: int, name: str) -> Field:
+        """Of this layer."""
+        shape = getattr(self.layout.shapes[number], name.removeprefix("to_"))
+        if name not in self.layout.starts[number]:
+            return new_field(shape, self.count, self.arena)
+        begin = 2 * self.count * self.layout.starts[number][name]
+        return Field(self.arena[begin : begin + 2 * self.count * shape.dim], self.count, shape)
+
+    def multiply(self, products: Products | None, place: int) -> None:
+        assert products is not None
+        if is_lowered(self.arena):
+            products.make_plainly(self.arena, self.matrices, self.one_hot, self.count, place)
+        else:
+            products.make(self.arena, self.matrices, self.kinds, self.count, place)
+
+    def gradients(self) -> Tensor:
+        """Of all matrices, in a row; all passes have been made."""
+        out = torch.empty_like(self.matrices)
+        if is_lowered(self.arena):
+            self.layout.gradients.make_plainly(self.arena, self.one_hot, self.count, out)
+        else:
+            self.layout.gradients.make(self.arena, self.kinds, self.count, out)
+        return out
 
 
 class Layer:
-    """One layer on one batch. x: what is convolved; z: what leaves the convolution, and the features themselves; a: what goes
-    into the nonlinearity; h: what comes out of it. Each has its cotangents."""
+    """One layer on one batch. x: what is convolved; z: what leaves the convolution; a: what goes into the nonlinearity; h: what
+    comes out of it. Each has its cotangents."""
 
-    def __init__(self, source: Interaction, number: int, weights: LayerWeights, atoms: Atoms) -> None:
-        self.atoms, self.first, self.resnet = atoms, number == 0, source.resnet
-        self.self_pairs: tuple[tuple[int, int], ...] = ()
-        self.enter = [matrix.detach() for matrix in weights.enter]
-        self.leave = [matrix.detach() for matrix in weights.leave]
-        if source.self_connection is not None:
-            self.self_pairs = tuple(source.self_pairs)
-        extra = [0] * len(source.targets)
-        for i, target in self.self_pairs:
-            extra[target] += source.in_blocks[i].mul * atoms.one_hot.shape[1]
-        self.form = form_of(source.plan, tuple(tuple(paths) for _, paths in source.targets), tuple(extra))
+    def __init__(self, source: Interaction, number: int, form: Form, atoms: Atoms) -> None:
+        self.atoms, self.first, self.resnet, self.form = atoms, number == 0, source.resnet, form
+        self.products = atoms.layout.layers[number]
         known = GateByKernels.knows(source.nonlinearity)
         self.nonlinearity = (GateByKernels if known else Nonlinearity)(source.nonlinearity)  # type: ignore[arg-type]
-        shapes = (
-            self.form.features,
-            self.form.outputs,
-            _shape(source.nonlinearity.in_blocks),  # type: ignore[arg-type]
-            _shape(source.out_blocks),
-        )
-        self.x, self.z, self.a, self.h = (atoms.field(shape) for shape in shapes)
-        self.to_x, self.to_z, self.to_a, self.to_h = (atoms.field(shape) for shape in shapes)
+        self.x, self.z, self.a, self.h = (atoms.field(number, name) for name in FIELDS)
+        self.to_x, self.to_z, self.to_a, self.to_h = (atoms.field(number, f"to_{name}") for name in FIELDS)
         self.convolution: Convolution | None = None
 
     # -- forward: values and tangents differ only in the convolution and the nonlinearity
@@ -98,45 +108,33 @@ class Layer:
     def values(self, h: Field | None, convolution: Convolution) -> None:
         self.convolution = convolution
         if h is None:
-            torch.mm(self.atoms.one_hot, self.enter[0], out=self.x.rows(0, VALUE))
+            atoms, (start, _, channels) = self.atoms, self.atoms.layout.species
+            rows = atoms.matrices[start : start + atoms.layout.n_species * channels].view(-1, channels)
+            torch.index_select(rows, 0, atoms.species, out=self.x.rows(0, VALUE))
             self._scale(self.x, VALUE)
         else:
-            self._enter(h, VALUE)
+            self._enter(VALUE)
         convolution.values(self.x, self.z)
-        self._leave(h, VALUE)
+        self.atoms.multiply(self.products.leave, VALUE)
         self.nonlinearity.values(self.a, self.h)
         self._add(h, self.h, VALUE)
 
     def tangents(self, h: Field | None, motion: Motion) -> None:
         if h is not None:
-            self._enter(h, TANGENT)
+            self._enter(TANGENT)
         self._known().tangents(self.x, self.z, motion)
-        self._leave(h, TANGENT)
+        self.atoms.multiply(self.products.leave, TANGENT)
         self.nonlinearity.tangents(self.a, self.h)
         self._add(h, self.h, TANGENT)
 
-    def _enter(self, h: Field, place: int) -> None:
-        for number, matrix in enumerate(self.enter):
-            _multiply(h.rows(number, place), matrix, self.x.rows(number, place))
+    def _enter(self, place: int) -> None:
+        self.atoms.multiply(self.products.enter, place)
         self._scale(self.x, place)
 
     def _scale(self, x: Field, place: int) -> None:
         if self.atoms.scale is not None:
             for block in x.blocks(place):
                 block.mul_(self.atoms.scale)
-
-    def _leave(self, h: Field | None, place: int) -> None:
-        for number, target in self.self_pairs:
-            assert h is not None
-            own = self._own(self.z, target, place, h.shape.blocks[number][1])
-            torch.mul(h.block(number, place).unsqueeze(2), self.atoms.one_hot[:, None, :, None], out=own)
-        for number, matrix in enumerate(self.leave):
-            _multiply(self.z.rows(number, place), matrix, self.a.rows(number, place))
-
-    def _own(self, z: Field, target: int, place: int, channels: int) -> Tensor:
-        """(n_atoms, 2l + 1, n_species, channels): columns that hold the features of an atom in the place of its species."""
-        n_species = self.atoms.one_hot.shape[1]
-        return z.block(target, place)[:, :, -n_species * channels :].unflatten(2, (n_species, channels))
 
     def _add(self, old: Field | None, new: Field, place: int) -> None:
         if self.resnet and old is not None:
@@ -145,49 +143,30 @@ class Layer:
 
     # -- backward: to_h is filled, to_h of the layer before is asked for
 
-    def forces(self, before: Field | None, parts: Tensor) -> Tensor:
+    def forces(self, parts: Tensor) -> Tensor:
         """Writes cotangents of harmonics (and places) for every chunk of the convolution to `parts` (n_chunks, n_edges, ...),
         and returns those of rows of weights, of which there are none with a table."""
         self.nonlinearity.forces(self.a, self.to_h, self.to_a)
-        self._back_to_z(TANGENT)
-        found = self._known().forces(self.x, self.to_z, None if before is None else self.to_x, parts)
-        self._back_to_h(before, TANGENT)
+        self.atoms.multiply(self.products.to_z, TANGENT)
+        found = self._known().forces(self.x, self.to_z, None if self.first else self.to_x, parts)
+        if not self.first:
+            self._back_to_h(TANGENT)
         return found
 
-    def back(self, before: Field | None, motion: Motion) -> tuple[Tensor, Tensor]:
+    def back(self, motion: Motion) -> tuple[Tensor, Tensor]:
         """Cotangents of the weights of every edge and of their tangents."""
         self.nonlinearity.back(self.a, self.to_h, self.to_a)
-        self._back_to_z(VALUE)
+        self.atoms.multiply(self.products.to_z, VALUE)
         found = self._known().back(self.x, self.to_z, self.to_x, motion)
-        self._back_to_h(before, VALUE)
+        if self.first:
+            self._scale(self.to_x, VALUE)
+        else:
+            self._back_to_h(VALUE)
         return found
 
-    def gradients(self, h: Field | None) -> list[Tensor]:
-        """Of what `LayerWeights.tracked` names; both backward passes have been made."""
-        if h is None:
-            self._scale(self.to_x, VALUE)
-            enter = [torch.mm(self.atoms.one_hot.t(), self.to_x.rows(0, VALUE))]
-        else:
-            enter = [_gradient(h, self.to_x, number) for number in range(len(self.enter))]
-        leave = [_gradient(self.z, self.to_a, number) for number in range(len(self.leave))]
-        return [*enter, *leave]
-
-    def _back_to_z(self, place: int) -> None:
-        for number, matrix in enumerate(self.leave):
-            _multiply(self.to_a.rows(number, place), matrix.t(), self.to_z.rows(number, place))
-
-    def _back_to_h(self, before: Field | None, place: int) -> None:
-        if before is None:
-            return
+    def _back_to_h(self, place: int) -> None:
         self._scale(self.to_x, place)
-        for number, matrix in enumerate(self.enter):
-            _multiply(self.to_x.rows(number, place), matrix.t(), before.rows(number, place))
-        for number, target in self.self_pairs:
-            own = self._own(self.to_z, target, place, before.shape.blocks[number][1])
-            total = before.block(number, place)
-            for kind in range(own.shape[2]):
-                total.addcmul_(own[:, :, kind], self.atoms.one_hot[:, kind, None, None])
-        self._add(self.to_h, before, place)
+        self.atoms.multiply(self.products.to_h, place)
 
     @property
     def columns_of_geometry(self) -> int:
@@ -198,13 +177,9 @@ class Layer:
         return self.convolution
 
 
-def _gradient(rows: Field, cotangents: Field, block: int) -> Tensor:
-    """Of the matrix that a block is multiplied with, from values and tangents."""
-    if not is_lowered(rows.flat):
-        return torch.mm(rows.both(block).t(), cotangents.both(block))
-    # Rounded factors are scaled by their largest entry, and tangents may be far smaller than values.
-    parts = [product(rows.rows(block, place).t(), cotangents.rows(block, place)) for place in (VALUE, TANGENT)]
-    return parts[0] + parts[1]
+@cache  # never given back: captured graphs read it
+def _identity(n_species: int, n_columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.eye(n_species, n_columns, dtype=dtype, device=device)
 
 
 class Network:
@@ -212,13 +187,18 @@ class Network:
 
     def __init__(self, model: NequIP, species: Tensor, graph: EdgeGraph) -> None:
         self.graph = graph
+        where = layout(model)
+        self.weights = [NetworkWeights(model, where)]
+        matrices = self.weights[0].row.detach()
+        arena = matrices.new_empty(2 * species.shape[0] * where.dim)
         scale = model.neighbour_scale(species)
-        one_hot = model.identity.index_select(0, species)
-        atoms = Atoms(one_hot, None if scale is None else scale.view(-1, 1, 1))
-        self.weights = [LayerWeights(model, layer, number) for number, layer in enumerate(model.layers)]
+        kinds = sort_kinds(species, where.n_species) if where.sorts else None
+        self.atoms = Atoms(where, arena, species, kinds, None if scale is None else scale.view(-1, 1, 1), matrices)
+        identity = _identity(where.n_species, where.n_columns, arena.dtype, arena.device)
+        torch.index_select(identity, 0, species, out=self.atoms.padded_one_hot)
         self.layers = [
-            Layer(layer, number, weights, atoms)
-            for number, (layer, weights) in enumerate(zip(model.layers, self.weights))
+            Layer(layer, number, form, self.atoms)
+            for number, (layer, form) in enumerate(zip(model.layers, forms(model)))
         ]
 
     def values(self, harmonics: Tensor, radials: Sequence[Radial]) -> Tensor:
@@ -238,8 +218,8 @@ class Network:
         columns = self.layers[0].columns_of_geometry
         parts = to_features.new_empty((sum(n_chunks), self.graph.n_edges, columns))
         rows = []
-        for (layer, before), part in zip(self._backwards(), reversed(parts.split(n_chunks))):
-            rows.append(layer.forces(None if before is None else before.to_h, part))
+        for layer, part in zip(reversed(self.layers), reversed(parts.split(n_chunks))):
+            rows.append(layer.forces(part))
         return parts.sum(0), rows[::-1]
 
     def tangents(self, motions: Sequence[Motion]) -> Tensor:
@@ -252,19 +232,14 @@ class Network:
     def back(
         self, to_features: Tensor, motions: Sequence[Motion], summed: Callable[[Tensor, Tensor, Motion], list[Tensor]]
     ) -> list[Tensor]:
-        """Gradients of all matrices, layer by layer, and then of what radial weights are read from: what `summed` makes,
+        """Gradients of all matrices, in a row, and then of what radial weights are read from: what `summed` makes,
         layer by layer, of the cotangents of the weights of every edge and of their tangents, which are too large to be
         kept."""
         self.layers[-1].to_h.block(0, VALUE).copy_(to_features.unsqueeze(1))
-        matrices: list[list[Tensor]] = []
         radials: list[list[Tensor]] = []
-        for (layer, before), motion in zip(self._backwards(), reversed(motions)):
-            radials.append(summed(*layer.back(None if before is None else before.to_h, motion), motion))
-            matrices.append(layer.gradients(None if before is None else before.h))
-        return [gradient for layers in (matrices, radials) for layer in layers[::-1] for gradient in layer]
+        for layer, motion in zip(reversed(self.layers), reversed(motions)):
+            radials.append(summed(*layer.back(motion), motion))
+        return [self.atoms.gradients(), *(gradient for layer in reversed(radials) for gradient in layer)]
 
     def last(self, place: int) -> Tensor:
         return self.layers[-1].h.block(0, place).squeeze(1)
-
-    def _backwards(self) -> list[tuple[Layer, Layer | None]]:
-        return list(zip(reversed(self.layers), [*reversed(self.layers[:-1]), None]))

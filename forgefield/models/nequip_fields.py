@@ -1,0 +1,230 @@
+"""Where the fields of NequIP's layers lie in memory, where their matrices lie in a row, and the products between them.
+
+All of this follows from the shapes of the layers, so that it is worked out once for models of one shape.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from forgefield.ops.graph import join
+from forgefield.ops.kernels.fields import Shape
+from forgefield.ops.kernels.form import Form, form_of
+from forgefield.ops.kernels.matrices import Matrices, Matrix
+from forgefield.ops.kernels.products import Gradient, Gradients, Product, Products
+
+if TYPE_CHECKING:
+    from forgefield.models.nequip import Interaction, NequIP
+
+STEP = 16
+"""Fields and matrices begin at multiples of so many numbers, so that they can be read in wide pieces."""
+FIELDS = ("x", "z", "a", "h")
+"""Of every layer: what is convolved, what leaves the convolution, what goes into the nonlinearity, what comes out of it."""
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Shapes of the fields of a layer; self_pairs: blocks of the features before and of a that the self-connection joins."""
+
+    x: Shape
+    z: Shape
+    a: Shape
+    h: Shape
+    self_pairs: tuple[tuple[int, int], ...]
+    resnet: bool
+
+
+class LayerProducts(NamedTuple):
+    """The products of a layer; the first has no features before it."""
+
+    enter: Products | None
+    leave: Products
+    to_z: Products
+    to_h: Products | None
+
+
+class Place(NamedTuple):
+    """Of a matrix in the row of all: where it begins, its rows and columns."""
+
+    start: int
+    rows: int
+    width: int
+
+
+class Layout:
+    """starts: for every layer where its fields begin in the arena, in numbers of an atom, cotangents as `to_x` and so on. What
+    comes out of the last layer is no factor of a product and outlives the others: it is not there. dim: numbers of an atom in
+    the arena. one_hot: where species lie in it, as so many channels (`n_columns`). species: matrix of the first layer, a row
+    for each species."""
+
+    def __init__(self, shapes: tuple[LayerShape, ...], n_species: int, n_embedding: int) -> None:
+        self.shapes, self.n_species = shapes, n_species
+        self.one_hot, self.n_columns = 0, _round_up(n_species)
+        self.dim = self.n_columns
+        self.starts: list[dict[str, int]] = []
+        for number, shape in enumerate(shapes):
+            self.starts.append({})
+            for name in (*FIELDS, *(f"to_{name}" for name in FIELDS)):
+                if name == "h" and number == len(shapes) - 1:
+                    continue
+                self.starts[-1][name] = self.dim
+                self.dim += _round_up(getattr(shape, name.removeprefix("to_")).dim)
+        self._row = _Row(n_embedding)
+        channels = shapes[0].x.blocks[0][1]
+        # its gradient has a row for each column of one_hot
+        self.species = self._row.add(1, channels, n_species, room=self.n_columns * channels)
+        self._gradients: list[Gradient] = [
+            Gradient(1, self.n_columns, channels, 0, self.starts[0]["to_x"], self.species.start, channels, places=1)
+        ]
+        self.layers = [self._layer(number) for number in range(len(shapes))]
+        self.gradients = Gradients(self._gradients)
+        self.matrices = Matrices(self._row.parts, self._row.size, n_embedding)
+        self.sorts = n_species > 1 and any(shape.self_pairs for shape in shapes)
+
+    def _layer(self, number: int) -> LayerProducts:
+        shape, before = self.shapes[number], None if number == 0 else self.shapes[number - 1].h
+        enter: list[Product] = []
+        to_h: list[Product] = []
+        matrices = [] if before is None else [self._row.add(c, c) for _, c in before.blocks]
+        for block, matrix in enumerate(matrices):
+            h, to_x = self._at(number - 1, "h", block), self._at(number, "to_x", block)
+            components, width = shape.x.blocks[block]
+            enter.append(Product(components, width, self._at(number, "x", block), h, width, matrix.start, width))
+            self._gradients.append(Gradient(components, width, width, h, to_x, matrix.start, width))
+        leave_matrices = [self._row.add(z, a) for (_, z), (_, a) in zip(shape.z.blocks, shape.a.blocks)]
+        own: dict[int, tuple[int, Place]] = {}
+        for block, target in shape.self_pairs:
+            assert before is not None
+            own[target] = (block, self._row.add(before.blocks[block][1], shape.a.blocks[target][1], self.n_species))
+        leave = [self._leave(number, block, matrix, own.get(block)) for block, matrix in enumerate(leave_matrices)]
+        to_z = [
+            Product(k, z, self._at(number, "to_z", block), self._at(number, "to_a", block), a, matrix.start, a)
+            for block, ((k, z), (_, a), matrix) in enumerate(zip(shape.z.blocks, shape.a.blocks, leave_matrices))
+        ]
+        of_block = {block: (target, matrix) for target, (block, matrix) in own.items()}
+        to_h = [self._to_h(number, block, matrix, of_block.get(block)) for block, matrix in enumerate(matrices)]
+        return LayerProducts(
+            Products(enter, turned=False) if enter else None,
+            Products(leave, turned=False),
+            Products(to_z, turned=True),
+            Products(to_h, turned=True) if to_h else None,
+        )
+
+    def _leave(self, number: int, block: int, matrix: Place, own: tuple[int, Place] | None) -> Product:
+        """a from z and, where there is a self-connection, from the features before."""
+        shape = self.shapes[number]
+        (k, depth), (_, width) = shape.z.blocks[block], shape.a.blocks[block]
+        a, z, to_a = (self._at(number, name, block) for name in ("a", "z", "to_a"))
+        self._gradients.append(Gradient(k, depth, width, z, to_a, matrix.start, width))
+        if own is None:
+            return Product(k, width, a, z, depth, matrix.start, width)
+        h, start, rows = self._at(number - 1, "h", own[0]), own[1].start, own[1].rows
+        n_kinds = self.n_species if self.n_species > 1 else 0
+        pitch = self.n_species * width
+        self._gradients.append(Gradient(k, rows, width, h, to_a, start, pitch, n_kinds, width))
+        return Product(k, width, a, z, depth, matrix.start, width, h, rows, start, pitch, width)
+
+    def _to_h(self, number: int, block: int, matrix: Place, own: tuple[int, Place] | None) -> Product:
+        """Cotangents of the features before from those of x and, through the self-connection, of a."""
+        shape = self.shapes[number]
+        components, width = shape.x.blocks[block]
+        out, to_x = self._at(number - 1, "to_h", block), self._at(number, "to_x", block)
+        add = self._at(number, "to_h", block) if shape.resnet else -1
+        if own is None:
+            return Product(components, width, out, to_x, width, matrix.start, width, add=add)
+        target, of_species = own
+        depth = of_species.width
+        to_a, pitch = self._at(number, "to_a", target), self.n_species * depth
+        return Product(
+            components, width, out, to_x, width, matrix.start, width, to_a, depth, of_species.start, pitch, depth, add
+        )
+
+    def _at(self, number: int, name: str, block: int) -> int:
+        shape: Shape = getattr(self.shapes[number], name.removeprefix("to_"))
+        return self.starts[number][name] + shape.starts[block]
+
+
+class _Row:
+    """Matrices one after another, in the order of the weights they are made of."""
+
+    def __init__(self, n_embedding: int) -> None:
+        self.parts: list[Matrix] = []
+        self.size = self._n_weights = 0
+        self._n_embedding = n_embedding
+
+    def add(self, rows: int, width: int, n_species: int = 0, room: int = 0) -> Place:
+        """n_species: zero where the matrix is one for all."""
+        place = Place(self.size, rows, width)
+        self.parts.append(Matrix(n_species > 0, rows, width, self._n_weights, self.size))
+        self._n_weights += rows * width * (self._n_embedding if n_species else 1)
+        self.size += _round_up(max(room, rows * width * max(1, n_species)))
+        return place
+
+
+def _round_up(number: int) -> int:
+    return -(-number // STEP) * STEP
+
+
+layout_of = cache(Layout)  # never given back: captured graphs read what products need
+
+
+def forms(model: NequIP) -> list[Form]:
+    """Of the convolution of every layer."""
+    return [
+        form_of(layer.plan, tuple(tuple(paths) for _, paths in layer.targets), (0,) * len(layer.targets))
+        for layer in model.layers
+    ]
+
+
+def layout(model: NequIP) -> Layout:
+    shapes = tuple(_layer_shape(layer, form) for layer, form in zip(model.layers, forms(model)))
+    return layout_of(shapes, *model.type_embedding.shape)
+
+
+def _layer_shape(layer: Interaction, form: Form) -> LayerShape:
+    pairs = tuple(layer.self_pairs) if layer.self_connection is not None else ()
+    before, after = (_shape(blocks) for blocks in (layer.nonlinearity.in_blocks, layer.out_blocks))
+    return LayerShape(form.features, form.outputs, before, after, pairs, layer.resnet)
+
+
+def _shape(blocks: Any) -> Shape:
+    return Shape(tuple((2 * block.l + 1, block.mul) for block in blocks))
+
+
+def all_matrices(model: NequIP, where: Layout) -> Tensor:
+    """(where.matrices.size,), with a gradient in the weights and in the embedding of species."""
+    weights = join([linear.weight for linear in _linears(model)], 0)
+    return where.matrices(weights, model.type_embedding, _constants(model))
+
+
+def _linears(model: NequIP) -> list[Any]:
+    """In the order of `Layout`."""
+    found: list[Any] = []
+    for layer in model.layers:
+        found += [layer.linear_in, layer.linear_out]
+        if layer.self_connection is not None:
+            found.append(layer.self_connection)
+    return found
+
+
+_kept_constants: WeakKeyDictionary[NequIP, Tensor] = WeakKeyDictionary()
+
+
+def _constants(model: NequIP) -> Tensor:
+    """What every matrix is scaled by, in the order of `Layout`; they never change."""
+    kept = _kept_constants.get(model)
+    like = model.type_embedding
+    if kept is None or kept.dtype != like.dtype or kept.device != like.device:
+        with torch.no_grad():
+            pieces = []
+            for linear in _linears(model):
+                starts = [sum(linear.sizes[:number]) for number in range(len(linear.sizes))]
+                pieces += [linear.norm[start : start + 1] for start in starts]
+            kept = _kept_constants[model] = torch.cat(pieces).to(like)
+    return kept

@@ -1,0 +1,289 @@
+"""Products of blocks with matrices, all of a layer in one launch, and the gradients of all matrices of a network in two.
+
+Fields that take part lie in one stretch of memory, the arena, and matrices in another, so that a product is described by a few
+whole numbers, which a program reads. Nothing of them depends on the batch. Matrices that belong to a species are applied to
+atoms sorted by species: a program meets one or two of these, however many there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+
+import torch
+from torch import Tensor
+
+from forgefield.ops.kernels.fields import TANGENT, VALUE
+from forgefield.ops.kernels.product_source import product_kernels
+from forgefield.ops.products import product
+
+FEW_ROWS = 8192
+"""Below so many rows of all blocks together the tiles of products are small, so that there is one for every processor."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """rows, columns: of the result of one program. depth: summed at a time; warps, stages: as Triton takes them."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+
+LARGE = Tile(64, 64, 32, 4, 3)
+SMALL = Tile(32, 32, 32, 4, 4)
+GRADIENT = Tile(64, 64, 32, 4, 3)
+CHUNK = 2048
+"""Rows that one program sums for the gradient of a matrix."""
+SUMMED = 512
+"""Numbers of a gradient that one program adds up from the chunks."""
+FAR = 2**31
+"""Length from which on places in a block are counted with 64 bits."""
+EXACT = "tf32x3"
+"""How Triton multiplies float32: three products of tensor cores, as precise as one of float32; `ieee`: without them."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """One block of a result: out = a @ b, plus own @ b of the species, plus what is at `add`.
+
+    components: 2l + 1; width: channels of the result. out, a, own, add: where a block begins in the arena, in numbers of an
+    atom; a negative `add`: nothing. depth, own_depth: channels of a and own, zero where there is no such part. b, own_b: where
+    the matrices begin, pitch, own_pitch: from one of their rows to the next, own_step: from one species to the next.
+    """
+
+    components: int
+    width: int
+    out: int
+    a: int
+    depth: int
+    b: int
+    pitch: int
+    own: int = 0
+    own_depth: int = 0
+    own_b: int = 0
+    own_pitch: int = 0
+    own_step: int = 0
+    add: int = -1
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """Of one matrix (depth, width), or of one for every species: a^T g over values and tangents.
+
+    components: 2l + 1. a, g: blocks, as in `Product`. out, pitch, step: where it begins among the gradients, from one row to
+    the next and from one species to the next; n_kinds: zero where it is the same for all. places: one where there are values
+    and no tangents.
+    """
+
+    components: int
+    depth: int
+    width: int
+    a: int
+    g: int
+    out: int
+    pitch: int
+    n_kinds: int = 0
+    step: int = 0
+    places: int = 2
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """Atoms by species. order: (n_atoms,) atoms, sorted; kinds: (n_atoms,) their species; pointers: (n_kinds + 1,) where each
+    species begins there. All int32."""
+
+    order: Tensor
+    kinds: Tensor
+    pointers: Tensor
+
+
+def sort_kinds(species: Tensor, n_kinds: int) -> Kinds:
+    """Of species (n_atoms,), stable."""
+    n_atoms = species.shape[0]
+    order, kinds = (torch.empty(n_atoms, dtype=torch.int32, device=species.device) for _ in range(2))
+    pointers = torch.empty(n_kinds + 1, dtype=torch.int32, device=species.device)
+    wide = max(2, 1 << (n_kinds - 1).bit_length())
+    block = max(16, min(1024, 16384 // wide))
+    product_kernels().sort_kinds[(1,)](species, order, kinds, pointers, n_atoms, n_kinds, wide, block, num_warps=8)
+    return Kinds(order, kinds, pointers)
+
+
+class Products:
+    """Products that are made in one launch. turned: matrices are transposed. Descriptions stay on the device for good: captured
+    graphs read them."""
+
+    def __init__(self, parts: Sequence[Product], *, turned: bool) -> None:
+        self.parts, self.turned = tuple(parts), turned
+        self.own = any(part.own_depth for part in parts)
+        self.adds = any(part.add >= 0 for part in parts)
+        self.aligned = _aligned(parts)
+        self._largest = max(part.components * max(part.width, part.depth, part.own_depth) for part in parts)
+        self._tables: dict[torch.device, Tensor] = {}
+
+    def make(
+        self, fields: Tensor, matrices: Tensor, kinds: Kinds | None, n_atoms: int, place: int, tile: Tile | None = None
+    ) -> None:
+        """fields: the arena. kinds: needed where matrices belong to species, and there is more than one. place: values or
+        tangents of all blocks."""
+        if not n_atoms:
+            return
+        if tile is None:
+            tile = SMALL if n_atoms * sum(part.components for part in self.parts) < FEW_ROWS else LARGE
+        table = self._tables.get(fields.device)
+        if table is None:
+            table = self._tables[fields.device] = _on(fields.device, [astuple(part) for part in self.parts])
+        n_tiles = max(
+            -(-n_atoms * part.components // tile.rows) * -(-part.width // tile.columns) for part in self.parts
+        )
+        precision = precision_of(fields)
+        in_order = self.own and kinds is not None
+        product_kernels().multiply[(n_tiles, len(self.parts))](
+            fields,
+            matrices,
+            table if kinds is None else kinds.order,
+            table if kinds is None else kinds.kinds,
+            table,
+            n_atoms,
+            place,
+            table.shape[1],
+            self.turned,
+            self.own,
+            in_order,
+            self.adds,
+            self.aligned,
+            _far(n_atoms * self._largest),
+            precision,
+            tile.rows,
+            tile.columns,
+            tile.depth,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
+
+    def make_plainly(self, fields: Tensor, matrices: Tensor, one_hot: Tensor, n_atoms: int, place: int) -> None:
+        """The same by operations of torch, in the precision that `products_in` asks for. one_hot: (n_atoms, n_kinds)."""
+        for part in self.parts:
+            order = (-1, -2) if self.turned else (-2, -1)
+            sides = (part.width, part.depth) if self.turned else (part.depth, part.width)
+            matrix = _view(matrices, part.b, sides, (part.pitch, 1)).permute(*order)
+            total = product(_rows(fields, part.a, n_atoms, part.components, part.depth, place), matrix)
+            if part.own_depth:
+                n_kinds = one_hot.shape[1]
+                sides = (part.width, part.own_depth) if self.turned else (part.own_depth, part.width)
+                own_b = _view(matrices, part.own_b, (n_kinds, *sides), (part.own_step, part.own_pitch, 1))
+                rows = _rows(fields, part.own, n_atoms, part.components, part.own_depth, place)
+                own = rows.view(n_atoms, part.components, 1, -1) * one_hot.view(n_atoms, 1, n_kinds, 1)
+                own_b = own_b.transpose(1, 2) if self.turned else own_b
+                total = total + product(own.view(total.shape[0], -1), own_b.reshape(-1, part.width))
+            if part.add >= 0:
+                total = total + _rows(fields, part.add, n_atoms, part.components, part.width, place)
+            _rows(fields, part.out, n_atoms, part.components, part.width, place).copy_(total)
+
+
+class Gradients:
+    """Gradients of matrices that are made in two launches: chunks of rows first, then sums over chunks in their order."""
+
+    def __init__(self, parts: Sequence[Gradient]) -> None:
+        self.parts = tuple(parts)
+        self.own = any(part.n_kinds for part in parts)
+        self.aligned = _aligned(parts)
+        self._largest = 2 * max(part.components * max(part.width, part.depth) for part in parts)
+        rows, self._by_chunk, self._besides = [], 0, 0
+        for part in parts:
+            rows.append((*astuple(part), self._by_chunk, self._besides))
+            self._by_chunk += part.components * part.depth * part.width
+            self._besides += max(0, part.n_kinds - 1) * part.depth * part.width
+        self._rows = rows
+        self._tables: dict[torch.device, Tensor] = {}
+
+    def make(
+        self, fields: Tensor, kinds: Kinds | None, n_atoms: int, out: Tensor, tile: Tile = GRADIENT, chunk: int = CHUNK
+    ) -> None:
+        """From values and tangents of all blocks, to out."""
+        if not n_atoms:
+            out.zero_()
+            return
+        table = self._tables.get(fields.device)
+        if table is None:
+            table = self._tables[fields.device] = _on(fields.device, self._rows)
+        n_chunks = -(-2 * n_atoms // chunk)
+        parts = fields.new_empty(n_chunks * self._by_chunk + self._besides)
+        n_tiles = max(
+            -(-part.depth // tile.rows) * -(-part.width // tile.columns) * part.components for part in self.parts
+        )
+        order, of_atoms, pointers = (table,) * 3 if kinds is None else (kinds.order, kinds.kinds, kinds.pointers)
+        precision = precision_of(fields)
+        product_kernels().contract[(n_tiles * n_chunks, len(self.parts))](
+            fields,
+            parts,
+            order,
+            of_atoms,
+            pointers,
+            table,
+            n_atoms,
+            n_chunks,
+            table.shape[1],
+            self.own,
+            self.aligned,
+            _far(n_atoms * self._largest),
+            precision,
+            tile.rows,
+            tile.columns,
+            tile.depth,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
+        largest = max(part.depth * part.width for part in self.parts)
+        product_kernels().add_parts[(-(-largest // SUMMED), len(self.parts))](
+            parts, out, pointers, table, n_atoms, n_chunks, table.shape[1], SUMMED, num_warps=4
+        )
+
+    def make_plainly(self, fields: Tensor, one_hot: Tensor, n_atoms: int, out: Tensor) -> None:
+        """The same by operations of torch, in the precision that `products_in` asks for. one_hot: (n_atoms, n_kinds)."""
+        for part in self.parts:
+            weights = one_hot.unbind(1) if part.n_kinds else [None]
+            for kind, weight in enumerate(weights):
+                total = _view(out, part.out + kind * part.step, (part.depth, part.width), (part.pitch, 1)).zero_()
+                # One by one: rounded factors are scaled by their largest entry, and tangents may be far smaller than values.
+                for place in (VALUE, TANGENT)[: part.places]:
+                    a = _rows(fields, part.a, n_atoms, part.components, part.depth, place)
+                    g = _rows(fields, part.g, n_atoms, part.components, part.width, place)
+                    if weight is not None:
+                        g = g * weight.repeat_interleave(part.components).unsqueeze(1)
+                    total += product(a.t(), g)
+
+
+def _rows(fields: Tensor, start: int, n_atoms: int, components: int, width: int, place: int) -> Tensor:
+    """Values or tangents of a block, (n_atoms * components, width)."""
+    length = n_atoms * components * width
+    begin = 2 * n_atoms * start + place * length
+    return fields[begin : begin + length].view(-1, width)
+
+
+def _view(matrices: Tensor, start: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
+    return matrices.as_strided(shape, strides, matrices.storage_offset() + start)
+
+
+def _aligned(parts: Sequence[Product] | Sequence[Gradient]) -> bool:
+    """Whether rows, blocks and matrices begin at multiples of 16 numbers, so that they can be read in wide pieces."""
+    counts = ("components", "n_kinds", "places")
+    return all(n % 16 == 0 for part in parts for name, n in vars(part).items() if n > 0 and name not in counts)
+
+
+def _far(length: int) -> bool:
+    """Whether places in a block of this length need whole numbers of 64 bits; with 32, programs need fewer registers."""
+    return length >= FAR
+
+
+def precision_of(fields: Tensor) -> str:
+    """How Triton is to multiply."""
+    if fields.dtype != torch.float32:
+        return "ieee"
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else EXACT
+
+
+def _on(device: torch.device, rows: Sequence[tuple[int, ...]]) -> Tensor:
+    return torch.tensor(rows, dtype=torch.int64, device=device)

@@ -1,0 +1,233 @@
+"""Products of all blocks in one launch, gradients of all matrices, atoms by species and matrices from weights, each against
+plain operations of torch."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from forgefield.models import nequip_passes
+from forgefield.ops.kernels import products
+from forgefield.ops.kernels.fields import TANGENT, VALUE, Field, Shape
+from forgefield.ops.kernels.matrices import Matrices, Matrix
+from forgefield.ops.kernels.products import Gradient, Gradients, Product, Products, sort_kinds
+from tests.models.structures import make_potential
+from tests.ops.kernels.support import DEVICE, assert_same, draw, needs_kernels
+from tests.ops.kernels.test_nequip_kernels import CASES, batch, step
+
+pytestmark = needs_kernels
+DTYPES = {torch.float64: 1e-13, torch.float32: 1e-6}
+WIDTHS = {
+    "narrow": ((1, 3, 5), (5, 3, 2), (7, 9, 40), (6, 3, 33)),
+    "wide pieces": ((1, 3), (16, 32), (48, 16), (80, 16)),
+}
+"""Components of the blocks; channels of features, of what is convolved, and of the result."""
+
+
+def some_species(n_species: int, n_atoms: int):
+    """One species of many is absent."""
+    species = torch.randint(0, n_species, (n_atoms,), generator=torch.Generator().manual_seed(3))
+    return torch.where(species == 1, 0, species).to(DEVICE) if n_species > 2 else species.to(DEVICE)
+
+
+class Scene:
+    """Fields h, z, a and b (as h) in an arena of which b is not filled, and matrices for h and z."""
+
+    def __init__(self, widths: str, n_species: int, dtype: torch.dtype, n_atoms: int = 37) -> None:
+        self.components, features, convolved, results = WIDTHS[widths]
+        channels = {"h": features, "z": convolved, "a": results, "b": features}
+        self.n_atoms, self.n_species, self.channels = n_atoms, n_species, channels
+        self.shapes = {name: Shape(tuple(zip(self.components, widths))) for name, widths in channels.items()}
+        self.starts, dim = {}, 0
+        for name, shape in self.shapes.items():
+            self.starts[name], dim = dim, dim + -(-shape.dim // 16) * 16
+        self.arena = draw(1, 2 * n_atoms * dim, dtype=dtype)
+        self.arena[2 * n_atoms * self.starts["b"] :] = torch.nan
+        self.species = some_species(n_species, n_atoms)
+        self.one_hot = torch.nn.functional.one_hot(self.species, n_species).to(dtype)
+        self.kinds = sort_kinds(self.species, n_species) if n_species > 1 else None
+        self.places: dict[tuple[str, int], int] = {}
+        size = 0
+        for block in range(len(self.components)):
+            for name, rows in (("leave", convolved[block]), ("own", features[block] * n_species)):
+                self.places[name, block] = size
+                size += rows * results[block]
+        self.matrices = draw(2, size, dtype=dtype)
+
+    def at(self, name: str, block: int) -> int:
+        return self.starts[name] + self.shapes[name].starts[block]
+
+    def field(self, name: str) -> Field:
+        begin, shape = 2 * self.n_atoms * self.starts[name], self.shapes[name]
+        return Field(self.arena[begin : begin + 2 * self.n_atoms * shape.dim], self.n_atoms, shape)
+
+    def matrix(self, name: str, block: int) -> torch.Tensor:
+        """(z, a), or (h, n_species, a) of the species."""
+        a = self.channels["a"][block]
+        rows = (self.channels["z"][block],) if name == "leave" else (self.channels["h"][block], self.n_species)
+        begin = self.places[name, block]
+        length = a * torch.Size(rows).numel()
+        return self.matrices[begin : begin + length].view(*rows, a)
+
+    def forwards(self) -> Products:
+        parts = []
+        for block, k in enumerate(self.components):
+            h, z, a = (self.channels[name][block] for name in "hza")
+            leave, own = self.places["leave", block], self.places["own", block]
+            at_h, at_z, at_a = (self.at(name, block) for name in "hza")
+            parts.append(Product(k, a, at_a, at_z, z, leave, a, at_h, h, own, self.n_species * a, a))
+        return Products(parts, turned=False)
+
+    def backwards(self) -> Products:
+        """To b from a through the matrices of species; from h, as it is, for the first block."""
+        parts = []
+        for block, k in enumerate(self.components):
+            h, a = self.channels["h"][block], self.channels["a"][block]
+            own, pitch, at_a = self.places["own", block], self.n_species * a, self.at("a", block)
+            add = self.at("h", block) if block == 0 else -1
+            parts.append(Product(k, h, self.at("b", block), at_a, a, own, pitch, at_a, a, own, pitch, a, add))
+        return Products(parts, turned=True)
+
+    def gradients(self) -> Gradients:
+        parts = []
+        for block, k in enumerate(self.components):
+            h, z, a = (self.channels[name][block] for name in "hza")
+            at_h, at_z, at_a = (self.at(name, block) for name in "hza")
+            parts.append(Gradient(k, z, a, at_z, at_a, self.places["leave", block], a))
+            n_kinds = self.n_species if self.n_species > 1 else 0
+            parts.append(Gradient(k, h, a, at_h, at_a, self.places["own", block], self.n_species * a, n_kinds, a))
+        return Gradients(parts)
+
+    def of_each(self, block: int) -> torch.Tensor:
+        """(n_atoms, h, a): the matrix of every atom's species."""
+        return self.matrix("own", block).transpose(0, 1)[self.species]
+
+
+@pytest.mark.parametrize("n_species", [1, 2, 5])
+@pytest.mark.parametrize(("widths", "dtype"), [("narrow", torch.float64), ("wide pieces", torch.float32)])
+def test_products_of_all_blocks(widths, dtype, n_species, monkeypatch):
+    monkeypatch.setattr(products, "FAR", 2**31 if n_species == 2 else 0)
+    scene = Scene(widths, n_species, dtype)
+    before = scene.arena.clone()
+    found = {}
+    for plainly in (True, False):
+        scene.arena.copy_(before)
+        for made, place in ((scene.forwards(), VALUE), (scene.backwards(), TANGENT)):
+            assert made.aligned == (widths == "wide pieces")
+            if plainly:
+                made.make_plainly(scene.arena, scene.matrices, scene.one_hot, scene.n_atoms, place)
+            else:
+                made.make(scene.arena, scene.matrices, scene.kinds, scene.n_atoms, place)
+        found[plainly] = scene.arena.clone()
+    h, z, a, b = (scene.field(name) for name in "hzab")
+    for block in range(len(scene.components)):
+        forwards = z.block(block, VALUE) @ scene.matrix("leave", block)
+        forwards = forwards + torch.einsum("nku,nuw->nkw", h.block(block, VALUE), scene.of_each(block))
+        assert_same(a.block(block, VALUE), forwards, DTYPES[dtype])
+        backwards = a.block(block, TANGENT) @ scene.matrix("own", block)[:, 0].t()
+        backwards = backwards + torch.einsum("nkw,nuw->nku", a.block(block, TANGENT), scene.of_each(block))
+        if block == 0:
+            backwards = backwards + h.block(block, TANGENT)
+        assert_same(b.block(block, TANGENT), backwards, DTYPES[dtype])
+        assert b.block(block, VALUE).isnan().all()
+    assert torch.equal(found[True].isnan(), found[False].isnan())
+    assert_same(found[False].nan_to_num(), found[True].nan_to_num(), DTYPES[dtype])
+
+
+@pytest.mark.parametrize("n_species", [1, 2, 5])
+@pytest.mark.parametrize(
+    ("widths", "chunk", "dtype"),
+    [("narrow", 31, torch.float64), ("wide pieces", 40, torch.float32), ("narrow", 2048, torch.float32)],
+)
+def test_gradients_of_all_matrices(widths, chunk, dtype, n_species, monkeypatch):
+    monkeypatch.setattr(products, "FAR", 2**31 if n_species == 2 else 0)
+    scene = Scene(widths, n_species, dtype)
+    gradients = scene.gradients()
+    ours, plain = (torch.full_like(scene.matrices, torch.nan) for _ in range(2))
+    gradients.make(scene.arena, scene.kinds, scene.n_atoms, ours, chunk=chunk)
+    gradients.make_plainly(scene.arena, scene.one_hot, scene.n_atoms, plain)
+    assert_same(ours, plain, 3 * DTYPES[dtype])
+    h, z, a = (scene.field(name) for name in "hza")
+    for block in range(len(scene.components)):
+        scene.matrices = ours
+        assert_same(scene.matrix("leave", block), z.both(block).t() @ a.both(block), 3 * DTYPES[dtype])
+        own = [
+            torch.einsum("nku,nkw,ns->usw", h.block(block, place), a.block(block, place), scene.one_hot)
+            for place in (VALUE, TANGENT)
+        ]
+        assert_same(scene.matrix("own", block), own[0] + own[1], 3 * DTYPES[dtype])
+
+
+def test_gradient_of_values_alone_never_reads_tangents():
+    scene = Scene("narrow", 1, torch.float64)
+    z, a = scene.field("z"), scene.field("a")
+    z.block(1, TANGENT).fill_(torch.nan)
+    part = dataclasses.replace(scene.gradients().parts[2], places=1, out=0)
+    out = torch.full((part.depth * part.width,), torch.nan, dtype=torch.float64, device=DEVICE)
+    Gradients([part]).make(scene.arena, None, scene.n_atoms, out, chunk=29)
+    assert_same(out.view(part.depth, part.width), z.rows(1, VALUE).t() @ a.rows(1, VALUE))
+
+
+@pytest.mark.parametrize(("n_species", "n_atoms"), [(1, 3), (2, 2500), (3, 1), (30, 700)])
+def test_atoms_by_species(n_species, n_atoms):
+    species = some_species(n_species, n_atoms)
+    kinds = sort_kinds(species, n_species)
+    expected, order = torch.sort(species, stable=True)
+    assert torch.equal(kinds.order.long(), order)
+    assert torch.equal(kinds.kinds.long(), expected)
+    edges = torch.arange(n_species + 1, device=DEVICE)
+    assert torch.equal(kinds.pointers.long(), torch.searchsorted(expected, edges))
+
+
+@pytest.mark.parametrize("n_species", [1, 3])
+def test_matrices_from_weights(n_species):
+    n_embedding = 5
+    parts = [Matrix(True, 1, 5, 0, 0), Matrix(False, 4, 7, 25, 32), Matrix(True, 6, 131, 53, 64)]
+    weights, constants = draw(1, 53 + 6 * n_embedding * 131), draw(3, 3)
+    embedding = draw(2, n_species, n_embedding)
+
+    def plain(weights, embedding):
+        made = [constants[1] * weights[25:53]]
+        for number in (0, 2):
+            rows, width, begin = parts[number].rows, parts[number].width, parts[number].weight
+            weight = weights[begin : begin + rows * n_embedding * width].view(rows, n_embedding, width)
+            made.append(constants[number] * torch.einsum("uvw,sv->usw", weight, embedding).flatten())
+        return made
+
+    def pieces(row):
+        lengths = (n_species * 5, 28, n_species * 6 * 131)
+        first, second, third = (row[part.out : part.out + length] for part, length in zip(parts, lengths))
+        return [second, first, third]
+
+    matrices = Matrices(parts, 64 + n_species * 6 * 131, n_embedding)
+    inputs = [weights.requires_grad_(True), embedding.requires_grad_(True)]
+    expected, ours = plain(*inputs), pieces(matrices(*inputs, constants))
+    given = [draw(5 + number, len(piece)) for number, piece in enumerate(expected)]
+    for found, piece in zip(ours, expected):
+        assert_same(found, piece)
+    for found, gradient in zip(torch.autograd.grad(ours, inputs, given), torch.autograd.grad(expected, inputs, given)):
+        assert_same(found, gradient)
+
+
+@pytest.mark.parametrize("case", ["degrees of unequal width", "parities, norm, resnet"])
+def test_a_network_makes_the_same_of_plain_products(case, monkeypatch):
+    """As it does where trainings compute products in less than float32."""
+    potential, given = make_potential(precision="float64", **CASES[case]).to(DEVICE).eval(), batch()
+    ours, our_gradients = step(potential, given, by_kernels=True)
+    monkeypatch.setattr(nequip_passes, "is_lowered", lambda x: True)
+    plain, plain_gradients = step(potential, given, by_kernels=True)
+    for key in ("energy", "forces"):
+        assert_same(ours[key], plain[key])
+    for found, gradient in zip(our_gradients, plain_gradients):
+        assert_same(found, gradient)
+
+
+def test_trainings_told_tf32_get_it():
+    rows, before = torch.zeros(1), torch.backends.cuda.matmul.fp32_precision
+    try:
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        assert products.precision_of(rows) == "tf32"
+        assert products.precision_of(rows.double()) == "ieee"
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+    assert products.precision_of(rows) == products.EXACT
