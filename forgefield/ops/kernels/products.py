@@ -32,17 +32,19 @@ class Tile:
     stages: int
 
 
-LARGE = Tile(64, 64, 32, 4, 3)
-SMALL = Tile(32, 32, 32, 4, 4)
-GRADIENT = Tile(64, 64, 32, 4, 3)
-CHUNK = 2048
-"""Rows that one program sums for the gradient of a matrix."""
+LARGE = {False: Tile(128, 32, 32, 4, 3), True: Tile(128, 64, 32, 4, 3)}
+"""Of many rows, by whether matrices are transposed."""
+SMALL = Tile(16, 32, 64, 4, 3)
+GRADIENT = {False: Tile(64, 32, 32, 4, 4), True: Tile(64, 64, 16, 4, 4)}
+"""Of gradients of matrices, by whether rows are few."""
+CHUNK = {False: 512, True: 192}
+"""Rows that one program sums for the gradient of a matrix, by whether they are few."""
 SUMMED = 512
 """Numbers of a gradient that one program adds up from the chunks."""
 FAR = 2**31
 """Length from which on places in a block are counted with 64 bits."""
 EXACT = "tf32x3"
-"""How Triton multiplies float32: three products of tensor cores, as precise as one of float32; `ieee`: without them."""
+"""How Triton multiplies float32: three products of tensor cores, as precise as one of float32."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,7 @@ class Products:
         if not n_atoms:
             return
         if tile is None:
-            tile = SMALL if n_atoms * sum(part.components for part in self.parts) < FEW_ROWS else LARGE
+            tile = SMALL if _few(n_atoms, sum(part.components for part in self.parts)) else LARGE[self.turned]
         table = self._tables.get(fields.device)
         if table is None:
             table = self._tables[fields.device] = _on(fields.device, [astuple(part) for part in self.parts])
@@ -200,7 +202,13 @@ class Gradients:
         self._tables: dict[torch.device, Tensor] = {}
 
     def make(
-        self, fields: Tensor, kinds: Kinds | None, n_atoms: int, out: Tensor, tile: Tile = GRADIENT, chunk: int = CHUNK
+        self,
+        fields: Tensor,
+        kinds: Kinds | None,
+        n_atoms: int,
+        out: Tensor,
+        tile: Tile | None = None,
+        chunk: int | None = None,
     ) -> None:
         """From values and tangents of all blocks, to out."""
         if not n_atoms:
@@ -209,13 +217,14 @@ class Gradients:
         table = self._tables.get(fields.device)
         if table is None:
             table = self._tables[fields.device] = _on(fields.device, self._rows)
-        n_chunks = -(-2 * n_atoms // chunk)
+        few = _few(n_atoms, max(part.components for part in self.parts))
+        tile = tile or GRADIENT[few]
+        n_chunks = -(-2 * n_atoms // (chunk or CHUNK[few]))
         parts = fields.new_empty(n_chunks * self._by_chunk + self._besides)
         n_tiles = max(
             -(-part.depth // tile.rows) * -(-part.width // tile.columns) * part.components for part in self.parts
         )
         order, of_atoms, pointers = (table,) * 3 if kinds is None else (kinds.order, kinds.kinds, kinds.pointers)
-        precision = precision_of(fields)
         product_kernels().contract[(n_tiles * n_chunks, len(self.parts))](
             fields,
             parts,
@@ -229,7 +238,7 @@ class Gradients:
             self.own,
             self.aligned,
             _far(n_atoms * self._largest),
-            precision,
+            "ieee",  # both factors would have to be turned for tensor cores, which takes longer than these save
             tile.rows,
             tile.columns,
             tile.depth,
@@ -265,6 +274,10 @@ def _rows(fields: Tensor, start: int, n_atoms: int, components: int, width: int,
 
 def _view(matrices: Tensor, start: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
     return matrices.as_strided(shape, strides, matrices.storage_offset() + start)
+
+
+def _few(n_atoms: int, components: int) -> bool:
+    return n_atoms * components < FEW_ROWS
 
 
 def _aligned(parts: Sequence[Product] | Sequence[Gradient]) -> bool:
