@@ -5,7 +5,7 @@ tangents, and cotangents once more, of values and tangents together.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -17,6 +17,19 @@ from forgefield.ops.kernels.build import kernel
 from forgefield.ops.kernels.fields import TANGENT, VALUE, Field
 from forgefield.ops.kernels.form import Form
 from forgefield.ops.kernels.source import ARGUMENTS, Kind
+
+FEW = 4096
+"""Programs, one warp each, that leave a GPU idle while they wait for memory; edges are then walked over in another manner."""
+UNROLL = {"values": (1, 1), "forces": (1, 1), "tangents": (1, 1), "back": (1, 1)}
+"""Edges that a program asks for at once, in each pass: where programs are many, and where they are few."""
+SHARES = {"values": 1, "forces": 1, "tangents": 1, "back": 1}
+"""Programs that share the edges of one atom and some of its channels, where programs are few."""
+
+
+def in_manner(kind: Kind, form: Form, n_atoms: int) -> Kind:
+    """The same with the number of edges at once and of shares that suit so many atoms."""
+    few = n_atoms * form.n_chunks < FEW
+    return replace(kind, unroll=UNROLL[kind.pass_name][few], shares=SHARES[kind.pass_name] if few else 1)
 
 
 @dataclass(frozen=True)
@@ -50,10 +63,10 @@ class Convolution:
         self.form, self.graph, self.harmonics, self.radial, self.still = form, graph, harmonics, radial, still
 
     def values(self, x: Field, out: Field) -> None:
-        self._launch(self._kind(), x=x.flat, out=out.flat)
+        self._forward(self._kind(), x, out)
 
     def tangents(self, x: Field, out: Field, motion: Motion) -> None:
-        self._launch(self._kind(dual=True, still=self.still), x=x.flat, out=out.flat, **_moving(motion))
+        self._forward(self._kind(dual=True, still=self.still), x, out, **_moving(motion))
 
     def forces(self, x: Field, g: Field, to_x: Field | None, parts: Tensor) -> Tensor:
         """From the cotangents of the output, in the tangents' place of g, those of features, to the same place, and of
@@ -77,7 +90,16 @@ class Convolution:
         return of_w, of_dw
 
     def _kind(self, **flags: bool) -> Kind:
-        return Kind(table=self.radial.in_table, **flags)
+        return in_manner(Kind(table=self.radial.in_table, **flags), self.form, self.graph.n_atoms)
+
+    def _forward(self, kind: Kind, x: Field, out: Field, **tensors: Tensor) -> None:
+        if kind.shares == 1:
+            self._launch(kind, x=x.flat, out=out.flat, **tensors)
+            return
+        parts = out.flat.new_empty((kind.shares, out.flat.shape[0]))
+        self._launch(kind, x=x.flat, out=parts, **tensors)
+        ((_, place),) = kind.places
+        add_shares(parts, self.form, out, place)
 
     def _per_edge(self, x: Field, to_x: Field | None) -> Tensor:
         rows = x.flat.new_empty((0 if to_x is None else self.graph.n_edges, self.form.features.dim))
@@ -102,7 +124,7 @@ class Convolution:
             if not tensor.is_contiguous():
                 raise RuntimeError(f"rows of {name} do not lie one after the other")
         given: list[Any] = [tensors.get(name, self.harmonics) for name in ARGUMENTS[:-2]]
-        grid = (n_atoms * self.form.n_chunks,)
+        grid = (n_atoms * kind.shares * self.form.n_chunks,)
         kernel(self.form, kind)[grid](*given, n_atoms, graph.n_edges, num_warps=1, num_stages=1)
 
 
@@ -130,6 +152,62 @@ def sum_into_field(rows: Tensor, segments: Segments, field: Field, place: int) -
             block,
             num_warps=max(1, block // 64),
         )
+
+
+def add_shares(parts: Tensor, form: Form, out: Field, place: int) -> None:
+    """Sums of parts (n_shares, as many as a field of outputs has), in a fixed order, where paths write, into the field."""
+    where = _written(form, parts.device)
+    n_columns = where.shape[1]
+    block = min(256, max(32, 1 << (n_columns - 1).bit_length()))
+    grid = (out.n_atoms, -(-n_columns // block))
+    if out.n_atoms:
+        _shares_kernel()[grid](
+            parts, out.flat, where, parts.shape[1], out.n_atoms, n_columns, place, parts.shape[0], block, num_warps=2
+        )
+
+
+@cache  # never given back: captured graphs read it
+def _written(form: Form, device: torch.device) -> Tensor:
+    """(3, n) int64: of every number of an atom that a path writes, where its block begins, how long that is, and where it lies
+    in the block."""
+    found = []
+    for path, channels in ((path, block.channels) for block in form.blocks for path in block.paths):
+        for k in range(path.n_out):
+            first = k * path.width + path.column
+            found += [(path.start, path.n_out * path.width, first + c) for c in range(channels)]
+    return torch.tensor(sorted(found), device=device).t().contiguous()
+
+
+@cache
+def _shares_kernel() -> Any:
+    import triton
+    import triton.language as tl
+
+    @triton.jit(do_not_specialize=["stride", "n_atoms"])
+    def sum_shares(
+        parts,
+        out,
+        where,
+        stride,
+        n_atoms,
+        n_columns,
+        place: tl.constexpr,
+        shares: tl.constexpr,
+        block: tl.constexpr,
+    ):
+        atom = tl.program_id(0).to(tl.int64)
+        number = tl.program_id(1) * block + tl.arange(0, block)
+        inside = number < n_columns
+        start = tl.load(where + number, mask=inside, other=0)
+        length = tl.load(where + n_columns + number, mask=inside, other=0)
+        line = n_atoms * (2 * start + place * length) + atom * length
+        line += tl.load(where + 2 * n_columns + number, mask=inside, other=0)
+        total = tl.load(parts + line, mask=inside, other=0.0)
+        for share in tl.static_range(1, shares):
+            total += tl.load(parts + share * stride.to(tl.int64) + line, mask=inside, other=0.0)
+        tl.store(out + line, total, mask=inside)
+
+    return sum_shares
 
 
 @cache  # never given back: captured graphs read it

@@ -16,6 +16,7 @@ from torch import Tensor
 from forgefield.ops.convolution_plan import Block, ConvolutionPlan, list_paths, plan_convolution
 from forgefield.ops.graph import EdgeGraph, pair_graph, reverse_edges
 from forgefield.ops.harmonics import clebsch_gordan
+from forgefield.ops.kernels import convolution
 from forgefield.ops.kernels.convolution import Convolution, Motion, Radial
 from forgefield.ops.kernels.fields import TANGENT, VALUE, Field, Shape
 from forgefield.ops.kernels.form import Form, form_of
@@ -297,6 +298,18 @@ def test_forces_of_features_that_nobody_asks_for(radial):
 @pytest.mark.parametrize("name", PASSES)
 def test_few_atoms_and_no_edges(name, radial, graph):
     assert_pass(name, problem("one block", radial, graph), 1e-12)
+
+
+@pytest.mark.parametrize(("unroll", "shares"), [(2, 1), (4, 1), (1, 3), (2, 2)])
+@pytest.mark.parametrize("name", PASSES)
+def test_several_edges_at_once_and_shared_out(name, unroll, shares, monkeypatch):
+    """Atoms with no edge, one, two, and three: the last turn is full or not, and some shares are empty."""
+    for few in (True, False):
+        monkeypatch.setattr(convolution, "FEW", 1000 if few else 0)
+        monkeypatch.setattr(convolution, "UNROLL", dict.fromkeys(PASSES, (1, unroll) if few else (unroll, 1)))
+        monkeypatch.setattr(convolution, "SHARES", dict.fromkeys(PASSES, shares))
+        for case, graph in (("two programs for a block", "some"), ("both parities", "one atom")):
+            assert_pass(name, problem(case, "table" if few else "rows", graph), 1e-12)
 
 
 @pytest.mark.parametrize("radial", ["pairs", "table"])
