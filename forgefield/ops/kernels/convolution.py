@@ -16,6 +16,7 @@ from forgefield.ops.graph import EdgeGraph, Segments
 from forgefield.ops.kernels.build import kernel
 from forgefield.ops.kernels.fields import TANGENT, VALUE, Field
 from forgefield.ops.kernels.form import Form
+from forgefield.ops.kernels.setting import setting
 from forgefield.ops.kernels.source import ARGUMENTS, Kind
 
 FEW = 4096
@@ -57,15 +58,22 @@ class Motion:
 
 class Convolution:
     """Over the edges of one graph. harmonics: (n_edges, n_harmonics), the first of them one. still: features have no tangents
-    and nobody asks what they would have to be for the forces."""
+    and nobody asks what they would have to be for the forces. Where kernels are set to store in bfloat16, so are features as
+    neighbours read them, the table, and what is written for every edge but for cotangents of rows of weights."""
 
     def __init__(self, form: Form, graph: EdgeGraph, harmonics: Tensor, radial: Radial, *, still: bool) -> None:
-        self.form, self.graph, self.harmonics, self.radial, self.still = form, graph, harmonics, radial, still
+        self.form, self.graph, self.harmonics, self.still = form, graph, harmonics, still
+        self.stored = setting().stored_as(harmonics.dtype)
+        self.narrow = self.stored != harmonics.dtype
+        self.radial = replace(radial, weights=radial.weights.to(self.stored)) if radial.in_table else radial
+        self._copy: Tensor | None = None
 
     def values(self, x: Field, out: Field) -> None:
+        self._copy = None
         self._forward(self._kind(), x, out)
 
     def tangents(self, x: Field, out: Field, motion: Motion) -> None:
+        self._copy = self._copy if self.still else None
         self._forward(self._kind(dual=True, still=self.still), x, out, **_moving(motion))
 
     def forces(self, x: Field, g: Field, to_x: Field | None, parts: Tensor) -> Tensor:
@@ -75,7 +83,7 @@ class Convolution:
         kind = self._kind(backward=True, features=to_x is not None)
         of_x = self._per_edge(x, to_x)
         of_w = x.flat.new_empty((0 if self.radial.in_table else self.graph.n_edges, self.form.n_weights))
-        self._launch(kind, x=x.flat, g=g.flat, to_x=of_x, to_w=of_w, to_y=parts)
+        self._launch(kind, x=self._read(x), g=g.flat, to_x=of_x, to_w=of_w, to_y=parts)
         self._sum(of_x, to_x, TANGENT)
         return of_w
 
@@ -83,26 +91,37 @@ class Convolution:
         """From the cotangents of values and tangents those of the features' values, to their place, and for every edge those of
         weights and of their tangents, (n_edges, n_weights) both."""
         of_x = self._per_edge(x, to_x)
-        of_w, of_dw = (x.flat.new_empty((self.graph.n_edges, self.form.n_weights)) for _ in range(2))
+        shape, dtype = (self.graph.n_edges, self.form.n_weights), self.stored if self.radial.in_table else x.flat.dtype
+        of_w, of_dw = (x.flat.new_empty(shape, dtype=dtype) for _ in range(2))
         kind = self._kind(dual=True, backward=True, still=self.still)
-        self._launch(kind, x=x.flat, g=g.flat, to_x=of_x, to_w=of_w, to_dw=of_dw, **_moving(motion))
+        self._launch(kind, x=self._read(x), g=g.flat, to_x=of_x, to_w=of_w, to_dw=of_dw, **_moving(motion))
         self._sum(of_x, to_x, VALUE)
         return of_w, of_dw
 
     def _kind(self, **flags: bool) -> Kind:
-        return in_manner(Kind(table=self.radial.in_table, **flags), self.form, self.graph.n_atoms)
+        kind = Kind(table=self.radial.in_table, narrow=self.narrow, **flags)
+        return in_manner(kind, self.form, self.graph.n_atoms)
+
+    def _read(self, x: Field) -> Tensor:
+        """Features as kernels read them; a copy is kept until they change."""
+        if not self.narrow:
+            return x.flat
+        if self._copy is None:
+            self._copy = x.flat.to(self.stored)
+        return self._copy
 
     def _forward(self, kind: Kind, x: Field, out: Field, **tensors: Tensor) -> None:
         if kind.shares == 1:
-            self._launch(kind, x=x.flat, out=out.flat, **tensors)
+            self._launch(kind, x=self._read(x), out=out.flat, **tensors)
             return
         parts = out.flat.new_empty((kind.shares, out.flat.shape[0]))
-        self._launch(kind, x=x.flat, out=parts, **tensors)
+        self._launch(kind, x=self._read(x), out=parts, **tensors)
         ((_, place),) = kind.places
         add_shares(parts, self.form, out, place)
 
     def _per_edge(self, x: Field, to_x: Field | None) -> Tensor:
-        rows = x.flat.new_empty((0 if to_x is None else self.graph.n_edges, self.form.features.dim))
+        shape = (0 if to_x is None else self.graph.n_edges, self.form.features.dim)
+        rows = x.flat.new_empty(shape, dtype=self.stored)
         for begin, end in self.form.unused:
             rows[:, begin:end] = 0
         return rows
@@ -234,10 +253,10 @@ def _sum_kernel() -> Any:
         inside = column < dim
         begin = tl.load(pointers + atom)
         end = tl.load(pointers + atom + 1)
-        total = tl.zeros([block], rows.dtype.element_ty)
+        total = tl.zeros([block], out.dtype.element_ty)
         for number in range(begin, end):
             row = tl.load(order + number).to(tl.int64)
-            total += tl.load(rows + row * dim + column, mask=inside, other=0.0)
+            total += tl.load(rows + row * dim + column, mask=inside, other=0.0).to(out.dtype.element_ty)
         start = tl.load(where + column, mask=inside, other=0)
         length = tl.load(where + dim + column, mask=inside, other=0)
         line = n_atoms * (2 * start + place * length) + atom * length + column - start

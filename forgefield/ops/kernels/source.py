@@ -31,7 +31,8 @@ class Kind:
     both, from cotangents of values and tangents those of features, weights and tangents of weights.
     table: weights are read from a table of cubic polynomials, at the place of each edge in it, which then has the cotangent
     that rows of weights would have in a backward pass of the values. still: features have no tangents. features: their
-    cotangents are wanted.
+    cotangents are wanted. narrow: features, the table and what is written for edges are stored in fewer bits than are computed
+    with, which are float32.
 
     How it is computed: unroll, edges whose inputs a program asks for at once, before it computes anything from them; shares,
     programs that an atom's edges are shared out to, each of which writes an output of its own.
@@ -42,6 +43,7 @@ class Kind:
     table: bool = False
     still: bool = False
     features: bool = True
+    narrow: bool = False
     unroll: int = 1
     shares: int = 1
 
@@ -167,7 +169,7 @@ def _write_block(write: _Writer, form: Form, block: FormBlock, kind: Kind) -> No
         if kind.backward:
             _load(write, block, name, f"g + {where}")
         else:
-            write(f"{name} = tl.zeros([{block.tile}], x.dtype.element_ty)")
+            write(f"{name} = tl.zeros([{block.tile}], y.dtype.element_ty)")
     _write_edges(write, form, block, kind)
     if not kind.backward:
         if kind.shares > 1:
@@ -242,11 +244,13 @@ def _masked(block: FormBlock) -> bool:
     return block.channels % block.tile != 0
 
 
-def _load(write: _Writer, block: FormBlock, name: str, where: str, *, unless_missing: bool = False) -> None:
+def _load(
+    write: _Writer, block: FormBlock, name: str, where: str, *, narrow: bool = False, unless_missing: bool = False
+) -> None:
     conditions = ["inside"] if _masked(block) else []
     conditions += ["known"] if unless_missing and write.tail else []
-    mask = " & ".join(conditions)
-    write(f"{name} = tl.load({where}, mask={mask}, other=0.0)" if mask else f"{name} = tl.load({where})")
+    mask = f", mask={' & '.join(conditions)}, other=0.0" if conditions else ""
+    write(f"{name} = tl.load({where}{mask}){'.to(tl.float32)' if narrow else ''}")
 
 
 def _store(write: _Writer, block: FormBlock | None, where: str, value: str) -> None:
@@ -273,7 +277,7 @@ def _write_loads(write: _Writer, form: Form, block: FormBlock, kind: Kind) -> No
     for prefix, base in (("", "x_values"), ("d", "x_tangents"))[: 2 if _moves(kind) else 1]:
         for i in range(block.n_in):
             where = f"{base} + atom_in * {block.n_in * block.channels} + {i * block.channels}"
-            _load(write, block, f"{prefix}x{i}", where, unless_missing=not kind.backward)
+            _load(write, block, f"{prefix}x{i}", where, narrow=kind.narrow, unless_missing=not kind.backward)
     for prefix in ("", "d")[: 2 if kind.dual else 1]:
         for j in block.harmonics:
             write(f"{prefix}y{j} = tl.load({prefix}y + edge * {form.n_harmonics} + {j})")
@@ -284,7 +288,8 @@ def _write_loads(write: _Writer, form: Form, block: FormBlock, kind: Kind) -> No
     for number, path in enumerate(block.paths):
         if kind.table:
             for q in range(4):
-                _load(write, block, f"c{number}_{q}", f"w + (at * 4 + {q}) * {form.n_weights} + {path.weight} + c")
+                where = f"w + (at * 4 + {q}) * {form.n_weights} + {path.weight} + c"
+                _load(write, block, f"c{number}_{q}", where, narrow=kind.narrow)
             continue
         for prefix in ("", "d")[: 2 if kind.dual else 1]:
             _load(write, block, f"{prefix}w{number}", f"{prefix}w + at * {form.n_weights} + {path.weight} + c")
