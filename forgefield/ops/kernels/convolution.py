@@ -25,6 +25,8 @@ UNROLL = {"values": (1, 1), "forces": (1, 1), "tangents": (1, 1), "back": (1, 1)
 """Edges that a program asks for at once, in each pass: where programs are many, and where they are few."""
 SHARES = {"values": 1, "forces": 1, "tangents": 1, "back": 1}
 """Programs that share the edges of one atom and some of its channels, where programs are few."""
+ROWS = 4
+"""Of an atom's edges, that a sum reads at once."""
 
 
 def in_manner(kind: Kind, form: Form, n_atoms: int) -> Kind:
@@ -169,6 +171,7 @@ def sum_into_field(rows: Tensor, segments: Segments, field: Field, place: int) -
             dim,
             place,
             block,
+            ROWS,
             num_warps=max(1, block // 64),
         )
 
@@ -247,16 +250,20 @@ def _sum_kernel() -> Any:
     import triton.language as tl
 
     @triton.jit(do_not_specialize=["n_atoms"])
-    def sum_rows(rows, order, pointers, out, where, n_atoms, dim, place: tl.constexpr, block: tl.constexpr):
+    def sum_rows(
+        rows, order, pointers, out, where, n_atoms, dim, place: tl.constexpr, block: tl.constexpr, some: tl.constexpr
+    ):
         atom = tl.program_id(0).to(tl.int64)
         column = tl.program_id(1) * block + tl.arange(0, block)
         inside = column < dim
         begin = tl.load(pointers + atom)
         end = tl.load(pointers + atom + 1)
         total = tl.zeros([block], out.dtype.element_ty)
-        for number in range(begin, end):
-            row = tl.load(order + number).to(tl.int64)
-            total += tl.load(rows + row * dim + column, mask=inside, other=0.0).to(out.dtype.element_ty)
+        for first in range(begin, end, some):
+            for number in tl.static_range(some):
+                known = first + number < end
+                row = tl.load(order + first + number, mask=known, other=0).to(tl.int64)
+                total += tl.load(rows + row * dim + column, mask=inside & known, other=0.0).to(out.dtype.element_ty)
         start = tl.load(where + column, mask=inside, other=0)
         length = tl.load(where + dim + column, mask=inside, other=0)
         line = n_atoms * (2 * start + place * length) + atom * length + column - start
