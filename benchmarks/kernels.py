@@ -1,6 +1,6 @@
 """Generated kernels of NequIP on water, one by one and in the whole training step: microseconds, bytes, launches.
 
-    python benchmarks/kernels.py [--preset M] [--frames 32] [--knots 1024] [--repeats 20]
+    python benchmarks/kernels.py [--preset M] [--frames 32] [--knots 1024] [--storage bfloat16] [--repeats 20]
     python benchmarks/kernels.py --count [--preset M] [--atoms 6144] [--edges 332582]
 
 Each pass of each layer is captured `--repeats` times in one CUDA graph, so that nothing waits for Python, and timed by CUDA
@@ -37,7 +37,7 @@ from forgefield.ops.kernels.edges import forces_by_kernel
 from forgefield.ops.kernels.fields import TANGENT, Field
 from forgefield.ops.kernels.form import Form, form_of
 from forgefield.ops.kernels.geometry import EdgeGeometry, moved_geometry
-from forgefield.ops.kernels.setting import kernels
+from forgefield.ops.kernels.setting import STORAGE, kernels
 from forgefield.ops.kernels.table import CHUNK, Intervals, edges_by_interval, table_gradient
 from forgefield.training.engines.blank import sizes
 from forgefield.training.engines.engine import Engine
@@ -201,7 +201,7 @@ class Scene:
         for name, action in passes.items():
             moved = convolution_bytes(form, graph.n_atoms, graph.n_edges, self.knots, name, layer.first)
             yield Timed(where, f"convolution, {name}", action, moved)
-        rows = self.place.new_zeros((graph.n_edges, form.features.dim))
+        rows = self.place.new_zeros((graph.n_edges, form.features.dim), dtype=alone.stored)
         moved = sum_bytes(form, graph.n_atoms, graph.n_edges)
         yield Timed(where, "sum", lambda: sum_into_field(rows, graph.by_source, layer.to_x, TANGENT), moved)
         moved = table_bytes(form.n_weights, graph.n_edges, self.knots)
@@ -254,9 +254,11 @@ def show(timed: Timed, taken: float) -> None:
 # ---- the whole step
 
 
-def show_step(model: Trained, batch: Batch, knots: int) -> None:
+def show_step(model: Trained, batch: Batch, knots: int, storage: str) -> None:
     """The step as `training.engine=graphs` and `training.derivative=kernels` make it."""
-    function = StepFunction(model.potential, model.task, model.errors, derivative="kernels", knots=knots)
+    function = StepFunction(
+        model.potential, model.task, model.errors, derivative="kernels", knots=knots, storage=storage
+    )
     device = batch["positions"].device
     if device.type != "cuda":
         seconds = seconds_of(lambda: Engine(function).differentiate(batch), device)
@@ -327,6 +329,7 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--frames", type=int, default=32, help="of 192 atoms")
     parser.add_argument("--molecules", type=int, default=4, help="along an edge of a frame's box")
     parser.add_argument("--knots", type=int, default=1024, help="intervals of the tables")
+    parser.add_argument("--storage", choices=list(STORAGE), default="float32", help="bytes are counted for float32")
     parser.add_argument("--repeats", type=int, default=20, help="of each pass, in one graph")
     parser.add_argument("--budget", type=float, default=40.0, help="seconds after which nothing new is started")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -343,7 +346,7 @@ def main(words: list[str] | None = None) -> None:
         return
     device, began = torch.device(args.device), time.perf_counter()
     cutoff = 5.0 if args.molecules >= 4 else 3.0
-    with Precision("float32").applied("float32"), kernels(enabled=True, knots=args.knots):
+    with Precision("float32").applied("float32"), kernels(enabled=True, knots=args.knots, storage=args.storage):
         model = trained(args.preset, cutoff, "float32", device)
         batch = water_batch(args.frames, args.molecules, cutoff, device)
         frames, atoms, edges = sizes(batch)
@@ -351,7 +354,7 @@ def main(words: list[str] | None = None) -> None:
         print(f"{name}, torch {torch.__version__}, preset {args.preset}, {frames} frames, {atoms} atoms, {edges} edges")
         assert isinstance(model.potential.model, NequIP)
         # The step goes first: it compiles what is then timed alone.
-        show_step(model, batch, args.knots)
+        show_step(model, batch, args.knots, args.storage)
         with torch.no_grad():
             scene = Scene(model.potential.model, batch, args.knots)
             print(f"\n{HEAD}")

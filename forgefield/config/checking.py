@@ -37,6 +37,7 @@ CHOICES = {
     "training.engine": ("auto", "eager", "compile", "graphs", "script", None),
     "training.derivative": ("auto", "double", "tangent", "kernels"),
     "training.kernels.radial": ("table", "exact"),
+    "training.kernels.storage": ("float32", "bfloat16"),
     "training.tensorboard": (0, 1, 2),
 }
 PRECISIONS = ("float64", "float32", "tf32", "bf16-mixed", "fp16-mixed")
@@ -220,7 +221,7 @@ def check_values(config: DictConfig, sources: Sources) -> None:
 def _check_kernels(config: DictConfig, sources: Sources) -> None:
     """Settings of kernels that cannot be used are not ignored."""
     given, defaults = config.training.kernels, schema.KernelOptions()
-    if given.radial == defaults.radial and given.knots == defaults.knots:
+    if all(given[key] == getattr(defaults, key) for key in ("radial", "knots", "storage")):
         return
     for key, value in (
         ("training.derivative", config.training.derivative),
@@ -235,6 +236,11 @@ def _check_kernels(config: DictConfig, sources: Sources) -> None:
         raise ForgefieldError(
             f"{sources.where('training.kernels.knots')}: 'training.kernels.knots' are intervals of a table, and "
             "training.kernels.radial=exact makes none; leave one of them out."
+        )
+    if given.storage == "bfloat16" and config.training.precision == "float64":
+        raise ForgefieldError(
+            f"{sources.where('training.kernels.storage')}: 'training.kernels.storage=bfloat16' would round what "
+            "training.precision=float64 computes; leave one of them out."
         )
 
 

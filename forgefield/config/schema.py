@@ -324,6 +324,9 @@ class KernelOptions:
     is, or exact, the network's value for every pair of atoms; float64 trainings are always exact."""
     knots: int = 1024
     """Intervals of the table. `forgefield check` says how far it is from the network."""
+    storage: str = "float32"
+    """What a training step stores the table, features as neighbours read them and rows of edges in: float32, or bfloat16, which
+    is half the memory and rounds gradients to about 3e-3; arithmetic and validation are float32. Not with float64."""
 
 
 @dataclass

@@ -33,7 +33,7 @@ from forgefield.training.resolved_model import built_task, key_frames, resolved_
 @dataclass
 class BareStep:
     """data: prepared. average: of the weights, where the config asks for one. resolved: options of the model in full. knots: of
-    the tables that kernels read, zero for none."""
+    the tables that kernels read, zero for none; storage: what kernels store rows in."""
 
     data: DataModule
     potential: Potential
@@ -44,6 +44,7 @@ class BareStep:
     resolved: dict[str, Any]
     precision: Precision
     knots: int
+    storage: str
     errors: ErrorMetrics = field(init=False)
 
     def __post_init__(self) -> None:
@@ -52,7 +53,13 @@ class BareStep:
     def function(self, derivative: str) -> StepFunction:
         shapes = batch_shapes(self.data.train.fields)
         return StepFunction(
-            self.potential, self.task, self.errors, derivative=derivative, knots=self.knots, shapes=shapes
+            self.potential,
+            self.task,
+            self.errors,
+            derivative=derivative,
+            knots=self.knots,
+            storage=self.storage,
+            shapes=shapes,
         )
 
     def batch(self, rows: Sequence[int] | np.ndarray) -> Batch:
@@ -103,9 +110,8 @@ def bare_step(config: DictConfig, *, precision: str | None = None, data: DataMod
     average = WeightAverage(potential, config.training.ema) if config.training.ema else None
     if average is not None:
         average.to(device)
-    return BareStep(
-        data, potential, task, optimiser, average, device, resolved, arithmetic, knots_wanted(config.training)
-    )
+    kept = (knots_wanted(config.training), config.training.kernels.storage)
+    return BareStep(data, potential, task, optimiser, average, device, resolved, arithmetic, *kept)
 
 
 def first_precision(config: DictConfig) -> str:

@@ -263,9 +263,14 @@ class TrainingModule(RunModule):
         return why_not_capturable(self.trainer.optimizers[0])
 
     def _step_function(self, derivative: str) -> StepFunction:
-        knots = knots_wanted(self.options)
         return StepFunction(
-            self.potential, self.task, self.train_errors, derivative=derivative, knots=knots, shapes=self.shapes
+            self.potential,
+            self.task,
+            self.train_errors,
+            derivative=derivative,
+            knots=knots_wanted(self.options),
+            storage=self.options.kernels.storage,
+            shapes=self.shapes,
         )
 
     @property

@@ -22,6 +22,9 @@ from forgefield.ops.products import products_in
 TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "tf32": 1e-2, "bf16-mixed": 3e-3, "fp16-mixed": 1e-3}
 """Largest relative difference between two ways to compute the same step, by precision. They are below what the rounding itself
 changes: all engines and both derivative forms round the same factors, so that only the order of sums is left to differ by."""
+STORAGE_TOLERANCES = {"float32": 0.0, "bfloat16": 3e-2}
+"""The same for what kernels store rows in, compared with steps that store everything in float32: here rounding itself is seen,
+which changes gradients of a small batch by up to 1e-2."""
 _LOWERED = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
 _IN_WORDS = {
     "float64": "float64 throughout",

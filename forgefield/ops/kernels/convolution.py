@@ -5,7 +5,7 @@ tangents, and cotangents once more, of values and tangents together.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -16,7 +16,23 @@ from forgefield.ops.graph import EdgeGraph, Segments
 from forgefield.ops.kernels.build import kernel
 from forgefield.ops.kernels.fields import TANGENT, VALUE, Field
 from forgefield.ops.kernels.form import Form
+from forgefield.ops.kernels.setting import setting
 from forgefield.ops.kernels.source import ARGUMENTS, Kind
+
+FEW = 4096
+"""Programs, one warp each, that leave a GPU idle while they wait for memory; edges are then walked over in another manner."""
+UNROLL = {"values": (1, 1), "forces": (1, 1), "tangents": (1, 1), "back": (1, 1)}
+"""Edges that a program asks for at once, in each pass: where programs are many, and where they are few."""
+SHARES = {"values": 4, "forces": 4, "tangents": 4, "back": 4}
+"""Programs that share the edges of one atom and some of its channels, where programs are few."""
+ROWS, COLUMNS = 2, 128
+"""Of an atom's edges, and of what is written for each, that a sum reads at once."""
+
+
+def in_manner(kind: Kind, form: Form, n_atoms: int) -> Kind:
+    """The same with the number of edges at once and of shares that suit so many atoms."""
+    few = n_atoms * form.n_chunks < FEW
+    return replace(kind, unroll=UNROLL[kind.pass_name][few], shares=SHARES[kind.pass_name] if few else 1)
 
 
 @dataclass(frozen=True)
@@ -44,16 +60,23 @@ class Motion:
 
 class Convolution:
     """Over the edges of one graph. harmonics: (n_edges, n_harmonics), the first of them one. still: features have no tangents
-    and nobody asks what they would have to be for the forces."""
+    and nobody asks what they would have to be for the forces. Where kernels are set to store in bfloat16, so are features as
+    neighbours read them, the table, and what is written for every edge but for cotangents of rows of weights."""
 
     def __init__(self, form: Form, graph: EdgeGraph, harmonics: Tensor, radial: Radial, *, still: bool) -> None:
-        self.form, self.graph, self.harmonics, self.radial, self.still = form, graph, harmonics, radial, still
+        self.form, self.graph, self.harmonics, self.still = form, graph, harmonics, still
+        self.stored = setting().stored_as(harmonics.dtype)
+        self.narrow = self.stored != harmonics.dtype
+        self.radial = replace(radial, weights=radial.weights.to(self.stored)) if radial.in_table else radial
+        self._copy: Tensor | None = None
 
     def values(self, x: Field, out: Field) -> None:
-        self._launch(self._kind(), x=x.flat, out=out.flat)
+        self._copy = None
+        self._forward(self._kind(), x, out)
 
     def tangents(self, x: Field, out: Field, motion: Motion) -> None:
-        self._launch(self._kind(dual=True, still=self.still), x=x.flat, out=out.flat, **_moving(motion))
+        self._copy = self._copy if self.still else None
+        self._forward(self._kind(dual=True, still=self.still), x, out, **_moving(motion))
 
     def forces(self, x: Field, g: Field, to_x: Field | None, parts: Tensor) -> Tensor:
         """From the cotangents of the output, in the tangents' place of g, those of features, to the same place, and of
@@ -62,7 +85,7 @@ class Convolution:
         kind = self._kind(backward=True, features=to_x is not None)
         of_x = self._per_edge(x, to_x)
         of_w = x.flat.new_empty((0 if self.radial.in_table else self.graph.n_edges, self.form.n_weights))
-        self._launch(kind, x=x.flat, g=g.flat, to_x=of_x, to_w=of_w, to_y=parts)
+        self._launch(kind, x=self._read(x), g=g.flat, to_x=of_x, to_w=of_w, to_y=parts)
         self._sum(of_x, to_x, TANGENT)
         return of_w
 
@@ -70,17 +93,37 @@ class Convolution:
         """From the cotangents of values and tangents those of the features' values, to their place, and for every edge those of
         weights and of their tangents, (n_edges, n_weights) both."""
         of_x = self._per_edge(x, to_x)
-        of_w, of_dw = (x.flat.new_empty((self.graph.n_edges, self.form.n_weights)) for _ in range(2))
+        shape, dtype = (self.graph.n_edges, self.form.n_weights), self.stored if self.radial.in_table else x.flat.dtype
+        of_w, of_dw = (x.flat.new_empty(shape, dtype=dtype) for _ in range(2))
         kind = self._kind(dual=True, backward=True, still=self.still)
-        self._launch(kind, x=x.flat, g=g.flat, to_x=of_x, to_w=of_w, to_dw=of_dw, **_moving(motion))
+        self._launch(kind, x=self._read(x), g=g.flat, to_x=of_x, to_w=of_w, to_dw=of_dw, **_moving(motion))
         self._sum(of_x, to_x, VALUE)
         return of_w, of_dw
 
     def _kind(self, **flags: bool) -> Kind:
-        return Kind(table=self.radial.in_table, **flags)
+        kind = Kind(table=self.radial.in_table, narrow=self.narrow, **flags)
+        return in_manner(kind, self.form, self.graph.n_atoms)
+
+    def _read(self, x: Field) -> Tensor:
+        """Features as kernels read them; a copy is kept until they change."""
+        if not self.narrow:
+            return x.flat
+        if self._copy is None:
+            self._copy = x.flat.to(self.stored)
+        return self._copy
+
+    def _forward(self, kind: Kind, x: Field, out: Field, **tensors: Tensor) -> None:
+        if kind.shares == 1:
+            self._launch(kind, x=self._read(x), out=out.flat, **tensors)
+            return
+        parts = out.flat.new_empty((kind.shares, out.flat.shape[0]))
+        self._launch(kind, x=self._read(x), out=parts, **tensors)
+        ((_, place),) = kind.places
+        add_shares(parts, self.form, out, place)
 
     def _per_edge(self, x: Field, to_x: Field | None) -> Tensor:
-        rows = x.flat.new_empty((0 if to_x is None else self.graph.n_edges, self.form.features.dim))
+        shape = (0 if to_x is None else self.graph.n_edges, self.form.features.dim)
+        rows = x.flat.new_empty(shape, dtype=self.stored)
         for begin, end in self.form.unused:
             rows[:, begin:end] = 0
         return rows
@@ -102,7 +145,7 @@ class Convolution:
             if not tensor.is_contiguous():
                 raise RuntimeError(f"rows of {name} do not lie one after the other")
         given: list[Any] = [tensors.get(name, self.harmonics) for name in ARGUMENTS[:-2]]
-        grid = (n_atoms * self.form.n_chunks,)
+        grid = (n_atoms * kind.shares * self.form.n_chunks,)
         kernel(self.form, kind)[grid](*given, n_atoms, graph.n_edges, num_warps=1, num_stages=1)
 
 
@@ -114,7 +157,7 @@ def _moving(motion: Motion) -> dict[str, Tensor]:
 def sum_into_field(rows: Tensor, segments: Segments, field: Field, place: int) -> None:
     """Sums of rows (n_rows, dim of the field) over segments, one for each atom, in a fixed order, into a place of the field."""
     dim = field.shape.dim
-    block = min(256, max(32, 1 << (dim - 1).bit_length()))
+    block = min(COLUMNS, max(32, 1 << (dim - 1).bit_length()))
     where = _columns(field.shape.blocks, rows.device)
     grid = (field.n_atoms, -(-dim // block))
     if field.n_atoms:
@@ -128,8 +171,65 @@ def sum_into_field(rows: Tensor, segments: Segments, field: Field, place: int) -
             dim,
             place,
             block,
-            num_warps=max(1, block // 64),
+            ROWS,
+            num_warps=1,
         )
+
+
+def add_shares(parts: Tensor, form: Form, out: Field, place: int) -> None:
+    """Sums of parts (n_shares, as many as a field of outputs has), in a fixed order, where paths write, into the field."""
+    where = _written(form, parts.device)
+    n_columns = where.shape[1]
+    block = min(256, max(32, 1 << (n_columns - 1).bit_length()))
+    grid = (out.n_atoms, -(-n_columns // block))
+    if out.n_atoms:
+        _shares_kernel()[grid](
+            parts, out.flat, where, parts.shape[1], out.n_atoms, n_columns, place, parts.shape[0], block, num_warps=2
+        )
+
+
+@cache  # never given back: captured graphs read it
+def _written(form: Form, device: torch.device) -> Tensor:
+    """(3, n) int64: of every number of an atom that a path writes, where its block begins, how long that is, and where it lies
+    in the block."""
+    found = []
+    for path, channels in ((path, block.channels) for block in form.blocks for path in block.paths):
+        for k in range(path.n_out):
+            first = k * path.width + path.column
+            found += [(path.start, path.n_out * path.width, first + c) for c in range(channels)]
+    return torch.tensor(sorted(found), device=device).t().contiguous()
+
+
+@cache
+def _shares_kernel() -> Any:
+    import triton
+    import triton.language as tl
+
+    @triton.jit(do_not_specialize=["stride", "n_atoms"])
+    def sum_shares(
+        parts,
+        out,
+        where,
+        stride,
+        n_atoms,
+        n_columns,
+        place: tl.constexpr,
+        shares: tl.constexpr,
+        block: tl.constexpr,
+    ):
+        atom = tl.program_id(0).to(tl.int64)
+        number = tl.program_id(1) * block + tl.arange(0, block)
+        inside = number < n_columns
+        start = tl.load(where + number, mask=inside, other=0)
+        length = tl.load(where + n_columns + number, mask=inside, other=0)
+        line = n_atoms * (2 * start + place * length) + atom * length
+        line += tl.load(where + 2 * n_columns + number, mask=inside, other=0)
+        total = tl.load(parts + line, mask=inside, other=0.0)
+        for share in tl.static_range(1, shares):
+            total += tl.load(parts + share * stride.to(tl.int64) + line, mask=inside, other=0.0)
+        tl.store(out + line, total, mask=inside)
+
+    return sum_shares
 
 
 @cache  # never given back: captured graphs read it
@@ -150,16 +250,23 @@ def _sum_kernel() -> Any:
     import triton.language as tl
 
     @triton.jit(do_not_specialize=["n_atoms"])
-    def sum_rows(rows, order, pointers, out, where, n_atoms, dim, place: tl.constexpr, block: tl.constexpr):
+    def sum_rows(
+        rows, order, pointers, out, where, n_atoms, dim, place: tl.constexpr, block: tl.constexpr, some: tl.constexpr
+    ):
         atom = tl.program_id(0).to(tl.int64)
         column = tl.program_id(1) * block + tl.arange(0, block)
         inside = column < dim
         begin = tl.load(pointers + atom)
         end = tl.load(pointers + atom + 1)
-        total = tl.zeros([block], rows.dtype.element_ty)
-        for number in range(begin, end):
-            row = tl.load(order + number).to(tl.int64)
-            total += tl.load(rows + row * dim + column, mask=inside, other=0.0)
+        total = tl.zeros([block], out.dtype.element_ty)
+        for first in range(begin, end, some):
+            for number in tl.static_range(some):
+                known = first + number < end
+                row = tl.load(order + first + number, mask=known, other=0).to(tl.int64)
+                found = tl.load(
+                    rows + row * dim + column, mask=inside & known, other=0.0, eviction_policy="evict_first"
+                )
+                total += found.to(out.dtype.element_ty)
         start = tl.load(where + column, mask=inside, other=0)
         length = tl.load(where + dim + column, mask=inside, other=0)
         line = n_atoms * (2 * start + place * length) + atom * length + column - start

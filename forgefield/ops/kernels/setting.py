@@ -14,8 +14,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from forgefield.errors import ForgefieldError
 from forgefield.ops.kernels.build import has_triton
 
+STORAGE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""Names of what rows of atoms and edges are stored in while a step is computed; arithmetic is float32 with both."""
 KNOTS = 1024
 """Intervals of a table unless something else is asked for: as precise as float32 weights are."""
 
@@ -23,10 +26,23 @@ KNOTS = 1024
 @dataclass(frozen=True)
 class KernelSetting:
     """enabled: kernels are used where they can run. knots: intervals of the tables that radial weights are read from; zero: no
-    tables, weights are computed for every pair of atoms."""
+    tables, weights are computed for every pair of atoms. storage: what convolutions read for edges and write for them is stored
+    in this type."""
 
     enabled: bool = False
     knots: int = KNOTS
+    storage: str = "float32"
+
+    def stored_as(self, dtype: torch.dtype) -> torch.dtype:
+        """The type in which numbers that are computed in `dtype` are stored."""
+        if STORAGE[self.storage] == torch.float32:
+            return dtype
+        if dtype != torch.float32:
+            raise ForgefieldError(
+                f"training.kernels.storage={self.storage} would round what a training in {str(dtype).removeprefix('torch.')} "
+                "computes; leave it out, or use training.precision=float32."
+            )
+        return STORAGE[self.storage]
 
 
 class _Current:
@@ -42,10 +58,12 @@ def setting() -> KernelSetting:
 
 
 @contextmanager
-def kernels(*, enabled: bool | None = None, knots: int | None = None) -> Iterator[KernelSetting]:
+def kernels(
+    *, enabled: bool | None = None, knots: int | None = None, storage: str | None = None
+) -> Iterator[KernelSetting]:
     """Inside, kernels are used or not; what is not given stays."""
     before = _current.setting
-    changes = {"enabled": enabled, "knots": knots}
+    changes = {"enabled": enabled, "knots": knots, "storage": storage}
     _current.setting = replace(before, **{key: value for key, value in changes.items() if value is not None})  # type: ignore[arg-type]
     try:
         yield _current.setting

@@ -14,6 +14,7 @@ pass already, for the forces, so it is not computed again.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -30,7 +31,11 @@ class Kind:
     both, from cotangents of values and tangents those of features, weights and tangents of weights.
     table: weights are read from a table of cubic polynomials, at the place of each edge in it, which then has the cotangent
     that rows of weights would have in a backward pass of the values. still: features have no tangents. features: their
-    cotangents are wanted.
+    cotangents are wanted. narrow: features, the table and what is written for edges are stored in fewer bits than are computed
+    with, which are float32.
+
+    How it is computed: unroll, edges whose inputs a program asks for at once, before it computes anything from them; shares,
+    programs that an atom's edges are shared out to, each of which writes an output of its own.
     """
 
     dual: bool = False
@@ -38,11 +43,20 @@ class Kind:
     table: bool = False
     still: bool = False
     features: bool = True
+    narrow: bool = False
+    unroll: int = 1
+    shares: int = 1
 
     @property
     def name(self) -> str:
-        flags = [word for word in self.__dataclass_fields__ if getattr(self, word)]
-        return "convolution_" + "_".join(flags)
+        words = [word for word in self.__dataclass_fields__ if getattr(self, word) is True]
+        words += [f"{word}{getattr(self, word)}" for word in ("unroll", "shares") if getattr(self, word) > 1]
+        return "_".join(["convolution", *words])
+
+    @property
+    def pass_name(self) -> str:
+        """Of the four passes of a training."""
+        return ("back" if self.backward else "tangents") if self.dual else ("forces" if self.backward else "values")
 
     @property
     def geometry(self) -> bool:
@@ -82,14 +96,19 @@ faster."""
 
 
 class _Writer:
-    """Lines of code at an indentation."""
+    """Lines of code at an indentation. tail: they are for an edge that may be missing, `known` says."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, tail: bool = False) -> None:
         self.lines: list[str] = []
         self.depth = 0
+        self.tail = tail
 
     def __call__(self, line: str) -> None:
         self.lines.append("    " * self.depth + line)
+
+    def all(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self(line)
 
     def add(self, name: str, terms: Iterable[str], *, to: bool = False) -> None:
         """name = sum of the terms, or += where `to` is set. Nothing where there are none and it is added to."""
@@ -99,7 +118,7 @@ class _Writer:
 
 
 def write_kernel(form: Form, kind: Kind) -> str:
-    """Source of a module with one kernel, `kind.name`, whose grid is (n_atoms * form.n_chunks,)."""
+    """Source of a module with one kernel, `kind.name`, whose grid is (n_atoms * kind.shares * form.n_chunks,)."""
     write = _Writer()
     write("import triton")
     write("import triton.language as tl")
@@ -115,25 +134,41 @@ def write_kernel(form: Form, kind: Kind) -> str:
     write.depth = 1
     write("program = tl.program_id(0)")
     write("n_atoms = n_atoms.to(tl.int64)")
-    write(f"atom = (program // {form.n_chunks}).to(tl.int64)")
-    write(f"chunk = program % {form.n_chunks}")
+    _write_numbers(write, form, kind)
     for number, block in enumerate(form.blocks):
         if len(form.blocks) > 1:
             last = number == len(form.blocks) - 1
             branch = "if" if number == 0 else "elif"
             write("else:" if last else f"{branch} chunk < {block.chunk + block.n_chunks}:")
             write.depth = 2
-        write(f"block_{block.chunk}(atom, chunk, {arguments})")
+        write(f"block_{block.chunk}(atom, chunk, share, {arguments})")
         write.depth = 1
     return "\n".join(write.lines) + "\n"
 
 
+def _write_numbers(write: _Writer, form: Form, kind: Kind) -> None:
+    """Which atom, chunk of channels and share of edges a program has. In the pass of values programs that run at a time have one
+    chunk, and so read the same part of the table; where more is read or written of an atom, its chunks go together."""
+    if kind.pass_name == "values" and kind.shares == 1:
+        write("atom = program % n_atoms")
+        write("chunk = (program // n_atoms).to(tl.int32)")
+        write("share = 0")
+        return
+    write(f"atom = (program // {kind.shares * form.n_chunks}).to(tl.int64)")
+    write(f"chunk = program % {form.n_chunks}")
+    write(f"share = (program // {form.n_chunks}) % {kind.shares}" if kind.shares > 1 else "share = 0")
+
+
 def _write_block(write: _Writer, form: Form, block: FormBlock, kind: Kind) -> None:
     write("@triton.jit(noinline=True)" if len(form.blocks) >= SEPARATE else "@triton.jit")
-    write(f"def block_{block.chunk}(atom, chunk, {', '.join(ARGUMENTS)}):")
+    write(f"def block_{block.chunk}(atom, chunk, share, {', '.join(ARGUMENTS)}):")
     write.depth = 1
     write("begin = tl.load(pointers + atom)")
     write("end = tl.load(pointers + atom + 1)")
+    if kind.shares > 1:
+        write(f"length = (end - begin + {kind.shares - 1}) // {kind.shares}")
+        write("begin += share * length")
+        write("end = tl.minimum(begin + length, end)")
     write(f"c = (chunk - {block.chunk}) * {block.tile} + tl.arange(0, {block.tile})")
     if _masked(block):
         write(f"inside = c < {block.channels}")
@@ -145,26 +180,70 @@ def _write_block(write: _Writer, form: Form, block: FormBlock, kind: Kind) -> No
         if kind.backward:
             _load(write, block, name, f"g + {where}")
         else:
-            write(f"{name} = tl.zeros([{block.tile}], x.dtype.element_ty)")
-    write(
-        "next_in = tl.load(source + begin, mask=begin < end, other=0)"
-    )  # one edge ahead: the next loads depend on them
-    write("next_at = tl.load(row + begin, mask=begin < end, other=0)")
-    write("for edge in range(begin, end):")
-    write.depth = 2
-    write("atom_in, at = next_in.to(tl.int64), next_at.to(tl.int64)")
-    write("next_in = tl.load(source + edge + 1, mask=edge + 1 < end, other=0)")
-    write("next_at = tl.load(row + edge + 1, mask=edge + 1 < end, other=0)")
-    _write_loads(write, form, block, kind)
-    for number, path in enumerate(block.paths):
-        _write_path(write, form, block, kind, number, path)
-    if kind.backward:
-        _write_cotangents(write, form, block, kind)
-    write.depth = 1
+            write(f"{name} = tl.zeros([{block.tile}], y.dtype.element_ty)")
+    _write_edges(write, form, block, kind)
     if not kind.backward:
+        if kind.shares > 1:
+            write(f"out += share * n_atoms * {2 * form.outputs.dim}")
         for name, where in _outputs(block, kind):
             _store(write, block, f"out + {where}", name)
     write.depth = 0
+
+
+def _write_edges(write: _Writer, form: Form, block: FormBlock, kind: Kind) -> None:
+    """The loop over edges: of all edges of a turn first what is read, then what is computed and written, since no read is moved
+    before a write."""
+    accumulators = {name for name, _ in _outputs(block, kind)}
+    copies = [_one_edge(form, block, kind, number) for number in range(kind.unroll)]
+    if kind.unroll > 1:
+        own = _assigned(line for lines in copies[-1] for line in lines) - accumulators
+        copies = [
+            tuple([_renamed(line, own, number) for line in lines] for lines in parts)
+            for number, parts in enumerate(copies)
+        ]
+    write.all(line for before, _, _ in copies for line in before)
+    write(f"for first in range(begin, end, {kind.unroll}):" if kind.unroll > 1 else "for edge in range(begin, end):")
+    write.depth = 2
+    write.all(line for _, loads, _ in copies for line in loads)
+    write.all(line for _, _, rest in copies for line in rest)
+    write.depth = 1
+
+
+def _one_edge(form: Form, block: FormBlock, kind: Kind, number: int) -> tuple[list[str], ...]:
+    """Lines of an edge of a turn: before the loop, what it reads, what it computes and writes. Indices are read one turn ahead,
+    since other reads depend on them. An edge that is missing has the numbers of the last one, and features of zero."""
+    before, loads, rest = (_Writer(tail=number > 0) for _ in range(3))
+    if number:
+        loads(f"known = first + {number} < end")
+        loads(f"edge = tl.minimum(first + {number}, end - 1)")
+    elif kind.unroll > 1:
+        loads("edge = first")
+    loads("atom_in, at = next_in.to(tl.int64), next_at.to(tl.int64)")
+    turn = "first" if kind.unroll > 1 else "edge"
+    for lines, edge in (
+        (before, f"begin + {number}" if number else "begin"),
+        (loads, f"{turn} + {kind.unroll + number}"),
+    ):
+        lines(f"next_in = tl.load(source + {edge}, mask={edge} < end, other=0)")
+        lines(f"next_at = tl.load(row + {edge}, mask={edge} < end, other=0)")
+    _write_loads(loads, form, block, kind)
+    _write_weights(rest, block, kind)
+    for place, path in enumerate(block.paths):
+        _write_path(rest, form, block, kind, place, path)
+    if kind.backward:
+        _write_cotangents(rest, form, block, kind)
+    return before.lines, loads.lines, rest.lines
+
+
+def _assigned(lines: Iterable[str]) -> set[str]:
+    """Names that get a value there."""
+    found = (re.match(r"([\w, ]+) \+?= ", line) for line in lines)
+    return {name for match in found if match for name in match[1].split(", ")}
+
+
+def _renamed(line: str, names: Iterable[str], number: int) -> str:
+    """The line for another edge, whose names end in its number."""
+    return re.sub(r"\b[a-z]\w*\b", lambda found: f"{found[0]}_of{number}" if found[0] in names else found[0], line)
 
 
 def _moves(kind: Kind) -> bool:
@@ -176,12 +255,31 @@ def _masked(block: FormBlock) -> bool:
     return block.channels % block.tile != 0
 
 
-def _load(write: _Writer, block: FormBlock, name: str, where: str) -> None:
-    write(f"{name} = tl.load({where}, mask=inside, other=0.0)" if _masked(block) else f"{name} = tl.load({where})")
+def _load(
+    write: _Writer,
+    block: FormBlock,
+    name: str,
+    where: str,
+    *,
+    narrow: bool = False,
+    unless_missing: bool = False,
+    again: bool = False,
+) -> None:
+    """again: it is read many times, and is to stay in the cache."""
+    conditions = ["inside"] if _masked(block) else []
+    conditions += ["known"] if unless_missing and write.tail else []
+    more = f", mask={' & '.join(conditions)}, other=0.0" if conditions else ""
+    more += ", eviction_policy='evict_last'" if again else ""
+    write(f"{name} = tl.load({where}{more}){'.to(tl.float32)' if narrow else ''}")
 
 
-def _store(write: _Writer, block: FormBlock, where: str, value: str) -> None:
-    write(f"tl.store({where}, {value}{', mask=inside' if _masked(block) else ''})")
+def _store(write: _Writer, block: FormBlock | None, where: str, value: str, *, once: bool = False) -> None:
+    """block: of channels, or None for one number. once: it is large and not read soon, and need not stay in the cache."""
+    conditions = ["inside"] if block is not None and _masked(block) else []
+    conditions += ["known"] if write.tail else []
+    more = f", mask={' & '.join(conditions)}" if conditions else ""
+    more += ", eviction_policy='evict_first'" if once else ""
+    write(f"tl.store({where}, {value}{more})")
 
 
 def _outputs(block: FormBlock, kind: Kind) -> list[tuple[str, str]]:
@@ -201,7 +299,7 @@ def _write_loads(write: _Writer, form: Form, block: FormBlock, kind: Kind) -> No
     for prefix, base in (("", "x_values"), ("d", "x_tangents"))[: 2 if _moves(kind) else 1]:
         for i in range(block.n_in):
             where = f"{base} + atom_in * {block.n_in * block.channels} + {i * block.channels}"
-            _load(write, block, f"{prefix}x{i}", where)
+            _load(write, block, f"{prefix}x{i}", where, narrow=kind.narrow, unless_missing=not kind.backward)
     for prefix in ("", "d")[: 2 if kind.dual else 1]:
         for j in block.harmonics:
             write(f"{prefix}y{j} = tl.load({prefix}y + edge * {form.n_harmonics} + {j})")
@@ -212,14 +310,21 @@ def _write_loads(write: _Writer, form: Form, block: FormBlock, kind: Kind) -> No
     for number, path in enumerate(block.paths):
         if kind.table:
             for q in range(4):
-                _load(write, block, f"c{q}", f"w + (at * 4 + {q}) * {form.n_weights} + {path.weight} + c")
-            write(f"w{number} = c0 + t * (c1 + t * (c2 + t * c3))")
-            if kind.dual or kind.geometry:
-                slope = "c1 + t * (2.0 * c2 + 3.0 * t * c3)"
-                write(f"dw{number} = dt * ({slope})" if kind.dual else f"dw{number} = {slope}")
+                where = f"w + (at * 4 + {q}) * {form.n_weights} + {path.weight} + c"
+                _load(write, block, f"c{number}_{q}", where, narrow=kind.narrow, again=kind.backward)
             continue
         for prefix in ("", "d")[: 2 if kind.dual else 1]:
             _load(write, block, f"{prefix}w{number}", f"{prefix}w + at * {form.n_weights} + {path.weight} + c")
+
+
+def _write_weights(write: _Writer, block: FormBlock, kind: Kind) -> None:
+    """From the coefficients in the table: weights and their tangents or, where places have cotangents, their slopes."""
+    for number in range(len(block.paths) if kind.table else 0):
+        c0, c1, c2, c3 = (f"c{number}_{q}" for q in range(4))
+        write(f"w{number} = {c0} + t * ({c1} + t * ({c2} + t * {c3}))")
+        if kind.dual or kind.geometry:
+            slope = f"{c1} + t * (2.0 * {c2} + 3.0 * t * {c3})"
+            write(f"dw{number} = dt * ({slope})" if kind.dual else f"dw{number} = {slope}")
 
 
 def _write_path(write: _Writer, form: Form, block: FormBlock, kind: Kind, number: int, path: FormPath) -> None:
@@ -290,9 +395,9 @@ def _write_path_backward(
         write.add("td", [f"x{i} * v{i}" for i in components])
     if kind.weights:
         line = f"edge * {form.n_weights} + {path.weight} + c"
-        _store(write, block, f"to_w + {line}", "tw")
+        _store(write, block, f"to_w + {line}", "tw", once=True)
         if kind.dual:
-            _store(write, block, f"to_dw + {line}", "td")
+            _store(write, block, f"to_dw + {line}", "td", once=True)
     if kind.geometry:
         _write_geometry(write, block, kind, number, path)
 
@@ -315,13 +420,13 @@ def _write_cotangents(write: _Writer, form: Form, block: FormBlock, kind: Kind) 
     if kind.features:
         for i in range(block.n_in):
             column = block.start + i * block.channels
-            _store(write, block, f"to_x + edge * {form.features.dim} + {column} + c", f"tx{i}")
+            _store(write, block, f"to_x + edge * {form.features.dim} + {column} + c", f"tx{i}", once=True)
     if not kind.geometry:
         return
     columns = form.n_harmonics + (1 if kind.table else 0)
     used = set(block.harmonics)
     write(f"line = (chunk.to(tl.int64) * n_edges + edge) * {columns}")
     for j in range(form.n_harmonics):
-        write(f"tl.store(to_y + line + {j}, {f'tl.sum(ty{j}, 0)' if j in used else '0.0'})")
+        _store(write, None, f"to_y + line + {j}", f"tl.sum(ty{j}, 0)" if j in used else "0.0")
     if kind.table:
-        write(f"tl.store(to_y + line + {form.n_harmonics}, tl.sum(tp, 0))")
+        _store(write, None, f"to_y + line + {form.n_harmonics}", "tl.sum(tp, 0)")

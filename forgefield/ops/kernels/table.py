@@ -20,7 +20,7 @@ from forgefield.ops.segment_sum import sum_by_pointers
 
 CHUNK = 64
 """Edges of one interval that a program sums at most: lengths of bonds crowd in few intervals."""
-EDGES = 8
+EDGES = 4
 """That it reads at a time."""
 
 
@@ -67,7 +67,8 @@ def _powers(device: torch.device) -> Tensor:
 def table_gradient(to_w: Tensor, to_dw: Tensor, edges: Intervals, place: Tensor, d_place: Tensor) -> Tensor:
     """(n_intervals, 4, n): cotangent of the table from those of the weights of edges and of their tangents, (n_edges, n) both.
 
-    place, d_place: (n_edges,) where an edge lies in its interval, and how that changes.
+    place, d_place: (n_edges,) where an edge lies in its interval, and how that changes; sums have their type, also where
+    cotangents are stored in another.
     """
     by = interval_sums_by_kernel if to_w.is_cuda and has_triton() else interval_sums_by_rows
     return by(to_w, to_dw, edges, place, d_place)
@@ -79,17 +80,17 @@ def interval_sums_by_rows(to_w: Tensor, to_dw: Tensor, edges: Intervals, place: 
     powers = torch.stack([torch.ones_like(u), u, u * u, u * u * u], 1)
     slopes = torch.stack([torch.zeros_like(u), torch.ones_like(u), 2 * u, 3 * u * u], 1) * d_place.unsqueeze(1)
     rows = powers.unsqueeze(2) * to_w.unsqueeze(1) + slopes.unsqueeze(2) * to_dw.unsqueeze(1)
-    return to_w.new_zeros((edges.count, 4, to_w.shape[1])).index_add_(0, edges.at.long(), rows)
+    return rows.new_zeros((edges.count, 4, to_w.shape[1])).index_add_(0, edges.at.long(), rows)
 
 
 def interval_sums_by_kernel(to_w: Tensor, to_dw: Tensor, edges: Intervals, place: Tensor, d_place: Tensor) -> Tensor:
     """The same in a fixed order, on a GPU: chunks first, then the chunks of each interval."""
     columns, n_chunks = to_w.shape[1], edges.interval.shape[0]
-    block = min(128, 1 << (columns - 1).bit_length())
-    parts = to_w.new_empty((n_chunks, 4, columns))
+    block = min(256, 1 << (columns - 1).bit_length())
+    parts = place.new_empty((n_chunks, 4, columns))
     tensors = (to_w, to_dw, place, d_place, edges.order, edges.pointers, edges.chunks, edges.interval, parts)
     grid = (n_chunks, -(-columns // block))
-    _kernel()[grid](*tensors, edges.count, columns, CHUNK, block, EDGES, num_warps=1)
+    _kernel()[grid](*tensors, edges.count, columns, CHUNK, block, EDGES, num_warps=2 if block > 128 else 1)
     return sum_by_pointers(parts, None, edges.chunks)
 
 
@@ -123,10 +124,10 @@ def _kernel() -> Any:
         inside = c < columns
         begin = tl.load(pointers + interval) + (program - tl.load(chunks + interval)) * chunk
         end = tl.where(none, begin, tl.minimum(begin + chunk, tl.load(pointers + interval + 1)))
-        a0 = tl.zeros([block], to_w.dtype.element_ty)
-        a1 = tl.zeros([block], to_w.dtype.element_ty)
-        a2 = tl.zeros([block], to_w.dtype.element_ty)
-        a3 = tl.zeros([block], to_w.dtype.element_ty)
+        a0 = tl.zeros([block], out.dtype.element_ty)
+        a1 = tl.zeros([block], out.dtype.element_ty)
+        a2 = tl.zeros([block], out.dtype.element_ty)
+        a3 = tl.zeros([block], out.dtype.element_ty)
         for number in range(begin, end, edges):
             some = number + tl.arange(0, edges)
             known = some < end
@@ -135,8 +136,8 @@ def _kernel() -> Any:
             du = tl.load(d_place + edge, mask=known, other=0.0)[:, None]
             line = edge[:, None] * columns + c[None, :]
             read = known[:, None] & inside[None, :]
-            value = tl.load(to_w + line, mask=read, other=0.0)
-            moved = tl.load(to_dw + line, mask=read, other=0.0) * du
+            value = tl.load(to_w + line, mask=read, other=0.0).to(out.dtype.element_ty)
+            moved = tl.load(to_dw + line, mask=read, other=0.0).to(out.dtype.element_ty) * du
             a0 += tl.sum(value, 0)
             a1 += tl.sum(u * value + moved, 0)
             a2 += tl.sum(u * (u * value + 2.0 * moved), 0)

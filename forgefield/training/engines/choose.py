@@ -186,7 +186,7 @@ def start(choice: Choice, on: Circumstances, batch: Batch) -> Engine:
     if choice == Choice("eager", "double"):
         return engine
     try:
-        difference = require_equal(engine, reference, batch, on.tolerance)
+        difference = require_equal(engine, reference, batch, max(on.tolerance, engine.function.rounding))
     except ForgefieldError as error:
         if choice.derivative == "kernels":
             raise ForgefieldError(f"training.derivative=kernels: {error} Or use training.derivative=double.") from error

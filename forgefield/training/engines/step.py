@@ -19,6 +19,7 @@ from forgefield.models.potential import Potential
 from forgefield.ops.kernels.setting import KNOTS, kernels
 from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.task import Task
+from forgefield.training.precision import STORAGE_TOLERANCES
 
 Batch = dict[str, Tensor]
 DERIVATIVES = ("double", "tangent", "kernels")
@@ -43,8 +44,8 @@ class Differentiated(NamedTuple):
 class StepFunction:
     """The loss of `task` on the outputs of `potential`, and its gradients.
 
-    errors: says which errors are measured. knots: intervals of the tables that kernels read radial weights from, zero for none.
-    shapes: of the tensors of a batch.
+    errors: says which errors are measured. knots: intervals of the tables that kernels read radial weights from, zero for none;
+    storage: what kernels store rows in while gradients are made. shapes: of the tensors of a batch.
     """
 
     def __init__(
@@ -55,12 +56,13 @@ class StepFunction:
         *,
         derivative: str = "double",
         knots: int = KNOTS,
+        storage: str = "float32",
         shapes: Shapes = SHAPES,
     ) -> None:
         if derivative not in DERIVATIVES:
             raise ValueError(f"there is no derivative form '{derivative}'")
         self.potential, self.task, self.errors, self.derivative = potential, task, errors, derivative
-        self.shapes, self.knots = shapes, knots
+        self.shapes, self.knots, self.storage = shapes, knots, storage
         parameters = dict(potential.named_parameters())
         self.trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
         frozen = [name for name in parameters if name not in set(self.trained)]
@@ -96,12 +98,12 @@ class StepFunction:
         weights = [tensor.detach().requires_grad_(True) for tensor in trained]
         by_tangent = self.derivative != "double" and (self.task.needs_forces or self.task.needs_stress)
         form = self._by_tangent if by_tangent else self._by_double_backward
-        with torch.enable_grad(), self._kernels():
+        with torch.enable_grad(), self._kernels(self.storage):
             return self._with_weights(weights, fixed, lambda: form(weights, batch, target_weights, denominators))
 
     def evaluate(self, trained: Sequence[Tensor], fixed: Sequence[Tensor], batch: Batch) -> Measured:
         """Loss sums and errors of a batch, without any gradient in the weights."""
-        with _Evaluating(self.potential), self._kernels():
+        with _Evaluating(self.potential), self._kernels("float32"):
             outputs = self._with_weights([tensor.detach() for tensor in trained], fixed, lambda: self._outputs(batch))
         with torch.no_grad():
             return self._measured(*self.task.sums(outputs, batch), outputs, batch)
@@ -126,8 +128,13 @@ class StepFunction:
         gradients = torch.autograd.grad(self.potential.response(batch, adjoints), weights, allow_unused=True)
         return Differentiated(list(gradients), loss.detach(), measured)
 
-    def _kernels(self) -> AbstractContextManager[object]:
-        return kernels(enabled=self.derivative == "kernels", knots=self.knots)
+    @property
+    def rounding(self) -> float:
+        """How far gradients may be, relative to their size, from those of the same precision with everything stored in it."""
+        return STORAGE_TOLERANCES[self.storage] if self.derivative == "kernels" else 0.0
+
+    def _kernels(self, storage: str) -> AbstractContextManager[object]:
+        return kernels(enabled=self.derivative == "kernels", knots=self.knots, storage=storage)
 
     def _with_weights(self, trained: Sequence[Tensor], fixed: Sequence[Tensor], compute: Callable[[], T]) -> T:
         """What `compute` gives while the potential holds these tensors."""

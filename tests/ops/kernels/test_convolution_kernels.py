@@ -13,12 +13,15 @@ import torch
 from e3nn import o3
 from torch import Tensor
 
+from forgefield.errors import ForgefieldError
 from forgefield.ops.convolution_plan import Block, ConvolutionPlan, list_paths, plan_convolution
 from forgefield.ops.graph import EdgeGraph, pair_graph, reverse_edges
 from forgefield.ops.harmonics import clebsch_gordan
+from forgefield.ops.kernels import convolution
 from forgefield.ops.kernels.convolution import Convolution, Motion, Radial
 from forgefield.ops.kernels.fields import TANGENT, VALUE, Field, Shape
 from forgefield.ops.kernels.form import Form, form_of
+from forgefield.ops.kernels.setting import kernels
 from tests.ops.kernels.support import (
     DEVICE,
     assert_only_written,
@@ -299,11 +302,46 @@ def test_few_atoms_and_no_edges(name, radial, graph):
     assert_pass(name, problem("one block", radial, graph), 1e-12)
 
 
+@pytest.mark.parametrize(("unroll", "shares"), [(2, 1), (4, 1), (1, 3), (2, 2)])
+@pytest.mark.parametrize("name", PASSES)
+def test_several_edges_at_once_and_shared_out(name, unroll, shares, monkeypatch):
+    """Atoms with no edge, one, two, and three: the last turn is full or not, and some shares are empty."""
+    for few in (True, False):
+        monkeypatch.setattr(convolution, "FEW", 1000 if few else 0)
+        monkeypatch.setattr(convolution, "UNROLL", dict.fromkeys(PASSES, (1, unroll) if few else (unroll, 1)))
+        monkeypatch.setattr(convolution, "SHARES", dict.fromkeys(PASSES, shares))
+        for case, graph in (("two programs for a block", "some"), ("both parities", "one atom")):
+            assert_pass(name, problem(case, "table" if few else "rows", graph), 1e-12)
+
+
 @pytest.mark.parametrize("radial", ["pairs", "table"])
 @pytest.mark.parametrize("name", PASSES)
 def test_float32_loses_only_its_own_rounding(name, radial):
     """The terms of a sum over channels may be twenty times larger than the sum."""
     assert_pass(name, problem("random 1", radial, dtype=torch.float32), 20 * torch.finfo(torch.float32).eps)
+
+
+@pytest.mark.parametrize("radial", ["rows", "table"])
+@pytest.mark.parametrize("name", PASSES)
+def test_storage_in_bfloat16_rounds_what_is_stored_and_nothing_else(name, radial):
+    """Inputs that bfloat16 holds exactly: sums are those of float32, and only rows of edges are rounded, where there are any,
+    which Triton's interpreter does towards zero."""
+    given = problem("both parities", radial, dtype=torch.float32)
+    weights = given.radial.weights.bfloat16().float() if radial == "table" else given.radial.weights
+    exact = {name: getattr(given, name).bfloat16().float() for name in ("x", "dx")}
+    given = replace(given, radial=replace(given.radial, weights=weights), **exact)
+    with kernels(storage="bfloat16"):
+        assert_pass(name, given, 2**-7 if name in ("forces", "back") else 20 * torch.finfo(torch.float32).eps)
+        if name == "back":
+            found = given.convolution.back(
+                given.features(moving=True), given.cotangents(both=True), given.field(given.form.features), given.motion
+            )
+            assert {rows.dtype for rows in found} == {torch.bfloat16 if radial == "table" else torch.float32}
+
+
+def test_bfloat16_is_refused_for_float64():
+    with kernels(storage="bfloat16"), pytest.raises(ForgefieldError, match="in float64 computes"):
+        assert_values(problem("one block", "table"), 1e-12)
 
 
 @pytest.mark.parametrize("case", ["both parities", "every degree to scalars", "random 2"])

@@ -91,6 +91,17 @@ def test_tables_are_as_close_to_float64_as_float32_is(case):
     assert relative(ours[0]["forces"], exact[0]["forces"]) < 2e-6
 
 
+def test_gradients_of_rows_stored_in_bfloat16():
+    """Rounding by 2^-9 here and there, and no more than that."""
+    case, given = CASES["degrees of unequal width"], batch()
+    exact, gradients = step(make_potential(precision="float64", **case).to(DEVICE).eval(), given, by_kernels=False)
+    with kernels(storage="bfloat16"):
+        ours, found = step(make_potential(precision="float32", **case).to(DEVICE).eval(), given, by_kernels=True)
+    found, gradients = (torch.cat([g.flatten().double() for g in some]) for some in (found, gradients))
+    assert 1e-4 < relative(found, gradients) < 8e-3
+    assert 1e-4 < relative(ours["forces"], exact["forces"]) < 4e-3
+
+
 def test_forces_alone_are_those_of_a_training():
     potential, given = make_potential(precision="float32", **CASES["plain"]).to(DEVICE).eval(), batch()
     with kernels(enabled=True):
