@@ -147,7 +147,7 @@ def write_kernel(form: Form, kind: Kind) -> str:
 
 
 def _write_numbers(write: _Writer, form: Form, kind: Kind) -> None:
-    """Which atom, chunk of channels and share of edges a program has. In the pass of values programs that run at a time have one
+    """Which atom, chunk of channels and share of edges a program has. In the pass of values programs that run together have one
     chunk, and so read the same part of the table; where more is read or written of an atom, its chunks go together."""
     if kind.pass_name == "values" and kind.shares == 1:
         write("atom = program % n_atoms")
