@@ -10,11 +10,10 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor
-
-from forgefield.ops.kernels.build import has_triton
 
 KNOTS = 1024
 """Intervals of a table unless something else is asked for: as precise as float32 weights are."""
@@ -39,6 +38,16 @@ _current = _Current()
 def setting() -> KernelSetting:
     """The setting in force."""
     return _current.setting
+
+
+@cache
+def has_triton() -> bool:
+    """Whether Triton can be imported."""
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return False
+    return True
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from forgefield.ops.kernels.build import has_triton
+from forgefield.ops.kernels.setting import has_triton
 from forgefield.ops.segment_sum import sum_by_pointers
 
 CHUNK = 64

@@ -115,7 +115,8 @@ class StepFunction:
         with _Evaluating(self.potential, alone=True):
             outputs = self._outputs(batch)
         loss, measured, adjoints = self._adjoints(outputs, batch, target_weights, denominators)
-        gradients = torch.autograd.grad(self.potential.response(batch, adjoints), weights, allow_unused=True)
+        values, cotangents = self.potential.response(batch, adjoints)
+        gradients = torch.autograd.grad(values, weights, cotangents, allow_unused=True)
         return Differentiated(list(gradients), loss.detach(), measured)
 
     def _adjoints(
