@@ -209,7 +209,7 @@ class NequIP(SpeciesTerms):
     def _graph(self, batch: dict[str, Any]) -> EdgeGraph:
         graph: EdgeGraph = batch.get("edge_graph") or edge_graph(batch)
         if self.inverse_cutoff.numel() > 1:  # an edge and its reverse may end at different lengths
-            graph = EdgeGraph(graph.source, graph.destination, graph.n_atoms)
+            graph = EdgeGraph(graph.source, graph.destination, graph.n_atoms, reverse=graph.reverse)
         return graph
 
     @property

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from forgefield.ops.graph import EdgeGraph, GradientSwitch, Segments, edge_graph, gather, is_traced, segment_sum
 from forgefield.ops.kernels.edges import forces_by_kernel, vectors_by_kernel
-from forgefield.ops.kernels.segments import frame_sums_by_kernel
+from forgefield.ops.kernels.segments import sums_by_kernel
 from forgefield.ops.kernels.setting import use_kernels
 
 Batch = dict[str, Tensor]
@@ -262,9 +262,10 @@ def rows_times(rows: Tensor, matrices: Tensor) -> Tensor:
 
 
 def _frame_sum(atomic: Tensor, batch: Batch) -> Tensor:
+    atoms = Segments(batch["frame"], batch["n_atoms"].shape[0], rows_are_sorted=True)
     if not atomic.requires_grad and not is_traced(atomic) and use_kernels(atomic):
-        return frame_sums_by_kernel(atomic, batch["n_atoms"])
-    return segment_sum(atomic, Segments(batch["frame"], batch["n_atoms"].shape[0], rows_are_sorted=True))
+        return sums_by_kernel(atomic, atoms.pointers)
+    return segment_sum(atomic, atoms)
 
 
 def _derivatives(atomic: Tensor, variables: list[Tensor], create_graph: bool) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Where rows of sorted segments begin, and sums over the atoms of frames, each in one kernel where plain operations take five."""
+"""Where sorted segments begin, in one kernel where plain operations take five, and sums over long segments of single numbers."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ def pointers_by_kernel(index: Tensor, count: int) -> Tensor:
     return pointers
 
 
-def frame_sums_by_kernel(values: Tensor, sizes: Tensor) -> Tensor:
-    """(n_frames,): sums of values (n_atoms,) over the atoms of each frame, in a fixed order. sizes: (n_frames,), how many atoms
-    each has."""
-    n_frames = sizes.shape[0]
-    result = values.new_empty(n_frames)
-    if n_frames:
-        _kernels()[1][(n_frames,)](values.contiguous(), sizes, result, ROWS, num_warps=4)
+def sums_by_kernel(values: Tensor, pointers: Tensor) -> Tensor:
+    """(count,): sums of values (n_rows,) over sorted segments, in a fixed order. pointers: (count + 1,)."""
+    count = pointers.shape[0] - 1
+    result = values.new_empty(count)
+    if count:
+        _kernels()[1][(count,)](values.contiguous(), pointers, result, ROWS, num_warps=4)
     return result
 
 
@@ -34,7 +33,7 @@ def _kernels() -> tuple[Any, Any]:
     import triton
     import triton.language as tl
 
-    @triton.jit(do_not_specialize=["n_rows", "count"])
+    @triton.jit(do_not_specialize=["n_rows", "count"], do_not_specialize_on_alignment=["index"])
     def row_pointers(index, pointers, n_rows, count, block: tl.constexpr):
         row = tl.program_id(0) * block + tl.arange(0, block)
         inside = row <= n_rows
@@ -47,18 +46,13 @@ def _kernels() -> tuple[Any, Any]:
             tl.store(pointers + before + 1 + number, row, mask=number < gap)
 
     @triton.jit
-    def frame_sums(values, sizes, out, block: tl.constexpr):
-        frame = tl.program_id(0)
-        begin = tl.zeros([block], tl.int64)
-        for first in range(0, frame, block):
-            other = first + tl.arange(0, block)
-            begin += tl.load(sizes + other, mask=other < frame, other=0)
-        start = tl.sum(begin, 0)
-        end = start + tl.load(sizes + frame)
+    def segment_sums(values, pointers, out, block: tl.constexpr):
+        segment = tl.program_id(0)
+        begin, end = tl.load(pointers + segment), tl.load(pointers + segment + 1)
         total = tl.zeros([block], values.dtype.element_ty)
-        for first in range(start, end, block):
-            atom = first + tl.arange(0, block)
-            total += tl.load(values + atom, mask=atom < end, other=0.0)
-        tl.store(out + frame, tl.sum(total, 0))
+        for first in range(begin, end, block):
+            row = first + tl.arange(0, block)
+            total += tl.load(values + row, mask=row < end, other=0.0)
+        tl.store(out + segment, tl.sum(total, 0))
 
-    return row_pointers, frame_sums
+    return row_pointers, segment_sums

@@ -5,7 +5,7 @@ import torch
 
 from forgefield.ops.graph import Segments, gather
 from forgefield.ops.kernels.readout import ATOMS, CHANNELS, energies_by_kernel, moved_energies_by_kernel
-from forgefield.ops.kernels.segments import ROWS, frame_sums_by_kernel, pointers_by_kernel
+from forgefield.ops.kernels.segments import ROWS, pointers_by_kernel, sums_by_kernel
 from tests.ops.kernels.support import DEVICE, assert_same, draw, needs_kernels
 
 pytestmark = needs_kernels
@@ -42,4 +42,4 @@ def test_where_segments_begin_and_sums_over_them(sizes):
     pointers = pointers_by_kernel(index, len(sizes))
     assert torch.equal(pointers, Segments(index, len(sizes), rows_are_sorted=True).pointers)
     values = draw(8, index.shape[0])
-    assert_same(frame_sums_by_kernel(values, counts), values.new_zeros(len(sizes)).index_add(0, index, values))
+    assert_same(sums_by_kernel(values, pointers), values.new_zeros(len(sizes)).index_add(0, index, values))
