@@ -20,10 +20,12 @@ from forgefield.models.nequip_kernels import (
     Moved,
     by_kernels,
     encode_moved,
+    energies_at_rest,
     features_at_rest,
     geometry_at_rest,
     geometry_moved,
     in_tables,
+    linear_readout,
 )
 from forgefield.models.nequip_options import PRESETS, Options, complete_options, preset_options
 from forgefield.models.terms import PairLengths, SpeciesTerms
@@ -128,6 +130,8 @@ class NequIP(SpeciesTerms):
             features = self._features(vectors, pairs.lengths, basis, species, graph, batch.get("edge_gradient"))
         if not energies:
             return features, None
+        if kernels and linear_readout(self):
+            return features, self.repelled(energies_at_rest(self, features, species), pairs, species, graph)
         atomic = self.readout(features).squeeze(1)
         return features, self.energies(atomic.double(), pairs, species, graph)
 
@@ -205,7 +209,7 @@ class NequIP(SpeciesTerms):
     def _graph(self, batch: dict[str, Any]) -> EdgeGraph:
         graph: EdgeGraph = batch.get("edge_graph") or edge_graph(batch)
         if self.inverse_cutoff.numel() > 1:  # an edge and its reverse may end at different lengths
-            graph = EdgeGraph(graph.source, graph.destination, graph.n_atoms)
+            graph = EdgeGraph(graph.source, graph.destination, graph.n_atoms, reverse=graph.reverse)
         return graph
 
     @property

@@ -18,8 +18,8 @@ from forgefield.models.nequip_tables import radial_tables
 from forgefield.models.terms import PairLengths
 from forgefield.ops.graph import EdgeGraph, Segments, gather, is_traced
 from forgefield.ops.kernels.convolution import Motion, Radial
-from forgefield.ops.kernels.fields import VALUE
 from forgefield.ops.kernels.geometry import EdgeGeometry, moved_geometry
+from forgefield.ops.kernels.readout import energies_by_kernel, moved_energies_by_kernel
 from forgefield.ops.kernels.setting import setting, use_kernels, use_tables
 from forgefield.ops.kernels.table import Intervals, edges_by_interval, table_gradient
 from forgefield.ops.tangents import carried, side_by_side, tangent_of
@@ -139,8 +139,8 @@ class _AtRest(torch.autograd.Function):
         return None, None, None, geometry, *(_shared_rows(of_edges, ctx.network.graph) for of_edges in rows)
 
 
-def features_moved(model: NequIP, moved: Moved, remembered: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Features of the last layer and their tangents, (n_atoms, feature_dim) both, with a gradient in the weights.
+def features_moved(model: NequIP, moved: Moved, remembered: dict[str, Any]) -> Tensor:
+    """Features of the last layer and then their tangents, (2 n_atoms, feature_dim), with a gradient in the weights.
 
     It is right where the tangents of the atomic energies have the cotangents that forces were made with: one for each.
     """
@@ -165,13 +165,14 @@ class _Moving(torch.autograd.Function):
         else:
             motions = [Motion(moved.harmonics, weights=weights) for weights in radial[1::2]]
         ctx.network, ctx.motions, ctx.geometry = network, motions, geometry
-        tangents = network.tangents(motions)
-        return network.last(VALUE).clone(), tangents.clone()
+        network.tangents(motions)
+        return network.layers[-1].h.both(0)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, to_features, to_tangents):
+    def backward(ctx, to_rows):
         network, geometry = ctx.network, ctx.geometry
+        to_features = to_rows[: network.graph.n_atoms]
 
         def summed(of_w: Tensor, of_dw: Tensor, motion: Motion) -> list[Tensor]:
             if geometry.at is None:
@@ -187,8 +188,29 @@ def encode_moved(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Features of the last layer at rest, atomic energies (n_atoms,), eV, float64, and how these change. What in the change
     does not depend on any weight is left out."""
-    features = torch.stack(features_moved(model, moved, remembered), 1)
-    (read,) = carried(lambda rows: [model.readout(rows[0])], [features])
+    rows = features_moved(model, moved, remembered)
+    pairs, features = remembered["pairs"], rows[: graph.n_atoms]
+    if linear_readout(model):
+        energies, slopes = moved_energies_by_kernel(rows, *_readout(model, species))
+        return features, model.repelled(energies, pairs, species, graph), slopes
+    (read,) = carried(lambda given: [model.readout(given[0])], [rows.unflatten(0, (2, -1)).transpose(0, 1)])
     values, tangents = read.squeeze(2).double().unbind(1)
     scales = gather(model.energy_scales, Segments(species, len(model.species)))
-    return features[:, 0], model.energies(values, remembered["pairs"], species, graph), scales * tangents
+    return features, model.energies(values, pairs, species, graph), scales * tangents
+
+
+# ---- energies by a linear readout
+
+
+def linear_readout(model: NequIP) -> bool:
+    return len(model.readout.weights) == 1
+
+
+def energies_at_rest(model: NequIP, features: Tensor, species: Tensor) -> Tensor:
+    """(n_atoms,) eV, float64, with a gradient in the features alone."""
+    return energies_by_kernel(features, *_readout(model, species))
+
+
+def _readout(model: NequIP, species: Tensor) -> tuple[Tensor, float, Tensor, Tensor, Tensor]:
+    weight, norm = model.readout.weights[0], model.readout.scales[0]
+    return weight, norm, species, model.energy_scales, model.energy_shifts

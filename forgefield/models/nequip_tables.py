@@ -11,6 +11,8 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
 
 from forgefield.ops.graph import cut, join
+from forgefield.ops.kernels.radial import tables_by_kernels
+from forgefield.ops.kernels.setting import use_kernels
 from forgefield.ops.kernels.table import polynomials
 from forgefield.ops.radial import bessel_basis
 from forgefield.ops.tangents import carried, side_by_side
@@ -29,15 +31,25 @@ def radial_tables(model: NequIP, n_intervals: int) -> list[Tensor]:
 
     They are linear in values and slopes at the knots, so that they are made of the last hidden layer, which is narrow.
     """
-    hidden = carried(lambda rows: model.radial_hidden(rows[0]), [_basis_at_knots(model, n_intervals)])
+    basis = _basis_at_knots(model, n_intervals)
+    networks = [layer.radial for layer in model.layers]
+    one_hidden = model.options.radial_mlp_depth == 1 and not model.options.bessel_trainable
+    if one_hidden and use_kernels(model.type_embedding) and not _rounds_to_tf32():
+        first, last = ([network.weights[depth] for network in networks] for depth in range(2))
+        scale, gain = networks[0].scales
+        return tables_by_kernels(basis, first, last, scale * model.basis_scale, gain)
+    hidden = carried(lambda rows: model.radial_hidden(rows[0]), [basis])
     curves = polynomials(join(hidden, 2)).to(model.dtype)
     parts = cut(curves, [part.shape[2] for part in hidden], 2)
-    networks = [layer.radial for layer in model.layers]
-    last = [network.weights[-1] * network.scales[-1] for network in networks]
-    if torch.backends.cuda.matmul.fp32_precision == "tf32":
+    matrices = [network.weights[-1] * network.scales[-1] for network in networks]
+    if _rounds_to_tf32():
         # Rounded one by one, polynomials would not meet at the knots.
-        return [(part.double() @ matrix.double()).to(model.dtype) for part, matrix in zip(parts, last)]
-    return [part @ matrix for part, matrix in zip(parts, last)]
+        return [(part.double() @ matrix.double()).to(model.dtype) for part, matrix in zip(parts, matrices)]
+    return [part @ matrix for part, matrix in zip(parts, matrices)]
+
+
+def _rounds_to_tf32() -> bool:
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def _basis_at_knots(model: NequIP, n_intervals: int) -> Tensor:

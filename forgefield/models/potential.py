@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from forgefield.ops.graph import EdgeGraph, GradientSwitch, Segments, edge_graph, gather, is_traced, segment_sum
 from forgefield.ops.kernels.edges import forces_by_kernel, vectors_by_kernel
+from forgefield.ops.kernels.segments import sums_by_kernel
 from forgefield.ops.kernels.setting import use_kernels
 
 Batch = dict[str, Tensor]
@@ -140,10 +141,13 @@ class Potential(nn.Module):
         switch = GradientSwitch()
         graph = edge_graph(batch)
         private: dict[str, Any] = {"edge_vectors": vectors, "edge_gradient": switch, "edge_graph": graph}
-        private["differentiated_again"] = self.training or outer
+        again = private["differentiated_again"] = self.training or outer
         atomic, features = self._encode(batch | private)
-        outputs = self._outputs(atomic, features, batch)
-        (slope,) = _derivatives(atomic.sum(), [vectors], self.training or outer)
+        if again:
+            outputs = self._outputs(atomic, features, batch)
+        else:  # nobody differentiates them
+            outputs = self._outputs(atomic.detach(), None if features is None else features.detach(), batch)
+        (slope,) = _derivatives(atomic, [vectors], again)
         switch.off = self.training and not outer
         if forces:
             outputs["forces"] = _edge_forces(slope, graph)
@@ -165,15 +169,16 @@ class Potential(nn.Module):
         strained = batch | {"positions": moved, "cell": batch["cell"] + batch["cell"] @ deformation}
         atomic, features = self._encode(strained | {"edge_vectors": edge_vectors(strained)})
         outputs = self._outputs(atomic, features, batch)
-        slope, virial = _derivatives(atomic.sum(), [positions, strain], self.training or outer)
+        slope, virial = _derivatives(atomic, [positions, strain], self.training or outer)
         if forces:
             outputs["forces"] = -slope
         if stress:
             outputs["stress"] = _per_volume(virial, batch["cell"])
         return outputs
 
-    def response(self, batch: Batch, adjoints: dict[str, Tensor]) -> Tensor:
-        """A number whose gradient in the weights is that of sum(adjoint * output) over the outputs named in `adjoints`.
+    def response(self, batch: Batch, adjoints: dict[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Tensors and their cotangents, with which their gradients in the weights add up to that of sum(adjoint * output) over
+        the outputs named in `adjoints`.
 
         Forces and stress are derivatives of the energy in positions and strain; weighted with their adjoints they are one
         derivative of the energy along one direction, which forward-mode differentiation carries along with the energy. So
@@ -195,42 +200,52 @@ class Potential(nn.Module):
                 still = None if features is None else forward_ad.unpack_dual(features).primal
         if moved is not None:
             still, energy, slope = self.model.encode_moved(moved, moving)  # type: ignore[operator]
-        result = torch.zeros_like(energy.sum()) if slope is None else slope.sum()
-        for name, value in self._outputs(energy, still, batch).items():
+        terms = [] if slope is None else [(slope, torch.ones_like(slope))]
+        if "energy" in adjoints:
+            terms.append((energy, adjoints["energy"].index_select(0, batch["frame"])))
+        for name, value in self._further(still, batch).items():
             if name in adjoints:
-                result = result + (adjoints[name] * value).sum()
-        return result
+                terms.append((value, adjoints[name]))
+        terms = [(value, cotangent) for value, cotangent in terms if value.requires_grad]
+        return [value for value, _ in terms], [cotangent for _, cotangent in terms]
 
     def _moving(self, batch: Batch, direction: Tensor, strain: Tensor | None) -> dict[str, Any]:
         """The batch with tangents: atoms move along `direction` (n_atoms, 3), all is strained by `strain` (n_frames, 3, 3)."""
         positions, cell = batch["positions"].detach(), batch["cell"].detach()
-        d_cell = torch.zeros_like(cell)
+        d_cell = None
         if strain is not None:
             direction = direction + rows_times(positions, strain.index_select(0, batch["frame"]))
             d_cell = cell @ strain
         if getattr(self.model, "only_edge_vectors", False):
             before: dict[str, Any] = batch.get("memory") or {}  # type: ignore[assignment]
             vectors = before["vectors"] if before else edge_vectors(batch | {"positions": positions, "cell": cell})
-            tangents = edge_vectors(batch | {"positions": direction, "cell": d_cell})  # they are linear in both
+            tangents = _edge_vectors(direction, d_cell, batch)  # they are linear in both
             graph = before["graph"] if before else edge_graph(batch)
             return batch | {"edge_vectors": forward_ad.make_dual(vectors, tangents), "edge_graph": graph}
-        moved = {"positions": forward_ad.make_dual(positions, direction), "cell": forward_ad.make_dual(cell, d_cell)}
+        moved = {"positions": forward_ad.make_dual(positions, direction), "cell": cell}
+        if d_cell is not None:
+            moved["cell"] = forward_ad.make_dual(cell, d_cell)
         return batch | moved | {"edge_vectors": edge_vectors(batch | moved)}
 
 
 def edge_vectors(batch: Batch) -> Tensor:
     """(n_edges, 3) from destination (centre) to source (neighbour), A, float64."""
-    source, destination = batch["edge_index"]
-    positions = batch["positions"]
-    fixed = not (
-        positions.requires_grad or batch["cell"].requires_grad or forward_ad.unpack_dual(positions).tangent is not None
-    )
+    return _edge_vectors(batch["positions"], batch["cell"], batch)
+
+
+def _edge_vectors(positions: Tensor, cell: Tensor | None, batch: Batch) -> Tensor:
+    """The same for other positions and cells. cell: None for zero."""
+    fixed = not (positions.requires_grad or forward_ad.unpack_dual(positions).tangent is not None)
+    fixed = fixed and not (cell is not None and cell.requires_grad)
     if fixed and not is_traced(positions) and use_kernels(positions):
-        return vectors_by_kernel(*(batch[key] for key in ("positions", "cell", "frame", "edge_index", "edge_shift")))
+        return vectors_by_kernel(positions, cell, *(batch[key] for key in ("frame", "edge_index", "edge_shift")))
+    source, destination = batch["edge_index"]
     n_atoms = positions.shape[0]
     to_destination = Segments(destination, n_atoms, rows_are_sorted=True)
     difference = gather(positions, Segments(source, n_atoms)) - gather(positions, to_destination)
-    cells = batch["cell"].index_select(0, batch["frame"].index_select(0, destination))
+    if cell is None:
+        return difference
+    cells = cell.index_select(0, batch["frame"].index_select(0, destination))
     return difference + rows_times(batch["edge_shift"], cells)
 
 
@@ -247,14 +262,18 @@ def rows_times(rows: Tensor, matrices: Tensor) -> Tensor:
 
 
 def _frame_sum(atomic: Tensor, batch: Batch) -> Tensor:
-    return segment_sum(atomic, Segments(batch["frame"], batch["n_atoms"].shape[0], rows_are_sorted=True))
+    atoms = Segments(batch["frame"], batch["n_atoms"].shape[0], rows_are_sorted=True)
+    if not atomic.requires_grad and not is_traced(atomic) and use_kernels(atomic):
+        return sums_by_kernel(atomic, atoms.pointers)
+    return segment_sum(atomic, atoms)
 
 
-def _derivatives(energy: Tensor, variables: list[Tensor], create_graph: bool) -> list[Tensor]:
-    """dE/dvariable for each; zero where the energy does not depend on it."""
-    if not energy.requires_grad:
+def _derivatives(atomic: Tensor, variables: list[Tensor], create_graph: bool) -> list[Tensor]:
+    """dE/dvariable for each, of the sum of atomic energies; zero where they do not depend on it."""
+    if not atomic.requires_grad:
         return [torch.zeros_like(variable) for variable in variables]
-    slopes = torch.autograd.grad(energy, variables, create_graph=create_graph, allow_unused=True)
+    ones = [torch.ones_like(atomic)]
+    slopes = torch.autograd.grad([atomic], variables, ones, create_graph=create_graph, allow_unused=True)
     return [torch.zeros_like(v) if slope is None else slope for v, slope in zip(variables, slopes)]
 
 

@@ -142,6 +142,10 @@ class SpeciesTerms(nn.Module):
         alone `pairs` are needed."""
         kind = Segments(species, len(self.species))
         energies = torch.addcmul(gather(self.energy_shifts, kind), gather(self.energy_scales, kind), atomic)
+        return self.repelled(energies, pairs, species, graph)
+
+    def repelled(self, energies: Tensor, pairs: PairLengths | None, species: Tensor, graph: EdgeGraph) -> Tensor:
+        """With the repulsion if asked."""
         if not self._zbl:
             return energies
         assert pairs is not None

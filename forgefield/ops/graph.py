@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from forgefield.ops.kernels.segments import pointers_by_kernel
+from forgefield.ops.kernels.setting import use_kernels
 from forgefield.ops.segment_sum import sum_by_pointers
 
 
@@ -56,6 +58,8 @@ class Segments:
         """(count + 1,) where each segment starts in `order`."""
         if self.known is not None:
             return self.known[1]
+        if self.rows_are_sorted and not is_traced(self.index) and use_kernels(self.index):
+            return pointers_by_kernel(self.index, self.count)
         members = self.index.new_zeros(self.count + 1).index_add_(0, self.index + 1, torch.ones_like(self.index))
         return torch.cumsum(members, 0)
 
@@ -64,17 +68,32 @@ class Segments:
 class EdgeGraph:
     """Edges `source` -> `destination`, both (n_edges,) int64, of `n_atoms` atoms; sorted by destination.
 
-    `pair` (n_edges,) and `pair_edge` (n_edges / 2,) number the undirected pairs, where the list is known to hold both
-    directions of every edge: what depends on the length alone is then computed once per pair. `reverse` (n_edges,) is the
-    number of every edge's reverse, where it is known.
+    `reverse` (n_edges,) is the number of every edge's reverse, where the list is known to hold both directions of every edge.
+    `in_pairs`: what depends on the length alone is then computed once for each undirected pair; these are numbered when they
+    are first asked for.
     """
 
     source: Tensor
     destination: Tensor
     n_atoms: int
-    pair: Tensor | None = None
-    pair_edge: Tensor | None = None
     reverse: Tensor | None = None
+    in_pairs: bool = False
+
+    @property
+    def pair(self) -> Tensor | None:
+        """(n_edges,) the pair of every edge."""
+        return self._pairs[0] if self.in_pairs else None
+
+    @property
+    def pair_edge(self) -> Tensor | None:
+        """(n_edges / 2,) the first edge of every pair."""
+        return self._pairs[1] if self.in_pairs else None
+
+    @cached_property
+    def _pairs(self) -> tuple[Tensor, Tensor]:
+        assert self.reverse is not None
+        number = torch.ops.forgefield.number_pairs if is_traced(self.reverse) else _number_pairs
+        return number(self.reverse)
 
     @cached_property
     def by_source(self) -> Segments:
@@ -115,8 +134,7 @@ def _(reverse: Tensor) -> tuple[Tensor, Tensor]:
 
 def pair_graph(source: Tensor, destination: Tensor, n_atoms: int, reverse: Tensor) -> EdgeGraph:
     """The graph with its undirected pairs, from the number of every edge's reverse. Never waits for the device."""
-    pair, pair_edge = (torch.ops.forgefield.number_pairs if is_traced(reverse) else _number_pairs)(reverse)
-    return EdgeGraph(source, destination, n_atoms, pair=pair, pair_edge=pair_edge, reverse=reverse)
+    return EdgeGraph(source, destination, n_atoms, reverse=reverse, in_pairs=True)
 
 
 def reverse_edges(edge_index: Tensor, edge_shift: Tensor) -> Tensor:

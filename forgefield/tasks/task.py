@@ -229,6 +229,10 @@ class Task:
         """(n_targets,): the weights in a tensor that stays where it is, so that captured steps may read it there."""
         return self._on(device).weights
 
+    def species_weights_on(self, device: torch.device) -> list[Tensor | None]:
+        """(n_species,) of every target that has weights of species."""
+        return self._on(device).species_weights
+
     def _element_weights(self, batch: Batch) -> list[Tensor]:
         by_species = self._on(batch["weight"].device).species_weights
         return [_element_weights(target, batch, known) for target, known in zip(self.targets, by_species)]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from forgefield.api import train
-from forgefield.ops.kernels.build import has_triton
+from forgefield.ops.kernels.setting import has_triton
 from forgefield.training.engines.engine import Engine
 from tests.helpers import tiny_config
 from tests.models.structures import make_potential

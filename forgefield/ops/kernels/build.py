@@ -5,21 +5,12 @@ from __future__ import annotations
 import hashlib
 import linecache
 import types
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 from forgefield.ops.kernels.form import Form
+from forgefield.ops.kernels.setting import has_triton as has_triton  # asked for here, too
 from forgefield.ops.kernels.source import Kind, write_kernel
-
-
-@cache
-def has_triton() -> bool:
-    """Whether Triton can be imported."""
-    try:
-        import triton  # noqa: F401
-    except ImportError:
-        return False
-    return True
 
 
 @lru_cache(maxsize=512)

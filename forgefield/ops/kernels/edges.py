@@ -13,13 +13,16 @@ EDGES = 128
 """That one program takes."""
 
 
-def vectors_by_kernel(positions: Tensor, cell: Tensor, frame: Tensor, edge_index: Tensor, edge_shift: Tensor) -> Tensor:
-    """(n_edges, 3) float64: neighbour minus centre, images shifted by whole cells. It has no gradient."""
+def vectors_by_kernel(
+    positions: Tensor, cell: Tensor | None, frame: Tensor, edge_index: Tensor, edge_shift: Tensor
+) -> Tensor:
+    """(n_edges, 3) float64: neighbour minus centre, images shifted by whole cells. It has no gradient. cell: None for zero."""
     n_edges = edge_index.shape[1]
     result = positions.new_empty((n_edges, 3))
     if n_edges:
-        tensors = (tensor.contiguous() for tensor in (positions, cell, frame, edge_index, edge_shift))
-        _kernels()[0][(-(-n_edges // EDGES),)](*tensors, result, n_edges, EDGES, num_warps=4)
+        given = (positions, positions if cell is None else cell, frame, edge_index, edge_shift)
+        tensors = (tensor.contiguous() for tensor in given)
+        _kernels()[0][(-(-n_edges // EDGES),)](*tensors, result, n_edges, cell is not None, EDGES, num_warps=4)
     return result
 
 
@@ -39,22 +42,26 @@ def _kernels() -> tuple[Any, Any]:
     import triton.language as tl
 
     @triton.jit(do_not_specialize=["n_edges"])
-    def edge_vectors(positions, cell, frame, index, shift, out, n_edges, block: tl.constexpr):
+    def edge_vectors(positions, cell, frame, index, shift, out, n_edges, images: tl.constexpr, block: tl.constexpr):
         edge = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
         inside = edge < n_edges
         source = tl.load(index + edge, mask=inside, other=0)
         centre = tl.load(index + n_edges + edge, mask=inside, other=0)
-        box = cell + tl.load(frame + centre, mask=inside, other=0) * 9
-        s0 = tl.load(shift + edge * 3, mask=inside, other=0).to(tl.float64)
-        s1 = tl.load(shift + edge * 3 + 1, mask=inside, other=0).to(tl.float64)
-        s2 = tl.load(shift + edge * 3 + 2, mask=inside, other=0).to(tl.float64)
+        if images:
+            box = cell + tl.load(frame + centre, mask=inside, other=0) * 9
+            s0 = tl.load(shift + edge * 3, mask=inside, other=0).to(tl.float64)
+            s1 = tl.load(shift + edge * 3 + 1, mask=inside, other=0).to(tl.float64)
+            s2 = tl.load(shift + edge * 3 + 2, mask=inside, other=0).to(tl.float64)
         for i in tl.static_range(3):
             ahead = tl.load(positions + source * 3 + i, mask=inside, other=0.0)
             here = tl.load(positions + centre * 3 + i, mask=inside, other=0.0)
-            image = s0 * tl.load(box + i, mask=inside, other=0.0)
-            image += s1 * tl.load(box + 3 + i, mask=inside, other=0.0)
-            image += s2 * tl.load(box + 6 + i, mask=inside, other=0.0)
-            tl.store(out + edge * 3 + i, ahead - here + image, mask=inside)
+            vector = ahead - here
+            if images:
+                image = s0 * tl.load(box + i, mask=inside, other=0.0)
+                image += s1 * tl.load(box + 3 + i, mask=inside, other=0.0)
+                image += s2 * tl.load(box + 6 + i, mask=inside, other=0.0)
+                vector += image
+            tl.store(out + edge * 3 + i, vector, mask=inside)
 
     @triton.jit
     def edge_forces(slope, pointers, order, pointers_of, out, block: tl.constexpr):

@@ -47,7 +47,7 @@ class EdgeGeometry(torch.autograd.Function):
             to_harmonics = vectors.new_zeros((n_edges, n_harmonics))
         if to_place is None:
             to_place = vectors.new_zeros((n_edges,))
-        given = (to_harmonics.contiguous(), to_place.contiguous())
+        given = (to_harmonics if to_harmonics.stride(1) == 1 else to_harmonics.contiguous(), to_place)
         _launch("cotangents", *ctx.numbers, vectors, vectors, inverse, *given, vectors, result)
         return result, None, None, None, None
 
@@ -80,7 +80,18 @@ def _launch(
     if n_edges:
         each = inverse.numel() > 1
         _kernel(name, l_max, each)[(-(-n_edges // EDGES),)](
-            vectors, tangents, inverse, harmonics, place, at, result, n_edges, n_intervals, num_warps=EDGES // 32
+            vectors,
+            tangents,
+            inverse,
+            harmonics,
+            place,
+            at,
+            result,
+            n_edges,
+            n_intervals,
+            harmonics.stride(0),
+            place.stride(0),
+            num_warps=EDGES // 32,
         )
 
 
@@ -118,23 +129,21 @@ def write_geometry(name: str, l_max: int, each: bool) -> str:
         lines += ["tl.store(place + edge, moved, mask=inside)"]
     else:
         for j in range(1, n_harmonics):
-            lines.append(
-                f"g{j} = tl.load(harmonics + edge * {n_harmonics} + {j}, mask=inside, other=0.0).to(tl.float64)"
-            )
-        lines += ["g = tl.load(place + edge, mask=inside, other=0.0).to(tl.float64)"]
+            lines.append(f"g{j} = tl.load(harmonics + edge * row + {j}, mask=inside, other=0.0).to(tl.float64)")
+        lines += ["g = tl.load(place + edge * step, mask=inside, other=0.0).to(tl.float64)"]
         lines += _back(l_max)
         lines += ["along = u0 * b0 + u1 * b1 + u2 * b2"]
         lines += ["g = tl.where(scaled <= n_intervals, g * inverse * n_intervals, 0.0)"]
         for i in range(3):
             line = f"result + edge * 3 + {i}, (b{i} - u{i} * along) * over + u{i} * g"
             lines.append(f"tl.store({line}, mask=inside)")
-    names = "vectors, tangents, inverse_cutoff, harmonics, place, at, result, n_edges, n_intervals"
+    names = "vectors, tangents, inverse_cutoff, harmonics, place, at, result, n_edges, n_intervals, row, step"
     head = [
         "import triton",
         "import triton.language as tl",
         "",
         "",
-        "@triton.jit(do_not_specialize=['n_edges', 'n_intervals'])",
+        "@triton.jit(do_not_specialize=['n_edges', 'n_intervals', 'row', 'step'])",
         f"def geometry_{name}({names}):",
     ]
     return "\n".join([*head, *(f"    {line}" for line in lines)]) + "\n"

@@ -10,12 +10,12 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from forgefield.errors import ForgefieldError
-from forgefield.ops.kernels.build import has_triton
 
 STORAGE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """Names of what rows of atoms and edges are stored in while a step is computed; arithmetic is float32 with both."""
@@ -55,6 +55,16 @@ _current = _Current()
 def setting() -> KernelSetting:
     """The setting in force."""
     return _current.setting
+
+
+@cache
+def has_triton() -> bool:
+    """Whether Triton can be imported."""
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return False
+    return True
 
 
 @contextmanager

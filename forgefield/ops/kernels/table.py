@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from forgefield.ops.kernels.build import has_triton
+from forgefield.ops.kernels.intervals import MOST_INTERVALS, sorted_by_kernels
+from forgefield.ops.kernels.setting import has_triton, use_kernels
 from forgefield.ops.segment_sum import sum_by_pointers
 
 CHUNK = 64
@@ -41,6 +42,8 @@ class Intervals:
 
 
 def edges_by_interval(at: Tensor, count: int) -> Intervals:
+    if use_kernels(at) and count <= MOST_INTERVALS:
+        return Intervals(at, count, *sorted_by_kernels(at, count, CHUNK))
     found, order = torch.sort(at, stable=True)
     pointers = torch.searchsorted(found, torch.arange(count + 1, dtype=at.dtype, device=at.device))
     chunks = torch.zeros_like(pointers)

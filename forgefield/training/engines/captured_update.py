@@ -29,6 +29,8 @@ class CapturedUpdate:
         parameters = [group["params"][0] for group in optimiser.param_groups]
         self.device = parameters[0].device
         self._rates = [torch.zeros((), dtype=p.dtype, device=self.device) for p in parameters]
+        self._written: list[float | None] = [None] * len(parameters)
+        """Of the rates on the device."""
         self._share = torch.zeros((), dtype=parameters[0].dtype, device=self.device)
         self._graphs: dict[Any, torch.cuda.CUDAGraph] = {}
         make_capturable(optimiser, self.device)
@@ -44,8 +46,10 @@ class CapturedUpdate:
             if self.average is not None:  # a callback took the gradients away: the step counts and changes nothing
                 self.average.next_share()
             return result
-        for rate, group in zip(self._rates, self.optimiser.param_groups):
-            rate.fill_(group["lr"])
+        for number, group in enumerate(self.optimiser.param_groups):
+            if self._written[number] != group["lr"]:
+                self._rates[number].fill_(group["lr"])
+                self._written[number] = group["lr"]
         if self.average is not None:
             self._share.fill_(self.average.next_share())
             if (

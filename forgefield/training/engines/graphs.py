@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -126,13 +127,17 @@ class GraphsEngine(Engine):
 
 
 def _load(captured: _Captured, batch: Batch, known: Tensor | None) -> None:
-    """Put a batch in front of the blank frames."""
-    whole = list(captured.batch.values())
-    real = [
-        tensor[:, : batch[key].shape[1]] if key == "edge_index" else tensor[: batch[key].shape[0]]
-        for key, tensor in captured.batch.items()
-    ]
-    torch._foreach_copy_(whole, captured.blank)
-    torch._foreach_copy_(real, [batch[key] for key in captured.batch])
+    """Put a batch in front of the blank frames. Tensors of one type that lie in one piece are copied by one launch."""
+    copies: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for (key, tensor), blank in zip(captured.batch.items(), captured.blank):
+        parts = [(tensor, batch[key], blank)]
+        for whole, real, rest in zip(*parts[0]) if key == "edge_index" else parts:
+            to, of = copies.setdefault(tensor.dtype, ([], []))
+            n = real.shape[0]
+            to += [whole[:n], whole[n:]]
+            of += [real, rest[n:]]
+    for to, of in copies.values():
+        filled = [part.numel() > 0 for part in to]
+        torch._foreach_copy_(list(compress(to, filled)), list(compress(of, filled)))
     if captured.denominators is not None and known is not None:
         captured.denominators.copy_(known)

@@ -17,6 +17,7 @@ from torch.func import functional_call
 from forgefield.data.batch import SHAPES, Shapes
 from forgefield.models.potential import Potential
 from forgefield.ops.kernels.setting import KNOTS, kernels
+from forgefield.tasks.loss_kernels import kernels_know, loss_by_kernels
 from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.task import Task
 from forgefield.training.precision import STORAGE_TOLERANCES
@@ -122,11 +123,22 @@ class StepFunction:
         # Nothing below it is told to evaluate: what is left out by chance has to be so in both passes.
         with _Evaluating(self.potential, alone=True):
             outputs = self._outputs(batch)
+        loss, measured, adjoints = self._adjoints(outputs, batch, target_weights, denominators)
+        values, cotangents = self.potential.response(batch, adjoints)
+        gradients = torch.autograd.grad(values, weights, cotangents, allow_unused=True)
+        return Differentiated(list(gradients), loss.detach(), measured)
+
+    def _adjoints(
+        self, outputs: Batch, batch: Batch, target_weights: Tensor, denominators: Tensor | None
+    ) -> tuple[Tensor, Measured, Batch]:
+        """The loss, what is measured, and the derivative of the loss in each output."""
+        if kernels_know(self.task, self.errors, batch):
+            plain = {name: outputs[name].detach() for name in self.task.outputs}
+            found = loss_by_kernels(self.task, self.errors, plain, batch, target_weights, denominators)
+            return found.loss, Measured(found.sums, found.errors), found.slopes
         leaves = {name: outputs[name].detach().requires_grad_(True) for name in self.task.outputs}
         loss, measured = self._loss(leaves, batch, target_weights, denominators)
-        adjoints = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values()))))
-        gradients = torch.autograd.grad(self.potential.response(batch, adjoints), weights, allow_unused=True)
-        return Differentiated(list(gradients), loss.detach(), measured)
+        return loss, measured, dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values()))))
 
     @property
     def rounding(self) -> float:

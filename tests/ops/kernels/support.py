@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forgefield.ops.kernels.build import has_triton
+from forgefield.ops.kernels.setting import has_triton
 from forgefield.ops.kernels.fields import Field, Shape
 from forgefield.ops.kernels.setting import interpreted
 

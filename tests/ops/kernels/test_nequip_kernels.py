@@ -53,9 +53,9 @@ def step(potential, given, by_kernels: bool) -> tuple[dict[str, torch.Tensor], l
     given = given | {"memory": {}}
     with kernels(enabled=by_kernels):
         outputs = potential(given, stress=True)  # kernels of the response need what the first pass left
-        number = potential.response(given, adjoints)
+        values, cotangents = potential.response(given, adjoints)
         weights = [p for p in potential.parameters() if p.requires_grad]
-        found = torch.autograd.grad(number, weights, allow_unused=True)
+        found = torch.autograd.grad(values, weights, cotangents, allow_unused=True)
     assert ("network" in given["memory"]) == by_kernels
     return outputs, [torch.zeros_like(p) if g is None else g for p, g in zip(weights, found)]
 
@@ -88,7 +88,8 @@ def test_tables_are_as_close_to_float64_as_float32_is(case):
     )
     exact_, plain_, ours_ = (torch.cat([g.flatten().double() for g in found[1]]) for found in (exact, plain, ours))
     assert relative(ours_, exact_) < 3 * relative(plain_, exact_) + 2e-6
-    assert relative(ours[0]["forces"], exact[0]["forces"]) < 2e-6
+    forces = exact[0]["forces"]
+    assert relative(ours[0]["forces"], forces) < 3 * relative(plain[0]["forces"], forces) + 1e-6
 
 
 def test_gradients_of_rows_stored_in_bfloat16():

@@ -1,0 +1,207 @@
+"""Tables of radial weights from networks with one hidden layer: their values and slopes at the knots, the polynomials between
+these, and all the way back to the weights, of all layers of a model at once.
+
+With v = x W and v' = x' W for the basis x and its slope x', the hidden layer is h = f(v), h' = f'(v) v', f = silu. The
+polynomials of its channels are made in float64 and rounded; the last matrix is applied to them, as they are linear in h and h'.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from forgefield.ops.kernels.build import module_from
+from forgefield.ops.kernels.setting import interpreted
+
+KNOTS, CHANNELS = 16, 32
+"""That one program takes."""
+
+
+def _tile() -> tuple[int, int]:
+    """The interpreter takes its time for every program and not for every number."""
+    return (1024, 128) if interpreted() else (KNOTS, CHANNELS)
+
+
+def tables_by_kernels(
+    basis: Tensor, first: Sequence[Tensor], last: Sequence[Tensor], scale: float, gain: float
+) -> list[Tensor]:
+    """Polynomials of the weights of every layer, (n_intervals, 4, n_weights), with a gradient in its matrices.
+
+    basis: (n_intervals + 1, 2, n_basis) float64, with its slope. first: (n_basis, width) and last: (width, n_weights) of every
+    layer; scale and gain multiply them.
+    """
+    return list(_Tables.apply(basis, scale, gain, len(first), *first, *last))
+
+
+class _Tables(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, basis, scale, gain, n_layers, *weights):
+        first, last = torch.cat(weights[:n_layers]), weights[n_layers:]
+        curves = _curves(basis, first, n_layers, scale, gain)
+        ctx.save_for_backward(basis, first, curves, *last)
+        ctx.numbers = (n_layers, scale, gain)
+        rows = curves.flatten(1, 2)
+        return tuple(torch.mm(part, matrix).unflatten(0, (-1, 4)) for part, matrix in zip(rows, last))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *to_tables):
+        basis, first, curves, *last = ctx.saved_tensors
+        to_curves = torch.empty_like(curves)
+        to_last = []
+        for part, to_part, matrix, to_table in zip(curves.flatten(1, 2), to_curves.flatten(1, 2), last, to_tables):
+            rows = to_table.flatten(0, 1)
+            torch.mm(rows, matrix.t(), out=to_part)
+            to_last.append(torch.mm(part.t(), rows))
+        return None, None, None, None, *_to_first(basis, first, to_curves, *ctx.numbers), *to_last
+
+
+def _curves(basis: Tensor, first: Tensor, n_layers: int, scale: float, gain: float) -> Tensor:
+    """(n_layers, n_intervals, 4, width), in the precision of the weights."""
+    n_intervals, n_basis, width = basis.shape[0] - 1, basis.shape[2], first.shape[1]
+    knots, channels = _tile()
+    curves = first.new_empty((n_layers, n_intervals, 4, width))
+    grid = (-(-n_intervals // knots), n_layers * -(-width // channels))
+    numbers = (n_intervals, n_basis, width, scale, gain, knots, channels)
+    _kernels().curves[grid](basis, first, curves, *numbers, num_warps=8)
+    return curves
+
+
+def _to_first(
+    basis: Tensor, first: Tensor, to_curves: Tensor, n_layers: int, scale: float, gain: float
+) -> list[Tensor]:
+    """Gradients of the first matrices, from cotangents of the curves."""
+    n_intervals, n_basis, width = basis.shape[0] - 1, basis.shape[2], first.shape[1]
+    knots, channels = _tile()
+    n_chunks = -(-(n_intervals + 1) // knots)
+    parts = basis.new_empty((n_chunks, first.numel()))
+    found = torch.empty_like(first)
+    grid = (n_chunks, n_layers * -(-width // channels))
+    numbers = (n_intervals, n_basis, width, scale, gain, knots, channels)
+    _kernels().to_first[grid](basis, first, to_curves, parts, first.numel(), *numbers, num_warps=8)
+    _kernels().add_parts[(-(-first.numel() // 128),)](parts, found, n_chunks, first.numel(), 128, num_warps=4)
+    return list(found.view(n_layers, n_basis, width).unbind())
+
+
+_SOURCE = """
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def hidden(basis, first, knot, known, row, column, inside, n_basis: tl.constexpr, width: tl.constexpr, scale: tl.constexpr):
+    # Values and slopes before the activation, at some knots of some channels.
+    like = knot[:, None] + column[None, :]
+    v = tl.zeros_like(like).to(tl.float64)
+    dv = tl.zeros_like(like).to(tl.float64)
+    for b in tl.static_range(n_basis):
+        w = scale * tl.load(first + (row + b) * width + column, mask=inside, other=0.0).to(tl.float64)
+        x = tl.load(basis + knot * 2 * n_basis + b, mask=known, other=0.0)
+        dx = tl.load(basis + (knot * 2 + 1) * n_basis + b, mask=known, other=0.0)
+        v += x[:, None] * w[None, :]
+        dv += dx[:, None] * w[None, :]
+    return v, dv
+
+
+@triton.jit
+def curves(
+    basis,
+    first,
+    out,
+    n_intervals,
+    n_basis: tl.constexpr,
+    width: tl.constexpr,
+    scale: tl.constexpr,
+    gain: tl.constexpr,
+    knots: tl.constexpr,
+    channels: tl.constexpr,
+):
+    n_chunks: tl.constexpr = (width + channels - 1) // channels
+    layer = (tl.program_id(1) // n_chunks).to(tl.int64)
+    column = (tl.program_id(1) % n_chunks) * channels + tl.arange(0, channels)
+    inside = column < width
+    knot = tl.program_id(0) * knots + tl.arange(0, knots)
+    known = knot < n_intervals
+    row = layer * n_basis
+    v, dv = hidden(basis, first, knot, known, row, column, inside, n_basis, width, scale)
+    q = tl.sigmoid(v)
+    h0 = gain * v * q
+    s0 = gain * q * (1.0 + v * (1.0 - q)) * dv
+    v, dv = hidden(basis, first, knot + 1, known, row, column, inside, n_basis, width, scale)
+    q = tl.sigmoid(v)
+    h1 = gain * v * q
+    s1 = gain * q * (1.0 + v * (1.0 - q)) * dv
+    where = out + ((layer * n_intervals + knot) * 4 * width)[:, None] + column[None, :]
+    both = known[:, None] & inside[None, :]
+    tl.store(where, h0, mask=both)
+    tl.store(where + width, s0, mask=both)
+    tl.store(where + 2 * width, 3.0 * (h1 - h0) - 2.0 * s0 - s1, mask=both)
+    tl.store(where + 3 * width, 2.0 * (h0 - h1) + s0 + s1, mask=both)
+
+
+@triton.jit
+def to_first(
+    basis,
+    first,
+    given,
+    parts,
+    n_weights,
+    n_intervals,
+    n_basis: tl.constexpr,
+    width: tl.constexpr,
+    scale: tl.constexpr,
+    gain: tl.constexpr,
+    knots: tl.constexpr,
+    channels: tl.constexpr,
+):
+    n_chunks: tl.constexpr = (width + channels - 1) // channels
+    layer = (tl.program_id(1) // n_chunks).to(tl.int64)
+    column = (tl.program_id(1) % n_chunks) * channels + tl.arange(0, channels)
+    inside = column < width
+    knot = tl.program_id(0) * knots + tl.arange(0, knots)
+    known = knot <= n_intervals
+    row = layer * n_basis
+    # Of the polynomial that begins at a knot, and of the one that ends there.
+    where = given + ((layer * n_intervals + knot) * 4 * width)[:, None] + column[None, :]
+    begins = (knot < n_intervals)[:, None] & inside[None, :]
+    ends = ((knot > 0) & known)[:, None] & inside[None, :]
+    g2 = tl.load(where + 2 * width, mask=begins, other=0.0).to(tl.float64)
+    g3 = tl.load(where + 3 * width, mask=begins, other=0.0).to(tl.float64)
+    to_h = tl.load(where, mask=begins, other=0.0).to(tl.float64) - 3.0 * g2 + 2.0 * g3
+    to_s = tl.load(where + width, mask=begins, other=0.0).to(tl.float64) - 2.0 * g2 + g3
+    g2 = tl.load(where - 2 * width, mask=ends, other=0.0).to(tl.float64)
+    g3 = tl.load(where - width, mask=ends, other=0.0).to(tl.float64)
+    to_h = gain * (to_h + 3.0 * g2 - 2.0 * g3)
+    to_s = gain * (to_s - g2 + g3)
+    v, dv = hidden(basis, first, knot, known, row, column, inside, n_basis, width, scale)
+    q = tl.sigmoid(v)
+    slope = q * (1.0 + v * (1.0 - q))
+    to_v = scale * (to_h * slope + to_s * dv * q * (1.0 - q) * (2.0 + v * (1.0 - 2.0 * q)))
+    to_dv = scale * to_s * slope
+    out = parts + tl.program_id(0).to(tl.int64) * n_weights
+    for b in tl.static_range(n_basis):
+        x = tl.load(basis + knot * 2 * n_basis + b, mask=known, other=0.0)
+        dx = tl.load(basis + (knot * 2 + 1) * n_basis + b, mask=known, other=0.0)
+        total = tl.sum(x[:, None] * to_v + dx[:, None] * to_dv, 0)
+        tl.store(out + (row + b) * width + column, total, mask=inside)
+
+
+@triton.jit
+def add_parts(parts, out, n_parts, n_columns, block: tl.constexpr):
+    column = tl.program_id(0) * block + tl.arange(0, block)
+    inside = column < n_columns
+    total = tl.zeros([block], tl.float64)
+    for part in range(n_parts):
+        total += tl.load(parts + part * n_columns + column, mask=inside, other=0.0)
+    tl.store(out + column, total, mask=inside)
+"""
+"""Functions that call each other have to be those of a module."""
+
+
+@cache
+def _kernels() -> types.ModuleType:
+    return module_from(_SOURCE)

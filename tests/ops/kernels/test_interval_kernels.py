@@ -1,0 +1,24 @@
+"""Edges sorted by interval by kernels against torch's stable sort."""
+
+import pytest
+import torch
+
+from forgefield.ops.kernels import intervals
+from forgefield.ops.kernels.intervals import BLOCK
+from forgefield.ops.kernels.setting import kernels
+from forgefield.ops.kernels.table import CHUNK, edges_by_interval
+from tests.ops.kernels.support import DEVICE, needs_kernels
+
+pytestmark = needs_kernels
+
+
+@pytest.mark.parametrize(("n_edges", "count"), [(0, 5), (7, 300), (2 * BLOCK + 3, 17), (3 * BLOCK, 1)])
+def test_edges_in_order_of_their_intervals(n_edges, count, monkeypatch):
+    monkeypatch.setattr(intervals, "BLOCKS", 2)  # so that blocks are added in more than one go
+    at = torch.randint(0, max(count - 1, 1), (n_edges,), generator=torch.Generator().manual_seed(1)).to(torch.int16)
+    at[: 2 * CHUNK + 1] = 0
+    plain = edges_by_interval(at.to(DEVICE), count)
+    with kernels(enabled=True):
+        ours = edges_by_interval(at.to(DEVICE), count)
+    for name in ("order", "pointers", "chunks", "interval"):
+        assert torch.equal(getattr(ours, name), getattr(plain, name)), name

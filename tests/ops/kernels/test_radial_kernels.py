@@ -1,0 +1,39 @@
+"""Tables of radial weights by kernels against the same by plain operations and autograd."""
+
+import pytest
+import torch
+
+from forgefield.models.nequip_tables import radial_tables
+from forgefield.ops.kernels import radial
+from forgefield.ops.kernels.radial import CHANNELS, KNOTS
+from forgefield.ops.kernels.setting import kernels
+from tests.models.structures import make_potential
+from tests.ops.kernels.support import DEVICE, assert_same, draw, needs_kernels
+
+pytestmark = needs_kernels
+
+
+@pytest.mark.parametrize("n_intervals", [KNOTS - 1, 2 * KNOTS + 3])
+@pytest.mark.parametrize("options", [{"radial_mlp_width": 5, "num_bessels": 3}, {"radial_mlp_width": CHANNELS + 7}])
+def test_tables_and_gradients_of_the_networks(options, n_intervals, monkeypatch):
+    monkeypatch.setattr(radial, "interpreted", lambda: False)  # programs as small as on a GPU
+    for precision, tolerance in (("float64", 1e-12), ("float32", 2e-6)):
+        model = make_potential(precision=precision, num_layers=2, l_max=1, num_features=2, **options).to(DEVICE).model
+        weights = [weight for layer in model.layers for weight in layer.radial.weights]
+        plain = radial_tables(model, n_intervals)
+        with kernels(enabled=True):
+            ours = radial_tables(model, n_intervals)
+        cotangents = [draw(number, *table.shape, dtype=table.dtype) for number, table in enumerate(plain)]
+        expected = torch.autograd.grad(plain, weights, cotangents)
+        found = torch.autograd.grad(ours, weights, cotangents)
+        assert any("_Tables" in table.grad_fn.name() for table in ours)
+        for one, other in zip((*ours, *found), (*plain, *expected)):
+            assert_same(one, other, tolerance)
+        assert all(gradient.stride() == weight.stride() for gradient, weight in zip(found, weights))
+
+
+@pytest.mark.parametrize("options", [{"radial_mlp_depth": 2}, {"bessel_trainable": True}])
+def test_other_networks_are_left_to_plain_operations(options):
+    model = make_potential(precision="float32", num_layers=1, l_max=0, num_features=2, **options).to(DEVICE).model
+    with kernels(enabled=True):
+        assert all("_Tables" not in table.grad_fn.name() for table in radial_tables(model, 8))
