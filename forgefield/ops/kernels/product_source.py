@@ -27,7 +27,7 @@ def product_kernels() -> Kernels:
     import triton
     import triton.language as tl
 
-    @triton.jit(do_not_specialize=["n_atoms", "place"])
+    @triton.jit(do_not_specialize=["n_atoms", "place", "low"])
     def multiply(
         fields,
         matrices,
@@ -36,8 +36,8 @@ def product_kernels() -> Kernels:
         table,
         n_atoms,
         place,
+        low,
         columns: tl.constexpr,
-        turned: tl.constexpr,
         own: tl.constexpr,
         in_order: tl.constexpr,
         adds: tl.constexpr,
@@ -86,12 +86,12 @@ def product_kernels() -> Kernels:
                 own_step = tl.load(about + 11)
                 own_start = own_start * twice + here * own_depth
                 own_steps = tl.cdiv(own_depth, bk)
-                low = 0
-                high = 0
+                lowest = 0
+                highest = 0
                 if in_order:
-                    low = tl.load(kinds + first // components)
-                    high = tl.load(kinds + (tl.minimum(first + bm, n_rows) - 1) // components)
-                n_all += (high - low + 1) * own_steps
+                    lowest = tl.load(kinds + first // components)
+                    highest = tl.load(kinds + (tl.minimum(first + bm, n_rows) - 1) // components)
+                n_all += (highest - lowest + 1) * own_steps
                 own_steps = tl.maximum(own_steps, 1)
             column = tl.program_id(0) % across * bn + tl.arange(0, bn)
             known = column < width
@@ -101,7 +101,7 @@ def product_kernels() -> Kernels:
                 read = inside
                 if own:
                     late = step >= n_steps
-                    which = low + (step - n_steps) // own_steps
+                    which = lowest + (step - n_steps) // own_steps
                     begin = tl.where(late, (step - n_steps) % own_steps * bk, begin)
                     from_a = tl.where(late, own_start, a_start)
                     limit = tl.where(late, own_depth, depth)
@@ -125,12 +125,20 @@ def product_kernels() -> Kernels:
                     mask=read[:, None] & (k < limit)[None, :],
                     other=0.0,
                 )
-                if turned:
-                    line = k[:, None] + column[None, :] * b_pitch
+                b_line = k[:, None] + column[None, :] * b_pitch
+                b_known = (k < limit)[:, None] & known[None, :]
+                b = tl.load(matrices + from_b + b_line, mask=b_known, other=0.0)
+                if precision == "tf32x3":
+                    from_low = from_b + low
+                    if aligned:
+                        from_low = tl.multiple_of(from_low, 16)
+                    b_low = tl.load(matrices + from_low + b_line, mask=b_known, other=0.0)
+                    a_high = ((a.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+                    part = tl.dot(a - a_high, b, input_precision="tf32")
+                    part = tl.dot(a_high, b_low, part, input_precision="tf32")
+                    total += tl.dot(a_high, b, part, input_precision="tf32")
                 else:
-                    line = k[:, None] * b_pitch + column[None, :]
-                b = tl.load(matrices + from_b + line, mask=(k < limit)[:, None] & known[None, :], other=0.0)
-                total = tl.dot(a, b, total, input_precision=precision, out_dtype=fields.dtype.element_ty)
+                    total = tl.dot(a, b, total, input_precision=precision, out_dtype=fields.dtype.element_ty)
             result = row[:, None] * width + column[None, :]
             write = inside[:, None] & known[None, :]
             if adds:

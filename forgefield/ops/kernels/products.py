@@ -51,7 +51,8 @@ class Product:
 
     components: 2l + 1; width: channels of the result. out, a, own, add: where a block begins in the arena, in numbers of an
     atom; a negative `add`: nothing. depth, own_depth: channels of a and own, zero where there is no such part. b, own_b: where
-    the matrices begin, pitch, own_pitch: from one of their rows to the next, own_step: from one species to the next.
+    the matrices begin, as they lie packed (`matrices.py`) or transposed there: number (k, n) lies at b + n * pitch + k, with
+    own_pitch for those of species, and own_step from one species to the next.
     """
 
     components: int
@@ -112,11 +113,10 @@ def sort_kinds(species: Tensor, n_kinds: int) -> Kinds:
 
 
 class Products:
-    """Products that are made in one launch. turned: matrices are transposed. Descriptions stay on the device for good: captured
-    graphs read them."""
+    """Products that are made in one launch. Descriptions stay on the device for good: captured graphs read them."""
 
-    def __init__(self, parts: Sequence[Product], *, turned: bool) -> None:
-        self.parts, self.turned = tuple(parts), turned
+    def __init__(self, parts: Sequence[Product]) -> None:
+        self.parts = tuple(parts)
         self.own = any(part.own_depth for part in parts)
         self.adds = any(part.add >= 0 for part in parts)
         self.aligned = _aligned(parts)
@@ -126,8 +126,8 @@ class Products:
     def make(
         self, fields: Tensor, matrices: Tensor, kinds: Kinds | None, n_atoms: int, place: int, tile: Tile | None = None
     ) -> None:
-        """fields: the arena. kinds: needed where matrices belong to species, and there is more than one. place: values or
-        tangents of all blocks."""
+        """fields: the arena. matrices: packed. kinds: needed where matrices belong to species, and there is more than one.
+        place: values or tangents of all blocks."""
         if not n_atoms:
             return
         if tile is None:
@@ -148,8 +148,8 @@ class Products:
             table,
             n_atoms,
             place,
+            matrices.shape[0] // 4,
             table.shape[1],
-            self.turned,
             self.own,
             in_order,
             self.adds,
@@ -166,17 +166,14 @@ class Products:
     def make_plainly(self, fields: Tensor, matrices: Tensor, one_hot: Tensor, n_atoms: int, place: int) -> None:
         """The same by operations of torch, in the precision that `products_in` asks for. one_hot: (n_atoms, n_kinds)."""
         for part in self.parts:
-            order = (-1, -2) if self.turned else (-2, -1)
-            sides = (part.width, part.depth) if self.turned else (part.depth, part.width)
-            matrix = _view(matrices, part.b, sides, (part.pitch, 1)).permute(*order)
+            matrix = _unpacked(matrices, part.b, (part.depth, part.width), (1, part.pitch))
             total = product(_rows(fields, part.a, n_atoms, part.components, part.depth, place), matrix)
             if part.own_depth:
                 n_kinds = one_hot.shape[1]
-                sides = (part.width, part.own_depth) if self.turned else (part.own_depth, part.width)
-                own_b = _view(matrices, part.own_b, (n_kinds, *sides), (part.own_step, part.own_pitch, 1))
+                sides = (n_kinds, part.own_depth, part.width)
+                own_b = _unpacked(matrices, part.own_b, sides, (part.own_step, 1, part.own_pitch))
                 rows = _rows(fields, part.own, n_atoms, part.components, part.own_depth, place)
                 own = rows.view(n_atoms, part.components, 1, -1) * one_hot.view(n_atoms, 1, n_kinds, 1)
-                own_b = own_b.transpose(1, 2) if self.turned else own_b
                 total = total + product(own.view(total.shape[0], -1), own_b.reshape(-1, part.width))
             if part.add >= 0:
                 total = total + _rows(fields, part.add, n_atoms, part.components, part.width, place)
@@ -265,6 +262,12 @@ def _rows(fields: Tensor, start: int, n_atoms: int, components: int, width: int,
 
 def _view(matrices: Tensor, start: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
     return matrices.as_strided(shape, strides, matrices.storage_offset() + start)
+
+
+def _unpacked(matrices: Tensor, start: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
+    """Leading bits and the rest together."""
+    rest = start + matrices.shape[0] // 4
+    return _view(matrices, start, shape, strides) + _view(matrices, rest, shape, strides)
 
 
 def _aligned(parts: Sequence[Product] | Sequence[Gradient]) -> bool:
