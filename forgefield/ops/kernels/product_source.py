@@ -27,6 +27,8 @@ def product_kernels() -> Kernels:
     import triton
     import triton.language as tl
 
+    global add_turned  # Triton's interpreter looks for what a kernel calls among the names of the module
+
     @triton.jit(do_not_specialize=["n_atoms", "place", "low"])
     def multiply(
         fields,
@@ -147,6 +149,34 @@ def product_kernels() -> Kernels:
                 total += tl.load(more, mask=write & (add >= 0), other=0.0)
             tl.store(fields + out * twice + here * width + result, total, mask=write)
 
+    @triton.jit
+    def add_turned(total, a, g, known, precision: tl.constexpr):
+        """total + a^T g, of tiles a (rows, bm) and g (rows, bn)."""
+        if precision == "bf16x6" or precision == "bf16x3":
+            # Both tiles are split into parts of 16 bits, which tensor cores read transposed. What is known is asked once more,
+            # because Triton reads a tile number by number where nothing but arithmetic stands between it and the product.
+            a = tl.where(known, a, 0.0)
+            a1 = a.to(tl.bfloat16)
+            a_rest = a - a1.to(tl.float32)
+            a2 = a_rest.to(tl.bfloat16)
+            g1 = g.to(tl.bfloat16)
+            g_rest = g - g1.to(tl.float32)
+            g2 = g_rest.to(tl.bfloat16)
+            if precision == "bf16x6":
+                a3 = (a_rest - a2.to(tl.float32)).to(tl.bfloat16)
+                g3 = (g_rest - g2.to(tl.float32)).to(tl.bfloat16)
+                part = tl.dot(tl.trans(a3), g1)
+                part = tl.dot(tl.trans(a1), g3, part)
+                part = tl.dot(tl.trans(a2), g2, part)
+                part = tl.dot(tl.trans(a2), g1, part)
+            else:
+                part = tl.dot(tl.trans(a2), g1)
+            part = tl.dot(tl.trans(a1), g2, part)
+            total += tl.dot(tl.trans(a1), g1, part)
+        else:
+            total = tl.dot(tl.trans(a), g, total, input_precision=precision, out_dtype=total.dtype)
+        return total
+
     @triton.jit(do_not_specialize=["n_atoms", "n_chunks"])
     def contract(
         fields,
@@ -202,17 +232,14 @@ def product_kernels() -> Kernels:
                     row = r
                     if far:
                         row = row.to(tl.int64)
-                    a = tl.load(
-                        a_from + (row[:, None] * depth + m[None, :]),
-                        mask=(r < last)[:, None] & (m < depth)[None, :],
-                        other=0.0,
-                    )
+                    known = (r < last)[:, None] & (m < depth)[None, :]
+                    a = tl.load(a_from + (row[:, None] * depth + m[None, :]), mask=known, other=0.0)
                     g = tl.load(
                         g_from + (row[:, None] * width + n[None, :]),
                         mask=(r < last)[:, None] & (n < width)[None, :],
                         other=0.0,
                     )
-                    total = tl.dot(tl.trans(a), g, total, input_precision=precision, out_dtype=fields.dtype.element_ty)
+                    total = add_turned(total, a, g, known, precision)
                 tl.store(target + (depth * width).to(tl.int64) * chunk, total, mask=write)
             elif own:
                 # atoms by species: a chunk may hold the end of one and the start of others
@@ -234,19 +261,14 @@ def product_kernels() -> Kernels:
                             row = atom * components + turn % components + turn // components * n_rows
                             if far:
                                 row = row.to(tl.int64)
-                            a = tl.load(
-                                a_from + (row[:, None] * depth + m[None, :]),
-                                mask=(at < until)[:, None] & (m < depth)[None, :],
-                                other=0.0,
-                            )
+                            known = (at < until)[:, None] & (m < depth)[None, :]
+                            a = tl.load(a_from + (row[:, None] * depth + m[None, :]), mask=known, other=0.0)
                             g = tl.load(
                                 g_from + (row[:, None] * width + n[None, :]),
                                 mask=(at < until)[:, None] & (n < width)[None, :],
                                 other=0.0,
                             )
-                            total = tl.dot(
-                                tl.trans(a), g, total, input_precision=precision, out_dtype=fields.dtype.element_ty
-                            )
+                            total = add_turned(total, a, g, known, precision)
                         # the steps of a stair: no two of (chunk, kind) have the same sum
                         tl.store(target + (depth * width).to(tl.int64) * (chunk + kind), total, mask=write)
 

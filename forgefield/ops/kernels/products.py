@@ -15,6 +15,7 @@ from torch import Tensor
 
 from forgefield.ops.kernels.fields import TANGENT, VALUE
 from forgefield.ops.kernels.product_source import product_kernels
+from forgefield.ops.kernels.setting import interpreted
 from forgefield.ops.products import product
 
 FEW_ROWS = 8192
@@ -33,16 +34,20 @@ class Tile:
 
 
 LARGE = Tile(64, 64, 32, 4, 3)
-SMALL = Tile(32, 32, 32, 4, 4)
+SMALL = Tile(16, 32, 64, 4, 3)
 GRADIENT = Tile(64, 64, 32, 4, 3)
-CHUNK = 2048
+CHUNK = 1024
 """Rows that one program sums for the gradient of a matrix."""
 SUMMED = 512
 """Numbers of a gradient that one program adds up from the chunks."""
 FAR = 2**31
 """Length from which on places in a block are counted with 64 bits."""
 EXACT = "tf32x3"
-"""How Triton multiplies float32: three products of tensor cores, as precise as one of float32; `ieee`: without them."""
+"""How float32 is multiplied with matrices: as three products of tensor cores, of leading bits and rests of both factors.
+Others: `ieee`, without tensor cores; `tf32`, leading bits alone."""
+EXACT_GRADIENT = "bf16x6"
+"""How it is for gradients: as six products of parts of 16 bits, of three that make up a number. Others: `bf16x3`, of two parts;
+`tf32x3`, `ieee`."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +143,7 @@ class Products:
         n_tiles = max(
             -(-n_atoms * part.components // tile.rows) * -(-part.width // tile.columns) for part in self.parts
         )
-        precision = precision_of(fields)
+        precision = precision_of(fields, EXACT, "tf32")
         in_order = self.own and kinds is not None
         product_kernels().multiply[(n_tiles, len(self.parts))](
             fields,
@@ -212,7 +217,7 @@ class Gradients:
             -(-part.depth // tile.rows) * -(-part.width // tile.columns) * part.components for part in self.parts
         )
         order, of_atoms, pointers = (table,) * 3 if kinds is None else (kinds.order, kinds.kinds, kinds.pointers)
-        precision = precision_of(fields)
+        precision = precision_of(fields, EXACT_GRADIENT, "bf16x3")
         product_kernels().contract[(n_tiles * n_chunks, len(self.parts))](
             fields,
             parts,
@@ -281,11 +286,13 @@ def _far(length: int) -> bool:
     return length >= FAR
 
 
-def precision_of(fields: Tensor) -> str:
-    """How Triton is to multiply."""
+def precision_of(fields: Tensor, exact: str, rounded: str) -> str:
+    """How Triton is to multiply: exactly, or rounded where trainings are told tf32."""
     if fields.dtype != torch.float32:
         return "ieee"
-    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else EXACT
+    if interpreted() and exact.startswith("bf16"):
+        return "ieee"  # the interpreter does not multiply numbers of 16 bits
+    return rounded if torch.backends.cuda.matmul.fp32_precision == "tf32" else exact
 
 
 def _on(device: torch.device, rows: Sequence[tuple[int, ...]]) -> Tensor:

@@ -249,8 +249,8 @@ def test_trainings_told_tf32_get_it():
     rows, before = torch.zeros(1), torch.backends.cuda.matmul.fp32_precision
     try:
         torch.backends.cuda.matmul.fp32_precision = "tf32"
-        assert products.precision_of(rows) == "tf32"
-        assert products.precision_of(rows.double()) == "ieee"
+        assert products.precision_of(rows, "tf32x3", "tf32") == "tf32"
+        assert products.precision_of(rows.double(), "tf32x3", "tf32") == "ieee"
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
-    assert products.precision_of(rows) == products.EXACT
+    assert products.precision_of(rows, "tf32x3", "tf32") == "tf32x3"
