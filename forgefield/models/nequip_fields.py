@@ -5,7 +5,8 @@ All of this follows from the shapes of the layers, so that it is worked out once
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -57,6 +58,15 @@ class Place(NamedTuple):
     width: int
 
 
+class LayerMatrices(NamedTuple):
+    """One for every block of the features before; for every block of a; and for blocks of a with a self-connection, the block
+    of the features before and a matrix of each species."""
+
+    enter: list[Place]
+    leave: list[Place]
+    own: dict[int, tuple[int, Place]]
+
+
 class Layout:
     """starts: for every layer where its fields begin in the arena, in numbers of an atom, cotangents as `to_x` and so on. What
     comes out of the last layer is no factor of a product and outlives the others: it is not there. dim: numbers of an atom in
@@ -79,71 +89,92 @@ class Layout:
         channels = shapes[0].x.blocks[0][1]
         # its gradient has a row for each column of one_hot
         self.species = self._row.add(1, channels, n_species, room=self.n_columns * channels)
-        self._gradients: list[Gradient] = [
+        placed = [self._place(number) for number in range(len(shapes))]
+        self.matrices = Matrices(self._row.parts, self._row.size, n_embedding)
+        self.layers = [self._products(number, *matrices) for number, matrices in enumerate(placed)]
+        gradients = [
             Gradient(1, self.n_columns, channels, 0, self.starts[0]["to_x"], self.species.start, channels, places=1)
         ]
-        self.layers = [self._layer(number) for number in range(len(shapes))]
-        self.gradients = Gradients(self._gradients)
-        self.matrices = Matrices(self._row.parts, self._row.size, n_embedding)
+        for number, matrices in enumerate(placed):
+            gradients += self._gradients(number, *matrices)
+        self.gradients = Gradients(gradients)
         self.sorts = n_species > 1 and any(shape.self_pairs for shape in shapes)
 
-    def _layer(self, number: int) -> LayerProducts:
+    def _place(self, number: int) -> LayerMatrices:
         shape, before = self.shapes[number], None if number == 0 else self.shapes[number - 1].h
-        enter: list[Product] = []
-        to_h: list[Product] = []
-        matrices = [] if before is None else [self._row.add(c, c) for _, c in before.blocks]
-        for block, matrix in enumerate(matrices):
-            h, to_x = self._at(number - 1, "h", block), self._at(number, "to_x", block)
-            components, width = shape.x.blocks[block]
-            enter.append(Product(components, width, self._at(number, "x", block), h, width, matrix.start, width))
-            self._gradients.append(Gradient(components, width, width, h, to_x, matrix.start, width))
-        leave_matrices = [self._row.add(z, a) for (_, z), (_, a) in zip(shape.z.blocks, shape.a.blocks)]
+        enter = [] if before is None else [self._row.add(c, c) for _, c in before.blocks]
+        leave = [self._row.add(z, a) for (_, z), (_, a) in zip(shape.z.blocks, shape.a.blocks)]
         own: dict[int, tuple[int, Place]] = {}
         for block, target in shape.self_pairs:
             assert before is not None
             own[target] = (block, self._row.add(before.blocks[block][1], shape.a.blocks[target][1], self.n_species))
-        leave = [self._leave(number, block, matrix, own.get(block)) for block, matrix in enumerate(leave_matrices)]
-        to_z = [
-            Product(k, z, self._at(number, "to_z", block), self._at(number, "to_a", block), a, matrix.start, a)
-            for block, ((k, z), (_, a), matrix) in enumerate(zip(shape.z.blocks, shape.a.blocks, leave_matrices))
-        ]
-        of_block = {block: (target, matrix) for target, (block, matrix) in own.items()}
-        to_h = [self._to_h(number, block, matrix, of_block.get(block)) for block, matrix in enumerate(matrices)]
+        return LayerMatrices(enter, leave, own)
+
+    def _products(
+        self, number: int, enter: list[Place], leave: list[Place], own: dict[int, tuple[int, Place]]
+    ) -> LayerProducts:
+        back = {block: (target, matrix) for target, (block, matrix) in own.items()}
+        to_h = [self._to_h(number, block, matrix, back.get(block)) for block, matrix in enumerate(enter)]
         return LayerProducts(
-            Products(enter, turned=False) if enter else None,
-            Products(leave, turned=False),
-            Products(to_z, turned=True),
-            Products(to_h, turned=True) if to_h else None,
+            Products([self._forwards(number, "x", block, "h", m) for block, m in enumerate(enter)]) if enter else None,
+            Products([self._leave(number, block, matrix, own.get(block)) for block, matrix in enumerate(leave)]),
+            Products([self._backwards(number, "to_z", block, "to_a", matrix) for block, matrix in enumerate(leave)]),
+            Products(to_h) if to_h else None,
         )
+
+    def _forwards(self, number: int, out: str, block: int, a: str, matrix: Place) -> Product:
+        """With a matrix, which lies transposed first among the packed ones."""
+        start, rows, width = matrix
+        factor = self._at(number - 1 if a == "h" else number, a, block)
+        return Product(
+            self._components(number, out, block), width, self._at(number, out, block), factor, rows, start, rows
+        )
+
+    def _backwards(self, number: int, out: str, block: int, a: str, matrix: Place) -> Product:
+        """With the transpose of a matrix, which lies as it is behind those."""
+        start, rows, width = matrix
+        result = self._at(number - 1 if out == "to_h" else number, out, block)
+        components = self._components(number, a, block)
+        return Product(components, rows, result, self._at(number, a, block), width, start + 2 * self._row.size, width)
 
     def _leave(self, number: int, block: int, matrix: Place, own: tuple[int, Place] | None) -> Product:
         """a from z and, where there is a self-connection, from the features before."""
-        shape = self.shapes[number]
-        (k, depth), (_, width) = shape.z.blocks[block], shape.a.blocks[block]
-        a, z, to_a = (self._at(number, name, block) for name in ("a", "z", "to_a"))
-        self._gradients.append(Gradient(k, depth, width, z, to_a, matrix.start, width))
+        product = self._forwards(number, "a", block, "z", matrix)
         if own is None:
-            return Product(k, width, a, z, depth, matrix.start, width)
-        h, start, rows = self._at(number - 1, "h", own[0]), own[1].start, own[1].rows
-        n_kinds = self.n_species if self.n_species > 1 else 0
-        pitch = self.n_species * width
-        self._gradients.append(Gradient(k, rows, width, h, to_a, start, pitch, n_kinds, width))
-        return Product(k, width, a, z, depth, matrix.start, width, h, rows, start, pitch, width)
+            return product
+        before, (start, rows, width) = own
+        h = self._at(number - 1, "h", before)
+        return replace(product, own=h, own_depth=rows, own_b=start, own_pitch=rows, own_step=rows * width)
 
     def _to_h(self, number: int, block: int, matrix: Place, own: tuple[int, Place] | None) -> Product:
         """Cotangents of the features before from those of x and, through the self-connection, of a."""
-        shape = self.shapes[number]
-        components, width = shape.x.blocks[block]
-        out, to_x = self._at(number - 1, "to_h", block), self._at(number, "to_x", block)
-        add = self._at(number, "to_h", block) if shape.resnet else -1
+        product = self._backwards(number, "to_h", block, "to_x", matrix)
+        if self.shapes[number].resnet:
+            product = replace(product, add=self._at(number, "to_h", block))
         if own is None:
-            return Product(components, width, out, to_x, width, matrix.start, width, add=add)
-        target, of_species = own
-        depth = of_species.width
-        to_a, pitch = self._at(number, "to_a", target), self.n_species * depth
-        return Product(
-            components, width, out, to_x, width, matrix.start, width, to_a, depth, of_species.start, pitch, depth, add
-        )
+            return product
+        target, (start, _, width) = own
+        to_a, start, pitch = self._at(number, "to_a", target), start + 2 * self._row.size, self.n_species * width
+        return replace(product, own=to_a, own_depth=width, own_b=start, own_pitch=pitch, own_step=width)
+
+    def _gradients(
+        self, number: int, enter: list[Place], leave: list[Place], own: dict[int, tuple[int, Place]]
+    ) -> Iterator[Gradient]:
+        n_kinds = self.n_species if self.n_species > 1 else 0
+        for block, (start, rows, width) in enumerate(enter):
+            h, to_x = self._at(number - 1, "h", block), self._at(number, "to_x", block)
+            yield Gradient(self._components(number, "x", block), rows, width, h, to_x, start, width)
+        for block, (start, rows, width) in enumerate(leave):
+            components, to_a = self._components(number, "a", block), self._at(number, "to_a", block)
+            yield Gradient(components, rows, width, self._at(number, "z", block), to_a, start, width)
+            if block in own:
+                before, (start, rows, width) = own[block]
+                h, pitch = self._at(number - 1, "h", before), self.n_species * width
+                yield Gradient(components, rows, width, h, to_a, start, pitch, n_kinds, width)
+
+    def _components(self, number: int, name: str, block: int) -> int:
+        shape: Shape = getattr(self.shapes[number], name.removeprefix("to_"))
+        return shape.blocks[block][0]
 
     def _at(self, number: int, name: str, block: int) -> int:
         shape: Shape = getattr(self.shapes[number], name.removeprefix("to_"))
@@ -197,8 +228,8 @@ def _shape(blocks: Any) -> Shape:
     return Shape(tuple((2 * block.l + 1, block.mul) for block in blocks))
 
 
-def all_matrices(model: NequIP, where: Layout) -> Tensor:
-    """(where.matrices.size,), with a gradient in the weights and in the embedding of species."""
+def all_matrices(model: NequIP, where: Layout) -> tuple[Tensor, Tensor]:
+    """In a row (where.matrices.size,), with a gradient in the weights and in the embedding of species; and packed."""
     weights = join([linear.weight for linear in _linears(model)], 0)
     return where.matrices(weights, model.type_embedding, _constants(model))
 

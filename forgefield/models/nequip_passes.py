@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 
 class NetworkWeights:
-    """Matrices of all layers, in a row (`Layout`), with a gradient in the weights."""
+    """Matrices of all layers (`Layout`): in a row, with a gradient in the weights, and packed for kernels."""
 
     def __init__(self, model: NequIP, where: Layout) -> None:
-        self.row = all_matrices(model, where)
+        self.row, self.packed = all_matrices(model, where)
 
     def tracked(self) -> list[Tensor]:
         return [self.row]
@@ -40,15 +40,16 @@ class NetworkWeights:
 @dataclass(frozen=True)
 class Atoms:
     """What layers know of the atoms. arena: (2 * n_atoms * layout.dim,), all fields but the last. species: (n_atoms,); kinds:
-    atoms by species, where products need them. scale: (n_atoms, 1, 1), or None, of what is convolved. matrices: of all
-    layers."""
+    atoms by species, where products need them. scale: (n_atoms, 1, 1), or None, of what is convolved. row, packed: matrices
+    of all layers."""
 
     layout: Layout
     arena: Tensor
     species: Tensor
     kinds: Kinds | None
     scale: Tensor | None
-    matrices: Tensor
+    row: Tensor
+    packed: Tensor
 
     @property
     def count(self) -> int:
@@ -76,13 +77,13 @@ class Atoms:
     def multiply(self, products: Products | None, place: int) -> None:
         assert products is not None
         if is_lowered(self.arena):
-            products.make_plainly(self.arena, self.matrices, self.one_hot, self.count, place)
+            products.make_plainly(self.arena, self.packed, self.one_hot, self.count, place)
         else:
-            products.make(self.arena, self.matrices, self.kinds, self.count, place)
+            products.make(self.arena, self.packed, self.kinds, self.count, place)
 
     def gradients(self) -> Tensor:
         """Of all matrices, in a row; all passes have been made."""
-        out = torch.empty_like(self.matrices)
+        out = torch.empty_like(self.row)
         if is_lowered(self.arena):
             self.layout.gradients.make_plainly(self.arena, self.one_hot, self.count, out)
         else:
@@ -109,7 +110,7 @@ class Layer:
         self.convolution = convolution
         if h is None:
             atoms, (start, _, channels) = self.atoms, self.atoms.layout.species
-            rows = atoms.matrices[start : start + atoms.layout.n_species * channels].view(-1, channels)
+            rows = atoms.row[start : start + atoms.layout.n_species * channels].view(-1, channels)
             torch.index_select(rows, 0, atoms.species, out=self.x.rows(0, VALUE))
             self._scale(self.x, VALUE)
         else:
@@ -189,11 +190,19 @@ class Network:
         self.graph = graph
         where = layout(model)
         self.weights = [NetworkWeights(model, where)]
-        matrices = self.weights[0].row.detach()
-        arena = matrices.new_empty(2 * species.shape[0] * where.dim)
+        weights = self.weights[0]
+        arena = weights.packed.new_empty(2 * species.shape[0] * where.dim)
         scale = model.neighbour_scale(species)
         kinds = sort_kinds(species, where.n_species) if where.sorts else None
-        self.atoms = Atoms(where, arena, species, kinds, None if scale is None else scale.view(-1, 1, 1), matrices)
+        self.atoms = Atoms(
+            where,
+            arena,
+            species,
+            kinds,
+            None if scale is None else scale.view(-1, 1, 1),
+            weights.row.detach(),
+            weights.packed,
+        )
         identity = _identity(where.n_species, where.n_columns, arena.dtype, arena.device)
         torch.index_select(identity, 0, species, out=self.atoms.padded_one_hot)
         self.layers = [

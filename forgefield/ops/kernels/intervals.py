@@ -94,7 +94,7 @@ def _kernels() -> tuple[Any, Any, Any, Any]:
         tl.store(chunks + k + 1, last, mask=inside)
         tl.store(pointers + k, 0, mask=k == 0)
         tl.store(chunks + k, 0, mask=k == 0)
-        for number in range(0, tl.max(n_chunks, 0)):
+        for number in range(tl.max(n_chunks, 0)):
             tl.store(interval + last - n_chunks + number, k, mask=number < n_chunks)
         for first in range(tl.sum(n_chunks, 0), n_listed, padded):
             tl.store(interval + first + k, count, mask=first + k < n_listed)

@@ -1,7 +1,8 @@
 """The matrices of a network from its weights in one launch, and the gradients of the weights from theirs in three.
 
 Weights come in one row, as they are trained: of unit variance. Matrices are these times a constant, or, where they belong to a
-species, sums over its embedding: matrix[u, s, w] = c sum_v weight[u, v, w] embedding[s, v].
+species, sums over its embedding: matrix[u, s, w] = c sum_v weight[u, v, w] embedding[s, v]. Kernels that multiply with them
+read them packed: transposed too, and each number as its leading bits and the rest.
 """
 
 from __future__ import annotations
@@ -33,16 +34,20 @@ class Matrix:
 
 
 class Matrices:
-    """All matrices of a network. size: numbers from the first of them to the last. n_embedding: numbers of a species."""
+    """All matrices of a network. size: numbers from the first of them to the last. n_embedding: numbers of a species.
+
+    Packed they are four rows of this size: transposed, leading bits and rest, and as they are, leading bits and rest. A matrix
+    of each species is (rows, n_species, width) as it is and (n_species, width, rows) transposed.
+    """
 
     def __init__(self, parts: Sequence[Matrix], size: int, n_embedding: int) -> None:
         self.parts, self.size, self.n_embedding = tuple(parts), size, n_embedding
         self.of_species = tuple(number for number, part in enumerate(parts) if part.of_species)
         self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}  # for good: captured graphs read them
 
-    def __call__(self, weights: Tensor, embedding: Tensor, constants: Tensor) -> Tensor:
-        """(size,). weights: of all parts, in a row. embedding: (n_species, n_embedding). constants: one for each part. What
-        lies between two matrices is not filled."""
+    def __call__(self, weights: Tensor, embedding: Tensor, constants: Tensor) -> tuple[Tensor, Tensor]:
+        """The matrices in a row (size,), and packed (4 * size,), which has no gradient. weights: of all parts, in a row.
+        embedding: (n_species, n_embedding). constants: one for each part. What lies between two matrices is not filled."""
         return _Made.apply(self, weights, embedding, constants)
 
     def launch(self, name: str, grid: tuple[int, ...], weights: Tensor, embedding: Tensor, *more: Tensor) -> None:
@@ -50,7 +55,7 @@ class Matrices:
         n_species = embedding.shape[0]
         given = (weights, embedding, *more, table, numbers)
         wide = max(16, 1 << (self.n_embedding - 1).bit_length())
-        sizes = (n_species, self.n_embedding, table.shape[1], BLOCK, COLUMNS, wide)
+        sizes = (n_species, self.n_embedding, self.size, table.shape[1], BLOCK, COLUMNS, wide)
         _kernels()[name][grid](*given, *sizes, num_warps=4)
 
     def _on(self, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -63,19 +68,21 @@ class Matrices:
 
 class _Made(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, matrices: Matrices, weights: Tensor, embedding: Tensor, constants: Tensor) -> Tensor:
+    def forward(ctx, matrices: Matrices, weights: Tensor, embedding: Tensor, constants: Tensor):
         ctx.matrices = matrices
         ctx.save_for_backward(weights, embedding, constants)
         out = weights.new_empty(matrices.size)
         largest = max(part.rows * part.width for part in matrices.parts)
         n_blocks = -(-largest * embedding.shape[0] // BLOCK)
         grid = (n_blocks, len(matrices.parts))
-        matrices.launch("make", grid, weights, embedding.contiguous(), constants, out)
-        return out
+        packed = weights.new_empty(4 * matrices.size)
+        matrices.launch("make", grid, weights, embedding.contiguous(), constants, out, packed)
+        ctx.mark_non_differentiable(packed)
+        return out, packed
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, to_out: Tensor):
+    def backward(ctx, to_out: Tensor, to_packed: None):
         matrices: Matrices = ctx.matrices
         weights, embedding, constants = ctx.saved_tensors
         embedding, to_out = embedding.contiguous(), to_out.contiguous()
@@ -98,16 +105,18 @@ def _kernels() -> dict[str, Any]:
     import triton
     import triton.language as tl
 
-    @triton.jit(do_not_specialize=["n_species", "n_embedding"])
+    @triton.jit(do_not_specialize=["n_species", "n_embedding", "length"])
     def make_matrices(
         weights,
         embedding,
         constants,
         out,
+        packed,
         table,
         numbers,
         n_species,
         n_embedding,
+        length,
         columns: tl.constexpr,
         block: tl.constexpr,
         across: tl.constexpr,
@@ -115,28 +124,40 @@ def _kernels() -> dict[str, Any]:
     ):
         about = table + tl.program_id(1) * columns
         of_species = tl.load(about)
+        rows = tl.load(about + 1).to(tl.int32)
         width = tl.load(about + 2).to(tl.int32)
-        size = tl.load(about + 1).to(tl.int32) * width
         weights += tl.load(about + 3)
-        out += tl.load(about + 4)
+        start = tl.load(about + 4)
         constant = tl.load(constants + tl.program_id(1))
         begin = tl.program_id(0) * block
         e = begin + tl.arange(0, block)
-        if of_species == 0:
-            if begin < size:
-                tl.store(out + e, constant * tl.load(weights + e, mask=e < size, other=0.0), mask=e < size)
-        elif begin < size * n_species:
-            inside = e < size * n_species
+        n_kinds = tl.where(of_species == 0, 1, n_species)
+        size = rows * width * n_kinds
+        if begin < size:
+            inside = e < size
             column = e % width
-            species = e // width % n_species
-            row = e // (width * n_species)
-            total = tl.zeros([block], out.dtype.element_ty)
-            for v in range(n_embedding):
-                weight = tl.load(weights + (row * n_embedding + v) * width + column, mask=inside, other=0.0)
-                total += weight * tl.load(embedding + species * n_embedding + v, mask=inside, other=0.0)
-            tl.store(out + e, constant * total, mask=inside)
+            kind = e // width % n_kinds
+            row = e // (width * n_kinds)
+            if of_species == 0:
+                total = tl.load(weights + e, mask=inside, other=0.0)
+            else:
+                total = tl.zeros([block], out.dtype.element_ty)
+                for v in range(n_embedding):
+                    weight = tl.load(weights + (row * n_embedding + v) * width + column, mask=inside, other=0.0)
+                    total += weight * tl.load(embedding + kind * n_embedding + v, mask=inside, other=0.0)
+            total *= constant
+            high = total
+            if out.dtype.element_ty == tl.float32:  # to the nearest number of tensor cores
+                high = ((total.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+            turned = (kind * width + column) * rows + row
+            packed += start
+            tl.store(out + start + e, total, mask=inside)
+            tl.store(packed + turned, high, mask=inside)
+            tl.store(packed + length + turned, total - high, mask=inside)
+            tl.store(packed + 2 * length + e, high, mask=inside)
+            tl.store(packed + 3 * length + e, total - high, mask=inside)
 
-    @triton.jit(do_not_specialize=["n_species", "n_embedding"])
+    @triton.jit(do_not_specialize=["n_species", "n_embedding", "length"])
     def matrices_to_weights(
         weights,
         embedding,
@@ -147,6 +168,7 @@ def _kernels() -> dict[str, Any]:
         numbers,
         n_species,
         n_embedding,
+        length,
         columns: tl.constexpr,
         block: tl.constexpr,
         across: tl.constexpr,
@@ -175,7 +197,7 @@ def _kernels() -> dict[str, Any]:
                 total += given * tl.load(embedding + species * n_embedding + v, mask=inside, other=0.0)
             tl.store(to_weights + e, constant * total, mask=inside)
 
-    @triton.jit(do_not_specialize=["n_species", "n_embedding"])
+    @triton.jit(do_not_specialize=["n_species", "n_embedding", "length"])
     def matrices_to_embedding(
         weights,
         embedding,
@@ -186,6 +208,7 @@ def _kernels() -> dict[str, Any]:
         numbers,
         n_species,
         n_embedding,
+        length,
         columns: tl.constexpr,
         block: tl.constexpr,
         across: tl.constexpr,

@@ -27,7 +27,9 @@ def product_kernels() -> Kernels:
     import triton
     import triton.language as tl
 
-    @triton.jit(do_not_specialize=["n_atoms", "place"])
+    global add_turned  # Triton's interpreter looks for what a kernel calls among the names of the module
+
+    @triton.jit(do_not_specialize=["n_atoms", "place", "low"])
     def multiply(
         fields,
         matrices,
@@ -36,8 +38,8 @@ def product_kernels() -> Kernels:
         table,
         n_atoms,
         place,
+        low,
         columns: tl.constexpr,
-        turned: tl.constexpr,
         own: tl.constexpr,
         in_order: tl.constexpr,
         adds: tl.constexpr,
@@ -86,12 +88,12 @@ def product_kernels() -> Kernels:
                 own_step = tl.load(about + 11)
                 own_start = own_start * twice + here * own_depth
                 own_steps = tl.cdiv(own_depth, bk)
-                low = 0
-                high = 0
+                lowest = 0
+                highest = 0
                 if in_order:
-                    low = tl.load(kinds + first // components)
-                    high = tl.load(kinds + (tl.minimum(first + bm, n_rows) - 1) // components)
-                n_all += (high - low + 1) * own_steps
+                    lowest = tl.load(kinds + first // components)
+                    highest = tl.load(kinds + (tl.minimum(first + bm, n_rows) - 1) // components)
+                n_all += (highest - lowest + 1) * own_steps
                 own_steps = tl.maximum(own_steps, 1)
             column = tl.program_id(0) % across * bn + tl.arange(0, bn)
             known = column < width
@@ -101,7 +103,7 @@ def product_kernels() -> Kernels:
                 read = inside
                 if own:
                     late = step >= n_steps
-                    which = low + (step - n_steps) // own_steps
+                    which = lowest + (step - n_steps) // own_steps
                     begin = tl.where(late, (step - n_steps) % own_steps * bk, begin)
                     from_a = tl.where(late, own_start, a_start)
                     limit = tl.where(late, own_depth, depth)
@@ -125,12 +127,20 @@ def product_kernels() -> Kernels:
                     mask=read[:, None] & (k < limit)[None, :],
                     other=0.0,
                 )
-                if turned:
-                    line = k[:, None] + column[None, :] * b_pitch
+                b_line = k[:, None] + column[None, :] * b_pitch
+                b_known = (k < limit)[:, None] & known[None, :]
+                b = tl.load(matrices + from_b + b_line, mask=b_known, other=0.0)
+                if precision == "tf32x3":
+                    from_low = from_b + low
+                    if aligned:
+                        from_low = tl.multiple_of(from_low, 16)
+                    b_low = tl.load(matrices + from_low + b_line, mask=b_known, other=0.0)
+                    a_high = ((a.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+                    part = tl.dot(a - a_high, b, input_precision="tf32")
+                    part = tl.dot(a_high, b_low, part, input_precision="tf32")
+                    total += tl.dot(a_high, b, part, input_precision="tf32")
                 else:
-                    line = k[:, None] * b_pitch + column[None, :]
-                b = tl.load(matrices + from_b + line, mask=(k < limit)[:, None] & known[None, :], other=0.0)
-                total = tl.dot(a, b, total, input_precision=precision, out_dtype=fields.dtype.element_ty)
+                    total = tl.dot(a, b, total, input_precision=precision, out_dtype=fields.dtype.element_ty)
             result = row[:, None] * width + column[None, :]
             write = inside[:, None] & known[None, :]
             if adds:
@@ -138,6 +148,34 @@ def product_kernels() -> Kernels:
                 more = fields + add * twice + here * width + result
                 total += tl.load(more, mask=write & (add >= 0), other=0.0)
             tl.store(fields + out * twice + here * width + result, total, mask=write)
+
+    @triton.jit
+    def add_turned(total, a, g, known, precision: tl.constexpr):
+        """total + a^T g, of tiles a (rows, bm) and g (rows, bn)."""
+        if precision == "bf16x6" or precision == "bf16x3":
+            # Both tiles are split into parts of 16 bits, which tensor cores read transposed. What is known is asked once more,
+            # because Triton reads a tile number by number where nothing but arithmetic stands between it and the product.
+            a = tl.where(known, a, 0.0)
+            a1 = a.to(tl.bfloat16)
+            a_rest = a - a1.to(tl.float32)
+            a2 = a_rest.to(tl.bfloat16)
+            g1 = g.to(tl.bfloat16)
+            g_rest = g - g1.to(tl.float32)
+            g2 = g_rest.to(tl.bfloat16)
+            if precision == "bf16x6":
+                a3 = (a_rest - a2.to(tl.float32)).to(tl.bfloat16)
+                g3 = (g_rest - g2.to(tl.float32)).to(tl.bfloat16)
+                part = tl.dot(tl.trans(a3), g1)
+                part = tl.dot(tl.trans(a1), g3, part)
+                part = tl.dot(tl.trans(a2), g2, part)
+                part = tl.dot(tl.trans(a2), g1, part)
+            else:
+                part = tl.dot(tl.trans(a2), g1)
+            part = tl.dot(tl.trans(a1), g2, part)
+            total += tl.dot(tl.trans(a1), g1, part)
+        else:
+            total = tl.dot(tl.trans(a), g, total, input_precision=precision, out_dtype=total.dtype)
+        return total
 
     @triton.jit(do_not_specialize=["n_atoms", "n_chunks"])
     def contract(
@@ -194,17 +232,14 @@ def product_kernels() -> Kernels:
                     row = r
                     if far:
                         row = row.to(tl.int64)
-                    a = tl.load(
-                        a_from + (row[:, None] * depth + m[None, :]),
-                        mask=(r < last)[:, None] & (m < depth)[None, :],
-                        other=0.0,
-                    )
+                    known = (r < last)[:, None] & (m < depth)[None, :]
+                    a = tl.load(a_from + (row[:, None] * depth + m[None, :]), mask=known, other=0.0)
                     g = tl.load(
                         g_from + (row[:, None] * width + n[None, :]),
                         mask=(r < last)[:, None] & (n < width)[None, :],
                         other=0.0,
                     )
-                    total = tl.dot(tl.trans(a), g, total, input_precision=precision, out_dtype=fields.dtype.element_ty)
+                    total = add_turned(total, a, g, known, precision)
                 tl.store(target + (depth * width).to(tl.int64) * chunk, total, mask=write)
             elif own:
                 # atoms by species: a chunk may hold the end of one and the start of others
@@ -226,19 +261,14 @@ def product_kernels() -> Kernels:
                             row = atom * components + turn % components + turn // components * n_rows
                             if far:
                                 row = row.to(tl.int64)
-                            a = tl.load(
-                                a_from + (row[:, None] * depth + m[None, :]),
-                                mask=(at < until)[:, None] & (m < depth)[None, :],
-                                other=0.0,
-                            )
+                            known = (at < until)[:, None] & (m < depth)[None, :]
+                            a = tl.load(a_from + (row[:, None] * depth + m[None, :]), mask=known, other=0.0)
                             g = tl.load(
                                 g_from + (row[:, None] * width + n[None, :]),
                                 mask=(at < until)[:, None] & (n < width)[None, :],
                                 other=0.0,
                             )
-                            total = tl.dot(
-                                tl.trans(a), g, total, input_precision=precision, out_dtype=fields.dtype.element_ty
-                            )
+                            total = add_turned(total, a, g, known, precision)
                         # the steps of a stair: no two of (chunk, kind) have the same sum
                         tl.store(target + (depth * width).to(tl.int64) * (chunk + kind), total, mask=write)
 

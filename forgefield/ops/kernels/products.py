@@ -15,6 +15,7 @@ from torch import Tensor
 
 from forgefield.ops.kernels.fields import TANGENT, VALUE
 from forgefield.ops.kernels.product_source import product_kernels
+from forgefield.ops.kernels.setting import interpreted
 from forgefield.ops.products import product
 
 FEW_ROWS = 8192
@@ -32,19 +33,21 @@ class Tile:
     stages: int
 
 
-LARGE = {False: Tile(128, 32, 32, 4, 3), True: Tile(128, 64, 32, 4, 3)}
-"""Of many rows, by whether matrices are transposed."""
+LARGE = Tile(64, 64, 32, 4, 3)
 SMALL = Tile(16, 32, 64, 4, 3)
-GRADIENT = {False: Tile(64, 32, 32, 4, 4), True: Tile(64, 64, 16, 4, 4)}
-"""Of gradients of matrices, by whether rows are few."""
-CHUNK = {False: 512, True: 192}
-"""Rows that one program sums for the gradient of a matrix, by whether they are few."""
+GRADIENT = Tile(64, 64, 32, 4, 3)
+CHUNK = 1024
+"""Rows that one program sums for the gradient of a matrix."""
 SUMMED = 512
 """Numbers of a gradient that one program adds up from the chunks."""
 FAR = 2**31
 """Length from which on places in a block are counted with 64 bits."""
 EXACT = "tf32x3"
-"""How Triton multiplies float32: three products of tensor cores, as precise as one of float32."""
+"""How float32 is multiplied with matrices: as three products of tensor cores, of leading bits and rests of both factors.
+Others: `ieee`, without tensor cores; `tf32`, leading bits alone."""
+EXACT_GRADIENT = "bf16x6"
+"""How it is for gradients: as six products of parts of 16 bits, of three that make up a number. Others: `bf16x3`, of two parts;
+`tf32x3`, `ieee`."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,8 @@ class Product:
 
     components: 2l + 1; width: channels of the result. out, a, own, add: where a block begins in the arena, in numbers of an
     atom; a negative `add`: nothing. depth, own_depth: channels of a and own, zero where there is no such part. b, own_b: where
-    the matrices begin, pitch, own_pitch: from one of their rows to the next, own_step: from one species to the next.
+    the matrices begin, as they lie packed (`matrices.py`) or transposed there: number (k, n) lies at b + n * pitch + k, with
+    own_pitch for those of species, and own_step from one species to the next.
     """
 
     components: int
@@ -114,11 +118,10 @@ def sort_kinds(species: Tensor, n_kinds: int) -> Kinds:
 
 
 class Products:
-    """Products that are made in one launch. turned: matrices are transposed. Descriptions stay on the device for good: captured
-    graphs read them."""
+    """Products that are made in one launch. Descriptions stay on the device for good: captured graphs read them."""
 
-    def __init__(self, parts: Sequence[Product], *, turned: bool) -> None:
-        self.parts, self.turned = tuple(parts), turned
+    def __init__(self, parts: Sequence[Product]) -> None:
+        self.parts = tuple(parts)
         self.own = any(part.own_depth for part in parts)
         self.adds = any(part.add >= 0 for part in parts)
         self.aligned = _aligned(parts)
@@ -128,19 +131,19 @@ class Products:
     def make(
         self, fields: Tensor, matrices: Tensor, kinds: Kinds | None, n_atoms: int, place: int, tile: Tile | None = None
     ) -> None:
-        """fields: the arena. kinds: needed where matrices belong to species, and there is more than one. place: values or
-        tangents of all blocks."""
+        """fields: the arena. matrices: packed. kinds: needed where matrices belong to species, and there is more than one.
+        place: values or tangents of all blocks."""
         if not n_atoms:
             return
         if tile is None:
-            tile = SMALL if _few(n_atoms, sum(part.components for part in self.parts)) else LARGE[self.turned]
+            tile = SMALL if n_atoms * sum(part.components for part in self.parts) < FEW_ROWS else LARGE
         table = self._tables.get(fields.device)
         if table is None:
             table = self._tables[fields.device] = _on(fields.device, [astuple(part) for part in self.parts])
         n_tiles = max(
             -(-n_atoms * part.components // tile.rows) * -(-part.width // tile.columns) for part in self.parts
         )
-        precision = precision_of(fields)
+        precision = precision_of(fields, EXACT, "tf32")
         in_order = self.own and kinds is not None
         product_kernels().multiply[(n_tiles, len(self.parts))](
             fields,
@@ -150,8 +153,8 @@ class Products:
             table,
             n_atoms,
             place,
+            matrices.shape[0] // 4,
             table.shape[1],
-            self.turned,
             self.own,
             in_order,
             self.adds,
@@ -168,17 +171,14 @@ class Products:
     def make_plainly(self, fields: Tensor, matrices: Tensor, one_hot: Tensor, n_atoms: int, place: int) -> None:
         """The same by operations of torch, in the precision that `products_in` asks for. one_hot: (n_atoms, n_kinds)."""
         for part in self.parts:
-            order = (-1, -2) if self.turned else (-2, -1)
-            sides = (part.width, part.depth) if self.turned else (part.depth, part.width)
-            matrix = _view(matrices, part.b, sides, (part.pitch, 1)).permute(*order)
+            matrix = _unpacked(matrices, part.b, (part.depth, part.width), (1, part.pitch))
             total = product(_rows(fields, part.a, n_atoms, part.components, part.depth, place), matrix)
             if part.own_depth:
                 n_kinds = one_hot.shape[1]
-                sides = (part.width, part.own_depth) if self.turned else (part.own_depth, part.width)
-                own_b = _view(matrices, part.own_b, (n_kinds, *sides), (part.own_step, part.own_pitch, 1))
+                sides = (n_kinds, part.own_depth, part.width)
+                own_b = _unpacked(matrices, part.own_b, sides, (part.own_step, 1, part.own_pitch))
                 rows = _rows(fields, part.own, n_atoms, part.components, part.own_depth, place)
                 own = rows.view(n_atoms, part.components, 1, -1) * one_hot.view(n_atoms, 1, n_kinds, 1)
-                own_b = own_b.transpose(1, 2) if self.turned else own_b
                 total = total + product(own.view(total.shape[0], -1), own_b.reshape(-1, part.width))
             if part.add >= 0:
                 total = total + _rows(fields, part.add, n_atoms, part.components, part.width, place)
@@ -202,13 +202,7 @@ class Gradients:
         self._tables: dict[torch.device, Tensor] = {}
 
     def make(
-        self,
-        fields: Tensor,
-        kinds: Kinds | None,
-        n_atoms: int,
-        out: Tensor,
-        tile: Tile | None = None,
-        chunk: int | None = None,
+        self, fields: Tensor, kinds: Kinds | None, n_atoms: int, out: Tensor, tile: Tile = GRADIENT, chunk: int = CHUNK
     ) -> None:
         """From values and tangents of all blocks, to out."""
         if not n_atoms:
@@ -217,14 +211,13 @@ class Gradients:
         table = self._tables.get(fields.device)
         if table is None:
             table = self._tables[fields.device] = _on(fields.device, self._rows)
-        few = _few(n_atoms, max(part.components for part in self.parts))
-        tile = tile or GRADIENT[few]
-        n_chunks = -(-2 * n_atoms // (chunk or CHUNK[few]))
+        n_chunks = -(-2 * n_atoms // chunk)
         parts = fields.new_empty(n_chunks * self._by_chunk + self._besides)
         n_tiles = max(
             -(-part.depth // tile.rows) * -(-part.width // tile.columns) * part.components for part in self.parts
         )
         order, of_atoms, pointers = (table,) * 3 if kinds is None else (kinds.order, kinds.kinds, kinds.pointers)
+        precision = precision_of(fields, EXACT_GRADIENT, "bf16x3")
         product_kernels().contract[(n_tiles * n_chunks, len(self.parts))](
             fields,
             parts,
@@ -238,7 +231,7 @@ class Gradients:
             self.own,
             self.aligned,
             _far(n_atoms * self._largest),
-            "ieee",  # both factors would have to be turned for tensor cores, which takes longer than these save
+            precision,
             tile.rows,
             tile.columns,
             tile.depth,
@@ -276,8 +269,10 @@ def _view(matrices: Tensor, start: int, shape: tuple[int, ...], strides: tuple[i
     return matrices.as_strided(shape, strides, matrices.storage_offset() + start)
 
 
-def _few(n_atoms: int, components: int) -> bool:
-    return n_atoms * components < FEW_ROWS
+def _unpacked(matrices: Tensor, start: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
+    """Leading bits and the rest together."""
+    rest = start + matrices.shape[0] // 4
+    return _view(matrices, start, shape, strides) + _view(matrices, rest, shape, strides)
 
 
 def _aligned(parts: Sequence[Product] | Sequence[Gradient]) -> bool:
@@ -291,11 +286,13 @@ def _far(length: int) -> bool:
     return length >= FAR
 
 
-def precision_of(fields: Tensor) -> str:
-    """How Triton is to multiply."""
+def precision_of(fields: Tensor, exact: str, rounded: str) -> str:
+    """How Triton is to multiply: exactly, or rounded where trainings are told tf32."""
     if fields.dtype != torch.float32:
         return "ieee"
-    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else EXACT
+    if interpreted() and exact.startswith("bf16"):
+        return "ieee"  # the interpreter does not multiply numbers of 16 bits
+    return rounded if torch.backends.cuda.matmul.fp32_precision == "tf32" else exact
 
 
 def _on(device: torch.device, rows: Sequence[tuple[int, ...]]) -> Tensor:

@@ -53,6 +53,7 @@ class Scene:
                 self.places[name, block] = size
                 size += rows * results[block]
         self.matrices = draw(2, size, dtype=dtype)
+        self.packed = self.pack()
 
     def at(self, name: str, block: int) -> int:
         return self.starts[name] + self.shapes[name].starts[block]
@@ -69,14 +70,27 @@ class Scene:
         length = a * torch.Size(rows).numel()
         return self.matrices[begin : begin + length].view(*rows, a)
 
+    def pack(self) -> torch.Tensor:
+        """As `Matrices` does: transposed and as they are, each as leading bits and the rest."""
+        turned = torch.empty_like(self.matrices)
+        for (name, block), begin in self.places.items():
+            matrix = self.matrix(name, block)
+            other = matrix.t() if name == "leave" else matrix.permute(1, 2, 0)
+            turned[begin : begin + matrix.numel()] = other.flatten()
+        halves = []
+        for row in (turned, self.matrices):
+            high = row.bfloat16().to(row) if row.dtype == torch.float32 else row
+            halves += [high, row - high]
+        return torch.cat(halves)
+
     def forwards(self) -> Products:
         parts = []
         for block, k in enumerate(self.components):
             h, z, a = (self.channels[name][block] for name in "hza")
             leave, own = self.places["leave", block], self.places["own", block]
             at_h, at_z, at_a = (self.at(name, block) for name in "hza")
-            parts.append(Product(k, a, at_a, at_z, z, leave, a, at_h, h, own, self.n_species * a, a))
-        return Products(parts, turned=False)
+            parts.append(Product(k, a, at_a, at_z, z, leave, z, at_h, h, own, h, h * a))
+        return Products(parts)
 
     def backwards(self) -> Products:
         """To b from a through the matrices of species; from h, as it is, for the first block."""
@@ -84,9 +98,10 @@ class Scene:
         for block, k in enumerate(self.components):
             h, a = self.channels["h"][block], self.channels["a"][block]
             own, pitch, at_a = self.places["own", block], self.n_species * a, self.at("a", block)
+            own += 2 * self.matrices.shape[0]
             add = self.at("h", block) if block == 0 else -1
             parts.append(Product(k, h, self.at("b", block), at_a, a, own, pitch, at_a, a, own, pitch, a, add))
-        return Products(parts, turned=True)
+        return Products(parts)
 
     def gradients(self) -> Gradients:
         parts = []
@@ -115,9 +130,9 @@ def test_products_of_all_blocks(widths, dtype, n_species, monkeypatch):
         for made, place in ((scene.forwards(), VALUE), (scene.backwards(), TANGENT)):
             assert made.aligned == (widths == "wide pieces")
             if plainly:
-                made.make_plainly(scene.arena, scene.matrices, scene.one_hot, scene.n_atoms, place)
+                made.make_plainly(scene.arena, scene.packed, scene.one_hot, scene.n_atoms, place)
             else:
-                made.make(scene.arena, scene.matrices, scene.kinds, scene.n_atoms, place)
+                made.make(scene.arena, scene.packed, scene.kinds, scene.n_atoms, place)
         found[plainly] = scene.arena.clone()
     h, z, a, b = (scene.field(name) for name in "hzab")
     for block in range(len(scene.components)):
@@ -201,10 +216,18 @@ def test_matrices_from_weights(n_species):
 
     matrices = Matrices(parts, 64 + n_species * 6 * 131, n_embedding)
     inputs = [weights.requires_grad_(True), embedding.requires_grad_(True)]
-    expected, ours = plain(*inputs), pieces(matrices(*inputs, constants))
+    expected, (row, packed) = plain(*inputs), matrices(*inputs, constants)
+    ours = pieces(row)
     given = [draw(5 + number, len(piece)) for number, piece in enumerate(expected)]
-    for found, piece in zip(ours, expected):
+    halves = packed.view(4, -1)
+    turned, same = (pieces(halves[number] + halves[number + 1]) for number in (0, 2))
+    for number, (found, piece) in enumerate(zip(ours, expected)):
         assert_same(found, piece)
+        assert torch.equal(same[number], found)
+        matrix = (
+            found.view(4, 7).t() if number == 0 else found.view(-1, n_species, (5, 131)[number - 1]).permute(1, 2, 0)
+        )
+        assert torch.equal(turned[number], matrix.flatten())
     for found, gradient in zip(torch.autograd.grad(ours, inputs, given), torch.autograd.grad(expected, inputs, given)):
         assert_same(found, gradient)
 
@@ -226,8 +249,8 @@ def test_trainings_told_tf32_get_it():
     rows, before = torch.zeros(1), torch.backends.cuda.matmul.fp32_precision
     try:
         torch.backends.cuda.matmul.fp32_precision = "tf32"
-        assert products.precision_of(rows) == "tf32"
-        assert products.precision_of(rows.double()) == "ieee"
+        assert products.precision_of(rows, "tf32x3", "tf32") == "tf32"
+        assert products.precision_of(rows.double(), "tf32x3", "tf32") == "ieee"
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
-    assert products.precision_of(rows) == products.EXACT
+    assert products.precision_of(rows, "tf32x3", "tf32") == "tf32x3"
