@@ -28,10 +28,11 @@ POLL_SECONDS = 0.05
 
 @dataclass
 class PeerProcess:
-    """cases: in the order of the structures that it has. refusal: why it will time nothing."""
+    """log: what it prints. cases: in the order of the structures that it has. refusal: why it will time nothing."""
 
     name: str
     folder: Path
+    log: Path
     cases: list[str]
     process: subprocess.Popen[str] | None = None
     refusal: str | None = None
@@ -51,7 +52,7 @@ class PeerProcess:
         return json.loads(path.read_text())
 
     def last_line(self) -> str:
-        lines = (self.folder / "log.txt").read_text(errors="replace").strip().splitlines()
+        lines = self.log.read_text(errors="replace").strip().splitlines()
         return lines[-1][:200] if lines else "without a word"
 
     def end(self) -> None:
@@ -60,6 +61,11 @@ class PeerProcess:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
+
+
+def order(batch: Batch) -> tuple[bool, int]:
+    """The largest first, since peers compile for the first; but not one of a single frame, which NequIP does not compile for."""
+    return batch["n_atoms"].shape[0] < 2, -batch["edge_index"].shape[1]
 
 
 class Peers:
@@ -79,9 +85,6 @@ class Peers:
     ) -> None:
         for one in self.processes:
             one.end()
-            if self.logs is not None and (one.folder / "log.txt").exists():
-                self.logs.mkdir(parents=True, exist_ok=True)
-                (self.logs / f"{one.folder.name}.txt").write_bytes((one.folder / "log.txt").read_bytes())
         self._folder.cleanup()
 
     def add(
@@ -89,10 +92,12 @@ class Peers:
     ) -> None:
         """name: of `bench_peers.PEERS`. model: our options, in full. numbers: atomic, of species. batches: by case.
         job: device, precision, lr."""
-        cases = sorted(batches, key=lambda case: -batches[case]["edge_index"].shape[1])  # compiled for the largest
+        cases = sorted(batches, key=lambda case: order(batches[case]))
         folder = Path(self._folder.name) / f"{len(self.processes)}-{cases[0].split('-')[0]}-{name.replace(' ', '-')}"
         folder.mkdir()
-        one = PeerProcess(name, folder, cases)
+        logs = self.logs or folder
+        logs.mkdir(parents=True, exist_ok=True)
+        one = PeerProcess(name, folder, logs.absolute() / f"{folder.name}.txt", cases)
         self.processes.append(one)
         if name not in bench_peers.PEERS:
             one.refusal = f"there is no {name}"
@@ -106,11 +111,11 @@ class Peers:
     def prepare(self) -> None:
         """Start all of them and wait until each has taken a first step of every batch."""
         able = [one for one in self.processes if one.refusal is None]
-        workers = str(max((os.cpu_count() or 1) // max(len(able), 1), 2))
+        workers = str(max((os.cpu_count() or 1) // 2, 2))  # they do not all compile kernels in the same minute
         environ = {"TORCHINDUCTOR_COMPILE_THREADS": workers, **os.environ, "PYTHONUNBUFFERED": "1"}
         for one in able:
             command = [self.python, bench_peers.__file__, "job.json", "result.json"]
-            with open(one.folder / "log.txt", "w") as log:
+            with open(one.log, "w") as log:
                 one.process = subprocess.Popen(
                     command, cwd=one.folder, env=environ, stdin=subprocess.PIPE, stdout=log, stderr=log, text=True
                 )
