@@ -64,7 +64,7 @@ class PeerProcess:
 
 
 def order(batch: Batch) -> tuple[bool, int]:
-    """The largest first, since peers compile for the first; but not one of a single frame, which NequIP does not compile for."""
+    """The largest first, for which peers compile; one of a single frame last, since NequIP does not compile for it."""
     return batch["n_atoms"].shape[0] < 2, -batch["edge_index"].shape[1]
 
 
