@@ -18,6 +18,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,11 +58,11 @@ def main(job_file: str, result_file: str) -> None:
     job, result = json.loads(Path(job_file).read_text()), Path(result_file)
     warnings.filterwarnings("ignore")
     if isinstance(job["structures"], list):
-        failed = or_refusal(lambda: serve(job, result))
+        failed = or_refusal(partial(serve, job, result))
         if failed:
             write(result, failed)
     else:
-        write(result, or_refusal(lambda: measure(job)))
+        write(result, or_refusal(partial(measure, job)))
 
 
 def write(file: Path, content: dict[str, Any]) -> None:
@@ -106,13 +107,13 @@ def serve(job: dict[str, Any], result: Path) -> dict[str, Any]:
     batches = [load_structures(file, device) for file in job["structures"]]
     peer = build_peer(job, batches[0])
     steps = [training_step(peer.model, peer.bind(batch), batch, job["lr"]) for batch in batches]
-    firsts = [or_refusal(lambda step=step: {"first_step_seconds": first_step(step, device)}) for step in steps]
+    firsts = [or_refusal(partial(first_step, step, device)) for step in steps]
     write(result, {"prepared": firsts})
     for line in sys.stdin:
         n = int(line)
         found = firsts[n]
         if "refusal" not in found:
-            found = {**found, **or_refusal(lambda n=n: timed(steps[n], device, job["warmup"], job["steps"], repeats=2))}
+            found = {**found, **or_refusal(partial(timed, steps[n], device, job["warmup"], job["steps"], repeats=2))}
         forget(device)
         write(result.with_name(f"{result.stem}-{n}{result.suffix}"), {**found, **facts(peer, job, batches[n])})
     return {}
@@ -126,8 +127,8 @@ def or_refusal(action: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         return {"refusal": in_a_line(error)}
 
 
-def first_step(step: Callable[[], None], device: torch.device) -> float:
-    """Seconds. Others may be at work on the same device: where memory is short, it waits for theirs."""
+def first_step(step: Callable[[], None], device: torch.device) -> dict[str, Any]:
+    """Its seconds. Others may be at work on the same device: where memory is short, it waits for theirs."""
     start = time.perf_counter()
     tries, pause = PATIENCE
     for remaining in reversed(range(tries)):
@@ -140,7 +141,7 @@ def first_step(step: Callable[[], None], device: torch.device) -> float:
         forget(device)
         time.sleep(pause)
     forget(device)
-    return time.perf_counter() - start
+    return {"first_step_seconds": time.perf_counter() - start}
 
 
 def forget(device: torch.device) -> None:
@@ -240,8 +241,10 @@ def nequip_data(batch: Batch) -> dict[str, Tensor]:
     }
 
 
-def graph_model(build: Callable[..., Any], batch: Batch, settings: dict[str, Any], job: dict[str, Any]) -> Any:
-    """The model, its convolutions exchanged where the job's name says so, and what binds it to structures."""
+def graph_model(
+    build: Callable[..., Any], batch: Batch, settings: dict[str, Any], job: dict[str, Any], words: str
+) -> Peer:
+    """Its convolutions are exchanged where the job's name says so."""
     from nequip.data import AtomicDataDict as Keys
     from nequip.model import modify
     from nequip.utils.global_state import set_global_state
@@ -262,7 +265,7 @@ def graph_model(build: Callable[..., Any], batch: Batch, settings: dict[str, Any
 
         return predict
 
-    return model, bind
+    return Peer(model, bind, words)
 
 
 def require_kernels(model: torch.nn.Module, n: int) -> None:
@@ -304,7 +307,7 @@ def nequip(batch: Batch, job: dict[str, Any], dtype: torch.dtype, mode: str) -> 
     if mode.startswith("oeq"):
         words += ", kernels of OpenEquivariance"
     settings = {**shared_settings(batch, job, dtype, mode), **own}
-    return Peer(*graph_model(NequIPGNNModel, batch, settings, job), words)
+    return graph_model(NequIPGNNModel, batch, settings, job, words)
 
 
 def allegro(batch: Batch, job: dict[str, Any], dtype: torch.dtype, mode: str) -> Peer:
@@ -326,7 +329,7 @@ def allegro(batch: Batch, job: dict[str, Any], dtype: torch.dtype, mode: str) ->
         "num_bessels": ours.get("num_bessels") or 8,
     }
     settings = {**shared_settings(batch, job, dtype, mode), **own}
-    return Peer(*graph_model(AllegroModel, batch, settings, job), words)
+    return graph_model(AllegroModel, batch, settings, job, words)
 
 
 # ---- MACE
