@@ -2,13 +2,14 @@
 
     python benchmarks/engines.py [--cases S-32 M-1 L-32 A-32 ...] [--engines eager compile graphs-eager graphs-compiled script]
                                  [--derivatives double kernels tangent] [--budget 600] [--fresh-cache] [--json out.json]
-                                 [--peers [--peer-python other/bin/python]]
+                                 [--peers [--peer-modes eager compile oeq oeq-compile] [--peer-python other/bin/python]]
 
 A case is a model and a batch: presets S, M and L of NequIP and an Allegro (A: l_max 2, 2 layers, 64 scalar and 64 tensor
 features) on 32, 8 or 1 frames of 192 atoms, or `small`, 5 frames of 24; cutoff 5 A, about 54 neighbours. Before an engine is
 timed, its loss and all its gradients must equal those of the eager engine with double backward. The first step is timed from
-the call to its end, compiling included; an engine is compiled once for all batches of a model. Peers run in processes of their
-own.
+the call to its end, compiling included; an engine is compiled once for all batches of a model. Engine `best` is graphs with
+kernels where the model has them, else of the compiled step. Peers run in processes of their own, which compile side by side
+before anything is timed; `oeq` is NequIP with kernels of OpenEquivariance. A table at the end says what both computed.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 from ase.data import atomic_numbers
+from engines_peers import MODES, Peers
 
 from forgefield.config.schema import TargetOptions, TaskOptions
 from forgefield.data.batch import Batch, batch_from_frames, to_device
@@ -38,7 +40,6 @@ from forgefield.models.potential import Potential
 from forgefield.models.registry import build_model, resolve_model
 from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.task import Task
-from forgefield.training import bench_peers
 from forgefield.training.bench_water import water
 from forgefield.training.engines.blank import sizes
 from forgefield.training.engines.captured_update import CapturedUpdate
@@ -63,7 +64,7 @@ MODELS: dict[str, dict[str, Any]] = {
 BATCHES = {"tiny": (2, 2, 3.0), "32": (32, 4, 5.0), "8": (8, 4, 5.0), "1": (1, 4, 5.0), "small": (5, 2, 5.0)}
 """Frames, molecules along an edge of the box, cutoff in A."""
 CASES = ["S-1", "S-small", "S-8", "S-32", "M-1", "M-small", "M-8", "M-32", "L-32", "A-32"]
-ENGINES = ("eager", "compile", "graphs-eager", "graphs-compiled", "script")
+ENGINES = ("eager", "compile", "graphs-eager", "graphs-compiled", "script", "best")
 LEARNING_RATE = 1e-4
 
 
@@ -91,9 +92,14 @@ class Trained:
         return GraphsEngine(inner, plan=plan_sizes(np.array([sizes(batch)])))
 
 
-def trained(model: str, cutoff: float, precision: str, device: torch.device) -> Trained:
+def resolve(model: str, cutoff: float) -> dict[str, Any]:
+    """All options of a model."""
     statistics = {"avg_num_neighbours": 54.0, "energy_scales": 1.0, "energy_shifts": 0.0}
-    resolved = resolve_model({**MODELS[model], **statistics}, species=SPECIES, cutoff=cutoff)
+    return resolve_model({**MODELS[model], **statistics}, species=SPECIES, cutoff=cutoff)
+
+
+def trained(model: str, cutoff: float, precision: str, device: torch.device) -> Trained:
+    resolved = resolve(model, cutoff)
     potential = build_model(resolved, precision=Precision(precision).weights, seed=1).train().to(device)
     task = Task(TaskOptions(energy=TargetOptions(), forces=TargetOptions()), SPECIES)
     return Trained(potential, resolved, task, ErrorMetrics(task.names, SPECIES), {})
@@ -159,39 +165,58 @@ def measure(engine: Engine, reference: Engine, batch: Batch, tolerance: float, s
     warm = seconds_of(step, device, 3) / 3
     repeats = int(np.clip(seconds / max(warm, 1e-5), 3, 50))
     taken = min(seconds_of(step, device, repeats) for _ in range(2))
+    weights = engine.function.trained_weights()
     return {
         "first_step_s": first,
         "step_ms": 1000 * taken / repeats,
         "difference": difference,
         "memory_gib": memory,
+        "parameters": sum(weight.numel() for weight in weights),
+        "with_gradient": sum(weight.numel() for weight in weights if weight.grad is not None),
     }
 
 
 # ---- all of them
 
 
-def rows(args: argparse.Namespace, device: torch.device, out_of_time: Callable[[], bool]) -> Iterator[dict[str, Any]]:
+def parts(case: str) -> tuple[tuple[str, float], str]:
+    """Model and cutoff, and the name of the batch."""
+    model, _, size = case.partition("-")
+    size = size or "tiny"
+    return (model, BATCHES[size][2]), size
+
+
+def rows(
+    args: argparse.Namespace, device: torch.device, peers: Peers | None, out_of_time: Callable[[], bool]
+) -> Iterator[dict[str, Any]]:
     models: dict[tuple[str, float], Trained] = {}
     for case in args.cases:
-        model, _, size = case.partition("-")
-        size = size or "tiny"
-        key = model, BATCHES[size][2]
+        key, size = parts(case)
         if out_of_time():
             yield {"case": case, "engine": "all", "refusal": "the time is up"}
             continue
         for other in [other for other in models if other != key]:
             del models[other]
         if key not in models:
-            models[key] = trained(model, key[1], args.precision, device)
+            models[key] = trained(*key, args.precision, device)
         batch = batch_of(size, device)
         frames, atoms, edges = sizes(batch)
         about = {"case": case, "frames": frames, "atoms": atoms, "edges": edges}
-        for derivative in args.derivatives:
-            for name in args.engines:
-                about |= {"engine": name, "derivative": derivative}
-                yield {**about, **one(models[key], name, derivative, batch, args, out_of_time)}
-        if args.peers:
-            yield from peer_rows(about, models[key], batch, args, device, out_of_time)
+        for name, derivative in ways(models[key], args, device):
+            row = {**about, "engine": name, "derivative": derivative}
+            yield {**row, **one(models[key], name, derivative, batch, args, out_of_time)}
+        if peers is not None:
+            yield from peer_rows(about, models[key].resolved["name"], peers, args.peer_modes, out_of_time)
+
+
+def ways(model: Trained, args: argparse.Namespace, device: torch.device) -> Iterator[tuple[str, str]]:
+    """Engines and derivatives. `best` is graphs with kernels where the model has them, else of the compiled step."""
+    named = [name for name in args.engines if name != "best"]
+    yield from ((name, derivative) for derivative in args.derivatives for name in named)
+    if "best" in args.engines:
+        choice = Choice("graphs", "kernels", "eager")
+        has_kernels = why_not_kernels(choice, model.function("kernels"), device) is None
+        yield ("graphs-eager", "kernels") if has_kernels else ("graphs-compiled", "double")
 
 
 def one(
@@ -223,45 +248,37 @@ def one(
             torch.cuda.empty_cache()
 
 
-def peer_rows(
-    about: dict[str, Any],
-    model: Trained,
-    batch: Batch,
-    args: argparse.Namespace,
-    device: torch.device,
-    out_of_time: Callable[[], bool],
-) -> Iterator[dict[str, Any]]:
-    program = "allegro" if model.resolved["name"] == "allegro" else "nequip"
-    with tempfile.TemporaryDirectory() as folder:
-        structures = Path(folder) / "structures.npz"
-        arrays: dict[str, Any] = {key: tensor.cpu().numpy() for key, tensor in batch.items()}
-        np.savez(structures, numbers=np.array([atomic_numbers[s] for s in SPECIES]), **arrays)
+def start_peers(peers: Peers, args: argparse.Namespace, device: torch.device) -> None:
+    """Let every peer compile for all cases of a model, side by side."""
+    job = {"device": str(device), "precision": args.precision, "lr": LEARNING_RATE}
+    numbers = [atomic_numbers[species] for species in SPECIES]
+    models: dict[tuple[str, float], list[str]] = {}
+    for case in args.cases:
+        models.setdefault(parts(case)[0], []).append(case)
+    for key, cases in models.items():
+        resolved = resolve(*key)
+        batches = {case: batch_of(parts(case)[1], torch.device("cpu")) for case in cases}
         for mode in args.peer_modes:
-            name = f"{program} {mode}"
-            row = {**about, "engine": name, "derivative": "-"}
-            if out_of_time():
-                yield {**row, "refusal": "the time is up"}
-                continue
-            job: dict[str, Any] = {
-                "name": name,
-                "structures": str(structures),
-                "model": model.resolved,
-                "device": str(device),
-            }
-            job |= {"precision": args.precision, "lr": LEARNING_RATE, "warmup": 3, "steps": args.peer_steps}
-            (Path(folder) / "job.json").write_text(json.dumps(job))
-            command = [args.peer_python, bench_peers.__file__, "job.json", "result.json"]
-            done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-            result = Path(folder) / "result.json"
-            if not result.exists():
-                yield {**row, "refusal": (done.stderr.strip().splitlines() or ["it failed"])[-1][:200]}
-                continue
-            found = json.loads(result.read_text())
-            result.unlink()
-            memory = found.get("memory_bytes")
-            numbers = {"first_step_s": found.get("first_step_seconds"), "step_ms": found.get("step_ms")}
-            numbers["memory_gib"] = None if memory is None else memory / 2**30
-            yield {**row, **({"refusal": found["refusal"]} if "refusal" in found else numbers)}
+            peers.add(f"{resolved['name']} {mode}", resolved, numbers, batches, job)
+    peers.prepare()
+
+
+def peer_rows(
+    about: dict[str, Any], program: str, peers: Peers, modes: list[str], out_of_time: Callable[[], bool]
+) -> Iterator[dict[str, Any]]:
+    for mode in modes:
+        name = f"{program} {mode}"
+        row = {**about, "engine": name, "derivative": "-"}
+        found = {"refusal": "the time is up"} if out_of_time() else peers.time(name, about["case"])
+        if "refusal" in found:
+            yield {**row, "refusal": found["refusal"]}
+            continue
+        if any(found[size] != about[size] for size in ("frames", "atoms", "edges")):
+            raise SystemExit(f"{name} was given another batch than ours: {found}, {about}")
+        memory = found["memory_bytes"]
+        row |= {"first_step_s": found["first_step_seconds"], "step_ms": found["step_ms"], "words": found["words"]}
+        row["memory_gib"] = None if memory is None else memory / 2**30
+        yield {**row, **{name: found[name] for name in ("parameters", "with_gradient", "all_finite")}}
 
 
 def show(row: dict[str, Any]) -> None:
@@ -278,6 +295,27 @@ def show(row: dict[str, Any]) -> None:
     )
 
 
+def compare(rows: list[dict[str, Any]]) -> None:
+    """Our fastest row of each case with every peer's, and what each of them computed."""
+    print(
+        "\nEach computes energies and forces, mean squared errors per atom and per component, gradients of all weights, Adam."
+    )
+    for case in dict.fromkeys(row["case"] for row in rows):
+        of_case = [row for row in rows if row["case"] == case and "refusal" not in row]
+        ours = min((row for row in of_case if row["derivative"] != "-"), key=lambda row: row["step_ms"], default=None)
+        for row in of_case:
+            if row is not ours and row["derivative"] != "-":
+                continue
+            parameters = f"{row['parameters']:,} weights, {row['with_gradient']:,} with a gradient"
+            sizes_of = f"{row['frames']} frames, {row['atoms']} atoms, {row['edges']} edges"
+            times = f"{row['step_ms']:8.2f} ms"
+            if ours is not None and row is not ours:
+                times += f" = {row['step_ms'] / ours['step_ms']:.2f} x ours"
+                if row["memory_gib"] and ours["memory_gib"]:
+                    times += f", memory {row['memory_gib'] / ours['memory_gib']:.1f} x"
+            print(f"{case:8} {row['engine']:18} {times}; {sizes_of}; {parameters}; {row.get('words', 'ours')}")
+
+
 def arguments(words: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     known = ["tiny", *(f"{model}-{batch}" for model in ("S", "M", "L", "A") for batch in ("32", "8", "1", "small"))]
@@ -291,8 +329,11 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--fresh-cache", action="store_true", help="compile everything anew, in a temporary cache")
     parser.add_argument("--json", type=Path, help="write all rows here, again after every row")
     parser.add_argument("--peers", action="store_true", help="also NequIP or Allegro themselves")
-    parser.add_argument("--peer-modes", nargs="+", choices=("eager", "compile"), default=["eager", "compile"])
+    parser.add_argument("--peer-modes", nargs="+", choices=MODES, default=["eager", "compile"])
     parser.add_argument("--peer-steps", type=int, default=10)
+    parser.add_argument("--peer-patience", type=float, default=900.0, help="seconds for all of them to compile")
+    parser.add_argument("--peer-limit", type=float, default=120.0, help="seconds for timing one of them on one batch")
+    parser.add_argument("--peer-logs", type=Path, help="a folder for what they print")
     parser.add_argument("--peer-python", default=sys.executable, help="the Python that has them")
     return parser.parse_args(words)
 
@@ -312,16 +353,24 @@ def main(words: list[str] | None = None) -> None:
     with (
         tempfile.TemporaryDirectory(prefix="engines-cache-") as folder,
         Precision(args.precision).applied(args.precision),
+        ExitStack() as running,
     ):
         if args.fresh_cache:
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
             os.environ["TRITON_CACHE_DIR"] = str(Path(folder) / "triton")
-        for row in rows(args, device, out_of_time):
+        peers = None
+        if args.peers:
+            chosen = args.peer_steps, args.peer_patience, args.peer_limit, args.peer_logs
+            peers = running.enter_context(Peers(args.peer_python, *chosen))
+            start_peers(peers, args, device)
+        for row in rows(args, device, peers, out_of_time):
             show(row)
             collected.append(row)
             if args.json is not None:
                 machine = {"device": name, "torch": torch.__version__, "precision": args.precision}
                 args.json.write_text(json.dumps({**machine, "rows": collected}, indent=1) + "\n")
+    if args.peers:
+        compare(collected)
     print(f"{time.perf_counter() - began:.0f} s in all")
 
 

@@ -2,20 +2,25 @@
 
 It runs as a script of its own and imports nothing of Forgefield, so that it also runs in an environment that holds only the
 other program. A step is what ours is: energies and forces, mean squared errors, backward, Adam. Neighbour lists are handed over
-where a program takes them; they are part of the step where it makes its own (DeePMD-kit).
+where a program takes them; they are part of the step where it makes its own (DeePMD-kit). Where a job has a list of structures,
+the model is built and compiled once for all of them, and each is timed when its number is read from standard input, so that
+several programs can compile side by side and be timed one after the other.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import resource
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +29,8 @@ from torch import Tensor
 PEERS = {
     "nequip eager": ("nequip", "nequip"),
     "nequip compile": ("nequip", "nequip"),
+    "nequip oeq": ("openequivariance", "openequivariance"),
+    "nequip oeq-compile": ("openequivariance", "openequivariance"),
     "allegro eager": ("allegro", "nequip-allegro"),
     "allegro compile": ("allegro", "nequip-allegro"),
     "mace": ("mace", "mace-torch"),
@@ -33,35 +40,134 @@ PEERS = {
 Batch = dict[str, Tensor]
 Predict = Callable[[], tuple[Tensor, Tensor]]
 """Energies (n_frames,) and forces (n_atoms, 3) of the structures, ready for a backward pass."""
+MODIFIER = "enable_OpenEquivariance"
+"""NequIP's name for its convolutions by kernels of OpenEquivariance."""
+PATIENCE = 6, 20.0
+"""How often, and after how many seconds, a first step is tried again that found too little memory."""
+
+
+class Peer(NamedTuple):
+    """bind: makes of structures a function that predicts them. words: which model it is."""
+
+    model: torch.nn.Module
+    bind: Callable[[Batch], Predict]
+    words: str
 
 
 def main(job_file: str, result_file: str) -> None:
-    job = json.loads(Path(job_file).read_text())
+    job, result = json.loads(Path(job_file).read_text()), Path(result_file)
     warnings.filterwarnings("ignore")
-    try:
-        result = measure(job)
-    except Exception as error:
-        lines = str(error).strip().splitlines() or [""]
-        result = {"refusal": f"{type(error).__name__}: {lines[0][:300]}"}
-    Path(result_file).write_text(json.dumps(result))
+    if isinstance(job["structures"], list):
+        failed = or_refusal(partial(serve, job, result))
+        if failed:
+            write(result, failed)
+    else:
+        write(result, or_refusal(partial(measure, job)))
 
 
-def measure(job: dict[str, Any]) -> dict[str, Any]:
-    """job: name (of `PEERS`), structures (file), model (our options, in full), device, precision, lr, warmup, steps."""
-    module, package = PEERS[job["name"]]
-    importlib.import_module(module)
-    precision, device = job["precision"], torch.device(job["device"])
+def write(file: Path, content: dict[str, Any]) -> None:
+    """All at once, since others wait for the file."""
+    part = file.with_suffix(".part")
+    part.write_text(json.dumps(content))
+    part.replace(file)
+
+
+def in_a_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:300]}"
+
+
+def build_peer(job: dict[str, Any], batch: Batch) -> Peer:
+    """batch: what the model is made for: its species, its number of neighbours."""
+    importlib.import_module(PEERS[job["name"]][0])
+    precision = job["precision"]
     if precision not in ("float32", "float64", "tf32"):
         raise ValueError(f"peers are measured in float32, tf32 and float64, not {precision}")
     dtype = torch.float64 if precision == "float64" else torch.float32
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
-    batch = load_structures(job["structures"], device)
     program, _, mode = job["name"].partition(" ")
-    build = {"nequip": nequip, "allegro": allegro, "mace": mace, "deepmd": deepmd}[program]
-    model, predict, words = build(batch, job, dtype, mode)
-    step = training_step(model, predict, batch, job["lr"])
+    return {"nequip": nequip, "allegro": allegro, "mace": mace, "deepmd": deepmd}[program](batch, job, dtype, mode)
+
+
+def measure(job: dict[str, Any]) -> dict[str, Any]:
+    """job: name (of `PEERS`), structures (file), model (our options, in full), device, precision, lr, warmup, steps."""
+    device = torch.device(job["device"])
+    batch = load_structures(job["structures"], device)
+    peer = build_peer(job, batch)
+    step = training_step(peer.model, peer.bind(batch), batch, job["lr"])
+    first = seconds_of(step, device)
     times = timed(step, device, job["warmup"], job["steps"])
-    return {**times, "package": package, "words": words, "parameters": sum(p.numel() for p in model.parameters())}
+    return {"first_step_seconds": first, **times, **facts(peer, job, batch)}
+
+
+def serve(job: dict[str, Any], result: Path) -> dict[str, Any]:
+    """Take a first step of every batch (structures: files, the largest first), say so in `result`, and time batch n, into a
+    file whose name ends in n, whenever a line with n comes in."""
+    device = torch.device(job["device"])
+    batches = [load_structures(file, device) for file in job["structures"]]
+    peer = build_peer(job, batches[0])
+    steps = [training_step(peer.model, peer.bind(batch), batch, job["lr"]) for batch in batches]
+    firsts = [or_refusal(partial(first_step, step, device)) for step in steps]
+    write(result, {"prepared": firsts})
+    for line in sys.stdin:
+        n = int(line)
+        found = firsts[n]
+        if "refusal" not in found:
+            found = {**found, **or_refusal(partial(timed, steps[n], device, job["warmup"], job["steps"], repeats=2))}
+        forget(device)
+        write(result.with_name(f"{result.stem}-{n}{result.suffix}"), {**found, **facts(peer, job, batches[n])})
+    return {}
+
+
+def or_refusal(action: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    try:
+        return action()
+    except Exception as error:
+        traceback.print_exc()
+        return {"refusal": in_a_line(error)}
+
+
+def first_step(step: Callable[[], None], device: torch.device) -> dict[str, Any]:
+    """Its seconds. Others may be at work on the same device: where memory is short, it waits for theirs."""
+    start = time.perf_counter()
+    tries, pause = PATIENCE
+    for remaining in reversed(range(tries)):
+        try:
+            seconds_of(step, device)
+            break
+        except torch.OutOfMemoryError:
+            if not remaining:
+                raise
+        forget(device)
+        time.sleep(pause)
+    forget(device)
+    return {"first_step_seconds": time.perf_counter() - start}
+
+
+def forget(device: torch.device) -> None:
+    """Hand memory that is not in use back to the device."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def facts(peer: Peer, job: dict[str, Any], batch: Batch) -> dict[str, Any]:
+    """What was computed, after a step, so that it can be compared with what others computed."""
+    weights = [p for p in peer.model.parameters() if p.requires_grad]
+    with_gradient = [p for p in weights if p.grad is not None]
+    words = peer.words
+    if job["name"].endswith("compile") and len(batch["n_atoms"]) < 2:
+        words += ", run eagerly: it compiles for two frames or more"
+    return {
+        "package": PEERS[job["name"]][1],
+        "words": words,
+        "parameters": sum(p.numel() for p in weights),
+        "with_gradient": sum(p.numel() for p in with_gradient),
+        "all_finite": all(bool(p.grad.isfinite().all()) for p in with_gradient if p.grad is not None),
+        "frames": len(batch["n_atoms"]),
+        "atoms": len(batch["species"]),
+        "edges": batch["edge_index"].shape[1],
+    }
 
 
 def load_structures(file: str, device: torch.device) -> Batch:
@@ -86,21 +192,25 @@ def training_step(model: torch.nn.Module, predict: Predict, batch: Batch, lr: fl
     return step
 
 
-def timed(step: Callable[[], None], device: torch.device, warmup: int, steps: int) -> dict[str, Any]:
-    def run(n: int) -> float:
-        start = time.perf_counter()
-        for _ in range(n):
-            step()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - start
+def seconds_of(step: Callable[[], None], device: torch.device, n: int = 1) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    for _ in range(n):
+        step()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
 
-    first = run(1)
-    run(max(warmup - 1, 1))
-    seconds = run(steps)
+
+def timed(step: Callable[[], None], device: torch.device, warmup: int, steps: int, repeats: int = 1) -> dict[str, Any]:
+    """Of `repeats` times so many steps the fastest, and the most memory that they took. The first step has been taken."""
+    seconds_of(step, device, max(warmup - 1, 1))
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    seconds = min(seconds_of(step, device, steps) for _ in range(repeats))
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return {
-        "first_step_seconds": first,
         "step_ms": 1000 * seconds / steps,
         "memory_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
         "resident_bytes": most if sys.platform == "darwin" else 1024 * most,
@@ -131,29 +241,51 @@ def nequip_data(batch: Batch) -> dict[str, Tensor]:
     }
 
 
-def graph_model(build: Callable[..., Any], batch: Batch, settings: dict[str, Any]) -> tuple[torch.nn.Module, Predict]:
+def graph_model(
+    build: Callable[..., Any], batch: Batch, settings: dict[str, Any], job: dict[str, Any], words: str
+) -> Peer:
+    """Its convolutions are exchanged where the job's name says so."""
     from nequip.data import AtomicDataDict as Keys
+    from nequip.model import modify
     from nequip.utils.global_state import set_global_state
 
-    set_global_state()
-    model = build(**settings).train().to(batch["positions"].device)
-    data = nequip_data(batch)
+    set_global_state(allow_tf32=job["precision"] == "tf32")
+    model = build(**settings)
+    if " oeq" in job["name"]:
+        model = modify(model, [{"modifier": MODIFIER}])
+        require_kernels(model, settings["num_layers"])
+    model = model.train().to(batch["positions"].device)
 
-    def predict() -> tuple[Tensor, Tensor]:
-        out = model(dict(data))
-        return out[Keys.TOTAL_ENERGY_KEY].reshape(-1), out[Keys.FORCE_KEY]
+    def bind(batch: Batch) -> Predict:
+        data = nequip_data(batch)
 
-    return model, predict
+        def predict() -> tuple[Tensor, Tensor]:
+            out = model(dict(data))
+            return out[Keys.TOTAL_ENERGY_KEY].reshape(-1), out[Keys.FORCE_KEY]
+
+        return predict
+
+    return Peer(model, bind, words)
+
+
+def require_kernels(model: torch.nn.Module, n: int) -> None:
+    """All n convolutions must be OpenEquivariance's."""
+    from nequip.nn._tp_scatter_oeq import OpenEquivarianceTensorProductScatter
+
+    found = sum(isinstance(module, OpenEquivarianceTensorProductScatter) for module in model.modules())
+    if found != n:
+        raise ValueError(f"{found} of {n} convolutions are OpenEquivariance's; nothing is measured")
 
 
 def shared_settings(batch: Batch, job: dict[str, Any], dtype: torch.dtype, mode: str) -> dict[str, Any]:
     ours, names = job["model"], symbols(batch)
-    if mode == "compile" and len(batch["n_atoms"]) < 2:
+    compiles = mode.endswith("compile")
+    if compiles and len(batch["n_atoms"]) < 2:
         raise ValueError("NequIP compiles for batches of two frames or more, and this batch has one")
     return {
         "seed": 1,
         "model_dtype": str(dtype).removeprefix("torch."),
-        "compile_mode": mode,
+        "compile_mode": "compile" if compiles else "eager",
         "r_max": float(ours["cutoff"]),
         "type_names": names,
         "avg_num_neighbors": batch["edge_index"].shape[1] / len(batch["species"]),
@@ -162,7 +294,7 @@ def shared_settings(batch: Batch, job: dict[str, Any], dtype: torch.dtype, mode:
     }
 
 
-def nequip(batch: Batch, job: dict[str, Any], dtype: torch.dtype, mode: str) -> Any:
+def nequip(batch: Batch, job: dict[str, Any], dtype: torch.dtype, mode: str) -> Peer:
     from nequip.model import NequIPGNNModel
 
     names = ["num_layers", "l_max", "parity", "num_features", "type_embed_num_features", "radial_mlp_depth"]
@@ -172,11 +304,13 @@ def nequip(batch: Batch, job: dict[str, Any], dtype: torch.dtype, mode: str) -> 
     else:
         own = {"num_layers": 2, "l_max": 1, "parity": False, "num_features": [128, 64], "type_embed_num_features": 32}
         words = "preset S"
-    model, predict = graph_model(NequIPGNNModel, batch, {**shared_settings(batch, job, dtype, mode), **own})
-    return model, predict, words
+    if mode.startswith("oeq"):
+        words += ", kernels of OpenEquivariance"
+    settings = {**shared_settings(batch, job, dtype, mode), **own}
+    return graph_model(NequIPGNNModel, batch, settings, job, words)
 
 
-def allegro(batch: Batch, job: dict[str, Any], dtype: torch.dtype, mode: str) -> Any:
+def allegro(batch: Batch, job: dict[str, Any], dtype: torch.dtype, mode: str) -> Peer:
     from allegro.model import AllegroModel
 
     ours = job["model"]
@@ -194,14 +328,14 @@ def allegro(batch: Batch, job: dict[str, Any], dtype: torch.dtype, mode: str) ->
         "_target_": "allegro.nn.TwoBodyBesselScalarEmbed",
         "num_bessels": ours.get("num_bessels") or 8,
     }
-    model, predict = graph_model(AllegroModel, batch, {**shared_settings(batch, job, dtype, mode), **own})
-    return model, predict, words
+    settings = {**shared_settings(batch, job, dtype, mode), **own}
+    return graph_model(AllegroModel, batch, settings, job, words)
 
 
 # ---- MACE
 
 
-def mace(batch: Batch, job: dict[str, Any], dtype: torch.dtype, mode: str) -> Any:
+def mace(batch: Batch, job: dict[str, Any], dtype: torch.dtype, mode: str) -> Peer:
     torch.set_default_dtype(dtype)
     from e3nn import o3
     from mace import modules
@@ -227,34 +361,35 @@ def mace(batch: Batch, job: dict[str, Any], dtype: torch.dtype, mode: str) -> An
         atomic_inter_scale=1.0,
         atomic_inter_shift=0.0,
     ).to(device)
-    frame_of_edge = batch["frame"][batch["edge_index"][1]]
-    data = {
-        "positions": batch["positions"].to(dtype),
-        "node_attrs": torch.nn.functional.one_hot(batch["species"], len(numbers)).to(dtype),
-        "edge_index": batch["edge_index"],
-        "shifts": torch.einsum("ei,eij->ej", batch["edge_shift"], batch["cell"][frame_of_edge]).to(dtype),
-        "unit_shifts": batch["edge_shift"].to(dtype),
-        "cell": batch["cell"].reshape(-1, 3).to(dtype),
-        "batch": batch["frame"],
-        "ptr": torch.nn.functional.pad(batch["n_atoms"].cumsum(0), (1, 0)),
-    }
 
-    def predict() -> tuple[Tensor, Tensor]:
-        out = model({**data, "positions": data["positions"].clone()}, training=True)
-        return out["energy"], out["forces"]
+    def bind(batch: Batch) -> Predict:
+        frame_of_edge = batch["frame"][batch["edge_index"][1]]
+        data = {
+            "positions": batch["positions"].to(dtype),
+            "node_attrs": torch.nn.functional.one_hot(batch["species"], len(numbers)).to(dtype),
+            "edge_index": batch["edge_index"],
+            "shifts": torch.einsum("ei,eij->ej", batch["edge_shift"], batch["cell"][frame_of_edge]).to(dtype),
+            "unit_shifts": batch["edge_shift"].to(dtype),
+            "cell": batch["cell"].reshape(-1, 3).to(dtype),
+            "batch": batch["frame"],
+            "ptr": torch.nn.functional.pad(batch["n_atoms"].cumsum(0), (1, 0)),
+        }
 
-    return model, predict, "64x0e + 64x1o, max_ell 3, correlation 3, 2 layers"
+        def predict() -> tuple[Tensor, Tensor]:
+            out = model({**data, "positions": data["positions"].clone()}, training=True)
+            return out["energy"], out["forces"]
+
+        return predict
+
+    return Peer(model, bind, "64x0e + 64x1o, max_ell 3, correlation 3, 2 layers")
 
 
 # ---- DeePMD-kit
 
 
-def deepmd(batch: Batch, job: dict[str, Any], dtype: torch.dtype, mode: str) -> Any:
+def deepmd(batch: Batch, job: dict[str, Any], dtype: torch.dtype, mode: str) -> Peer:
     from deepmd.pt.model.model import get_model
 
-    n_atoms = batch["n_atoms"]
-    if not bool((n_atoms == n_atoms[0]).all()):
-        raise ValueError("DeePMD-kit takes frames of one size in a batch, and these differ")
     precision = str(dtype).removeprefix("torch.")
     species, centres = batch["species"], batch["edge_index"][1]
     neighbours = torch.zeros(len(species), len(batch["numbers"]), dtype=torch.int64, device=species.device)
@@ -275,14 +410,21 @@ def deepmd(batch: Batch, job: dict[str, Any], dtype: torch.dtype, mode: str) -> 
             "fitting_net": {"neuron": [240, 240, 240], "precision": precision},
         }
     ).to(species.device)
-    frames = len(n_atoms)
-    coordinates, types = batch["positions"].reshape(frames, -1, 3), species.reshape(frames, -1)
 
-    def predict() -> tuple[Tensor, Tensor]:
-        out = model(coordinates.clone().requires_grad_(True), types, box=batch["cell"].reshape(frames, 9))
-        return out["energy"].reshape(-1), out["force"].reshape(-1, 3)
+    def bind(batch: Batch) -> Predict:
+        n_atoms = batch["n_atoms"]
+        if not bool((n_atoms == n_atoms[0]).all()):
+            raise ValueError("DeePMD-kit takes frames of one size in a batch, and these differ")
+        frames = len(n_atoms)
+        coordinates, types = batch["positions"].reshape(frames, -1, 3), batch["species"].reshape(frames, -1)
 
-    return model, predict, "se_e2_a 25-50-100, fitting 240-240-240"
+        def predict() -> tuple[Tensor, Tensor]:
+            out = model(coordinates.clone().requires_grad_(True), types, box=batch["cell"].reshape(frames, 9))
+            return out["energy"].reshape(-1), out["force"].reshape(-1, 3)
+
+        return predict
+
+    return Peer(model, bind, "se_e2_a 25-50-100, fitting 240-240-240")
 
 
 if __name__ == "__main__":

@@ -246,6 +246,40 @@ def test_a_peer_that_is_not_installed_is_a_line(tmp_path: Path) -> None:
     assert children.run_peer({"name": "mace"}, [sys.executable]) == {"refusal": "mace-torch is not installed"}
 
 
+def test_batches_of_a_peer_are_prepared_together_and_timed_when_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a model of one weight in the place of another program's; the second batch is one that it cannot predict."""
+    for n, energy in enumerate((1.0, float("inf"))):
+        arrays = {"n_atoms": np.array([1]), "species": np.zeros(1, int), "edge_index": np.zeros((2, 0), int)}
+        np.savez(tmp_path / f"{n}.npz", energy=np.array([energy]), forces=np.zeros((1, 3)), **arrays)
+    model = torch.nn.Linear(1, 1, bias=False)
+    taken = []
+
+    def bind(batch: dict[str, torch.Tensor]) -> Any:
+        def predict() -> tuple[torch.Tensor, torch.Tensor]:
+            taken.append(float(batch["energy"]))
+            if not bool(batch["energy"].isfinite()):
+                raise ValueError("no such energy")
+            return model(torch.ones(1, 1)).reshape(-1), model(torch.ones(3, 1)).reshape(1, 3)
+
+        return predict
+
+    monkeypatch.setattr(bench_peers, "build_peer", lambda job, batch: bench_peers.Peer(model, bind, "one weight"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("1\n0\n"))
+    job: dict[str, Any] = {"name": "nequip eager", "device": "cpu", "lr": 0.1, "warmup": 2, "steps": 3}
+    job["structures"] = [str(tmp_path / f"{n}.npz") for n in range(2)]
+    bench_peers.serve(job, tmp_path / "result.json")
+    prepared = json.loads((tmp_path / "result.json").read_text())["prepared"]
+    assert prepared[0]["first_step_seconds"] > 0
+    assert prepared[1] == {"refusal": "ValueError: no such energy"}
+    assert json.loads((tmp_path / "result-1.json").read_text())["refusal"] == "ValueError: no such energy"
+    found = json.loads((tmp_path / "result-0.json").read_text())
+    assert found["step_ms"] > 0
+    assert (found["parameters"], found["with_gradient"], found["frames"], found["atoms"]) == (1, 1, 1, 1)
+    assert taken == [1.0, float("inf"), *[1.0] * 7]  # both prepared; then a step to warm up and twice three that count
+
+
 def test_a_step_of_a_peer_is_a_step_of_adam_on_energies_and_forces() -> None:
     model = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.constant_(model.weight, 2.0)
