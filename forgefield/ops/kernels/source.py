@@ -114,7 +114,7 @@ def write_kernel(form: Form, kind: Kind) -> str:
     write(f"def {kind.name}({arguments}):")
     write.depth = 1
     write("program = tl.program_id(0)")
-    write("n_atoms = n_atoms.to(tl.int64)")
+    write("n_atoms = tl.cast(n_atoms, tl.int64)")
     write(f"atom = (program // {form.n_chunks}).to(tl.int64)")
     write(f"chunk = program % {form.n_chunks}")
     for number, block in enumerate(form.blocks):

@@ -1,0 +1,362 @@
+"""The convolution as operators of torch: values, cotangents, and the derivatives of these, each one node of a traced graph.
+
+`forgefield::convolve` and what it is differentiated by are Triton operators: `make_fx` and `torch.export` keep them whole,
+Inductor and AOTInductor look inside and compile the kernels with everything around them. On a CPU each is computed by the plain
+operations of `ops/convolution.py`, which are also what the kernels are compared with. Features, weights and outputs are the
+rows of the plain convolution; the first harmonic is one, whatever it is given as, and has no derivative.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forgefield.errors import ForgefieldError
+from forgefield.ops.convolution import gradients_of_convolution, sum_over_edges
+from forgefield.ops.convolution_plan import ConvolutionPlan
+from forgefield.ops.graph import EdgeGraph, Segments
+from forgefield.ops.kernels.convolution import Convolution, Motion, Radial
+from forgefield.ops.kernels.fields import TANGENT, VALUE, Field, Shape, new_field
+from forgefield.ops.kernels.form import Form, form_of
+from forgefield.ops.kernels.form_key import plan_of_key
+from forgefield.ops.kernels.setting import interpreted
+from forgefield.ops.segment_sum import sum_in_trace
+
+
+def convolve_by_operator(
+    features: Tensor, harmonics: Tensor, weights: Tensor, graph: EdgeGraph, form_key: str
+) -> Tensor:
+    """As `ops.convolution.convolve`, of harmonics (n_edges, (l_max + 1)^2) in place of couplings. Twice differentiable.
+
+    form_key: what `form_key.key_of_plan` says of the plan.
+    """
+    by_source = graph.by_source
+    lists = (graph.source, graph.destination, graph.by_destination.pointers, by_source.order, by_source.pointers)
+    return torch.ops.forgefield.convolve(features, harmonics, weights, *lists, graph.pair, graph.pair_edge, form_key)
+
+
+# ---- edges and rows, as operators are given them
+
+
+@dataclass(frozen=True)
+class _Edges(EdgeGraph):
+    """A graph whose sorted lists are at hand: pointers of edges by destination, edges sorted by source (where there are pairs,
+    every edge's reverse), and pointers of these."""
+
+    lists: tuple[Tensor, Tensor, Tensor] | None = None
+
+    @property
+    def by_destination(self) -> Segments:  # type: ignore[override]
+        assert self.lists is not None
+        return Segments(self.destination, self.n_atoms, rows_are_sorted=True, known=(None, self.lists[0]))
+
+    @property
+    def by_source(self) -> Segments:  # type: ignore[override]
+        assert self.lists is not None
+        return Segments(self.source, self.n_atoms, known=(self.lists[1], self.lists[2]))
+
+
+def _edges_of(
+    n_atoms: int,
+    source: Tensor,
+    destination: Tensor,
+    pointers: Tensor,
+    order: Tensor,
+    order_pointers: Tensor,
+    pair: Tensor | None,
+    pair_edge: Tensor | None,
+) -> _Edges:
+    reverse = None if pair is None else order
+    return _Edges(source, destination, n_atoms, pair, pair_edge, reverse, (pointers, order, order_pointers))
+
+
+def _by_kernels(x: Tensor) -> bool:
+    """Whether an operator launches kernels, or computes by plain operations."""
+    return x.device.type == "cuda" or interpreted()
+
+
+def _form(plan: ConvolutionPlan) -> Form:
+    """Every path has a block of its own in the output, as in the rows of the plain convolution."""
+    paths = range(len(plan.paths))
+    return form_of(plan, tuple((path,) for path in paths), tuple(0 for _ in paths))
+
+
+def _to_field(shape: Shape, values: Tensor, tangents: Tensor | None = None) -> Field:
+    """Rows (n_atoms, dim) as a field. Without tangents the values lie in both places, one of which nobody reads."""
+    sizes = [components * channels for components, channels in shape.blocks]
+    pairs = zip(values.split(sizes, 1), (values if tangents is None else tangents).split(sizes, 1))
+    return Field(torch.cat([part.reshape(-1) for both in pairs for part in both]), values.shape[0], shape)
+
+
+def _to_rows(field: Field, place: int) -> Tensor:
+    blocks = [block.flatten(1) for block in field.blocks(place)]
+    return blocks[0].clone() if len(blocks) == 1 else torch.cat(blocks, 1)
+
+
+class _OverRows(Convolution):
+    """Launches that a trace holds, of features and cotangents as rows."""
+
+    def __init__(
+        self, plan: ConvolutionPlan, graph: _Edges, harmonics: Tensor, weights: Tensor, *, still: bool = False
+    ) -> None:
+        row = torch.arange(graph.n_edges, device=graph.source.device) if graph.pair is None else graph.pair
+        radial = Radial(weights.contiguous(), row.contiguous())
+        super().__init__(_form(plan), graph, harmonics.contiguous(), radial, still=still)
+        self.of_edges: Tensor | None = None
+
+    def launcher(self, kernel: Any) -> Any:
+        return kernel if interpreted() else torch.library.wrap_triton(kernel)
+
+    def _sum(self, rows: Tensor, to_x: Field | None, place: int) -> None:
+        self.of_edges = rows  # summed as rows, not into a field
+
+    def summed(self) -> Tensor:
+        """(n_atoms, dim): the cotangents of features that the last pass has left for every edge."""
+        assert self.of_edges is not None
+        by_source = self.graph.by_source
+        return sum_in_trace(self.of_edges, by_source.order, by_source.pointers)
+
+    def shared(self, of_edges: Tensor) -> Tensor:
+        """Cotangents of rows of weights, which an edge and its reverse may share, from those of every edge."""
+        if self.graph.pair_edge is None:
+            return of_edges
+        back = self.graph.by_source.order.index_select(0, self.graph.pair_edge)
+        return of_edges.index_select(0, self.graph.pair_edge) + of_edges.index_select(0, back)
+
+    def output(self, of: Tensor) -> Field:
+        return new_field(self.form.outputs, self.graph.n_atoms, of)
+
+    def geometry(self, of: Tensor) -> Tensor:
+        """Room for cotangents of harmonics, of every program for itself."""
+        return of.new_empty((self.form.n_chunks, self.graph.n_edges, self.form.n_harmonics))
+
+
+def _linear_part(harmonics: Tensor, first: float) -> Tensor:
+    """Harmonics whose first column is this number."""
+    return torch.cat([torch.full_like(harmonics[:, :1], first), harmonics[:, 1:]], 1)
+
+
+# ---- what the operators compute
+
+
+def _operator(name: str) -> Callable[[Callable[..., Any]], Any]:
+    """Registers an operator. Without Triton it is one that compilers do not look into."""
+    if importlib.util.find_spec("triton") is None:
+        return torch.library.custom_op(name, mutates_args=())
+    return torch.library.triton_op(name, mutates_args=())
+
+
+@_operator("forgefield::convolve")
+def _convolve(
+    features: Tensor,
+    harmonics: Tensor,
+    weights: Tensor,
+    source: Tensor,
+    destination: Tensor,
+    pointers: Tensor,
+    order: Tensor,
+    order_pointers: Tensor,
+    pair: Tensor | None,
+    pair_edge: Tensor | None,
+    form: str,
+) -> Tensor:
+    """(n_atoms, plan.out_dim)."""
+    plan = plan_of_key(form)
+    graph = _edges_of(features.shape[0], source, destination, pointers, order, order_pointers, pair, pair_edge)
+    if not _by_kernels(features):
+        return sum_over_edges(features, _couplings(harmonics, plan), weights, graph, plan)
+    convolution = _OverRows(plan, graph, harmonics, weights)
+    out = convolution.output(features)
+    convolution.values(_to_field(convolution.form.features, features), out)
+    return _to_rows(out, VALUE)
+
+
+@_operator("forgefield::convolve_backward")
+def _convolve_backward(
+    grad: Tensor,
+    features: Tensor,
+    harmonics: Tensor,
+    weights: Tensor,
+    source: Tensor,
+    destination: Tensor,
+    pointers: Tensor,
+    order: Tensor,
+    order_pointers: Tensor,
+    pair: Tensor | None,
+    pair_edge: Tensor | None,
+    form: str,
+    of_features: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Cotangents of features, harmonics and weights from those of the output, (n_atoms, plan.out_dim). of_features: whether the
+    first are wanted; they have no rows otherwise."""
+    plan = plan_of_key(form)
+    graph = _edges_of(features.shape[0], source, destination, pointers, order, order_pointers, pair, pair_edge)
+    if not _by_kernels(features):
+        to_x, to_y, to_w = _plain_gradients(grad, features, _couplings(harmonics, plan), weights, graph, plan)
+        return (to_x if of_features else features.new_empty((0, plan.in_dim))), to_y, to_w
+    convolution = _OverRows(plan, graph, harmonics, weights)
+    x = _to_field(convolution.form.features, features)
+    parts = convolution.geometry(features)
+    of_w = convolution.forces(
+        x, _to_field(convolution.form.outputs, grad.contiguous()), x if of_features else None, parts
+    )
+    to_x = convolution.summed() if of_features else features.new_empty((0, plan.in_dim))
+    return to_x, parts.sum(0), convolution.shared(of_w)
+
+
+@_operator("forgefield::convolve_double_backward")
+def _convolve_double_backward(
+    along_features: Tensor,
+    along_harmonics: Tensor,
+    along_weights: Tensor,
+    grad: Tensor,
+    features: Tensor,
+    harmonics: Tensor,
+    weights: Tensor,
+    source: Tensor,
+    destination: Tensor,
+    pointers: Tensor,
+    order: Tensor,
+    order_pointers: Tensor,
+    pair: Tensor | None,
+    pair_edge: Tensor | None,
+    form: str,
+    of_features: bool,
+    of_harmonics: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Cotangents of grad, features, harmonics and weights from those of what `convolve_backward` gives, which are a direction
+    for features, harmonics and weights. of_features: whether features move. of_harmonics: whether cotangents of
+    harmonics are wanted; they are zero otherwise."""
+    plan = plan_of_key(form)
+    graph = _edges_of(features.shape[0], source, destination, pointers, order, order_pointers, pair, pair_edge)
+    along_features = along_features if of_features else torch.zeros_like(features)
+    if not _by_kernels(features):
+        along = (along_features, _linear_part(along_harmonics, 0.0), along_weights)
+        return _plain_second(along, grad, features, harmonics, weights, graph, plan)
+    convolution = _OverRows(plan, graph, harmonics, weights, still=not of_features)
+    form_ = convolution.form
+    x = _to_field(form_.features, features, along_features)
+    motion = Motion(along_harmonics.contiguous(), weights=along_weights.contiguous())
+    out = convolution.output(features)
+    convolution.tangents(x, out, motion)
+    to_grad = _to_rows(out, TANGENT)
+    of_w, _ = convolution.back(x, _to_field(form_.outputs, torch.zeros_like(grad), grad.contiguous()), x, motion)
+    to_x, to_w = convolution.summed(), convolution.shared(of_w)
+    if not of_harmonics:
+        return to_grad, to_x, torch.zeros_like(harmonics), to_w
+    to_y = torch.zeros_like(harmonics)
+    g = _to_field(form_.outputs, grad.contiguous())
+    for moving, rows in ((features, along_weights), (along_features, weights)):  # linear in each
+        part = _OverRows(plan, graph, harmonics, rows)
+        parts = part.geometry(features)
+        part.forces(_to_field(form_.features, moving), g, None, parts)
+        to_y = to_y + parts.sum(0)
+    return to_grad, to_x, to_y, to_w
+
+
+# ---- the same by plain operations
+
+
+def _couplings(harmonics: Tensor, plan: ConvolutionPlan, first: float = 1.0) -> Tensor:
+    return _linear_part(harmonics, first) @ plan.coupling_matrix().to(harmonics)
+
+
+def _plain_gradients(
+    grad: Tensor, features: Tensor, couplings: Tensor, weights: Tensor, graph: EdgeGraph, plan: ConvolutionPlan
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of features, harmonics and weights."""
+    to_x, to_m, to_w = gradients_of_convolution(grad.contiguous(), features, couplings, weights, graph, plan)
+    return to_x, _linear_part(to_m @ plan.coupling_matrix().to(to_m).t(), 0.0), to_w
+
+
+def _plain_second(
+    along: tuple[Tensor, Tensor, Tensor],
+    grad: Tensor,
+    features: Tensor,
+    harmonics: Tensor,
+    weights: Tensor,
+    graph: EdgeGraph,
+    plan: ConvolutionPlan,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The convolution is linear in each of the three, so that it is enough to put each direction in the place of its own."""
+    a_x, a_y, a_w = along
+    m, a_m = _couplings(harmonics, plan), _couplings(a_y, plan, 0.0)
+    places = [(a_x, m, weights), (features, a_m, weights), (features, m, a_w)]
+    to_grad = torch.stack([sum_over_edges(*place, graph, plan) for place in places]).sum(0)
+    x, y, w = (_plain_gradients(grad, *place, graph, plan) for place in places)
+    return to_grad, y[0] + w[0], x[1] + w[1], x[2] + y[2]
+
+
+# ---- shapes, and which operator is the derivative of which
+
+
+@_convolve.register_fake
+def _(features: Tensor, harmonics: Tensor, weights: Tensor, *rest: Any) -> Tensor:
+    return features.new_empty((features.shape[0], plan_of_key(rest[-1]).out_dim))
+
+
+@_convolve_backward.register_fake
+def _(grad: Tensor, features: Tensor, harmonics: Tensor, weights: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    of_features = rest[-1]
+    to_x = features.new_empty((features.shape[0] if of_features else 0, features.shape[1]))
+    return to_x, harmonics.new_empty(harmonics.shape), weights.new_empty(weights.shape)
+
+
+@_convolve_double_backward.register_fake
+def _(
+    a_x: Tensor,
+    a_y: Tensor,
+    a_w: Tensor,
+    grad: Tensor,
+    features: Tensor,
+    harmonics: Tensor,
+    weights: Tensor,
+    *rest: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    grad, features, harmonics, weights = (t.new_empty(t.shape) for t in (grad, features, harmonics, weights))
+    return grad, features, harmonics, weights
+
+
+N_LISTS = 7
+"""Tensors of edges that every operator is given, behind rows and before the key of the form."""
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    tensors = [value for value in inputs if isinstance(value, Tensor)]
+    ctx.where = [isinstance(value, Tensor) for value in inputs]
+    ctx.others = [value for value in inputs if not isinstance(value, Tensor)]
+    ctx.save_for_backward(*tensors)
+
+
+def _kept(ctx: Any) -> list[Any]:
+    tensors, others = iter(ctx.saved_tensors), iter(ctx.others)
+    return [next(tensors) if is_tensor else next(others) for is_tensor in ctx.where]
+
+
+def _first_derivative(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    of_features = ctx.needs_input_grad[0]
+    to_x, to_y, to_w = torch.ops.forgefield.convolve_backward(grad, *_kept(ctx), of_features)
+    return to_x if of_features else None, to_y, to_w, *(None for _ in range(N_LISTS + 1))
+
+
+def _second_derivative(ctx: Any, a_x: Tensor, a_y: Tensor, a_w: Tensor) -> tuple[Any, ...]:
+    given = (a_x, a_y, a_w, *_kept(ctx), ctx.needs_input_grad[2])
+    found = torch.ops.forgefield.convolve_double_backward(*given)
+    return *found, *(None for _ in range(N_LISTS + 2))
+
+
+def _no_third_derivative(ctx: Any, *cotangents: Tensor) -> None:
+    raise ForgefieldError(
+        "the convolution's kernels have no third derivative; ask for it inside "
+        "forgefield.ops.kernels.setting.kernels(operators=False)"
+    )
+
+
+_convolve.register_autograd(_first_derivative, setup_context=_keep)
+_convolve_backward.register_autograd(_second_derivative, setup_context=_keep)
+_convolve_double_backward.register_autograd(_no_third_derivative)
