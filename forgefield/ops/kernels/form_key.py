@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from forgefield.errors import ForgefieldError
 from forgefield.ops.convolution_plan import Block, ConvolutionPlan, plan_convolution
 from forgefield.ops.kernels import form, source
+from forgefield.ops.kernels.form import Form, form_of
 
 
 def key_of_plan(plan: ConvolutionPlan) -> str:
@@ -36,6 +37,15 @@ def plan_of_key(key: str) -> ConvolutionPlan:
         raise ForgefieldError(
             f"forgefield::convolve is given {key!r} as its form; it should be what key_of_plan makes of a plan."
         ) from error
+
+
+@lru_cache(maxsize=256)
+def form_of_key(key: str) -> Form:
+    """The form in which every path has a block of the output of its own, as in the rows of the plain convolution."""
+    plan = plan_of_key(key)
+    paths = range(len(plan.paths))
+    with _disable_current_modes():
+        return form_of(plan, tuple((path,) for path in paths), tuple(0 for _ in paths))
 
 
 @cache

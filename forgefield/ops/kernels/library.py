@@ -22,8 +22,8 @@ from forgefield.ops.convolution_plan import ConvolutionPlan
 from forgefield.ops.graph import EdgeGraph, Segments
 from forgefield.ops.kernels.convolution import Convolution, Motion, Radial
 from forgefield.ops.kernels.fields import TANGENT, VALUE, Field, Shape, new_field
-from forgefield.ops.kernels.form import Form, form_of
-from forgefield.ops.kernels.form_key import plan_of_key
+from forgefield.ops.kernels.form import Form
+from forgefield.ops.kernels.form_key import form_of_key, plan_of_key
 from forgefield.ops.kernels.setting import interpreted
 from forgefield.ops.segment_sum import sum_in_trace
 
@@ -80,12 +80,6 @@ def _by_kernels(x: Tensor) -> bool:
     return x.device.type == "cuda" or interpreted()
 
 
-def _form(plan: ConvolutionPlan) -> Form:
-    """Every path has a block of its own in the output, as in the rows of the plain convolution."""
-    paths = range(len(plan.paths))
-    return form_of(plan, tuple((path,) for path in paths), tuple(0 for _ in paths))
-
-
 def _to_field(shape: Shape, values: Tensor, tangents: Tensor | None = None) -> Field:
     """Rows (n_atoms, dim) as a field. Without tangents the values lie in both places, one of which nobody reads."""
     sizes = [components * channels for components, channels in shape.blocks]
@@ -101,12 +95,10 @@ def _to_rows(field: Field, place: int) -> Tensor:
 class _OverRows(Convolution):
     """Launches that a trace holds, of features and cotangents as rows."""
 
-    def __init__(
-        self, plan: ConvolutionPlan, graph: _Edges, harmonics: Tensor, weights: Tensor, *, still: bool = False
-    ) -> None:
+    def __init__(self, form: Form, graph: _Edges, harmonics: Tensor, weights: Tensor, *, still: bool = False) -> None:
         row = torch.arange(graph.n_edges, device=graph.source.device) if graph.pair is None else graph.pair
         radial = Radial(weights.contiguous(), row.contiguous())
-        super().__init__(_form(plan), graph, harmonics.contiguous(), radial, still=still)
+        super().__init__(form, graph, harmonics.contiguous(), radial, still=still)
         self.of_edges: Tensor | None = None
 
     def launcher(self, kernel: Any) -> Any:
@@ -170,7 +162,7 @@ def _convolve(
     graph = _edges_of(features.shape[0], source, destination, pointers, order, order_pointers, pair, pair_edge)
     if not _by_kernels(features):
         return sum_over_edges(features, _couplings(harmonics, plan), weights, graph, plan)
-    convolution = _OverRows(plan, graph, harmonics, weights)
+    convolution = _OverRows(form_of_key(form), graph, harmonics, weights)
     out = convolution.output(features)
     convolution.values(_to_field(convolution.form.features, features), out)
     return _to_rows(out, VALUE)
@@ -199,7 +191,7 @@ def _convolve_backward(
     if not _by_kernels(features):
         to_x, to_y, to_w = _plain_gradients(grad, features, _couplings(harmonics, plan), weights, graph, plan)
         return (to_x if of_features else features.new_empty((0, plan.in_dim))), to_y, to_w
-    convolution = _OverRows(plan, graph, harmonics, weights)
+    convolution = _OverRows(form_of_key(form), graph, harmonics, weights)
     x = _to_field(convolution.form.features, features)
     parts = convolution.geometry(features)
     of_w = convolution.forces(
@@ -238,23 +230,23 @@ def _convolve_double_backward(
     if not _by_kernels(features):
         along = (along_features, _linear_part(along_harmonics, 0.0), along_weights)
         return _plain_second(along, grad, features, harmonics, weights, graph, plan)
-    convolution = _OverRows(plan, graph, harmonics, weights, still=not of_features)
-    form_ = convolution.form
-    x = _to_field(form_.features, features, along_features)
+    convolution = _OverRows(form_of_key(form), graph, harmonics, weights, still=not of_features)
+    form_of_rows = convolution.form
+    x = _to_field(form_of_rows.features, features, along_features)
     motion = Motion(along_harmonics.contiguous(), weights=along_weights.contiguous())
     out = convolution.output(features)
     convolution.tangents(x, out, motion)
     to_grad = _to_rows(out, TANGENT)
-    of_w, _ = convolution.back(x, _to_field(form_.outputs, torch.zeros_like(grad), grad.contiguous()), x, motion)
+    of_w, _ = convolution.back(x, _to_field(form_of_rows.outputs, torch.zeros_like(grad), grad.contiguous()), x, motion)
     to_x, to_w = convolution.summed(), convolution.shared(of_w)
     if not of_harmonics:
         return to_grad, to_x, torch.zeros_like(harmonics), to_w
     to_y = torch.zeros_like(harmonics)
-    g = _to_field(form_.outputs, grad.contiguous())
+    g = _to_field(form_of_rows.outputs, grad.contiguous())
     for moving, rows in ((features, along_weights), (along_features, weights)):  # linear in each
-        part = _OverRows(plan, graph, harmonics, rows)
+        part = _OverRows(form_of_key(form), graph, harmonics, rows)
         parts = part.geometry(features)
-        part.forces(_to_field(form_.features, moving), g, None, parts)
+        part.forces(_to_field(form_of_rows.features, moving), g, None, parts)
         to_y = to_y + parts.sum(0)
     return to_grad, to_x, to_y, to_w
 

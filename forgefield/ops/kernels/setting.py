@@ -76,7 +76,7 @@ def use_operators(x: Tensor) -> bool:
     """Whether a convolution of x is to be an operator: they have no forward mode."""
     if not _current.setting.operators or forward_ad._current_level >= 0:
         return False
-    return has_triton() and (x.is_cuda or interpreted())
+    return x.dtype in (torch.float32, torch.float64) and has_triton() and (x.is_cuda or interpreted())
 
 
 def use_tables(x: Tensor) -> bool:
