@@ -1,29 +1,33 @@
 """The convolution as operators of torch: values, cotangents, and the derivatives of these, each one node of a traced graph.
 
 `forgefield::convolve` and what it is differentiated by are Triton operators: `make_fx` and `torch.export` keep them whole,
-Inductor and AOTInductor look inside and compile the kernels with everything around them. On a CPU each is computed by the plain
-operations of `ops/convolution.py`, which are also what the kernels are compared with. Features, weights and outputs are the
-rows of the plain convolution; the first harmonic is one, whatever it is given as, and has no derivative.
+Inductor and AOTInductor look inside and compile the kernels with everything around them. On a CPU each is computed by plain
+operations (`plain_operators.py`), which are also what the kernels are compared with. Features, weights and outputs are the rows
+of the plain convolution; the first harmonic is one, whatever it is given as, and has no derivative.
 """
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from forgefield.errors import ForgefieldError
-from forgefield.ops.convolution import gradients_of_convolution, sum_over_edges
-from forgefield.ops.convolution_plan import ConvolutionPlan
-from forgefield.ops.graph import EdgeGraph, Segments
+from forgefield.ops.graph import EdgeGraph
 from forgefield.ops.kernels.convolution import Convolution, Motion, Radial
 from forgefield.ops.kernels.fields import TANGENT, VALUE, Field, Shape, new_field
 from forgefield.ops.kernels.form import Form
-from forgefield.ops.kernels.form_key import form_of_key, plan_of_key
+from forgefield.ops.kernels.form_key import form_of_key
+from forgefield.ops.kernels.plain_operators import (
+    RowEdges,
+    edges_of,
+    empty_cotangents,
+    empty_second,
+    empty_values,
+)
 from forgefield.ops.kernels.setting import interpreted
 from forgefield.ops.segment_sum import sum_in_trace
 
@@ -40,39 +44,7 @@ def convolve_by_operator(
     return torch.ops.forgefield.convolve(features, harmonics, weights, *lists, graph.pair, graph.pair_edge, form_key)
 
 
-# ---- edges and rows, as operators are given them
-
-
-@dataclass(frozen=True)
-class _Edges(EdgeGraph):
-    """A graph whose sorted lists are at hand: pointers of edges by destination, edges sorted by source (where there are pairs,
-    every edge's reverse), and pointers of these."""
-
-    lists: tuple[Tensor, Tensor, Tensor] | None = None
-
-    @property
-    def by_destination(self) -> Segments:  # type: ignore[override]
-        assert self.lists is not None
-        return Segments(self.destination, self.n_atoms, rows_are_sorted=True, known=(None, self.lists[0]))
-
-    @property
-    def by_source(self) -> Segments:  # type: ignore[override]
-        assert self.lists is not None
-        return Segments(self.source, self.n_atoms, known=(self.lists[1], self.lists[2]))
-
-
-def _edges_of(
-    n_atoms: int,
-    source: Tensor,
-    destination: Tensor,
-    pointers: Tensor,
-    order: Tensor,
-    order_pointers: Tensor,
-    pair: Tensor | None,
-    pair_edge: Tensor | None,
-) -> _Edges:
-    reverse = None if pair is None else order
-    return _Edges(source, destination, n_atoms, pair, pair_edge, reverse, (pointers, order, order_pointers))
+# ---- launches on rows
 
 
 def _by_kernels(x: Tensor) -> bool:
@@ -95,7 +67,7 @@ def _to_rows(field: Field, place: int) -> Tensor:
 class _OverRows(Convolution):
     """Launches that a trace holds, of features and cotangents as rows."""
 
-    def __init__(self, form: Form, graph: _Edges, harmonics: Tensor, weights: Tensor, *, still: bool = False) -> None:
+    def __init__(self, form: Form, graph: RowEdges, harmonics: Tensor, weights: Tensor, *, still: bool = False) -> None:
         row = torch.arange(graph.n_edges, device=graph.source.device) if graph.pair is None else graph.pair
         radial = Radial(weights.contiguous(), row.contiguous())
         super().__init__(form, graph, harmonics.contiguous(), radial, still=still)
@@ -128,11 +100,6 @@ class _OverRows(Convolution):
         return of.new_empty((self.form.n_chunks, self.graph.n_edges, self.form.n_harmonics))
 
 
-def _linear_part(harmonics: Tensor, first: float) -> Tensor:
-    """Harmonics whose first column is this number."""
-    return torch.cat([torch.full_like(harmonics[:, :1], first), harmonics[:, 1:]], 1)
-
-
 # ---- what the operators compute
 
 
@@ -158,10 +125,10 @@ def _convolve(
     form: str,
 ) -> Tensor:
     """(n_atoms, plan.out_dim)."""
-    plan = plan_of_key(form)
-    graph = _edges_of(features.shape[0], source, destination, pointers, order, order_pointers, pair, pair_edge)
+    lists = (source, destination, pointers, order, order_pointers, pair, pair_edge)
     if not _by_kernels(features):
-        return sum_over_edges(features, _couplings(harmonics, plan), weights, graph, plan)
+        return torch.ops.forgefield.plain_convolve(features, harmonics, weights, *lists, form)
+    graph = edges_of(features.shape[0], *lists)
     convolution = _OverRows(form_of_key(form), graph, harmonics, weights)
     out = convolution.output(features)
     convolution.values(_to_field(convolution.form.features, features), out)
@@ -186,18 +153,18 @@ def _convolve_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Cotangents of features, harmonics and weights from those of the output, (n_atoms, plan.out_dim). of_features: whether the
     first are wanted; they have no rows otherwise."""
-    plan = plan_of_key(form)
-    graph = _edges_of(features.shape[0], source, destination, pointers, order, order_pointers, pair, pair_edge)
+    lists = (source, destination, pointers, order, order_pointers, pair, pair_edge)
     if not _by_kernels(features):
-        to_x, to_y, to_w = _plain_gradients(grad, features, _couplings(harmonics, plan), weights, graph, plan)
-        return (to_x if of_features else features.new_empty((0, plan.in_dim))), to_y, to_w
+        given = (grad, features, harmonics, weights, *lists, form, of_features)
+        return torch.ops.forgefield.plain_convolve_backward(*given)
+    graph = edges_of(features.shape[0], *lists)
     convolution = _OverRows(form_of_key(form), graph, harmonics, weights)
     x = _to_field(convolution.form.features, features)
     parts = convolution.geometry(features)
     of_w = convolution.forces(
         x, _to_field(convolution.form.outputs, grad.contiguous()), x if of_features else None, parts
     )
-    to_x = convolution.summed() if of_features else features.new_empty((0, plan.in_dim))
+    to_x = convolution.summed() if of_features else features.new_empty((0, features.shape[1]))
     return to_x, parts.sum(0), convolution.shared(of_w)
 
 
@@ -224,12 +191,13 @@ def _convolve_double_backward(
     """Cotangents of grad, features, harmonics and weights from those of what `convolve_backward` gives, which are a direction
     for features, harmonics and weights. of_features: whether features move. of_harmonics: whether cotangents of
     harmonics are wanted; they are zero otherwise."""
-    plan = plan_of_key(form)
-    graph = _edges_of(features.shape[0], source, destination, pointers, order, order_pointers, pair, pair_edge)
-    along_features = along_features if of_features else torch.zeros_like(features)
+    lists = (source, destination, pointers, order, order_pointers, pair, pair_edge)
     if not _by_kernels(features):
-        along = (along_features, _linear_part(along_harmonics, 0.0), along_weights)
-        return _plain_second(along, grad, features, harmonics, weights, graph, plan)
+        along = (along_features, along_harmonics, along_weights)
+        given = (*along, grad, features, harmonics, weights, *lists, form, of_features, of_harmonics)
+        return torch.ops.forgefield.plain_convolve_double_backward(*given)
+    graph = edges_of(features.shape[0], *lists)
+    along_features = along_features if of_features else torch.zeros_like(features)
     convolution = _OverRows(form_of_key(form), graph, harmonics, weights, still=not of_features)
     form_of_rows = convolution.form
     x = _to_field(form_of_rows.features, features, along_features)
@@ -251,67 +219,12 @@ def _convolve_double_backward(
     return to_grad, to_x, to_y, to_w
 
 
-# ---- the same by plain operations
-
-
-def _couplings(harmonics: Tensor, plan: ConvolutionPlan, first: float = 1.0) -> Tensor:
-    return _linear_part(harmonics, first) @ plan.coupling_matrix().to(harmonics)
-
-
-def _plain_gradients(
-    grad: Tensor, features: Tensor, couplings: Tensor, weights: Tensor, graph: EdgeGraph, plan: ConvolutionPlan
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Of features, harmonics and weights."""
-    to_x, to_m, to_w = gradients_of_convolution(grad.contiguous(), features, couplings, weights, graph, plan)
-    return to_x, _linear_part(to_m @ plan.coupling_matrix().to(to_m).t(), 0.0), to_w
-
-
-def _plain_second(
-    along: tuple[Tensor, Tensor, Tensor],
-    grad: Tensor,
-    features: Tensor,
-    harmonics: Tensor,
-    weights: Tensor,
-    graph: EdgeGraph,
-    plan: ConvolutionPlan,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The convolution is linear in each of the three, so that it is enough to put each direction in the place of its own."""
-    a_x, a_y, a_w = along
-    m, a_m = _couplings(harmonics, plan), _couplings(a_y, plan, 0.0)
-    places = [(a_x, m, weights), (features, a_m, weights), (features, m, a_w)]
-    to_grad = torch.stack([sum_over_edges(*place, graph, plan) for place in places]).sum(0)
-    x, y, w = (_plain_gradients(grad, *place, graph, plan) for place in places)
-    return to_grad, y[0] + w[0], x[1] + w[1], x[2] + y[2]
-
-
 # ---- shapes, and which operator is the derivative of which
 
 
-@_convolve.register_fake
-def _(features: Tensor, harmonics: Tensor, weights: Tensor, *rest: Any) -> Tensor:
-    return features.new_empty((features.shape[0], plan_of_key(rest[-1]).out_dim))
-
-
-@_convolve_backward.register_fake
-def _(grad: Tensor, features: Tensor, harmonics: Tensor, weights: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    of_features = rest[-1]
-    to_x = features.new_empty((features.shape[0] if of_features else 0, features.shape[1]))
-    return to_x, harmonics.new_empty(harmonics.shape), weights.new_empty(weights.shape)
-
-
-@_convolve_double_backward.register_fake
-def _(
-    a_x: Tensor,
-    a_y: Tensor,
-    a_w: Tensor,
-    grad: Tensor,
-    features: Tensor,
-    harmonics: Tensor,
-    weights: Tensor,
-    *rest: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    grad, features, harmonics, weights = (t.new_empty(t.shape) for t in (grad, features, harmonics, weights))
-    return grad, features, harmonics, weights
+_convolve.register_fake(empty_values)
+_convolve_backward.register_fake(empty_cotangents)
+_convolve_double_backward.register_fake(empty_second)
 
 
 N_LISTS = 7
