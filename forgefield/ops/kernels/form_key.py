@@ -41,11 +41,11 @@ def plan_of_key(key: str) -> ConvolutionPlan:
 
 @lru_cache(maxsize=256)
 def form_of_key(key: str) -> Form:
-    """The form in which every path has a block of the output of its own, as in the rows of the plain convolution."""
+    """The form whose features and outputs are the rows of the plain convolution: every path has a block of its own there."""
     plan = plan_of_key(key)
     paths = range(len(plan.paths))
     with _disable_current_modes():
-        return form_of(plan, tuple((path,) for path in paths), tuple(0 for _ in paths))
+        return form_of(plan, tuple((path,) for path in paths), tuple(0 for _ in paths), rows=True)
 
 
 @cache

@@ -18,7 +18,7 @@ from torch import Tensor
 from forgefield.errors import ForgefieldError
 from forgefield.ops.graph import EdgeGraph
 from forgefield.ops.kernels.convolution import Convolution, Motion, Radial
-from forgefield.ops.kernels.fields import TANGENT, VALUE, Field, Shape, new_field
+from forgefield.ops.kernels.fields import Field, Shape
 from forgefield.ops.kernels.form import Form
 from forgefield.ops.kernels.form_key import form_of_key
 from forgefield.ops.kernels.plain_operators import (
@@ -29,6 +29,7 @@ from forgefield.ops.kernels.plain_operators import (
     empty_values,
 )
 from forgefield.ops.kernels.setting import interpreted
+from forgefield.ops.kernels.source import Kind
 from forgefield.ops.segment_sum import sum_in_trace
 
 
@@ -52,16 +53,10 @@ def _by_kernels(x: Tensor) -> bool:
     return x.device.type == "cuda" or interpreted()
 
 
-def _to_field(shape: Shape, values: Tensor, tangents: Tensor | None = None) -> Field:
-    """Rows (n_atoms, dim) as a field. Without tangents the values lie in both places, one of which nobody reads."""
-    sizes = [components * channels for components, channels in shape.blocks]
-    pairs = zip(values.split(sizes, 1), (values if tangents is None else tangents).split(sizes, 1))
-    return Field(torch.cat([part.reshape(-1) for both in pairs for part in both]), values.shape[0], shape)
-
-
-def _to_rows(field: Field, place: int) -> Tensor:
-    blocks = [block.flatten(1) for block in field.blocks(place)]
-    return blocks[0].clone() if len(blocks) == 1 else torch.cat(blocks, 1)
+def _held(shape: Shape, *rows: Tensor) -> Field:
+    """Rows (n_atoms, dim) in the place of a field, which is read as the form says; of values, or of values and tangents."""
+    flat = rows[0].contiguous() if len(rows) == 1 else torch.cat(rows)
+    return Field(flat, rows[0].shape[0], shape)
 
 
 class _OverRows(Convolution):
@@ -93,7 +88,10 @@ class _OverRows(Convolution):
         return of_edges.index_select(0, self.graph.pair_edge) + of_edges.index_select(0, back)
 
     def output(self, of: Tensor) -> Field:
-        return new_field(self.form.outputs, self.graph.n_atoms, of)
+        return _held(self.form.outputs, of.new_empty((self.graph.n_atoms, self.form.outputs.dim)))
+
+    def _kind(self, **flags: bool) -> Kind:
+        return Kind(**flags)  # whatever the sizes, which may be symbols
 
     def geometry(self, of: Tensor) -> Tensor:
         """Room for cotangents of harmonics, of every program for itself."""
@@ -131,8 +129,8 @@ def _convolve(
     graph = edges_of(features.shape[0], *lists)
     convolution = _OverRows(form_of_key(form), graph, harmonics, weights)
     out = convolution.output(features)
-    convolution.values(_to_field(convolution.form.features, features), out)
-    return _to_rows(out, VALUE)
+    convolution.values(_held(convolution.form.features, features), out)
+    return out.flat
 
 
 @_operator("forgefield::convolve_backward")
@@ -159,11 +157,9 @@ def _convolve_backward(
         return torch.ops.forgefield.plain_convolve_backward(*given)
     graph = edges_of(features.shape[0], *lists)
     convolution = _OverRows(form_of_key(form), graph, harmonics, weights)
-    x = _to_field(convolution.form.features, features)
+    x = _held(convolution.form.features, features)
     parts = convolution.geometry(features)
-    of_w = convolution.forces(
-        x, _to_field(convolution.form.outputs, grad.contiguous()), x if of_features else None, parts
-    )
+    of_w = convolution.forces(x, _held(convolution.form.outputs, grad), x if of_features else None, parts)
     to_x = convolution.summed() if of_features else features.new_empty((0, features.shape[1]))
     return to_x, parts.sum(0), convolution.shared(of_w)
 
@@ -200,21 +196,21 @@ def _convolve_double_backward(
     along_features = along_features if of_features else torch.zeros_like(features)
     convolution = _OverRows(form_of_key(form), graph, harmonics, weights, still=not of_features)
     form_of_rows = convolution.form
-    x = _to_field(form_of_rows.features, features, along_features)
+    x = _held(form_of_rows.features, features, along_features)
     motion = Motion(along_harmonics.contiguous(), weights=along_weights.contiguous())
     out = convolution.output(features)
     convolution.tangents(x, out, motion)
-    to_grad = _to_rows(out, TANGENT)
-    of_w, _ = convolution.back(x, _to_field(form_of_rows.outputs, torch.zeros_like(grad), grad.contiguous()), x, motion)
+    to_grad = out.flat
+    of_w, _ = convolution.back(x, _held(form_of_rows.outputs, torch.zeros_like(grad), grad), x, motion)
     to_x, to_w = convolution.summed(), convolution.shared(of_w)
     if not of_harmonics:
         return to_grad, to_x, torch.zeros_like(harmonics), to_w
     to_y = torch.zeros_like(harmonics)
-    g = _to_field(form_of_rows.outputs, grad.contiguous())
+    g = _held(form_of_rows.outputs, grad)
     for moving, rows in ((features, along_weights), (along_features, weights)):  # linear in each
         part = _OverRows(form_of_key(form), graph, harmonics, rows)
         parts = part.geometry(features)
-        part.forces(_to_field(form_of_rows.features, moving), g, None, parts)
+        part.forces(_held(form_of_rows.features, moving), g, None, parts)
         to_y = to_y + parts.sum(0)
     return to_grad, to_x, to_y, to_w
 
