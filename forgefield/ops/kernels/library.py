@@ -22,7 +22,6 @@ from forgefield.ops.kernels.fields import Field, Shape
 from forgefield.ops.kernels.form import Form
 from forgefield.ops.kernels.form_key import form_of_key
 from forgefield.ops.kernels.plain_operators import (
-    RowEdges,
     edges_of,
     empty_cotangents,
     empty_second,
@@ -62,7 +61,9 @@ def _held(shape: Shape, *rows: Tensor) -> Field:
 class _OverRows(Convolution):
     """Launches that a trace holds, of features and cotangents as rows."""
 
-    def __init__(self, form: Form, graph: RowEdges, harmonics: Tensor, weights: Tensor, *, still: bool = False) -> None:
+    def __init__(
+        self, form: Form, graph: EdgeGraph, harmonics: Tensor, weights: Tensor, *, still: bool = False
+    ) -> None:
         row = torch.arange(graph.n_edges, device=graph.source.device) if graph.pair is None else graph.pair
         radial = Radial(weights.contiguous(), row.contiguous())
         super().__init__(form, graph, harmonics.contiguous(), radial, still=still)

@@ -5,7 +5,7 @@ their own that no compiler looks into. The edges and shapes that both are given 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -17,35 +17,39 @@ from forgefield.ops.kernels.form_key import plan_of_key
 
 
 @dataclass(frozen=True)
-class RowEdges(EdgeGraph):
-    """A graph whose sorted lists are at hand: pointers of edges by destination, edges sorted by source (where there are pairs,
-    every edge's reverse), and pointers of these."""
+class RowEdges:
+    """A graph as operators are given it, by the names of `EdgeGraph`. pointers: of edges by destination. order: edges sorted by
+    source, every edge's reverse where there are pairs; order_pointers: of these."""
 
-    lists: tuple[Tensor, Tensor, Tensor] | None = None
+    n_atoms: int
+    source: Tensor
+    destination: Tensor
+    pointers: Tensor
+    order: Tensor
+    order_pointers: Tensor
+    pair: Tensor | None
+    pair_edge: Tensor | None
 
     @property
-    def by_destination(self) -> Segments:  # type: ignore[override]
-        assert self.lists is not None
-        return Segments(self.destination, self.n_atoms, rows_are_sorted=True, known=(None, self.lists[0]))
+    def n_edges(self) -> int:
+        return self.source.shape[0]
 
     @property
-    def by_source(self) -> Segments:  # type: ignore[override]
-        assert self.lists is not None
-        return Segments(self.source, self.n_atoms, known=(self.lists[1], self.lists[2]))
+    def reverse(self) -> Tensor | None:
+        return None if self.pair is None else self.order
+
+    @property
+    def by_destination(self) -> Segments:
+        return Segments(self.destination, self.n_atoms, rows_are_sorted=True, known=(None, self.pointers))
+
+    @property
+    def by_source(self) -> Segments:
+        return Segments(self.source, self.n_atoms, known=(self.order, self.order_pointers))
 
 
-def edges_of(
-    n_atoms: int,
-    source: Tensor,
-    destination: Tensor,
-    pointers: Tensor,
-    order: Tensor,
-    order_pointers: Tensor,
-    pair: Tensor | None,
-    pair_edge: Tensor | None,
-) -> RowEdges:
-    reverse = None if pair is None else order
-    return RowEdges(source, destination, n_atoms, pair, pair_edge, reverse, (pointers, order, order_pointers))
+def edges_of(n_atoms: int, *lists: Any) -> EdgeGraph:
+    """The graph of these lists, from `source` to `pair_edge`; it has what convolutions ask of one."""
+    return cast(EdgeGraph, RowEdges(n_atoms, *lists))
 
 
 # ---- the operators
