@@ -17,6 +17,7 @@ from torch import Tensor
 
 from forgefield.errors import ForgefieldError
 from forgefield.ops.graph import EdgeGraph
+from forgefield.ops.kernels.build import has_triton
 from forgefield.ops.kernels.convolution import Convolution, Motion, Radial
 from forgefield.ops.kernels.fields import Field, Shape
 from forgefield.ops.kernels.form import Form
@@ -49,7 +50,7 @@ def convolve_by_operator(
 
 def _by_kernels(x: Tensor) -> bool:
     """Whether an operator launches kernels, or computes by plain operations."""
-    return x.device.type == "cuda" or interpreted()
+    return has_triton() and (x.device.type == "cuda" or interpreted())
 
 
 def _held(shape: Shape, *rows: Tensor) -> Field:
