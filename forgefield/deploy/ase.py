@@ -30,7 +30,7 @@ from forgefield.errors import ForgefieldError
 from forgefield.models.deeppot.branches import single
 from forgefield.models.potential import Potential
 from forgefield.models.registry import build_model
-from forgefield.ops.kernels.setting import evaluation
+from forgefield.ops.kernels.dispatch import evaluation
 from forgefield.runs import Run
 
 

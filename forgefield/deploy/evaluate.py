@@ -13,7 +13,7 @@ from torch import nn
 from forgefield.data.batch import to_device, with_edges
 from forgefield.data.dataset import GraphDataset
 from forgefield.models.potential import Potential
-from forgefield.ops.kernels.setting import evaluation
+from forgefield.ops.kernels.dispatch import evaluation
 
 Batch = dict[str, torch.Tensor]
 

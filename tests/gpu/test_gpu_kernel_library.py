@@ -13,7 +13,7 @@ from forgefield.deploy.ase import Calculator
 from forgefield.models import Potential, build_model, resolve_model
 from forgefield.ops.kernels import dispatch
 from forgefield.ops.kernels.build import has_triton
-from forgefield.ops.kernels.setting import kernels
+from forgefield.ops.kernels.dispatch import operators
 from forgefield.training.bench_water import CUTOFF, water
 from forgefield.training.engines.compiled import CompiledFunction
 from forgefield.training.engines.tracing import trace
@@ -49,7 +49,7 @@ def evaluation_of(potential: Potential):
 
 
 def plain(evaluate, batch: Batch) -> list[Tensor]:
-    with kernels(operators=False):
+    with operators(False):
         return evaluate([], batch)
 
 
@@ -62,7 +62,7 @@ def assert_close(found: list[Tensor], expected: list[Tensor], tolerance: float) 
 def test_evaluations_are_those_of_plain_operations(precision, tolerance):
     evaluate = evaluation_of(make_potential(precision=precision, **MODEL).cuda())
     for batch in small_batches():
-        with kernels(operators=True):
+        with operators(True):
             ours, again = evaluate([], batch), evaluate([], batch)
         assert_close(ours, plain(evaluate, batch), tolerance)
         assert all(torch.equal(one, other) for one, other in zip(ours, again))
@@ -77,9 +77,9 @@ def test_gradients_of_a_loss_of_forces_are_those_of_plain_operations():
         found = torch.autograd.grad(loss, list(potential.parameters()), allow_unused=True)
         return [gradient for gradient in found if gradient is not None]
 
-    with kernels(operators=True):
+    with operators(True):
         ours = gradients()
-    with kernels(operators=False):
+    with operators(False):
         expected = gradients()
     for one, other in zip(ours, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9 * float(other.abs().max()) + 1e-14)
@@ -94,7 +94,7 @@ def test_calculators_take_operators_and_can_be_told_not_to(monkeypatch):
     ours = atoms.get_forces()
     assert asked
     assert all(asked)
-    with kernels(operators=False):
+    with operators(False):
         atoms.calc.reset()
         np.testing.assert_allclose(ours, atoms.get_forces(), rtol=0, atol=1e-11)
     assert not asked[-1]
@@ -107,7 +107,7 @@ def test_a_compiled_graph_looks_inside_and_holds_for_any_sizes():
     """By torch.compile, and as the compile engine does it. Code is made once."""
     evaluate = evaluation_of(make_potential(precision="float64", **MODEL).cuda())
     first, second = small_batches()
-    with kernels(operators=True):
+    with operators(True):
         traced = trace(evaluate, [], first)
         engine = CompiledFunction(evaluate, {})
         found = [engine([], batch) for batch in (first, second)]
@@ -124,7 +124,7 @@ def test_compiled_code_launches_the_generated_kernels():
 
     evaluate = evaluation_of(make_potential(precision="float32", **MODEL).cuda())
     batch = small_batches()[0]
-    with kernels(operators=True):
+    with operators(True):
         traced = trace(evaluate, [], batch)
     compiled = torch.compile(traced.graph, fullgraph=True, dynamic=True)
     with torch._inductor.config.patch(force_disable_caches=True):
@@ -147,7 +147,7 @@ class Flat(torch.nn.Module):
 def test_a_package_of_aotinductor_gives_the_same(tmp_path):
     evaluate = evaluation_of(make_potential(precision="float64", **MODEL).cuda())
     first, second = small_batches()
-    with kernels(operators=True):
+    with operators(True):
         traced = trace(evaluate, [], first)
     of_sizes = [
         {place: torch.export.Dim.DYNAMIC for place, size in enumerate(SHAPES[key]) if isinstance(size, str)}
@@ -165,7 +165,7 @@ def test_a_package_of_aotinductor_gives_the_same(tmp_path):
 def test_evaluations_can_be_captured():
     evaluate = evaluation_of(make_potential(precision="float64", **MODEL).cuda())
     batch = small_batches()[0]
-    with kernels(operators=True):
+    with operators(True):
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -214,7 +214,7 @@ def test_time_of_an_evaluation(frames, capsys):
     evaluate = evaluation_of(build_model(resolved, precision="float32", seed=0).cuda())
     batch, taken, results = water_batch(frames), {}, {}
     for name, by_operators in (("plain operations", False), ("operators", True)):
-        with kernels(operators=by_operators):
+        with operators(by_operators):
             compiled = CompiledFunction(evaluate, {})
             results[name] = compiled([], batch)
             taken[f"{name}, eager"] = milliseconds(evaluate, [], batch)

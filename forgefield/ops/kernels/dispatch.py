@@ -1,13 +1,56 @@
-"""Which convolution is computed: the operator with kernels inside, or the plain operations that are its oracle."""
+"""Which convolution is computed: the operator with kernels inside, or the plain operations that are its oracle.
+
+Evaluations by the tools of `deploy/` take operators where they can; everything else, traces among it, has to ask for them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
 from forgefield.ops.convolution import convolve
 from forgefield.ops.convolution_plan import ConvolutionPlan
 from forgefield.ops.graph import EdgeGraph, GradientSwitch, barrier
-from forgefield.ops.kernels.setting import use_operators
+from forgefield.ops.kernels.build import has_triton
+from forgefield.ops.kernels.setting import interpreted
+
+
+class _Current:
+    """Of the whole process. wanted: None where nobody has said anything."""
+
+    wanted: bool | None = None
+
+
+_current = _Current()
+
+
+@contextmanager
+def operators(wanted: bool) -> Iterator[None]:
+    """Inside, convolutions by plain operations are operators where these can run, or never are."""
+    before = _current.wanted
+    _current.wanted = wanted
+    try:
+        yield
+    finally:
+        _current.wanted = before
+
+
+@contextmanager
+def evaluation() -> Iterator[None]:
+    """Inside, convolutions are operators unless somebody has said otherwise."""
+    with operators(_current.wanted is not False):
+        yield
+
+
+def use_operators(x: Tensor) -> bool:
+    """Whether a convolution of x is to be an operator: they have no forward mode."""
+    if not _current.wanted or forward_ad._current_level >= 0:
+        return False
+    return x.dtype in (torch.float32, torch.float64) and has_triton() and (x.is_cuda or interpreted())
 
 
 class EdgeHarmonics:

@@ -256,7 +256,7 @@ def _second_derivative(ctx: Any, a_x: Tensor, a_y: Tensor, a_w: Tensor) -> tuple
 def _no_third_derivative(ctx: Any, *cotangents: Tensor) -> None:
     raise ForgefieldError(
         "the convolution's kernels have no third derivative; ask for it inside "
-        "forgefield.ops.kernels.setting.kernels(operators=False)"
+        "forgefield.ops.kernels.dispatch.operators(False)"
     )
 
 

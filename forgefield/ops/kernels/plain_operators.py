@@ -49,7 +49,8 @@ class RowEdges:
 
 def edges_of(n_atoms: int, *lists: Any) -> EdgeGraph:
     """The graph of these lists, from `source` to `pair_edge`; it has what convolutions ask of one."""
-    return cast(EdgeGraph, RowEdges(n_atoms, *(part if part is None else part.contiguous() for part in lists)))
+    given: list[Any] = [part if part is None else part.contiguous() for part in lists]
+    return cast(EdgeGraph, RowEdges(n_atoms, *given))
 
 
 # ---- the operators

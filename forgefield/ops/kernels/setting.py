@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
-import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
 from forgefield.ops.kernels.build import has_triton
@@ -24,14 +23,10 @@ KNOTS = 1024
 @dataclass(frozen=True)
 class KernelSetting:
     """enabled: kernels are used where they can run. knots: intervals of the tables that radial weights are read from; zero: no
-    tables, weights are computed for every pair of atoms.
-
-    operators: whether convolutions that are not part of a training by kernels, and those of traces, are the operators of
-    `library.py`; None: in evaluations by the tools of `deploy/`, not elsewhere."""
+    tables, weights are computed for every pair of atoms."""
 
     enabled: bool = False
     knots: int = KNOTS
-    operators: bool | None = None
 
 
 class _Current:
@@ -47,12 +42,10 @@ def setting() -> KernelSetting:
 
 
 @contextmanager
-def kernels(
-    *, enabled: bool | None = None, knots: int | None = None, operators: bool | None = None
-) -> Iterator[KernelSetting]:
+def kernels(*, enabled: bool | None = None, knots: int | None = None) -> Iterator[KernelSetting]:
     """Inside, kernels are used or not; what is not given stays."""
     before = _current.setting
-    changes = {"enabled": enabled, "knots": knots, "operators": operators}
+    changes = {"enabled": enabled, "knots": knots}
     _current.setting = replace(before, **{key: value for key, value in changes.items() if value is not None})  # type: ignore[arg-type]
     try:
         yield _current.setting
@@ -63,20 +56,6 @@ def kernels(
 def use_kernels(x: Tensor) -> bool:
     """Whether what is computed from x is to go through kernels."""
     return _current.setting.enabled and has_triton() and (x.is_cuda or interpreted())
-
-
-@contextmanager
-def evaluation() -> Iterator[None]:
-    """Inside, convolutions are operators where they can be, unless the setting says otherwise."""
-    with kernels(operators=_current.setting.operators is not False):
-        yield
-
-
-def use_operators(x: Tensor) -> bool:
-    """Whether a convolution of x is to be an operator: they have no forward mode."""
-    if not _current.setting.operators or forward_ad._current_level >= 0:
-        return False
-    return x.dtype in (torch.float32, torch.float64) and has_triton() and (x.is_cuda or interpreted())
 
 
 def use_tables(x: Tensor) -> bool:

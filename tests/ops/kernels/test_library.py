@@ -13,9 +13,10 @@ from forgefield.ops.convolution import convolve
 from forgefield.ops.convolution_plan import Block, ConvolutionPlan, plan_convolution
 from forgefield.ops.graph import EdgeGraph, pair_graph, reverse_edges
 from forgefield.ops.kernels import dispatch
+from forgefield.ops.kernels.dispatch import evaluation, operators, use_operators
 from forgefield.ops.kernels.form_key import key_of_plan, plan_of_key
 from forgefield.ops.kernels.library import convolve_by_operator
-from forgefield.ops.kernels.setting import evaluation, interpreted, kernels, use_operators
+from forgefield.ops.kernels.setting import interpreted
 from forgefield.training.engines.tracing import trace
 from tests.models.structures import make_batch, make_frame, make_potential
 from tests.ops.kernels.support import DEVICE, assert_same, draw, needs_kernels
@@ -168,7 +169,7 @@ def batch() -> dict[str, Tensor]:
 
 
 @pytest.fixture
-def operators(monkeypatch):
+def everywhere(monkeypatch):
     """Convolutions are operators, with kernels inside or without."""
     monkeypatch.setattr(dispatch, "use_operators", lambda features: True)
 
@@ -200,7 +201,7 @@ def test_gradients_of_a_loss_of_forces_go_through_operators(monkeypatch):
         assert_same(ours, expected, 1e-10)
 
 
-def test_traces_of_an_evaluation_hold_two_nodes_a_layer(operators):
+def test_traces_of_an_evaluation_hold_two_nodes_a_layer(everywhere):
     """For any sizes: a trace made of one batch is right for another."""
     potential = make_potential(precision="float64", **MODEL).to(DEVICE).eval().requires_grad_(False)
     given = batch()
@@ -236,7 +237,7 @@ def test_evaluations_take_operators_where_kernels_run_and_the_setting_allows():
         assert not use_operators(x.half())
         with torch.autograd.forward_ad.dual_level():
             assert not use_operators(x)
-    with kernels(operators=False), evaluation():
+    with operators(False), evaluation():
         assert not use_operators(x)
-    with kernels(operators=True):
+    with operators(True):
         assert use_operators(x)
