@@ -30,6 +30,7 @@ from forgefield.errors import ForgefieldError
 from forgefield.models.deeppot.branches import single
 from forgefield.models.potential import Potential
 from forgefield.models.registry import build_model
+from forgefield.ops.kernels.dispatch import evaluation
 from forgefield.runs import Run
 
 
@@ -167,7 +168,8 @@ class Calculator(AseCalculator):
         # Derivatives come together; direct forces have none, so that a stress is made only where it is asked for.
         stressed = gradients and has_volume and (not self.forces_are_direct or "stress" in properties)
         batch = self._batch(frame) | self._inputs(self.atoms)
-        out = self.potential(batch, forces=gradients, stress=stressed)
+        with evaluation():
+            out = self.potential(batch, forces=gradients, stress=stressed)
         answers = {name: value.cpu().numpy() for name, value in further_answers(self.potential, out).items()}
         out = {name: value.detach().cpu().numpy() for name, value in out.items()}
         self.results = {}

@@ -13,6 +13,7 @@ from torch import nn
 from forgefield.data.batch import to_device, with_edges
 from forgefield.data.dataset import GraphDataset
 from forgefield.models.potential import Potential
+from forgefield.ops.kernels.dispatch import evaluation
 
 Batch = dict[str, torch.Tensor]
 
@@ -83,7 +84,8 @@ def _batches(dataset: GraphDataset, frames: int) -> Iterator[Batch]:
 
 
 def _predict_batch(potential: Potential, batch: Batch, *, forces: bool, stress: bool) -> dict[str, np.ndarray]:
-    out = potential(batch, forces=forces, stress=stress)
+    with evaluation():
+        out = potential(batch, forces=forces, stress=stress)
     n_frames, n_atoms = len(batch["n_atoms"]), len(batch["species"])
     predicted = {}
     if potential.has_energy:

@@ -30,7 +30,6 @@ from forgefield.models.nequip_kernels import (
 from forgefield.models.nequip_options import PRESETS, Options, complete_options, preset_options
 from forgefield.models.terms import PairLengths, SpeciesTerms
 from forgefield.ops.activations import activate
-from forgefield.ops.convolution import convolve
 from forgefield.ops.convolution_plan import Block, list_paths, plan_convolution
 from forgefield.ops.graph import (
     EdgeGraph,
@@ -41,6 +40,8 @@ from forgefield.ops.graph import (
     join,
 )
 from forgefield.ops.harmonics import SphericalHarmonics
+from forgefield.ops.kernels.dispatch import EdgeHarmonics
+from forgefield.ops.kernels.form_key import key_of_plan
 from forgefield.ops.linear import Gate, IrrepsLinear, NormActivation, Perceptron, SpeciesLinear, unit_normal
 from forgefield.ops.products import product
 from forgefield.ops.radial import bessel_basis
@@ -167,14 +168,12 @@ class NequIP(SpeciesTerms):
         table = self.type_embedding if self.one_hot_self_connection else None
         scale = self.neighbour_scale(species)
         blocks: list[Tensor] = []
-        couplings: dict[int, Tensor] = {}
+        edges = EdgeHarmonics(harmonics, graph, switch)
         for layer, weights in zip(self.layers, radial):
-            if id(layer.plan) not in couplings:
-                couplings[id(layer.plan)] = barrier(harmonics @ layer.coupling_matrix, switch)
             x = layer.enter(blocks) if blocks else one_hot @ layer.enter([self.type_embedding.unsqueeze(1)])
             if scale is not None:
                 x = x * scale.unsqueeze(1)
-            summed = convolve(x, couplings[id(layer.plan)], weights, graph, layer.plan, switch)
+            summed = edges.convolve(x, weights, layer.plan, layer.coupling_matrix, layer.form_key)
             blocks = layer.leave(summed, blocks, attributes, table)
         return blocks[0].squeeze(1)
 
@@ -278,6 +277,7 @@ class Interaction(nn.Module):
         targets = self.nonlinearity.in_blocks
         self.in_blocks = in_blocks
         self.plan = plan_convolution(in_blocks, options.l_max, frozenset((block.l, block.p) for block in targets))
+        self.form_key = key_of_plan(self.plan)
         self.register_buffer("coupling_matrix", self.plan.coupling_matrix().to(dtype), persistent=False)
         self.targets = tuple(
             (block.l, [i for i, out in enumerate(self.plan.out_blocks) if (out.l, out.p) == (block.l, block.p)])

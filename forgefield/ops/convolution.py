@@ -38,6 +38,23 @@ def convolve(
     return _Convolution.apply(features, couplings, weights, graph, plan, switch or GradientSwitch())
 
 
+def sum_over_edges(
+    features: Tensor, couplings: Tensor, weights: Tensor, graph: EdgeGraph, plan: ConvolutionPlan
+) -> Tensor:
+    """As `convolve`, without a gradient."""
+    with torch.no_grad():
+        return _Convolution.apply(features, couplings, weights, graph, plan, GradientSwitch())
+
+
+def gradients_of_convolution(
+    grad: Tensor, features: Tensor, couplings: Tensor, weights: Tensor, graph: EdgeGraph, plan: ConvolutionPlan
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of features, couplings and weights, from that of the output, grad (n_atoms, plan.out_dim); without a gradient of their
+    own."""
+    with torch.no_grad():
+        return _ConvolutionGradient.apply(grad, features, couplings, weights, graph, plan, GradientSwitch())
+
+
 def _parts(graph: EdgeGraph, plan: ConvolutionPlan, on_cpu: bool) -> Iterator[_Part]:
     """Ranges of edges to work on one after another: on a CPU so short that what they need stays in the cache."""
     if is_traced(graph.source):

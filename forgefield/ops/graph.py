@@ -36,18 +36,19 @@ class GradientSwitch:
 class Segments:
     """A partition of rows: `index` (n_rows,) int64 says to which of the `count` segments each row belongs.
 
-    `rows_are_sorted` promises that `index` does not decrease; `known` brings `order` and `pointers` where they are at hand.
+    `rows_are_sorted` promises that `index` does not decrease; `known` brings `order` and `pointers` where they are at hand, or
+    None and the latter.
     """
 
     index: Tensor
     count: int
     rows_are_sorted: bool = False
-    known: tuple[Tensor, Tensor] | None = None
+    known: tuple[Tensor | None, Tensor] | None = None
 
     @cached_property
     def order(self) -> Tensor:
         """(n_rows,) rows sorted by segment."""
-        if self.known is not None:
+        if self.known is not None and self.known[0] is not None:
             return self.known[0]
         if self.rows_are_sorted:
             return torch.arange(self.index.shape[0], device=self.index.device)

@@ -56,6 +56,14 @@ def _with_triton(kernel: Any, flat: Tensor, order: Tensor | None, pointers: Tens
     return out
 
 
+def sum_in_trace(values: Tensor, order: Tensor, pointers: Tensor) -> Tensor:
+    """As `sum_by_pointers` for rows (n_rows, columns), inside of an operator: what is launched is seen by traces of it."""
+    kernel = _kernel() if values.is_cuda else None
+    if kernel is None:
+        return _sum(values, order, pointers)
+    return _with_triton(torch.library.wrap_triton(kernel), values, order, pointers)
+
+
 @cache
 def _kernel() -> Any:
     """The Triton kernel, None where there is no Triton."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forgefield.ops.graph import EdgeGraph, Segments
+from forgefield.ops.graph import EdgeGraph, Segments, is_traced
 from forgefield.ops.kernels.build import kernel
 from forgefield.ops.kernels.fields import TANGENT, VALUE, Field
 from forgefield.ops.kernels.form import Form
@@ -132,21 +132,25 @@ class Convolution:
         if to_x is not None:
             sum_into_field(rows, self.graph.by_source, to_x, place)
 
+    def launcher(self, kernel: Any) -> Any:
+        """The kernel as it is; operators (`library.py`) have traces see it."""
+        return kernel
+
     def _launch(self, kind: Kind, **tensors: Tensor) -> None:
         graph, radial = self.graph, self.radial
         n_atoms = graph.n_atoms
-        if not n_atoms:
+        if not is_traced(graph.source) and not n_atoms:
             return
         tensors |= {"y": self.harmonics, "w": radial.weights, "row": radial.row, "source": graph.source}
         tensors["pointers"] = graph.by_destination.pointers
         if radial.place is not None:
             tensors["u"] = radial.place
         for name, tensor in tensors.items():
-            if not tensor.is_contiguous():
+            if not is_traced(graph.source) and not tensor.is_contiguous():
                 raise RuntimeError(f"rows of {name} do not lie one after the other")
         given: list[Any] = [tensors.get(name, self.harmonics) for name in ARGUMENTS[:-2]]
         grid = (n_atoms * kind.shares * self.form.n_chunks,)
-        kernel(self.form, kind)[grid](*given, n_atoms, graph.n_edges, num_warps=1, num_stages=1)
+        self.launcher(kernel(self.form, kind))[grid](*given, n_atoms, graph.n_edges, num_warps=1, num_stages=1)
 
 
 def _moving(motion: Motion) -> dict[str, Tensor]:

@@ -29,7 +29,8 @@ class FormPath:
     """weight: where the path begins in a row of weights. start, width, column: of its block of the output, and its first column
     there; component k of an atom begins at k * width + column.
 
-    terms: for (i, k) the coefficients and harmonics (numbered over all degrees) that couple them.
+    terms: for (i, k) the coefficients and harmonics (numbered over all degrees) that couple them. row: length of a row of
+    outputs where these lie as rows of atoms, zero where they lie in a field.
     """
 
     weight: int
@@ -38,13 +39,15 @@ class FormPath:
     column: int
     n_out: int
     terms: dict[tuple[int, int], tuple[tuple[float, int], ...]]
+    row: int = 0
 
 
 @dataclass(frozen=True)
 class FormBlock:
     """Source block of `channels` channels and `n_in` components that begins at `start` among the numbers of an atom; its paths.
 
-    tile: channels that one program takes; chunk: number of its first program among those of an atom.
+    tile: channels that one program takes; chunk: number of its first program among those of an atom. row: length of a row of
+    features where these lie as rows of atoms, zero where they lie in a field.
     """
 
     start: int
@@ -53,6 +56,7 @@ class FormBlock:
     tile: int
     chunk: int
     paths: tuple[FormPath, ...]
+    row: int = 0
 
     @property
     def n_chunks(self) -> int:
@@ -92,9 +96,12 @@ class Form:
 
 
 @lru_cache(maxsize=64)
-def form_of(plan: ConvolutionPlan, targets: tuple[tuple[int, ...], ...], extra: tuple[int, ...]) -> Form:
+def form_of(
+    plan: ConvolutionPlan, targets: tuple[tuple[int, ...], ...], extra: tuple[int, ...], rows: bool = False
+) -> Form:
     """The form of a planned convolution. targets: for every block of the output the paths whose results it holds side by side;
-    extra: how many columns it has after these, which are left alone."""
+    extra: how many columns it has after these, which are left alone. rows: features and outputs lie as rows of atoms, of values
+    and then, where a pass has both, of tangents."""
     places, shape = _places(plan, targets, extra)
     features = Shape(tuple((2 * block.l + 1, block.mul) for block in plan.in_blocks))
     weights = _starts([block.mul for block in plan.out_blocks])
@@ -105,10 +112,12 @@ def form_of(plan: ConvolutionPlan, targets: tuple[tuple[int, ...], ...], extra: 
         for place, path in enumerate(plan.paths):
             if path.source == number:
                 terms = _terms(source.l, path.l2, path.l3)
-                paths.append(FormPath(weights[place], *places[place], 2 * path.l3 + 1, terms))
+                row = shape.dim if rows else 0
+                paths.append(FormPath(weights[place], *places[place], 2 * path.l3 + 1, terms, row))
         if paths:
             tile = _tile(source.mul, paths)
-            block = FormBlock(features.starts[number], source.mul, 2 * source.l + 1, tile, chunk, tuple(paths))
+            row = features.dim if rows else 0
+            block = FormBlock(features.starts[number], source.mul, 2 * source.l + 1, tile, chunk, tuple(paths), row)
             blocks.append(block)
             chunk += block.n_chunks
     return Form(tuple(blocks), features, shape, plan.n_weights, (plan.l_max + 1) ** 2)

@@ -133,7 +133,7 @@ def write_kernel(form: Form, kind: Kind) -> str:
     write(f"def {kind.name}({arguments}):")
     write.depth = 1
     write("program = tl.program_id(0)")
-    write("n_atoms = n_atoms.to(tl.int64)")
+    write("n_atoms = tl.cast(n_atoms, tl.int64)")
     _write_numbers(write, form, kind)
     for number, block in enumerate(form.blocks):
         if len(form.blocks) > 1:
@@ -173,9 +173,9 @@ def _write_block(write: _Writer, form: Form, block: FormBlock, kind: Kind) -> No
     if _masked(block):
         write(f"inside = c < {block.channels}")
     dim = block.n_in * block.channels
-    write(f"x_values = x + n_atoms * {2 * block.start} + c")
+    write(f"x_values = x + {block.start if block.row else f'n_atoms * {2 * block.start}'} + c")
     if _moves(kind):
-        write(f"x_tangents = x_values + n_atoms * {dim}")
+        write(f"x_tangents = x_values + n_atoms * {block.row or dim}")
     for name, where in _outputs(block, kind):
         if kind.backward:
             _load(write, block, name, f"g + {where}")
@@ -285,10 +285,12 @@ def _store(write: _Writer, block: FormBlock | None, where: str, value: str, *, o
 def _outputs(block: FormBlock, kind: Kind) -> list[tuple[str, str]]:
     """Names of what belongs to each component of the outputs, and where it lies."""
     found = []
-    for name, place in kind.places:
+    for row, (name, place) in enumerate(kind.places):
         for number, path in enumerate(block.paths):
             dim = path.n_out * path.width
             base = f"n_atoms * {2 * path.start + place * dim} + atom * {dim}"
+            if path.row:
+                base = f"{path.start} + (n_atoms * {row} + atom) * {path.row}"
             found += [
                 (f"{name}{number}_{k}", f"({base} + {k * path.width + path.column} + c)") for k in range(path.n_out)
             ]
@@ -298,7 +300,7 @@ def _outputs(block: FormBlock, kind: Kind) -> list[tuple[str, str]]:
 def _write_loads(write: _Writer, form: Form, block: FormBlock, kind: Kind) -> None:
     for prefix, base in (("", "x_values"), ("d", "x_tangents"))[: 2 if _moves(kind) else 1]:
         for i in range(block.n_in):
-            where = f"{base} + atom_in * {block.n_in * block.channels} + {i * block.channels}"
+            where = f"{base} + atom_in * {block.row or block.n_in * block.channels} + {i * block.channels}"
             _load(write, block, f"{prefix}x{i}", where, narrow=kind.narrow, unless_missing=not kind.backward)
     for prefix in ("", "d")[: 2 if kind.dual else 1]:
         for j in block.harmonics:
