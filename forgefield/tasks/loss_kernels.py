@@ -89,7 +89,8 @@ def _name(loss: ElementLoss) -> tuple[str, float] | None:
     """Name and delta of a loss that the kernels know."""
     if isinstance(loss, partial) and loss.func is huber:
         return "huber", float(loss.keywords["delta"])
-    return {mse: ("mse", 0.0), mae: ("mae", 0.0)}.get(loss)
+    known: dict[Any, tuple[str, float]] = {mse: ("mse", 0.0), mae: ("mae", 0.0)}
+    return known.get(loss)
 
 
 def loss_by_kernels(

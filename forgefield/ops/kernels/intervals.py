@@ -25,7 +25,7 @@ def sorted_by_kernels(at: Tensor, count: int, chunk: int) -> tuple[Tensor, Tenso
     `MOST_INTERVALS` at most. chunk: edges in a chunk."""
     n_edges = at.shape[0]
     n_blocks = -(-n_edges // BLOCK)
-    integers = {"dtype": torch.int64, "device": at.device}
+    integers: dict[str, Any] = {"dtype": torch.int64, "device": at.device}
     order = torch.empty(n_edges, **integers)
     pointers, chunks = torch.empty(2, count + 1, **integers)
     interval = torch.empty(count + n_edges // chunk, **integers)
