@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BLOCK = 512
+BLOCK = 256
 """Numbers of a matrix, or of its weights, that one program makes."""
 EIGHT = 8
 """Numbers of an embedding that are read at a time."""
