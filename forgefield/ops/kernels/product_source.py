@@ -132,7 +132,8 @@ def product_kernels() -> Kernels:
                 b = tl.load(matrices + from_b + b_line, mask=b_known, other=0.0)
                 if precision == "ieee":
                     total = tl.dot(a, b, total, input_precision="ieee", out_dtype=fields.dtype.element_ty)
-                else:  # of matrices the leading bits, and from `low` on the rest; tensor cores would cut off what they cannot hold
+                else:
+                    # b: leading bits, with the rest `low` numbers behind; of what is longer tensor cores would cut off the end
                     a_high = ((a.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
                     if precision == "tf32x3":
                         from_low = from_b + low
