@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BLOCK = 512
+BLOCK = 256
 """Numbers of a matrix, or of its weights, that one program makes."""
+EIGHT = 8
+"""Numbers of an embedding that are read at a time."""
 COLUMNS = 128
 """Of a matrix that one program reads at a time for the gradient of the embedding."""
 
@@ -55,7 +57,7 @@ class Matrices:
         n_species = embedding.shape[0]
         given = (weights, embedding, *more, table, numbers)
         wide = max(16, 1 << (self.n_embedding - 1).bit_length())
-        sizes = (n_species, self.n_embedding, self.size, table.shape[1], BLOCK, COLUMNS, wide)
+        sizes = (n_species, self.n_embedding, self.size, table.shape[1], BLOCK, COLUMNS, wide, EIGHT)
         _kernels()[name][grid](*given, *sizes, num_warps=4)
 
     def _on(self, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -121,6 +123,7 @@ def _kernels() -> dict[str, Any]:
         block: tl.constexpr,
         across: tl.constexpr,
         wide: tl.constexpr,
+        eight: tl.constexpr,
     ):
         about = table + tl.program_id(1) * columns
         of_species = tl.load(about)
@@ -142,9 +145,13 @@ def _kernels() -> dict[str, Any]:
                 total = tl.load(weights + e, mask=inside, other=0.0)
             else:
                 total = tl.zeros([block], out.dtype.element_ty)
-                for v in range(n_embedding):
-                    weight = tl.load(weights + (row * n_embedding + v) * width + column, mask=inside, other=0.0)
-                    total += weight * tl.load(embedding + kind * n_embedding + v, mask=inside, other=0.0)
+                for first in range(0, n_embedding, eight):
+                    v = first + tl.arange(0, eight)[:, None]
+                    known = inside[None, :] & (v < n_embedding)
+                    line = (row[None, :] * n_embedding + v) * width + column[None, :]
+                    weight = tl.load(weights + line, mask=known, other=0.0)
+                    given = tl.load(embedding + kind[None, :] * n_embedding + v, mask=known, other=0.0)
+                    total += tl.sum(weight * given, 0)
             total *= constant
             high = total
             if out.dtype.element_ty == tl.float32:  # to the nearest number of tensor cores
@@ -173,6 +180,7 @@ def _kernels() -> dict[str, Any]:
         block: tl.constexpr,
         across: tl.constexpr,
         wide: tl.constexpr,
+        eight: tl.constexpr,
     ):
         about = table + tl.program_id(1) * columns
         of_species = tl.load(about)
@@ -213,6 +221,7 @@ def _kernels() -> dict[str, Any]:
         block: tl.constexpr,
         across: tl.constexpr,
         wide: tl.constexpr,
+        eight: tl.constexpr,
     ):
         row = tl.program_id(0)
         species = tl.program_id(2)

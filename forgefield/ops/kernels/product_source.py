@@ -130,17 +130,21 @@ def product_kernels() -> Kernels:
                 b_line = k[:, None] + column[None, :] * b_pitch
                 b_known = (k < limit)[:, None] & known[None, :]
                 b = tl.load(matrices + from_b + b_line, mask=b_known, other=0.0)
-                if precision == "tf32x3":
-                    from_low = from_b + low
-                    if aligned:
-                        from_low = tl.multiple_of(from_low, 16)
-                    b_low = tl.load(matrices + from_low + b_line, mask=b_known, other=0.0)
-                    a_high = ((a.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
-                    part = tl.dot(a - a_high, b, input_precision="tf32")
-                    part = tl.dot(a_high, b_low, part, input_precision="tf32")
-                    total += tl.dot(a_high, b, part, input_precision="tf32")
+                if precision == "ieee":
+                    total = tl.dot(a, b, total, input_precision="ieee", out_dtype=fields.dtype.element_ty)
                 else:
-                    total = tl.dot(a, b, total, input_precision=precision, out_dtype=fields.dtype.element_ty)
+                    # b: leading bits, with the rest `low` numbers behind; of what is longer tensor cores would cut off the end
+                    a_high = ((a.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+                    if precision == "tf32x3":
+                        from_low = from_b + low
+                        if aligned:
+                            from_low = tl.multiple_of(from_low, 16)
+                        b_low = tl.load(matrices + from_low + b_line, mask=b_known, other=0.0)
+                        part = tl.dot(a - a_high, b, input_precision="tf32")
+                        part = tl.dot(a_high, b_low, part, input_precision="tf32")
+                        total += tl.dot(a_high, b, part, input_precision="tf32")
+                    else:
+                        total = tl.dot(a_high, b, total, input_precision="tf32")
             result = row[:, None] * width + column[None, :]
             write = inside[:, None] & known[None, :]
             if adds:

@@ -44,7 +44,7 @@ FAR = 2**31
 """Length from which on places in a block are counted with 64 bits."""
 EXACT = "tf32x3"
 """How float32 is multiplied with matrices: as three products of tensor cores, of leading bits and rests of both factors.
-Others: `ieee`, without tensor cores; `tf32`, leading bits alone."""
+The other: `tf32`, leading bits alone."""
 EXACT_GRADIENT = "bf16x6"
 """How it is for gradients: as six products of parts of 16 bits, of three that make up a number. Others: `bf16x3`, of two parts;
 `tf32x3`, `ieee`."""
