@@ -74,12 +74,12 @@ class Atoms:
         begin = 2 * self.count * self.layout.starts[number][name]
         return Field(self.arena[begin : begin + 2 * self.count * shape.dim], self.count, shape)
 
-    def multiply(self, products: Products | None, place: int) -> None:
+    def multiply(self, products: Products | None, place: int, *, precise: bool = False) -> None:
         assert products is not None
         if is_lowered(self.arena):
             products.make_plainly(self.arena, self.packed, self.one_hot, self.count, place)
         else:
-            products.make(self.arena, self.packed, self.kinds, self.count, place)
+            products.make(self.arena, self.packed, self.kinds, self.count, place, precise=precise)
 
     def gradients(self) -> Tensor:
         """Of all matrices, in a row; all passes have been made."""
@@ -116,7 +116,7 @@ class Layer:
         else:
             self._enter(VALUE)
         convolution.values(self.x, self.z)
-        self.atoms.multiply(self.products.leave, VALUE)
+        self.atoms.multiply(self.products.leave, VALUE, precise=True)
         self.nonlinearity.values(self.a, self.h)
         self._add(h, self.h, VALUE)
 
@@ -129,7 +129,7 @@ class Layer:
         self._add(h, self.h, TANGENT)
 
     def _enter(self, place: int) -> None:
-        self.atoms.multiply(self.products.enter, place)
+        self.atoms.multiply(self.products.enter, place, precise=place == VALUE)
         self._scale(self.x, place)
 
     def _scale(self, x: Field, place: int) -> None:
@@ -148,7 +148,7 @@ class Layer:
         """Writes cotangents of harmonics (and places) for every chunk of the convolution to `parts` (n_chunks, n_edges, ...),
         and returns those of rows of weights, of which there are none with a table."""
         self.nonlinearity.forces(self.a, self.to_h, self.to_a)
-        self.atoms.multiply(self.products.to_z, TANGENT)
+        self.atoms.multiply(self.products.to_z, TANGENT, precise=True)
         found = self._known().forces(self.x, self.to_z, None if self.first else self.to_x, parts)
         if not self.first:
             self._back_to_h(TANGENT)
@@ -167,7 +167,7 @@ class Layer:
 
     def _back_to_h(self, place: int) -> None:
         self._scale(self.to_x, place)
-        self.atoms.multiply(self.products.to_h, place)
+        self.atoms.multiply(self.products.to_h, place, precise=place == TANGENT)
 
     @property
     def columns_of_geometry(self) -> int:

@@ -97,7 +97,8 @@ def product_kernels() -> Kernels:
                 own_steps = tl.maximum(own_steps, 1)
             column = tl.program_id(0) % across * bn + tl.arange(0, bn)
             known = column < width
-            total = tl.zeros([bm, bn], fields.dtype.element_ty)
+            split: tl.constexpr = fields.dtype.element_ty == tl.float32 and precision != "tf32"
+            total = tl.zeros([bm, bn], tl.float64 if precision == "float64" else fields.dtype.element_ty)
             for step in range(n_all):
                 begin = step * bk
                 read = inside
@@ -130,16 +131,22 @@ def product_kernels() -> Kernels:
                 b_line = k[:, None] + column[None, :] * b_pitch
                 b_known = (k < limit)[:, None] & known[None, :]
                 b = tl.load(matrices + from_b + b_line, mask=b_known, other=0.0)
-                if precision == "ieee":
+                # b: leading bits of float32, with the rest `low` numbers behind
+                if split:
+                    from_low = from_b + low
+                    if aligned:
+                        from_low = tl.multiple_of(from_low, 16)
+                    b_low = tl.load(matrices + from_low + b_line, mask=b_known, other=0.0)
+                if precision == "float64":
+                    b = b.to(tl.float64) + b_low.to(tl.float64)
+                    total = tl.dot(a.to(tl.float64), b, total, out_dtype=tl.float64)
+                elif precision == "ieee":
+                    b = b + b_low if split else b
                     total = tl.dot(a, b, total, input_precision="ieee", out_dtype=fields.dtype.element_ty)
                 else:
-                    # b: leading bits, with the rest `low` numbers behind; of what is longer tensor cores would cut off the end
+                    # of what is longer tensor cores would cut off the end
                     a_high = ((a.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
                     if precision == "tf32x3":
-                        from_low = from_b + low
-                        if aligned:
-                            from_low = tl.multiple_of(from_low, 16)
-                        b_low = tl.load(matrices + from_low + b_line, mask=b_known, other=0.0)
                         part = tl.dot(a - a_high, b, input_precision="tf32")
                         part = tl.dot(a_high, b_low, part, input_precision="tf32")
                         total += tl.dot(a_high, b, part, input_precision="tf32")

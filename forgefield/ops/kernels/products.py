@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -33,11 +34,13 @@ class Tile:
     stages: int
 
 
-LARGE = Tile(64, 64, 32, 4, 3)
-SMALL = Tile(16, 32, 64, 4, 3)
-GRADIENT = Tile(64, 64, 32, 4, 3)
-CHUNK = 1024
-"""Rows that one program sums for the gradient of a matrix."""
+LARGE = {"float64": Tile(64, 32, 32, 4, 3), "else": Tile(64, 32, 32, 4, 3)}
+SMALL = {"float64": Tile(16, 32, 32, 4, 4), "else": Tile(16, 32, 32, 4, 4)}
+"""Of many and of few rows, by how they are multiplied."""
+GRADIENT = {False: Tile(64, 64, 64, 4, 3), True: Tile(32, 64, 32, 4, 4)}
+"""Of gradients of matrices, by whether rows are few."""
+CHUNK = {False: 1024, True: 384}
+"""Rows that one program sums for the gradient of a matrix, likewise."""
 SUMMED = 512
 """Numbers of a gradient that one program adds up from the chunks."""
 FAR = 2**31
@@ -45,6 +48,8 @@ FAR = 2**31
 EXACT = "tf32x3"
 """How float32 is multiplied with matrices: as three products of tensor cores, of leading bits and rests of both factors.
 The other: `tf32`, leading bits alone."""
+WITH_DOUBLES = ((8, 0), (9, 0), (10, 0))
+"""Generations of GPUs whose tensor cores multiply float64 as fast as others multiply float32."""
 EXACT_GRADIENT = "bf16x6"
 """How it is for gradients: as six products of parts of 16 bits, of three that make up a number. Others: `bf16x3`, of two parts;
 `tf32x3`, `ieee`."""
@@ -129,21 +134,32 @@ class Products:
         self._tables: dict[torch.device, Tensor] = {}
 
     def make(
-        self, fields: Tensor, matrices: Tensor, kinds: Kinds | None, n_atoms: int, place: int, tile: Tile | None = None
+        self,
+        fields: Tensor,
+        matrices: Tensor,
+        kinds: Kinds | None,
+        n_atoms: int,
+        place: int,
+        *,
+        precise: bool = False,
+        tile: Tile | None = None,
     ) -> None:
         """fields: the arena. matrices: packed. kinds: needed where matrices belong to species, and there is more than one.
-        place: values or tangents of all blocks."""
+        place: values or tangents of all blocks. precise: as cores for single numbers would; what errors of energies and forces
+        come from is multiplied so, since a gradient is made of their small differences from the labels, and tensor cores cut
+        off what they add, always downwards."""
         if not n_atoms:
             return
+        precision = precision_of(fields, _precise(fields.device) if precise else EXACT, "tf32")
         if tile is None:
-            tile = SMALL if n_atoms * sum(part.components for part in self.parts) < FEW_ROWS else LARGE
+            few = _few(n_atoms, sum(part.components for part in self.parts))
+            tile = (SMALL if few else LARGE)["float64" if precision == "float64" else "else"]
         table = self._tables.get(fields.device)
         if table is None:
             table = self._tables[fields.device] = _on(fields.device, [astuple(part) for part in self.parts])
         n_tiles = max(
             -(-n_atoms * part.components // tile.rows) * -(-part.width // tile.columns) for part in self.parts
         )
-        precision = precision_of(fields, EXACT, "tf32")
         in_order = self.own and kinds is not None
         product_kernels().multiply[(n_tiles, len(self.parts))](
             fields,
@@ -202,7 +218,13 @@ class Gradients:
         self._tables: dict[torch.device, Tensor] = {}
 
     def make(
-        self, fields: Tensor, kinds: Kinds | None, n_atoms: int, out: Tensor, tile: Tile = GRADIENT, chunk: int = CHUNK
+        self,
+        fields: Tensor,
+        kinds: Kinds | None,
+        n_atoms: int,
+        out: Tensor,
+        tile: Tile | None = None,
+        chunk: int | None = None,
     ) -> None:
         """From values and tangents of all blocks, to out."""
         if not n_atoms:
@@ -211,7 +233,9 @@ class Gradients:
         table = self._tables.get(fields.device)
         if table is None:
             table = self._tables[fields.device] = _on(fields.device, self._rows)
-        n_chunks = -(-2 * n_atoms // chunk)
+        few = _few(n_atoms, max(part.components for part in self.parts))
+        tile = tile or GRADIENT[few]
+        n_chunks = -(-2 * n_atoms // (chunk or CHUNK[few]))
         parts = fields.new_empty(n_chunks * self._by_chunk + self._besides)
         n_tiles = max(
             -(-part.depth // tile.rows) * -(-part.width // tile.columns) * part.components for part in self.parts
@@ -279,6 +303,18 @@ def _aligned(parts: Sequence[Product] | Sequence[Gradient]) -> bool:
     """Whether rows, blocks and matrices begin at multiples of 16 numbers, so that they can be read in wide pieces."""
     counts = ("components", "n_kinds", "places")
     return all(n % 16 == 0 for part in parts for name, n in vars(part).items() if n > 0 and name not in counts)
+
+
+def _few(n_atoms: int, components: int) -> bool:
+    return n_atoms * components < FEW_ROWS
+
+
+@cache
+def _precise(device: torch.device) -> str:
+    """How float32 is multiplied where tensor cores for short numbers are not precise enough."""
+    if interpreted() or torch.cuda.get_device_capability(device) in WITH_DOUBLES:
+        return "float64"
+    return "ieee"
 
 
 def _far(length: int) -> bool:
