@@ -89,7 +89,7 @@ def _name(loss: ElementLoss) -> tuple[str, float] | None:
     """Name and delta of a loss that the kernels know."""
     if isinstance(loss, partial) and loss.func is huber:
         return "huber", float(loss.keywords["delta"])
-    return {mse: ("mse", 0.0), mae: ("mae", 0.0)}.get(loss)
+    return next(((name, 0.0) for name, known in (("mse", mse), ("mae", mae)) if loss is known), None)
 
 
 def loss_by_kernels(
@@ -175,7 +175,10 @@ def write_loss(terms: Sequence[_Term], given_denominators: bool) -> str:
         finish += [last, *_indented(_collect(term, i, row, len(terms), width))]
         row += term.n_errors
     finish += ["if program == tl.num_programs(0) - 1:", "    tl.store(out, loss)"]
-    bodies = (f"{jit}\ndef {name}{head}\n" + "\n".join(_indented(lines)) for name, lines in (("add_up", add_up), ("finish", finish)))
+    bodies = (
+        f"{jit}\ndef {name}{head}\n" + "\n".join(_indented(lines))
+        for name, lines in (("add_up", add_up), ("finish", finish))
+    )
     return "\n\n".join([_HEAD, *bodies]) + "\n"
 
 
@@ -259,7 +262,11 @@ def _add_up(term: _Term, i: int, width: int, n_rows: str) -> list[str]:
         lines += ["size_1 += tl.abs(e)", "size_2 += e * e", "known += counts_here.to(tl.float64)"]
         if term.quantity == "energy":
             lines += ["each = e / size", "each_1 += tl.abs(each)", "each_2 += each * each"]
-    lines += [f"part = parts + program * {width}", "tl.store(part, tl.sum(sums, 0))", "tl.store(part + 1, tl.sum(counts, 0))"]
+    lines += [
+        f"part = parts + program * {width}",
+        "tl.store(part, tl.sum(sums, 0))",
+        "tl.store(part + 1, tl.sum(counts, 0))",
+    ]
     groups = [["each_1", "each_2", "known"]] if term.quantity == "energy" else []
     groups += [["size_1", "size_2", "known"]]
     for number, name in enumerate(name for group in groups for name in group):

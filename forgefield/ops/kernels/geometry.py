@@ -129,9 +129,7 @@ def write_geometry(name: str, l_max: int, each: bool) -> str:
         lines += ["tl.store(place + edge, moved, mask=inside)"]
     else:
         for j in range(1, n_harmonics):
-            lines.append(
-                f"g{j} = tl.load(harmonics + edge * row + {j}, mask=inside, other=0.0).to(tl.float64)"
-            )
+            lines.append(f"g{j} = tl.load(harmonics + edge * row + {j}, mask=inside, other=0.0).to(tl.float64)")
         lines += ["g = tl.load(place + edge * step, mask=inside, other=0.0).to(tl.float64)"]
         lines += _back(l_max)
         lines += ["along = u0 * b0 + u1 * b1 + u2 * b2"]

@@ -25,7 +25,7 @@ def sorted_by_kernels(at: Tensor, count: int, chunk: int) -> tuple[Tensor, Tenso
     `MOST_INTERVALS` at most. chunk: edges in a chunk."""
     n_edges = at.shape[0]
     n_blocks = -(-n_edges // BLOCK)
-    integers = {"dtype": torch.int64, "device": at.device}
+    integers: dict[str, Any] = {"dtype": torch.int64, "device": at.device}
     order = torch.empty(n_edges, **integers)
     pointers, chunks = torch.empty(2, count + 1, **integers)
     interval = torch.empty(count + n_edges // chunk, **integers)
@@ -37,7 +37,8 @@ def sorted_by_kernels(at: Tensor, count: int, chunk: int) -> tuple[Tensor, Tenso
         rank[(n_blocks,)](at, ranks, counts, n_edges, count, BLOCK, WIDTH, num_warps=8)
     add_blocks[(-(-count // COLUMNS),)](counts, totals, n_blocks, count, BLOCKS, COLUMNS, num_warps=4)
     padded = 1 << (count - 1).bit_length()
-    add_intervals[(1,)](totals, pointers, chunks, interval, count, interval.shape[0], chunk, padded, num_warps=max(4, padded // 128))
+    listed = (totals, pointers, chunks, interval, count, interval.shape[0])
+    add_intervals[(1,)](*listed, chunk, padded, num_warps=max(4, padded // 128))
     if n_blocks:
         place[(n_blocks,)](at, ranks, counts, pointers, order, n_edges, count, BLOCK, num_warps=4)
     return order, pointers, chunks, interval
@@ -82,9 +83,7 @@ def _kernels() -> tuple[Any, Any, Any, Any]:
         tl.store(totals + column, total, mask=inside)
 
     @triton.jit(do_not_specialize=["n_listed"])
-    def add_intervals(
-        totals, pointers, chunks, interval, count, n_listed, chunk: tl.constexpr, padded: tl.constexpr
-    ):
+    def add_intervals(totals, pointers, chunks, interval, count, n_listed, chunk: tl.constexpr, padded: tl.constexpr):
         k = tl.arange(0, padded)
         inside = k < count
         total = tl.load(totals + k, mask=inside, other=0).to(tl.int64)
@@ -94,7 +93,7 @@ def _kernels() -> tuple[Any, Any, Any, Any]:
         tl.store(chunks + k + 1, last, mask=inside)
         tl.store(pointers + k, 0, mask=k == 0)
         tl.store(chunks + k, 0, mask=k == 0)
-        for number in range(0, tl.max(n_chunks, 0)):
+        for number in range(tl.max(n_chunks, 0)):
             tl.store(interval + last - n_chunks + number, k, mask=number < n_chunks)
         for first in range(tl.sum(n_chunks, 0), n_listed, padded):
             tl.store(interval + first + k, count, mask=first + k < n_listed)

@@ -71,7 +71,9 @@ def _curves(basis: Tensor, first: Tensor, n_layers: int, scale: float, gain: flo
     return curves
 
 
-def _to_first(basis: Tensor, first: Tensor, to_curves: Tensor, n_layers: int, scale: float, gain: float) -> list[Tensor]:
+def _to_first(
+    basis: Tensor, first: Tensor, to_curves: Tensor, n_layers: int, scale: float, gain: float
+) -> list[Tensor]:
     """Gradients of the first matrices, from cotangents of the curves."""
     n_intervals, n_basis, width = basis.shape[0] - 1, basis.shape[2], first.shape[1]
     knots, channels = _tile()

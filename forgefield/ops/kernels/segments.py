@@ -1,4 +1,4 @@
-"""Where sorted segments begin, in one kernel where plain operations take five, and sums over long segments of single numbers."""
+"""Where sorted segments begin, in one kernel where plain operations take five, and sums over long segments of numbers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _kernels() -> tuple[Any, Any]:
         here = tl.where(row < n_rows, here, count)
         # Segments that begin here: those after the one of the row before, which are more than one where some are empty.
         gap = tl.where(inside, here - before, 0)
-        for number in range(0, tl.max(gap, 0)):
+        for number in range(tl.max(gap, 0)):
             tl.store(pointers + before + 1 + number, row, mask=number < gap)
 
     @triton.jit

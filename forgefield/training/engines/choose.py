@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from forgefield.errors import ForgefieldError
-from forgefield.ops.kernels.setting import has_triton
-from forgefield.ops.kernels.setting import interpreted
+from forgefield.ops.kernels.setting import has_triton, interpreted
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.graphs import GraphsEngine
 from forgefield.training.engines.size_plan import SizePlan

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from forgefield.ops.kernels.setting import has_triton
 from forgefield.ops.kernels.fields import Field, Shape
-from forgefield.ops.kernels.setting import interpreted
+from forgefield.ops.kernels.setting import has_triton, interpreted
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_kernels = pytest.mark.skipif(

@@ -12,9 +12,7 @@ from tests.ops.kernels.support import DEVICE, needs_kernels
 pytestmark = needs_kernels
 
 
-@pytest.mark.parametrize(
-    ("n_edges", "count"), [(0, 5), (7, 300), (2 * BLOCK + 3, 17), (3 * BLOCK, 1)]
-)
+@pytest.mark.parametrize(("n_edges", "count"), [(0, 5), (7, 300), (2 * BLOCK + 3, 17), (3 * BLOCK, 1)])
 def test_edges_in_order_of_their_intervals(n_edges, count, monkeypatch):
     monkeypatch.setattr(intervals, "BLOCKS", 2)  # so that blocks are added in more than one go
     at = torch.randint(0, max(count - 1, 1), (n_edges,), generator=torch.Generator().manual_seed(1)).to(torch.int16)

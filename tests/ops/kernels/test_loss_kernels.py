@@ -72,7 +72,9 @@ def test_predictions_that_are_no_numbers_are_seen():
     task = Task(TASKS["energy and forces"], SPECIES)
     batch, outputs = labelled_batch([2, 2])
     batch["energy"][1], outputs["energy"][1] = 1.0, torch.nan
-    found = loss_by_kernels(task, task.error_metrics(SPECIES), outputs, batch, task.weights_on(torch.device(DEVICE)), None)
+    found = loss_by_kernels(
+        task, task.error_metrics(SPECIES), outputs, batch, task.weights_on(torch.device(DEVICE)), None
+    )
     assert found.loss.isnan()
     assert found.slopes["energy"][1].isnan()
 

@@ -17,6 +17,8 @@ def test_a_batch_is_put_in_front_of_blank_frames():
         _load(captured, batch, None)
         for key, found in read.items():
             expected = blank[key].clone()
-            place = (slice(None),) * (key == "edge_index") + (slice(batch[key].shape[-1 if key == "edge_index" else 0]),)
+            place = (slice(None),) * (key == "edge_index") + (
+                slice(batch[key].shape[-1 if key == "edge_index" else 0]),
+            )
             expected[place] = batch[key]
             assert torch.equal(found.nan_to_num(), expected.nan_to_num()), key
