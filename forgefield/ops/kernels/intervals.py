@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BLOCK, WIDTH = 512, 32
+BLOCK, WIDTH = 512, 16
 """Edges of a block, and how many of them an edge is compared with at a time."""
 BLOCKS, COLUMNS = 64, 16
 """That one program adds up at a time, of so many intervals."""
