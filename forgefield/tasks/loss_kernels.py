@@ -89,8 +89,7 @@ def _name(loss: ElementLoss) -> tuple[str, float] | None:
     """Name and delta of a loss that the kernels know."""
     if isinstance(loss, partial) and loss.func is huber:
         return "huber", float(loss.keywords["delta"])
-    known: dict[Any, tuple[str, float]] = {mse: ("mse", 0.0), mae: ("mae", 0.0)}
-    return known.get(loss)
+    return next(((name, 0.0) for name, known in (("mse", mse), ("mae", mae)) if loss is known), None)
 
 
 def loss_by_kernels(

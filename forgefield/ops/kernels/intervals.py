@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BLOCK, WIDTH = 512, 32
+BLOCK, WIDTH = 128, 16
 """Edges of a block, and how many of them an edge is compared with at a time."""
 BLOCKS, COLUMNS = 64, 16
 """That one program adds up at a time, of so many intervals."""
+MOST_EDGES = 32768
+"""More are sorted faster by torch, which takes more launches."""
 MOST_INTERVALS = 4096
 """One program sums over all of them."""
 
@@ -34,12 +36,11 @@ def sorted_by_kernels(at: Tensor, count: int, chunk: int) -> tuple[Tensor, Tenso
     counts = torch.zeros((n_blocks, count), dtype=torch.int32, device=at.device)
     rank, add_blocks, add_intervals, place = _kernels()
     if n_blocks:
-        rank[(n_blocks,)](at, ranks, counts, n_edges, count, BLOCK, WIDTH, num_warps=8)
+        rank[(n_blocks,)](at, ranks, counts, n_edges, count, BLOCK, WIDTH, num_warps=4)
     add_blocks[(-(-count // COLUMNS),)](counts, totals, n_blocks, count, BLOCKS, COLUMNS, num_warps=4)
     padded = 1 << (count - 1).bit_length()
-    add_intervals[(1,)](
-        totals, pointers, chunks, interval, count, interval.shape[0], chunk, padded, num_warps=max(4, padded // 128)
-    )
+    listed = (totals, pointers, chunks, interval, count, interval.shape[0])
+    add_intervals[(1,)](*listed, chunk, padded, num_warps=max(4, padded // 128))
     if n_blocks:
         place[(n_blocks,)](at, ranks, counts, pointers, order, n_edges, count, BLOCK, num_warps=4)
     return order, pointers, chunks, interval

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from forgefield.ops.kernels.intervals import MOST_INTERVALS, sorted_by_kernels
+from forgefield.ops.kernels.intervals import MOST_EDGES, MOST_INTERVALS, sorted_by_kernels
 from forgefield.ops.kernels.setting import has_triton, use_kernels
 from forgefield.ops.segment_sum import sum_by_pointers
 
@@ -42,7 +42,7 @@ class Intervals:
 
 
 def edges_by_interval(at: Tensor, count: int) -> Intervals:
-    if use_kernels(at) and count <= MOST_INTERVALS:
+    if use_kernels(at) and count <= MOST_INTERVALS and at.shape[0] <= MOST_EDGES:
         return Intervals(at, count, *sorted_by_kernels(at, count, CHUNK))
     found, order = torch.sort(at, stable=True)
     pointers = torch.searchsorted(found, torch.arange(count + 1, dtype=at.dtype, device=at.device))
