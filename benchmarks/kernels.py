@@ -77,7 +77,7 @@ def convolution_bytes(form: Form, n_atoms: int, n_edges: int, knots: int, name: 
     if backward and not (name == "forces" and first):
         streamed += FLOAT * n_edges * form.features.dim
     if name == "forces":
-        streamed += FLOAT * n_edges * form.n_chunks * (form.n_harmonics + 1)
+        streamed += FLOAT * n_edges * form.n_chunks * 4
     if name == "back":
         streamed += FLOAT * n_edges * 2 * form.n_weights
     hbm = streamed + FLOAT * (n_atoms * features + table)
@@ -137,7 +137,7 @@ class Scene:
         self.inverse = model.inverse_cutoffs(batch["species"], self.graph)
         self.tangents = torch.randn_like(self.vectors)
         l_max, dtype = model.options.l_max, model.dtype
-        self.harmonics, self.place, at = EdgeGeometry.apply(self.vectors, self.inverse, l_max, knots, dtype)
+        self.harmonics, _, self.place, at = EdgeGeometry.apply(self.vectors, self.inverse, l_max, knots, dtype)
         self.at: Intervals = edges_by_interval(at, knots)
         d_harmonics, self.d_place = moved_geometry(self.vectors, self.tangents, self.inverse, l_max, knots, dtype)
         self.motion = Motion(d_harmonics, place=self.d_place)
@@ -168,9 +168,9 @@ class Scene:
         def back() -> Any:
             with torch.enable_grad():
                 moving = vectors.detach().requires_grad_(True)
-                harmonics, place, _ = EdgeGeometry.apply(moving, self.inverse, l_max, self.knots, dtype)
-                given = (self.to_geometry[:, :-1], self.to_geometry[:, -1])
-                return torch.autograd.grad([harmonics, place], [moving], given)
+                _, direction, place, _ = EdgeGeometry.apply(moving, self.inverse, l_max, self.knots, dtype)
+                given = (self.to_geometry[:, :3], self.to_geometry[:, 3])
+                return torch.autograd.grad([direction, place], [moving], given)
 
         def tangents() -> Any:
             return moved_geometry(vectors, self.tangents, self.inverse, l_max, self.knots, dtype)
@@ -191,7 +191,7 @@ class Scene:
         graph, form, motion = self.graph, layer.form, self.motion
         alone = _Alone(form, graph, self.harmonics, radial, still=layer.first)
         to_x = None if layer.first else layer.to_x
-        parts = self.place.new_empty((form.n_chunks, graph.n_edges, form.n_harmonics + 1))
+        parts = self.place.new_empty((form.n_chunks, graph.n_edges, 4))
         passes = {
             "values": lambda: alone.values(layer.x, layer.z),
             "forces": lambda: alone.forces(layer.x, layer.to_z, to_x, parts),

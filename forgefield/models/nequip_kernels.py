@@ -40,11 +40,13 @@ def by_kernels(model: NequIP, batch: dict[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class Geometry:
-    """Of edges at rest. harmonics: (n_edges, (l_max + 1)^2). One of the two others: basis (n_pairs or n_edges, num_bessels), or
-    the place of every edge in its interval of the tables, and edges by interval."""
+    """Of edges at rest. harmonics: (n_edges, (l_max + 1)^2). Then either basis (n_pairs or n_edges, num_bessels), or directions
+    (n_edges, 3), which have the gradient in place of harmonics, the place of every edge in its interval of the tables, and
+    edges by interval."""
 
     harmonics: Tensor
     basis: Tensor | None
+    direction: Tensor | None
     place: Tensor | None
     at: Intervals | None
 
@@ -71,11 +73,11 @@ def geometry_at_rest(
     if in_tables(model):
         n_intervals = setting().knots
         inverse = model.inverse_cutoffs(species, graph)
-        harmonics, place, at = EdgeGeometry.apply(vectors, inverse, model.options.l_max, n_intervals, dtype)
-        return Geometry(harmonics, None, place, edges_by_interval(at, n_intervals))
+        harmonics, direction, place, at = EdgeGeometry.apply(vectors, inverse, model.options.l_max, n_intervals, dtype)
+        return Geometry(harmonics, None, direction, place, edges_by_interval(at, n_intervals))
     assert pairs is not None
     harmonics = model.harmonics(vectors / pairs.lengths.unsqueeze(1)).to(dtype).contiguous()
-    return Geometry(harmonics, model.radial_basis(pairs, graph).to(dtype), None, None)
+    return Geometry(harmonics, model.radial_basis(pairs, graph).to(dtype), None, None, None)
 
 
 def geometry_moved(model: NequIP, vectors: Tensor, species: Tensor, graph: EdgeGraph, rest: Geometry) -> Moved:
@@ -105,7 +107,8 @@ def features_at_rest(
         remember["network"], remember["geometry"], remember["tables"] = network, geometry, tables
     if geometry.basis is not None:
         return _AtRest.apply(network, [], None, geometry.harmonics, *model.radial_weights(geometry.basis))
-    return _AtRest.apply(network, [table.detach() for table in tables], geometry.at, geometry.harmonics, geometry.place)
+    edges = (geometry.harmonics, geometry.place, geometry.direction)
+    return _AtRest.apply(network, [table.detach() for table in tables], geometry.at, *edges)
 
 
 def _shared_rows(of_edges: Tensor, graph: EdgeGraph) -> Tensor:
@@ -117,7 +120,7 @@ def _shared_rows(of_edges: Tensor, graph: EdgeGraph) -> Tensor:
 
 
 class _AtRest(torch.autograd.Function):
-    """Inputs: harmonics; then the place of every edge, or rows of weights of every layer."""
+    """Inputs: harmonics; then places and directions of edges, or rows of weights of every layer."""
 
     @staticmethod
     def forward(ctx, network, tables, at, harmonics, *radial):
@@ -135,7 +138,7 @@ class _AtRest(torch.autograd.Function):
     def backward(ctx, to_features):
         geometry, rows = ctx.network.forces(to_features)
         if ctx.in_tables:
-            return None, None, None, geometry[:, :-1], geometry[:, -1]
+            return None, None, None, None, geometry[:, 3], geometry[:, :3]
         return None, None, None, geometry, *(_shared_rows(of_edges, ctx.network.graph) for of_edges in rows)
 
 

@@ -171,7 +171,7 @@ class Layer:
 
     @property
     def columns_of_geometry(self) -> int:
-        return self.form.n_harmonics + (1 if self._known().radial.in_table else 0)
+        return 4 if self._known().radial.in_table else self.form.n_harmonics
 
     def _known(self) -> Convolution:
         assert self.convolution is not None
@@ -220,8 +220,7 @@ class Network:
         return self.last(VALUE)
 
     def forces(self, to_features: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Cotangents of harmonics, with one column more, for places, where there are tables; and of every layer's rows of
-        weights where there are none."""
+        """Cotangents of harmonics, and of every layer's rows of weights; where there are tables, of directions and places."""
         self.layers[-1].to_h.block(0, TANGENT).copy_(to_features.unsqueeze(1))
         n_chunks = [layer.form.n_chunks for layer in self.layers]
         columns = self.layers[0].columns_of_geometry

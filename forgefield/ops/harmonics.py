@@ -48,6 +48,24 @@ def raising_terms(degree: int) -> dict[int, list[tuple[int, int, float]]]:
     }
 
 
+@cache
+def lowering_terms(degree: int) -> dict[tuple[int, int], list[tuple[int, float]]]:
+    """For component k of `degree` and direction j the (i, value) of dY_k / d(unit vector_j) = sum of value * Y_i, Y_i of the
+    degree below. It is the slope of a polynomial that is Y_k on the sphere; along the sphere all such slopes are the same."""
+    coupling = clebsch_gordan(degree, 1, degree - 1)
+    direction = torch.tensor([[0.36, 0.48, 0.8]], dtype=torch.float64)
+    lower, upper = (
+        o3.spherical_harmonics(degree + i, direction, normalize=False, normalization="component")[0] for i in (-1, 0)
+    )
+    along = torch.einsum("kji,j,i->k", coupling, direction[0], lower)
+    values = coupling * (degree * (along * upper).sum() / (along * along).sum())
+    return {
+        (k, j): [(i, float(values[k, j, i])) for i in range(2 * degree - 1) if abs(values[k, j, i]) > 1e-12]
+        for k in range(2 * degree + 1)
+        for j in range(3)
+    }
+
+
 class SphericalHarmonics(nn.Module):
     """Harmonics of degrees 0..l_max of unit vectors: (n, 3) -> (n, (l_max + 1)^2), in the precision of the input."""
 

@@ -10,7 +10,7 @@ from e3nn import o3
 from forgefield.ops.activations import activate, second_moment_scale
 from forgefield.ops.convolution_plan import Block
 from forgefield.ops.graph import GradientSwitch, Segments, barrier, gather, segment_sum
-from forgefield.ops.harmonics import SphericalHarmonics
+from forgefield.ops.harmonics import SphericalHarmonics, lowering_terms
 from forgefield.ops.linear import Gate, IrrepsLinear, NormActivation, Perceptron, SpeciesLinear
 from forgefield.ops.radial import bessel_basis, polynomial_cutoff
 
@@ -21,6 +21,22 @@ def normal(*shape, seed=0):
 
 def new(seed=0):
     return {"generator": torch.Generator().manual_seed(seed), "dtype": torch.float64}
+
+
+def test_slopes_of_harmonics_along_the_sphere_come_from_the_degree_below():
+    vectors = normal(5, 3).requires_grad_()
+    unit = vectors / vectors.norm(dim=1, keepdim=True)
+    harmonics = SphericalHarmonics(4)(unit)
+    cotangents = normal(5, 25, seed=1)
+    (expected,) = torch.autograd.grad(harmonics, vectors, cotangents)
+    slopes = torch.zeros(5, 3, dtype=torch.float64)
+    for degree in range(1, 5):
+        for (k, j), terms in lowering_terms(degree).items():
+            for i, value in terms:
+                slopes[:, j] += value * harmonics[:, (degree - 1) ** 2 + i].detach() * cotangents[:, degree**2 + k]
+    unit = unit.detach()
+    along = slopes - unit * (slopes * unit).sum(1, keepdim=True)
+    torch.testing.assert_close(along / vectors.detach().norm(dim=1, keepdim=True), expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("l_max", range(6))

@@ -83,8 +83,8 @@ class Convolution:
 
     def forces(self, x: Field, g: Field, to_x: Field | None, parts: Tensor) -> Tensor:
         """From the cotangents of the output, in the tangents' place of g, those of features, to the same place, and of
-        harmonics and places in a table, to `parts` (n_chunks, n_edges, n_harmonics, with a table one more). Those of rows of
-        weights, (n_edges, n_weights), are returned; with a table there are none."""
+        harmonics, to `parts` (n_chunks, n_edges, n_harmonics). Those of rows of weights, (n_edges, n_weights), are returned.
+        With a table there are none, and `parts` (n_chunks, n_edges, 4) are of directions and places in the table."""
         kind = self._kind(backward=True, features=to_x is not None)
         of_x = self._per_edge(x, to_x)
         of_w = x.flat.new_empty((0 if self.radial.in_table else self.graph.n_edges, self.form.n_weights))

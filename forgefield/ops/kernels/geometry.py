@@ -1,4 +1,4 @@
-"""What edges give to kernels, made by kernels: harmonics of their directions and places of their lengths in a table.
+"""What edges give to kernels, made by kernels: directions, their harmonics, and places of lengths in a table.
 
 One generated kernel for each of three passes: values, tangents along moving edge vectors, and cotangents of the edge vectors.
 All is computed in float64 and rounded when it is written. Harmonics of each degree come from those of the one below, as in
@@ -20,8 +20,10 @@ EDGES = 128
 
 
 class EdgeGeometry(torch.autograd.Function):
-    """vectors (n_edges, 3) float64, inverse (1,) or (n_edges,) one over the cutoff -> harmonics (n_edges, (l_max + 1)^2), place
-    of each edge in its interval (n_edges,), both in `dtype`, and that interval (n_edges,) int16."""
+    """vectors (n_edges, 3) float64, inverse (1,) or (n_edges,) one over the cutoff -> harmonics (n_edges, (l_max + 1)^2),
+    directions (n_edges, 3), place of each edge in its interval (n_edges,), all in `dtype`, and that interval (n_edges,) int16.
+
+    Harmonics have no gradient: what depends on them gives the cotangents of the directions."""
 
     @staticmethod
     def forward(ctx, vectors, inverse, l_max, n_intervals, dtype):
@@ -31,23 +33,24 @@ class EdgeGeometry(torch.autograd.Function):
         n_edges = vectors.shape[0]
         harmonics = torch.empty((n_edges, (l_max + 1) ** 2), dtype=dtype, device=vectors.device)
         place = torch.empty((n_edges,), dtype=dtype, device=vectors.device)
+        direction = torch.empty((n_edges, 3), dtype=dtype, device=vectors.device)
         at = torch.empty((n_edges,), dtype=torch.int16, device=vectors.device)
-        _launch("values", l_max, n_intervals, vectors, vectors, inverse, harmonics, place, at, vectors)
-        ctx.mark_non_differentiable(at)
+        _launch("values", l_max, n_intervals, vectors, vectors, inverse, harmonics, place, at, direction)
+        ctx.mark_non_differentiable(harmonics, at)
         ctx.set_materialize_grads(False)
-        return harmonics, place, at
+        return harmonics, direction, place, at
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, to_harmonics, to_place, _):
+    def backward(ctx, _, to_direction, to_place, __):
         vectors, inverse = ctx.saved_tensors
         result = torch.empty_like(vectors)
-        n_edges, n_harmonics = vectors.shape[0], (ctx.numbers[0] + 1) ** 2
-        if to_harmonics is None:  # nobody asked for what depends on it
-            to_harmonics = vectors.new_zeros((n_edges, n_harmonics))
+        n_edges = vectors.shape[0]
+        if to_direction is None:  # nobody asked for what depends on it
+            to_direction = vectors.new_zeros((n_edges, 3))
         if to_place is None:
             to_place = vectors.new_zeros((n_edges,))
-        given = (to_harmonics if to_harmonics.stride(1) == 1 else to_harmonics.contiguous(), to_place)
+        given = (to_direction if to_direction.stride(1) == 1 else to_direction.contiguous(), to_place)
         _launch("cotangents", *ctx.numbers, vectors, vectors, inverse, *given, vectors, result)
         return result, None, None, None, None
 
@@ -112,13 +115,14 @@ def write_geometry(name: str, l_max: int, each: bool) -> str:
     lines += ["length = tl.sqrt(v0 * v0 + v1 * v1 + v2 * v2)", "over = 1.0 / length"]
     lines += [f"u{i} = v{i} * over" for i in range(3)]
     lines += ["scaled = length * inverse * n_intervals"]
-    lines += _harmonics(l_max)
+    lines += [] if name == "cotangents" else _harmonics(l_max)
     n_harmonics = (l_max + 1) ** 2
     if name == "values":
         lines += ["whole = tl.minimum(scaled, n_intervals - 1.0).to(tl.int32)"]
         lines += [f"tl.store(harmonics + edge * {n_harmonics} + {j}, y{j}, mask=inside)" for j in range(n_harmonics)]
         lines += ["tl.store(place + edge, tl.minimum(scaled, n_intervals) - whole.to(tl.float64), mask=inside)"]
         lines += ["tl.store(at + edge, whole.to(tl.int16), mask=inside)"]
+        lines += [f"tl.store(result + edge * 3 + {i}, u{i}, mask=inside)" for i in range(3)]
     elif name == "tangents":
         lines += [f"m{i} = tl.load(tangents + edge * 3 + {i}, mask=inside, other=0.0)" for i in range(3)]
         lines += ["along = u0 * m0 + u1 * m1 + u2 * m2"]
@@ -128,10 +132,9 @@ def write_geometry(name: str, l_max: int, each: bool) -> str:
         lines += ["moved = tl.where(scaled <= n_intervals, along * inverse * n_intervals, 0.0)"]
         lines += ["tl.store(place + edge, moved, mask=inside)"]
     else:
-        for j in range(1, n_harmonics):
-            lines.append(f"g{j} = tl.load(harmonics + edge * row + {j}, mask=inside, other=0.0).to(tl.float64)")
+        for i in range(3):
+            lines.append(f"b{i} = tl.load(harmonics + edge * row + {i}, mask=inside, other=0.0).to(tl.float64)")
         lines += ["g = tl.load(place + edge * step, mask=inside, other=0.0).to(tl.float64)"]
-        lines += _back(l_max)
         lines += ["along = u0 * b0 + u1 * b1 + u2 * b2"]
         lines += ["g = tl.where(scaled <= n_intervals, g * inverse * n_intervals, 0.0)"]
         for i in range(3):
@@ -168,18 +171,4 @@ def _moved(l_max: int) -> list[str]:
         for k, terms in raising_terms(degree).items():
             parts = (f"{value!r} * (dy{low + i} * u{j} + y{low + i} * du{j})" for i, j, value in terms)
             lines.append(f"dy{high + k} = " + " + ".join(parts))
-    return lines
-
-
-def _back(l_max: int) -> list[str]:
-    """Cotangents b of the direction, from those of the harmonics, g; the highest degree first."""
-    lines = [f"b{i} = tl.zeros([{EDGES}], tl.float64)" for i in range(3)]
-    for degree in reversed(range(1, l_max)):
-        low, high = degree**2, (degree + 1) ** 2
-        for k, terms in raising_terms(degree).items():
-            for i, j, value in terms:
-                lines.append(f"t = {value!r} * g{high + k}")
-                lines.append(f"g{low + i} += t * u{j}")
-                lines.append(f"b{j} += t * y{low + i}")
-    lines += [f"b{i} += {3**0.5!r} * g{1 + i}" for i in range(3)] if l_max else []
     return lines

@@ -17,7 +17,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import isqrt
 
+from forgefield.ops.harmonics import lowering_terms
 from forgefield.ops.kernels.fields import TANGENT, VALUE
 from forgefield.ops.kernels.form import Form, FormBlock, FormPath
 
@@ -85,8 +87,8 @@ ARGUMENTS = (
 x: field of features. y, dy: (n_edges, n_harmonics) and their tangents. w, dw: (n_rows, n_weights) and their tangents or, a
 table, w (n_intervals, 4, n_weights). u, du: (n_edges,) where in its interval of the table an edge lies, from 0 to 1, and its
 tangent. g, out: fields of outputs. to_x: (n_edges, dim of features). to_w, to_dw: (n_edges, n_weights). to_y: (n_chunks,
-n_edges, n_harmonics), with a table one column more. source: (n_edges,). pointers: (n_atoms + 1,). row: (n_edges,) the row of
-weights of an edge, or its interval in the table.
+n_edges, n_harmonics) or, with a table, (n_chunks, n_edges, 4), of the direction and the place. source: (n_edges,). pointers:
+(n_atoms + 1,). row: (n_edges,) the row of weights of an edge, or its interval in the table.
 """
 
 
@@ -303,7 +305,7 @@ def _write_loads(write: _Writer, form: Form, block: FormBlock, kind: Kind) -> No
             where = f"{base} + atom_in * {block.row or block.n_in * block.channels} + {i * block.channels}"
             _load(write, block, f"{prefix}x{i}", where, narrow=kind.narrow, unless_missing=not kind.backward)
     for prefix in ("", "d")[: 2 if kind.dual else 1]:
-        for j in block.harmonics:
+        for j in _read_harmonics(block, kind):
             write(f"{prefix}y{j} = tl.load({prefix}y + edge * {form.n_harmonics} + {j})")
     if kind.table:
         write("t = tl.load(u + edge)")
@@ -425,10 +427,37 @@ def _write_cotangents(write: _Writer, form: Form, block: FormBlock, kind: Kind) 
             _store(write, block, f"to_x + edge * {form.features.dim} + {column} + c", f"tx{i}", once=True)
     if not kind.geometry:
         return
-    columns = form.n_harmonics + (1 if kind.table else 0)
+    write(f"line = (chunk.to(tl.int64) * n_edges + edge) * {4 if kind.table else form.n_harmonics}")
+    if kind.table:
+        _write_direction(write, block)
+        _store(write, None, "to_y + line + 3", "tl.sum(tp, 0)")
+        return
     used = set(block.harmonics)
-    write(f"line = (chunk.to(tl.int64) * n_edges + edge) * {columns}")
     for j in range(form.n_harmonics):
         _store(write, None, f"to_y + line + {j}", f"tl.sum(ty{j}, 0)" if j in used else "0.0")
-    if kind.table:
-        _store(write, None, f"to_y + line + {form.n_harmonics}", "tl.sum(tp, 0)")
+
+
+def _write_direction(write: _Writer, block: FormBlock) -> None:
+    """Cotangents of the direction from those of harmonics, before either is summed over channels: three sums are fewer than one
+    for each harmonic."""
+    for direction in range(3):
+        terms = []
+        for j in block.harmonics:
+            degree = isqrt(j)
+            found = lowering_terms(degree)[j - degree**2, direction]
+            if found and degree == 1:  # of the first harmonic, which is one
+                terms.append(f"{found[0][1]!r} * ty{j}")
+            elif found:
+                write.add(f"q{j}_{direction}", [f"{value!r} * y{(degree - 1) ** 2 + i}" for i, value in found])
+                terms.append(f"q{j}_{direction} * ty{j}")
+        write.add(f"tu{direction}", terms)
+        _store(write, None, f"to_y + line + {direction}", f"tl.sum(tu{direction}, 0)" if terms else "0.0")
+
+
+def _read_harmonics(block: FormBlock, kind: Kind) -> list[int]:
+    """Numbers of harmonics that a block's programs read: for cotangents of directions also those of the degree below."""
+    found = set(block.harmonics)
+    if kind.geometry and kind.table:
+        for degree in {isqrt(j) for j in block.harmonics} - {1}:
+            found |= set(range((degree - 1) ** 2, degree**2))
+    return sorted(found)

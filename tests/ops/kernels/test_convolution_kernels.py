@@ -7,6 +7,7 @@ to be asked for before Triton is imported: `TRITON_INTERPRET=1 pytest tests/ops/
 import random
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import isqrt
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from forgefield.errors import ForgefieldError
 from forgefield.ops.convolution_plan import Block, ConvolutionPlan, list_paths, plan_convolution
 from forgefield.ops.graph import EdgeGraph, pair_graph, reverse_edges
-from forgefield.ops.harmonics import clebsch_gordan
+from forgefield.ops.harmonics import clebsch_gordan, lowering_terms
 from forgefield.ops.kernels import convolution
 from forgefield.ops.kernels.convolution import Convolution, Motion, Radial
 from forgefield.ops.kernels.fields import TANGENT, VALUE, Field, Shape
@@ -229,7 +230,7 @@ def assert_tangents(given: Problem, tolerance: float) -> None:
 def assert_forces(given: Problem, tolerance: float, features: bool = True) -> None:
     exact, form = given.exact(), given.form
     weights, slopes, _ = exact.edge_weights()
-    columns = form.n_harmonics + (1 if given.radial.in_table else 0)
+    columns = 4 if given.radial.in_table else form.n_harmonics
     parts = given.x.new_full((form.n_chunks, given.graph.n_edges, columns), torch.nan)
     to_x = given.field(form.features) if features else None
     of_rows = given.convolution.forces(given.features(moving=False), given.cotangents(both=False), to_x, parts)
@@ -240,13 +241,26 @@ def assert_forces(given: Problem, tolerance: float, features: bool = True) -> No
         assert_only_written(to_x, TANGENT)
         assert_same(torch.cat([block.flatten(1) for block in to_x.blocks(TANGENT)], 1), of_x, tolerance)
     found = parts.sum(0)
-    assert not found[:, 0].any()  # a constant
-    assert_same(found[:, 1 : form.n_harmonics], of_harmonics[:, 1:], tolerance)
     if given.radial.in_table:
         assert of_rows.shape == (0, form.n_weights)
-        assert_same(found[:, -1], (of_weights * slopes).sum(1), tolerance)
+        assert_same(found[:, 3], (of_weights * slopes).sum(1), tolerance)
+        assert_same(found[:, :3], slopes_along(exact.harmonics, of_harmonics), tolerance)
     else:
+        assert not found[:, 0].any()  # a constant
+        assert_same(found[:, 1:], of_harmonics[:, 1:], tolerance)
         assert_same(of_rows, of_weights, tolerance)
+
+
+def slopes_along(harmonics: Tensor, of_harmonics: Tensor) -> Tensor:
+    """(n_edges, 3): cotangents of directions from those of harmonics, any numbers in place of these."""
+    total = harmonics.new_zeros((harmonics.shape[0], 3))
+    for degree in range(1, isqrt(harmonics.shape[1])):
+        for (k, direction), terms in lowering_terms(degree).items():
+            slope = sum(
+                (value * harmonics[:, (degree - 1) ** 2 + i] for i, value in terms), torch.zeros_like(total[:, 0])
+            )
+            total[:, direction] += slope * of_harmonics[:, degree**2 + k]
+    return total
 
 
 def assert_back(given: Problem, tolerance: float) -> None:

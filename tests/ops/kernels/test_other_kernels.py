@@ -143,17 +143,18 @@ def test_geometry_of_edges_its_gradient_and_its_tangents(each, l_max):
     vectors, inverse = edges_at_random(each)
     n_intervals = 1024 if each else 7
     ours, plain = (vectors.clone().requires_grad_() for _ in range(2))
-    harmonics, place, at = EdgeGeometry.apply(ours, inverse, l_max, n_intervals, torch.float64)
+    harmonics, direction, place, at = EdgeGeometry.apply(ours, inverse, l_max, n_intervals, torch.float64)
     expected = plain_geometry(plain, inverse, l_max, n_intervals)
     assert_same(harmonics, expected[0])
+    assert_same(direction, vectors / vectors.norm(dim=1, keepdim=True))
     assert_same(place, expected[1])
     assert at.dtype == torch.int16
     assert torch.equal(at.double(), expected[2])
 
-    cotangents = draw(5, *harmonics.shape), draw(6, N_EDGES)
-    (found,) = torch.autograd.grad((harmonics, place), ours, cotangents)
-    scalar = sum((value * g).sum() for value, g in zip(expected, cotangents))
-    assert_same(found, torch.autograd.grad(scalar, plain)[0])
+    cotangents = draw(5, N_EDGES, 3), draw(6, N_EDGES)
+    (found,) = torch.autograd.grad((direction, place), ours, cotangents)
+    made = (plain / plain.norm(dim=1, keepdim=True), expected[1])
+    assert_same(found, torch.autograd.grad(made, plain, cotangents)[0])
 
     tangents = draw(7, N_EDGES, 3)
     with forward_ad.dual_level():
@@ -170,15 +171,15 @@ def test_geometry_is_rounded_only_when_it_is_written():
     moved = [moved_geometry(vectors, vectors.flip(0), inverse, 3, 1024, d) for d in (torch.float64, torch.float32)]
     for one, other in zip((*rounded, *moved[1]), (*precise, *moved[0])):
         assert torch.equal(one, other.to(one.dtype))
-    assert {value.dtype for value in (*rounded[:2], *moved[1])} == {torch.float32}
+    assert {value.dtype for value in (*rounded[:3], *moved[1])} == {torch.float32}
 
 
-@pytest.mark.parametrize("asked", [0, 1], ids=["harmonics", "places"])
+@pytest.mark.parametrize("asked", [1, 2], ids=["directions", "places"])
 def test_gradient_of_one_part_of_the_geometry(asked):
     vectors, inverse = edges_at_random(each=False)
     ours, plain = (vectors.clone().requires_grad_() for _ in range(2))
     part = EdgeGeometry.apply(ours, inverse, 2, 7, torch.float64)[asked]
-    expected = plain_geometry(plain, inverse, 2, 7)[asked]
+    expected = plain_geometry(plain, inverse, 2, 7)[1] if asked == 2 else plain / plain.norm(dim=1, keepdim=True)
     g = draw(8, *part.shape)
     assert_same(torch.autograd.grad(part, ours, g)[0], torch.autograd.grad(expected, plain, g)[0])
 
@@ -190,14 +191,14 @@ def test_geometry_of_vectors_that_do_not_lie_in_one_piece():
     expected = EdgeGeometry.apply(ours, inverse, 2, 7, torch.float64)
     found = EdgeGeometry.apply(other, spread[1], 2, 7, torch.float64)
     assert all(torch.equal(one, another) for one, another in zip(found, expected))
-    g = draw(10, N_EDGES, 9), draw(11, N_EDGES)
-    assert torch.equal(torch.autograd.grad(found[:2], other, g)[0], torch.autograd.grad(expected[:2], ours, g)[0])
+    g = draw(10, N_EDGES, 3), draw(11, N_EDGES)
+    assert torch.equal(torch.autograd.grad(found[1:3], other, g)[0], torch.autograd.grad(expected[1:3], ours, g)[0])
 
 
 def test_geometry_of_no_edges():
     none = torch.zeros((0, 3), dtype=torch.float64, device=DEVICE)
-    harmonics, place, at = EdgeGeometry.apply(none, none.new_ones(1), 2, 7, torch.float32)
-    assert (harmonics.shape, place.shape, at.shape) == ((0, 9), (0,), (0,))
+    harmonics, direction, place, at = EdgeGeometry.apply(none, none.new_ones(1), 2, 7, torch.float32)
+    assert (harmonics.shape, direction.shape, place.shape, at.shape) == ((0, 9), (0, 3), (0,), (0,))
 
 
 # ---- edge vectors and forces
