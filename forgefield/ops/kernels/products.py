@@ -34,9 +34,15 @@ class Tile:
     stages: int
 
 
-LARGE = {"float64": Tile(64, 32, 32, 4, 3), "else": Tile(64, 32, 32, 4, 3)}
-SMALL = {"float64": Tile(16, 32, 32, 4, 4), "else": Tile(16, 32, 32, 4, 4)}
-"""Of many and of few rows, by how they are multiplied."""
+LARGE = {
+    ("float64", False): Tile(64, 32, 32, 4, 3),
+    ("float64", True): Tile(128, 32, 32, 4, 3),
+    ("else", False): Tile(64, 64, 16, 4, 3),
+    ("else", True): Tile(64, 32, 32, 4, 3),
+}
+"""Of many rows, by how they are multiplied, and whether there are matrices of species."""
+SMALL = Tile(16, 32, 32, 4, 4)
+"""Of few rows."""
 GRADIENT = {False: Tile(64, 64, 64, 4, 3), True: Tile(32, 64, 32, 4, 4)}
 """Of gradients of matrices, by whether rows are few."""
 CHUNK = {False: 1024, True: 384}
@@ -153,7 +159,7 @@ class Products:
         precision = precision_of(fields, _precise(fields.device) if precise else EXACT, "tf32")
         if tile is None:
             few = _few(n_atoms, sum(part.components for part in self.parts))
-            tile = (SMALL if few else LARGE)["float64" if precision == "float64" else "else"]
+            tile = SMALL if few else LARGE["float64" if precision == "float64" else "else", self.own]
         table = self._tables.get(fields.device)
         if table is None:
             table = self._tables[fields.device] = _on(fields.device, [astuple(part) for part in self.parts])
