@@ -178,9 +178,11 @@ class RunModule(L.LightningModule, ABC):
         return row
 
     def _publish(self, values: dict[str, float]) -> None:
-        """Make values known to Lightning's callbacks and to whoever writes the row."""
+        """Make values known to Lightning's callbacks and to whoever writes the row. They are whole already: `log` would make an
+        accumulator of each and move it to the device and back, which takes longer than many steps."""
         self.latest.update(values)
-        self.log_dict({name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}, logger=False)
+        known = {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
+        self.trainer.callback_metrics.update(known)
 
     def finite_train_loss(self, sums: Tensor | None = None) -> float:
         """The training loss of all ranks since the last row; stops the run, on all ranks, when it is not a number."""
