@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from forgefield.data.batch import SHAPES
 from forgefield.data.frame import Frame
 from forgefield.deploy.ase import Calculator
 from forgefield.models import Potential, build_model, resolve_model
@@ -16,6 +18,7 @@ from forgefield.ops.kernels.dispatch import operators
 from forgefield.ops.kernels.setting import has_triton
 from forgefield.training.bench_water import CUTOFF, water
 from forgefield.training.engines.compiled import CompiledFunction
+from forgefield.training.engines.exporting import export_evaluation
 from forgefield.training.engines.tracing import trace
 from tests.models.structures import SPECIES, STATISTICS, make_batch, make_frame, make_potential
 
@@ -133,33 +136,16 @@ def test_compiled_code_launches_the_generated_kernels():
     assert "forgefield.convolve" not in code.split("def call(")[1]
 
 
-class Flat(torch.nn.Module):
-    """A traced graph as torch.export wants it."""
-
-    def __init__(self, graph: torch.fx.GraphModule) -> None:
-        super().__init__()
-        self.graph = graph
-
-    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(self.graph(*tensors))
-
-
 def test_a_package_of_aotinductor_gives_the_same(tmp_path):
     evaluate = evaluation_of(make_potential(precision="float64", **MODEL).cuda())
     first, second = small_batches()
     with operators(True):
-        traced = trace(evaluate, [], first)
-    of_sizes = [
-        {place: torch.export.Dim.DYNAMIC for place, size in enumerate(SHAPES[key]) if isinstance(size, str)}
-        for key in traced.keys
-    ]
-    given = tuple(first[key] for key in traced.keys)
-    exported = torch.export.export(Flat(traced.graph), given, dynamic_shapes=(tuple(of_sizes),))
+        exported = export_evaluation(lambda batch: evaluate([], batch), first)
     assert sum("forgefield.convolve" in str(node.target) for node in exported.graph.nodes) == 6
     path = torch._inductor.aoti_compile_and_package(exported, package_path=str(tmp_path / "evaluation.pt2"))
     package = torch._inductor.aoti_load_package(path)
     for batch in (first, second):
-        assert_close(list(package(*(batch[key] for key in traced.keys))), plain(evaluate, batch), 1e-12)
+        assert_close(list(package(**batch)), plain(evaluate, batch), 1e-12)
 
 
 def test_evaluations_can_be_captured():
@@ -206,9 +192,18 @@ def milliseconds(function, *given) -> float:
     return begin.elapsed_time(end) / 10
 
 
+def report(text: str, capsys) -> None:
+    """Prints, and appends to the file that FORGEFIELD_TIMES names, since tests in several processes print nothing."""
+    with capsys.disabled():
+        print(f"\n{text}")
+    if path := os.environ.get("FORGEFIELD_TIMES"):
+        with Path(path).open("a") as file:
+            file.write(f"{text}\n")
+
+
 @pytest.mark.parametrize("frames", [1, 32])
 def test_time_of_an_evaluation(frames, capsys):
-    """Energy and forces of preset M; what is measured is printed."""
+    """Energy and forces of preset M; what is measured is printed and kept."""
     chosen = {"name": "nequip", "preset": "M"}
     resolved = resolve_model(chosen, species=SPECIES, cutoff=CUTOFF, statistics=STATISTICS)
     evaluate = evaluation_of(build_model(resolved, precision="float32", seed=0).cuda())
@@ -220,8 +215,7 @@ def test_time_of_an_evaluation(frames, capsys):
             taken[f"{name}, eager"] = milliseconds(evaluate, [], batch)
             taken[f"{name}, compiled"] = milliseconds(compiled, [], batch)
     assert_close(results["operators"], results["plain operations"], 1e-5)
-    with capsys.disabled():
-        edges = batch["edge_index"].shape[1]
-        print(f"\nenergy and forces of M, {frames} x 192 atoms, {edges} edges, {torch.cuda.get_device_name()}:")
-        for name, spent in taken.items():
-            print(f"  {name:30s} {spent:8.2f} ms")
+    edges = batch["edge_index"].shape[1]
+    lines = [f"energy and forces of M, {frames} x 192 atoms, {edges} edges, {torch.cuda.get_device_name()}:"]
+    lines += [f"  {name:30s} {spent:8.2f} ms" for name, spent in taken.items()]
+    report("\n".join(lines), capsys)

@@ -3,6 +3,8 @@
 By default the operators compute by plain operations here; with `TRITON_INTERPRET=1` (and on a GPU) by kernels.
 """
 
+import shutil
+
 import pytest
 import torch
 from torch import Tensor
@@ -17,6 +19,7 @@ from forgefield.ops.kernels.dispatch import evaluation, operators, use_operators
 from forgefield.ops.kernels.form_key import key_of_plan, plan_of_key
 from forgefield.ops.kernels.library import convolve_by_operator
 from forgefield.ops.kernels.setting import interpreted
+from forgefield.training.engines.exporting import export_evaluation
 from forgefield.training.engines.tracing import trace
 from tests.models.structures import make_batch, make_frame, make_potential
 from tests.ops.kernels.support import DEVICE, assert_same, draw, needs_kernels
@@ -215,6 +218,50 @@ def test_traces_of_an_evaluation_hold_two_nodes_a_layer(everywhere):
     other = make_batch(make_frame(4, seed=3, box=4.5), make_frame(2, seed=5), make_frame(3, seed=6))
     for found, expected in zip(traced.graph(*(other[key].to(DEVICE) for key in traced.keys)), evaluate([], other)):
         assert_same(found, expected.to(DEVICE), 1e-11)
+
+
+READ = ("positions", "species", "frame", "n_atoms", "cell", "edge_index", "edge_shift", "edge_reverse")
+
+
+@pytest.fixture
+def exportable(everywhere):
+    """An evaluation, and batches of several frames and of one."""
+    potential = make_potential(precision="float64", l_max=1, num_layers=1, num_features=2).to(DEVICE)
+    potential.eval().requires_grad_(False)
+    several = [make_frame(4, seed=3, box=4.5), make_frame(2, seed=5), make_frame(3, seed=6)]
+    made = batch(), make_batch(*several), make_batch(make_frame(5, seed=7, box=4.5))
+
+    def evaluate(of: dict[str, Tensor]) -> dict[str, Tensor]:
+        out = potential(of)
+        return {name: out[name] for name in ("energy", "forces")}
+
+    return evaluate, [{key: one[key].to(DEVICE) for key in READ} for one in made]
+
+
+def assert_gives_the_same(program, evaluate, batches: list[dict[str, Tensor]]) -> None:
+    """Whatever the order of keys."""
+    for given in batches:
+        found = program(**dict(reversed(given.items())))
+        for name, expected in evaluate(given).items():
+            assert_same(found[name], expected, 1e-11)
+
+
+@pytest.mark.parametrize("example", [0, 2])
+def test_an_exported_evaluation_holds_for_other_sizes(example, exportable):
+    evaluate, batches = exportable
+    exported = export_evaluation(evaluate, batches[example])
+    assert operators_in(exported.graph) == ["convolve", "convolve_backward"]
+    assert_gives_the_same(exported.module(), evaluate, batches)
+
+
+@pytest.mark.slow
+@by_plain_operations
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a compiler")
+def test_a_package_of_an_exported_evaluation_gives_the_same(exportable, tmp_path):
+    evaluate, batches = exportable
+    exported = export_evaluation(evaluate, batches[0])
+    path = torch._inductor.aoti_compile_and_package(exported, package_path=str(tmp_path / "evaluation.pt2"))
+    assert_gives_the_same(torch._inductor.aoti_load_package(path), evaluate, batches)
 
 
 def test_plain_tracing_holds_operators_too():
