@@ -103,8 +103,8 @@ class DataOptions:
     batch: BatchOptions = field(default_factory=BatchOptions)
     """How much makes a batch: {frames: 8}, {atoms: 4096} or {edges: 400000}."""
     eval_batch: Any = None
-    """The same for validation and test: a number of frames, or {atoms: ...}; no result depends on it. Default: four times a
-    batch of the training, which takes about as much memory."""
+    """The same for validation and test: a number of frames, or {atoms: ...}. No result depends on it, but for
+    trainer.limit_val_batches, which counts batches. Default: twice a batch of the training, which takes as much memory."""
     sampling: Any = None
     """Default: every frame once an epoch. uniform or size: sources are drawn alike or by size; a list of weights; DeePMD-kit's
     blocks ('prob_sys_size;0:2:0.5;2:5:0.5'); or {rule: uniform, frames: 10000}, the draws of an epoch; or {branches: {a: 0.7,

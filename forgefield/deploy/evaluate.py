@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from forgefield.data.batch import to_device, with_edges
+from forgefield.data.batch import SHAPES, to_device, with_edges
 from forgefield.data.dataset import GraphDataset
+from forgefield.data.parts import halves, is_memory_error
 from forgefield.models.potential import Potential
 from forgefield.ops.kernels.dispatch import evaluation
 
@@ -58,7 +59,7 @@ def predict_batches(
     """Predictions beside labels, batch by batch; `in_order` makes one of them, also of those of several processes."""
     with evaluating(potential, device) as place:
         here = (with_edges(to_device(part, place), potential.cutoff) for part in batches)
-        return [_predict_batch(potential, part, forces=forces, stress=stress) for part in here]
+        return [found for part in here for found in _predict_in_parts(potential, part, forces=forces, stress=stress)]
 
 
 @contextmanager
@@ -81,6 +82,24 @@ def device_of(model: nn.Module) -> torch.device:
 def _batches(dataset: GraphDataset, frames: int) -> Iterator[Batch]:
     for start in range(0, len(dataset), frames):
         yield dataset.batch(range(start, min(start + frames, len(dataset))))
+
+
+def _predict_in_parts(potential: Potential, batch: Batch, *, forces: bool, stress: bool) -> list[dict[str, np.ndarray]]:
+    """Of the whole batch, or of halves of it where memory runs out."""
+    try:
+        return [_predict_batch(potential, batch, forces=forces, stress=stress)]
+    except Exception as error:
+        if not is_memory_error(error) or len(batch["n_atoms"]) == 1:
+            raise
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    # Further fields have a row for each frame or each atom; where there are as many of both, these are cut alike.
+    shapes = {
+        key: SHAPES.get(key, ("frames" if value.shape[0] == len(batch["n_atoms"]) else "atoms",))
+        for key, value in batch.items()
+    }
+    parts = halves(batch, shapes)
+    return [found for part in parts for found in _predict_in_parts(potential, part, forces=forces, stress=stress)]
 
 
 def _predict_batch(potential: Potential, batch: Batch, *, forces: bool, stress: bool) -> dict[str, np.ndarray]:

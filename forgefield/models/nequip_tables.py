@@ -58,8 +58,12 @@ def _basis_at_knots(model: NequIP, n_intervals: int) -> Tensor:
         return _make_basis(model, n_intervals)
     frequencies = model.bessel_frequencies
     made_of = (n_intervals, frequencies.device, frequencies.data_ptr(), frequencies._version)
-    if model.knot_basis is None or model.knot_basis[0] != made_of:
-        model.knot_basis = (made_of, _make_basis(model, n_intervals))
+    known = model.knot_basis
+    if known is None or known[0] != made_of:
+        basis = _make_basis(model, n_intervals)
+        if known is not None and known[1].shape == basis.shape and known[1].device == basis.device:
+            basis = known[1].copy_(basis)  # where it lies: captured graphs read it
+        model.knot_basis = (made_of, basis)
     return model.knot_basis[1]
 
 

@@ -331,10 +331,13 @@ class TrainingModule(RunModule):
         self.val_errors.add(measured.errors)
 
     def _evaluate(self, batch: Batch) -> Measured:
+        eager = SparingEngine(
+            self._eager, split=False
+        )  # it may need more memory than the engine, and is then done in parts
         if self.engine is None:
-            return self._eager.evaluate(batch)
+            return eager.evaluate(batch)
         if not self._evaluation_is_checked and self.starter is not None:
-            self.starter.check_evaluation(self.engine, self._eager, batch)
+            self.starter.check_evaluation(self.engine, eager, batch)
             self._evaluation_is_checked = True
         return self.engine.evaluate(batch)
 

@@ -219,7 +219,7 @@ def test_numbers_of_frames_for_each_source():
     assert sizes == {0: [3, 4, 4], 1: [2, 2, 2], 2: [1, 1, 1]}
     assert loader.epochs_are_alike
     assert len(loader) == loader.batches_in(5) == 9
-    assert evaluation_budget(config) == Budget("frames", 1, "alone")
+    assert evaluation_budget(config) == Budget("frames", 2, "alone")
     with pytest.raises(ForgefieldError, match=r"data\.batch\.by_source gives 2 numbers of frames for 3 sources"):
         loaders(options(batch={"by_source": [4, 2]}), 1)
 

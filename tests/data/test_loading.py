@@ -153,7 +153,7 @@ def test_budgets_from_the_settings():
     assert training_budget(options()) == Budget("frames", 8)
     assert training_budget(options(batch={"atoms": 99, "oversized": "alone"})) == Budget("atoms", 99, "alone")
     assert training_budget(DataOptions(batch=BatchOptions(edges=5))) == Budget("edges", 5)
-    assert evaluation_budget(options(batch={"atoms": 99})) == Budget("atoms", 4 * 99, "alone")
+    assert evaluation_budget(options(batch={"atoms": 99})) == Budget("atoms", 2 * 99, "alone")
     assert evaluation_budget(options(eval_batch=3)) == Budget("frames", 3, "alone", "data.eval_batch")
     assert evaluation_budget(options(eval_batch={"edges": 70})) == Budget("edges", 70, "alone", "data.eval_batch")
     with pytest.raises(ForgefieldError, match="gives frames and atoms"):

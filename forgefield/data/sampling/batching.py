@@ -18,8 +18,8 @@ from forgefield.data.storage.table import FrameTable, Systems
 from forgefield.errors import ForgefieldError
 
 DEFAULT_FRAMES = 8
-MORE_IN_EVALUATION = 4
-"""Times what a batch of the training holds: without second derivatives that takes no more memory, and far fewer launches."""
+MORE_IN_EVALUATION = 2
+"""Times what a batch of the training holds: without second derivatives that takes as much memory, and half the launches."""
 
 Order = Callable[[np.ndarray, np.ndarray], EpochOrder]
 """Makes the order of an epoch from the rows of a table that take part, and what each of them costs."""
@@ -38,7 +38,7 @@ def _frames_by_source(options: DataOptions) -> list[int] | None:
 
 
 def evaluation_budget(options: DataOptions) -> Budget:
-    """What `data.eval_batch` says, else four times what `data.batch` says. No frame is too large to be measured."""
+    """What `data.eval_batch` says, else twice what `data.batch` says. No frame is too large to be measured."""
     given, sizes = plain(options.eval_batch), _frames_by_source(options)
     if given is None:
         found = training_budget(options) if sizes is None else Budget("frames", min(sizes))

@@ -5,6 +5,7 @@ Evaluations by the tools of `deploy/` take operators where they can; everything 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,8 +19,8 @@ from forgefield.ops.graph import EdgeGraph, GradientSwitch, barrier
 from forgefield.ops.kernels.setting import has_triton, interpreted
 
 
-class _Current:
-    """Of the whole process. wanted: None where nobody has said anything."""
+class _Current(threading.local):
+    """Of a thread: calculators may run in several at once. wanted: None where nobody has said anything."""
 
     wanted: bool | None = None
 
@@ -49,7 +50,8 @@ def use_operators(x: Tensor) -> bool:
     """Whether a convolution of x is to be an operator: they have no forward mode."""
     if not _current.wanted or forward_ad._current_level >= 0:
         return False
-    return x.dtype in (torch.float32, torch.float64) and has_triton() and (x.is_cuda or interpreted())
+    on_nvidia = x.is_cuda and torch.version.hip is None
+    return x.dtype in (torch.float32, torch.float64) and has_triton() and (on_nvidia or interpreted())
 
 
 class EdgeHarmonics:

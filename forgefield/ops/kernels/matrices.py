@@ -156,6 +156,7 @@ def _kernels() -> dict[str, Any]:
             high = total
             if out.dtype.element_ty == tl.float32:  # to the nearest number of tensor cores
                 high = ((total.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+                high = tl.where(total == total, high, total)  # the bits of a NaN may become those of zero
             turned = (kind * width + column) * rows + row
             packed += start
             tl.store(out + start + e, total, mask=inside)

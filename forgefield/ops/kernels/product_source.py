@@ -151,6 +151,7 @@ def product_kernels() -> Kernels:
                         part = tl.dot(a_high, b_low, part, input_precision="tf32")
                         total += tl.dot(a_high, b, part, input_precision="tf32")
                     else:
+                        a_high = tl.where(a == a, a_high, a)  # the bits of a NaN may become those of zero
                         total = tl.dot(a_high, b, total, input_precision="tf32")
             result = row[:, None] * width + column[None, :]
             write = inside[:, None] & known[None, :]

@@ -151,9 +151,9 @@ class Products:
         tile: Tile | None = None,
     ) -> None:
         """fields: the arena. matrices: packed. kinds: needed where matrices belong to species, and there is more than one.
-        place: values or tangents of all blocks. precise: as cores for single numbers would; what errors of energies and forces
-        come from is multiplied so, since a gradient is made of their small differences from the labels, and tensor cores cut
-        off what they add, always downwards."""
+        place: values or tangents of all blocks. precise: in float64, or without tensor cores where a GPU has no fast ones
+        for it. What energies and forces come from is multiplied so: gradients are made of their small differences from the
+        labels, and tensor cores cut off what they add to float32, always towards zero."""
         if not n_atoms:
             return
         precision = precision_of(fields, _precise(fields.device) if precise else EXACT, "tf32")
@@ -192,6 +192,8 @@ class Products:
 
     def make_plainly(self, fields: Tensor, matrices: Tensor, one_hot: Tensor, n_atoms: int, place: int) -> None:
         """The same by operations of torch, in the precision that `products_in` asks for. one_hot: (n_atoms, n_kinds)."""
+        if not n_atoms:
+            return
         for part in self.parts:
             matrix = _unpacked(matrices, part.b, (part.depth, part.width), (1, part.pitch))
             total = product(_rows(fields, part.a, n_atoms, part.components, part.depth, place), matrix)
@@ -240,7 +242,8 @@ class Gradients:
         if table is None:
             table = self._tables[fields.device] = _on(fields.device, self._rows)
         few = _few(n_atoms, max(part.components for part in self.parts))
-        tile = tile or GRADIENT[few]
+        # In float64 the large tile is more than many GPUs have room for.
+        tile = tile or GRADIENT[few or fields.dtype == torch.float64]
         n_chunks = -(-2 * n_atoms // (chunk or CHUNK[few]))
         parts = fields.new_empty(n_chunks * self._by_chunk + self._besides)
         n_tiles = max(

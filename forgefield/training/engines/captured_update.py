@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forgefield.errors import ForgefieldError
 from forgefield.training.ema import WeightAverage
 
 Clip = tuple[float | None, str | None]
@@ -46,6 +47,11 @@ class CapturedUpdate:
             if self.average is not None:  # a callback took the gradients away: the step counts and changes nothing
                 self.average.next_share()
             return result
+        if len(self.optimiser.param_groups) != len(self._rates):
+            raise ForgefieldError(
+                "training.engine=graphs: a group of parameters was added to the optimiser during the training, which a "
+                "captured step does not know; use training.engine=compile or eager."
+            )
         for number, group in enumerate(self.optimiser.param_groups):
             if self._written[number] != group["lr"]:
                 self._rates[number].fill_(group["lr"])

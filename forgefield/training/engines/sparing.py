@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from forgefield.data.batch import SHAPES, Shapes
+from forgefield.data.parts import halves, is_memory_error
 from forgefield.errors import ForgefieldError
 from forgefield.training.engines.blank import sizes
 from forgefield.training.engines.engine import Denominators, Engine, Step
@@ -124,38 +125,9 @@ def cut(batch: Batch, parts: int, shapes: Shapes = SHAPES) -> list[Batch]:
     return [*cut(first, share, shapes), *cut(second, parts - share, shapes)]
 
 
-def halves(batch: Batch, shapes: Shapes = SHAPES) -> tuple[Batch, Batch]:
-    """The batch cut between two frames, so that both parts have about as many atoms."""
-    n_atoms = batch["n_atoms"].cpu()
-    before = torch.cumsum(n_atoms, 0)
-    frames = int(torch.argmin((before[:-1] - before[-1] / 2).abs())) + 1
-    atoms = int(before[frames - 1])
-    edges = int(torch.searchsorted(batch["edge_index"][1].contiguous(), atoms)) if "edge_index" in batch else 0
-    cuts = {"frames": frames, "atoms": atoms, "edges": edges}
-    moves = {"frame": frames, "edge_index": atoms, "edge_reverse": edges}
-    first, second = {}, {}
-    for key, tensor in batch.items():
-        dim = int(key == "edge_index")
-        at = cuts[next(size for size in shapes[key] if isinstance(size, str))]
-        first[key] = tensor.narrow(dim, 0, at)
-        rest = tensor.narrow(dim, at, tensor.shape[dim] - at)
-        second[key] = rest - moves[key] if key in moves else rest
-    return first, second
-
-
 def describe(batch: Batch) -> str:
     frames, atoms, edges = sizes(batch)
     return f"{frames} frames, {atoms} atoms and {edges} edges"
-
-
-_WORDS = ("not enough memory", "out of memory", "can't allocate memory")
-
-
-def is_memory_error(error: BaseException) -> bool:
-    text = str(error)
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
-        isinstance(error, RuntimeError) and any(words in text for words in _WORDS)
-    )
 
 
 def raise_if_memory(error: BaseException, batch: Batch, *, evaluating: bool = False) -> None:

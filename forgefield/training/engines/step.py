@@ -80,11 +80,12 @@ class StepFunction:
         return self._found(self.fixed)
 
     def _found(self, names: Sequence[str]) -> list[Tensor]:
-        """Looked up where modules keep them: going through all modules would take longer than a small step."""
+        """Looked up where modules keep them, since going through all modules would take longer than a small step. Modules may
+        not be exchanged for others while they are trained."""
         if not self._places:
             for prefix, module in self.potential.named_modules():
                 for held in (module._parameters, module._buffers):
-                    self._places |= {f"{prefix}.{key}" if prefix else key: (held, key) for key in held}
+                    self._places |= {f"{prefix}.{key}" if prefix else key: (held, key) for key in held.keys()}  # noqa: SIM118
         return [held[key] for held, key in (self._places[name] for name in names)]
 
     def differentiate(

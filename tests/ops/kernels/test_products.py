@@ -254,3 +254,21 @@ def test_trainings_told_tf32_get_it():
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
     assert products.precision_of(rows, "tf32x3", "tf32") == "tf32x3"
+
+
+@pytest.mark.parametrize("precision", ["ieee", "tf32"])
+@pytest.mark.parametrize("where", ["features", "weights"])
+def test_nan_is_passed_on(precision, where):
+    """As GPUs write it: all bits are one but the sign."""
+    nan = torch.tensor([0x7FFFFFFF], dtype=torch.int32, device=DEVICE).view(torch.float32)
+    arena, weights = draw(1, 2 * 4 * 8).float(), draw(2, 16).float()
+    (arena if where == "features" else weights)[0] = nan[0]
+    before = torch.backends.cuda.matmul.fp32_precision
+    try:
+        torch.backends.cuda.matmul.fp32_precision = precision
+        ones = torch.ones(1, 1, device=DEVICE)
+        _, packed = Matrices([Matrix(False, 4, 4, 0, 0)], 16, 1)(weights, ones, ones[0])
+        products.Products([products.Product(1, 4, 4, 0, 4, 0, 4)]).make(arena, packed, None, 4, 0)
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+    assert arena[2 * 4 * 4 : 2 * 4 * 4 + 4].isnan().any()

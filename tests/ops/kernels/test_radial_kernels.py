@@ -37,3 +37,13 @@ def test_other_networks_are_left_to_plain_operations(options):
     model = make_potential(precision="float32", num_layers=1, l_max=0, num_features=2, **options).to(DEVICE).model
     with kernels(enabled=True):
         assert all("_Tables" not in table.grad_fn.name() for table in radial_tables(model, 8))
+
+
+def test_the_basis_at_knots_stays_where_it_lies():
+    """Captured graphs read it there, whatever else writes to the frequencies in the meantime."""
+    model = make_potential(precision="float32", num_layers=1, l_max=0, num_features=2).to(DEVICE).model
+    radial_tables(model, 16)
+    before = model.knot_basis[1]
+    model.bessel_frequencies.copy_(model.bessel_frequencies.clone())
+    radial_tables(model, 16)
+    assert model.knot_basis[1] is before
