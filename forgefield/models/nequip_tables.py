@@ -59,12 +59,13 @@ def _basis_at_knots(model: NequIP, n_intervals: int) -> Tensor:
     frequencies = model.bessel_frequencies
     made_of = (n_intervals, frequencies.device, frequencies.data_ptr(), frequencies._version)
     known = model.knot_basis
-    if known is None or known[0] != made_of:
-        basis = _make_basis(model, n_intervals)
-        if known is not None and known[1].shape == basis.shape and known[1].device == basis.device:
-            basis = known[1].copy_(basis)  # where it lies: captured graphs read it
-        model.knot_basis = (made_of, basis)
-    return model.knot_basis[1]
+    if known is not None and known[0] == made_of:
+        return known[1]
+    basis = _make_basis(model, n_intervals)
+    if known is not None and known[1].shape == basis.shape and known[1].device == basis.device:
+        basis = known[1].copy_(basis)  # where it lies: captured graphs read it
+    model.knot_basis = (made_of, basis)
+    return basis
 
 
 def _make_basis(model: NequIP, n_intervals: int) -> Tensor:
