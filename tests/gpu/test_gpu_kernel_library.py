@@ -136,6 +136,9 @@ def test_compiled_code_launches_the_generated_kernels():
     assert "forgefield.convolve" not in code.split("def call(")[1]
 
 
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.11"), reason="torch 2.11 makes the package and crashes when it loads it"
+)
 def test_a_package_of_aotinductor_gives_the_same(tmp_path):
     evaluate = evaluation_of(make_potential(precision="float64", **MODEL).cuda())
     first, second = small_batches()

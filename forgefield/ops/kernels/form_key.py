@@ -6,10 +6,10 @@ import hashlib
 import inspect
 import json
 from functools import cache, lru_cache
+from importlib.metadata import version
 
 from torch.utils._python_dispatch import _disable_current_modes
 
-import forgefield
 from forgefield.errors import ForgefieldError
 from forgefield.ops.convolution_plan import Block, ConvolutionPlan, plan_convolution
 from forgefield.ops.kernels import form, source
@@ -54,5 +54,5 @@ def _mark_of_code() -> str:
     try:
         text = inspect.getsource(form) + inspect.getsource(source)
     except OSError:  # installed without sources
-        text = forgefield.__version__
+        text = version("forgefield")
     return hashlib.sha256(text.encode()).hexdigest()[:12]
