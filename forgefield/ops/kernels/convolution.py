@@ -20,11 +20,7 @@ from forgefield.ops.kernels.setting import setting
 from forgefield.ops.kernels.source import ARGUMENTS, Kind
 
 FEW = 4096
-"""Programs, one warp each, that leave a GPU idle while they wait for memory; edges are then walked over in another manner."""
-UNROLL = {"values": (1, 1), "forces": (1, 1), "tangents": (1, 1), "back": (1, 1)}
-"""Edges that a program asks for at once, in each pass: where programs are many, and where they are few."""
-LONG = 200
-"""Couplings of a form whose kernels are not written for several edges at once: compiling would take minutes."""
+"""Programs, one warp each, that leave a GPU idle while they wait for memory; edges are then shared out."""
 SHARES = {"values": 4, "forces": 4, "tangents": 4, "back": 4}
 """Programs that share the edges of one atom and some of its channels, where programs are few."""
 ROWS, COLUMNS = 2, 128
@@ -32,10 +28,9 @@ ROWS, COLUMNS = 2, 128
 
 
 def in_manner(kind: Kind, form: Form, n_atoms: int) -> Kind:
-    """The same with the number of edges at once and of shares that suit so many atoms."""
+    """The same with the number of shares that suits so many atoms."""
     few = n_atoms * form.n_chunks < FEW
-    unroll = 1 if form.n_couplings > LONG else UNROLL[kind.pass_name][few]
-    return replace(kind, unroll=unroll, shares=SHARES[kind.pass_name] if few else 1)
+    return replace(kind, shares=SHARES[kind.pass_name] if few else 1)
 
 
 @dataclass(frozen=True)

@@ -85,11 +85,6 @@ class Form:
         return sum(block.n_chunks for block in self.blocks)
 
     @property
-    def n_couplings(self) -> int:
-        """Pairs of components that are coupled, over all paths: what the length of a kernel grows with."""
-        return sum(len(path.terms) for block in self.blocks for path in block.paths)
-
-    @property
     def unused(self) -> list[tuple[int, int]]:
         """Ranges of a row of features that no path reads."""
         ranges, column = [], 0

@@ -14,7 +14,6 @@ pass already, for the forces, so it is not computed again.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import isqrt
@@ -36,8 +35,7 @@ class Kind:
     cotangents are wanted. narrow: features, the table and what is written for edges are stored in fewer bits than are computed
     with, which are float32.
 
-    How it is computed: unroll, edges whose inputs a program asks for at once, before it computes anything from them; shares,
-    programs that an atom's edges are shared out to, each of which writes an output of its own.
+    How it is computed: shares, programs that an atom's edges are shared out to, each of which writes an output of its own.
     """
 
     dual: bool = False
@@ -46,13 +44,12 @@ class Kind:
     still: bool = False
     features: bool = True
     narrow: bool = False
-    unroll: int = 1
     shares: int = 1
 
     @property
     def name(self) -> str:
         words = [word for word in self.__dataclass_fields__ if getattr(self, word) is True]
-        words += [f"{word}{getattr(self, word)}" for word in ("unroll", "shares") if getattr(self, word) > 1]
+        words += [f"shares{self.shares}"] if self.shares > 1 else []
         return "_".join(["convolution", *words])
 
     @property
@@ -98,19 +95,14 @@ faster."""
 
 
 class _Writer:
-    """Lines of code at an indentation. tail: they are for an edge that may be missing, `known` says."""
+    """Lines of code at an indentation."""
 
-    def __init__(self, *, tail: bool = False) -> None:
+    def __init__(self) -> None:
         self.lines: list[str] = []
         self.depth = 0
-        self.tail = tail
 
     def __call__(self, line: str) -> None:
         self.lines.append("    " * self.depth + line)
-
-    def all(self, lines: Iterable[str]) -> None:
-        for line in lines:
-            self(line)
 
     def add(self, name: str, terms: Iterable[str], *, to: bool = False) -> None:
         """name = sum of the terms, or += where `to` is set. Nothing where there are none and it is added to."""
@@ -193,59 +185,25 @@ def _write_block(write: _Writer, form: Form, block: FormBlock, kind: Kind) -> No
 
 
 def _write_edges(write: _Writer, form: Form, block: FormBlock, kind: Kind) -> None:
-    """The loop over edges: of all edges of a turn first what is read, then what is computed and written, since no read is moved
-    before a write."""
-    accumulators = {name for name, _ in _outputs(block, kind)}
-    copies = [_one_edge(form, block, kind, number) for number in range(kind.unroll)]
-    if kind.unroll > 1:
-        own = _assigned(line for lines in copies[-1] for line in lines) - accumulators
-        copies = [
-            tuple([_renamed(line, own, number) for line in lines] for lines in parts)
-            for number, parts in enumerate(copies)
-        ]
-    write.all(line for before, _, _ in copies for line in before)
-    write(f"for first in range(begin, end, {kind.unroll}):" if kind.unroll > 1 else "for edge in range(begin, end):")
+    """The loop over edges. Indices are read one edge ahead, since other reads depend on them; all reads come before what is
+    computed and written, since no read is moved before a write."""
+    _write_next(write, "begin")
+    write("for edge in range(begin, end):")
     write.depth = 2
-    write.all(line for _, loads, _ in copies for line in loads)
-    write.all(line for _, _, rest in copies for line in rest)
+    write("atom_in, at = next_in.to(tl.int64), next_at.to(tl.int64)")
+    _write_next(write, "edge + 1")
+    _write_loads(write, form, block, kind)
+    _write_weights(write, block, kind)
+    for number, path in enumerate(block.paths):
+        _write_path(write, form, block, kind, number, path)
+    if kind.backward:
+        _write_cotangents(write, form, block, kind)
     write.depth = 1
 
 
-def _one_edge(form: Form, block: FormBlock, kind: Kind, number: int) -> tuple[list[str], ...]:
-    """Lines of an edge of a turn: before the loop, what it reads, what it computes and writes. Indices are read one turn ahead,
-    since other reads depend on them. An edge that is missing has the numbers of the last one, and features of zero."""
-    before, loads, rest = (_Writer(tail=number > 0) for _ in range(3))
-    if number:
-        loads(f"known = first + {number} < end")
-        loads(f"edge = tl.minimum(first + {number}, end - 1)")
-    elif kind.unroll > 1:
-        loads("edge = first")
-    loads("atom_in, at = next_in.to(tl.int64), next_at.to(tl.int64)")
-    turn = "first" if kind.unroll > 1 else "edge"
-    for lines, edge in (
-        (before, f"begin + {number}" if number else "begin"),
-        (loads, f"{turn} + {kind.unroll + number}"),
-    ):
-        lines(f"next_in = tl.load(source + {edge}, mask={edge} < end, other=0)")
-        lines(f"next_at = tl.load(row + {edge}, mask={edge} < end, other=0)")
-    _write_loads(loads, form, block, kind)
-    _write_weights(rest, block, kind)
-    for place, path in enumerate(block.paths):
-        _write_path(rest, form, block, kind, place, path)
-    if kind.backward:
-        _write_cotangents(rest, form, block, kind)
-    return before.lines, loads.lines, rest.lines
-
-
-def _assigned(lines: Iterable[str]) -> set[str]:
-    """Names that get a value there."""
-    found = (re.match(r"([\w, ]+) \+?= ", line) for line in lines)
-    return {name for match in found if match for name in match[1].split(", ")}
-
-
-def _renamed(line: str, names: Iterable[str], number: int) -> str:
-    """The line for another edge, whose names end in its number."""
-    return re.sub(r"\b[a-z]\w*\b", lambda found: f"{found[0]}_of{number}" if found[0] in names else found[0], line)
+def _write_next(write: _Writer, edge: str) -> None:
+    for name, indices in (("next_in", "source"), ("next_at", "row")):
+        write(f"{name} = tl.load({indices} + {edge}, mask={edge} < end, other=0)")
 
 
 def _moves(kind: Kind) -> bool:
@@ -258,28 +216,17 @@ def _masked(block: FormBlock) -> bool:
 
 
 def _load(
-    write: _Writer,
-    block: FormBlock,
-    name: str,
-    where: str,
-    *,
-    narrow: bool = False,
-    unless_missing: bool = False,
-    again: bool = False,
+    write: _Writer, block: FormBlock, name: str, where: str, *, narrow: bool = False, again: bool = False
 ) -> None:
     """again: it is read many times, and is to stay in the cache."""
-    conditions = ["inside"] if _masked(block) else []
-    conditions += ["known"] if unless_missing and write.tail else []
-    more = f", mask={' & '.join(conditions)}, other=0.0" if conditions else ""
+    more = ", mask=inside, other=0.0" if _masked(block) else ""
     more += ", eviction_policy='evict_last'" if again else ""
     write(f"{name} = tl.load({where}{more}){'.to(tl.float32)' if narrow else ''}")
 
 
-def _store(write: _Writer, block: FormBlock | None, where: str, value: str, *, once: bool = False) -> None:
-    """block: of channels, or None for one number. once: it is large and not read soon, and need not stay in the cache."""
-    conditions = ["inside"] if block is not None and _masked(block) else []
-    conditions += ["known"] if write.tail else []
-    more = f", mask={' & '.join(conditions)}" if conditions else ""
+def _store(write: _Writer, block: FormBlock, where: str, value: str, *, once: bool = False) -> None:
+    """once: it is large and not read soon, and need not stay in the cache."""
+    more = ", mask=inside" if _masked(block) else ""
     more += ", eviction_policy='evict_first'" if once else ""
     write(f"tl.store({where}, {value}{more})")
 
@@ -303,7 +250,7 @@ def _write_loads(write: _Writer, form: Form, block: FormBlock, kind: Kind) -> No
     for prefix, base in (("", "x_values"), ("d", "x_tangents"))[: 2 if _moves(kind) else 1]:
         for i in range(block.n_in):
             where = f"{base} + atom_in * {block.row or block.n_in * block.channels} + {i * block.channels}"
-            _load(write, block, f"{prefix}x{i}", where, narrow=kind.narrow, unless_missing=not kind.backward)
+            _load(write, block, f"{prefix}x{i}", where, narrow=kind.narrow)
     for prefix in ("", "d")[: 2 if kind.dual else 1]:
         for j in _read_harmonics(block, kind):
             write(f"{prefix}y{j} = tl.load({prefix}y + edge * {form.n_harmonics} + {j})")
@@ -430,11 +377,11 @@ def _write_cotangents(write: _Writer, form: Form, block: FormBlock, kind: Kind) 
     write(f"line = (chunk.to(tl.int64) * n_edges + edge) * {4 if kind.table else form.n_harmonics}")
     if kind.table:
         _write_direction(write, block)
-        _store(write, None, "to_y + line + 3", "tl.sum(tp, 0)")
+        write("tl.store(to_y + line + 3, tl.sum(tp, 0))")
         return
     used = set(block.harmonics)
     for j in range(form.n_harmonics):
-        _store(write, None, f"to_y + line + {j}", f"tl.sum(ty{j}, 0)" if j in used else "0.0")
+        write(f"tl.store(to_y + line + {j}, {f'tl.sum(ty{j}, 0)' if j in used else '0.0'})")
 
 
 def _write_direction(write: _Writer, block: FormBlock) -> None:
@@ -451,7 +398,7 @@ def _write_direction(write: _Writer, block: FormBlock) -> None:
                 write.add(f"q{j}_{direction}", [f"{value!r} * y{(degree - 1) ** 2 + i}" for i, value in found])
                 terms.append(f"q{j}_{direction} * ty{j}")
         write.add(f"tu{direction}", terms)
-        _store(write, None, f"to_y + line + {direction}", f"tl.sum(tu{direction}, 0)" if terms else "0.0")
+        write(f"tl.store(to_y + line + {direction}, {f'tl.sum(tu{direction}, 0)' if terms else '0.0'})")
 
 
 def _read_harmonics(block: FormBlock, kind: Kind) -> list[int]:

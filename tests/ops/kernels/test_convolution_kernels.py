@@ -19,10 +19,11 @@ from forgefield.ops.convolution_plan import Block, ConvolutionPlan, list_paths, 
 from forgefield.ops.graph import EdgeGraph, pair_graph, reverse_edges
 from forgefield.ops.harmonics import clebsch_gordan, lowering_terms
 from forgefield.ops.kernels import convolution
-from forgefield.ops.kernels.convolution import Convolution, Motion, Radial
+from forgefield.ops.kernels.convolution import Convolution, Motion, Radial, in_manner
 from forgefield.ops.kernels.fields import TANGENT, VALUE, Field, Shape
 from forgefield.ops.kernels.form import Form, form_of
 from forgefield.ops.kernels.setting import kernels
+from forgefield.ops.kernels.source import Kind
 from tests.ops.kernels.support import (
     DEVICE,
     assert_only_written,
@@ -316,16 +317,17 @@ def test_few_atoms_and_no_edges(name, radial, graph):
     assert_pass(name, problem("one block", radial, graph), 1e-12)
 
 
-@pytest.mark.parametrize(("unroll", "shares"), [(2, 1), (4, 1), (1, 3), (2, 2)])
+@pytest.mark.parametrize(("few", "shares"), [(0, 3), (1000, 2), (1000, 3)], ids=["many programs", "two", "three"])
 @pytest.mark.parametrize("name", PASSES)
-def test_several_edges_at_once_and_shared_out(name, unroll, shares, monkeypatch):
-    """Atoms with no edge, one, two, and three: the last turn is full or not, and some shares are empty."""
-    for few in (True, False):
-        monkeypatch.setattr(convolution, "FEW", 1000 if few else 0)
-        monkeypatch.setattr(convolution, "UNROLL", dict.fromkeys(PASSES, (1, unroll) if few else (unroll, 1)))
-        monkeypatch.setattr(convolution, "SHARES", dict.fromkeys(PASSES, shares))
-        for case, graph in (("two programs for a block", "some"), ("both parities", "one atom")):
-            assert_pass(name, problem(case, "table" if few else "rows", graph), 1e-12)
+def test_edges_are_shared_out_where_programs_are_few(name, few, shares, monkeypatch):
+    """Atoms with no edge, one, two, and three: shares differ in length, and some are empty."""
+    monkeypatch.setattr(convolution, "FEW", few)
+    monkeypatch.setattr(convolution, "SHARES", dict.fromkeys(PASSES, shares))
+    for case, graph in (("two programs for a block", "some"), ("both parities", "one atom")):
+        for radial in ("rows", "table"):
+            given = problem(case, radial, graph)
+            assert in_manner(Kind(), given.form, given.graph.n_atoms).shares == (shares if few else 1)
+            assert_pass(name, given, 1e-12)
 
 
 @pytest.mark.parametrize("radial", ["pairs", "table"])
