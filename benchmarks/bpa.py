@@ -37,10 +37,10 @@ def config(data: Path, out: Path, epochs: int) -> dict[str, Any]:
             "eval_batch": 100,
         },
         "model": {"name": "nequip", "num_layers": 4, "l_max": 2, "parity": False, "num_features": [128, 64, 32]},
-        "task": {"energy": {"weight": 300.0, "per_atom": True}, "forces": {"weight": 1.0}},
+        "task": {"energy": {"weight": 1.0, "per_atom": True}, "forces": {"weight": 1.0}},
         "training": {
-            "lr": 0.005,
-            "ema": 0.999,
+            "lr": 0.01,
+            "ema": 0.99,
             "clip_norm": 10.0,
             "engine": "graphs" if torch.cuda.is_available() else "auto",
             "scheduler": {"name": "CosineAnnealingLR", "T_max": "${trainer.max_epochs}"},
