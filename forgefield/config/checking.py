@@ -20,13 +20,14 @@ from omegaconf.errors import OmegaConfBaseException
 
 from forgefield.config import schema
 from forgefield.config.data_checks import check_data
-from forgefield.config.nearest import did_you_mean, nearest
+from forgefield.config.nearest import nearest
 from forgefield.config.point_checks import check_frames_only, check_points
 from forgefield.config.point_options import PointTaskOptions
 from forgefield.config.refusals import check_choice, wrong
 from forgefield.config.sources import Sources
 from forgefield.config.target_checks import check_task
 from forgefield.config.targets import BRANCHES, FIELDS, POINTS, TARGETS, as_typed, has_points
+from forgefield.config.training_checks import check_training
 from forgefield.errors import ForgefieldError
 
 CHOICES = {
@@ -40,12 +41,6 @@ CHOICES = {
     "training.kernels.storage": ("float32", "bfloat16"),
     "training.tensorboard": (0, 1, 2),
 }
-PRECISIONS = ("float64", "float32", "tf32", "bf16-mixed", "fp16-mixed")
-SCHEDULE = ("start", "finish", "finish_epochs", "finish_steps")
-"""Keys of a schedule of precisions."""
-
-FEWEST_KNOTS, MOST_KNOTS = 256, 2**15 - 1
-"""Intervals of a table: with fewer it would be what limits the precision, and kernels number them by 16 bits."""
 POSITIVE = (
     "data.cutoff",
     "data.batch.frames",
@@ -189,24 +184,7 @@ def check_values(config: DictConfig, sources: Sources) -> None:
         value = OmegaConf.select(config, key)
         if value is not None and not value > 0:
             raise wrong(sources, key, value, "a positive number")
-    ema = config.training.ema
-    if ema is not None and not 0 < ema < 1:
-        raise wrong(sources, "training.ema", ema, "a number between 0 and 1, or null for no average")
-    _check_kernels(config, sources)
-    if not FEWEST_KNOTS <= config.training.kernels.knots <= MOST_KNOTS:
-        hint = f"from {FEWEST_KNOTS} to {MOST_KNOTS}"
-        raise wrong(sources, "training.kernels.knots", config.training.kernels.knots, hint)
-    for pattern, factor in (config.training.lr_groups or {}).items():
-        if not 0 < factor < float("inf"):
-            hint = f"; what is not to be trained goes into training.freeze=[{pattern}]" if factor == 0 else ""
-            raise wrong(sources, f"training.lr_groups.{pattern}", factor, f"a positive factor of training.lr{hint}")
-    if config.training.lora is not None and "from" not in (config.model if isinstance(config.model, Mapping) else {}):
-        raise ForgefieldError(
-            f"{sources.where('training.lora')}: 'training.lora' changes the matrices of a trained model (model.from); those of "
-            "a new one are random."
-        )
-    _check_swa(config.training, sources)
-    _check_precision(config.training.precision, sources)
+    check_training(config, sources)
     _check_name(config, sources)
     check_data(config.data, sources)
     if config.data.points is not None:
@@ -216,47 +194,6 @@ def check_values(config: DictConfig, sources: Sources) -> None:
         if config.task is not None:
             check_task(config.task, sources)
     _check_components(config, sources)
-
-
-def _check_kernels(config: DictConfig, sources: Sources) -> None:
-    """Settings of kernels that cannot be used are not ignored."""
-    given, defaults = config.training.kernels, schema.KernelOptions()
-    if all(given[key] == getattr(defaults, key) for key in ("radial", "knots", "storage")):
-        return
-    for key, value in (
-        ("training.derivative", config.training.derivative),
-        ("training.engine", config.training.engine),
-    ):
-        if value in ("double", "tangent", "compile", "script"):
-            raise ForgefieldError(
-                f"{sources.where('training.kernels')}: 'training.kernels' sets up generated kernels, which {key}={value} does "
-                "not use; leave it out, or set training.derivative=kernels and training.engine=graphs."
-            )
-    if given.radial == "exact" and given.knots != defaults.knots:
-        raise ForgefieldError(
-            f"{sources.where('training.kernels.knots')}: 'training.kernels.knots' are intervals of a table, and "
-            "training.kernels.radial=exact makes none; leave one of them out."
-        )
-    if given.storage == "bfloat16" and config.training.precision == "float64":
-        raise ForgefieldError(
-            f"{sources.where('training.kernels.storage')}: 'training.kernels.storage=bfloat16' would round what "
-            "training.precision=float64 computes; leave one of them out."
-        )
-
-
-def _check_swa(training: Any, sources: Sources) -> None:
-    swa = training.swa
-    if swa is None:
-        return
-    if training.ema is not None:
-        raise ForgefieldError(
-            f"{sources.where('training.swa')}: training.swa takes the place of training.ema={training.ema:g}; set "
-            "training.ema=null."
-        )
-    if not swa.start > 0:
-        raise wrong(sources, "training.swa.start", swa.start, "a share of the training, or a number of steps")
-    if swa.every is not None and swa.every < 1:
-        raise wrong(sources, "training.swa.every", swa.every, "a number of steps, 1 or more")
 
 
 @functools.cache
@@ -427,32 +364,6 @@ def _expected(kind: Any) -> str:
     if typing.get_origin(inner) is dict:
         return f"a mapping such as {{H: 1.0, O: 2.0}}{suffix}"
     return EXPECTED.get(inner, "another value") + suffix
-
-
-def _check_precision(value: Any, sources: Sources) -> None:
-    key = "training.precision"
-    if not isinstance(value, Mapping):
-        check_choice(value, PRECISIONS, key, sources)
-        return
-    for name in value:
-        if name not in SCHEDULE:
-            hint = did_you_mean(str(name), SCHEDULE)
-            raise ForgefieldError(
-                f"{sources.where(key)}: '{key}' has no key '{name}'; a schedule is written {{start: tf32, finish: float32, "
-                f"finish_epochs: 10}}.{hint}"
-            )
-    # Weights keep their type through a run.
-    for name in ("start", "finish"):
-        if name in value or name == "start":
-            check_choice(value.get(name), PRECISIONS[1:], f"{key}.{name}", sources)
-    if value["start"] == value.get("finish", "float32"):
-        raise wrong(sources, f"{key}.finish", value["start"], "another precision than start")
-    last = {name: value[name] for name in SCHEDULE[2:] if value.get(name) is not None}
-    if len(last) != 1:
-        raise ForgefieldError(f"{sources.where(key)}: '{key}' needs one of finish_epochs and finish_steps.")
-    for name, number in last.items():
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise wrong(sources, f"{key}.{name}", number, "a positive whole number")
 
 
 def _check_name(config: DictConfig, sources: Sources) -> None:

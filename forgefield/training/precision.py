@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from forgefield.config.checking import PRECISIONS
 from forgefield.config.nearest import did_you_mean
+from forgefield.config.training_checks import PRECISIONS
 from forgefield.errors import ForgefieldError
 from forgefield.ops.products import products_in
 

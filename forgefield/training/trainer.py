@@ -22,8 +22,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, OmegaConf
 
-from forgefield.config.checking import PRECISIONS
 from forgefield.config.components import check_signature, import_path
+from forgefield.config.training_checks import PRECISIONS
 from forgefield.errors import ForgefieldError
 from forgefield.parallel.accelerators import device_count, settle_accelerator
 from forgefield.parallel.environment import LaunchedEnvironment

@@ -9,6 +9,7 @@ import ase.db
 import ase.io
 import numpy as np
 import pytest
+import torch
 from ase import Atoms
 from ase.calculators.singlepoint import SinglePointCalculator
 
@@ -203,6 +204,27 @@ def test_frames_in_memory_are_not_modified(source, potential):
     images = predict.predict_frames(potential, frames)
     images[0].positions += 1.0
     assert all(np.array_equal(frame.positions, copy.positions) for frame, copy in zip(frames, copies))
+
+
+class Hungry(Morse):
+    """Needs memory that no machine has where a batch has more than two frames: the allocator itself refuses."""
+
+    def forward(self, batch):
+        if batch["n_atoms"].shape[0] > 2:
+            torch.empty(1 << 48, dtype=torch.float64)
+        return super().forward(batch)
+
+
+def test_where_memory_runs_out_a_batch_is_predicted_in_parts(source, potential):
+    asked = {"forces": True, "stress": True, "batch": 6}
+    found = predict_dataset(Potential(Hungry()), dataset(source), **asked)
+    expected = predict_dataset(potential, dataset(source), **asked)
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        if values.dtype.kind == "f":
+            np.testing.assert_allclose(found[name], values, rtol=0, atol=1e-12, err_msg=name)
+        else:
+            assert np.array_equal(found[name], values), name
 
 
 def test_a_file_without_the_labels_of_the_training_is_predicted(source, potential, tmp_path):

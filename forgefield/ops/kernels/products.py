@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from forgefield.ops.kernels.fields import TANGENT, VALUE
-from forgefield.ops.kernels.product_source import product_kernels
 from forgefield.ops.kernels.setting import interpreted
 from forgefield.ops.products import product
 
@@ -124,7 +124,7 @@ def sort_kinds(species: Tensor, n_kinds: int) -> Kinds:
     pointers = torch.empty(n_kinds + 1, dtype=torch.int32, device=species.device)
     wide = max(2, 1 << (n_kinds - 1).bit_length())
     block = max(16, min(1024, 16384 // wide))
-    product_kernels().sort_kinds[(1,)](species, order, kinds, pointers, n_atoms, n_kinds, wide, block, num_warps=8)
+    _kernels().sort_kinds[(1,)](species, order, kinds, pointers, n_atoms, n_kinds, wide, block, num_warps=8)
     return Kinds(order, kinds, pointers)
 
 
@@ -167,7 +167,7 @@ class Products:
             -(-n_atoms * part.components // tile.rows) * -(-part.width // tile.columns) for part in self.parts
         )
         in_order = self.own and kinds is not None
-        product_kernels().multiply[(n_tiles, len(self.parts))](
+        _kernels().multiply[(n_tiles, len(self.parts))](
             fields,
             matrices,
             table if kinds is None else kinds.order,
@@ -251,7 +251,7 @@ class Gradients:
         )
         order, of_atoms, pointers = (table,) * 3 if kinds is None else (kinds.order, kinds.kinds, kinds.pointers)
         precision = precision_of(fields, EXACT_GRADIENT, "bf16x3")
-        product_kernels().contract[(n_tiles * n_chunks, len(self.parts))](
+        _kernels().contract[(n_tiles * n_chunks, len(self.parts))](
             fields,
             parts,
             order,
@@ -272,7 +272,7 @@ class Gradients:
             num_stages=tile.stages,
         )
         largest = max(part.depth * part.width for part in self.parts)
-        product_kernels().add_parts[(-(-largest // SUMMED), len(self.parts))](
+        _kernels().add_parts[(-(-largest // SUMMED), len(self.parts))](
             parts, out, pointers, table, n_atoms, n_chunks, table.shape[1], SUMMED, num_warps=4
         )
 
@@ -316,6 +316,12 @@ def _aligned(parts: Sequence[Product] | Sequence[Gradient]) -> bool:
 
 def _few(n_atoms: int, components: int) -> bool:
     return n_atoms * components < FEW_ROWS
+
+
+def _kernels() -> Any:
+    from forgefield.ops.kernels import product_source
+
+    return product_source
 
 
 @cache

@@ -4,6 +4,7 @@ By default the operators compute by plain operations here; with `TRITON_INTERPRE
 """
 
 import shutil
+import threading
 
 import pytest
 import torch
@@ -117,11 +118,15 @@ def test_operators_are_what_torch_asks_of_operators():
     plan, graph = plan_of("both parities"), graph_of("pairs")
     inputs, more = inputs_of(plan, graph), arguments_of(plan, graph)
     grad = draw(4, graph.n_atoms, plan.out_dim).requires_grad_(True)
-    torch.library.opcheck(torch.ops.forgefield.convolve.default, (*inputs, *more))
-    torch.library.opcheck(torch.ops.forgefield.convolve_backward.default, (grad, *inputs, *more, True))
     along = [draw(8, *rows.shape) for rows in inputs]
     constant = [rows.detach() for rows in (grad, *inputs)]
-    torch.library.opcheck(torch.ops.forgefield.convolve_double_backward.default, (*along, *constant, *more, True, True))
+    ours = torch.ops.forgefield
+    for operator, given in (
+        (ours.convolve.default, (*inputs, *more)),
+        (ours.convolve_backward.default, (grad, *inputs, *more, True)),
+        (ours.convolve_double_backward.default, (*along, *constant, *more, True, True)),
+    ):
+        assert set(torch.library.opcheck(operator, given).values()) == {"SUCCESS"}
 
 
 def test_a_third_derivative_is_refused():
@@ -273,6 +278,25 @@ def test_plain_tracing_holds_operators_too():
         return torch.autograd.grad(convolve_by_operator(*rows, graph, key_of_plan(plan)).sum(), rows[0])[0]
 
     assert operators_in(make_fx(slope)(*inputs).graph) == ["convolve", "convolve_backward"]
+
+
+def test_evaluations_of_several_threads_do_not_meet():
+    inside, others = threading.Event(), threading.Event()
+    seen = []
+
+    def other() -> None:
+        with evaluation():
+            inside.set()
+            assert others.wait(10)
+            seen.append(dispatch._current.wanted)
+
+    thread = threading.Thread(target=other)
+    with evaluation():
+        thread.start()
+        assert inside.wait(10)
+    others.set()
+    thread.join()
+    assert (seen, dispatch._current.wanted) == ([True], None)
 
 
 @needs_kernels

@@ -125,3 +125,26 @@ def test_a_loss_with_given_gradients_brings_them_to_the_weights():
     assert weights[0].grad.tolist() == [0.25, 0.5]
     assert weights[1].grad is None
     assert weights[2].grad.tolist() == [1.25]
+
+
+class Scripted(nn.Module):
+    """A model of which a part is TorchScript, as some libraries make theirs."""
+
+    species, cutoff = ("H", "O"), 3.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = torch.jit.script(nn.Linear(1, 1, dtype=torch.float64))
+
+    def forward(self, batch):
+        lengths = self.part(batch["edge_vectors"].square().sum(1, keepdim=True)).squeeze(1)
+        return lengths.new_zeros(batch["species"].shape[0]).index_add(0, batch["edge_index"][1], lengths)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_weights_inside_torchscript_are_found():
+    function = step_function(Potential(Scripted()), ("energy",))
+    assert function.trained == ["model.part.weight", "model.part.bias"]
+    for found, weight in zip(function.trained_weights(), function.potential.parameters()):
+        assert found.data_ptr() == weight.data_ptr()
+    assert torch.isfinite(Engine(function).evaluate(labelled(4, 3)).sums).all()
