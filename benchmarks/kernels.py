@@ -38,7 +38,7 @@ from forgefield.ops.kernels.fields import TANGENT, Field
 from forgefield.ops.kernels.form import Form, form_of
 from forgefield.ops.kernels.geometry import EdgeGeometry, moved_geometry
 from forgefield.ops.kernels.setting import STORAGE, kernels
-from forgefield.ops.kernels.table import CHUNK, Intervals, edges_by_interval, table_gradient
+from forgefield.ops.kernels.table import CHUNK, Intervals, table_gradient
 from forgefield.training.engines.blank import sizes
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.graphs import GraphsEngine
@@ -138,23 +138,21 @@ class Scene:
         self.tangents = torch.randn_like(self.vectors)
         l_max, dtype = model.options.l_max, model.dtype
         self.harmonics, _, self.place, at = EdgeGeometry.apply(self.vectors, self.inverse, l_max, knots, dtype)
-        self.at: Intervals = edges_by_interval(at, knots)
+        self.at = Intervals(at, knots).sort()
         d_harmonics, self.d_place = moved_geometry(self.vectors, self.tangents, self.inverse, l_max, knots, dtype)
         self.motion = Motion(d_harmonics, place=self.d_place)
         self.network = Network(model, batch["species"], self.graph)
-        self.radials = [Radial(table, at, self.place) for table in radial_tables(model, knots)]
+        self.radials = [Radial(table, at, self.place) for table in radial_tables(model, knots).polynomials()]
         features = self.network.values(self.harmonics, self.radials)
         self.to_geometry, _ = self.network.forces(torch.randn_like(features))
         motions = [self.motion] * len(self.network.layers)
         self.network.tangents(motions)
-        kept: list[tuple[Tensor, Tensor]] = []
+        self.to_weights: dict[int, tuple[Tensor, Tensor]] = {}
+        self.network.back(torch.randn_like(features), motions, self)
 
-        def keep(of_w: Tensor, of_dw: Tensor, motion: Motion) -> list[Tensor]:
-            kept.append((of_w, of_dw))
-            return []
-
-        self.network.back(torch.randn_like(features), motions, keep)
-        self.to_weights = kept[::-1]
+    def add(self, layer: int, of_w: Tensor, of_dw: Tensor, motion: Motion) -> None:
+        """Keep the cotangents of a layer's radial weights."""
+        self.to_weights[layer] = (of_w, of_dw)
 
     def geometry(self) -> Iterator[Timed]:
         graph, vectors, l_max, dtype = self.graph, self.vectors, self.model.options.l_max, self.model.dtype
@@ -178,10 +176,10 @@ class Scene:
         yield Timed("edges", "harmonics", values, plain(vectors, *made))
         yield Timed("edges", "harmonics, and back", back, plain(vectors, *made, self.to_geometry, vectors, vectors))
         yield Timed("edges", "harmonics' tangents", tangents, plain(vectors, vectors, *made[:2]))
-        yield Timed("edges", "by interval", lambda: edges_by_interval(self.at.at, self.knots), None)
+        yield Timed("edges", "by interval", lambda: Intervals(self.at.at, self.knots).sort().sorted(), None)
         slopes = plain(vectors, vectors, graph.by_source.order)
         yield Timed("edges", "forces", lambda: forces_by_kernel(vectors, graph), slopes)
-        yield Timed("all layers", "tables", lambda: radial_tables(self.model, self.knots), None)
+        yield Timed("all layers", "tables", lambda: radial_tables(self.model, self.knots).polynomials(), None)
 
     def layers(self) -> Iterator[Timed]:
         for number, layer in enumerate(self.network.layers):

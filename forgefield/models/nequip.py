@@ -26,6 +26,7 @@ from forgefield.models.nequip_kernels import (
     geometry_moved,
     in_tables,
     linear_readout,
+    prepare,
 )
 from forgefield.models.nequip_options import PRESETS, Options, complete_options, preset_options
 from forgefield.models.terms import PairLengths, SpeciesTerms
@@ -119,9 +120,11 @@ class NequIP(SpeciesTerms):
         need_pairs = not kernels or not in_tables(self) or bool(self._zbl)
         pairs = self.pair_lengths(vectors, species, graph) if need_pairs else None
         if kernels:
-            geometry = geometry_at_rest(self, vectors, pairs, species, graph)
             remember = batch.get("memory")
-            features = features_at_rest(self, geometry, species, graph, remember)
+            trained = remember is not None
+            prepared = prepare(self, species, graph, trained=trained)
+            geometry = geometry_at_rest(self, vectors, pairs, species, graph, trained=trained)
+            features = features_at_rest(self, prepared, geometry, remember)
             if remember is not None:
                 remember["pairs"] = None if pairs is None else pairs.at_rest()
                 remember["vectors"], remember["graph"] = vectors.detach(), graph

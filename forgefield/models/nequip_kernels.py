@@ -7,6 +7,7 @@ table (`nequip_tables.py`) where that is precise enough.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,18 +15,22 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
 from forgefield.models.nequip_passes import Network
-from forgefield.models.nequip_tables import radial_tables
+from forgefield.models.nequip_tables import RadialTables, radial_tables
 from forgefield.models.terms import PairLengths
 from forgefield.ops.graph import EdgeGraph, Segments, gather, is_traced
+from forgefield.ops.kernels.beside import Beside
 from forgefield.ops.kernels.convolution import Motion, Radial
 from forgefield.ops.kernels.geometry import EdgeGeometry, moved_geometry
 from forgefield.ops.kernels.readout import energies_by_kernel, moved_energies_by_kernel
 from forgefield.ops.kernels.setting import setting, use_kernels, use_tables
-from forgefield.ops.kernels.table import Intervals, edges_by_interval, table_gradient
+from forgefield.ops.kernels.table import Intervals, table_gradient
 from forgefield.ops.tangents import carried, side_by_side, tangent_of
 
 if TYPE_CHECKING:
     from forgefield.models.nequip import NequIP
+
+MOST_BESIDE = 2**30
+"""Bytes that cotangents of the weights of one layer's edges may take so that they are summed beside the next layer."""
 
 
 def by_kernels(model: NequIP, batch: dict[str, Any]) -> bool:
@@ -66,15 +71,17 @@ def in_tables(model: NequIP) -> bool:
 
 
 def geometry_at_rest(
-    model: NequIP, vectors: Tensor, pairs: PairLengths | None, species: Tensor, graph: EdgeGraph
+    model: NequIP, vectors: Tensor, pairs: PairLengths | None, species: Tensor, graph: EdgeGraph, *, trained: bool
 ) -> Geometry:
-    """It has a gradient in the edge vectors (n_edges, 3). pairs: needed where there is no table."""
+    """It has a gradient in the edge vectors (n_edges, 3). pairs: needed where there is no table. trained: the gradients of
+    tables will be asked for, for which edges are sorted by interval."""
     dtype = model.type_embedding.dtype
     if in_tables(model):
         n_intervals = setting().knots
         inverse = model.inverse_cutoffs(species, graph)
         harmonics, direction, place, at = EdgeGeometry.apply(vectors, inverse, model.options.l_max, n_intervals, dtype)
-        return Geometry(harmonics, None, direction, place, edges_by_interval(at, n_intervals))
+        intervals = Intervals(at, n_intervals)
+        return Geometry(harmonics, None, direction, place, intervals.sort() if trained else intervals)
     assert pairs is not None
     harmonics = model.harmonics(vectors / pairs.lengths.unsqueeze(1)).to(dtype).contiguous()
     return Geometry(harmonics, model.radial_basis(pairs, graph).to(dtype), None, None, None)
@@ -96,19 +103,38 @@ def geometry_moved(model: NequIP, vectors: Tensor, species: Tensor, graph: EdgeG
 # ---- the two passes of a step
 
 
-def features_at_rest(
-    model: NequIP, geometry: Geometry, species: Tensor, graph: EdgeGraph, remember: dict[str, Any] | None
-) -> Tensor:
+@dataclass(frozen=True)
+class Prepared:
+    """What depends on the weights and not on where atoms are. tables: with what is read of them, and none where there are
+    none."""
+
+    network: Network
+    tables: Beside[tuple[RadialTables, list[Tensor]]] | None
+
+
+def prepare(model: NequIP, species: Tensor, graph: EdgeGraph, *, trained: bool) -> Prepared:
+    """Tables are made beside the geometry. trained: with a gradient in the weights."""
+
+    def make() -> tuple[RadialTables, list[Tensor]]:
+        tables = radial_tables(model, n_intervals)
+        return tables, tables.polynomials()
+
+    n_intervals = setting().knots
+    with torch.set_grad_enabled(torch.is_grad_enabled() and trained):
+        tables = Beside("tables", make) if in_tables(model) else None
+        return Prepared(Network(model, species, graph), tables)
+
+
+def features_at_rest(model: NequIP, prepared: Prepared, geometry: Geometry, remember: dict[str, Any] | None) -> Tensor:
     """(n_atoms, feature_dim), the scalars of the last layer, with a gradient in the geometry and none in the weights."""
-    with torch.set_grad_enabled(torch.is_grad_enabled() and remember is not None):
-        network = Network(model, species, graph)
-        tables = [] if geometry.at is None else radial_tables(model, geometry.at.count)
+    network, trained = prepared.network, remember is not None
+    tables, read = (None, []) if prepared.tables is None else prepared.tables.result()
     if remember is not None:
         remember["network"], remember["geometry"], remember["tables"] = network, geometry, tables
     if geometry.basis is not None:
-        return _AtRest.apply(network, [], None, geometry.harmonics, *model.radial_weights(geometry.basis))
+        return _AtRest.apply(network, trained, [], None, geometry.harmonics, *model.radial_weights(geometry.basis))
     edges = (geometry.harmonics, geometry.place, geometry.direction)
-    return _AtRest.apply(network, [table.detach() for table in tables], geometry.at, *edges)
+    return _AtRest.apply(network, trained, read, geometry.at, *edges)
 
 
 def _shared_rows(of_edges: Tensor, graph: EdgeGraph) -> Tensor:
@@ -123,7 +149,7 @@ class _AtRest(torch.autograd.Function):
     """Inputs: harmonics; then places and directions of edges, or rows of weights of every layer."""
 
     @staticmethod
-    def forward(ctx, network, tables, at, harmonics, *radial):
+    def forward(ctx, network, trained, tables, at, harmonics, *radial):
         ctx.network, ctx.in_tables = network, at is not None
         if at is not None:
             radials = [Radial(table, at.at, radial[0]) for table in tables]
@@ -131,6 +157,8 @@ class _AtRest(torch.autograd.Function):
             graph = network.graph
             row = torch.arange(graph.n_edges, device=harmonics.device) if graph.pair is None else graph.pair
             radials = [Radial(rows.contiguous(), row) for rows in radial]
+        if trained:
+            network.compile(harmonics, radials)
         return network.values(harmonics, radials)
 
     @staticmethod
@@ -138,8 +166,8 @@ class _AtRest(torch.autograd.Function):
     def backward(ctx, to_features):
         geometry, rows = ctx.network.forces(to_features)
         if ctx.in_tables:
-            return None, None, None, None, geometry[:, 3], geometry[:, :3]
-        return None, None, None, geometry, *(_shared_rows(of_edges, ctx.network.graph) for of_edges in rows)
+            return None, None, None, None, None, geometry[:, 3], geometry[:, :3]
+        return None, None, None, None, geometry, *(_shared_rows(of_edges, ctx.network.graph) for of_edges in rows)
 
 
 def features_moved(model: NequIP, moved: Moved, remembered: dict[str, Any]) -> Tensor:
@@ -149,41 +177,84 @@ def features_moved(model: NequIP, moved: Moved, remembered: dict[str, Any]) -> T
     """
     network: Network = remembered["network"]
     matrices = [matrix for weights in network.weights for matrix in weights.tracked()]
+    given = (network, moved, remembered["geometry"], remembered["tables"])
     if moved.basis is None:
-        return _Moving.apply(network, moved, remembered["geometry"], *matrices, *remembered["tables"])
+        return _Moving.apply(*given, *matrices, *remembered["tables"].tracked())
     rows = carried(lambda given: model.radial_weights(given[0]), [moved.basis])
     pieces = [piece for pair in rows for piece in (pair[:, 0], pair[:, 1])]
-    return _Moving.apply(network, moved, remembered["geometry"], *matrices, *pieces)
+    return _Moving.apply(*given, *matrices, *pieces)
 
 
 class _Moving(torch.autograd.Function):
-    """Inputs: all matrices; then the tables, or rows of weights and their tangents of every layer."""
+    """Inputs: all matrices; then what tables are made of, or rows of weights and their tangents of every layer."""
 
     @staticmethod
-    def forward(ctx, network, moved, geometry, *tracked):
-        n_matrices = sum(len(weights.tracked()) for weights in network.weights)
-        radial = [tensor.detach().contiguous() for tensor in tracked[n_matrices:]]
+    def forward(ctx, network, moved, geometry, tables, *tracked):
         if moved.basis is None:
             motions = [Motion(moved.harmonics, place=moved.place) for _ in network.layers]
         else:
+            n_matrices = sum(len(weights.tracked()) for weights in network.weights)
+            radial = [tensor.detach().contiguous() for tensor in tracked[n_matrices:]]
             motions = [Motion(moved.harmonics, weights=weights) for weights in radial[1::2]]
-        ctx.network, ctx.motions, ctx.geometry = network, motions, geometry
+        ctx.network, ctx.motions, ctx.geometry, ctx.tables = network, motions, geometry, tables
         network.tangents(motions)
         return network.layers[-1].h.both(0)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, to_rows):
-        network, geometry = ctx.network, ctx.geometry
+        network = ctx.network
         to_features = to_rows[: network.graph.n_atoms]
+        if ctx.tables is None:
+            rows = _SummedRows(network.graph)
+        else:
+            rows = _SummedTables(ctx.tables, ctx.geometry)
+        matrices = network.back(to_features, ctx.motions, rows)
+        return None, None, None, None, matrices, *rows.gradients()
 
-        def summed(of_w: Tensor, of_dw: Tensor, motion: Motion) -> list[Tensor]:
-            if geometry.at is None:
-                return [_shared_rows(of_w, network.graph), _shared_rows(of_dw, network.graph)]
-            assert motion.place is not None
-            return [table_gradient(of_w, of_dw, geometry.at, geometry.place.detach(), motion.place)]
 
-        return None, None, None, *network.back(to_features, ctx.motions, summed)
+class _SummedRows:
+    """Cotangents of rows of weights and their tangents, from those of every edge."""
+
+    def __init__(self, graph: EdgeGraph) -> None:
+        self.graph = graph
+        self._found: list[Tensor] = []
+
+    def add(self, layer: int, of_w: Tensor, of_dw: Tensor, motion: Motion) -> None:
+        self._found = [_shared_rows(of_w, self.graph), _shared_rows(of_dw, self.graph), *self._found]
+
+    def gradients(self) -> list[Tensor]:
+        return self._found
+
+
+class _SummedTables:
+    """Cotangents of what tables are made of, beside the layers that are still to come. Large batches have their sums over edges
+    made in between, since the cotangents of the weights of two layers' edges would take too much memory."""
+
+    def __init__(self, tables: RadialTables, geometry: Geometry) -> None:
+        assert geometry.at is not None
+        assert geometry.place is not None
+        self.tables, self.at, self.place = tables, geometry.at, geometry.place.detach()
+        self._begun: dict[int, Beside[tuple[Tensor, Tensor]]] = {}
+
+    def add(self, layer: int, of_w: Tensor, of_dw: Tensor, motion: Motion) -> None:
+        d_place = motion.place
+        assert d_place is not None
+        if 2 * of_w.numel() * of_w.element_size() > MOST_BESIDE:
+            to_table = table_gradient(of_w, of_dw, self.at, self.place, d_place)
+            work = partial(self.tables.gradients, layer, to_table)
+        else:
+            work = partial(self._sum, layer, of_w, of_dw, d_place)
+        self._begun[layer] = Beside("tables", work)
+        if layer + 1 in self._begun:
+            self._begun[layer + 1].result()  # what it has read can be given back
+
+    def _sum(self, layer: int, of_w: Tensor, of_dw: Tensor, d_place: Tensor) -> tuple[Tensor, Tensor]:
+        return self.tables.gradients(layer, table_gradient(of_w, of_dw, self.at, self.place, d_place))
+
+    def gradients(self) -> list[Tensor]:
+        found = [self._begun[layer].result() for layer in range(len(self._begun))]
+        return [of_curves for of_curves, _ in found] + [of_matrix for _, of_matrix in found]
 
 
 def encode_moved(

@@ -6,16 +6,17 @@ and cotangents of tangents are those that the forces were made of, so the last p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from forgefield.models.nequip_fields import FIELDS, Layout, all_matrices, forms, layout
 from forgefield.ops.graph import EdgeGraph
+from forgefield.ops.kernels.compiling import Compiled, compile_together
 from forgefield.ops.kernels.convolution import Convolution, Motion, Radial
 from forgefield.ops.kernels.fields import TANGENT, VALUE, Field, new_field
 from forgefield.ops.kernels.form import Form
@@ -183,6 +184,12 @@ def _identity(n_species: int, n_columns: int, dtype: torch.dtype, device: torch.
     return torch.eye(n_species, n_columns, dtype=dtype, device=device)
 
 
+class Radials(Protocol):
+    """What sums up the cotangents of radial weights."""
+
+    def add(self, layer: int, of_w: Tensor, of_dw: Tensor, motion: Motion) -> None: ...
+
+
 class Network:
     """The layers on one batch, with their weights as they were when it was made."""
 
@@ -209,6 +216,16 @@ class Network:
             Layer(layer, number, form, self.atoms)
             for number, (layer, form) in enumerate(zip(model.layers, forms(model)))
         ]
+
+    def compile(self, harmonics: Tensor, radials: Sequence[Radial]) -> None:
+        """The kernels of all convolutions, as a training launches them, unless that has been done."""
+        compile_together(
+            (
+                Compiled(layer.form, self.graph, harmonics, radial, still=layer.first),
+                (layer.x, layer.z, layer.to_x, layer.to_z),
+            )
+            for layer, radial in zip(self.layers, radials)
+        )
 
     def values(self, harmonics: Tensor, radials: Sequence[Radial]) -> Tensor:
         """Features of the last layer, (n_atoms, feature_dim)."""
@@ -237,17 +254,13 @@ class Network:
             h = layer.h
         return self.last(TANGENT)
 
-    def back(
-        self, to_features: Tensor, motions: Sequence[Motion], summed: Callable[[Tensor, Tensor, Motion], list[Tensor]]
-    ) -> list[Tensor]:
-        """Gradients of all matrices, in a row, and then of what radial weights are read from: what `summed` makes,
-        layer by layer, of the cotangents of the weights of every edge and of their tangents, which are too large to be
-        kept."""
+    def back(self, to_features: Tensor, motions: Sequence[Motion], radials: Radials) -> Tensor:
+        """Gradients of all matrices, in a row. radials: given, layer by layer, the cotangents of the weights of every edge and
+        of their tangents, which are too large to be kept."""
         self.layers[-1].to_h.block(0, VALUE).copy_(to_features.unsqueeze(1))
-        radials: list[list[Tensor]] = []
-        for layer, motion in zip(reversed(self.layers), reversed(motions)):
-            radials.append(summed(*layer.back(motion), motion))
-        return [self.atoms.gradients(), *(gradient for layer in reversed(radials) for gradient in layer)]
+        for number in reversed(range(len(self.layers))):
+            radials.add(number, *self.layers[number].back(motions[number]), motions[number])
+        return self.atoms.gradients()
 
     def last(self, place: int) -> Tensor:
         return self.layers[-1].h.block(0, place).squeeze(1)

@@ -11,7 +11,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
 
 from forgefield.ops.graph import cut, join
-from forgefield.ops.kernels.radial import tables_by_kernels
+from forgefield.ops.kernels.radial import curves_by_kernels
 from forgefield.ops.kernels.setting import use_kernels
 from forgefield.ops.kernels.table import polynomials
 from forgefield.ops.radial import bessel_basis
@@ -26,26 +26,54 @@ _COMPARED = 2999
 """Lengths at which a table is compared with the network; a prime number, so that they lie anywhere in its intervals."""
 
 
-def radial_tables(model: NequIP, n_intervals: int) -> list[Tensor]:
-    """Polynomials of every layer's radial weights, (n_intervals, 4, n_weights).
+@dataclass(frozen=True)
+class RadialTables:
+    """Tables of every layer, as the products that they are: polynomials of a network's last hidden channels, `curves`
+    (n_intervals, 4, width), times its last matrix (width, n_weights). Both have gradients in the network's weights."""
 
-    They are linear in values and slopes at the knots, so that they are made of the last hidden layer, which is narrow.
-    """
+    curves: list[Tensor]
+    matrices: list[Tensor]
+
+    def tracked(self) -> list[Tensor]:
+        return [*self.curves, *self.matrices]
+
+    @torch.no_grad()
+    def polynomials(self) -> list[Tensor]:
+        """Of every layer's radial weights, (n_intervals, 4, n_weights)."""
+        return [
+            _product(curves.flatten(0, 1), matrix).unflatten(0, (-1, 4))
+            for curves, matrix in zip(self.curves, self.matrices)
+        ]
+
+    @torch.no_grad()
+    def gradients(self, layer: int, to_table: Tensor) -> tuple[Tensor, Tensor]:
+        """Cotangents of the curves and the matrix of a layer, from those of its polynomials."""
+        rows, curves = to_table.flatten(0, 1), self.curves[layer]
+        to_curves = _product(rows, self.matrices[layer].t())
+        return to_curves.view_as(curves), _product(curves.flatten(0, 1).t(), rows)
+
+
+def radial_tables(model: NequIP, n_intervals: int) -> RadialTables:
+    """Polynomials are linear in values and slopes at the knots, so that they are made of the last hidden layer, which is
+    narrow."""
     basis = _basis_at_knots(model, n_intervals)
     networks = [layer.radial for layer in model.layers]
     one_hidden = model.options.radial_mlp_depth == 1 and not model.options.bessel_trainable
-    if one_hidden and use_kernels(model.type_embedding) and not _rounds_to_tf32():
-        first, last = ([network.weights[depth] for network in networks] for depth in range(2))
+    if one_hidden and use_kernels(model.type_embedding):
         scale, gain = networks[0].scales
-        return tables_by_kernels(basis, first, last, scale * model.basis_scale, gain)
+        first, last = ([network.weights[depth] for network in networks] for depth in range(2))
+        return RadialTables(curves_by_kernels(basis, first, scale * model.basis_scale, gain), last)
     hidden = carried(lambda rows: model.radial_hidden(rows[0]), [basis])
     curves = polynomials(join(hidden, 2)).to(model.dtype)
     parts = cut(curves, [part.shape[2] for part in hidden], 2)
-    matrices = [network.weights[-1] * network.scales[-1] for network in networks]
-    if _rounds_to_tf32():
-        # Rounded one by one, polynomials would not meet at the knots.
-        return [(part.double() @ matrix.double()).to(model.dtype) for part, matrix in zip(parts, matrices)]
-    return [part @ matrix for part, matrix in zip(parts, matrices)]
+    return RadialTables(list(parts), [network.weights[-1] * network.scales[-1] for network in networks])
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """Where matrices are multiplied in tf32, in float64: rounded one by one, polynomials would not meet at the knots."""
+    if _rounds_to_tf32() and a.is_cuda:
+        return torch.mm(a.double(), b.double()).to(a.dtype)
+    return torch.mm(a, b)
 
 
 def _rounds_to_tf32() -> bool:
@@ -102,7 +130,7 @@ def table_deviation(model: NequIP, knots: int) -> tuple[Deviation, Deviation]:
     x = torch.linspace(0.05, 1, _COMPARED, dtype=torch.float64, device=model.bessel_frequencies.device)
     basis = _moving_basis(model, x, 1.0)
     expected = _rows(exact, basis)
-    read = [_read(table, x) for table in radial_tables(single, knots)]
+    read = [_read(table, x) for table in radial_tables(single, knots).polynomials()]
     return _deviation(read, expected), _deviation(_rows(single, basis.float()), expected)
 
 

@@ -1,5 +1,5 @@
-"""Tables of radial weights from networks with one hidden layer: their values and slopes at the knots, the polynomials between
-these, and all the way back to the weights, of all layers of a model at once.
+"""Radial networks with one hidden layer, as tables need them: values and slopes of the hidden channels at the knots, the
+polynomials between these, and the way back to the first weights, of all layers of a model at once.
 
 With v = x W and v' = x' W for the basis x and its slope x', the hidden layer is h = f(v), h' = f'(v) v', f = silu. The
 polynomials of its channels are made in float64 and rounded; the last matrix is applied to them, as they are linear in h and h'.
@@ -26,38 +26,27 @@ def _tile() -> tuple[int, int]:
     return (1024, 128) if interpreted() else (KNOTS, CHANNELS)
 
 
-def tables_by_kernels(
-    basis: Tensor, first: Sequence[Tensor], last: Sequence[Tensor], scale: float, gain: float
-) -> list[Tensor]:
-    """Polynomials of the weights of every layer, (n_intervals, 4, n_weights), with a gradient in its matrices.
+def curves_by_kernels(basis: Tensor, first: Sequence[Tensor], scale: float, gain: float) -> list[Tensor]:
+    """Polynomials of the hidden channels of every layer, (n_intervals, 4, width), with a gradient in its first matrix.
 
-    basis: (n_intervals + 1, 2, n_basis) float64, with its slope. first: (n_basis, width) and last: (width, n_weights) of every
-    layer; scale and gain multiply them.
+    basis: (n_intervals + 1, 2, n_basis) float64, with its slope. first: (n_basis, width) of every layer; scale multiplies them,
+    and gain what comes out.
     """
-    return list(_Tables.apply(basis, scale, gain, len(first), *first, *last))
+    return list(_Curves.apply(basis, scale, gain, *first))
 
 
-class _Tables(torch.autograd.Function):
+class _Curves(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, basis, scale, gain, n_layers, *weights):
-        first, last = torch.cat(weights[:n_layers]), weights[n_layers:]
-        curves = _curves(basis, first, n_layers, scale, gain)
-        ctx.save_for_backward(basis, first, curves, *last)
-        ctx.numbers = (n_layers, scale, gain)
-        rows = curves.flatten(1, 2)
-        return tuple(torch.mm(part, matrix).unflatten(0, (-1, 4)) for part, matrix in zip(rows, last))
+    def forward(ctx, basis, scale, gain, *weights):
+        first = torch.cat(weights)
+        ctx.save_for_backward(basis, first)
+        ctx.numbers = (len(weights), scale, gain)
+        return _curves(basis, first, *ctx.numbers).unbind()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, *to_tables):
-        basis, first, curves, *last = ctx.saved_tensors
-        to_curves = torch.empty_like(curves)
-        to_last = []
-        for part, to_part, matrix, to_table in zip(curves.flatten(1, 2), to_curves.flatten(1, 2), last, to_tables):
-            rows = to_table.flatten(0, 1)
-            torch.mm(rows, matrix.t(), out=to_part)
-            to_last.append(torch.mm(part.t(), rows))
-        return None, None, None, None, *_to_first(basis, first, to_curves, *ctx.numbers), *to_last
+    def backward(ctx, *to_curves):
+        return None, None, None, *_to_first(*ctx.saved_tensors, torch.stack(to_curves), *ctx.numbers)
 
 
 def _curves(basis: Tensor, first: Tensor, n_layers: int, scale: float, gain: float) -> Tensor:

@@ -7,14 +7,14 @@ the edges of each interval, in a fixed order.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from forgefield.ops.kernels.beside import Beside
 from forgefield.ops.kernels.intervals import MOST_EDGES, MOST_INTERVALS, sorted_by_kernels
 from forgefield.ops.kernels.setting import has_triton, use_kernels
 from forgefield.ops.segment_sum import sum_by_pointers
@@ -25,31 +25,46 @@ EDGES = 4
 """That it reads at a time."""
 
 
-@dataclass(frozen=True)
-class Intervals:
-    """Edges by the interval of a table that they lie in.
+class SortedEdges(NamedTuple):
+    """order: (n_edges,) edges sorted by interval; pointers: (count + 1,) where each interval begins there. chunks: (count + 1,)
+    the same for chunks of at most `CHUNK` edges; interval: (at least as many as there are chunks,) of each chunk, `count` where
+    there is none."""
 
-    at: (n_edges,) interval of each. order: (n_edges,) edges sorted by it; pointers: (count + 1,) where each interval begins
-    there. chunks: (count + 1,) the same for chunks of at most `CHUNK` edges; interval: (at least as many as there are
-    chunks,) of each chunk, `count` where there is none."""
-
-    at: Tensor
-    count: int
     order: Tensor
     pointers: Tensor
     chunks: Tensor
     interval: Tensor
 
 
-def edges_by_interval(at: Tensor, count: int) -> Intervals:
+class Intervals:
+    """In which interval of a table edges lie, at: (n_edges,), of so many. They are sorted beside the rest, from `sort` until
+    they are asked for."""
+
+    def __init__(self, at: Tensor, count: int) -> None:
+        self.at, self.count = at, count
+        self._sorting: Beside[SortedEdges] | None = None
+
+    def sort(self) -> Intervals:
+        at, count = self.at, self.count
+        self._sorting = Beside("edges", lambda: _sorted(at, count))
+        return self
+
+    def sorted(self) -> SortedEdges:
+        if self._sorting is None:
+            self.sort()
+        assert self._sorting is not None
+        return self._sorting.result()
+
+
+def _sorted(at: Tensor, count: int) -> SortedEdges:
     if use_kernels(at) and count <= MOST_INTERVALS and at.shape[0] <= MOST_EDGES:
-        return Intervals(at, count, *sorted_by_kernels(at, count, CHUNK))
+        return SortedEdges(*sorted_by_kernels(at, count, CHUNK))
     found, order = torch.sort(at, stable=True)
     pointers = torch.searchsorted(found, torch.arange(count + 1, dtype=at.dtype, device=at.device))
     chunks = torch.zeros_like(pointers)
     torch.cumsum((pointers[1:] - pointers[:-1] + (CHUNK - 1)) // CHUNK, 0, out=chunks[1:])
     numbers = torch.arange(count + at.shape[0] // CHUNK, device=at.device)
-    return Intervals(at, count, order, pointers, chunks, torch.searchsorted(chunks, numbers, right=True) - 1)
+    return SortedEdges(order, pointers, chunks, torch.searchsorted(chunks, numbers, right=True) - 1)
 
 
 def polynomials(curves: Tensor) -> Tensor:
@@ -88,13 +103,14 @@ def interval_sums_by_rows(to_w: Tensor, to_dw: Tensor, edges: Intervals, place: 
 
 def interval_sums_by_kernel(to_w: Tensor, to_dw: Tensor, edges: Intervals, place: Tensor, d_place: Tensor) -> Tensor:
     """The same in a fixed order, on a GPU: chunks first, then the chunks of each interval."""
-    columns, n_chunks = to_w.shape[1], edges.interval.shape[0]
+    by = edges.sorted()
+    columns, n_chunks = to_w.shape[1], by.interval.shape[0]
     block = min(256, 1 << (columns - 1).bit_length())
     parts = place.new_empty((n_chunks, 4, columns))
-    tensors = (to_w, to_dw, place, d_place, edges.order, edges.pointers, edges.chunks, edges.interval, parts)
+    tensors = (to_w, to_dw, place, d_place, *by, parts)
     grid = (n_chunks, -(-columns // block))
     _kernel()[grid](*tensors, edges.count, columns, CHUNK, block, EDGES, num_warps=2 if block > 128 else 1)
-    return sum_by_pointers(parts, None, edges.chunks)
+    return sum_by_pointers(parts, None, by.chunks)
 
 
 @cache

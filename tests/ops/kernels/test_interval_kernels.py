@@ -6,7 +6,7 @@ import torch
 from forgefield.ops.kernels import intervals
 from forgefield.ops.kernels.intervals import BLOCK
 from forgefield.ops.kernels.setting import kernels
-from forgefield.ops.kernels.table import CHUNK, edges_by_interval
+from forgefield.ops.kernels.table import CHUNK, Intervals
 from tests.ops.kernels.support import DEVICE, needs_kernels
 
 pytestmark = needs_kernels
@@ -17,8 +17,8 @@ def test_edges_in_order_of_their_intervals(n_edges, count, monkeypatch):
     monkeypatch.setattr(intervals, "BLOCKS", 2)  # so that blocks are added in more than one go
     at = torch.randint(0, max(count - 1, 1), (n_edges,), generator=torch.Generator().manual_seed(1)).to(torch.int16)
     at[: 2 * CHUNK + 1] = 0
-    plain = edges_by_interval(at.to(DEVICE), count)
+    plain = Intervals(at.to(DEVICE), count).sorted()
     with kernels(enabled=True):
-        ours = edges_by_interval(at.to(DEVICE), count)
-    for name in ("order", "pointers", "chunks", "interval"):
+        ours = Intervals(at.to(DEVICE), count).sorted()
+    for name in plain._fields:
         assert torch.equal(getattr(ours, name), getattr(plain, name)), name

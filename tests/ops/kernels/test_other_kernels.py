@@ -20,7 +20,7 @@ from forgefield.ops.kernels.gate import GateByKernels, Nonlinearity
 from forgefield.ops.kernels.geometry import EDGES, EdgeGeometry, moved_geometry
 from forgefield.ops.kernels.table import (
     CHUNK,
-    edges_by_interval,
+    Intervals,
     interval_sums_by_kernel,
     interval_sums_by_rows,
     polynomials,
@@ -245,7 +245,7 @@ def test_gradient_of_a_table_is_summed_over_intervals(n_edges, columns):
     chance = torch.Generator().manual_seed(columns)
     at = torch.randint(0, n_intervals - 1, (n_edges,), generator=chance).to(DEVICE)  # the last has no edge
     at[: 2 * CHUNK + 3] = 1  # more than one chunk
-    edges = edges_by_interval(at.to(torch.int16), n_intervals)
+    edges = Intervals(at.to(torch.int16), n_intervals)
     to_w, to_dw = draw(12, 2, n_edges, columns)
     place, d_place = draw(13, 2, n_edges)
 

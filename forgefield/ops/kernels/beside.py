@@ -1,0 +1,48 @@
+"""Work that goes on beside the rest of a captured step, on a stream of its own.
+
+A GPU has room for it where the rest is limited by latency or by memory, as small batches are. Contract: what the work reads is
+kept until its result has been asked for, since memory that is given back may be used again by the stream it came from; every
+piece of work that is begun has its result asked for within the same capture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Generic, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+class Beside(Generic[T]):
+    """work: begun here, on the stream of this name. Where nothing is captured it is simply done."""
+
+    def __init__(self, stream: str, work: Callable[[], T]) -> None:
+        self._kept: Callable[[], T] | None = work  # and with it all that it reads
+        self._done: torch.cuda.Event | None = None
+        if not _capturing():
+            self._value = work()
+            return
+        side = _stream(stream, torch.cuda.current_device())
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self._value = work()
+            self._done = side.record_event()
+
+    def result(self) -> T:
+        """What the work gave; the present stream waits for it."""
+        if self._done is not None:
+            torch.cuda.current_stream().wait_event(self._done)
+        self._kept = None
+        return self._value
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+@cache
+def _stream(name: str, device: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
