@@ -92,12 +92,12 @@ class Layout:
         placed = [self._place(number) for number in range(len(shapes))]
         self.matrices = Matrices(self._row.parts, self._row.size, n_embedding)
         self.layers = [self._products(number, *matrices) for number, matrices in enumerate(placed)]
-        gradients = [
-            Gradient(1, self.n_columns, channels, 0, self.starts[0]["to_x"], self.species.start, channels, places=1)
+        first = self.starts[0]["to_x"]
+        species = Gradient(1, self.n_columns, channels, 0, first, self.species.start, channels, places=1)
+        self.gradients = [
+            Gradients([*([species] if number == 0 else []), *self._gradients(number, *matrices)])
+            for number, matrices in enumerate(placed)
         ]
-        for number, matrices in enumerate(placed):
-            gradients += self._gradients(number, *matrices)
-        self.gradients = Gradients(gradients)
         self.sorts = n_species > 1 and any(shape.self_pairs for shape in shapes)
 
     def _place(self, number: int) -> LayerMatrices:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from itertools import compress
 
 import torch
@@ -115,8 +116,9 @@ class GraphsEngine(Engine):
                 self.inner.differentiate(batch, ask)
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
+        first = _first(torch.cuda.current_device())
         try:
-            with torch.cuda.graph(captured.graph, pool=self._pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(captured.graph, pool=self._pool, stream=first, capture_error_mode="thread_local"):
                 captured.result = self._laid_out(self.inner.differentiate(batch, ask))
         except RuntimeError as error:
             raise ForgefieldError(
@@ -124,6 +126,12 @@ class GraphsEngine(Engine):
                 f"by the host ({str(error).splitlines()[0]}); use training.engine=compile or eager."
             ) from error
         return captured
+
+
+@cache
+def _first(device: int) -> torch.cuda.Stream:
+    """The stream that steps are captured on, whose kernels go before those of streams beside it."""
+    return torch.cuda.Stream(device, priority=-1)
 
 
 def _load(captured: _Captured, batch: Batch, known: Tensor | None) -> None:
