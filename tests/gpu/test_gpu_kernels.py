@@ -3,12 +3,18 @@ change."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from forgefield.api import train
+from forgefield.models import nequip_kernels
+from forgefield.ops.kernels import compiling
 from forgefield.ops.kernels.setting import has_triton
+from forgefield.training.engines.blank import sizes
 from forgefield.training.engines.engine import Engine
+from forgefield.training.engines.graphs import GraphsEngine
+from forgefield.training.engines.size_plan import plan_sizes
 from tests.helpers import tiny_config
 from tests.models.structures import make_potential
 from tests.training.engines.cases import labelled, step_function
@@ -51,8 +57,8 @@ def test_the_same_bits_on_repetition_and_nothing_is_compiled_for_other_sizes(mon
     monkeypatch.setattr(triton.knobs.compilation, "listener", lambda **about: compiled.append(about["src"]))
     first = engine.differentiate(batch(5, 3))
     made = len(compiled)
-    for sizes in ((4, 6, 2), (7,), (16,), (3, 3, 3, 3)):
-        engine.differentiate(batch(*sizes))
+    for several in ((4, 6, 2), (7,), (16,), (3, 3, 3, 3)):
+        engine.differentiate(batch(*several))
     again = engine.differentiate(batch(5, 3))
     assert len(compiled) == made > 0
     for one, other in zip(first.gradients, again.gradients):
@@ -72,3 +78,35 @@ def test_a_training_by_kernels_follows_one_without(radial, tmp_path):
     assert "generated kernels" in (ours.path / "log.txt").read_text()
     for a, b in zip(ours.metrics(), plain.metrics(), strict=True):
         assert a["val/loss"] == pytest.approx(b["val/loss"], rel=1e-3)
+
+
+@pytest.mark.parametrize("most_beside", [2**30, 0], ids=["sums beside the next layer", "sums in between"])
+def test_a_captured_step_gives_the_bits_of_one_that_is_not(most_beside, monkeypatch):
+    """What is computed beside the rest, on streams of its own, waits for what it reads and is waited for."""
+    monkeypatch.setattr(nequip_kernels, "MOST_BESIDE", most_beside)
+    given = batch(*[9] * 40)
+    potential = make_potential(precision="float32", **MODEL).cuda().train()
+    plain = Engine(step_function(potential, derivative="kernels"))
+    engine = GraphsEngine(
+        Engine(step_function(potential, derivative="kernels")), plan=plan_sizes(np.array([sizes(given)]))
+    )
+    for turn in range(20):
+        given["positions"] += 1e-3 * torch.sin(given["positions"] + turn)
+        expected = plain.differentiate(given)
+        found = engine.differentiate(given)
+        assert torch.equal(found.loss, expected.loss)
+        for one, other in zip(found.gradients, expected.gradients):
+            assert torch.equal(one, other)
+
+
+def test_kernels_that_are_compiled_side_by_side_are_those_that_are_launched(monkeypatch):
+    import triton
+
+    compiled: list[str] = []
+    monkeypatch.setattr(triton.knobs.compilation, "listener", lambda **about: compiled.append(about["src"].hash()))
+    monkeypatch.setattr(compiling, "_done", set())
+    potential = make_potential(precision="float32", **{**MODEL, "num_features": [12, 6, 4]}).cuda().train()
+    Engine(step_function(potential, derivative="kernels")).differentiate(batch(5, 3))
+    convolutions = [each for each in compiled if compiled.count(each) > 1]
+    assert compiling._done
+    assert not convolutions
