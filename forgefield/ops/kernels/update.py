@@ -77,7 +77,7 @@ class AdamStep:
         clip: tuple[str, float] | None = None,
     ) -> None:
         device = weights[0].weight.device
-        self._alive = (tuple(weights), tuple(groups), share, found_inf)
+        self._alive = (tuple(weights), tuple(groups))
         self._clip, limit = clip or ("", 0.0)
         rows = [row for weight in weights for row in _rows(weight, groups)]
         counts = [weight.count.data_ptr() for weight in weights if weight.count is not None]
@@ -92,7 +92,8 @@ class AdamStep:
         self._limit = torch.tensor(limit, dtype=torch.float64, device=device)
         self._parts = torch.zeros(len(chunks), dtype=torch.float64, device=device)
         self._done = torch.zeros((), dtype=torch.int32, device=device)
-        self._share, self._found = share, found_inf
+        self._share = share
+        self._found = torch.zeros((), device=device) if found_inf is None else found_inf
 
     def launch(self) -> None:
         if self._clip == "norm" and len(self._chunks):
@@ -113,13 +114,12 @@ class AdamStep:
             self._counts,
             self._done,
             self._groups if self._share is None else self._share,
-            self._groups if self._found is None else self._found,
+            self._found,
             self._limit,
             self._parts,
             n_counts,
             len(self._parts),
             self._share is not None,
-            self._found is not None,
             self._clip,
             table.shape[1],
             self._groups.shape[1],

@@ -24,7 +24,6 @@ def adam(
     n_counts,
     n_parts,
     averages: tl.constexpr,
-    told: tl.constexpr,
     clip: tl.constexpr,
     columns: tl.constexpr,
     settings: tl.constexpr,
@@ -44,9 +43,7 @@ def adam(
     e = tl.arange(0, block)
     inside = e < tl.load(about + 8)
     moves = gradient != 0
-    wanted = True
-    if told:
-        wanted = tl.load(found_inf) != 1
+    wanted = tl.load(found_inf).to(tl.int32) != 1
     # Everything is asked for before the first wait.
     n = tl.load(count, mask=moves, other=0.0)
     lr = tl.load(rate, mask=moves, other=0.0)
