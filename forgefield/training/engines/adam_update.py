@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forgefield.ops.kernels.setting import has_triton, interpreted
+from forgefield.ops.kernels.setting import can_launch
 from forgefield.ops.kernels.update import AdamStep, Group, Weight
 from forgefield.training.ema import WeightAverage
 
@@ -51,7 +51,7 @@ def adam_step(
 
 def _is_known(optimiser: torch.optim.Optimizer) -> bool:
     hooks: Any = (optimiser._optimizer_step_pre_hooks, optimiser._optimizer_step_post_hooks)
-    if not has_triton() or any(hooks) or getattr(optimiser, "grad_scale", None) is not None:
+    if any(hooks) or getattr(optimiser, "grad_scale", None) is not None:
         return False
     return type(optimiser) in (torch.optim.Adam, torch.optim.AdamW) and all(
         not any(group[name] for name in _UNKNOWN) and not any(isinstance(beta, Tensor) for beta in group["betas"])
@@ -87,4 +87,4 @@ def _can_be_read(of: Weight) -> bool:
         for t in tensors
     )
     counts = of.count is None or (of.count.dtype == torch.float32 and of.count.device == of.weight.device)
-    return alike and counts and (of.weight.is_cuda or interpreted())
+    return alike and counts and can_launch(of.weight)

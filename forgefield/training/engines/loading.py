@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from forgefield.ops.kernels.copies import Copies
-from forgefield.ops.kernels.setting import has_triton, interpreted
+from forgefield.ops.kernels.setting import can_launch
 
 Batch = dict[str, Tensor]
 _IN_ROWS = "edge_index"
@@ -30,7 +30,7 @@ class Loader:
         self._converted: list[Tensor] = []
         first = next(iter(self.batch.values()))
         self._copies: Copies | None = None
-        if has_triton() and (first.is_cuda or interpreted()):
+        if can_launch(first):
             to, rest = self._parts(self.batch), self._parts(self._blank)
             if self.denominators is not None:
                 to, rest = [*to, self.denominators], [*rest, self.denominators]
