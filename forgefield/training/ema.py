@@ -47,6 +47,10 @@ class WeightAverage:
         torch._foreach_mul_(changes, share)
         torch._foreach_add_(averages, changes)
 
+    def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Weights, each with its average, where they lie."""
+        return ((weight, self.average[name]) for name, weight in self._weights.items())
+
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Inside the block the module holds the average; after it, exactly its own weights again."""

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from forgefield.api import train
+from forgefield.training.ema import WeightAverage
+from forgefield.training.engines import captured_update
 from forgefield.training.engines.captured_update import CapturedUpdate
 from forgefield.training.engines.compiled import CompileEngine
 from forgefield.training.engines.engine import Engine
@@ -115,6 +117,85 @@ def test_captured_updates_are_those_of_the_optimiser(name):
         torch.testing.assert_close(weights[0], weights[1], rtol=1e-6, atol=1e-7)
 
 
+class Trained:
+    """A few weights with gradients that follow from them, in float32 or float64; two sets of places for the gradients, as steps
+    of two sizes have."""
+
+    def __init__(self, kind: type[torch.optim.Adam], dtype: torch.dtype) -> None:
+        shapes = [(300, 700), (1023,), (1,), (), (5, 5, 41)]
+        self.net = torch.nn.Module()
+        for number, shape in enumerate(shapes):
+            drawn = torch.randn(shape, generator=torch.Generator().manual_seed(number))
+            self.net.register_parameter(f"w{number}", torch.nn.Parameter(drawn.cuda().to(dtype)))
+        self.weights = list(self.net.parameters())
+        groups = [{"params": self.weights[:2]}, {"params": self.weights[2:], "lr": 0.003, "betas": (0.8, 0.99)}]
+        self.optimiser = kind(groups, lr=0.01, weight_decay=0.01)
+        self.average = WeightAverage(self.net, 0.95)
+        self.places = [[torch.zeros_like(w) for w in self.weights] for _ in range(2)]
+
+    @torch.no_grad()
+    def bring(self, step: int) -> None:
+        for number, (weight, place) in enumerate(zip(self.weights, self.places[step % 2])):
+            towards = torch.arange(weight.numel(), device="cuda", dtype=torch.float64).view(weight.shape)
+            place.copy_(weight.double() - torch.cos(towards + step) * (1 + number))
+            weight.grad = place
+
+
+@pytest.mark.parametrize("clip", [None, 5.0])
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_fifty_updates_by_one_kernel_are_those_of_torch(kind, clip):
+    """Weights, average and state; the kernel is not further from float64 than rounding takes torch, and repeats its bits."""
+
+    def by_torch(dtype: torch.dtype) -> Trained:
+        trained = Trained(kind, dtype)
+        for step in range(50):
+            trained.bring(step)
+            if clip is not None:
+                torch.nn.utils.clip_grad_norm_(trained.weights, clip)
+            trained.optimiser.step()
+            trained.average.update()
+        return trained
+
+    def by_kernel() -> Trained:
+        trained = Trained(kind, torch.float32)
+        update = CapturedUpdate(trained.optimiser, trained.average)
+        update.clip = (clip, "norm")
+        for step in range(50):
+            trained.bring(step)
+            update.step()
+        assert [step is not None for _, step in update._graphs.values()] == [True, True]
+        return trained
+
+    exact, theirs, ours, again = by_torch(torch.float64), by_torch(torch.float32), by_kernel(), by_kernel()
+    for number, weight in enumerate(exact.weights):
+        state = exact.optimiser.state[weight]
+        expected = [weight, exact.average.average[f"w{number}"], state["exp_avg"], state["exp_avg_sq"]]
+        for trained in (ours, theirs):
+            own = trained.optimiser.state[trained.weights[number]]
+            assert float(own["step"]) == 50
+            found = [trained.weights[number], trained.average.average[f"w{number}"], own["exp_avg"], own["exp_avg_sq"]]
+            for a, b in zip(found, expected):
+                assert float(((a.double() - b).norm() / b.norm()).detach()) < 2e-6
+        assert torch.equal(ours.weights[number], again.weights[number])
+
+
+def test_a_step_is_left_out_where_the_device_says_so():
+    trained = Trained(torch.optim.AdamW, torch.float32)
+    update = CapturedUpdate(trained.optimiser, trained.average)
+    found = torch.zeros((), device="cuda")
+    for step in range(4):
+        trained.bring(step)
+        update.step()
+    trained.optimiser.found_inf = found.fill_(1.0)
+    kept = [t.clone() for t in (*trained.weights, *trained.average.average.values())]
+    for step in (4, 5, 6, 7):
+        trained.bring(step)
+        trained.weights[0].grad[0] = torch.nan
+        update.step()
+    assert all(torch.equal(a, b) for a, b in zip(kept, (*trained.weights, *trained.average.average.values())))
+    assert {float(state["step"]) for state in trained.optimiser.state.values()} == {4.0}
+
+
 def settings(folder: Path, engine: str, **training):
     folder.mkdir(exist_ok=True)
     return tiny_config(
@@ -150,3 +231,16 @@ def test_a_captured_training_goes_on_bit_for_bit_and_eager_can_take_over(tmp_pat
     assert {name: float((a[name] - b[name]).abs().max()) for name in a if not torch.equal(a[name], b[name])} == {}
     half["trainer"]["max_epochs"], half["training"] = 4, {**half["training"], "engine": "eager"}
     train(half)
+
+
+def test_a_captured_training_with_one_kernel_follows_one_with_the_optimisers_own(tmp_path, monkeypatch):
+    """More than 50 steps with clipping, decay, a schedule and an average."""
+    options = {"clip_norm": 1.0, "scheduler": {"name": "cosine"}, "optimizer": {"name": "adamw", "weight_decay": 0.01}}
+    losses = []
+    for name in ("kernel", "torch"):
+        if name == "torch":
+            monkeypatch.setattr(captured_update, "adam_step", lambda *given: None)
+        config = settings(tmp_path / name, "graphs", **options)
+        config["trainer"] = {**config["trainer"], "max_epochs": 12}
+        losses.append([row["val/loss"] for row in train(config).metrics()])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)

@@ -83,7 +83,12 @@ def kernels(
 
 def use_kernels(x: Tensor) -> bool:
     """Whether what is computed from x is to go through kernels."""
-    return _current.setting.enabled and has_triton() and (x.is_cuda or interpreted())
+    return _current.setting.enabled and can_launch(x)
+
+
+def can_launch(x: Tensor) -> bool:
+    """Whether kernels can run where x lies."""
+    return has_triton() and (x.is_cuda or interpreted())
 
 
 def use_tables(x: Tensor) -> bool:

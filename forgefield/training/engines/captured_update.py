@@ -2,7 +2,8 @@
 
 It takes the place of the optimiser's `step`, so that Lightning calls it where it would call that. Contract: learning rates may
 change from step to step, since they are read from the device; a change of any other setting makes a new graph. Optimisers that
-look at their own step count on the host cannot be captured.
+look at their own step count on the host cannot be captured. Adam and AdamW in float32 are one kernel, which clips gradients as
+it reads them: `grad` stays as it was before clipping. Whoever looks at gradients does so before the step.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import torch
 from torch import Tensor
 
 from forgefield.errors import ForgefieldError
+from forgefield.ops.kernels.update import AdamStep
 from forgefield.training.ema import WeightAverage
+from forgefield.training.engines.adam_update import adam_step
 
 Clip = tuple[float | None, str | None]
 _CHANGED = ("capturable", "fused", "foreach")
@@ -30,10 +33,10 @@ class CapturedUpdate:
         parameters = [group["params"][0] for group in optimiser.param_groups]
         self.device = parameters[0].device
         self._rates = [torch.zeros((), dtype=p.dtype, device=self.device) for p in parameters]
-        self._written: list[float | None] = [None] * len(parameters)
-        """Of the rates on the device."""
         self._share = torch.zeros((), dtype=parameters[0].dtype, device=self.device)
-        self._graphs: dict[Any, torch.cuda.CUDAGraph] = {}
+        self._written: list[float | None] = [None] * (len(parameters) + 1)
+        """Of the rates and the share on the device."""
+        self._graphs: dict[Any, tuple[torch.cuda.CUDAGraph, AdamStep | None]] = {}
         make_capturable(optimiser, self.device)
         optimiser.step = self.step  # type: ignore[method-assign]
 
@@ -53,20 +56,20 @@ class CapturedUpdate:
                 "captured step does not know; use training.engine=compile or eager."
             )
         for number, group in enumerate(self.optimiser.param_groups):
-            if self._written[number] != group["lr"]:
-                self._rates[number].fill_(group["lr"])
-                self._written[number] = group["lr"]
+            self._write(number, self._rates[number], group["lr"])
         if self.average is not None:
-            self._share.fill_(self.average.next_share())
-            if (
-                found := getattr(self.optimiser, "found_inf", None)
-            ) is not None:  # 1 where the optimiser is told not to step
-                self._share.mul_(1.0 - found)
+            self._write(-1, self._share, self.average.next_share())
         if self._has_all_states():
             self._captured().replay()
         else:  # the optimiser makes its state in its first step
             self._first_update()
         return result
+
+    def _write(self, number: int, place: Tensor, value: float) -> None:
+        """To the device, where it is not there already."""
+        if self._written[number] != value:
+            place.fill_(value)
+            self._written[number] = value
 
     def _has_all_states(self) -> bool:
         state = self.optimiser.state
@@ -77,16 +80,27 @@ class CapturedUpdate:
         make_plain(self.optimiser)
         self._update([group["lr"] for group in self.optimiser.param_groups])
         make_capturable(self.optimiser, self.device)
+        self._graphs.clear()  # they count steps where no optimiser looks any more
 
     def _captured(self) -> torch.cuda.CUDAGraph:
         settings = self._settings()
         if settings not in self._graphs:
-            graph = torch.cuda.CUDAGraph()
+            graph, by_kernel = torch.cuda.CUDAGraph(), self._by_kernel()
+            if by_kernel is not None:
+                by_kernel.compile()
             torch.cuda.synchronize()
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                self._update(self._rates)
-            self._graphs[settings] = graph
-        return self._graphs[settings]
+                if by_kernel is not None:
+                    by_kernel.launch()
+                else:
+                    self._update(self._rates)
+            self._graphs[settings] = graph, by_kernel
+        return self._graphs[settings][0]
+
+    def _by_kernel(self) -> AdamStep | None:
+        value, algorithm = self.clip
+        clip = ("value" if algorithm == "value" else "norm", float(value)) if value else None
+        return adam_step(self.optimiser, self._rates, self.average, self._share, clip)
 
     @torch.no_grad()
     def _update(self, rates: Sequence[Any]) -> None:
@@ -108,16 +122,18 @@ class CapturedUpdate:
             for group, rate in zip(groups, kept):
                 group["lr"] = rate
         if self.average is not None:
-            self.average.take_in(self._share)
+            found = getattr(self.optimiser, "found_inf", None)  # 1 where the optimiser is told not to step
+            self.average.take_in(self._share if found is None else self._share * (1.0 - found))
 
     def _settings(self) -> Any:
         """Everything that is baked into a graph: settings, and where gradients lie (elsewhere for each size of a step)."""
+        found = getattr(self.optimiser, "found_inf", None)
         groups = self.optimiser.param_groups
         settings = tuple(
             (key, str(value)) for group in groups for key, value in group.items() if key not in ("params", "lr")
         )
         places = tuple(None if p.grad is None else p.grad.data_ptr() for group in groups for p in group["params"])
-        return settings, places, self.clip, getattr(self.optimiser, "found_inf", None) is not None
+        return settings, places, self.clip, None if found is None else found.data_ptr()
 
 
 def why_not_capturable(optimiser: torch.optim.Optimizer) -> str | None:

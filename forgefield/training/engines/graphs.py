@@ -2,8 +2,8 @@
 
 A replay launches everything at once, so that a small step takes what its kernels take and not what launching them one by one
 takes. Contract: a batch is filled up with blank frames (`blank.py`) to a size of the plan and copied into tensors of fixed
-addresses; weights are read where they lie and changed only in place; gradients and sums appear in tensors of fixed addresses,
-valid until the next step. All graphs share one pool of memory, since only one of them runs at a time.
+addresses (`loading.py`); weights are read where they lie and changed only in place; gradients and sums appear in tensors of
+fixed addresses, valid until the next step. All graphs share one pool of memory, since only one of them runs at a time.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from itertools import compress
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from torch import Tensor
 from forgefield.errors import ForgefieldError
 from forgefield.training.engines.blank import blank_frames, sizes
 from forgefield.training.engines.engine import Denominators, Engine, Step
+from forgefield.training.engines.loading import Loader
 from forgefield.training.engines.size_plan import Size, SizePlan
 from forgefield.training.engines.step import Differentiated, Measured
 
@@ -29,12 +29,10 @@ WARM_UPS = 2
 
 @dataclass
 class _Captured:
-    """blank: nothing but blank frames. batch: what the graph reads. denominators: likewise, where there are several ranks."""
+    """loader: holds what the graph reads."""
 
     graph: torch.cuda.CUDAGraph
-    blank: list[Tensor]
-    batch: Batch
-    denominators: Tensor | None
+    loader: Loader
     result: Differentiated
 
 
@@ -65,7 +63,7 @@ class GraphsEngine(Engine):
         if size not in self._captured:
             self._captured[size] = self._capture(size, batch, known)
         captured = self._captured[size]
-        _load(captured, batch, known)
+        captured.loader.load(batch, known)
         captured.graph.replay()
         self._latest = captured.result
         return captured.result
@@ -104,10 +102,10 @@ class GraphsEngine(Engine):
             shapes=self.function.shapes,
             targets=self.function.task.outputs,
         )
-        batch = {key: tensor.clone() for key, tensor in blank.items()}
-        denominators = None if known is None else known.clone()
-        captured = _Captured(torch.cuda.CUDAGraph(), list(blank.values()), batch, denominators, None)  # type: ignore[arg-type]
-        _load(captured, like, known)
+        loader = Loader(blank, known)
+        loader.load(like, known)
+        loader.launch()
+        batch, denominators, graph = loader.batch, loader.denominators, torch.cuda.CUDAGraph()
         ask = None if denominators is None else lambda: denominators
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -118,34 +116,18 @@ class GraphsEngine(Engine):
         torch.cuda.synchronize()
         first = _first(torch.cuda.current_device())
         try:
-            with torch.cuda.graph(captured.graph, pool=self._pool, stream=first, capture_error_mode="thread_local"):
-                captured.result = self._laid_out(self.inner.differentiate(batch, ask))
+            with torch.cuda.graph(graph, pool=self._pool, stream=first, capture_error_mode="thread_local"):
+                loader.launch()
+                result = self._laid_out(self.inner.differentiate(batch, ask))
         except RuntimeError as error:
             raise ForgefieldError(
                 f"training.engine=graphs: the step cannot be captured, because something in it waits for the GPU or is done "
                 f"by the host ({str(error).splitlines()[0]}); use training.engine=compile or eager."
             ) from error
-        return captured
+        return _Captured(graph, loader, result)
 
 
 @cache
 def _first(device: int) -> torch.cuda.Stream:
     """The stream that steps are captured on, whose kernels go before those of streams beside it."""
     return torch.cuda.Stream(device, priority=-1)
-
-
-def _load(captured: _Captured, batch: Batch, known: Tensor | None) -> None:
-    """Put a batch in front of the blank frames. Tensors of one type that lie in one piece are copied by one launch."""
-    copies: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-    for (key, tensor), blank in zip(captured.batch.items(), captured.blank):
-        parts = [(tensor, batch[key], blank)]
-        for whole, real, rest in zip(*parts[0]) if key == "edge_index" else parts:
-            to, of = copies.setdefault(tensor.dtype, ([], []))
-            n = real.shape[0]
-            to += [whole[:n], whole[n:]]
-            of += [real, rest[n:]]
-    for to, of in copies.values():
-        filled = [part.numel() > 0 for part in to]
-        torch._foreach_copy_(list(compress(to, filled)), list(compress(of, filled)))
-    if captured.denominators is not None and known is not None:
-        captured.denominators.copy_(known)
