@@ -17,20 +17,26 @@ from forgefield.ops.kernels.build import kernel
 from forgefield.ops.kernels.fields import TANGENT, VALUE, Field
 from forgefield.ops.kernels.form import Form
 from forgefield.ops.kernels.setting import setting
-from forgefield.ops.kernels.source import ARGUMENTS, Kind
+from forgefield.ops.kernels.source import ARGUMENTS, SEPARATE, Kind
 
 FEW = 4096
 """Programs, one warp each, that leave a GPU idle while they wait for memory; edges are then shared out."""
-SHARES = {"values": 4, "forces": 4, "tangents": 4, "back": 4}
+SHARES = 4
 """Programs that share the edges of one atom and some of its channels, where programs are few."""
+MORE = {"forces": 8192}
+"""Up to so many programs a pass shares edges out to two of them, at least."""
+MOST_REGISTERS = {("forces", 9): 96, ("tangents", 16): 96}
+"""By pass and number of harmonics, where tables are read: a few registers fewer than a kernel would take, for one more warp on
+every scheduler."""
 ROWS, COLUMNS = 2, 128
 """Of an atom's edges, and of what is written for each, that a sum reads at once."""
 
 
 def in_manner(kind: Kind, form: Form, n_atoms: int) -> Kind:
     """The same with the number of shares that suits so many atoms."""
-    few = n_atoms * form.n_chunks < FEW
-    return replace(kind, shares=SHARES[kind.pass_name] if few else 1)
+    programs = n_atoms * form.n_chunks
+    shares = SHARES if programs < FEW else 2 if programs < MORE.get(kind.pass_name, 0) else 1
+    return replace(kind, shares=shares)
 
 
 @dataclass(frozen=True)
@@ -134,6 +140,11 @@ class Convolution:
         """The kernel as it is; operators (`library.py`) have traces see it."""
         return kernel
 
+    def _forms(self, kind: Kind) -> Sequence[Form]:
+        """What is launched one after the other: blocks with much code each for itself, unless there are few programs."""
+        long = kind.backward and len(self.form.blocks) >= SEPARATE
+        return self.form.parts if long and kind.shares == 1 else (self.form,)
+
     def _launch(self, kind: Kind, **tensors: Tensor) -> None:
         graph, radial = self.graph, self.radial
         n_atoms = graph.n_atoms
@@ -147,8 +158,12 @@ class Convolution:
             if not is_traced(graph.source) and not tensor.is_contiguous():
                 raise RuntimeError(f"rows of {name} do not lie one after the other")
         given: list[Any] = [tensors.get(name, self.harmonics) for name in ARGUMENTS[:-2]]
-        grid = (n_atoms * kind.shares * self.form.n_chunks,)
-        self.launcher(kernel(self.form, kind))[grid](*given, n_atoms, graph.n_edges, num_warps=1, num_stages=1)
+        options = {"num_warps": 1, "num_stages": 1}
+        if kind.table and (kind.pass_name, self.form.n_harmonics) in MOST_REGISTERS:
+            options["maxnreg"] = MOST_REGISTERS[kind.pass_name, self.form.n_harmonics]
+        for form in self._forms(kind):
+            grid = (n_atoms * kind.shares * form.n_chunks,)
+            self.launcher(kernel(form, kind))[grid](*given, n_atoms, graph.n_edges, **options)
 
 
 def _moving(motion: Motion) -> dict[str, Tensor]:

@@ -8,8 +8,8 @@ output, each with columns of its own.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 
 from forgefield.ops.convolution_plan import ConvolutionPlan
 from forgefield.ops.harmonics import clebsch_gordan
@@ -83,6 +83,11 @@ class Form:
     def n_chunks(self) -> int:
         """Programs for each atom."""
         return sum(block.n_chunks for block in self.blocks)
+
+    @cached_property
+    def parts(self) -> tuple[Form, ...]:
+        """The same in forms of one block each."""
+        return tuple(replace(self, blocks=(block,)) for block in self.blocks)
 
     @property
     def unused(self) -> list[tuple[int, int]]:

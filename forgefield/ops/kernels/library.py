@@ -9,7 +9,7 @@ of the plain convolution; the first harmonic is one, whatever it is given as, an
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -94,6 +94,9 @@ class _OverRows(Convolution):
 
     def _kind(self, **flags: bool) -> Kind:
         return Kind(**flags)  # whatever the sizes, which may be symbols
+
+    def _forms(self, kind: Kind) -> Sequence[Form]:
+        return (self.form,)
 
     def geometry(self, of: Tensor) -> Tensor:
         """Room for cotangents of harmonics, of every program for itself."""

@@ -91,7 +91,10 @@ n_edges, n_harmonics) or, with a table, (n_chunks, n_edges, 4), of the direction
 
 SEPARATE = 4
 """From so many blocks on each is compiled as a function of its own: the kernel is a little slower, and made several times
-faster."""
+faster. Their code is then so long that programs of different blocks drive each other's out of the cache for instructions."""
+TOGETHER = 16
+"""So many harmonics, which are those up to degree 3, are read at once and taken apart; fewer are as fast one by one, and other
+numbers are not powers of two."""
 
 
 class _Writer:
@@ -143,13 +146,14 @@ def write_kernel(form: Form, kind: Kind) -> str:
 def _write_numbers(write: _Writer, form: Form, kind: Kind) -> None:
     """Which atom, chunk of channels and share of edges a program has. In the pass of values programs that run together have one
     chunk, and so read the same part of the table; where more is read or written of an atom, its chunks go together."""
+    first = f" + {form.blocks[0].chunk}" if form.blocks[0].chunk else ""
     if kind.pass_name == "values" and kind.shares == 1:
         write("atom = program % n_atoms")
-        write("chunk = (program // n_atoms).to(tl.int32)")
+        write(f"chunk = (program // n_atoms).to(tl.int32){first}")
         write("share = 0")
         return
     write(f"atom = (program // {kind.shares * form.n_chunks}).to(tl.int64)")
-    write(f"chunk = program % {form.n_chunks}")
+    write(f"chunk = program % {form.n_chunks}{first}")
     write(f"share = (program // {form.n_chunks}) % {kind.shares}" if kind.shares > 1 else "share = 0")
 
 
@@ -252,12 +256,14 @@ def _write_loads(write: _Writer, form: Form, block: FormBlock, kind: Kind) -> No
             where = f"{base} + atom_in * {block.row or block.n_in * block.channels} + {i * block.channels}"
             _load(write, block, f"{prefix}x{i}", where, narrow=kind.narrow)
     for prefix in ("", "d")[: 2 if kind.dual else 1]:
-        for j in _read_harmonics(block, kind):
-            write(f"{prefix}y{j} = tl.load({prefix}y + edge * {form.n_harmonics} + {j})")
+        _write_harmonics(write, form, f"{prefix}y", _read_harmonics(block, kind))
     if kind.table:
         write("t = tl.load(u + edge)")
         if kind.dual:
             write("dt = tl.load(du + edge)")
+            write("t2, t3 = 2.0 * dt * t, 3.0 * dt * t * t")
+        elif kind.geometry:
+            write("t2, t3 = 2.0 * t, 3.0 * t * t")
     for number, path in enumerate(block.paths):
         if kind.table:
             for q in range(4):
@@ -268,14 +274,33 @@ def _write_loads(write: _Writer, form: Form, block: FormBlock, kind: Kind) -> No
             _load(write, block, f"{prefix}w{number}", f"{prefix}w + at * {form.n_weights} + {path.weight} + c")
 
 
+def _write_harmonics(write: _Writer, form: Form, name: str, wanted: list[int]) -> None:
+    n = form.n_harmonics
+    if n != TOGETHER:
+        for j in wanted:
+            write(f"{name}{j} = tl.load({name} + edge * {n} + {j})")
+    elif wanted:
+        write(f"of_{name} = tl.load({name} + edge * {n} + tl.arange(0, {n}))")
+        _write_halves(write, f"of_{name}", name, n, 0, 1)
+
+
+def _write_halves(write: _Writer, tensor: str, name: str, size: int, first: int, step: int) -> None:
+    """A tensor of the numbers first, first + step and so on, halved until each is a scalar of its name."""
+    if size == 2:
+        write(f"{name}{first}, {name}{first + step} = tl.split({tensor})")
+        return
+    write(f"{tensor}0, {tensor}1 = tl.split(tl.reshape({tensor}, [{size // 2}, 2]))")
+    _write_halves(write, f"{tensor}0", name, size // 2, first, 2 * step)
+    _write_halves(write, f"{tensor}1", name, size // 2, first + step, 2 * step)
+
+
 def _write_weights(write: _Writer, block: FormBlock, kind: Kind) -> None:
     """From the coefficients in the table: weights and their tangents or, where places have cotangents, their slopes."""
     for number in range(len(block.paths) if kind.table else 0):
         c0, c1, c2, c3 = (f"c{number}_{q}" for q in range(4))
         write(f"w{number} = {c0} + t * ({c1} + t * ({c2} + t * {c3}))")
         if kind.dual or kind.geometry:
-            slope = f"{c1} + t * (2.0 * {c2} + 3.0 * t * {c3})"
-            write(f"dw{number} = dt * ({slope})" if kind.dual else f"dw{number} = {slope}")
+            write(f"dw{number} = {'dt * ' if kind.dual else ''}{c1} + t2 * {c2} + t3 * {c3}")
 
 
 def _write_path(write: _Writer, form: Form, block: FormBlock, kind: Kind, number: int, path: FormPath) -> None:
@@ -330,7 +355,7 @@ def _write_path_backward(
     m: dict[tuple[int, int], str],
     dm: dict[tuple[int, int], str],
 ) -> None:
-    w, dw, later = f"w{number}", f"dw{number}", number > 0
+    w, dw = f"w{number}", f"dw{number}"
     components = range(block.n_in)
     for i in components:
         targets = [k for k in range(path.n_out) if (i, k) in path.terms]
@@ -340,7 +365,8 @@ def _write_path_backward(
             write.add(f"v{i}", [f"{m[i, k]} * p{number}_{k}" for k in targets])
         write.add(f"s{i}", back)
         if kind.features:
-            write.add(f"tx{i}", [f"{w} * s{i} + {dw} * v{i}" if kind.dual else f"{w} * s{i}"], to=later)
+            before = [f"tx{i}"] if number > 0 else []  # first in the sum, so that every term is one multiply-add
+            write.add(f"tx{i}", [*before, f"{w} * s{i} + {dw} * v{i}" if kind.dual else f"{w} * s{i}"])
     write.add("tw", [f"dx{i} * v{i} + x{i} * s{i}" if _moves(kind) else f"x{i} * s{i}" for i in components])
     if kind.dual:
         write.add("td", [f"x{i} * v{i}" for i in components])
@@ -356,15 +382,28 @@ def _write_path_backward(
 def _write_geometry(write: _Writer, block: FormBlock, kind: Kind, number: int, path: FormPath) -> None:
     """Cotangents of harmonics, and of the place in the table, are sums over channels, made when all paths are through."""
     seen = {j for earlier in block.paths[:number] for terms in earlier.terms.values() for _, j in terms}
-    for (i, k), terms in path.terms.items():
-        if terms[0][1] == 0:
-            continue
-        write(f"z = a{i} * o{number}_{k}")
+    for products, terms in _products_of_couplings(path, number):
+        write.add("z", products)
         for value, j in terms:
             write.add(f"ty{j}", [f"{value!r} * z"], to=j in seen)
             seen.add(j)
     if kind.table:
         write.add("tp", [f"tw * dw{number}"], to=number > 0)
+
+
+def _products_of_couplings(path: FormPath, number: int) -> list[tuple[list[str], tuple[tuple[float, int], ...]]]:
+    """For each M_ik, but for those of the first harmonic, the products that its cotangent is the sum of: couplings that are
+    equal, or but for their sign, are one."""
+    found: dict[tuple[tuple[float, int], ...], tuple[list[str], tuple[tuple[float, int], ...]]] = {}
+    for (i, k), terms in path.terms.items():
+        if terms[0][1] == 0:
+            continue
+        key, opposite = (tuple((sign * round(value, 9), j) for value, j in terms) for sign in (1, -1))
+        if opposite in found:
+            found[opposite][0].append(f"-a{i} * o{number}_{k}")
+        else:
+            found.setdefault(key, ([], terms))[0].append(f"a{i} * o{number}_{k}")
+    return list(found.values())
 
 
 def _write_cotangents(write: _Writer, form: Form, block: FormBlock, kind: Kind) -> None:

@@ -43,6 +43,7 @@ FIXED = {
     "both parities": (((2, 0, 1), (3, 0, -1), (4, 1, 1), (1, 1, -1)), 1, {(0, 1), (0, -1), (1, 1), (1, -1)}),
     "scalars to every degree": (((17, 0, 1),), 4, {(0, 1), (1, -1), (2, 1), (3, -1), (4, 1)}),
     "every degree to scalars": (((5, 0, 1), (3, 1, -1), (2, 2, 1), (1, 3, -1), (40, 4, 1)), 4, {(0, 1)}),
+    "degree 3": (((3, 0, 1), (2, 1, -1), (2, 2, 1), (1, 3, -1)), 3, {(0, 1), (1, -1), (3, -1)}),
 }
 CASES = [*FIXED, *(f"random {seed}" for seed in range(4))]
 GRAPHS = {
@@ -322,12 +323,26 @@ def test_few_atoms_and_no_edges(name, radial, graph):
 def test_edges_are_shared_out_where_programs_are_few(name, few, shares, monkeypatch):
     """Atoms with no edge, one, two, and three: shares differ in length, and some are empty."""
     monkeypatch.setattr(convolution, "FEW", few)
-    monkeypatch.setattr(convolution, "SHARES", dict.fromkeys(PASSES, shares))
+    monkeypatch.setattr(convolution, "SHARES", shares)
     for case, graph in (("two programs for a block", "some"), ("both parities", "one atom")):
         for radial in ("rows", "table"):
             given = problem(case, radial, graph)
             assert in_manner(Kind(), given.form, given.graph.n_atoms).shares == (shares if few else 1)
             assert_pass(name, given, 1e-12)
+
+
+@pytest.mark.parametrize("more", [{}, {"forces": 1000}], ids=["one program", "two in the pass of forces"])
+@pytest.mark.parametrize("case", ["both parities", "degree 3"])
+@pytest.mark.parametrize("name", PASSES)
+def test_blocks_are_launched_one_by_one_where_programs_are_many(name, case, more, monkeypatch):
+    monkeypatch.setattr(convolution, "FEW", 0)
+    monkeypatch.setattr(convolution, "MORE", more)
+    given, kinds = problem(case, "table"), {"back": Kind(dual=True, backward=True), "forces": Kind(backward=True)}
+    kind = in_manner(kinds.get(name, Kind()), given.form, given.graph.n_atoms)
+    assert kind.shares == (2 if more and name == "forces" else 1)
+    alone = name in kinds and kind.shares == 1
+    assert len(given.convolution._forms(kind)) == (len(given.form.blocks) if alone else 1)
+    assert_pass(name, given, 1e-12)
 
 
 @pytest.mark.parametrize("radial", ["pairs", "table"])
