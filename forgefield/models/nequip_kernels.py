@@ -29,9 +29,6 @@ from forgefield.ops.tangents import carried, side_by_side, tangent_of
 if TYPE_CHECKING:
     from forgefield.models.nequip import NequIP
 
-MOST_BESIDE = 2**30
-"""Bytes that cotangents of the weights of one layer's edges may take so that they are summed beside the next layer."""
-
 
 def by_kernels(model: NequIP, batch: dict[str, Any]) -> bool:
     """Whether a pass goes through kernels: where nobody differentiates its forces, and nothing is traced."""
@@ -228,8 +225,8 @@ class _SummedRows:
 
 
 class _SummedTables:
-    """Cotangents of what tables are made of, beside the layers that are still to come. Large batches have their sums over edges
-    made in between, since the cotangents of the weights of two layers' edges would take too much memory."""
+    """Cotangents of what tables are made of. They are sums over edges first, which read as fast as memory gives, and then
+    products of small matrices, beside the layers that are still to come."""
 
     def __init__(self, tables: RadialTables, geometry: Geometry) -> None:
         assert geometry.at is not None
@@ -238,19 +235,9 @@ class _SummedTables:
         self._begun: dict[int, Beside[tuple[Tensor, Tensor]]] = {}
 
     def add(self, layer: int, of_w: Tensor, of_dw: Tensor, motion: Motion) -> None:
-        d_place = motion.place
-        assert d_place is not None
-        if 2 * of_w.numel() * of_w.element_size() > MOST_BESIDE:
-            to_table = table_gradient(of_w, of_dw, self.at, self.place, d_place)
-            work = partial(self.tables.gradients, layer, to_table)
-        else:
-            work = partial(self._sum, layer, of_w, of_dw, d_place)
-        self._begun[layer] = Beside("tables", work)
-        if layer + 1 in self._begun:
-            self._begun[layer + 1].result()  # what it has read can be given back
-
-    def _sum(self, layer: int, of_w: Tensor, of_dw: Tensor, d_place: Tensor) -> tuple[Tensor, Tensor]:
-        return self.tables.gradients(layer, table_gradient(of_w, of_dw, self.at, self.place, d_place))
+        assert motion.place is not None
+        to_table = table_gradient(of_w, of_dw, self.at, self.place, motion.place)
+        self._begun[layer] = Beside("tables", partial(self.tables.gradients, layer, to_table))
 
     def gradients(self) -> list[Tensor]:
         found = [self._begun[layer].result() for layer in range(len(self._begun))]

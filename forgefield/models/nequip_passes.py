@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from forgefield.models.nequip_fields import FIELDS, Layout, all_matrices, forms, layout
 from forgefield.ops.graph import EdgeGraph
-from forgefield.ops.kernels.beside import Beside
 from forgefield.ops.kernels.compiling import Compiled, compile_together
 from forgefield.ops.kernels.convolution import Convolution, Motion, Radial
 from forgefield.ops.kernels.fields import TANGENT, VALUE, Field, new_field
@@ -83,13 +82,14 @@ class Atoms:
         else:
             products.make(self.arena, self.packed, self.kinds, self.count, place, precise=precise)
 
-    def gradients(self, number: int, out: Tensor) -> None:
-        """Of the matrices of this layer, which has been through all passes, into the row of all."""
-        gradients = self.layout.gradients[number]
+    def gradients(self) -> Tensor:
+        """Of all matrices, in a row; all passes have been made."""
+        out = torch.empty_like(self.row)
         if is_lowered(self.arena):
-            gradients.make_plainly(self.arena, self.one_hot, self.count, out)
+            self.layout.gradients.make_plainly(self.arena, self.one_hot, self.count, out)
         else:
-            gradients.make(self.arena, self.kinds, self.count, out)
+            self.layout.gradients.make(self.arena, self.kinds, self.count, out)
+        return out
 
 
 class Layer:
@@ -258,14 +258,9 @@ class Network:
         """Gradients of all matrices, in a row. radials: given, layer by layer, the cotangents of the weights of every edge and
         of their tangents, which are too large to be kept."""
         self.layers[-1].to_h.block(0, VALUE).copy_(to_features.unsqueeze(1))
-        out = torch.empty_like(self.atoms.row)
-        begun = []
         for number in reversed(range(len(self.layers))):
             radials.add(number, *self.layers[number].back(motions[number]), motions[number])
-            begun.append(Beside("matrices", partial(self.atoms.gradients, number, out)))
-        for gradients in begun:
-            gradients.result()
-        return out
+        return self.atoms.gradients()
 
     def last(self, place: int) -> Tensor:
         return self.layers[-1].h.block(0, place).squeeze(1)

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from forgefield.api import train
-from forgefield.models import nequip_kernels
 from forgefield.ops.kernels import compiling
 from forgefield.ops.kernels.setting import has_triton
 from forgefield.training.engines.blank import sizes
@@ -80,10 +79,8 @@ def test_a_training_by_kernels_follows_one_without(radial, tmp_path):
         assert a["val/loss"] == pytest.approx(b["val/loss"], rel=1e-3)
 
 
-@pytest.mark.parametrize("most_beside", [2**30, 0], ids=["sums beside the next layer", "sums in between"])
-def test_a_captured_step_gives_the_bits_of_one_that_is_not(most_beside, monkeypatch):
+def test_a_captured_step_gives_the_bits_of_one_that_is_not():
     """What is computed beside the rest, on streams of its own, waits for what it reads and is waited for."""
-    monkeypatch.setattr(nequip_kernels, "MOST_BESIDE", most_beside)
     given = batch(*[9] * 40)
     potential = make_potential(precision="float32", **MODEL).cuda().train()
     plain = Engine(step_function(potential, derivative="kernels"))

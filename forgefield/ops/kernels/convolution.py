@@ -17,15 +17,17 @@ from forgefield.ops.kernels.build import kernel
 from forgefield.ops.kernels.fields import TANGENT, VALUE, Field
 from forgefield.ops.kernels.form import Form
 from forgefield.ops.kernels.setting import setting
-from forgefield.ops.kernels.source import ARGUMENTS, SEPARATE, Kind
+from forgefield.ops.kernels.source import ARGUMENTS, Kind
 
 FEW = 4096
 """Programs, one warp each, that leave a GPU idle while they wait for memory; edges are then shared out."""
 SHARES = 4
-"""Programs that share the edges of one atom and some of its channels, where programs are few."""
-MORE = {"forces": 8192}
-"""Up to so many programs a pass shares edges out to two of them, at least."""
-MOST_REGISTERS = {("forces", 9): 96, ("tangents", 16): 96}
+"""Programs that share the edges of one atom and some of its channels, where programs are few. Where they are not, cotangents,
+which are written for every edge and need no sum over programs, are shared out to two."""
+LONG = 200
+"""With so many couplings the code of all blocks is more than the cache for instructions holds: programs of different blocks
+would drive out each other's. Blocks are then launched one after the other where they compute cotangents."""
+MOST_REGISTERS = {("forces", 9): 96, ("tangents", 9): 96, ("tangents", 16): 128}
 """By pass and number of harmonics, where tables are read: a few registers fewer than a kernel would take, for one more warp on
 every scheduler."""
 ROWS, COLUMNS = 2, 128
@@ -34,9 +36,9 @@ ROWS, COLUMNS = 2, 128
 
 def in_manner(kind: Kind, form: Form, n_atoms: int) -> Kind:
     """The same with the number of shares that suits so many atoms."""
-    programs = n_atoms * form.n_chunks
-    shares = SHARES if programs < FEW else 2 if programs < MORE.get(kind.pass_name, 0) else 1
-    return replace(kind, shares=shares)
+    if n_atoms * form.n_chunks < FEW:
+        return replace(kind, shares=SHARES)
+    return replace(kind, shares=2 if kind.backward and form.n_couplings < LONG else 1)
 
 
 @dataclass(frozen=True)
@@ -141,9 +143,9 @@ class Convolution:
         return kernel
 
     def _forms(self, kind: Kind) -> Sequence[Form]:
-        """What is launched one after the other: blocks with much code each for itself, unless there are few programs."""
-        long = kind.backward and len(self.form.blocks) >= SEPARATE
-        return self.form.parts if long and kind.shares == 1 else (self.form,)
+        """What is launched one after the other."""
+        alone = kind.backward and kind.shares == 1 and self.form.n_couplings >= LONG
+        return self.form.parts if alone else (self.form,)
 
     def _launch(self, kind: Kind, **tensors: Tensor) -> None:
         graph, radial = self.graph, self.radial

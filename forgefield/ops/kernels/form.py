@@ -84,6 +84,11 @@ class Form:
         """Programs for each atom."""
         return sum(block.n_chunks for block in self.blocks)
 
+    @property
+    def n_couplings(self) -> int:
+        """Pairs of components of features and outputs that are coupled, of all paths."""
+        return sum(len(path.terms) for block in self.blocks for path in block.paths)
+
     @cached_property
     def parts(self) -> tuple[Form, ...]:
         """The same in forms of one block each."""

@@ -91,7 +91,7 @@ n_edges, n_harmonics) or, with a table, (n_chunks, n_edges, 4), of the direction
 
 SEPARATE = 4
 """From so many blocks on each is compiled as a function of its own: the kernel is a little slower, and made several times
-faster. Their code is then so long that programs of different blocks drive each other's out of the cache for instructions."""
+faster."""
 TOGETHER = 16
 """So many harmonics, which are those up to degree 3, are read at once and taken apart; fewer are as fast one by one, and other
 numbers are not powers of two."""

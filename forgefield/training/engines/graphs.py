@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -114,9 +113,8 @@ class GraphsEngine(Engine):
                 self.inner.differentiate(batch, ask)
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
-        first = _first(torch.cuda.current_device())
         try:
-            with torch.cuda.graph(graph, pool=self._pool, stream=first, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 loader.launch()
                 result = self._laid_out(self.inner.differentiate(batch, ask))
         except RuntimeError as error:
@@ -125,9 +123,3 @@ class GraphsEngine(Engine):
                 f"by the host ({str(error).splitlines()[0]}); use training.engine=compile or eager."
             ) from error
         return _Captured(graph, loader, result)
-
-
-@cache
-def _first(device: int) -> torch.cuda.Stream:
-    """The stream that steps are captured on, whose kernels go before those of streams beside it."""
-    return torch.cuda.Stream(device, priority=-1)

@@ -331,16 +331,17 @@ def test_edges_are_shared_out_where_programs_are_few(name, few, shares, monkeypa
             assert_pass(name, given, 1e-12)
 
 
-@pytest.mark.parametrize("more", [{}, {"forces": 1000}], ids=["one program", "two in the pass of forces"])
+@pytest.mark.parametrize("long", [0, 10_000], ids=["block by block", "all blocks"])
 @pytest.mark.parametrize("case", ["both parities", "degree 3"])
 @pytest.mark.parametrize("name", PASSES)
-def test_blocks_are_launched_one_by_one_where_programs_are_many(name, case, more, monkeypatch):
+def test_cotangents_of_many_programs(name, case, long, monkeypatch):
+    """Blocks with much code are launched one by one; otherwise edges are shared out to two programs."""
     monkeypatch.setattr(convolution, "FEW", 0)
-    monkeypatch.setattr(convolution, "MORE", more)
+    monkeypatch.setattr(convolution, "LONG", long)
     given, kinds = problem(case, "table"), {"back": Kind(dual=True, backward=True), "forces": Kind(backward=True)}
     kind = in_manner(kinds.get(name, Kind()), given.form, given.graph.n_atoms)
-    assert kind.shares == (2 if more and name == "forces" else 1)
-    alone = name in kinds and kind.shares == 1
+    assert kind.shares == (2 if name in kinds and long else 1)
+    alone = name in kinds and not long
     assert len(given.convolution._forms(kind)) == (len(given.form.blocks) if alone else 1)
     assert_pass(name, given, 1e-12)
 
