@@ -94,8 +94,10 @@ class Layout:
         self.layers = [self._products(number, *matrices) for number, matrices in enumerate(placed)]
         first = self.starts[0]["to_x"]
         species = Gradient(1, self.n_columns, channels, 0, first, self.species.start, channels, places=1)
-        others = (each for number, matrices in enumerate(placed) for each in self._gradients(number, *matrices))
-        self.gradients = Gradients([species, *others])
+        self.gradients = [
+            Gradients([*([species] if number == 0 else []), *self._gradients(number, *matrices)])
+            for number, matrices in enumerate(placed)
+        ]
         self.sorts = n_species > 1 and any(shape.self_pairs for shape in shapes)
 
     def _place(self, number: int) -> LayerMatrices:

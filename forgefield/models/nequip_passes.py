@@ -82,14 +82,13 @@ class Atoms:
         else:
             products.make(self.arena, self.packed, self.kinds, self.count, place, precise=precise)
 
-    def gradients(self) -> Tensor:
-        """Of all matrices, in a row; all passes have been made."""
-        out = torch.empty_like(self.row)
+    def gradients(self, number: int, out: Tensor) -> None:
+        """Of the matrices of this layer, which has been through all passes, into the row of all."""
+        gradients = self.layout.gradients[number]
         if is_lowered(self.arena):
-            self.layout.gradients.make_plainly(self.arena, self.one_hot, self.count, out)
+            gradients.make_plainly(self.arena, self.one_hot, self.count, out)
         else:
-            self.layout.gradients.make(self.arena, self.kinds, self.count, out)
-        return out
+            gradients.make(self.arena, self.kinds, self.count, out)
 
 
 class Layer:
@@ -258,9 +257,11 @@ class Network:
         """Gradients of all matrices, in a row. radials: given, layer by layer, the cotangents of the weights of every edge and
         of their tangents, which are too large to be kept."""
         self.layers[-1].to_h.block(0, VALUE).copy_(to_features.unsqueeze(1))
+        out = torch.empty_like(self.atoms.row)
         for number in reversed(range(len(self.layers))):
             radials.add(number, *self.layers[number].back(motions[number]), motions[number])
-        return self.atoms.gradients()
+            self.atoms.gradients(number, out)
+        return out
 
     def last(self, place: int) -> Tensor:
         return self.layers[-1].h.block(0, place).squeeze(1)

@@ -1,4 +1,4 @@
-"""Products of blocks with matrices, all of a layer in one launch, and the gradients of all matrices of a network in two.
+"""Products of blocks with matrices, all of a layer in one launch, and the gradients of its matrices in two.
 
 Fields that take part lie in one stretch of memory, the arena, and matrices in another, so that a product is described by a few
 whole numbers, which a program reads. Nothing of them depends on the batch. Matrices that belong to a species are applied to
@@ -19,7 +19,7 @@ from forgefield.ops.kernels.fields import TANGENT, VALUE
 from forgefield.ops.kernels.setting import interpreted
 from forgefield.ops.products import product
 
-FEW_ROWS = 8192
+FEW_ROWS = 4096
 """Below so many rows of all blocks together the tiles of products are small, so that there is one for every processor."""
 
 
@@ -45,7 +45,7 @@ SMALL = Tile(16, 32, 32, 4, 4)
 """Of few rows."""
 GRADIENT = {False: Tile(64, 64, 64, 4, 3), True: Tile(32, 64, 32, 4, 4)}
 """Of gradients of matrices, by whether rows are few."""
-CHUNK = {False: 1024, True: 384}
+CHUNK = {False: 768, True: 384}
 """Rows that one program sums for the gradient of a matrix, likewise."""
 SUMMED = 512
 """Numbers of a gradient that one program adds up from the chunks."""
