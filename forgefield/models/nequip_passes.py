@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from forgefield.models.nequip_fields import FIELDS, Layout, all_matrices, forms, layout
 from forgefield.ops.graph import EdgeGraph
+from forgefield.ops.kernels.beside import Beside
 from forgefield.ops.kernels.compiling import Compiled, compile_together
 from forgefield.ops.kernels.convolution import Convolution, Motion, Radial
 from forgefield.ops.kernels.fields import TANGENT, VALUE, Field, new_field
@@ -258,9 +259,12 @@ class Network:
         of their tangents, which are too large to be kept."""
         self.layers[-1].to_h.block(0, VALUE).copy_(to_features.unsqueeze(1))
         out = torch.empty_like(self.atoms.row)
+        begun = []
         for number in reversed(range(len(self.layers))):
             radials.add(number, *self.layers[number].back(motions[number]), motions[number])
-            self.atoms.gradients(number, out)
+            begun.append(Beside("matrices", partial(self.atoms.gradients, number, out)))
+        for gradients in begun:
+            gradients.result()
         return out
 
     def last(self, place: int) -> Tensor:

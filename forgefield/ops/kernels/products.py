@@ -43,6 +43,8 @@ LARGE = {
 """Of many rows, by how they are multiplied, and whether there are matrices of species."""
 SMALL = Tile(16, 32, 32, 4, 4)
 """Of few rows."""
+MANY_ROWS, MIDDLE = 32768, Tile(64, 32, 16, 4, 4)
+"""Of fewer rows than this, in float64 and with matrices of species."""
 GRADIENT = {False: Tile(64, 64, 64, 4, 3), True: Tile(32, 64, 32, 4, 4)}
 """Of gradients of matrices, by whether rows are few."""
 CHUNK = {False: 768, True: 384}
@@ -158,8 +160,7 @@ class Products:
             return
         precision = precision_of(fields, _precise(fields.device) if precise else EXACT, "tf32")
         if tile is None:
-            few = _few(n_atoms, sum(part.components for part in self.parts))
-            tile = SMALL if few else LARGE["float64" if precision == "float64" else "else", self.own]
+            tile = self._tile(n_atoms * sum(part.components for part in self.parts), precision == "float64")
         table = self._tables.get(fields.device)
         if table is None:
             table = self._tables[fields.device] = _on(fields.device, [astuple(part) for part in self.parts])
@@ -189,6 +190,13 @@ class Products:
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
+
+    def _tile(self, n_rows: int, doubles: bool) -> Tile:
+        if n_rows < FEW_ROWS:
+            return SMALL
+        if doubles and self.own and n_rows < MANY_ROWS:
+            return MIDDLE
+        return LARGE["float64" if doubles else "else", self.own]
 
     def make_plainly(self, fields: Tensor, matrices: Tensor, one_hot: Tensor, n_atoms: int, place: int) -> None:
         """The same by operations of torch, in the precision that `products_in` asks for. one_hot: (n_atoms, n_kinds)."""
@@ -241,7 +249,7 @@ class Gradients:
         table = self._tables.get(fields.device)
         if table is None:
             table = self._tables[fields.device] = _on(fields.device, self._rows)
-        few = _few(n_atoms, max(part.components for part in self.parts))
+        few = n_atoms * max(part.components for part in self.parts) < FEW_ROWS
         # In float64 the large tile is more than many GPUs have room for.
         tile = tile or GRADIENT[few or fields.dtype == torch.float64]
         n_chunks = -(-2 * n_atoms // (chunk or CHUNK[few]))
@@ -312,10 +320,6 @@ def _aligned(parts: Sequence[Product] | Sequence[Gradient]) -> bool:
     """Whether rows, blocks and matrices begin at multiples of 16 numbers, so that they can be read in wide pieces."""
     counts = ("components", "n_kinds", "places")
     return all(n % 16 == 0 for part in parts for name, n in vars(part).items() if n > 0 and name not in counts)
-
-
-def _few(n_atoms: int, components: int) -> bool:
-    return n_atoms * components < FEW_ROWS
 
 
 def _kernels() -> Any:
