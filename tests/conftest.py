@@ -5,12 +5,15 @@ import gc
 import pytest
 import torch
 
+gc.disable()  # until everything has been imported
+
 
 def pytest_collection_finish() -> None:
     """What was imported stays: the garbage collector need not look at half a million objects again and again."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
+    gc.enable()
 
 
 @pytest.fixture(autouse=True, scope="session")
