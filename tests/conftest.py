@@ -1,11 +1,14 @@
 """Settings for all tests: one thread, so that results do not depend on the machine, and a cache of their own."""
 
 import gc
+import os
 
 import pytest
 import torch
 
 gc.disable()  # until everything has been imported
+# Inductor need not find out what vector instructions there are: without them code is the same, and compiled in less time.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 
 def pytest_collection_finish() -> None:
