@@ -1,9 +1,14 @@
 """Settings for all tests: one thread, so that results do not depend on the machine, and a cache of their own."""
 
 import gc
+import os
 
 import pytest
 import torch
+
+gc.disable()  # until everything has been imported
+# Inductor need not find out what vector instructions there are: without them code is the same, and compiled in less time.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 
 def pytest_collection_finish() -> None:
@@ -11,6 +16,7 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
+    gc.enable()
 
 
 @pytest.fixture(autouse=True, scope="session")

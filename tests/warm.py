@@ -22,6 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
+from forgefield.cli.importing import for_good
 from forgefield.parallel.network import free_port
 
 ROOT = Path(__file__).parents[1]
@@ -166,8 +167,9 @@ def _become(request: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    import forgefield.api
-    import forgefield.cli.train
-    import forgefield.models.nequip  # noqa: F401
+    with for_good():
+        import forgefield.api
+        import forgefield.cli.train
+        import forgefield.models.nequip  # noqa: F401
 
     _become(_requests(socket.socket(fileno=int(sys.argv[1]))))

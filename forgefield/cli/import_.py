@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from forgefield.cli.importing import for_good
 from forgefield.errors import ForgefieldError
 
 if TYPE_CHECKING:
@@ -55,7 +56,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_mala(args: argparse.Namespace) -> int:
-    from forgefield.api import import_mala
+    with for_good():
+        from forgefield.api import import_mala
 
     _refuse_options(args)
     created = import_mala(args.file, name=args.name, out=args.out)

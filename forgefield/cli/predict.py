@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 
 from forgefield.cli.arguments import READING, add_overrides, add_run_arguments, device_name, refuse_files
+from forgefield.cli.importing import for_good
 
 EXAMPLES = """\
 examples:
@@ -43,7 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     overrides = refuse_files(args.overrides)
-    from forgefield import api
+    with for_good():
+        from forgefield import api
     from forgefield.config.loading import override_config, override_keys
     from forgefield.runs import Run
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from forgefield.cli.importing import for_good
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "example:\n  forgefield report runs/water\n"
@@ -11,7 +13,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from forgefield import api
+    with for_good():
+        from forgefield import api
 
     print(f"wrote {api.report(args.run)}")
     return 0

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forgefield.cli.arguments import READING, add_overrides, add_run_arguments, device_name, is_override, refuse_files
+from forgefield.cli.importing import for_good
 from forgefield.errors import ForgefieldError
 
 if TYPE_CHECKING:
@@ -54,7 +55,8 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     overrides = refuse_files([*(word for word in words if word not in files), *args.overrides])
     from rich.console import Console
 
-    from forgefield import api
+    with for_good():
+        from forgefield import api
     from forgefield.config.loading import override_config, override_keys
     from forgefield.runs import Run
     from forgefield.tasks.ldos_observables import OBSERVABLE_UNITS

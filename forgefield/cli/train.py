@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forgefield.cli.arguments import CONFIG_SUFFIXES, split_config
+from forgefield.cli.importing import for_good
 from forgefield.errors import ForgefieldError
 
 if TYPE_CHECKING:
@@ -67,7 +68,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     config, overrides = config_and_overrides(args)
-    from forgefield import api
+    with for_good():
+        from forgefield import api
     from forgefield.config.components import look_where_the_parent_did
 
     look_where_the_parent_did()

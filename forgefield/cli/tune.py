@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 
 from forgefield.cli.arguments import split_config
+from forgefield.cli.importing import for_good
 from forgefield.errors import ForgefieldError
 
 EXAMPLES = """\
@@ -39,7 +40,8 @@ def run(args: argparse.Namespace) -> int:
         raise ForgefieldError("forgefield tune needs a config file.")
     if args.workers < 1:
         raise ForgefieldError(f"--workers {args.workers}: one at least is needed.")
-    from forgefield import api
+    with for_good():
+        from forgefield import api
 
     _, code = api.tune_with_outcome(
         config,

@@ -374,7 +374,6 @@ def _hydra(folder: Path, content: dict[str, Any]) -> Iterator[None]:
     than all of ours.
     """
     from hydra import initialize_config_dir
-    from hydra.conf import HydraConf
     from hydra.core.config_store import ConfigStore
     from hydra.core.global_hydra import GlobalHydra
 
@@ -382,7 +381,7 @@ def _hydra(folder: Path, content: dict[str, Any]) -> Iterator[None]:
     hydra, own = instance.hydra, store.repo["hydra"]["config.yaml"]
     instance.clear()
     try:
-        store.store(group="hydra", name="config", node=HydraConf(defaults=[]), provider="hydra")
+        store.repo["hydra"]["config.yaml"] = _hydra_without_files()
         _store(ENTRY, {"defaults": [DEFAULTS, USER, "_self_"]})
         _store(DEFAULTS, {})
         _store(USER, content)
@@ -394,6 +393,15 @@ def _hydra(folder: Path, content: dict[str, Any]) -> Iterator[None]:
         store.repo["hydra"]["config.yaml"] = own
         for name in (ENTRY, DEFAULTS, USER):
             store.repo.pop(f"{name}.yaml", None)
+
+
+@cache
+def _hydra_without_files() -> Any:
+    """Hydra's settings as it keeps them; it copies them for every composition."""
+    from hydra.conf import HydraConf
+    from hydra.core.config_store import ConfigNode
+
+    return ConfigNode("config.yaml", OmegaConf.structured(HydraConf(defaults=[])), "hydra", None, "hydra")
 
 
 def _store(name: str, node: dict[str, Any]) -> None:

@@ -257,7 +257,7 @@ def test_the_built_in_example_is_a_valid_config():
 TEXT = st.text(st.characters(codec="utf-8", exclude_categories=("Cc", "Cs", "Zl", "Zp")), min_size=1, max_size=12)
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     lr=st.floats(1e-8, 1e3),
     frames=st.integers(1, 10**6),

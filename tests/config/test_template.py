@@ -92,7 +92,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.dictionaries(st.sampled_from(["a", "b", "on", "x1"]), VALUES, max_size=3), st.floats(1e-300, 1e300))
 def test_any_options_survive(folder, model, lr):
     config = load_config({"name": "n", "model": {"name": "my.Net", **model}, "training": {"lr": lr}})

@@ -121,15 +121,6 @@ def wait_for(condition, seconds: float = 240) -> None:
         time.sleep(0.2)
 
 
-def test_srun(slurm, tmp_path, serial):
-    config = write_config(tmp_path / "launched.yaml", make(tmp_path, "launched", 2))
-    job = submit(slurm, tmp_path, config=config)
-    text = slurm.wait(job, tmp_path)
-    assert "srun" in text
-    assert f"job {job}" in text
-    assert_same_training(tmp_path, serial)
-
-
 def has_processes(job: str) -> bool:
     """Whether SLURM still looks after processes of a job on this machine."""
     for path in Path("/proc").glob("[0-9]*/cmdline"):
@@ -147,7 +138,10 @@ def begins_again(slurm, job: str) -> bool:
 @pytest.mark.timeout(900)  # other jobs may hold the node's cores for a while
 @pytest.mark.parametrize("how", ["preempted", "warned"])
 def test_a_job_that_slurm_starts_again_ends_as_if_nothing_had_happened(how, slurm, tmp_path, serial):
-    """preempted: `scontrol requeue` takes the job away. warned: SIGUSR1, upon which the job asks to be requeued itself."""
+    """preempted: `scontrol requeue` takes the job away. warned: SIGUSR1, upon which the job asks to be requeued itself.
+
+    The second attempt is also what srun starts without any restart: two ranks of one job that train to the end.
+    """
     config = write_config(tmp_path / "launched.yaml", make(tmp_path, "launched", 2))
     job = submit(slurm, tmp_path, "--requeue", "--open-mode=append", config=config, SLOW="1.5")
     wait_for(lambda: any((tmp_path / "runs").glob("launched/checkpoints/step-*2.ckpt")))
@@ -166,7 +160,7 @@ def test_a_job_that_slurm_starts_again_ends_as_if_nothing_had_happened(how, slur
     assert f"{name} was received. Run the same command to go on." in text
     assert ("SLURM was asked to requeue job" in text) == (how == "warned")
     assert text.count("Continuing run launched after step") == 1
-    assert "restart 1" in text
+    assert re.search(rf"launcher +srun.*job {job}.*restart 1", text), text
     assert_same_training(tmp_path, serial)
 
 

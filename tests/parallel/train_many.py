@@ -5,6 +5,7 @@ Only the training itself: predictions, report and summary at the end are left ou
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -40,4 +41,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    gc.freeze()  # as the command does it after its imports
     sys.exit(main())

@@ -164,8 +164,8 @@ def test_killed_with_signal_9_and_continued_by_the_same_command(tmp_path):
     """Real processes, real kill -9, in the middle of an epoch and of a later one."""
     changes = {"callbacks": [END], "training": {"ema": 0.9, "tensorboard": 0, "checkpoint": {"every_steps": 2}}}
     config = write_config(tmp_path / "again.yaml", tiny_config(tmp_path, **changes, name="again"))
-    for step in ("4", "8"):
-        killed = start_command(config, tmp_path, END_AT=step, END_HOW="kill")
+    for step, start in (("4", start_command), ("8", run_command)):
+        killed = start(config, tmp_path, END_AT=step, END_HOW="kill")
         assert killed.returncode == -signal.SIGKILL, killed.stderr
     continued = start_command(config, tmp_path)
     assert continued.returncode == 0, continued.stderr

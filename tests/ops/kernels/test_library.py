@@ -259,13 +259,19 @@ def test_an_exported_evaluation_holds_for_other_sizes(example, exportable):
     assert_gives_the_same(exported.module(), evaluate, batches)
 
 
+QUICKLY = {"aot_inductor.precompile_headers": False, "aot_inductor.compile_wrapper_opt_level": "O0"}
+"""Headers are precompiled for many files, and there are two."""
+
+
 @pytest.mark.slow
 @by_plain_operations
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a compiler")
 def test_a_package_of_an_exported_evaluation_gives_the_same(exportable, tmp_path):
     evaluate, batches = exportable
     exported = export_evaluation(evaluate, batches[0])
-    path = torch._inductor.aoti_compile_and_package(exported, package_path=str(tmp_path / "evaluation.pt2"))
+    path = torch._inductor.aoti_compile_and_package(
+        exported, package_path=str(tmp_path / "evaluation.pt2"), inductor_configs=QUICKLY
+    )
     assert_gives_the_same(torch._inductor.aoti_load_package(path), evaluate, batches)
 
 

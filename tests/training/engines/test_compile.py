@@ -13,8 +13,6 @@ from tests.training.engines.cases import difference, labelled, step_function
 
 TINY = {"num_layers": 1, "l_max": 1, "num_features": 2, "radial_mlp_width": 2}
 TARGETS = ("energy", "forces")
-SCALAR = {"cpp.simdlen": 1}
-"""Without vector instructions the code is the same and compiled in a fraction of the time."""
 SIZES = [(5, 4), (1,), (2,), (6, 1, 3), (1, 1), (20, 30, 20)]
 
 
@@ -30,7 +28,7 @@ def kept(tmp_path_factory):
 def engine(kept) -> CompileEngine:
     potential = make_potential("float32", **TINY)
     potential.extra = nn.Parameter(torch.ones(3))
-    return CompileEngine(step_function(potential, TARGETS), options=SCALAR)
+    return CompileEngine(step_function(potential, TARGETS))
 
 
 @pytest.mark.slow
@@ -66,7 +64,7 @@ def test_a_second_engine_finds_the_code_on_disk(engine, monkeypatch):
     counted.counters.clear()
     potential = make_potential("float32", **TINY)
     potential.extra = nn.Parameter(torch.ones(3))
-    again = CompileEngine(step_function(potential, TARGETS), options=SCALAR)
+    again = CompileEngine(step_function(potential, TARGETS))
     again.differentiate(labelled(6, 5, seed=4))
     assert counted.counters["inductor"]["fxgraph_cache_miss"] == 0
     assert counted.counters["inductor"]["fxgraph_cache_hit"] == 1

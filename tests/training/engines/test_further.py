@@ -111,7 +111,7 @@ def test_script_equals_eager_for_every_size(name, targets, form):
 def test_compiled_equals_eager_from_one_compilation(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     potential = predictor("own", has_energy=False)  # few kernels; those of a NequIP are compiled in `test_compile.py`
-    engine = CompileEngine(function(potential, ()), options={"cpp.simdlen": 1})
+    engine = CompileEngine(function(potential, ()))
     for atoms in [(5, 4), (1,), (6, 1, 3)]:
         assert difference(engine, Engine(engine.function), with_fields(*atoms)) < 1e-9, atoms
     assert engine.training.compilations == 1
