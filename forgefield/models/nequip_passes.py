@@ -17,7 +17,7 @@ from torch import Tensor
 from forgefield.models.nequip_fields import FIELDS, Layout, all_matrices, forms, layout
 from forgefield.ops.graph import EdgeGraph
 from forgefield.ops.kernels.beside import Beside
-from forgefield.ops.kernels.compiling import Compiled, compile_together
+from forgefield.ops.kernels.compiling import Planned, compile_together
 from forgefield.ops.kernels.convolution import Convolution, Motion, Radial
 from forgefield.ops.kernels.fields import TANGENT, VALUE, Field, new_field
 from forgefield.ops.kernels.form import Form
@@ -219,13 +219,11 @@ class Network:
 
     def compile(self, harmonics: Tensor, radials: Sequence[Radial]) -> None:
         """The kernels of all convolutions, as a training launches them, unless that has been done."""
-        compile_together(
-            (
-                Compiled(layer.form, self.graph, harmonics, radial, still=layer.first),
-                (layer.x, layer.z, layer.to_x, layer.to_z),
-            )
+        planned = [
+            Planned(layer.form, radial, layer.first, layer.x, layer.z, layer.to_x, layer.to_z)
             for layer, radial in zip(self.layers, radials)
-        )
+        ]
+        compile_together(planned, self.graph, harmonics)
 
     def values(self, harmonics: Tensor, radials: Sequence[Radial]) -> Tensor:
         """Features of the last layer, (n_atoms, feature_dim)."""

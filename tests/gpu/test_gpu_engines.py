@@ -179,6 +179,23 @@ def test_fifty_updates_by_one_kernel_are_those_of_torch(kind, clip):
         assert torch.equal(ours.weights[number], again.weights[number])
 
 
+def test_gradients_that_are_made_anew_in_every_step_take_one_graph():
+    """As those of accumulated batches are."""
+    still, moving = Trained(torch.optim.Adam, torch.float32), Trained(torch.optim.Adam, torch.float32)
+    updates = [CapturedUpdate(still.optimiser, None), CapturedUpdate(moving.optimiser, None, still=lambda: False)]
+    kept = []  # so that no two lie in the same place
+    for step in range(8):
+        for trained in (still, moving):
+            trained.bring(step)
+        for weight in moving.weights:
+            weight.grad = weight.grad.clone()
+            kept.append(weight.grad)
+        for update in updates:
+            update.step()
+    assert len(updates[1]._graphs) == 1
+    assert all(torch.equal(a, b) for a, b in zip(still.weights, moving.weights))
+
+
 def test_a_step_is_left_out_where_the_device_says_so():
     trained = Trained(torch.optim.AdamW, torch.float32)
     update = CapturedUpdate(trained.optimiser, trained.average)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from forgefield.api import train
+from forgefield.models import nequip_passes
 from forgefield.ops.kernels import compiling
 from forgefield.ops.kernels.setting import has_triton
 from forgefield.training.engines.blank import sizes
@@ -97,14 +98,35 @@ def test_a_captured_step_gives_the_bits_of_one_that_is_not():
             assert torch.equal(one, other)
 
 
-def test_kernels_that_are_compiled_side_by_side_are_those_that_are_launched(monkeypatch):
+def test_a_step_of_which_only_the_readout_is_trained_is_captured():
+    """Edges are sorted beside the rest, and nobody asks for them."""
+    given = batch(5, 3)
+    potential = make_potential(precision="float32", **MODEL).cuda().train()
+    for name, weight in potential.named_parameters():
+        weight.requires_grad_("readout" in name)
+    function = step_function(potential, derivative="kernels")
+    engine = GraphsEngine(Engine(function), plan=plan_sizes(np.array([sizes(given)])))
+    found = engine.differentiate(given)
+    expected = Engine(step_function(potential, derivative="double")).differentiate(given)
+    for one, other in zip(found.gradients, expected.gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("storage", ["float32", "bfloat16"])
+def test_kernels_that_are_compiled_side_by_side_are_those_that_are_launched(storage, monkeypatch):
+    """After they are compiled no convolution is compiled again."""
     import triton
 
     compiled: list[str] = []
-    monkeypatch.setattr(triton.knobs.compilation, "listener", lambda **about: compiled.append(about["src"].hash()))
+    together = nequip_passes.compile_together
+
+    def then_listen(*given):
+        together(*given)
+        monkeypatch.setattr(triton.knobs.compilation, "listener", lambda **about: compiled.append(about["src"].name))
+
+    monkeypatch.setattr(nequip_passes, "compile_together", then_listen)
     monkeypatch.setattr(compiling, "_done", set())
     potential = make_potential(precision="float32", **{**MODEL, "num_features": [12, 6, 4]}).cuda().train()
-    Engine(step_function(potential, derivative="kernels")).differentiate(batch(5, 3))
-    convolutions = [each for each in compiled if compiled.count(each) > 1]
+    Engine(step_function(potential, derivative="kernels", storage=storage)).differentiate(batch(5, 3))
     assert compiling._done
-    assert not convolutions
+    assert not [name for name in compiled if name.startswith("convolution")]

@@ -1,19 +1,22 @@
 """Work that goes on beside the rest of a captured step, on a stream of its own.
 
 A GPU has room for it where the rest is limited by latency or by memory, as small batches are. Contract: what the work reads is
-kept until its result has been asked for, since memory that is given back may be used again by the stream it came from; every
-piece of work that is begun has its result asked for within the same capture.
+kept until its result has been asked for, since memory that is given back may be used again by the stream it came from; whoever
+captures does so within `joined`, which waits for what nobody has asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Generic, TypeVar
 
 import torch
 
 T = TypeVar("T")
+_begun: set[torch.cuda.Stream] = set()
+"""Streams with work in the present capture."""
 
 
 class Beside(Generic[T]):
@@ -27,6 +30,7 @@ class Beside(Generic[T]):
             return
         side = _stream(stream, torch.cuda.current_device())
         side.wait_stream(torch.cuda.current_stream())
+        _begun.add(side)
         with torch.cuda.stream(side):
             self._value = work()
             self._done = side.record_event()
@@ -37,6 +41,27 @@ class Beside(Generic[T]):
             torch.cuda.current_stream().wait_event(self._done)
         self._kept = None
         return self._value
+
+
+@contextmanager
+def joined() -> Iterator[None]:
+    """Inside a capture. At the end, also by an exception, the present stream waits for all others that were begun: a capture
+    cannot end otherwise."""
+    try:
+        yield
+    except BaseException:
+        with suppress(RuntimeError):  # the capture may be at an end itself, and what went wrong first is to be heard
+            _join()
+        raise
+    else:
+        _join()
+    finally:
+        _begun.clear()
+
+
+def _join() -> None:
+    for side in _begun:
+        torch.cuda.current_stream().wait_stream(side)
 
 
 def _capturing() -> bool:

@@ -7,13 +7,19 @@ that time Triton spends where other threads can go on.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
-from forgefield.ops.kernels.convolution import Convolution, Motion
+from torch import Tensor
+
+from forgefield.ops.graph import EdgeGraph
+from forgefield.ops.kernels.convolution import Convolution, Motion, Radial, in_manner
 from forgefield.ops.kernels.fields import Field
-from forgefield.ops.kernels.setting import interpreted
+from forgefield.ops.kernels.form import Form
+from forgefield.ops.kernels.setting import interpreted, setting
+from forgefield.ops.kernels.source import Kind
 
 _done: set[Any] = set()
 MOST_THREADS = 16
@@ -31,14 +37,10 @@ class Compiled(Convolution):
     def _forward(self, kind: Any, x: Field, out: Field, **tensors: Any) -> None:
         self._launch(kind, x=self._read(x), out=out.flat, **tensors)
 
-    @property
-    def key(self) -> Any:
-        """What decides which kernels its passes launch."""
-        return self.form, self._kind(still=self.still), self.harmonics.dtype, self.radial.row.dtype
-
     def passes(self, x: Field, z: Field, to_x: Field, to_z: Field) -> None:
         """All four of a training."""
-        motion = Motion(self.harmonics, weights=self.radial.weights, place=self.radial.place)
+        weights = None if self.radial.in_table else self.radial.weights
+        motion = Motion(self.harmonics, weights=weights, place=self.radial.place)
         columns = 4 if self.radial.in_table else self.form.n_harmonics
         parts = self.harmonics.new_empty((self.form.n_chunks, self.graph.n_edges, columns))
         self.back(x, to_z, to_x, motion)
@@ -57,17 +59,45 @@ class _Warmed:
         return lambda *given, **options: self.kernel.warmup(*given, grid=grid, **options)
 
 
-def compile_together(layers: Iterable[tuple[Compiled, tuple[Field, Field, Field, Field]]]) -> None:
-    """Those of these convolutions whose kernels this process does not have yet, each with its fields x, z, to_x, to_z."""
-    new = {one.key: (one, fields) for one, fields in layers if one.harmonics.is_cuda and one.key not in _done}
-    if not new or interpreted():
+@dataclass(frozen=True)
+class Planned:
+    """A convolution that is to come, with its fields. still: features have no tangents."""
+
+    form: Form
+    radial: Radial
+    still: bool
+    x: Field
+    z: Field
+    to_x: Field
+    to_z: Field
+
+    def key(self, n_atoms: int, harmonics: Tensor) -> Any:
+        """What decides which kernels its passes launch."""
+        kind = in_manner(Kind(table=self.radial.in_table, still=self.still), self.form, n_atoms)
+        types = (harmonics.dtype, setting().storage, self.radial.row.dtype, harmonics.device)
+        return self.form, kind, types
+
+
+def compile_together(layers: Sequence[Planned], graph: EdgeGraph, harmonics: Tensor) -> None:
+    """Those of these convolutions whose kernels this process does not have yet."""
+    if not harmonics.is_cuda or interpreted():
+        return
+    new = {layer.key(graph.n_atoms, harmonics): layer for layer in layers}
+    new = {key: layer for key, layer in new.items() if key not in _done}
+    if not new:
         return
     try:
         from triton.runtime._async_compile import AsyncCompileMode
     except ImportError:  # not part of what Triton promises to have; kernels are then compiled one after the other
         return
-    threads = min(MOST_THREADS, os.cpu_count() or 1)
-    with ThreadPoolExecutor(threads) as executor, AsyncCompileMode(executor, ignore_errors=True):
-        for one, fields in new.values():
-            one.passes(*fields)
+    with ThreadPoolExecutor(_threads()) as executor, AsyncCompileMode(executor, ignore_errors=True):
+        for layer in new.values():
+            passes = Compiled(layer.form, graph, harmonics, layer.radial, still=layer.still)
+            passes.passes(layer.x, layer.z, layer.to_x, layer.to_z)
     _done.update(new)
+
+
+def _threads() -> int:
+    """No more than this process may use: several share a machine."""
+    known = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(MOST_THREADS, known)

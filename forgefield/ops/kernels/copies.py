@@ -22,6 +22,8 @@ class Copies:
     in one piece on one device, and their numbers have at most 8 bytes."""
 
     def __init__(self, to: Sequence[Tensor], rest: Sequence[Tensor]) -> None:
+        if any(tensor.element_size() > 8 for tensor in to):
+            raise ValueError("numbers of more than 8 bytes are not copied")
         self._alive = (tuple(to), tuple(rest))
         self.lengths = [tensor.numel() for tensor in to]
         device = to[0].device

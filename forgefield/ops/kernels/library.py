@@ -27,7 +27,7 @@ from forgefield.ops.kernels.plain_operators import (
     empty_second,
     empty_values,
 )
-from forgefield.ops.kernels.setting import has_triton, interpreted
+from forgefield.ops.kernels.setting import can_launch, interpreted
 from forgefield.ops.kernels.source import Kind
 from forgefield.ops.segment_sum import sum_in_trace
 
@@ -45,11 +45,6 @@ def convolve_by_operator(
 
 
 # ---- launches on rows
-
-
-def _by_kernels(x: Tensor) -> bool:
-    """Whether an operator launches kernels, or computes by plain operations."""
-    return has_triton() and (x.device.type == "cuda" or interpreted())
 
 
 def _held(shape: Shape, *rows: Tensor) -> Field:
@@ -129,7 +124,7 @@ def _convolve(
 ) -> Tensor:
     """(n_atoms, plan.out_dim)."""
     lists = (source, destination, pointers, order, order_pointers, pair, pair_edge)
-    if not _by_kernels(features):
+    if not can_launch(features):
         return torch.ops.forgefield.plain_convolve(features, harmonics, weights, *lists, form)
     graph = edges_of(features.shape[0], *lists)
     convolution = _OverRows(form_of_key(form), graph, harmonics, weights)
@@ -157,7 +152,7 @@ def _convolve_backward(
     """Cotangents of features, harmonics and weights from those of the output, (n_atoms, plan.out_dim). of_features: whether the
     first are wanted; they have no rows otherwise."""
     lists = (source, destination, pointers, order, order_pointers, pair, pair_edge)
-    if not _by_kernels(features):
+    if not can_launch(features):
         given = (grad, features, harmonics, weights, *lists, form, of_features)
         return torch.ops.forgefield.plain_convolve_backward(*given)
     graph = edges_of(features.shape[0], *lists)
@@ -193,7 +188,7 @@ def _convolve_double_backward(
     for features, harmonics and weights. of_features: whether features move. of_harmonics: whether cotangents of
     harmonics are wanted; they are zero otherwise."""
     lists = (source, destination, pointers, order, order_pointers, pair, pair_edge)
-    if not _by_kernels(features):
+    if not can_launch(features):
         along = (along_features, along_harmonics, along_weights)
         given = (*along, grad, features, harmonics, weights, *lists, form, of_features, of_harmonics)
         return torch.ops.forgefield.plain_convolve_double_backward(*given)

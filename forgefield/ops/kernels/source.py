@@ -146,12 +146,12 @@ def write_kernel(form: Form, kind: Kind) -> str:
 def _write_numbers(write: _Writer, form: Form, kind: Kind) -> None:
     """Which atom, chunk of channels and share of edges a program has. In the pass of values programs that run together have one
     chunk, and so read the same part of the table; where more is read or written of an atom, its chunks go together."""
-    first = f" + {form.blocks[0].chunk}" if form.blocks[0].chunk else ""
     if kind.pass_name == "values" and kind.shares == 1:
         write("atom = program % n_atoms")
-        write(f"chunk = (program // n_atoms).to(tl.int32){first}")
+        write("chunk = (program // n_atoms).to(tl.int32)")
         write("share = 0")
         return
+    first = f" + {form.blocks[0].chunk}" if form.blocks[0].chunk else ""
     write(f"atom = (program // {kind.shares * form.n_chunks}).to(tl.int64)")
     write(f"chunk = program % {form.n_chunks}{first}")
     write(f"share = (program // {form.n_chunks}) % {kind.shares}" if kind.shares > 1 else "share = 0")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -77,7 +77,8 @@ class AdamStep:
         clip: tuple[str, float] | None = None,
     ) -> None:
         device = weights[0].weight.device
-        self._alive = (tuple(weights), tuple(groups))
+        # Not the gradients: where new ones are made in every step, old ones would pile up.
+        self._alive = (tuple(replace(weight, gradient=None) for weight in weights), tuple(groups))
         self._clip, limit = clip or ("", 0.0)
         rows = [row for weight in weights for row in _rows(weight, groups)]
         counts = [weight.count.data_ptr() for weight in weights if weight.count is not None]

@@ -74,6 +74,7 @@ def adam(
         w -= w * lr * shrink
         # Not beta m + (1 - beta) g: the two factors, each rounded, would not add up to 1.
         m += (g - m) * first.to(tl.float32)
+        # Where squares have become infinite this gives NaN, which is noticed; torch's would leave such a weight as it is.
         v += g * second.to(tl.float32) * g - v * second.to(tl.float32)
         # Powers are taken in float64: they are near 1, and subtracted from it.
         n_now = n.to(tl.float64) + 1.0

@@ -36,6 +36,8 @@ def adam_step(
     weights = list(_weights(optimiser, average))
     if not weights or not all(_can_be_read(weight) for weight in weights):
         return None
+    if any(number.dtype != torch.float32 for number in (*rates, share)):
+        return None
     groups = [
         Group(rate, group["betas"], group["eps"], group["weight_decay"], group["decoupled_weight_decay"])
         for rate, group in zip(rates, optimiser.param_groups)

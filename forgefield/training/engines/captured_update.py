@@ -3,7 +3,7 @@
 It takes the place of the optimiser's `step`, so that Lightning calls it where it would call that. Contract: learning rates may
 change from step to step, since they are read from the device; a change of any other setting makes a new graph. Optimisers that
 look at their own step count on the host cannot be captured. Adam and AdamW in float32 are one kernel, which clips gradients as
-it reads them: `grad` stays as it was before clipping. Whoever looks at gradients does so before the step.
+it reads them: `grad` is then not clipped. Whoever looks at gradients does so before the step.
 """
 
 from __future__ import annotations
@@ -25,10 +25,19 @@ _CHANGED = ("capturable", "fused", "foreach")
 
 
 class CapturedUpdate:
-    """optimiser: its `step` is replaced; one that `why_not_capturable` has nothing against. average: taken along, if any."""
+    """optimiser: its `step` is replaced; one that `why_not_capturable` has nothing against. average: taken along, if any.
+    still: whether gradients lie where they lay in an earlier step; if not they are copied first, so that one graph will do."""
 
-    def __init__(self, optimiser: torch.optim.Optimizer, average: WeightAverage | None) -> None:
-        self.optimiser, self.average = optimiser, average
+    def __init__(
+        self,
+        optimiser: torch.optim.Optimizer,
+        average: WeightAverage | None,
+        *,
+        still: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self.optimiser, self.average, self.still = optimiser, average, still
+        self._copies: dict[Tensor, Tensor] = {}
+        """Of gradients that do not lie still, by weight."""
         self.clip: Clip = (None, None)
         parameters = [group["params"][0] for group in optimiser.param_groups]
         self.device = parameters[0].device
@@ -60,10 +69,24 @@ class CapturedUpdate:
         if self.average is not None:
             self._write(-1, self._share, self.average.next_share())
         if self._has_all_states():
+            if not self.still():
+                self._move_gradients()
             self._captured().replay()
         else:  # the optimiser makes its state in its first step
             self._first_update()
         return result
+
+    @torch.no_grad()
+    def _move_gradients(self) -> None:
+        """To where this object keeps them."""
+        weights = [p for group in self.optimiser.param_groups for p in group["params"] if p.grad is not None]
+        for weight in weights:
+            if weight not in self._copies:
+                self._copies[weight] = torch.empty_like(weight)
+        copies = [self._copies[weight] for weight in weights]
+        torch._foreach_copy_(copies, [weight.grad for weight in weights])
+        for weight, copy in zip(weights, copies):
+            weight.grad = copy
 
     def _write(self, number: int, place: Tensor, value: float) -> None:
         """To the device, where it is not there already."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from forgefield.errors import ForgefieldError
+from forgefield.ops.kernels.beside import joined
 from forgefield.training.engines.blank import blank_frames, sizes
 from forgefield.training.engines.engine import Denominators, Engine, Step
 from forgefield.training.engines.loading import Loader
@@ -114,7 +115,7 @@ class GraphsEngine(Engine):
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
         try:
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"), joined():
                 loader.launch()
                 result = self._laid_out(self.inner.differentiate(batch, ask))
         except RuntimeError as error:

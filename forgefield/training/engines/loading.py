@@ -54,6 +54,8 @@ class Loader:
             if key == _IN_ROWS:
                 n = tensor.shape[1]
                 numbers += (tensor.data_ptr(), n, tensor.data_ptr() + n * tensor.element_size(), n)
+            elif tensor.shape[1:] != like.shape[1:]:
+                raise ValueError(f"rows of {key} have the shape {(*tensor.shape[1:],)}, not {(*like.shape[1:],)}")
             else:
                 numbers += (tensor.data_ptr(), tensor.numel())
         if self.denominators is not None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -38,6 +42,24 @@ def test_one_compilation_serves_every_size(engine):
         assert difference(engine, eager, labelled(*atoms, seed=number, box=6.0)) < 3e-6, atoms
     assert engine.training.compilations == 1
     assert engine.evaluation.compilations == 1
+
+
+WITH_VECTORS = """
+from torch._inductor.cpu_vec_isa import pick_vec_isa
+from tests.training.engines import test_compile as here
+
+assert pick_vec_isa()
+engine = here.CompileEngine(here.step_function(here.make_potential("float32", **here.TINY), ("energy",)))
+assert here.difference(engine, here.Engine(engine.function), here.labelled(20, 30, 20, box=6.0)) < 3e-6
+"""
+
+
+@pytest.mark.slow
+def test_vector_instructions_which_tests_leave_out_change_nothing(tmp_path):
+    environ = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    del environ["TORCHINDUCTOR_VEC_ISA_OK"]
+    found = subprocess.run([sys.executable, "-c", WITH_VECTORS], env=environ, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
 
 
 @pytest.mark.slow
