@@ -105,6 +105,13 @@ class RunModule(L.LightningModule, ABC):
         self._world_size_before: int | None = None
         self._schedule_length: int | None = None
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Lightning writes down which hook it is in forty times a step, and torch looks each time whether that is a weight."""
+        if name == "_current_fx_name":
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
+
     @property
     @abstractmethod
     def trained(self) -> nn.Module:
