@@ -14,6 +14,7 @@ from copy import deepcopy
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 import yaml
@@ -366,9 +367,13 @@ def _schema_defaults() -> dict[str, Any]:
     return {str(key): value for key, value in defaults.items()}
 
 
+_one_at_a_time = RLock()
+
+
 @contextmanager
 def _hydra(folder: Path, content: dict[str, Any]) -> Iterator[None]:
-    """Hydra set up for one composition; whatever Hydra state the calling program had is put back.
+    """Hydra set up for one composition; whatever Hydra state the calling program had is put back. One thread at a time, since
+    Hydra has one state for all of them.
 
     Hydra's own settings (loggers, launchers, help) are not read from its files: they have no effect here, and take longer
     than all of ours.
@@ -377,22 +382,23 @@ def _hydra(folder: Path, content: dict[str, Any]) -> Iterator[None]:
     from hydra.core.config_store import ConfigStore
     from hydra.core.global_hydra import GlobalHydra
 
-    instance, store = GlobalHydra.instance(), ConfigStore.instance()
-    hydra, own = instance.hydra, store.repo["hydra"]["config.yaml"]
-    instance.clear()
-    try:
-        store.repo["hydra"]["config.yaml"] = _hydra_without_files()
-        _store(ENTRY, {"defaults": [DEFAULTS, USER, "_self_"]})
-        _store(DEFAULTS, {})
-        _store(USER, content)
-        with initialize_config_dir(str(folder), job_name="forgefield", version_base="1.3"):
-            yield
-    finally:
-        GlobalHydra.instance().clear()
-        GlobalHydra.instance().hydra = hydra
-        store.repo["hydra"]["config.yaml"] = own
-        for name in (ENTRY, DEFAULTS, USER):
-            store.repo.pop(f"{name}.yaml", None)
+    with _one_at_a_time:
+        instance, store = GlobalHydra.instance(), ConfigStore.instance()
+        hydra, own = instance.hydra, store.repo["hydra"]["config.yaml"]
+        instance.clear()
+        try:
+            store.repo["hydra"]["config.yaml"] = _hydra_without_files()
+            _store(ENTRY, {"defaults": [DEFAULTS, USER, "_self_"]})
+            _store(DEFAULTS, {})
+            _store(USER, content)
+            with initialize_config_dir(str(folder), job_name="forgefield", version_base="1.3"):
+                yield
+        finally:
+            GlobalHydra.instance().clear()
+            GlobalHydra.instance().hydra = hydra
+            store.repo["hydra"]["config.yaml"] = own
+            for name in (ENTRY, DEFAULTS, USER):
+                store.repo.pop(f"{name}.yaml", None)
 
 
 @cache

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 CODE = """
 import gc
 from forgefield.cli.importing import for_good
@@ -29,6 +31,10 @@ print(gc.isenabled())
 """
 
 
-def test_the_collector_rests_meanwhile_and_never_looks_at_what_was_imported():
-    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["True", "True", "True", "True", "False"]
+@pytest.mark.parametrize(
+    ("called", "freezes"), [("bin/forgefield", True), ("forgefield/__main__.py", True), ("a.py", False)]
+)
+def test_the_collector_rests_meanwhile_and_never_looks_at_what_a_command_imported(called, freezes):
+    code = f"import sys; sys.argv = [{called!r}]{CODE}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(freezes), "True", "True", "True", "False"]

@@ -2,6 +2,8 @@
 
 import json
 import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -374,3 +376,15 @@ def test_a_plus_does_not_replace(load):
     with pytest.raises(ForgefieldError, match=r"the config gives 'training\.scheduler' already"):
         load(text, "+training.scheduler={name: B}")
     assert load(MINIMAL, "+training.scheduler={name: B}").training.scheduler == {"name": "B"}
+
+
+def test_threads_get_their_own_configs():
+    """Hydra has one state for all threads."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(lambda n: load_config({"seed": n}, [f"training.clip_norm={n + 1}"]), range(40)))
+    finally:
+        sys.setswitchinterval(before)
+    assert [(config.seed, config.training.clip_norm) for config in found] == [(n, n + 1) for n in range(40)]
