@@ -62,7 +62,8 @@ def show_curve(run: Any) -> None:
         if row.get("val/forces_rmse") is not None:
             rows.append((row["epoch"], trained / 60, row["val/forces_rmse"]))
     print("epoch, minutes of training, validation RMSE of forces meV/A")
-    for epoch, minutes, error in rows[:: max(1, len(rows) // 12)]:
+    shown = rows[:: max(1, len(rows) // 12)]
+    for epoch, minutes, error in shown if shown[-1:] == rows[-1:] else [*shown, rows[-1]]:
         print(f"  {epoch:5.0f} {minutes:6.2f} {error:8.1f}")
 
 

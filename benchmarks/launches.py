@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from forgefield.models import potential
 from forgefield.ops import graph, segment_sum
 from forgefield.ops.kernels import table
+from forgefield.ops.kernels.setting import interpreted
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.step import StepFunction
 from forgefield.training.precision import Precision
@@ -139,6 +140,8 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--knots", type=int, default=16, help="intervals of the tables")
     parser.add_argument("--lines", action="store_true", help="also by line")
     args = parser.parse_args(words)
+    if not interpreted():
+        parser.error("set TRITON_INTERPRET=1, so that kernels run on the CPU")
     found = count(args.layers, args.l_max, args.knots)
     groups: Counter[str] = Counter()
     for (line, _), times in found.items():

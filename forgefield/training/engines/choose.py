@@ -123,7 +123,7 @@ def why_not_kernels(choice: Choice, function: StepFunction, device: torch.device
     if choice.compiles or choice.name == "script":
         return "kernels are launched as they are, not compiled or scripted; use training.engine=graphs or auto."
     if (device.type != "cuda" or torch.version.hip is not None) and not interpreted():
-        return f"they need an NVIDIA GPU, and this training runs on {device.type}; use double or tangent."
+        return f"kernels need an NVIDIA GPU, and this is {device.type}; use double or tangent."
     if not has_triton():
         return "they are made with Triton, which is not installed; use double or tangent."
     against = getattr(function.potential.model, "against_kernels", None)
