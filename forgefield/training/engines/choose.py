@@ -92,6 +92,9 @@ def build(choice: Choice, on: Circumstances, device: torch.device) -> Engine:
 
 def refuse_engine(options: Any, device: torch.device) -> None:
     """Stop where the device does not support the engine that the config asks for, before anything is done."""
+    against = why_no_kernels_on(device) if options.derivative == "kernels" else None
+    if against is not None:
+        raise ForgefieldError(f"training.derivative=kernels: {against}")
     choice = wanted(options)
     if choice is not None:
         _refuse(choice, device, None)
@@ -122,16 +125,20 @@ def why_not_kernels(choice: Choice, function: StepFunction, device: torch.device
     """What keeps generated kernels from being used."""
     if choice.compiles or choice.name == "script":
         return "kernels are launched as they are, not compiled or scripted; use training.engine=graphs or auto."
-    if (device.type != "cuda" or torch.version.hip is not None) and not interpreted():
-        return f"kernels need an NVIDIA GPU, and this is {device.type}; use double or tangent."
-    if not has_triton():
-        return "they are made with Triton, which is not installed; use double or tangent."
+    if (reason := why_no_kernels_on(device)) is not None:
+        return reason
     against = getattr(function.potential.model, "against_kernels", None)
     if against is None:
         return "of all models NequIP alone has them; use double or tangent."
     if not (function.task.needs_forces or function.task.needs_stress):
         return "they make forces, and none are trained here; use double."
     return against()
+
+
+def why_no_kernels_on(device: torch.device) -> str | None:
+    if (device.type != "cuda" or torch.version.hip is not None) and not interpreted():
+        return f"kernels need an NVIDIA GPU, and this is {device.type}; use double or tangent."
+    return None if has_triton() else "kernels are made with Triton, which is not installed; use double or tangent."
 
 
 def inductor_options(options: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from forgefield.config.schema import TrainingOptions
 from forgefield.errors import ForgefieldError
 from forgefield.models import Potential
 from forgefield.parallel.group import alone
@@ -19,6 +20,7 @@ from forgefield.training.engines.choose import (
     build,
     can_use_kernels,
     measure_and_choose,
+    refuse_engine,
     start,
     wanted,
     why_not,
@@ -325,3 +327,12 @@ def test_stored_optimisers_can_be_taken_over_by_any_engine():
     again.load_state_dict(stored[0])
     again.step()
     assert float(again.state[weights[0]]["step"]) == 2.0
+
+
+@pytest.mark.parametrize("engine", ["auto", "eager", "compile", "graphs"])
+def test_kernels_without_a_gpu_are_refused_before_anything_is_done(engine, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(
+        ForgefieldError, match="training.derivative=kernels: kernels need an NVIDIA GPU, and this is cpu"
+    ):
+        refuse_engine(TrainingOptions(engine=engine, derivative="kernels"), CPU)
