@@ -1,6 +1,6 @@
 """Generated kernels of NequIP on water, one by one and in the whole training step: microseconds, bytes, launches.
 
-    python benchmarks/kernels.py [--preset M] [--frames 32] [--knots 1024] [--storage bfloat16] [--repeats 20]
+    python benchmarks/kernels.py [--preset M] [--frames 32] [--knots 1024] [--storage bfloat16] [--in-turn] [--repeats 20]
     python benchmarks/kernels.py --count [--preset M] [--atoms 6144] [--edges 332582]
 
 Each pass of each layer is captured `--repeats` times in one CUDA graph, so that nothing waits for Python, and timed by CUDA
@@ -18,7 +18,9 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
@@ -32,6 +34,7 @@ from forgefield.models.nequip_tables import radial_tables
 from forgefield.models.potential import edge_vectors
 from forgefield.models.registry import build_model, resolve_model
 from forgefield.ops.graph import EdgeGraph, edge_graph
+from forgefield.ops.kernels import beside
 from forgefield.ops.kernels.convolution import Convolution, Motion, Radial, sum_into_field
 from forgefield.ops.kernels.edges import forces_by_kernel
 from forgefield.ops.kernels.fields import TANGENT, Field
@@ -331,6 +334,7 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=20, help="of each pass, in one graph")
     parser.add_argument("--budget", type=float, default=40.0, help="seconds after which nothing new is started")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--in-turn", action="store_true", help="nothing of the whole step runs beside the rest")
     parser.add_argument("--count", action="store_true", help="print bytes by count and stop")
     parser.add_argument("--atoms", type=int, default=6144, help="for --count")
     parser.add_argument("--edges", type=int, default=332_582, help="for --count")
@@ -352,7 +356,8 @@ def main(words: list[str] | None = None) -> None:
         print(f"{name}, torch {torch.__version__}, preset {args.preset}, {frames} frames, {atoms} atoms, {edges} edges")
         assert isinstance(model.potential.model, NequIP)
         # The step goes first: it compiles what is then timed alone.
-        show_step(model, batch, args.knots, args.storage)
+        with mock.patch.object(beside, "_capturing", return_value=False) if args.in_turn else nullcontext():
+            show_step(model, batch, args.knots, args.storage)
         with torch.no_grad():
             scene = Scene(model.potential.model, batch, args.knots)
             print(f"\n{HEAD}")

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from copy import deepcopy
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
-from threading import RLock
 from typing import Any
 
 import yaml
@@ -38,13 +36,13 @@ from forgefield.config.checking import (
 from forgefield.config.components import also_look_in
 from forgefield.config.datapaths import absolute_data_paths
 from forgefield.config.deepmd import is_deepmd_input, read_input, translate
+from forgefield.config.hydra_state import DEFAULTS, ENTRY, USER, hydra_for, store
 from forgefield.config.nearest import did_you_mean
 from forgefield.config.resolvers import RESOLVERS, register_resolvers
 from forgefield.config.sources import Sources, first_line, read_text, read_yaml
 from forgefield.config.targets import as_written, has_points
 from forgefield.errors import ForgefieldError
 
-ENTRY, DEFAULTS, USER = "__forgefield_entry__", "__forgefield_defaults__", "__forgefield_user__"
 COMPONENTS = ("model", "training.optimizer", "training.scheduler", "training.weighting", "trainer.*")
 """Settings that describe one object by its name and options: a mapping with a name replaces what is there."""
 WHOLE = (
@@ -176,7 +174,7 @@ def _compose(content: dict[str, Any], overrides: list[str], sources: Sources, fo
     from hydra.errors import HydraException
 
     parsed = _parse(overrides)
-    with _hydra(folder, content):
+    with hydra_for(folder, content):
         loader = GlobalHydra.instance().config_loader()
         groups = [item for item in parsed if _is_group(loader, item)]
         try:
@@ -198,7 +196,7 @@ def _compose(content: dict[str, Any], overrides: list[str], sources: Sources, fo
                 for item in parsed
                 for line in ([item.input_line] if item in groups else _lines(item, content, sources, named))
             ]
-            _store(DEFAULTS, _defaults(content, sources))
+            store(DEFAULTS, _defaults(content, sources))
             composed = OmegaConf.to_container(compose(ENTRY, lines), resolve=False)
         except yaml.YAMLError as error:
             raise _yaml_error(error) from error
@@ -365,55 +363,6 @@ def _schema_defaults() -> dict[str, Any]:
     defaults = OmegaConf.to_container(OmegaConf.structured(schema.RunOptions))
     assert isinstance(defaults, dict)
     return {str(key): value for key, value in defaults.items()}
-
-
-_one_at_a_time = RLock()
-
-
-@contextmanager
-def _hydra(folder: Path, content: dict[str, Any]) -> Iterator[None]:
-    """Hydra set up for one composition; whatever Hydra state the calling program had is put back. One thread at a time, since
-    Hydra has one state for all of them.
-
-    Hydra's own settings (loggers, launchers, help) are not read from its files: they have no effect here, and take longer
-    than all of ours.
-    """
-    from hydra import initialize_config_dir
-    from hydra.core.config_store import ConfigStore
-    from hydra.core.global_hydra import GlobalHydra
-
-    with _one_at_a_time:
-        instance, store = GlobalHydra.instance(), ConfigStore.instance()
-        hydra, own = instance.hydra, store.repo["hydra"]["config.yaml"]
-        instance.clear()
-        try:
-            store.repo["hydra"]["config.yaml"] = _hydra_without_files()
-            _store(ENTRY, {"defaults": [DEFAULTS, USER, "_self_"]})
-            _store(DEFAULTS, {})
-            _store(USER, content)
-            with initialize_config_dir(str(folder), job_name="forgefield", version_base="1.3"):
-                yield
-        finally:
-            GlobalHydra.instance().clear()
-            GlobalHydra.instance().hydra = hydra
-            store.repo["hydra"]["config.yaml"] = own
-            for name in (ENTRY, DEFAULTS, USER):
-                store.repo.pop(f"{name}.yaml", None)
-
-
-@cache
-def _hydra_without_files() -> Any:
-    """Hydra's settings as it keeps them; it copies them for every composition."""
-    from hydra.conf import HydraConf
-    from hydra.core.config_store import ConfigNode
-
-    return ConfigNode("config.yaml", OmegaConf.structured(HydraConf(defaults=[])), "hydra", None, "hydra")
-
-
-def _store(name: str, node: dict[str, Any]) -> None:
-    from hydra.core.config_store import ConfigStore
-
-    ConfigStore.instance().store(name=name, node=node, provider="forgefield")
 
 
 def _composition_error(error: Exception, overrides: Sequence[str], sources: Sources) -> ForgefieldError:

@@ -249,8 +249,8 @@ class TrainingModule(RunModule):
             against = self._what_speaks_against_graphs()
             inner = self.starter.start(self._step_function, batch, steps=steps, against_graphs=against)
         if isinstance(inner, GraphsEngine):
-            still = lambda: self._gradients_lie_still  # noqa: E731
-            self._update = CapturedUpdate(self.trainer.optimizers[0], self.ema, still=still)
+            optimiser = self.trainer.optimizers[0]
+            self._update = CapturedUpdate(optimiser, self.ema, still=lambda: self._gradients_lie_still)
         memory = self.options.memory
         return SparingEngine(inner, parts=memory.parts, split=memory.split, say=self.say)
 

@@ -1,0 +1,62 @@
+"""Hydra set up for one composition. It has one state for the whole process, which is the caller's: it is put back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from threading import RLock
+from typing import Any
+
+from omegaconf import OmegaConf
+
+ENTRY, DEFAULTS, USER = "__forgefield_entry__", "__forgefield_defaults__", "__forgefield_user__"
+"""Names under which Hydra finds what is composed: the user's content over defaults."""
+_one_at_a_time = RLock()
+
+
+@contextmanager
+def hydra_for(folder: Path, content: dict[str, Any]) -> Iterator[None]:
+    """Inside, `ENTRY` can be composed: content over what is stored as `DEFAULTS`, with files of the folder. One thread at a
+    time.
+
+    Hydra's own settings (loggers, launchers, help) are not read from its files: they have no effect here, and take longer
+    than all of ours.
+    """
+    from hydra import initialize_config_dir
+    from hydra.core.config_store import ConfigStore
+    from hydra.core.global_hydra import GlobalHydra
+
+    with _one_at_a_time:
+        instance, repo = GlobalHydra.instance(), ConfigStore.instance().repo
+        hydra, own = instance.hydra, repo["hydra"]["config.yaml"]
+        instance.clear()
+        try:
+            repo["hydra"]["config.yaml"] = _settings_without_files()
+            store(ENTRY, {"defaults": [DEFAULTS, USER, "_self_"]})
+            store(DEFAULTS, {})
+            store(USER, content)
+            with initialize_config_dir(str(folder), job_name="forgefield", version_base="1.3"):
+                yield
+        finally:
+            GlobalHydra.instance().clear()
+            GlobalHydra.instance().hydra = hydra
+            repo["hydra"]["config.yaml"] = own
+            for name in (ENTRY, DEFAULTS, USER):
+                repo.pop(f"{name}.yaml", None)
+
+
+def store(name: str, node: dict[str, Any]) -> None:
+    from hydra.core.config_store import ConfigStore
+
+    ConfigStore.instance().store(name=name, node=node, provider="forgefield")
+
+
+@cache
+def _settings_without_files() -> Any:
+    """Hydra's settings as it keeps them; it copies them for every composition."""
+    from hydra.conf import HydraConf
+    from hydra.core.config_store import ConfigNode
+
+    return ConfigNode("config.yaml", OmegaConf.structured(HydraConf(defaults=[])), "hydra", None, "hydra")
