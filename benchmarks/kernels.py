@@ -35,13 +35,13 @@ from forgefield.models.potential import edge_vectors
 from forgefield.models.registry import build_model, resolve_model
 from forgefield.ops.graph import EdgeGraph, edge_graph
 from forgefield.ops.kernels import beside
-from forgefield.ops.kernels.convolution import Convolution, Motion, Radial, sum_into_field
+from forgefield.ops.kernels.convolution import Convolution, Motion, Radial, Rows, sum_into_field
 from forgefield.ops.kernels.edges import forces_by_kernel
 from forgefield.ops.kernels.fields import TANGENT, Field
 from forgefield.ops.kernels.form import Form, form_of
 from forgefield.ops.kernels.geometry import EdgeGeometry, moved_geometry
 from forgefield.ops.kernels.setting import STORAGE, kernels
-from forgefield.ops.kernels.table import CHUNK, Intervals, table_gradient
+from forgefield.ops.kernels.table import CHUNK, Intervals, TableGradient
 from forgefield.training.engines.blank import sizes
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.graphs import GraphsEngine
@@ -126,7 +126,7 @@ class Timed(NamedTuple):
 class _Alone(Convolution):
     """A convolution without the sums over neighbours that follow it, which are timed apart."""
 
-    def _sum(self, rows: Tensor, to_x: Field | None, place: int) -> None:
+    def _sum(self, rows: Tensor, to_x: Field | None, place: int, first: int = 0) -> None:
         pass
 
 
@@ -145,17 +145,27 @@ class Scene:
         d_harmonics, self.d_place = moved_geometry(self.vectors, self.tangents, self.inverse, l_max, knots, dtype)
         self.motion = Motion(d_harmonics, place=self.d_place)
         self.network = Network(model, batch["species"], self.graph)
-        self.radials = [Radial(table, at, self.place) for table in radial_tables(model, knots).polynomials()]
+        self.radials = [Radial(table, at, self.place) for table in self.tables()]
         features = self.network.values(self.harmonics, self.radials)
         self.to_geometry, _ = self.network.forces(torch.randn_like(features))
         motions = [self.motion] * len(self.network.layers)
         self.network.tangents(motions)
-        self.to_weights: dict[int, tuple[Tensor, Tensor]] = {}
+        self.to_weights: dict[int, list[Rows]] = {}
         self.network.back(torch.randn_like(features), motions, self)
 
-    def add(self, layer: int, of_w: Tensor, of_dw: Tensor, motion: Motion) -> None:
+    def tables(self) -> list[Tensor]:
+        made = radial_tables(self.model, self.knots)
+        return [made.polynomials(layer) for layer in range(len(made.curves))]
+
+    def begin(self, layer: int, motion: Motion) -> None:
+        self.to_weights[layer] = []
+
+    def add(self, layer: int, rows: Rows) -> None:
         """Keep the cotangents of a layer's radial weights."""
-        self.to_weights[layer] = (of_w, of_dw)
+        self.to_weights[layer].append(rows)
+
+    def end(self, layer: int) -> None:
+        pass
 
     def geometry(self) -> Iterator[Timed]:
         graph, vectors, l_max, dtype = self.graph, self.vectors, self.model.options.l_max, self.model.dtype
@@ -182,14 +192,21 @@ class Scene:
         yield Timed("edges", "by interval", lambda: Intervals(self.at.at, self.knots).sort().sorted(), None)
         slopes = plain(vectors, vectors, graph.by_source.order)
         yield Timed("edges", "forces", lambda: forces_by_kernel(vectors, graph), slopes)
-        yield Timed("all layers", "tables", lambda: radial_tables(self.model, self.knots).polynomials(), None)
+        yield Timed("all layers", "tables", self.tables, None)
 
     def layers(self) -> Iterator[Timed]:
         for number, layer in enumerate(self.network.layers):
             yield from self._layer(f"layer {number + 1}", layer, self.radials[number], self.to_weights[number])
 
-    def _layer(self, where: str, layer: Layer, radial: Radial, to_weights: tuple[Tensor, Tensor]) -> Iterator[Timed]:
+    def _layer(self, where: str, layer: Layer, radial: Radial, to_weights: list[Rows]) -> Iterator[Timed]:
         graph, form, motion = self.graph, layer.form, self.motion
+
+        def table_gradient() -> None:
+            found = TableGradient(self.at, self.place, self.d_place, form.n_weights)
+            for of_w, of_dw, block in to_weights:
+                found.add(of_w, of_dw, None if block is None else block.columns)
+            found.result()
+
         alone = _Alone(form, graph, self.harmonics, radial, still=layer.first)
         to_x = None if layer.first else layer.to_x
         parts = self.place.new_empty((form.n_chunks, graph.n_edges, 4))
@@ -197,7 +214,7 @@ class Scene:
             "values": lambda: alone.values(layer.x, layer.z),
             "forces": lambda: alone.forces(layer.x, layer.to_z, to_x, parts),
             "tangents": lambda: alone.tangents(layer.x, layer.z, motion),
-            "back": lambda: alone.back(layer.x, layer.to_z, layer.to_x, motion),
+            "back": lambda: alone.back(layer.x, layer.to_z, layer.to_x, motion, lambda rows: None),
         }
         for name, action in passes.items():
             moved = convolution_bytes(form, graph.n_atoms, graph.n_edges, self.knots, name, layer.first)
@@ -206,9 +223,7 @@ class Scene:
         moved = sum_bytes(form, graph.n_atoms, graph.n_edges)
         yield Timed(where, "sum", lambda: sum_into_field(rows, graph.by_source, layer.to_x, TANGENT), moved)
         moved = table_bytes(form.n_weights, graph.n_edges, self.knots)
-        yield Timed(
-            where, "table gradient", lambda: table_gradient(*to_weights, self.at, self.place, self.d_place), moved
-        )
+        yield Timed(where, "table gradient", table_gradient, moved)
         gates = {
             "values": lambda: layer.nonlinearity.values(layer.a, layer.h),
             "forces": lambda: layer.nonlinearity.forces(layer.a, layer.to_h, layer.to_a),

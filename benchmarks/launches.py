@@ -109,7 +109,7 @@ def as_on_a_gpu() -> ExitStack:
     changes.enter_context(mock.patch.object(graph, "sum_rows", sum_rows))
     changes.enter_context(mock.patch.object(potential, "edge_graph", edge_graph))
     changes.enter_context(mock.patch.object(segment_sum, "_with_bags", sum_by_kernel))
-    changes.enter_context(mock.patch.object(table, "interval_sums_by_rows", table.interval_sums_by_kernel))
+    changes.enter_context(mock.patch.object(table, "sums_by_kernel", return_value=True))
     return changes
 
 

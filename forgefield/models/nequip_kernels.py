@@ -19,11 +19,11 @@ from forgefield.models.nequip_tables import RadialTables, radial_tables
 from forgefield.models.terms import PairLengths
 from forgefield.ops.graph import EdgeGraph, Segments, gather, is_traced
 from forgefield.ops.kernels.beside import Beside
-from forgefield.ops.kernels.convolution import Motion, Radial
+from forgefield.ops.kernels.convolution import Motion, Radial, Rows
 from forgefield.ops.kernels.geometry import EdgeGeometry, moved_geometry
 from forgefield.ops.kernels.readout import energies_by_kernel, moved_energies_by_kernel
 from forgefield.ops.kernels.setting import setting, use_kernels, use_tables
-from forgefield.ops.kernels.table import Intervals, table_gradient
+from forgefield.ops.kernels.table import Intervals, TableGradient
 from forgefield.ops.tangents import carried, side_by_side, tangent_of
 
 if TYPE_CHECKING:
@@ -101,37 +101,46 @@ def geometry_moved(model: NequIP, vectors: Tensor, species: Tensor, graph: EdgeG
 
 
 @dataclass(frozen=True)
+class ReadTables:
+    """Tables of all layers, and the polynomials of each, which layers wait for when they read them."""
+
+    tables: RadialTables
+    polynomials: list[Beside[Tensor]]
+
+
+@dataclass(frozen=True)
 class Prepared:
-    """What depends on the weights and not on where atoms are. tables: with what is read of them, and none where there are
-    none."""
+    """What depends on the weights and not on where atoms are. tables: none where weights are computed for every edge."""
 
     network: Network
-    tables: Beside[tuple[RadialTables, list[Tensor]]] | None
+    tables: ReadTables | None
 
 
 def prepare(model: NequIP, species: Tensor, graph: EdgeGraph, *, trained: bool) -> Prepared:
-    """Tables are made beside the geometry. trained: with a gradient in the weights."""
-
-    def make() -> tuple[RadialTables, list[Tensor]]:
-        tables = radial_tables(model, n_intervals)
-        return tables, tables.polynomials()
-
-    n_intervals = setting().knots
+    """Tables are made beside the geometry and the first layers. trained: with a gradient in the weights."""
     with torch.set_grad_enabled(torch.is_grad_enabled() and trained):
-        tables = Beside("tables", make) if in_tables(model) else None
+        tables = _begin_tables(model) if in_tables(model) else None
         return Prepared(Network(model, species, graph), tables)
+
+
+def _begin_tables(model: NequIP) -> ReadTables:
+    made = Beside("tables", partial(radial_tables, model, setting().knots))
+    tables = made.unfinished()  # read by work on the same stream alone, and by the last pass, long after
+    layers = range(len(tables.curves))
+    return ReadTables(tables, [Beside("tables", partial(tables.polynomials, layer)) for layer in layers])
 
 
 def features_at_rest(model: NequIP, prepared: Prepared, geometry: Geometry, remember: dict[str, Any] | None) -> Tensor:
     """(n_atoms, feature_dim), the scalars of the last layer, with a gradient in the geometry and none in the weights."""
-    network, trained = prepared.network, remember is not None
-    tables, read = (None, []) if prepared.tables is None else prepared.tables.result()
+    network, read, trained = prepared.network, prepared.tables, remember is not None
     if remember is not None:
-        remember["network"], remember["geometry"], remember["tables"] = network, geometry, tables
+        remember["network"], remember["geometry"] = network, geometry
+        remember["tables"] = None if read is None else read.tables
     if geometry.basis is not None:
         return _AtRest.apply(network, trained, [], None, geometry.harmonics, *model.radial_weights(geometry.basis))
+    assert read is not None
     edges = (geometry.harmonics, geometry.place, geometry.direction)
-    return _AtRest.apply(network, trained, read, geometry.at, *edges)
+    return _AtRest.apply(network, trained, read.polynomials, geometry.at, *edges)
 
 
 def _shared_rows(of_edges: Tensor, graph: EdgeGraph) -> Tensor:
@@ -149,13 +158,16 @@ class _AtRest(torch.autograd.Function):
     def forward(ctx, network, trained, tables, at, harmonics, *radial):
         ctx.network, ctx.in_tables = network, at is not None
         if at is not None:
-            radials = [Radial(table, at.at, radial[0]) for table in tables]
+            planned = [Radial(table.unfinished(), at.at, radial[0]) for table in tables]
+            radials = (
+                Radial(table.result(), at.at, radial[0]) for table in tables
+            )  # waited for by one layer after the other
         else:
             graph = network.graph
             row = torch.arange(graph.n_edges, device=harmonics.device) if graph.pair is None else graph.pair
-            radials = [Radial(rows.contiguous(), row) for rows in radial]
+            radials = planned = [Radial(rows.contiguous(), row) for rows in radial]
         if trained:
-            network.compile(harmonics, radials)
+            network.compile(harmonics, planned)
         return network.values(harmonics, radials)
 
     @staticmethod
@@ -217,27 +229,42 @@ class _SummedRows:
         self.graph = graph
         self._found: list[Tensor] = []
 
-    def add(self, layer: int, of_w: Tensor, of_dw: Tensor, motion: Motion) -> None:
-        self._found = [_shared_rows(of_w, self.graph), _shared_rows(of_dw, self.graph), *self._found]
+    def begin(self, layer: int, motion: Motion) -> None:
+        pass
+
+    def add(self, layer: int, rows: Rows) -> None:
+        self._found = [_shared_rows(rows.of_w, self.graph), _shared_rows(rows.of_dw, self.graph), *self._found]
+
+    def end(self, layer: int) -> None:
+        pass
 
     def gradients(self) -> list[Tensor]:
         return self._found
 
 
 class _SummedTables:
-    """Cotangents of what tables are made of. They are sums over edges first, which read as fast as memory gives, and then
-    products of small matrices, beside the layers that are still to come."""
+    """Cotangents of what tables are made of. They are sums over edges first, which read as fast as memory gives, beside what
+    the layer still has to do, and then products of small matrices, beside the layers that are still to come."""
 
     def __init__(self, tables: RadialTables, geometry: Geometry) -> None:
         assert geometry.at is not None
         assert geometry.place is not None
         self.tables, self.at, self.place = tables, geometry.at, geometry.place.detach()
+        self._sums: dict[int, TableGradient] = {}
         self._begun: dict[int, Beside[tuple[Tensor, Tensor]]] = {}
 
-    def add(self, layer: int, of_w: Tensor, of_dw: Tensor, motion: Motion) -> None:
+    def begin(self, layer: int, motion: Motion) -> None:
         assert motion.place is not None
-        to_table = table_gradient(of_w, of_dw, self.at, self.place, motion.place)
-        self._begun[layer] = Beside("tables", partial(self.tables.gradients, layer, to_table))
+        n_weights = self.tables.matrices[layer].shape[1]
+        self._sums[layer] = TableGradient(self.at, self.place, motion.place, n_weights)
+
+    def add(self, layer: int, rows: Rows) -> Beside[None]:
+        columns = None if rows.block is None else rows.block.columns
+        return Beside("sums", partial(self._sums[layer].add, rows.of_w, rows.of_dw, columns))
+
+    def end(self, layer: int) -> None:
+        to_table = Beside("sums", self._sums[layer].result)
+        self._begun[layer] = Beside("tables", lambda: self.tables.gradients(layer, to_table.result()))
 
     def gradients(self) -> list[Tensor]:
         found = [self._begun[layer].result() for layer in range(len(self._begun))]

@@ -6,7 +6,7 @@ and cotangents of tangents are those that the forces were made of, so the last p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Protocol
@@ -18,7 +18,7 @@ from forgefield.models.nequip_fields import FIELDS, Layout, all_matrices, forms,
 from forgefield.ops.graph import EdgeGraph
 from forgefield.ops.kernels.beside import Beside
 from forgefield.ops.kernels.compiling import Planned, compile_together
-from forgefield.ops.kernels.convolution import Convolution, Motion, Radial
+from forgefield.ops.kernels.convolution import Convolution, Motion, Radial, Rows, Take
 from forgefield.ops.kernels.fields import TANGENT, VALUE, Field, new_field
 from forgefield.ops.kernels.form import Form
 from forgefield.ops.kernels.gate import GateByKernels, Nonlinearity
@@ -155,16 +155,19 @@ class Layer:
             self._back_to_h(TANGENT)
         return found
 
-    def back(self, motion: Motion) -> tuple[Tensor, Tensor]:
-        """Cotangents of the weights of every edge and of their tangents."""
+    def back(self, motion: Motion, take: Take, before: Beside[None] | None) -> Beside[None] | None:
+        """take: given the cotangents of the weights of every edge and of their tangents. before, and what is returned: what it
+        has begun with those of the layer behind this one, whose memory is used again, and with those of this one."""
         self.nonlinearity.back(self.a, self.to_h, self.to_a)
         self.atoms.multiply(self.products.to_z, VALUE)
-        found = self._known().back(self.x, self.to_z, self.to_x, motion)
+        if before is not None:
+            before.result()
+        begun = self._known().back(self.x, self.to_z, self.to_x, motion, take)
         if self.first:
             self._scale(self.to_x, VALUE)
         else:
             self._back_to_h(VALUE)
-        return found
+        return begun
 
     def _back_to_h(self, place: int) -> None:
         self._scale(self.to_x, place)
@@ -185,9 +188,13 @@ def _identity(n_species: int, n_columns: int, dtype: torch.dtype, device: torch.
 
 
 class Radials(Protocol):
-    """What sums up the cotangents of radial weights."""
+    """What sums up the cotangents of radial weights, layer by layer: those of all edges are too large to be kept."""
 
-    def add(self, layer: int, of_w: Tensor, of_dw: Tensor, motion: Motion) -> None: ...
+    def begin(self, layer: int, motion: Motion) -> None: ...
+
+    def add(self, layer: int, rows: Rows) -> Beside[None] | None: ...
+
+    def end(self, layer: int) -> None: ...
 
 
 class Network:
@@ -225,7 +232,7 @@ class Network:
         ]
         compile_together(planned, self.graph, harmonics)
 
-    def values(self, harmonics: Tensor, radials: Sequence[Radial]) -> Tensor:
+    def values(self, harmonics: Tensor, radials: Iterable[Radial]) -> Tensor:
         """Features of the last layer, (n_atoms, feature_dim)."""
         h: Field | None = None
         for layer, radial in zip(self.layers, radials):
@@ -254,14 +261,17 @@ class Network:
 
     def back(self, to_features: Tensor, motions: Sequence[Motion], radials: Radials) -> Tensor:
         """Gradients of all matrices, in a row. radials: given, layer by layer, the cotangents of the weights of every edge and
-        of their tangents, which are too large to be kept."""
+        of their tangents."""
         self.layers[-1].to_h.block(0, VALUE).copy_(to_features.unsqueeze(1))
         out = torch.empty_like(self.atoms.row)
-        begun = []
+        begun: list[Beside[None]] = []
+        summed: Beside[None] | None = None
         for number in reversed(range(len(self.layers))):
-            radials.add(number, *self.layers[number].back(motions[number]), motions[number])
+            radials.begin(number, motions[number])
+            summed = self.layers[number].back(motions[number], partial(radials.add, number), summed)
             begun.append(Beside("matrices", partial(self.atoms.gradients, number, out)))
-        for gradients in begun:
+            radials.end(number)
+        for gradients in begun if summed is None else [*begun, summed]:
             gradients.result()
         return out
 

@@ -11,7 +11,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
 
 from forgefield.ops.graph import cut, join
-from forgefield.ops.kernels.radial import curves_by_kernels
+from forgefield.ops.kernels.radial import HiddenCurves
 from forgefield.ops.kernels.setting import use_kernels
 from forgefield.ops.kernels.table import polynomials
 from forgefield.ops.radial import bessel_basis
@@ -29,28 +29,31 @@ _COMPARED = 2999
 @dataclass(frozen=True)
 class RadialTables:
     """Tables of every layer, as the products that they are: polynomials of a network's last hidden channels, `curves`
-    (n_intervals, 4, width), times its last matrix (width, n_weights). Both have gradients in the network's weights."""
+    (n_intervals, 4, width), times its last matrix (width, n_weights). hidden: how kernels made the curves; where there is
+    none, these have gradients in the network's weights."""
 
     curves: list[Tensor]
     matrices: list[Tensor]
+    hidden: list[HiddenCurves] | None = None
 
     def tracked(self) -> list[Tensor]:
-        return [*self.curves, *self.matrices]
+        """What `gradients` gives the cotangents of: the curves of every layer, or the weights that they are made of; and then
+        all matrices."""
+        curves = self.curves if self.hidden is None else [hidden.first for hidden in self.hidden]
+        return [*curves, *self.matrices]
 
     @torch.no_grad()
-    def polynomials(self) -> list[Tensor]:
-        """Of every layer's radial weights, (n_intervals, 4, n_weights)."""
-        return [
-            _product(curves.flatten(0, 1), matrix).unflatten(0, (-1, 4))
-            for curves, matrix in zip(self.curves, self.matrices)
-        ]
+    def polynomials(self, layer: int) -> Tensor:
+        """Of a layer's radial weights, (n_intervals, 4, n_weights)."""
+        return _product(self.curves[layer].flatten(0, 1), self.matrices[layer]).unflatten(0, (-1, 4))
 
     @torch.no_grad()
     def gradients(self, layer: int, to_table: Tensor) -> tuple[Tensor, Tensor]:
-        """Cotangents of the curves and the matrix of a layer, from those of its polynomials."""
+        """Cotangents of what is tracked of a layer, from those of its polynomials."""
         rows, curves = to_table.flatten(0, 1), self.curves[layer]
-        to_curves = _product(rows, self.matrices[layer].t())
-        return to_curves.view_as(curves), _product(curves.flatten(0, 1).t(), rows)
+        to_curves = _product(rows, self.matrices[layer].t()).view_as(curves)
+        to_first = to_curves if self.hidden is None else self.hidden[layer].gradient(to_curves)
+        return to_first, _product(curves.flatten(0, 1).t(), rows)
 
 
 def radial_tables(model: NequIP, n_intervals: int) -> RadialTables:
@@ -61,11 +64,11 @@ def radial_tables(model: NequIP, n_intervals: int) -> RadialTables:
     one_hidden = model.options.radial_mlp_depth == 1 and not model.options.bessel_trainable
     if one_hidden and use_kernels(model.type_embedding):
         scale, gain = networks[0].scales
-        first, last = ([network.weights[depth] for network in networks] for depth in range(2))
-        return RadialTables(curves_by_kernels(basis, first, scale * model.basis_scale, gain), last)
-    hidden = carried(lambda rows: model.radial_hidden(rows[0]), [basis])
-    curves = polynomials(join(hidden, 2)).to(model.dtype)
-    parts = cut(curves, [part.shape[2] for part in hidden], 2)
+        hidden = [HiddenCurves(basis, network.weights[0], scale * model.basis_scale, gain) for network in networks]
+        return RadialTables([one.curves() for one in hidden], [network.weights[1] for network in networks], hidden)
+    moving = carried(lambda rows: model.radial_hidden(rows[0]), [basis])
+    curves = polynomials(join(moving, 2)).to(model.dtype)
+    parts = cut(curves, [part.shape[2] for part in moving], 2)
     return RadialTables(list(parts), [network.weights[-1] * network.scales[-1] for network in networks])
 
 
@@ -130,7 +133,8 @@ def table_deviation(model: NequIP, knots: int) -> tuple[Deviation, Deviation]:
     x = torch.linspace(0.05, 1, _COMPARED, dtype=torch.float64, device=model.bessel_frequencies.device)
     basis = _moving_basis(model, x, 1.0)
     expected = _rows(exact, basis)
-    read = [_read(table, x) for table in radial_tables(single, knots).polynomials()]
+    tables = radial_tables(single, knots)
+    read = [_read(tables.polynomials(layer), x) for layer in range(len(tables.curves))]
     return _deviation(read, expected), _deviation(_rows(single, basis.float()), expected)
 
 

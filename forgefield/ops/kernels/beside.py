@@ -35,6 +35,10 @@ class Beside(Generic[T]):
             self._value = work()
             self._done = side.record_event()
 
+    def unfinished(self) -> T:
+        """What the work gives, which nobody may read yet."""
+        return self._value
+
     def result(self) -> T:
         """What the work gave; the present stream waits for it."""
         if self._done is not None:

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from forgefield.ops.graph import EdgeGraph
-from forgefield.ops.kernels.convolution import Convolution, Motion, Radial, in_manner
+from forgefield.ops.kernels.convolution import Convolution, Motion, Radial, in_manner, writes_much
 from forgefield.ops.kernels.fields import Field
 from forgefield.ops.kernels.form import Form
 from forgefield.ops.kernels.setting import interpreted, setting
@@ -31,11 +31,11 @@ class Compiled(Convolution):
     def launcher(self, kernel: Any) -> Any:
         return _Warmed(kernel)
 
-    def _sum(self, rows: Any, to_x: Field | None, place: int) -> None:
+    def _sum(self, rows: Any, to_x: Field | None, place: int, first: int = 0) -> None:
         pass
 
     def _forward(self, kind: Any, x: Field, out: Field, **tensors: Any) -> None:
-        self._launch(kind, x=self._read(x), out=out.flat, **tensors)
+        self._launch(kind, {"x": self._read(x), "out": out.flat, **tensors})
 
     def passes(self, x: Field, z: Field, to_x: Field, to_z: Field) -> None:
         """All four of a training."""
@@ -43,7 +43,7 @@ class Compiled(Convolution):
         motion = Motion(self.harmonics, weights=weights, place=self.radial.place)
         columns = 4 if self.radial.in_table else self.form.n_harmonics
         parts = self.harmonics.new_empty((self.form.n_chunks, self.graph.n_edges, columns))
-        self.back(x, to_z, to_x, motion)
+        self.back(x, to_z, to_x, motion, lambda rows: None)
         self.tangents(x, z, motion)
         self.forces(x, to_z, None if self.still else to_x, parts)
         self.values(x, z)
@@ -71,18 +71,19 @@ class Planned:
     to_x: Field
     to_z: Field
 
-    def key(self, n_atoms: int, harmonics: Tensor) -> Any:
+    def key(self, graph: EdgeGraph, harmonics: Tensor) -> Any:
         """What decides which kernels its passes launch."""
-        kind = in_manner(Kind(table=self.radial.in_table, still=self.still), self.form, n_atoms)
+        kind = in_manner(Kind(table=self.radial.in_table, still=self.still), self.form, graph.n_atoms)
+        large = writes_much(self.form, graph.n_edges, setting().stored_as(harmonics.dtype))
         types = (harmonics.dtype, setting().storage, self.radial.row.dtype, harmonics.device)
-        return self.form, kind, types
+        return self.form, kind, large, types
 
 
 def compile_together(layers: Sequence[Planned], graph: EdgeGraph, harmonics: Tensor) -> None:
     """Those of these convolutions whose kernels this process does not have yet."""
     if not harmonics.is_cuda or interpreted():
         return
-    new = {layer.key(graph.n_atoms, harmonics): layer for layer in layers}
+    new = {layer.key(graph, harmonics): layer for layer in layers}
     new = {key: layer for key, layer in new.items() if key not in _done}
     if not new:
         return

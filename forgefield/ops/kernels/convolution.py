@@ -4,18 +4,19 @@ tangents, and cotangents once more, of values and tangents together.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from forgefield.ops.graph import EdgeGraph, Segments, is_traced
+from forgefield.ops.kernels.beside import Beside
 from forgefield.ops.kernels.build import kernel
 from forgefield.ops.kernels.fields import TANGENT, VALUE, Field
-from forgefield.ops.kernels.form import Form
+from forgefield.ops.kernels.form import Form, FormBlock
 from forgefield.ops.kernels.setting import setting
 from forgefield.ops.kernels.source import ARGUMENTS, Kind
 
@@ -27,6 +28,9 @@ which are written for every edge and need no sum over programs, are shared out t
 LONG = 200
 """With so many couplings the code of all blocks is more than the cache for instructions holds: programs of different blocks
 would drive out each other's. Blocks are then launched one after the other where they compute cotangents."""
+MOST_ROWS = 2**30
+"""Bytes that the last pass writes for edges at a time: where all blocks together would write more, they go one after the other,
+and what is written for one is summed before the next."""
 MOST_REGISTERS = {("forces", 9): 96, ("tangents", 9): 96, ("tangents", 16): 128}
 """By pass and number of harmonics, where tables are read: a few registers fewer than a kernel would take, for one more warp on
 every scheduler."""
@@ -39,6 +43,11 @@ def in_manner(kind: Kind, form: Form, n_atoms: int) -> Kind:
     if n_atoms * form.n_chunks < FEW:
         return replace(kind, shares=SHARES)
     return replace(kind, shares=2 if kind.backward and form.n_couplings < LONG else 1)
+
+
+def writes_much(form: Form, n_edges: int, stored: torch.dtype) -> bool:
+    """Whether the last pass writes more for so many edges than is to lie there at a time."""
+    return n_edges * (form.features.dim + 2 * form.n_weights) * stored.itemsize > MOST_ROWS
 
 
 @dataclass(frozen=True)
@@ -62,6 +71,19 @@ class Motion:
     harmonics: Tensor
     weights: Tensor | None = None
     place: Tensor | None = None
+
+
+class Rows(NamedTuple):
+    """Cotangents that the last pass writes for every edge: of weights and of their tangents, (n_edges, n_weights) both, or only
+    those that belong to one block."""
+
+    of_w: Tensor
+    of_dw: Tensor
+    block: FormBlock | None
+
+
+Take = Callable[[Rows], Beside[None] | None]
+"""Begins to sum rows up. What it returns is asked for before the rows' memory is used again."""
 
 
 class Convolution:
@@ -91,20 +113,56 @@ class Convolution:
         kind = self._kind(backward=True, features=to_x is not None)
         of_x = self._per_edge(x, to_x)
         of_w = x.flat.new_empty((0 if self.radial.in_table else self.graph.n_edges, self.form.n_weights))
-        self._launch(kind, x=self._read(x), g=g.flat, to_x=of_x, to_w=of_w, to_y=parts)
+        self._launch(kind, {"x": self._read(x), "g": g.flat, "to_x": of_x, "to_w": of_w, "to_y": parts})
         self._sum(of_x, to_x, TANGENT)
         return of_w
 
-    def back(self, x: Field, g: Field, to_x: Field, motion: Motion) -> tuple[Tensor, Tensor]:
+    def back(self, x: Field, g: Field, to_x: Field, motion: Motion, take: Take) -> Beside[None] | None:
         """From the cotangents of values and tangents those of the features' values, to their place, and for every edge those of
-        weights and of their tangents, (n_edges, n_weights) both."""
-        of_x = self._per_edge(x, to_x)
-        shape, dtype = (self.graph.n_edges, self.form.n_weights), self.stored if self.radial.in_table else x.flat.dtype
-        of_w, of_dw = (x.flat.new_empty(shape, dtype=dtype) for _ in range(2))
+        weights and of their tangents, which are given to `take`, block by block where they are large. What that returned last
+        is returned."""
         kind = self._kind(dual=True, backward=True, still=self.still)
-        self._launch(kind, x=self._read(x), g=g.flat, to_x=of_x, to_w=of_w, to_dw=of_dw, **_moving(motion))
-        self._sum(of_x, to_x, VALUE)
-        return of_w, of_dw
+        launch = partial(self._back, x=x, g=g, to_x=to_x, motion=motion, take=take)
+        if not self._apart(kind):
+            return launch(kind, None)
+        for number, start in enumerate(self.form.features.starts):
+            if start not in {block.start for block in self.form.blocks}:
+                to_x.block(number, VALUE).zero_()
+        done: Beside[None] | None = None
+        for part in self.form.parts:
+            if done is not None:
+                done.result()
+            done = launch(replace(kind, apart=True), part)
+        return done
+
+    def _back(
+        self,
+        kind: Kind,
+        part: Form | None,
+        *,
+        x: Field,
+        g: Field,
+        to_x: Field,
+        motion: Motion,
+        take: Take,
+    ) -> Beside[None] | None:
+        """Of one block alone, or of all."""
+        block = None if part is None else part.blocks[0]
+        n_edges, n_weights = self.graph.n_edges, self.form.n_weights if block is None else len(block.columns)
+        of_x = self._per_edge(x, to_x) if block is None else x.flat.new_empty((n_edges, block.dim), dtype=self.stored)
+        dtype = self.stored if self.radial.in_table else x.flat.dtype
+        of_w, of_dw = (x.flat.new_empty((n_edges, n_weights), dtype=dtype) for _ in range(2))
+        given = {"x": self._read(x), "g": g.flat, "to_x": of_x, "to_w": of_w, "to_dw": of_dw, **_moving(motion)}
+        self._launch(kind, given, part)
+        done = take(Rows(of_w, of_dw, block))
+        self._sum(of_x, to_x, VALUE, 0 if block is None else block.start)
+        return done
+
+    def _apart(self, kind: Kind) -> bool:
+        """Whether each block has rows of its own, for which blocks are launched one by one."""
+        if not self.radial.in_table or len(self.form.blocks) == 1:
+            return False
+        return self._one_by_one(kind) or writes_much(self.form, self.graph.n_edges, self.stored)
 
     def _kind(self, **flags: bool) -> Kind:
         kind = Kind(table=self.radial.in_table, narrow=self.narrow, **flags)
@@ -120,10 +178,10 @@ class Convolution:
 
     def _forward(self, kind: Kind, x: Field, out: Field, **tensors: Tensor) -> None:
         if kind.shares == 1:
-            self._launch(kind, x=self._read(x), out=out.flat, **tensors)
+            self._launch(kind, {"x": self._read(x), "out": out.flat, **tensors})
             return
         parts = out.flat.new_empty((kind.shares, out.flat.shape[0]))
-        self._launch(kind, x=self._read(x), out=parts, **tensors)
+        self._launch(kind, {"x": self._read(x), "out": parts, **tensors})
         ((_, place),) = kind.places
         add_shares(parts, self.form, out, place)
 
@@ -134,38 +192,38 @@ class Convolution:
             rows[:, begin:end] = 0
         return rows
 
-    def _sum(self, rows: Tensor, to_x: Field | None, place: int) -> None:
+    def _sum(self, rows: Tensor, to_x: Field | None, place: int, first: int = 0) -> None:
         if to_x is not None:
-            sum_into_field(rows, self.graph.by_source, to_x, place)
+            sum_into_field(rows, self.graph.by_source, to_x, place, first)
 
     def launcher(self, kernel: Any) -> Any:
         """The kernel as it is; operators (`library.py`) have traces see it."""
         return kernel
 
-    def _forms(self, kind: Kind) -> Sequence[Form]:
-        """What is launched one after the other."""
-        alone = kind.backward and kind.shares == 1 and self.form.n_couplings >= LONG
-        return self.form.parts if alone else (self.form,)
+    def _one_by_one(self, kind: Kind) -> bool:
+        return kind.backward and kind.shares == 1 and self.form.n_couplings >= LONG
 
-    def _launch(self, kind: Kind, **tensors: Tensor) -> None:
+    def _launch(self, kind: Kind, given: dict[str, Tensor], part: Form | None = None) -> None:
+        """Of a part of the form, or of all of it. given: arguments by name, without those that all passes have."""
         graph, radial = self.graph, self.radial
         n_atoms = graph.n_atoms
         if not is_traced(graph.source) and not n_atoms:
             return
-        tensors |= {"y": self.harmonics, "w": radial.weights, "row": radial.row, "source": graph.source}
+        tensors = {**given, "y": self.harmonics, "w": radial.weights, "row": radial.row, "source": graph.source}
         tensors["pointers"] = graph.by_destination.pointers
         if radial.place is not None:
             tensors["u"] = radial.place
         for name, tensor in tensors.items():
             if not is_traced(graph.source) and not tensor.is_contiguous():
                 raise RuntimeError(f"rows of {name} do not lie one after the other")
-        given: list[Any] = [tensors.get(name, self.harmonics) for name in ARGUMENTS[:-2]]
+        arguments: list[Any] = [tensors.get(name, self.harmonics) for name in ARGUMENTS[:-2]]
         options = {"num_warps": 1, "num_stages": 1}
         if kind.table and (kind.pass_name, self.form.n_harmonics) in MOST_REGISTERS:
             options["maxnreg"] = MOST_REGISTERS[kind.pass_name, self.form.n_harmonics]
-        for form in self._forms(kind):
+        parts = self.form.parts if self._one_by_one(kind) else (self.form,)
+        for form in parts if part is None else (part,):
             grid = (n_atoms * kind.shares * form.n_chunks,)
-            self.launcher(kernel(form, kind))[grid](*given, n_atoms, graph.n_edges, **options)
+            self.launcher(kernel(form, kind))[grid](*arguments, n_atoms, graph.n_edges, **options)
 
 
 def _moving(motion: Motion) -> dict[str, Tensor]:
@@ -173,12 +231,13 @@ def _moving(motion: Motion) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
-def sum_into_field(rows: Tensor, segments: Segments, field: Field, place: int) -> None:
-    """Sums of rows (n_rows, dim of the field) over segments, one for each atom, in a fixed order, into a place of the field."""
-    dim = field.shape.dim
-    block = min(COLUMNS, max(32, 1 << (dim - 1).bit_length()))
+def sum_into_field(rows: Tensor, segments: Segments, field: Field, place: int, first: int = 0) -> None:
+    """Sums of rows (n_rows, dim) over segments, one for each atom, in a fixed order, into a place of the field. Rows are
+    those of all its blocks, or of some that follow each other, from number `first` of an atom on."""
+    columns = rows.shape[1]
+    block = min(COLUMNS, max(32, 1 << (columns - 1).bit_length()))
     where = _columns(field.shape.blocks, rows.device)
-    grid = (field.n_atoms, -(-dim // block))
+    grid = (field.n_atoms, -(-columns // block))
     if field.n_atoms:
         _sum_kernel()[grid](
             rows,
@@ -187,7 +246,9 @@ def sum_into_field(rows: Tensor, segments: Segments, field: Field, place: int) -
             field.flat,
             where,
             field.n_atoms,
-            dim,
+            columns,
+            first,
+            field.shape.dim,
             place,
             block,
             ROWS,
@@ -268,24 +329,36 @@ def _sum_kernel() -> Any:
     import triton
     import triton.language as tl
 
-    @triton.jit(do_not_specialize=["n_atoms"])
+    @triton.jit(do_not_specialize=["n_atoms", "first"])
     def sum_rows(
-        rows, order, pointers, out, where, n_atoms, dim, place: tl.constexpr, block: tl.constexpr, some: tl.constexpr
+        rows,
+        order,
+        pointers,
+        out,
+        where,
+        n_atoms,
+        columns,
+        first,
+        dim,
+        place: tl.constexpr,
+        block: tl.constexpr,
+        some: tl.constexpr,
     ):
         atom = tl.program_id(0).to(tl.int64)
         column = tl.program_id(1) * block + tl.arange(0, block)
-        inside = column < dim
+        inside = column < columns
         begin = tl.load(pointers + atom)
         end = tl.load(pointers + atom + 1)
         total = tl.zeros([block], out.dtype.element_ty)
-        for first in range(begin, end, some):
+        for next in range(begin, end, some):
             for number in tl.static_range(some):
-                known = first + number < end
-                row = tl.load(order + first + number, mask=known, other=0).to(tl.int64)
+                known = next + number < end
+                row = tl.load(order + next + number, mask=known, other=0).to(tl.int64)
                 found = tl.load(
-                    rows + row * dim + column, mask=inside & known, other=0.0, eviction_policy="evict_first"
+                    rows + row * columns + column, mask=inside & known, other=0.0, eviction_policy="evict_first"
                 )
                 total += found.to(out.dtype.element_ty)
+        column += first
         start = tl.load(where + column, mask=inside, other=0)
         length = tl.load(where + dim + column, mask=inside, other=0)
         line = n_atoms * (2 * start + place * length) + atom * length + column - start

@@ -63,6 +63,15 @@ class FormBlock:
         return -(-self.channels // self.tile)
 
     @property
+    def dim(self) -> int:
+        return self.n_in * self.channels
+
+    @property
+    def columns(self) -> tuple[int, ...]:
+        """Which numbers of a row of weights are those of its paths, in their order."""
+        return tuple(path.weight + c for path in self.paths for c in range(self.channels))
+
+    @property
     def harmonics(self) -> list[int]:
         """Numbers of the harmonics that its paths use, but for the first, which is one."""
         return sorted({j for path in self.paths for terms in path.terms.values() for _, j in terms if j})
@@ -101,7 +110,7 @@ class Form:
         for block in self.blocks:
             if block.start > column:
                 ranges.append((column, block.start))
-            column = block.start + block.channels * block.n_in
+            column = block.start + block.dim
         return [*ranges, (column, self.features.dim)] if column < self.features.dim else ranges
 
 

@@ -9,7 +9,7 @@ of the plain convolution; the first harmonic is one, whatever it is given as, an
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from forgefield.errors import ForgefieldError
 from forgefield.ops.graph import EdgeGraph
-from forgefield.ops.kernels.convolution import Convolution, Motion, Radial
+from forgefield.ops.kernels.convolution import Convolution, Motion, Radial, Rows
 from forgefield.ops.kernels.fields import Field, Shape
 from forgefield.ops.kernels.form import Form
 from forgefield.ops.kernels.form_key import form_of_key
@@ -68,7 +68,7 @@ class _OverRows(Convolution):
     def launcher(self, kernel: Any) -> Any:
         return kernel if interpreted() else torch.library.wrap_triton(kernel)
 
-    def _sum(self, rows: Tensor, to_x: Field | None, place: int) -> None:
+    def _sum(self, rows: Tensor, to_x: Field | None, place: int, first: int = 0) -> None:
         self.of_edges = rows  # summed as rows, not into a field
 
     def summed(self) -> Tensor:
@@ -90,8 +90,8 @@ class _OverRows(Convolution):
     def _kind(self, **flags: bool) -> Kind:
         return Kind(**flags)  # whatever the sizes, which may be symbols
 
-    def _forms(self, kind: Kind) -> Sequence[Form]:
-        return (self.form,)
+    def _one_by_one(self, kind: Kind) -> bool:
+        return False
 
     def geometry(self, of: Tensor) -> Tensor:
         """Room for cotangents of harmonics, of every program for itself."""
@@ -201,8 +201,9 @@ def _convolve_double_backward(
     out = convolution.output(features)
     convolution.tangents(x, out, motion)
     to_grad = out.flat
-    of_w, _ = convolution.back(x, _held(form_of_rows.outputs, torch.zeros_like(grad), grad), x, motion)
-    to_x, to_w = convolution.summed(), convolution.shared(of_w)
+    of_edges: list[Rows] = []
+    convolution.back(x, _held(form_of_rows.outputs, torch.zeros_like(grad), grad), x, motion, of_edges.append)
+    to_x, to_w = convolution.summed(), convolution.shared(of_edges[0].of_w)
     if not of_harmonics:
         return to_grad, to_x, torch.zeros_like(harmonics), to_w
     to_y = torch.zeros_like(harmonics)

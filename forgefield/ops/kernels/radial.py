@@ -1,5 +1,5 @@
 """Radial networks with one hidden layer, as tables need them: values and slopes of the hidden channels at the knots, the
-polynomials between these, and the way back to the first weights, of all layers of a model at once.
+polynomials between these, and the way back to the first weights.
 
 With v = x W and v' = x' W for the basis x and its slope x', the hidden layer is h = f(v), h' = f'(v) v', f = silu. The
 polynomials of its channels are made in float64 and rounded; the last matrix is applied to them, as they are linear in h and h'.
@@ -8,7 +8,7 @@ polynomials of its channels are made in float64 and rounded; the last matrix is 
 from __future__ import annotations
 
 import types
-from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -26,54 +26,42 @@ def _tile() -> tuple[int, int]:
     return (1024, 128) if interpreted() else (KNOTS, CHANNELS)
 
 
-def curves_by_kernels(basis: Tensor, first: Sequence[Tensor], scale: float, gain: float) -> list[Tensor]:
-    """Polynomials of the hidden channels of every layer, (n_intervals, 4, width), with a gradient in its first matrix.
+@dataclass(frozen=True)
+class HiddenCurves:
+    """Hidden channels of one layer's network. basis: (n_intervals + 1, 2, n_basis) float64, with its slope. first: (n_basis,
+    width); scale multiplies it, and gain what comes out."""
 
-    basis: (n_intervals + 1, 2, n_basis) float64, with its slope. first: (n_basis, width) of every layer; scale multiplies them,
-    and gain what comes out.
-    """
-    return list(_Curves.apply(basis, scale, gain, *first))
+    basis: Tensor
+    first: Tensor
+    scale: float
+    gain: float
 
+    @torch.no_grad()
+    def curves(self) -> Tensor:
+        """Polynomials of the channels, (n_intervals, 4, width), in the precision of the weights."""
+        curves = self.first.new_empty((self.basis.shape[0] - 1, 4, self.first.shape[1]))
+        _kernels().curves[self._grid(curves.shape[0])](self.basis, self._first(), curves, *self._numbers(), num_warps=8)
+        return curves
 
-class _Curves(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, basis, scale, gain, *weights):
-        first = torch.cat(weights)
-        ctx.save_for_backward(basis, first)
-        ctx.numbers = (len(weights), scale, gain)
-        return _curves(basis, first, *ctx.numbers).unbind()
+    @torch.no_grad()
+    def gradient(self, to_curves: Tensor) -> Tensor:
+        """Cotangent of the first matrix, from that of the curves."""
+        first, grid = self._first(), self._grid(self.basis.shape[0])
+        parts, found = self.basis.new_empty((grid[0], first.numel())), torch.empty_like(first)
+        given = (self.basis, first, to_curves.contiguous(), parts, first.numel())
+        _kernels().to_first[grid](*given, *self._numbers(), num_warps=8)
+        _kernels().add_parts[(-(-first.numel() // 128),)](parts, found, grid[0], first.numel(), 128, num_warps=4)
+        return found
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, *to_curves):
-        return None, None, None, *_to_first(*ctx.saved_tensors, torch.stack(to_curves), *ctx.numbers)
+    def _first(self) -> Tensor:
+        return self.first.detach().contiguous()
 
+    def _grid(self, n_knots: int) -> tuple[int, int]:
+        knots, channels = _tile()
+        return -(-n_knots // knots), -(-self.first.shape[1] // channels)
 
-def _curves(basis: Tensor, first: Tensor, n_layers: int, scale: float, gain: float) -> Tensor:
-    """(n_layers, n_intervals, 4, width), in the precision of the weights."""
-    n_intervals, n_basis, width = basis.shape[0] - 1, basis.shape[2], first.shape[1]
-    knots, channels = _tile()
-    curves = first.new_empty((n_layers, n_intervals, 4, width))
-    grid = (-(-n_intervals // knots), n_layers * -(-width // channels))
-    numbers = (n_intervals, n_basis, width, scale, gain, knots, channels)
-    _kernels().curves[grid](basis, first, curves, *numbers, num_warps=8)
-    return curves
-
-
-def _to_first(
-    basis: Tensor, first: Tensor, to_curves: Tensor, n_layers: int, scale: float, gain: float
-) -> list[Tensor]:
-    """Gradients of the first matrices, from cotangents of the curves."""
-    n_intervals, n_basis, width = basis.shape[0] - 1, basis.shape[2], first.shape[1]
-    knots, channels = _tile()
-    n_chunks = -(-(n_intervals + 1) // knots)
-    parts = basis.new_empty((n_chunks, first.numel()))
-    found = torch.empty_like(first)
-    grid = (n_chunks, n_layers * -(-width // channels))
-    numbers = (n_intervals, n_basis, width, scale, gain, knots, channels)
-    _kernels().to_first[grid](basis, first, to_curves, parts, first.numel(), *numbers, num_warps=8)
-    _kernels().add_parts[(-(-first.numel() // 128),)](parts, found, n_chunks, first.numel(), 128, num_warps=4)
-    return list(found.view(n_layers, n_basis, width).unbind())
+    def _numbers(self) -> tuple[float, ...]:
+        return (self.basis.shape[0] - 1, *self.first.shape, self.scale, self.gain, *_tile())
 
 
 _SOURCE = """
@@ -82,13 +70,13 @@ import triton.language as tl
 
 
 @triton.jit
-def hidden(basis, first, knot, known, row, column, inside, n_basis: tl.constexpr, width: tl.constexpr, scale: tl.constexpr):
+def hidden(basis, first, knot, known, column, inside, n_basis: tl.constexpr, width: tl.constexpr, scale: tl.constexpr):
     # Values and slopes before the activation, at some knots of some channels.
     like = knot[:, None] + column[None, :]
     v = tl.zeros_like(like).to(tl.float64)
     dv = tl.zeros_like(like).to(tl.float64)
     for b in tl.static_range(n_basis):
-        w = scale * tl.load(first + (row + b) * width + column, mask=inside, other=0.0).to(tl.float64)
+        w = scale * tl.load(first + b * width + column, mask=inside, other=0.0).to(tl.float64)
         x = tl.load(basis + knot * 2 * n_basis + b, mask=known, other=0.0)
         dx = tl.load(basis + (knot * 2 + 1) * n_basis + b, mask=known, other=0.0)
         v += x[:, None] * w[None, :]
@@ -109,22 +97,19 @@ def curves(
     knots: tl.constexpr,
     channels: tl.constexpr,
 ):
-    n_chunks: tl.constexpr = (width + channels - 1) // channels
-    layer = (tl.program_id(1) // n_chunks).to(tl.int64)
-    column = (tl.program_id(1) % n_chunks) * channels + tl.arange(0, channels)
+    column = tl.program_id(1) * channels + tl.arange(0, channels)
     inside = column < width
     knot = tl.program_id(0) * knots + tl.arange(0, knots)
     known = knot < n_intervals
-    row = layer * n_basis
-    v, dv = hidden(basis, first, knot, known, row, column, inside, n_basis, width, scale)
+    v, dv = hidden(basis, first, knot, known, column, inside, n_basis, width, scale)
     q = tl.sigmoid(v)
     h0 = gain * v * q
     s0 = gain * q * (1.0 + v * (1.0 - q)) * dv
-    v, dv = hidden(basis, first, knot + 1, known, row, column, inside, n_basis, width, scale)
+    v, dv = hidden(basis, first, knot + 1, known, column, inside, n_basis, width, scale)
     q = tl.sigmoid(v)
     h1 = gain * v * q
     s1 = gain * q * (1.0 + v * (1.0 - q)) * dv
-    where = out + ((layer * n_intervals + knot) * 4 * width)[:, None] + column[None, :]
+    where = out + (knot * 4 * width)[:, None] + column[None, :]
     both = known[:, None] & inside[None, :]
     tl.store(where, h0, mask=both)
     tl.store(where + width, s0, mask=both)
@@ -147,15 +132,12 @@ def to_first(
     knots: tl.constexpr,
     channels: tl.constexpr,
 ):
-    n_chunks: tl.constexpr = (width + channels - 1) // channels
-    layer = (tl.program_id(1) // n_chunks).to(tl.int64)
-    column = (tl.program_id(1) % n_chunks) * channels + tl.arange(0, channels)
+    column = tl.program_id(1) * channels + tl.arange(0, channels)
     inside = column < width
     knot = tl.program_id(0) * knots + tl.arange(0, knots)
     known = knot <= n_intervals
-    row = layer * n_basis
     # Of the polynomial that begins at a knot, and of the one that ends there.
-    where = given + ((layer * n_intervals + knot) * 4 * width)[:, None] + column[None, :]
+    where = given + (knot * 4 * width)[:, None] + column[None, :]
     begins = (knot < n_intervals)[:, None] & inside[None, :]
     ends = ((knot > 0) & known)[:, None] & inside[None, :]
     g2 = tl.load(where + 2 * width, mask=begins, other=0.0).to(tl.float64)
@@ -166,7 +148,7 @@ def to_first(
     g3 = tl.load(where - width, mask=ends, other=0.0).to(tl.float64)
     to_h = gain * (to_h + 3.0 * g2 - 2.0 * g3)
     to_s = gain * (to_s - g2 + g3)
-    v, dv = hidden(basis, first, knot, known, row, column, inside, n_basis, width, scale)
+    v, dv = hidden(basis, first, knot, known, column, inside, n_basis, width, scale)
     q = tl.sigmoid(v)
     slope = q * (1.0 + v * (1.0 - q))
     to_v = scale * (to_h * slope + to_s * dv * q * (1.0 - q) * (2.0 + v * (1.0 - 2.0 * q)))
@@ -176,7 +158,7 @@ def to_first(
         x = tl.load(basis + knot * 2 * n_basis + b, mask=known, other=0.0)
         dx = tl.load(basis + (knot * 2 + 1) * n_basis + b, mask=known, other=0.0)
         total = tl.sum(x[:, None] * to_v + dx[:, None] * to_dv, 0)
-        tl.store(out + (row + b) * width + column, total, mask=inside)
+        tl.store(out + b * width + column, total, mask=inside)
 
 
 @triton.jit

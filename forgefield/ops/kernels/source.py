@@ -33,7 +33,7 @@ class Kind:
     table: weights are read from a table of cubic polynomials, at the place of each edge in it, which then has the cotangent
     that rows of weights would have in a backward pass of the values. still: features have no tangents. features: their
     cotangents are wanted. narrow: features, the table and what is written for edges are stored in fewer bits than are computed
-    with, which are float32.
+    with, which are float32. apart: what is written for edges are rows of the one block that the form has, and of nothing else.
 
     How it is computed: shares, programs that an atom's edges are shared out to, each of which writes an output of its own.
     """
@@ -44,6 +44,7 @@ class Kind:
     still: bool = False
     features: bool = True
     narrow: bool = False
+    apart: bool = False
     shares: int = 1
 
     @property
@@ -83,9 +84,9 @@ ARGUMENTS = (
 
 x: field of features. y, dy: (n_edges, n_harmonics) and their tangents. w, dw: (n_rows, n_weights) and their tangents or, a
 table, w (n_intervals, 4, n_weights). u, du: (n_edges,) where in its interval of the table an edge lies, from 0 to 1, and its
-tangent. g, out: fields of outputs. to_x: (n_edges, dim of features). to_w, to_dw: (n_edges, n_weights). to_y: (n_chunks,
-n_edges, n_harmonics) or, with a table, (n_chunks, n_edges, 4), of the direction and the place. source: (n_edges,). pointers:
-(n_atoms + 1,). row: (n_edges,) the row of weights of an edge, or its interval in the table.
+tangent. g, out: fields of outputs. to_x: (n_edges, dim of features). to_w, to_dw: (n_edges, n_weights); apart, all three are
+of one block. to_y: (n_chunks, n_edges, n_harmonics) or, with a table, (n_chunks, n_edges, 4), of the direction and the place.
+source: (n_edges,). pointers: (n_atoms + 1,). row: (n_edges,) the row of weights of an edge, or its interval in the table.
 """
 
 
@@ -170,10 +171,9 @@ def _write_block(write: _Writer, form: Form, block: FormBlock, kind: Kind) -> No
     write(f"c = (chunk - {block.chunk}) * {block.tile} + tl.arange(0, {block.tile})")
     if _masked(block):
         write(f"inside = c < {block.channels}")
-    dim = block.n_in * block.channels
     write(f"x_values = x + {block.start if block.row else f'n_atoms * {2 * block.start}'} + c")
     if _moves(kind):
-        write(f"x_tangents = x_values + n_atoms * {block.row or dim}")
+        write(f"x_tangents = x_values + n_atoms * {block.row or block.dim}")
     for name, where in _outputs(block, kind):
         if kind.backward:
             _load(write, block, name, f"g + {where}")
@@ -253,7 +253,7 @@ def _outputs(block: FormBlock, kind: Kind) -> list[tuple[str, str]]:
 def _write_loads(write: _Writer, form: Form, block: FormBlock, kind: Kind) -> None:
     for prefix, base in (("", "x_values"), ("d", "x_tangents"))[: 2 if _moves(kind) else 1]:
         for i in range(block.n_in):
-            where = f"{base} + atom_in * {block.row or block.n_in * block.channels} + {i * block.channels}"
+            where = f"{base} + atom_in * {block.row or block.dim} + {i * block.channels}"
             _load(write, block, f"{prefix}x{i}", where, narrow=kind.narrow)
     for prefix in ("", "d")[: 2 if kind.dual else 1]:
         _write_harmonics(write, form, f"{prefix}y", _read_harmonics(block, kind))
@@ -371,7 +371,10 @@ def _write_path_backward(
     if kind.dual:
         write.add("td", [f"x{i} * v{i}" for i in components])
     if kind.weights:
-        line = f"edge * {form.n_weights} + {path.weight} + c"
+        length, first = form.n_weights, path.weight
+        if kind.apart:
+            length, first = len(block.columns), number * block.channels
+        line = f"edge * {length} + {first} + c"
         _store(write, block, f"to_w + {line}", "tw", once=True)
         if kind.dual:
             _store(write, block, f"to_dw + {line}", "td", once=True)
@@ -408,9 +411,10 @@ def _products_of_couplings(path: FormPath, number: int) -> list[tuple[list[str],
 
 def _write_cotangents(write: _Writer, form: Form, block: FormBlock, kind: Kind) -> None:
     if kind.features:
+        length, first = (block.dim, 0) if kind.apart else (form.features.dim, block.start)
         for i in range(block.n_in):
-            column = block.start + i * block.channels
-            _store(write, block, f"to_x + edge * {form.features.dim} + {column} + c", f"tx{i}", once=True)
+            line = f"edge * {length} + {first + i * block.channels} + c"
+            _store(write, block, f"to_x + {line}", f"tx{i}", once=True)
     if not kind.geometry:
         return
     write(f"line = (chunk.to(tl.int64) * n_edges + edge) * {4 if kind.table else form.n_harmonics}")

@@ -7,6 +7,7 @@ the edges of each interval, in a fixed order.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -82,35 +83,63 @@ def _powers(device: torch.device) -> Tensor:
         return torch.tensor(rows, dtype=torch.float64, device=device)
 
 
-def table_gradient(to_w: Tensor, to_dw: Tensor, edges: Intervals, place: Tensor, d_place: Tensor) -> Tensor:
-    """(n_intervals, 4, n): cotangent of the table from those of the weights of edges and of their tangents, (n_edges, n) both.
+def sums_by_kernel(place: Tensor) -> bool:
+    """Whether gradients of tables are."""
+    return place.is_cuda and has_triton()
+
+
+class TableGradient:
+    """Cotangent of a table (n_intervals, 4, n_weights), from those of the weights of edges and of their tangents.
 
     place, d_place: (n_edges,) where an edge lies in its interval, and how that changes; sums have their type, also where
     cotangents are stored in another.
     """
-    by = interval_sums_by_kernel if to_w.is_cuda and has_triton() else interval_sums_by_rows
-    return by(to_w, to_dw, edges, place, d_place)
+
+    def __init__(self, edges: Intervals, place: Tensor, d_place: Tensor, n_weights: int) -> None:
+        self.edges, self.place, self.d_place, self.n_weights = edges, place, d_place, n_weights
+        self.by_kernel = sums_by_kernel(place)
+        self._sums: Tensor | None = None
+
+    def add(self, to_w: Tensor, to_dw: Tensor, columns: Sequence[int] | None = None) -> None:
+        """Rows (n_edges, n) of all weights, or of those in some columns. Each column is given once."""
+        where = None if columns is None else _on(tuple(columns), self.place.device)
+        self._sums = (self._by_kernel if self.by_kernel else self._by_rows)(to_w, to_dw, where)
+
+    def result(self) -> Tensor:
+        assert self._sums is not None
+        return sum_by_pointers(self._sums, None, self.edges.sorted().chunks) if self.by_kernel else self._sums
+
+    def _by_rows(self, to_w: Tensor, to_dw: Tensor, where: Tensor | None) -> Tensor:
+        """The sums, by plain operations."""
+        u = self.place
+        powers = torch.stack([torch.ones_like(u), u, u * u, u * u * u], 1)
+        slopes = torch.stack([torch.zeros_like(u), torch.ones_like(u), 2 * u, 3 * u * u], 1) * self.d_place.unsqueeze(1)
+        rows = powers.unsqueeze(2) * to_w.unsqueeze(1) + slopes.unsqueeze(2) * to_dw.unsqueeze(1)
+        total = rows.new_zeros((self.edges.count, 4, to_w.shape[1])).index_add_(0, self.edges.at.long(), rows)
+        if where is None:
+            return total
+        whole = rows.new_zeros((self.edges.count, 4, self.n_weights)) if self._sums is None else self._sums
+        return whole.index_copy_(2, where.long(), total)
+
+    def _by_kernel(self, to_w: Tensor, to_dw: Tensor, where: Tensor | None) -> Tensor:
+        """Sums of chunks of edges, (n_chunks, 4, n_weights), in a fixed order, on a GPU; those of an interval follow each
+        other."""
+        by = self.edges.sorted()
+        columns, n_chunks = to_w.shape[1], by.interval.shape[0]
+        sums = self.place.new_empty((n_chunks, 4, self.n_weights)) if self._sums is None else self._sums
+        block = min(256, 1 << (columns - 1).bit_length())
+        tensors = (to_w, to_dw, self.place, self.d_place, *by, sums, sums if where is None else where)
+        grid = (n_chunks, -(-columns // block))
+        sizes = (self.edges.count, columns, self.n_weights, where is not None, CHUNK, block, EDGES)
+        # A warp reads the columns of a block as 16 bytes a lane: with more warps sums over edges would go through memory.
+        warps = max(1, block * to_w.element_size() // 512)
+        _kernel()[grid](*tensors, *sizes, num_warps=warps)
+        return sums
 
 
-def interval_sums_by_rows(to_w: Tensor, to_dw: Tensor, edges: Intervals, place: Tensor, d_place: Tensor) -> Tensor:
-    """The same by plain operations."""
-    u = place
-    powers = torch.stack([torch.ones_like(u), u, u * u, u * u * u], 1)
-    slopes = torch.stack([torch.zeros_like(u), torch.ones_like(u), 2 * u, 3 * u * u], 1) * d_place.unsqueeze(1)
-    rows = powers.unsqueeze(2) * to_w.unsqueeze(1) + slopes.unsqueeze(2) * to_dw.unsqueeze(1)
-    return rows.new_zeros((edges.count, 4, to_w.shape[1])).index_add_(0, edges.at.long(), rows)
-
-
-def interval_sums_by_kernel(to_w: Tensor, to_dw: Tensor, edges: Intervals, place: Tensor, d_place: Tensor) -> Tensor:
-    """The same in a fixed order, on a GPU: chunks first, then the chunks of each interval."""
-    by = edges.sorted()
-    columns, n_chunks = to_w.shape[1], by.interval.shape[0]
-    block = min(256, 1 << (columns - 1).bit_length())
-    parts = place.new_empty((n_chunks, 4, columns))
-    tensors = (to_w, to_dw, place, d_place, *by, parts)
-    grid = (n_chunks, -(-columns // block))
-    _kernel()[grid](*tensors, edges.count, columns, CHUNK, block, EDGES, num_warps=2 if block > 128 else 1)
-    return sum_by_pointers(parts, None, by.chunks)
+@cache  # never given back: captured graphs read it
+def _on(columns: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(columns, dtype=torch.int32, device=device)
 
 
 @cache
@@ -129,8 +158,11 @@ def _kernel() -> Any:
         chunks,
         intervals,
         out,
+        where,
         count,
         columns,
+        n_weights,
+        in_places: tl.constexpr,
         chunk: tl.constexpr,
         block: tl.constexpr,
         edges: tl.constexpr,
@@ -161,10 +193,12 @@ def _kernel() -> Any:
             a1 += tl.sum(u * value + moved, 0)
             a2 += tl.sum(u * (u * value + 2.0 * moved), 0)
             a3 += tl.sum(u * u * (u * value + 3.0 * moved), 0)
-        where = out + program * 4 * columns + c
-        tl.store(where, a0, mask=inside)
-        tl.store(where + columns, a1, mask=inside)
-        tl.store(where + 2 * columns, a2, mask=inside)
-        tl.store(where + 3 * columns, a3, mask=inside)
+        if in_places:
+            c = tl.load(where + c, mask=inside, other=0)
+        line = out + program * 4 * n_weights + c
+        tl.store(line, a0, mask=inside)
+        tl.store(line + n_weights, a1, mask=inside)
+        tl.store(line + 2 * n_weights, a2, mask=inside)
+        tl.store(line + 3 * n_weights, a3, mask=inside)
 
     return add_chunk

@@ -19,7 +19,7 @@ from forgefield.ops.convolution_plan import Block, ConvolutionPlan, list_paths, 
 from forgefield.ops.graph import EdgeGraph, pair_graph, reverse_edges
 from forgefield.ops.harmonics import clebsch_gordan, lowering_terms
 from forgefield.ops.kernels import convolution
-from forgefield.ops.kernels.convolution import Convolution, Motion, Radial, in_manner
+from forgefield.ops.kernels.convolution import Convolution, Motion, Radial, Rows, in_manner
 from forgefield.ops.kernels.fields import TANGENT, VALUE, Field, Shape
 from forgefield.ops.kernels.form import Form, form_of
 from forgefield.ops.kernels.setting import kernels
@@ -265,10 +265,23 @@ def slopes_along(harmonics: Tensor, of_harmonics: Tensor) -> Tensor:
     return total
 
 
+def back(given: Problem, to_x: Field) -> tuple[Tensor, Tensor]:
+    """Cotangents of the weights of every edge and of their tangents, wherever they come from."""
+    whole = torch.full((2, given.graph.n_edges, given.form.n_weights), torch.nan, dtype=given.x.dtype, device=DEVICE)
+
+    def take(rows: Rows) -> None:
+        columns = slice(None) if rows.block is None else list(rows.block.columns)
+        assert whole[:, :, columns].isnan().all()
+        whole[0][:, columns], whole[1][:, columns] = rows.of_w.to(whole), rows.of_dw.to(whole)
+
+    given.convolution.back(given.features(moving=True), given.cotangents(both=True), to_x, given.motion, take)
+    return whole[0], whole[1]
+
+
 def assert_back(given: Problem, tolerance: float) -> None:
     exact, to_x = given.exact(), given.field(given.form.features)
     weights, _, d_weights = exact.edge_weights()
-    found = given.convolution.back(given.features(moving=True), given.cotangents(both=True), to_x, given.motion)
+    found = back(given, to_x)
 
     x, w, dw = tracked(exact.x, weights, d_weights)
     primal, moved = (x, exact.harmonics, w), (exact.dx, exact.motion.harmonics, dw)
@@ -341,9 +354,37 @@ def test_cotangents_of_many_programs(name, case, long, monkeypatch):
     given, kinds = problem(case, "table"), {"back": Kind(dual=True, backward=True), "forces": Kind(backward=True)}
     kind = in_manner(kinds.get(name, Kind()), given.form, given.graph.n_atoms)
     assert kind.shares == (2 if name in kinds and long else 1)
-    alone = name in kinds and not long
-    assert len(given.convolution._forms(kind)) == (len(given.form.blocks) if alone else 1)
+    assert given.convolution._one_by_one(kind) == (name in kinds and not long)
     assert_pass(name, given, 1e-12)
+
+
+@pytest.mark.parametrize("still", [False, True], ids=["moving", "still"])
+@pytest.mark.parametrize("case", ["blocks that nobody reads", "both parities", "two programs for a block"])
+def test_blocks_write_in_turn_where_they_write_much(case, still, monkeypatch):
+    """The same bits as all together, and each block's rows are done with before the next are made."""
+    given = problem(case, "table", still=still)
+    whole = given.field(given.form.features)
+    together = (*back(given, whole), whole.flat)
+    monkeypatch.setattr(convolution, "MOST_ROWS", 0)
+    assert_back(given, 1e-12)
+    apart = given.field(given.form.features)
+    for one, other in zip((*back(given, apart), apart.flat), together):
+        assert torch.equal(one.nan_to_num(), other.nan_to_num())
+
+    told: list[str] = []
+
+    class Sum:
+        def __init__(self, rows: Rows) -> None:
+            told.append("rows")
+
+        def result(self) -> None:
+            told.append("summed")
+
+    fields = (given.features(moving=True), given.cotangents(both=True), given.field(given.form.features))
+    last = given.convolution.back(*fields, given.motion, Sum)
+    assert isinstance(last, Sum)
+    n_blocks = len(given.form.blocks)
+    assert told == ["rows", *["summed", "rows"] * (n_blocks - 1)]
 
 
 @pytest.mark.parametrize("radial", ["pairs", "table"])
@@ -365,10 +406,10 @@ def test_storage_in_bfloat16_rounds_what_is_stored_and_nothing_else(name, radial
     with kernels(storage="bfloat16"):
         assert_pass(name, given, 2**-7 if name in ("forces", "back") else 20 * torch.finfo(torch.float32).eps)
         if name == "back":
-            found = given.convolution.back(
-                given.features(moving=True), given.cotangents(both=True), given.field(given.form.features), given.motion
-            )
-            assert {rows.dtype for rows in found} == {torch.bfloat16 if radial == "table" else torch.float32}
+            written: list[Rows] = []
+            fields = (given.features(moving=True), given.cotangents(both=True), given.field(given.form.features))
+            given.convolution.back(*fields, given.motion, written.append)
+            assert {rows.of_w.dtype for rows in written} == {torch.bfloat16 if radial == "table" else torch.float32}
 
 
 def test_bfloat16_is_refused_for_float64():

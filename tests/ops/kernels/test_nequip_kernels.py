@@ -10,6 +10,7 @@ import weakref
 import pytest
 import torch
 
+from forgefield.ops.kernels import convolution
 from forgefield.ops.kernels.setting import kernels
 from tests.models.structures import make_batch, make_frame, make_potential
 from tests.ops.kernels.support import DEVICE, needs_kernels
@@ -90,6 +91,18 @@ def test_tables_are_as_close_to_float64_as_float32_is(case):
     assert relative(ours_, exact_) < 3 * relative(plain_, exact_) + 2e-6
     forces = exact[0]["forces"]
     assert relative(ours[0]["forces"], forces) < 3 * relative(plain[0]["forces"], forces) + 1e-6
+
+
+def test_blocks_in_turn_give_the_same_bits(monkeypatch):
+    """As where the last pass would write more for edges than is to lie there at a time."""
+    potential, given = (
+        make_potential(precision="float32", **CASES["degrees of unequal width"]).to(DEVICE).eval(),
+        batch(),
+    )
+    _, together = step(potential, given, by_kernels=True)
+    monkeypatch.setattr(convolution, "MOST_ROWS", 0)
+    _, in_turn = step(potential, given, by_kernels=True)
+    assert all(torch.equal(one, other) for one, other in zip(in_turn, together, strict=True))
 
 
 def test_gradients_of_rows_stored_in_bfloat16():

@@ -13,18 +13,13 @@ from forgefield.models.potential import edge_vectors
 from forgefield.ops.convolution_plan import Block
 from forgefield.ops.graph import EdgeGraph, Segments, segment_sum
 from forgefield.ops.harmonics import SphericalHarmonics
+from forgefield.ops.kernels import table as table_module
 from forgefield.ops.kernels.convolution import sum_into_field
 from forgefield.ops.kernels.edges import forces_by_kernel, vectors_by_kernel
 from forgefield.ops.kernels.fields import TANGENT, VALUE, Field, Shape
 from forgefield.ops.kernels.gate import GateByKernels, Nonlinearity
 from forgefield.ops.kernels.geometry import EDGES, EdgeGeometry, moved_geometry
-from forgefield.ops.kernels.table import (
-    CHUNK,
-    Intervals,
-    interval_sums_by_kernel,
-    interval_sums_by_rows,
-    polynomials,
-)
+from forgefield.ops.kernels.table import CHUNK, Intervals, TableGradient, polynomials
 from forgefield.ops.linear import Gate, NormActivation
 from tests.models.structures import make_batch, make_frame
 from tests.ops.kernels.support import (
@@ -240,7 +235,7 @@ def test_polynomials_meet_values_and_slopes_at_both_ends():
 
 @pytest.mark.parametrize("columns", [5, 131])
 @pytest.mark.parametrize("n_edges", [0, 2 * CHUNK + 40])
-def test_gradient_of_a_table_is_summed_over_intervals(n_edges, columns):
+def test_gradient_of_a_table_is_summed_over_intervals(n_edges, columns, monkeypatch):
     n_intervals = 6
     chance = torch.Generator().manual_seed(columns)
     at = torch.randint(0, n_intervals - 1, (n_edges,), generator=chance).to(DEVICE)  # the last has no edge
@@ -254,8 +249,14 @@ def test_gradient_of_a_table_is_summed_over_intervals(n_edges, columns):
     c0, c1, c2, c3 = table[at].unbind(1)
     made = (c0 + u * (c1 + u * (c2 + u * c3)), du * (c1 + u * (2 * c2 + 3 * u * c3)))
     (expected,) = torch.autograd.grad(made, table, (to_w, to_dw))
-    for sums in (interval_sums_by_kernel, interval_sums_by_rows):
-        assert_same(sums(to_w, to_dw, edges, place, d_place), expected)
+    for by_kernel in (True, False):
+        monkeypatch.setattr(table_module, "sums_by_kernel", lambda place, answer=by_kernel: answer)
+        whole, in_parts = (TableGradient(edges, place, d_place, columns) for _ in range(2))
+        whole.add(to_w, to_dw)
+        assert_same(whole.result(), expected)
+        for some in (range(1, columns, 2), range(0, columns, 2)):
+            in_parts.add(to_w[:, some].contiguous(), to_dw[:, some].contiguous(), some)
+        assert torch.equal(in_parts.result(), whole.result())
 
 
 # ---- sums over the edges of an atom
@@ -269,6 +270,10 @@ def test_rows_are_summed_into_one_place_of_a_field(blocks, place):
     rows, field = draw(15, 6, shape.dim), nowhere_written(shape, 4)
     sum_into_field(rows, Segments(index, 4), field, place)
     assert_only_written(field, place)
+    in_turn = nowhere_written(shape, 4)
+    for start, part in zip(shape.starts, rows.split([k * c for k, c in blocks], 1)):
+        sum_into_field(part.contiguous(), Segments(index, 4), in_turn, place, start)
+    assert torch.equal(in_turn.flat.nan_to_num(), field.flat.nan_to_num())
     found = torch.cat([block.flatten(1) for block in field.blocks(place)], 1)
     assert_same(found, rows.new_zeros(4, shape.dim).index_add(0, index, rows))
 
