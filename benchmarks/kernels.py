@@ -154,8 +154,7 @@ class Scene:
         self.network.back(torch.randn_like(features), motions, self)
 
     def tables(self) -> list[Tensor]:
-        made = radial_tables(self.model, self.knots)
-        return [made.polynomials(layer) for layer in range(len(made.curves))]
+        return [table.polynomials() for table in radial_tables(self.model, self.knots)]
 
     def begin(self, layer: int, motion: Motion) -> None:
         self.to_weights[layer] = []

@@ -15,7 +15,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
 from forgefield.models.nequip_passes import Network
-from forgefield.models.nequip_tables import RadialTables, radial_tables
+from forgefield.models.nequip_tables import RadialTable, radial_tables
 from forgefield.models.terms import PairLengths
 from forgefield.ops.graph import EdgeGraph, Segments, gather, is_traced
 from forgefield.ops.kernels.beside import Beside
@@ -102,9 +102,9 @@ def geometry_moved(model: NequIP, vectors: Tensor, species: Tensor, graph: EdgeG
 
 @dataclass(frozen=True)
 class ReadTables:
-    """Tables of all layers, and the polynomials of each, which layers wait for when they read them."""
+    """Tables of all layers, and the polynomials of each, which a layer waits for when it reads them."""
 
-    tables: RadialTables
+    tables: list[RadialTable]
     polynomials: list[Beside[Tensor]]
 
 
@@ -125,9 +125,8 @@ def prepare(model: NequIP, species: Tensor, graph: EdgeGraph, *, trained: bool) 
 
 def _begin_tables(model: NequIP) -> ReadTables:
     made = Beside("tables", partial(radial_tables, model, setting().knots))
-    tables = made.unfinished()  # read by work on the same stream alone, and by the last pass, long after
-    layers = range(len(tables.curves))
-    return ReadTables(tables, [Beside("tables", partial(tables.polynomials, layer)) for layer in layers])
+    tables = made.unfinished()  # what follows has the same stream, or waits for it
+    return ReadTables(tables, [Beside("tables", table.polynomials) for table in tables])
 
 
 def features_at_rest(model: NequIP, prepared: Prepared, geometry: Geometry, remember: dict[str, Any] | None) -> Tensor:
@@ -188,7 +187,7 @@ def features_moved(model: NequIP, moved: Moved, remembered: dict[str, Any]) -> T
     matrices = [matrix for weights in network.weights for matrix in weights.tracked()]
     given = (network, moved, remembered["geometry"], remembered["tables"])
     if moved.basis is None:
-        return _Moving.apply(*given, *matrices, *remembered["tables"].tracked())
+        return _Moving.apply(*given, *matrices, *(one for table in remembered["tables"] for one in table.tracked()))
     rows = carried(lambda given: model.radial_weights(given[0]), [moved.basis])
     pieces = [piece for pair in rows for piece in (pair[:, 0], pair[:, 1])]
     return _Moving.apply(*given, *matrices, *pieces)
@@ -246,16 +245,16 @@ class _SummedTables:
     """Cotangents of what tables are made of. They are sums over edges first, which read as fast as memory gives, beside what
     the layer still has to do, and then products of small matrices, beside the layers that are still to come."""
 
-    def __init__(self, tables: RadialTables, geometry: Geometry) -> None:
+    def __init__(self, tables: list[RadialTable], geometry: Geometry) -> None:
         assert geometry.at is not None
         assert geometry.place is not None
         self.tables, self.at, self.place = tables, geometry.at, geometry.place.detach()
         self._sums: dict[int, TableGradient] = {}
-        self._begun: dict[int, Beside[tuple[Tensor, Tensor]]] = {}
+        self._begun: dict[int, Beside[list[Tensor]]] = {}
 
     def begin(self, layer: int, motion: Motion) -> None:
         assert motion.place is not None
-        n_weights = self.tables.matrices[layer].shape[1]
+        n_weights = self.tables[layer].matrix.shape[1]
         self._sums[layer] = TableGradient(self.at, self.place, motion.place, n_weights)
 
     def add(self, layer: int, rows: Rows) -> Beside[None]:
@@ -264,11 +263,10 @@ class _SummedTables:
 
     def end(self, layer: int) -> None:
         to_table = Beside("sums", self._sums[layer].result)
-        self._begun[layer] = Beside("tables", lambda: self.tables.gradients(layer, to_table.result()))
+        self._begun[layer] = Beside("tables", lambda: self.tables[layer].gradients(to_table.result()))
 
     def gradients(self) -> list[Tensor]:
-        found = [self._begun[layer].result() for layer in range(len(self._begun))]
-        return [of_curves for of_curves, _ in found] + [of_matrix for _, of_matrix in found]
+        return [gradient for layer in range(len(self.tables)) for gradient in self._begun[layer].result()]
 
 
 def encode_moved(

@@ -26,50 +26,55 @@ _COMPARED = 2999
 """Lengths at which a table is compared with the network; a prime number, so that they lie anywhere in its intervals."""
 
 
-@dataclass(frozen=True)
-class RadialTables:
-    """Tables of every layer, as the products that they are: polynomials of a network's last hidden channels, `curves`
-    (n_intervals, 4, width), times its last matrix (width, n_weights). hidden: how kernels made the curves; where there is
-    none, these have gradients in the network's weights."""
+class RadialTable:
+    """The table of a layer, as the product that it is: polynomials of the last hidden channels of its network, the curves
+    (n_intervals, 4, width), times its last matrix (width, n_weights). curves: with gradients in the network's weights, or how
+    kernels make them, which they then do together with the table."""
 
-    curves: list[Tensor]
-    matrices: list[Tensor]
-    hidden: list[HiddenCurves] | None = None
+    def __init__(self, curves: Tensor | HiddenCurves, matrix: Tensor) -> None:
+        self.matrix = matrix
+        self.hidden = curves if isinstance(curves, HiddenCurves) else None
+        self._curves = curves if isinstance(curves, Tensor) else None
 
     def tracked(self) -> list[Tensor]:
-        """What `gradients` gives the cotangents of: the curves of every layer, or the weights that they are made of; and then
-        all matrices."""
-        curves = self.curves if self.hidden is None else [hidden.first for hidden in self.hidden]
-        return [*curves, *self.matrices]
+        """What `gradients` gives the cotangents of: the curves, or the weights that they are made of; and the matrix."""
+        first = self._curves if self.hidden is None else self.hidden.first
+        assert first is not None
+        return [first, self.matrix]
 
     @torch.no_grad()
-    def polynomials(self, layer: int) -> Tensor:
-        """Of a layer's radial weights, (n_intervals, 4, n_weights)."""
-        return _product(self.curves[layer].flatten(0, 1), self.matrices[layer]).unflatten(0, (-1, 4))
+    def polynomials(self) -> Tensor:
+        """Of the radial weights, (n_intervals, 4, n_weights)."""
+        return _product(self._known().flatten(0, 1), self.matrix).unflatten(0, (-1, 4))
 
     @torch.no_grad()
-    def gradients(self, layer: int, to_table: Tensor) -> tuple[Tensor, Tensor]:
-        """Cotangents of what is tracked of a layer, from those of its polynomials."""
-        rows, curves = to_table.flatten(0, 1), self.curves[layer]
-        to_curves = _product(rows, self.matrices[layer].t()).view_as(curves)
-        to_first = to_curves if self.hidden is None else self.hidden[layer].gradient(to_curves)
-        return to_first, _product(curves.flatten(0, 1).t(), rows)
+    def gradients(self, to_table: Tensor) -> list[Tensor]:
+        """Cotangents of what is tracked, from those of the polynomials."""
+        rows, curves = to_table.flatten(0, 1), self._known()
+        to_curves = _product(rows, self.matrix.t()).view_as(curves)
+        to_first = to_curves if self.hidden is None else self.hidden.gradient(to_curves)
+        return [to_first, _product(curves.flatten(0, 1).t(), rows)]
+
+    def _known(self) -> Tensor:
+        if self._curves is None:
+            assert self.hidden is not None
+            self._curves = self.hidden.curves()
+        return self._curves
 
 
-def radial_tables(model: NequIP, n_intervals: int) -> RadialTables:
-    """Polynomials are linear in values and slopes at the knots, so that they are made of the last hidden layer, which is
-    narrow."""
+def radial_tables(model: NequIP, n_intervals: int) -> list[RadialTable]:
+    """Of every layer. Polynomials are linear in values and slopes at the knots, so that they are made of the last hidden layer,
+    which is narrow."""
     basis = _basis_at_knots(model, n_intervals)
     networks = [layer.radial for layer in model.layers]
     one_hidden = model.options.radial_mlp_depth == 1 and not model.options.bessel_trainable
     if one_hidden and use_kernels(model.type_embedding):
         scale, gain = networks[0].scales
         hidden = [HiddenCurves(basis, network.weights[0], scale * model.basis_scale, gain) for network in networks]
-        return RadialTables([one.curves() for one in hidden], [network.weights[1] for network in networks], hidden)
+        return [RadialTable(curves, network.weights[1]) for curves, network in zip(hidden, networks)]
     moving = carried(lambda rows: model.radial_hidden(rows[0]), [basis])
-    curves = polynomials(join(moving, 2)).to(model.dtype)
-    parts = cut(curves, [part.shape[2] for part in moving], 2)
-    return RadialTables(list(parts), [network.weights[-1] * network.scales[-1] for network in networks])
+    parts = cut(polynomials(join(moving, 2)).to(model.dtype), [part.shape[2] for part in moving], 2)
+    return [RadialTable(part, network.weights[-1] * network.scales[-1]) for part, network in zip(parts, networks)]
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
@@ -133,8 +138,7 @@ def table_deviation(model: NequIP, knots: int) -> tuple[Deviation, Deviation]:
     x = torch.linspace(0.05, 1, _COMPARED, dtype=torch.float64, device=model.bessel_frequencies.device)
     basis = _moving_basis(model, x, 1.0)
     expected = _rows(exact, basis)
-    tables = radial_tables(single, knots)
-    read = [_read(tables.polynomials(layer), x) for layer in range(len(tables.curves))]
+    read = [_read(table.polynomials(), x) for table in radial_tables(single, knots)]
     return _deviation(read, expected), _deviation(_rows(single, basis.float()), expected)
 
 

@@ -127,7 +127,7 @@ class TableGradient:
         by = self.edges.sorted()
         columns, n_chunks = to_w.shape[1], by.interval.shape[0]
         sums = self.place.new_empty((n_chunks, 4, self.n_weights)) if self._sums is None else self._sums
-        block = min(256, 1 << (columns - 1).bit_length())
+        block = 128 if columns % 256 == 128 else min(256, 1 << (columns - 1).bit_length())
         tensors = (to_w, to_dw, self.place, self.d_place, *by, sums, sums if where is None else where)
         grid = (n_chunks, -(-columns // block))
         sizes = (self.edges.count, columns, self.n_weights, where is not None, CHUNK, block, EDGES)

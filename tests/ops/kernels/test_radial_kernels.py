@@ -23,13 +23,13 @@ def test_tables_and_gradients_of_the_networks(options, n_intervals, monkeypatch)
         plain = radial_tables(model, n_intervals)
         with kernels(enabled=True):
             ours = radial_tables(model, n_intervals)
-        assert ours.hidden is not None
-        made = [curves @ matrix for curves, matrix in zip(plain.curves, plain.matrices)]
+        assert all(table.hidden is not None for table in ours)
+        made = [curves @ matrix for curves, matrix in (table.tracked() for table in plain)]
         cotangents = [draw(number, *table.shape, dtype=table.dtype) for number, table in enumerate(made)]
         expected = torch.autograd.grad(made, weights, cotangents)
-        pairs = [ours.gradients(layer, cotangent) for layer, cotangent in enumerate(cotangents)]
-        found = torch.autograd.grad(ours.tracked(), weights, [*(of for of, _ in pairs), *(of for _, of in pairs)])
-        tables = [ours.polynomials(layer) for layer in range(len(pairs))]
+        tables = [table.polynomials() for table in ours]
+        given = [of for table, cotangent in zip(ours, cotangents) for of in table.gradients(cotangent)]
+        found = torch.autograd.grad([one for table in ours for one in table.tracked()], weights, given)
         for one, other in zip((*tables, *found), (*made, *expected)):
             assert_same(one, other, tolerance)
         assert all(gradient.stride() == weight.stride() for gradient, weight in zip(found, weights))
@@ -39,7 +39,7 @@ def test_tables_and_gradients_of_the_networks(options, n_intervals, monkeypatch)
 def test_other_networks_are_left_to_plain_operations(options):
     model = make_potential(precision="float32", num_layers=1, l_max=0, num_features=2, **options).to(DEVICE).model
     with kernels(enabled=True):
-        assert radial_tables(model, 8).hidden is None
+        assert all(table.hidden is None for table in radial_tables(model, 8))
 
 
 def test_the_basis_at_knots_stays_where_it_lies():
