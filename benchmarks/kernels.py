@@ -370,7 +370,7 @@ def main(words: list[str] | None = None) -> None:
         print(f"{name}, torch {torch.__version__}, preset {args.preset}, {frames} frames, {atoms} atoms, {edges} edges")
         assert isinstance(model.potential.model, NequIP)
         # The step goes first: it compiles what is then timed alone.
-        with mock.patch.object(beside, "_capturing", return_value=False) if args.in_turn else nullcontext():
+        with mock.patch.object(beside, "capturing", return_value=False) if args.in_turn else nullcontext():
             show_step(model, batch, args.knots, args.storage)
         with torch.no_grad():
             scene = Scene(model.potential.model, batch, args.knots)

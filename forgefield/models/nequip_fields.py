@@ -14,7 +14,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from forgefield.ops.graph import join
 from forgefield.ops.kernels.fields import Shape
 from forgefield.ops.kernels.form import Form, form_of
 from forgefield.ops.kernels.matrices import Matrices, Matrix
@@ -230,7 +229,7 @@ def _shape(blocks: Any) -> Shape:
 
 def all_matrices(model: NequIP, where: Layout) -> tuple[Tensor, Tensor]:
     """In a row (where.matrices.size,), with a gradient in the weights and in the embedding of species; and packed."""
-    weights = join([linear.weight for linear in _linears(model)], 0)
+    weights = [linear.weight for linear in _linears(model)]
     return where.matrices(weights, model.type_embedding, _constants(model))
 
 

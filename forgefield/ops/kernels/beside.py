@@ -25,7 +25,7 @@ class Beside(Generic[T]):
     def __init__(self, stream: str, work: Callable[[], T]) -> None:
         self._kept: Callable[[], T] | None = work  # and with it all that it reads
         self._done: torch.cuda.Event | None = None
-        if not _capturing():
+        if not capturing():
             self._value = work()
             return
         side = _stream(stream, torch.cuda.current_device())
@@ -68,7 +68,8 @@ def _join() -> None:
         torch.cuda.current_stream().wait_stream(side)
 
 
-def _capturing() -> bool:
+def capturing() -> bool:
+    """Whether what is launched now becomes part of a graph."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 

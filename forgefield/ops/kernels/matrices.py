@@ -1,25 +1,34 @@
-"""The matrices of a network from its weights in one launch, and the gradients of the weights from theirs in three.
+"""The matrices of a network from its weights in one launch, and the gradients of the weights from theirs in two.
 
-Weights come in one row, as they are trained: of unit variance. Matrices are these times a constant, or, where they belong to a
-species, sums over its embedding: matrix[u, s, w] = c sum_v weight[u, v, w] embedding[s, v]. Kernels that multiply with them
-read them packed: transposed too, and each number as its leading bits and the rest.
+Weights are read where they lie, as they are trained: of unit variance. Matrices are these times a constant, or, where they
+belong to a species, sums over its embedding: matrix[u, s, w] = c sum_v weight[u, v, w] embedding[s, v]. Kernels that multiply
+with them read them packed: transposed too, and each number as its leading bits and the rest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass
-from typing import Any
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-BLOCK = 256
-"""Numbers of a matrix, or of its weights, that one program makes."""
+from forgefield.ops.kernels.beside import capturing
+
+DOWN, ACROSS, MADE_WARPS = 8, 32, 2
+"""Rows and columns of a matrix that one program makes, and the warps of it."""
 EIGHT = 8
 """Numbers of an embedding that are read at a time."""
-COLUMNS = 128
-"""Of a matrix that one program reads at a time for the gradient of the embedding."""
+NUMBERS, ROWS, BACK_WARPS = 2048, 2, 4
+"""Gradients of weights that one program makes at a time; of a species' matrix it does so for so many rows of it."""
+SUMMED = 8192
+"""Numbers that one program reads at a time to sum up the gradient of a species' embedding."""
+MOST = 64
+"""Sets of weights whose places are kept; those of others are copied into one row."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +43,23 @@ class Matrix:
     out: int
 
 
+@dataclass(frozen=True)
+class Programs:
+    """What every program of a launch does, a row each: whether it is of species, which matrix, its rows and width, where it
+    begins among the gradients of weights and among the matrices; then the first row, or number, the first column, and where
+    rows or numbers end."""
+
+    make: Tensor
+    back: Tensor
+
+
+class Places(NamedTuple):
+    """Where the weights of every part begin, in numbers behind the first tensor of them. aligned: in fours, as all rows do."""
+
+    starts: Tensor
+    aligned: bool
+
+
 class Matrices:
     """All matrices of a network. size: numbers from the first of them to the last. n_embedding: numbers of a species.
 
@@ -43,41 +69,118 @@ class Matrices:
 
     def __init__(self, parts: Sequence[Matrix], size: int, n_embedding: int) -> None:
         self.parts, self.size, self.n_embedding = tuple(parts), size, n_embedding
-        self.of_species = tuple(number for number, part in enumerate(parts) if part.of_species)
-        self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}  # for good: captured graphs read them
+        self.wide = max(16, 1 << (n_embedding - 1).bit_length())
+        self.across = max(16, NUMBERS // self.wide)
+        self._aligned = all(n % 4 == 0 for part in parts for n in (part.width, part.weight, part.out))
+        # for good: captured graphs read them
+        self._programs: dict[torch.device, Programs] = {}
+        self._places: dict[_Key, Places] = {}
 
-    def __call__(self, weights: Tensor, embedding: Tensor, constants: Tensor) -> tuple[Tensor, Tensor]:
-        """The matrices in a row (size,), and packed (4 * size,), which has no gradient. weights: of all parts, in a row.
-        embedding: (n_species, n_embedding). constants: one for each part. What lies between two matrices is not filled."""
-        return _Made.apply(self, weights, embedding, constants)
+    def __call__(self, weights: Sequence[Tensor], embedding: Tensor, constants: Tensor) -> tuple[Tensor, Tensor]:
+        """The matrices in a row (size,), and packed (4 * size,), which has no gradient. weights: rows which make up, one after
+        the other, that of all parts. embedding: (n_species, n_embedding). constants: one for each part. What lies between two
+        matrices is not filled."""
+        if not self._can_stay(weights):
+            weights = [torch.cat(tuple(weights))]
+        return _Made.apply(self, embedding, constants, *weights)
 
-    def launch(self, name: str, grid: tuple[int, ...], weights: Tensor, embedding: Tensor, *more: Tensor) -> None:
-        table, numbers = self._on(weights.device)
-        n_species = embedding.shape[0]
-        given = (weights, embedding, *more, table, numbers)
-        wide = max(16, 1 << (self.n_embedding - 1).bit_length())
-        sizes = (n_species, self.n_embedding, self.size, table.shape[1], BLOCK, COLUMNS, wide, EIGHT)
-        _kernels()[name][grid](*given, *sizes, num_warps=4)
+    def _can_stay(self, weights: Sequence[Tensor]) -> bool:
+        """Whether weights are read where they lie. Parameters are; a graph that is being captured reads them where they lay
+        before. What is computed lies elsewhere every time."""
+        if any(weight.grad_fn is not None or not weight.is_contiguous() for weight in weights):
+            return False
+        return _key(weights) in self._places or (len(self._places) < MOST and not capturing())
 
-    def _on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        if device not in self._tables:
-            rows = torch.tensor([astuple(part) for part in self.parts], dtype=torch.int64, device=device)
-            numbers = torch.tensor(self.of_species, dtype=torch.int64, device=device)
-            self._tables[device] = (rows, numbers)
-        return self._tables[device]
+    def places(self, weights: Sequence[Tensor]) -> Places:
+        key = _key(weights)
+        if key not in self._places:
+            in_a_row = (key[0], ((0, sum(length for _, length in key[1])),))  # which a capture may need
+            for new in {key, in_a_row} - self._places.keys():
+                self._places[new] = self._find(*new)
+        return self._places[key]
+
+    def _find(self, device: torch.device, tensors: tuple[tuple[int, int], ...]) -> Places:
+        """tensors: where each begins behind the first, in numbers, and its length."""
+        begun = list(accumulate((length for _, length in tensors), initial=0))[:-1]
+        starts = []
+        for part in self.parts:
+            number = bisect_right(begun, part.weight) - 1
+            starts.append(tensors[number][0] + part.weight - begun[number])
+        aligned = self._aligned and all(start % 4 == 0 for start in starts)
+        return Places(torch.tensor(starts, dtype=torch.int64, device=device), aligned)
+
+    def programs(self, device: torch.device) -> Programs:
+        if device not in self._programs:
+            rows = (self._to_make(), [*self._of_species, *self._of_none])
+            self._programs[device] = Programs(*(torch.tensor(r, dtype=torch.int64, device=device) for r in rows))
+        return self._programs[device]
+
+    def _to_make(self) -> list[tuple[int, ...]]:
+        """Those of species first, which take longest."""
+        return [
+            (*about, row, column, part.rows)
+            for about, part in sorted(self._about(), key=lambda pair: not pair[1].of_species)
+            for row in range(0, part.rows, DOWN)
+            for column in range(0, part.width, ACROSS)
+        ]
+
+    @cached_property
+    def _of_species(self) -> list[tuple[int, ...]]:
+        """Of the way back, each of which gives a part of the gradient of the embedding, too."""
+        return [
+            (*about, row, column, min(row + ROWS, part.rows))
+            for about, part in self._about()
+            if part.of_species
+            for row in range(0, part.rows, ROWS)
+            for column in range(0, part.width, self.across)
+        ]
+
+    @property
+    def _of_none(self) -> list[tuple[int, ...]]:
+        """Of the way back, for matrices that are the same for all species."""
+        return [
+            (*about, begin, 0, part.rows * part.width)
+            for about, part in self._about()
+            if not part.of_species
+            for begin in range(0, part.rows * part.width, self.wide * self.across)
+        ]
+
+    def _about(self) -> Iterator[tuple[tuple[int, ...], Matrix]]:
+        for number, part in enumerate(self.parts):
+            yield (int(part.of_species), number, part.rows, part.width, part.weight, part.out), part
+
+    @property
+    def n_sums(self) -> int:
+        """Parts of the gradient of the embedding."""
+        return len(self._of_species)
 
 
 class _Made(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, matrices: Matrices, weights: Tensor, embedding: Tensor, constants: Tensor):
+    def forward(ctx, matrices: Matrices, embedding: Tensor, constants: Tensor, *weights: Tensor):
         ctx.matrices = matrices
-        ctx.save_for_backward(weights, embedding, constants)
-        out = weights.new_empty(matrices.size)
-        largest = max(part.rows * part.width for part in matrices.parts)
-        n_blocks = -(-largest * embedding.shape[0] // BLOCK)
-        grid = (n_blocks, len(matrices.parts))
-        packed = weights.new_empty(4 * matrices.size)
-        matrices.launch("make", grid, weights, embedding.contiguous(), constants, out, packed)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(embedding, constants, *weights)
+        out, packed = weights[0].new_empty(matrices.size), weights[0].new_empty(4 * matrices.size)
+        places, aligned = matrices.places(weights)
+        table = matrices.programs(out.device).make
+        _kernels().make_matrices[(len(table),)](
+            weights[0],
+            places,
+            embedding.contiguous(),
+            constants,
+            table,
+            out,
+            packed,
+            *embedding.shape,
+            matrices.size,
+            table.shape[1],
+            aligned,
+            DOWN,
+            ACROSS,
+            EIGHT,
+            num_warps=MADE_WARPS,
+        )
         ctx.mark_non_differentiable(packed)
         return out, packed
 
@@ -85,23 +188,52 @@ class _Made(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, to_out: Tensor, to_packed: None):
         matrices: Matrices = ctx.matrices
-        weights, embedding, constants = ctx.saved_tensors
-        embedding, to_out = embedding.contiguous(), to_out.contiguous()
+        embedding, constants, *weights = ctx.saved_tensors
         n_species, n_embedding = embedding.shape
-        to_weights = torch.empty_like(weights)
-        largest = max(p.rows * p.width * (n_embedding if p.of_species else 1) for p in matrices.parts)
-        grid = (-(-largest // BLOCK), len(matrices.parts))
-        matrices.launch("to_weights", grid, weights, embedding, constants, to_out, to_weights)
-        numbers = matrices.of_species
-        if not ctx.needs_input_grad[2] or not numbers:
-            return None, to_weights, None, None
-        rows = max(matrices.parts[number].rows for number in numbers)
-        parts = weights.new_empty((rows, len(numbers), n_species, n_embedding))
-        matrices.launch("to_embedding", (rows, len(numbers), n_species), weights, embedding, constants, to_out, parts)
-        return None, to_weights, parts.sum((0, 1)), None
+        lengths = [weight.numel() for weight in weights]
+        to_weights = to_out.new_empty(sum(lengths))
+        sums = ctx.needs_input_grad[1] and matrices.n_sums > 0
+        parts = to_out.new_empty((matrices.n_sums, n_species, n_embedding)) if sums else to_weights
+        places, aligned = matrices.places(weights)
+        table = matrices.programs(to_out.device).back
+        _kernels().matrices_to_weights[(len(table),)](
+            weights[0],
+            places,
+            embedding.contiguous(),
+            constants,
+            table,
+            to_out.contiguous(),
+            to_weights,
+            parts,
+            n_species,
+            n_embedding,
+            table.shape[1],
+            aligned,
+            sums,
+            matrices.wide,
+            matrices.across,
+            num_warps=BACK_WARPS,
+        )
+        to_embedding = None
+        if sums:
+            to_embedding = torch.empty_like(parts[0])
+            many = max(1, SUMMED // matrices.wide)
+            _kernels().add_embedding[(n_species,)](
+                parts, to_embedding, matrices.n_sums, n_embedding, many, matrices.wide, num_warps=8
+            )
+        return None, to_embedding, None, *to_weights.split(lengths)
 
 
-def _kernels() -> dict[str, Any]:
-    from forgefield.ops.kernels import matrix_source as of
+_Key = tuple[torch.device, tuple[tuple[int, int], ...]]
 
-    return {"make": of.make_matrices, "to_weights": of.matrices_to_weights, "to_embedding": of.matrices_to_embedding}
+
+def _key(weights: Sequence[Tensor]) -> _Key:
+    """Device, and of each tensor where it begins behind the first, in numbers, and its length."""
+    first, size = weights[0].data_ptr(), weights[0].element_size()
+    return weights[0].device, tuple(((weight.data_ptr() - first) // size, weight.numel()) for weight in weights)
+
+
+def _kernels() -> Any:
+    from forgefield.ops.kernels import matrix_source
+
+    return matrix_source

@@ -1,7 +1,8 @@
 """The Triton functions behind `matrices.py`, which imports this file when it first launches one: it needs Triton.
 
-make_matrices: all matrices of a network from its weights. matrices_to_weights, matrices_to_embedding: cotangents of the weights
-and, in parts, of the embedding from those of the matrices.
+make_matrices: all matrices of a network from its weights. matrices_to_weights: cotangents of the weights and, in parts, of the
+embedding from those of the matrices. add_embedding: the sum of these parts. Programs find what they have to do in a table of
+whole numbers, one row for each (`Programs` of `matrices.py`); `places` says where the weights of a part begin.
 """
 
 from __future__ import annotations
@@ -13,141 +14,148 @@ import triton.language as tl
 @triton.jit(do_not_specialize=["n_species", "n_embedding", "length"])
 def make_matrices(
     weights,
+    places,
     embedding,
     constants,
+    table,
     out,
     packed,
-    table,
-    numbers,
     n_species,
     n_embedding,
     length,
     columns: tl.constexpr,
-    block: tl.constexpr,
+    aligned: tl.constexpr,
+    down: tl.constexpr,
     across: tl.constexpr,
-    wide: tl.constexpr,
     eight: tl.constexpr,
 ):
-    about = table + tl.program_id(1) * columns
+    about = table + tl.program_id(0) * columns
     of_species = tl.load(about)
-    rows = tl.load(about + 1).to(tl.int32)
-    width = tl.load(about + 2).to(tl.int32)
-    weights += tl.load(about + 3)
-    start = tl.load(about + 4)
-    constant = tl.load(constants + tl.program_id(1))
-    begin = tl.program_id(0) * block
-    e = begin + tl.arange(0, block)
-    n_kinds = tl.where(of_species == 0, 1, n_species)
-    size = rows * width * n_kinds
-    if begin < size:
-        inside = e < size
-        column = e % width
-        kind = e // width % n_kinds
-        row = e // (width * n_kinds)
-        if of_species == 0:
-            total = tl.load(weights + e, mask=inside, other=0.0)
-        else:
-            total = tl.zeros([block], out.dtype.element_ty)
-            for first in range(0, n_embedding, eight):
-                v = first + tl.arange(0, eight)[:, None]
-                known = inside[None, :] & (v < n_embedding)
-                line = (row[None, :] * n_embedding + v) * width + column[None, :]
-                weight = tl.load(weights + line, mask=known, other=0.0)
-                given = tl.load(embedding + kind[None, :] * n_embedding + v, mask=known, other=0.0)
-                total += tl.sum(weight * given, 0)
-        total *= constant
-        high = total
-        if out.dtype.element_ty == tl.float32:  # to the nearest number of tensor cores
-            high = ((total.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
-            high = tl.where(total == total, high, total)  # the bits of a NaN may become those of zero
-        turned = (kind * width + column) * rows + row
-        packed += start
-        tl.store(out + start + e, total, mask=inside)
-        tl.store(packed + turned, high, mask=inside)
-        tl.store(packed + length + turned, total - high, mask=inside)
-        tl.store(packed + 2 * length + e, high, mask=inside)
-        tl.store(packed + 3 * length + e, total - high, mask=inside)
+    number = tl.load(about + 1)
+    rows = tl.load(about + 2).to(tl.int32)
+    width = tl.load(about + 3).to(tl.int32)
+    start = tl.load(about + 5)
+    place = tl.load(places + number)
+    if aligned:
+        width = tl.multiple_of(width, 4)
+        start = tl.multiple_of(start, 4)
+        place = tl.multiple_of(place, 4)
+    row = tl.multiple_of(tl.load(about + 6).to(tl.int32), down) + tl.arange(0, down)
+    column = tl.multiple_of(tl.load(about + 7).to(tl.int32), across) + tl.arange(0, across)
+    inside = (row < rows)[:, None] & (column < width)[None, :]
+    constant = tl.load(constants + number)
+    weights += place
+    out += start
+    packed += start
+    if of_species == 0:
+        total = constant * tl.load(weights + (row[:, None] * width + column[None, :]), mask=inside, other=0.0)
+        put(out, packed, total, length, row, column, 0, rows, width, 1, inside)
+    else:
+        line = row[:, None] * (n_embedding * width) + column[None, :]
+        for kind in range(0, n_species, 2):  # two at a time: weights are read for both
+            one = tl.zeros([down, across], out.dtype.element_ty)
+            two = tl.zeros([down, across], out.dtype.element_ty)
+            both = kind + 1 < n_species
+            for begin in range(0, n_embedding, eight):
+                for step in tl.static_range(eight):
+                    v = begin + step
+                    known = v < n_embedding
+                    weight = tl.load(weights + (line + v * width), mask=inside & known, other=0.0)
+                    given = embedding + kind * n_embedding + v
+                    one += weight * tl.load(given, mask=known, other=0.0)
+                    two += weight * tl.load(given + n_embedding, mask=known & both, other=0.0)
+            put(out, packed, constant * one, length, row, column, kind, rows, width, n_species, inside)
+            put(out, packed, constant * two, length, row, column, kind + 1, rows, width, n_species, inside & both)
 
 
-@triton.jit(do_not_specialize=["n_species", "n_embedding", "length"])
+@triton.jit
+def put(out, packed, total, length, row, column, kind, rows, width, n_kinds, inside):
+    """Numbers of the matrix of this kind to where they lie, as they are, transposed, and in two parts."""
+    high = total
+    if out.dtype.element_ty == tl.float32:  # to the nearest number of tensor cores
+        high = ((total.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+        high = tl.where(total == total, high, total)  # the bits of a NaN may become those of zero
+    low = total - high
+    same = (row[:, None] * n_kinds + kind) * width + column[None, :]
+    turned = row[:, None] + (kind * width + column[None, :]) * rows
+    tl.store(out + same, total, mask=inside)
+    tl.store(packed + 2 * length + same, high, mask=inside)
+    tl.store(packed + 3 * length + same, low, mask=inside)
+    tl.store(packed + turned, high, mask=inside)
+    tl.store(packed + length + turned, low, mask=inside)
+
+
+@triton.jit(do_not_specialize=["n_species", "n_embedding"])
 def matrices_to_weights(
     weights,
+    places,
     embedding,
     constants,
+    table,
     to_out,
     to_weights,
-    table,
-    numbers,
-    n_species,
-    n_embedding,
-    length,
-    columns: tl.constexpr,
-    block: tl.constexpr,
-    across: tl.constexpr,
-    wide: tl.constexpr,
-    eight: tl.constexpr,
-):
-    about = table + tl.program_id(1) * columns
-    of_species = tl.load(about)
-    width = tl.load(about + 2).to(tl.int32)
-    size = tl.load(about + 1).to(tl.int32) * width
-    to_weights += tl.load(about + 3)
-    to_out += tl.load(about + 4)
-    constant = tl.load(constants + tl.program_id(1))
-    begin = tl.program_id(0) * block
-    e = begin + tl.arange(0, block)
-    if of_species == 0:
-        if begin < size:
-            tl.store(to_weights + e, constant * tl.load(to_out + e, mask=e < size, other=0.0), mask=e < size)
-    elif begin < size * n_embedding:
-        inside = e < size * n_embedding
-        column = e % width
-        v = e // width % n_embedding
-        row = e // (width * n_embedding)
-        total = tl.zeros([block], to_weights.dtype.element_ty)
-        for species in range(n_species):
-            given = tl.load(to_out + (row * n_species + species) * width + column, mask=inside, other=0.0)
-            total += given * tl.load(embedding + species * n_embedding + v, mask=inside, other=0.0)
-        tl.store(to_weights + e, constant * total, mask=inside)
-
-
-@triton.jit(do_not_specialize=["n_species", "n_embedding", "length"])
-def matrices_to_embedding(
-    weights,
-    embedding,
-    constants,
-    to_out,
     parts,
-    table,
-    numbers,
     n_species,
     n_embedding,
-    length,
     columns: tl.constexpr,
-    block: tl.constexpr,
-    across: tl.constexpr,
+    aligned: tl.constexpr,
+    sums: tl.constexpr,
     wide: tl.constexpr,
-    eight: tl.constexpr,
+    across: tl.constexpr,
 ):
-    row = tl.program_id(0)
-    species = tl.program_id(2)
-    number = tl.load(numbers + tl.program_id(1))
-    about = table + number * columns
-    n_rows = tl.load(about + 1)
-    width = tl.load(about + 2).to(tl.int32)
-    weights += tl.load(about + 3)
-    to_out += tl.load(about + 4) + (row * n_species + species) * width
+    about = table + tl.program_id(0) * columns
+    of_species = tl.load(about)
+    number = tl.load(about + 1)
+    width = tl.load(about + 3).to(tl.int32)
+    to_place = tl.load(about + 4)
+    start = tl.load(about + 5)
+    place = tl.load(places + number)
+    first = tl.load(about + 6).to(tl.int32)
+    last = tl.load(about + 8).to(tl.int32)
+    if aligned:
+        width = tl.multiple_of(width, 4)
+        to_place = tl.multiple_of(to_place, 4)
+        start = tl.multiple_of(start, 4)
+        place = tl.multiple_of(place, 4)
+    constant = tl.load(constants + number)
+    weights += place
+    to_weights += to_place
+    to_out += start
+    if of_species == 0:
+        e = tl.multiple_of(first, wide * across) + tl.arange(0, wide * across)
+        tl.store(to_weights + e, constant * tl.load(to_out + e, mask=e < last, other=0.0), mask=e < last)
+    else:
+        column = tl.multiple_of(tl.load(about + 7).to(tl.int32), across) + tl.arange(0, across)
+        inside = column < width
+        v = tl.arange(0, wide)
+        known = v < n_embedding
+        both = known[:, None] & inside[None, :]
+        line = v[:, None] * width + column[None, :]
+        step = n_embedding * width
+        for row in range(first, last):
+            total = tl.zeros([wide, across], to_weights.dtype.element_ty)
+            for kind in range(n_species):
+                given = tl.load(to_out + (row * n_species + kind) * width + column, mask=inside, other=0.0)
+                total += tl.load(embedding + kind * n_embedding + v, mask=known, other=0.0)[:, None] * given[None, :]
+            tl.store(to_weights + (row * step + line), constant * total, mask=both)
+        if sums:
+            for kind in range(n_species):
+                total = tl.zeros([wide, across], to_weights.dtype.element_ty)
+                for row in range(first, last):
+                    given = tl.load(to_out + (row * n_species + kind) * width + column, mask=inside, other=0.0)
+                    total += tl.load(weights + (row * step + line), mask=both, other=0.0) * given[None, :]
+                slot = tl.program_id(0) * n_species + kind
+                tl.store(parts + slot * n_embedding + v, constant * tl.sum(total, 1), mask=known)
+
+
+@triton.jit(do_not_specialize=["n_parts", "n_embedding"])
+def add_embedding(parts, out, n_parts, n_embedding, many: tl.constexpr, wide: tl.constexpr):
+    kind = tl.program_id(0)
+    step = tl.num_programs(0) * n_embedding
     v = tl.arange(0, wide)
-    known = v < n_embedding
-    total = tl.zeros([wide], parts.dtype.element_ty)
-    if row < n_rows:
-        for begin in range(0, width, across):
-            column = begin + tl.arange(0, across)
-            inside = column < width
-            given = tl.load(to_out + column, mask=inside, other=0.0)
-            line = (row * n_embedding + v)[:, None] * width + column[None, :]
-            weight = tl.load(weights + line, mask=known[:, None] & inside[None, :], other=0.0)
-            total += tl.sum(weight * given[None, :], 1)
-    total = total * tl.load(constants + number)
-    slot = (row * tl.num_programs(1) + tl.program_id(1)) * n_species + species
-    tl.store(parts + slot * n_embedding + v, total, mask=known)
+    total = tl.zeros([many, wide], parts.dtype.element_ty)
+    for begin in range(0, n_parts, many):
+        part = begin + tl.arange(0, many)
+        known = (part < n_parts)[:, None] & (v < n_embedding)[None, :]
+        total += tl.load(parts + part[:, None] * step + (kind * n_embedding + v)[None, :], mask=known, other=0.0)
+    tl.store(out + kind * n_embedding + v, tl.sum(total, 0), mask=v < n_embedding)

@@ -194,8 +194,10 @@ def test_atoms_by_species(n_species, n_atoms):
     assert torch.equal(kinds.pointers.long(), torch.searchsorted(expected, edges))
 
 
+@pytest.mark.parametrize("where", ["parameters", "computed", "in a row"])
 @pytest.mark.parametrize("n_species", [1, 3])
-def test_matrices_from_weights(n_species):
+def test_matrices_from_weights(n_species, where, monkeypatch):
+    monkeypatch.setattr("forgefield.ops.kernels.matrices.SUMMED", 32)  # seven parts, of which two are read at a time
     n_embedding = 5
     parts = [Matrix(True, 1, 5, 0, 0), Matrix(False, 4, 7, 25, 32), Matrix(True, 6, 131, 53, 64)]
     weights, constants = draw(1, 53 + 6 * n_embedding * 131), draw(3, 3)
@@ -216,7 +218,14 @@ def test_matrices_from_weights(n_species):
 
     matrices = Matrices(parts, 64 + n_species * 6 * 131, n_embedding)
     inputs = [weights.requires_grad_(True), embedding.requires_grad_(True)]
-    expected, (row, packed) = plain(*inputs), matrices(*inputs, constants)
+    rows, lengths = [weights], [25 + 28, 6 * n_embedding * 131]
+    if where != "in a row":
+        rows = list(weights.split(lengths))  # computed
+    if where == "parameters":
+        inputs = [*(row.detach().clone().requires_grad_(True) for row in rows), embedding]
+        rows = inputs[:2]
+    expected = plain(torch.cat(rows), embedding)
+    row, packed = matrices(rows, embedding, constants)
     ours = pieces(row)
     given = [draw(5 + number, len(piece)) for number, piece in enumerate(expected)]
     halves = packed.view(4, -1)
@@ -230,6 +239,30 @@ def test_matrices_from_weights(n_species):
         assert torch.equal(turned[number], matrix.flatten())
     for found, gradient in zip(torch.autograd.grad(ours, inputs, given), torch.autograd.grad(expected, inputs, given)):
         assert_same(found, gradient)
+
+
+def test_matrices_of_weights_that_lie_elsewhere(monkeypatch):
+    """Their places are kept for captured graphs, and during a capture no new ones can be written."""
+    parts = [Matrix(False, 2, 3, 0, 0), Matrix(False, 3, 3, 6, 16)]
+    matrices, ones, constants = Matrices(parts, 32, 1), torch.ones(1, 1, device=DEVICE), draw(1, 2)
+
+    def made(weights):
+        row, _ = matrices(weights, ones, constants)
+        return torch.cat([row[:6], row[16:25]])
+
+    def expected(weights):
+        return torch.cat([constant * weight for constant, weight in zip(constants, weights)])
+
+    sets = [[draw(2 * number, 6), draw(2 * number + 1, 9)] for number in range(1, 4)]
+    assert_same(made(sets[0]), expected(sets[0]))
+    kept = {key: places.starts.data_ptr() for key, places in matrices._places.items()}
+    assert_same(made(sets[1]), expected(sets[1]))
+    assert all(matrices._places[key].starts.data_ptr() == address for key, address in kept.items())
+    monkeypatch.setattr("forgefield.ops.kernels.matrices.capturing", lambda: True)
+    known = len(matrices._places)
+    for weights in sets:
+        assert_same(made(weights), expected(weights))
+    assert len(matrices._places) == known
 
 
 @pytest.mark.parametrize("case", ["degrees of unequal width", "parities, norm, resnet"])
@@ -267,7 +300,7 @@ def test_nan_is_passed_on(precision, where):
     try:
         torch.backends.cuda.matmul.fp32_precision = precision
         ones = torch.ones(1, 1, device=DEVICE)
-        _, packed = Matrices([Matrix(False, 4, 4, 0, 0)], 16, 1)(weights, ones, ones[0])
+        _, packed = Matrices([Matrix(False, 4, 4, 0, 0)], 16, 1)([weights], ones, ones[0])
         products.Products([products.Product(1, 4, 4, 0, 4, 0, 4)]).make(arena, packed, None, 4, 0)
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
