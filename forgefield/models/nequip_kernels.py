@@ -184,25 +184,23 @@ def features_moved(model: NequIP, moved: Moved, remembered: dict[str, Any]) -> T
     It is right where the tangents of the atomic energies have the cotangents that forces were made with: one for each.
     """
     network: Network = remembered["network"]
-    matrices = [matrix for weights in network.weights for matrix in weights.tracked()]
     given = (network, moved, remembered["geometry"], remembered["tables"])
     if moved.basis is None:
-        return _Moving.apply(*given, *matrices, *(one for table in remembered["tables"] for one in table.tracked()))
+        return _Moving.apply(*given, network.row, *(one for table in remembered["tables"] for one in table.tracked()))
     rows = carried(lambda given: model.radial_weights(given[0]), [moved.basis])
     pieces = [piece for pair in rows for piece in (pair[:, 0], pair[:, 1])]
-    return _Moving.apply(*given, *matrices, *pieces)
+    return _Moving.apply(*given, network.row, *pieces)
 
 
 class _Moving(torch.autograd.Function):
     """Inputs: all matrices; then what tables are made of, or rows of weights and their tangents of every layer."""
 
     @staticmethod
-    def forward(ctx, network, moved, geometry, tables, *tracked):
+    def forward(ctx, network, moved, geometry, tables, matrices, *tracked):
         if moved.basis is None:
             motions = [Motion(moved.harmonics, place=moved.place) for _ in network.layers]
         else:
-            n_matrices = sum(len(weights.tracked()) for weights in network.weights)
-            radial = [tensor.detach().contiguous() for tensor in tracked[n_matrices:]]
+            radial = [tensor.detach().contiguous() for tensor in tracked]
             motions = [Motion(moved.harmonics, weights=weights) for weights in radial[1::2]]
         ctx.network, ctx.motions, ctx.geometry, ctx.tables = network, motions, geometry, tables
         network.tangents(motions)

@@ -29,16 +29,6 @@ if TYPE_CHECKING:
     from forgefield.models.nequip import Interaction, NequIP
 
 
-class NetworkWeights:
-    """Matrices of all layers (`Layout`): in a row, with a gradient in the weights, and packed for kernels."""
-
-    def __init__(self, model: NequIP, where: Layout) -> None:
-        self.row, self.packed = all_matrices(model, where)
-
-    def tracked(self) -> list[Tensor]:
-        return [self.row]
-
-
 @dataclass(frozen=True)
 class Atoms:
     """What layers know of the atoms. arena: (2 * n_atoms * layout.dim,), all fields but the last. species: (n_atoms,); kinds:
@@ -58,15 +48,9 @@ class Atoms:
         return self.species.shape[0]
 
     @property
-    def padded_one_hot(self) -> Tensor:
-        """(n_atoms, layout.n_columns)."""
-        begin, columns = 2 * self.count * self.layout.one_hot, self.layout.n_columns
-        return self.arena[begin : begin + self.count * columns].view(-1, columns)
-
-    @property
     def one_hot(self) -> Tensor:
         """(n_atoms, n_species)."""
-        return self.padded_one_hot[:, : self.layout.n_species]
+        return _padded_one_hot(self.arena, self.layout, self.count)[:, : self.layout.n_species]
 
     def field(self, number: int, name: str) -> Field:
         """Of this layer."""
@@ -90,6 +74,12 @@ class Atoms:
             gradients.make_plainly(self.arena, self.one_hot, self.count, out)
         else:
             gradients.make(self.arena, self.kinds, self.count, out)
+
+
+def _padded_one_hot(arena: Tensor, where: Layout, n_atoms: int) -> Tensor:
+    """(n_atoms, n_columns), where it lies."""
+    begin, columns = 2 * n_atoms * where.one_hot, where.n_columns
+    return arena[begin : begin + n_atoms * columns].view(-1, columns)
 
 
 class Layer:
@@ -187,6 +177,15 @@ def _identity(n_species: int, n_columns: int, dtype: torch.dtype, device: torch.
     return torch.eye(n_species, n_columns, dtype=dtype, device=device)
 
 
+def _prepare(model: NequIP, where: Layout, species: Tensor, arena: Tensor) -> tuple[Tensor, Tensor, Kinds | None]:
+    """What layers need before the first product: matrices of all in a row, which has a gradient in the weights, and packed;
+    atoms by species, and their one-hot vectors in the arena."""
+    row, packed = all_matrices(model, where)
+    identity = _identity(where.n_species, where.n_columns, arena.dtype, arena.device)
+    torch.index_select(identity, 0, species, out=_padded_one_hot(arena, where, species.shape[0]))
+    return row, packed, sort_kinds(species, where.n_species) if where.sorts else None
+
+
 class Radials(Protocol):
     """What sums up the cotangents of radial weights, layer by layer: those of all edges are too large to be kept."""
 
@@ -198,27 +197,18 @@ class Radials(Protocol):
 
 
 class Network:
-    """The layers on one batch, with their weights as they were when it was made."""
+    """The layers on one batch, with their weights as they were when it was made. row: matrices of all layers, with gradients
+    in the weights."""
 
     def __init__(self, model: NequIP, species: Tensor, graph: EdgeGraph) -> None:
         self.graph = graph
         where = layout(model)
-        self.weights = [NetworkWeights(model, where)]
-        weights = self.weights[0]
-        arena = weights.packed.new_empty(2 * species.shape[0] * where.dim)
+        arena = model.type_embedding.detach().new_empty(2 * species.shape[0] * where.dim)
+        self._prepared = Beside("matrices", partial(_prepare, model, where, species, arena))
+        self.row, packed, kinds = self._prepared.unfinished()
         scale = model.neighbour_scale(species)
-        kinds = sort_kinds(species, where.n_species) if where.sorts else None
-        self.atoms = Atoms(
-            where,
-            arena,
-            species,
-            kinds,
-            None if scale is None else scale.view(-1, 1, 1),
-            weights.row.detach(),
-            weights.packed,
-        )
-        identity = _identity(where.n_species, where.n_columns, arena.dtype, arena.device)
-        torch.index_select(identity, 0, species, out=self.atoms.padded_one_hot)
+        scale = None if scale is None else scale.view(-1, 1, 1)
+        self.atoms = Atoms(where, arena, species, kinds, scale, self.row.detach(), packed)
         self.layers = [
             Layer(layer, number, form, self.atoms)
             for number, (layer, form) in enumerate(zip(model.layers, forms(model)))
@@ -234,6 +224,7 @@ class Network:
 
     def values(self, harmonics: Tensor, radials: Iterable[Radial]) -> Tensor:
         """Features of the last layer, (n_atoms, feature_dim)."""
+        self._prepared.result()
         h: Field | None = None
         for layer, radial in zip(self.layers, radials):
             convolution = Convolution(layer.form, self.graph, harmonics, radial, still=layer.first)
