@@ -1,6 +1,6 @@
 """How far gradients in float32 are from double backward in float64: of plain operations and of kernels, fresh and after steps.
 
-    python benchmarks/gradients.py [--case M-8] [--steps 300]
+    python benchmarks/gradients.py [--case M-8] [--steps 300] [--precision tf32]
 
 Cases are those of `benchmarks/engines.py`. The steps are made by kernels on the one batch, so that its labels are nearly met
 afterwards: gradients are then made of small differences, and errors of energies and forces show most. Needs an NVIDIA GPU, or
@@ -39,11 +39,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--case", default="M-8")
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument(
+        "--precision", choices=["float32", "tf32"], default="float32", help="tf32: of products, by both"
+    )
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     name, _, size = arguments.case.partition("-")
     size = size or "tiny"
-    with Precision("float32").applied("float32"):
+    with Precision(arguments.precision).applied(arguments.precision):
         model, exact = (trained(name, BATCHES[size][2], precision, device) for precision in ("float32", "float64"))
         batch = batch_of(size, device)
         compare("fresh", model, exact, batch)

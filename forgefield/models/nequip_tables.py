@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from forgefield.ops.graph import cut, join
 from forgefield.ops.kernels.radial import HiddenCurves
-from forgefield.ops.kernels.setting import use_kernels
+from forgefield.ops.kernels.setting import rounds_to_tf32, use_kernels
 from forgefield.ops.kernels.table import polynomials
 from forgefield.ops.radial import bessel_basis
 from forgefield.ops.tangents import carried, side_by_side
@@ -79,13 +79,9 @@ def radial_tables(model: NequIP, n_intervals: int) -> list[RadialTable]:
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """Where matrices are multiplied in tf32, in float64: rounded one by one, polynomials would not meet at the knots."""
-    if _rounds_to_tf32() and a.is_cuda:
+    if rounds_to_tf32() and a.is_cuda:
         return torch.mm(a.double(), b.double()).to(a.dtype)
     return torch.mm(a, b)
-
-
-def _rounds_to_tf32() -> bool:
-    return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def _basis_at_knots(model: NequIP, n_intervals: int) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from forgefield.ops.kernels.fields import TANGENT, VALUE
-from forgefield.ops.kernels.setting import interpreted
+from forgefield.ops.kernels.setting import interpreted, rounds_to_tf32
 from forgefield.ops.products import product
 
 FEW_ROWS = 4096
@@ -347,7 +347,7 @@ def precision_of(fields: Tensor, exact: str, rounded: str) -> str:
         return "ieee"
     if interpreted() and exact.startswith("bf16"):
         return "ieee"  # the interpreter does not multiply numbers of 16 bits
-    return rounded if torch.backends.cuda.matmul.fp32_precision == "tf32" else exact
+    return rounded if rounds_to_tf32() else exact
 
 
 def _on(device: torch.device, rows: Sequence[tuple[int, ...]]) -> Tensor:

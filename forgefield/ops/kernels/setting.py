@@ -99,3 +99,8 @@ def use_tables(x: Tensor) -> bool:
 def interpreted() -> bool:
     """Whether Triton is told to run kernels on the CPU, step by step, which is how they are tested without a GPU."""
     return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def rounds_to_tf32() -> bool:
+    """Whether a training was told that products may be rounded to the ten bits of tf32."""
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
