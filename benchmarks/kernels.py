@@ -73,7 +73,7 @@ def convolution_bytes(form: Form, n_atoms: int, n_edges: int, knots: int, name: 
     dual, backward = name in ("tangents", "back"), name in ("forces", "back")
     n_out = sum(path.n_out * block.channels for block in form.blocks for path in block.paths)
     features = form.features.dim * (2 if dual and not first else 1)
-    table = knots * 4 * form.n_weights
+    table = knots * 3 * form.n_weights
     outputs = n_out * (2 if name == "back" else 1)
     streamed = n_edges * ((form.n_harmonics + 1) * (2 if dual else 1) * FLOAT + INDEX + INTERVAL) + n_atoms * INDEX
     streamed += FLOAT * n_atoms * outputs
@@ -84,7 +84,7 @@ def convolution_bytes(form: Form, n_atoms: int, n_edges: int, knots: int, name: 
     if name == "back":
         streamed += FLOAT * n_edges * 2 * form.n_weights
     hbm = streamed + FLOAT * (n_atoms * features + table)
-    return Bytes(hbm, streamed + FLOAT * n_edges * (features + 4 * form.n_weights))
+    return Bytes(hbm, streamed + FLOAT * n_edges * (features + 3 * form.n_weights))
 
 
 def sum_bytes(form: Form, n_atoms: int, n_edges: int) -> Bytes:
@@ -145,7 +145,8 @@ class Scene:
         d_harmonics, self.d_place = moved_geometry(self.vectors, self.tangents, self.inverse, l_max, knots, dtype)
         self.motion = Motion(d_harmonics, place=self.d_place)
         self.network = Network(model, batch["species"], self.graph)
-        self.radials = [Radial(table, at, self.place) for table in radial_tables(model, knots).polynomials()]
+        tables = radial_tables(model, knots).stored()
+        self.radials = [Radial(table.words, at, self.place, table.unit) for table in tables]
         features = self.network.values(self.harmonics, self.radials)
         self.to_geometry, _ = self.network.forces(torch.randn_like(features))
         motions = [self.motion] * len(self.network.layers)
@@ -182,7 +183,7 @@ class Scene:
         yield Timed("edges", "by interval", lambda: Intervals(self.at.at, self.knots).sort().sorted(), None)
         slopes = plain(vectors, vectors, graph.by_source.order)
         yield Timed("edges", "forces", lambda: forces_by_kernel(vectors, graph), slopes)
-        yield Timed("all layers", "tables", lambda: radial_tables(self.model, self.knots).polynomials(), None)
+        yield Timed("all layers", "tables", lambda: radial_tables(self.model, self.knots).stored(), None)
 
     def layers(self) -> Iterator[Timed]:
         for number, layer in enumerate(self.network.layers):

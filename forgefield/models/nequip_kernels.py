@@ -21,6 +21,7 @@ from forgefield.ops.graph import EdgeGraph, Segments, gather, is_traced
 from forgefield.ops.kernels.beside import Beside
 from forgefield.ops.kernels.convolution import Motion, Radial
 from forgefield.ops.kernels.geometry import EdgeGeometry, moved_geometry
+from forgefield.ops.kernels.packing import StoredTable
 from forgefield.ops.kernels.readout import energies_by_kernel, moved_energies_by_kernel
 from forgefield.ops.kernels.setting import setting, use_kernels, use_tables
 from forgefield.ops.kernels.table import Intervals, table_gradient
@@ -106,15 +107,15 @@ class Prepared:
     none."""
 
     network: Network
-    tables: Beside[tuple[RadialTables, list[Tensor]]] | None
+    tables: Beside[tuple[RadialTables, list[StoredTable]]] | None
 
 
 def prepare(model: NequIP, species: Tensor, graph: EdgeGraph, *, trained: bool) -> Prepared:
     """Tables are made beside the geometry. trained: with a gradient in the weights."""
 
-    def make() -> tuple[RadialTables, list[Tensor]]:
+    def make() -> tuple[RadialTables, list[StoredTable]]:
         tables = radial_tables(model, n_intervals)
-        return tables, tables.polynomials()
+        return tables, tables.stored()
 
     n_intervals = setting().knots
     with torch.set_grad_enabled(torch.is_grad_enabled() and trained):
@@ -149,7 +150,7 @@ class _AtRest(torch.autograd.Function):
     def forward(ctx, network, trained, tables, at, harmonics, *radial):
         ctx.network, ctx.in_tables = network, at is not None
         if at is not None:
-            radials = [Radial(table, at.at, radial[0]) for table in tables]
+            radials = [Radial(table.words, at.at, radial[0], table.unit) for table in tables]
         else:
             graph = network.graph
             row = torch.arange(graph.n_edges, device=harmonics.device) if graph.pair is None else graph.pair

@@ -11,6 +11,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
 
 from forgefield.ops.graph import cut, join
+from forgefield.ops.kernels.packing import StoredTable, pack, stored_table, unpack
 from forgefield.ops.kernels.radial import curves_by_kernels
 from forgefield.ops.kernels.setting import use_kernels
 from forgefield.ops.kernels.table import polynomials
@@ -44,6 +45,11 @@ class RadialTables:
             _product(curves.flatten(0, 1), matrix).unflatten(0, (-1, 4))
             for curves, matrix in zip(self.curves, self.matrices)
         ]
+
+    @torch.no_grad()
+    def stored(self) -> list[StoredTable]:
+        """The same as kernels read them."""
+        return [stored_table(table) for table in self.polynomials()]
 
     @torch.no_grad()
     def gradients(self, layer: int, to_table: Tensor) -> tuple[Tensor, Tensor]:
@@ -130,7 +136,7 @@ def table_deviation(model: NequIP, knots: int) -> tuple[Deviation, Deviation]:
     x = torch.linspace(0.05, 1, _COMPARED, dtype=torch.float64, device=model.bessel_frequencies.device)
     basis = _moving_basis(model, x, 1.0)
     expected = _rows(exact, basis)
-    read = [_read(table, x) for table in radial_tables(single, knots).polynomials()]
+    read = [_read(unpack(pack(table)), x) for table in radial_tables(single, knots).polynomials()]
     return _deviation(read, expected), _deviation(_rows(single, basis.float()), expected)
 
 
@@ -152,7 +158,7 @@ def _read(table: Tensor, x: Tensor) -> Tensor:
     """The same from a table, at lengths x in units of the cutoff, as kernels read it."""
     n_intervals = table.shape[0]
     at = (x * n_intervals).long().clamp_(max=n_intervals - 1)
-    u = (x * n_intervals - at).to(table.dtype).unsqueeze(1)
+    u = (x * n_intervals - at - 0.5).to(table.dtype).unsqueeze(1)
     c0, c1, c2, c3 = table.index_select(0, at).unbind(1)
     return torch.stack([c0 + u * (c1 + u * (c2 + u * c3)), n_intervals * (c1 + u * (2 * c2 + 3 * u * c3))], 1)
 

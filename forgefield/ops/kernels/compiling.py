@@ -73,9 +73,9 @@ class Planned:
 
     def key(self, n_atoms: int, harmonics: Tensor) -> Any:
         """What decides which kernels its passes launch."""
-        kind = in_manner(Kind(table=self.radial.in_table, still=self.still), self.form, n_atoms)
+        kind = Kind(table=self.radial.in_table, packed=self.radial.packed, still=self.still)
         types = (harmonics.dtype, setting().storage, self.radial.row.dtype, harmonics.device)
-        return self.form, kind, types
+        return self.form, in_manner(kind, self.form, n_atoms), types
 
 
 def compile_together(layers: Sequence[Planned], graph: EdgeGraph, harmonics: Tensor) -> None:
