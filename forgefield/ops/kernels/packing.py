@@ -50,27 +50,28 @@ def pack(polynomials: Tensor) -> StoredTable:
     return by(polynomials)
 
 
-def pack_by_operations(polynomials: Tensor) -> StoredTable:
-    """The same by plain operations."""
+def pack_by_operations(polynomials: Tensor, bits: int = BITS) -> StoredTable:
+    """The same by plain operations, with so many bits for c3; kernels read `BITS`."""
+    half, mask = 1 << (bits - 1), (1 << bits) - 1
     c0, c1, c2, c3 = polynomials.unbind(1)
     largest = c3.abs().amax(1, keepdim=True)
-    unit = torch.where(largest > SMALLEST, largest / (HALF - 1), 0)
+    unit = torch.where(largest > SMALLEST, largest / (half - 1), 0)
     over = torch.where(unit > 0, 1 / torch.where(unit > 0, unit, 1), 0)
     rounded = c3 * over + ROUNDING
-    number = (rounded.view(torch.int32) + HALF) & MASK
-    bits = c2.contiguous().view(torch.int32)
-    size = bits & 0x7FFFFFFF
-    near = ((size - number + HALF).clamp(min=0) & ~MASK) | number
-    word = (bits - size + near).view(torch.float32)
+    number = (rounded.view(torch.int32) + half) & mask
+    all_bits = c2.contiguous().view(torch.int32)
+    size = all_bits & 0x7FFFFFFF
+    near = ((size - number + half).clamp(min=0) & ~mask) | number
+    word = (all_bits - size + near).view(torch.float32)
     c1 = c1 + 0.25 * (c3 - unit * (rounded - ROUNDING))
     return StoredTable(torch.stack([c0 + 0.25 * (c2 - word), c1, word], 1), unit.squeeze(1))
 
 
-def unpack(table: StoredTable) -> Tensor:
+def unpack(table: StoredTable, bits: int = BITS) -> Tensor:
     """(n_intervals, 4, n_weights): coefficients as kernels find them in a packed table."""
     assert table.unit is not None
     c0, c1, c2 = table.words.unbind(1)
-    number = (c2.contiguous().view(torch.int32) & MASK) - HALF
+    number = (c2.contiguous().view(torch.int32) & ((1 << bits) - 1)) - (1 << (bits - 1))
     return torch.stack([c0, c1, c2, table.unit.unsqueeze(1) * number], 1)
 
 
