@@ -40,6 +40,7 @@ from forgefield.ops.kernels.edges import forces_by_kernel
 from forgefield.ops.kernels.fields import TANGENT, Field
 from forgefield.ops.kernels.form import Form, form_of
 from forgefield.ops.kernels.geometry import EdgeGeometry, moved_geometry
+from forgefield.ops.kernels.packing import StoredTable
 from forgefield.ops.kernels.setting import STORAGE, kernels
 from forgefield.ops.kernels.table import CHUNK, Intervals, TableGradient
 from forgefield.training.engines.blank import sizes
@@ -73,7 +74,7 @@ def convolution_bytes(form: Form, n_atoms: int, n_edges: int, knots: int, name: 
     dual, backward = name in ("tangents", "back"), name in ("forces", "back")
     n_out = sum(path.n_out * block.channels for block in form.blocks for path in block.paths)
     features = form.features.dim * (2 if dual and not first else 1)
-    table = knots * 4 * form.n_weights
+    table = knots * 3 * form.n_weights
     outputs = n_out * (2 if name == "back" else 1)
     streamed = n_edges * ((form.n_harmonics + 1) * (2 if dual else 1) * FLOAT + INDEX + INTERVAL) + n_atoms * INDEX
     streamed += FLOAT * n_atoms * outputs
@@ -84,7 +85,7 @@ def convolution_bytes(form: Form, n_atoms: int, n_edges: int, knots: int, name: 
     if name == "back":
         streamed += FLOAT * n_edges * 2 * form.n_weights
     hbm = streamed + FLOAT * (n_atoms * features + table)
-    return Bytes(hbm, streamed + FLOAT * n_edges * (features + 4 * form.n_weights))
+    return Bytes(hbm, streamed + FLOAT * n_edges * (features + 3 * form.n_weights))
 
 
 def sum_bytes(form: Form, n_atoms: int, n_edges: int) -> Bytes:
@@ -145,7 +146,7 @@ class Scene:
         d_harmonics, self.d_place = moved_geometry(self.vectors, self.tangents, self.inverse, l_max, knots, dtype)
         self.motion = Motion(d_harmonics, place=self.d_place)
         self.network = Network(model, batch["species"], self.graph)
-        self.radials = [Radial(table, at, self.place) for table in self.tables()]
+        self.radials = [Radial(table.words, at, self.place, table.unit) for table in self.tables()]
         features = self.network.values(self.harmonics, self.radials)
         self.to_geometry, _ = self.network.forces(torch.randn_like(features))
         motions = [self.motion] * len(self.network.layers)
@@ -153,8 +154,8 @@ class Scene:
         self.to_weights: dict[int, list[Rows]] = {}
         self.network.back(torch.randn_like(features), motions, self)
 
-    def tables(self) -> list[Tensor]:
-        return [table.polynomials() for table in radial_tables(self.model, self.knots)]
+    def tables(self) -> list[StoredTable]:
+        return [table.stored() for table in radial_tables(self.model, self.knots)]
 
     def begin(self, layer: int, motion: Motion) -> None:
         self.to_weights[layer] = []

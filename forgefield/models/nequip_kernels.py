@@ -21,6 +21,7 @@ from forgefield.ops.graph import EdgeGraph, Segments, gather, is_traced
 from forgefield.ops.kernels.beside import Beside
 from forgefield.ops.kernels.convolution import Motion, Radial, Rows
 from forgefield.ops.kernels.geometry import EdgeGeometry, moved_geometry
+from forgefield.ops.kernels.packing import StoredTable
 from forgefield.ops.kernels.readout import energies_by_kernel, moved_energies_by_kernel
 from forgefield.ops.kernels.setting import setting, use_kernels, use_tables
 from forgefield.ops.kernels.table import Intervals, TableGradient
@@ -102,10 +103,10 @@ def geometry_moved(model: NequIP, vectors: Tensor, species: Tensor, graph: EdgeG
 
 @dataclass(frozen=True)
 class ReadTables:
-    """Tables of all layers, and the polynomials of each, which a layer waits for when it reads them."""
+    """Tables of all layers, and each as it is stored, which a layer waits for when it reads it."""
 
     tables: list[RadialTable]
-    polynomials: list[Beside[Tensor]]
+    stored: list[Beside[StoredTable]]
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ def prepare(model: NequIP, species: Tensor, graph: EdgeGraph, *, trained: bool) 
 def _begin_tables(model: NequIP) -> ReadTables:
     made = Beside("tables", partial(radial_tables, model, setting().knots))
     tables = made.unfinished()  # what follows has the same stream, or waits for it
-    return ReadTables(tables, [Beside("tables", table.polynomials) for table in tables])
+    return ReadTables(tables, [Beside("tables", table.stored) for table in tables])
 
 
 def features_at_rest(model: NequIP, prepared: Prepared, geometry: Geometry, remember: dict[str, Any] | None) -> Tensor:
@@ -139,7 +140,7 @@ def features_at_rest(model: NequIP, prepared: Prepared, geometry: Geometry, reme
         return _AtRest.apply(network, trained, [], None, geometry.harmonics, *model.radial_weights(geometry.basis))
     assert read is not None
     edges = (geometry.harmonics, geometry.place, geometry.direction)
-    return _AtRest.apply(network, trained, read.polynomials, geometry.at, *edges)
+    return _AtRest.apply(network, trained, read.stored, geometry.at, *edges)
 
 
 def _shared_rows(of_edges: Tensor, graph: EdgeGraph) -> Tensor:
@@ -150,6 +151,10 @@ def _shared_rows(of_edges: Tensor, graph: EdgeGraph) -> Tensor:
     return of_edges.index_select(0, graph.pair_edge) + of_edges.index_select(0, back)
 
 
+def _radial(table: StoredTable, at: Intervals, place: Tensor) -> Radial:
+    return Radial(table.words, at.at, place, table.unit)
+
+
 class _AtRest(torch.autograd.Function):
     """Inputs: harmonics; then places and directions of edges, or rows of weights of every layer."""
 
@@ -157,10 +162,8 @@ class _AtRest(torch.autograd.Function):
     def forward(ctx, network, trained, tables, at, harmonics, *radial):
         ctx.network, ctx.in_tables = network, at is not None
         if at is not None:
-            planned = [Radial(table.unfinished(), at.at, radial[0]) for table in tables]
-            radials = (
-                Radial(table.result(), at.at, radial[0]) for table in tables
-            )  # waited for by one layer after the other
+            planned = [_radial(table.unfinished(), at, radial[0]) for table in tables]
+            radials = (_radial(table.result(), at, radial[0]) for table in tables)  # a layer waits for its own
         else:
             graph = network.graph
             row = torch.arange(graph.n_edges, device=harmonics.device) if graph.pair is None else graph.pair

@@ -11,6 +11,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
 
 from forgefield.ops.graph import cut, join
+from forgefield.ops.kernels.packing import StoredTable, pack, stored_table, unpack
 from forgefield.ops.kernels.radial import HiddenCurves
 from forgefield.ops.kernels.setting import rounds_to_tf32, use_kernels
 from forgefield.ops.kernels.table import polynomials
@@ -46,6 +47,11 @@ class RadialTable:
     def polynomials(self) -> Tensor:
         """Of the radial weights, (n_intervals, 4, n_weights)."""
         return _product(self._known().flatten(0, 1), self.matrix).unflatten(0, (-1, 4))
+
+    @torch.no_grad()
+    def stored(self) -> StoredTable:
+        """The same as kernels read them."""
+        return stored_table(self.polynomials())
 
     @torch.no_grad()
     def gradients(self, to_table: Tensor) -> list[Tensor]:
@@ -134,7 +140,7 @@ def table_deviation(model: NequIP, knots: int) -> tuple[Deviation, Deviation]:
     x = torch.linspace(0.05, 1, _COMPARED, dtype=torch.float64, device=model.bessel_frequencies.device)
     basis = _moving_basis(model, x, 1.0)
     expected = _rows(exact, basis)
-    read = [_read(table.polynomials(), x) for table in radial_tables(single, knots)]
+    read = [_read(unpack(pack(table.polynomials())), x) for table in radial_tables(single, knots)]
     return _deviation(read, expected), _deviation(_rows(single, basis.float()), expected)
 
 
@@ -156,7 +162,7 @@ def _read(table: Tensor, x: Tensor) -> Tensor:
     """The same from a table, at lengths x in units of the cutoff, as kernels read it."""
     n_intervals = table.shape[0]
     at = (x * n_intervals).long().clamp_(max=n_intervals - 1)
-    u = (x * n_intervals - at).to(table.dtype).unsqueeze(1)
+    u = (x * n_intervals - at - 0.5).to(table.dtype).unsqueeze(1)
     c0, c1, c2, c3 = table.index_select(0, at).unbind(1)
     return torch.stack([c0 + u * (c1 + u * (c2 + u * c3)), n_intervals * (c1 + u * (2 * c2 + 3 * u * c3))], 1)
 

@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from forgefield.checks import radial_table_line
+from forgefield.models import nequip_tables
 from forgefield.models.nequip_tables import table_deviation
 from forgefield.models.potential import Potential
+from forgefield.ops.kernels.packing import pack_by_operations
 from tests.checks import toy_models as toys
 from tests.models.structures import make_potential
 
@@ -23,6 +25,17 @@ def test_usual_table_is_as_precise_as_float32_and_a_coarse_one_is_not(more):
         assert getattr(usual, part)[1] < 3 * getattr(single, part)[1]
         assert getattr(coarse, part)[0] > 1e-3
     assert single.values[0] < 1e-6
+
+
+def test_the_table_is_measured_as_kernels_read_it(monkeypatch):
+    """If the highest coefficients were lost where tables are packed, slopes would tell."""
+    model = make_potential("float32", **WIDE).model
+    usual, _ = table_deviation(model, 1024)
+    monkeypatch.setattr(
+        nequip_tables, "pack", lambda table: pack_by_operations(table * table.new_tensor([[1.0], [1], [1], [0]]))
+    )
+    spoiled, _ = table_deviation(model, 1024)
+    assert spoiled.slopes[0] > 10 * usual.slopes[0]
 
 
 def test_model_is_left_as_it_is_and_its_precision_does_not_matter():

@@ -73,10 +73,10 @@ class Planned:
 
     def key(self, graph: EdgeGraph, harmonics: Tensor) -> Any:
         """What decides which kernels its passes launch."""
-        kind = in_manner(Kind(table=self.radial.in_table, still=self.still), self.form, graph.n_atoms)
+        kind = Kind(table=self.radial.in_table, packed=self.radial.packed, still=self.still)
         large = writes_much(self.form, graph.n_edges, setting().stored_as(harmonics.dtype))
         types = (harmonics.dtype, setting().storage, self.radial.row.dtype, harmonics.device)
-        return self.form, kind, large, types
+        return self.form, in_manner(kind, self.form, graph.n_atoms), large, types
 
 
 def compile_together(layers: Sequence[Planned], graph: EdgeGraph, harmonics: Tensor) -> None:

@@ -28,10 +28,10 @@ which are written for every edge and need no sum over programs, are shared out t
 LONG = 200
 """With so many couplings the code of all blocks is more than the cache for instructions holds: programs of different blocks
 would drive out each other's. Blocks are then launched one after the other where they compute cotangents."""
-MOST_ROWS = 2**30
+MOST_ROWS = 5 * 2**28
 """Bytes that the last pass writes for edges at a time: where all blocks together would write more, they go one after the other,
 and what is written for one is summed before the next."""
-MOST_REGISTERS = {("forces", 9): 96, ("tangents", 9): 96, ("tangents", 16): 128}
+MOST_REGISTERS = {("forces", 9): 96}
 """By pass and number of harmonics, where tables are read: a few registers fewer than a kernel would take, for one more warp on
 every scheduler."""
 ROWS, COLUMNS = 2, 128
@@ -53,15 +53,25 @@ def writes_much(form: Form, n_edges: int, stored: torch.dtype) -> bool:
 @dataclass(frozen=True)
 class Radial:
     """Weights of a layer: rows (n_rows, n_weights) and which one an edge has; or, where `place` (n_edges,) is given, a table of
-    polynomials (n_intervals, 4, n_weights), the interval of each edge and its place in it."""
+    polynomials (n_intervals, 4, n_weights), the interval of each edge and its place in it. unit: of a table that is packed
+    (`packing.py`), (n_intervals, 3, n_weights)."""
 
     weights: Tensor
     row: Tensor
     place: Tensor | None = None
+    unit: Tensor | None = None
 
     @property
     def in_table(self) -> bool:
         return self.place is not None
+
+    @property
+    def packed(self) -> bool:
+        return self.unit is not None
+
+    def stored_as(self, dtype: torch.dtype) -> Radial:
+        """With a table of coefficients in this type."""
+        return replace(self, weights=self.weights.to(dtype)) if self.in_table and not self.packed else self
 
 
 @dataclass(frozen=True)
@@ -89,13 +99,13 @@ Take = Callable[[Rows], Beside[None] | None]
 class Convolution:
     """Over the edges of one graph. harmonics: (n_edges, n_harmonics), the first of them one. still: features have no tangents
     and nobody asks what they would have to be for the forces. Where kernels are set to store in bfloat16, so are features as
-    neighbours read them, the table, and what is written for every edge but for cotangents of rows of weights."""
+    neighbours read them, a table of coefficients, and what is written for every edge but for cotangents of rows of weights."""
 
     def __init__(self, form: Form, graph: EdgeGraph, harmonics: Tensor, radial: Radial, *, still: bool) -> None:
         self.form, self.graph, self.harmonics, self.still = form, graph, harmonics, still
         self.stored = setting().stored_as(harmonics.dtype)
         self.narrow = self.stored != harmonics.dtype
-        self.radial = replace(radial, weights=radial.weights.to(self.stored)) if radial.in_table else radial
+        self.radial = radial.stored_as(self.stored)
         self._copy: Tensor | None = None
 
     def values(self, x: Field, out: Field) -> None:
@@ -165,7 +175,7 @@ class Convolution:
         return self._one_by_one(kind) or writes_much(self.form, self.graph.n_edges, self.stored)
 
     def _kind(self, **flags: bool) -> Kind:
-        kind = Kind(table=self.radial.in_table, narrow=self.narrow, **flags)
+        kind = Kind(table=self.radial.in_table, packed=self.radial.packed, narrow=self.narrow, **flags)
         return in_manner(kind, self.form, self.graph.n_atoms)
 
     def _read(self, x: Field) -> Tensor:
@@ -213,6 +223,8 @@ class Convolution:
         tensors["pointers"] = graph.by_destination.pointers
         if radial.place is not None:
             tensors["u"] = radial.place
+        if radial.unit is not None:
+            tensors["unit"] = radial.unit
         for name, tensor in tensors.items():
             if not is_traced(graph.source) and not tensor.is_contiguous():
                 raise RuntimeError(f"rows of {name} do not lie one after the other")

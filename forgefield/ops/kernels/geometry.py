@@ -22,6 +22,7 @@ EDGES = 128
 class EdgeGeometry(torch.autograd.Function):
     """vectors (n_edges, 3) float64, inverse (1,) or (n_edges,) one over the cutoff -> harmonics (n_edges, (l_max + 1)^2),
     directions (n_edges, 3), place of each edge in its interval (n_edges,), all in `dtype`, and that interval (n_edges,) int16.
+    Places go from -1/2 to 1/2, zero being the middle of an interval.
 
     Harmonics have no gradient: what depends on them gives the cotangents of the directions."""
 
@@ -120,7 +121,8 @@ def write_geometry(name: str, l_max: int, each: bool) -> str:
     if name == "values":
         lines += ["whole = tl.minimum(scaled, n_intervals - 1.0).to(tl.int32)"]
         lines += [f"tl.store(harmonics + edge * {n_harmonics} + {j}, y{j}, mask=inside)" for j in range(n_harmonics)]
-        lines += ["tl.store(place + edge, tl.minimum(scaled, n_intervals) - whole.to(tl.float64), mask=inside)"]
+        lines += ["middle = whole.to(tl.float64) + 0.5"]
+        lines += ["tl.store(place + edge, tl.minimum(scaled, n_intervals) - middle, mask=inside)"]
         lines += ["tl.store(at + edge, whole.to(tl.int16), mask=inside)"]
         lines += [f"tl.store(result + edge * 3 + {i}, u{i}, mask=inside)" for i in range(3)]
     elif name == "tangents":

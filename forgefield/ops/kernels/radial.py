@@ -111,9 +111,9 @@ def curves(
     s1 = gain * q * (1.0 + v * (1.0 - q)) * dv
     where = out + (knot * 4 * width)[:, None] + column[None, :]
     both = known[:, None] & inside[None, :]
-    tl.store(where, h0, mask=both)
-    tl.store(where + width, s0, mask=both)
-    tl.store(where + 2 * width, 3.0 * (h1 - h0) - 2.0 * s0 - s1, mask=both)
+    tl.store(where, 0.5 * (h0 + h1) + 0.125 * (s0 - s1), mask=both)
+    tl.store(where + width, 1.5 * (h1 - h0) - 0.25 * (s0 + s1), mask=both)
+    tl.store(where + 2 * width, 0.5 * (s1 - s0), mask=both)
     tl.store(where + 3 * width, 2.0 * (h0 - h1) + s0 + s1, mask=both)
 
 
@@ -140,14 +140,18 @@ def to_first(
     where = given + (knot * 4 * width)[:, None] + column[None, :]
     begins = (knot < n_intervals)[:, None] & inside[None, :]
     ends = ((knot > 0) & known)[:, None] & inside[None, :]
+    g0 = tl.load(where, mask=begins, other=0.0).to(tl.float64)
+    g1 = tl.load(where + width, mask=begins, other=0.0).to(tl.float64)
     g2 = tl.load(where + 2 * width, mask=begins, other=0.0).to(tl.float64)
     g3 = tl.load(where + 3 * width, mask=begins, other=0.0).to(tl.float64)
-    to_h = tl.load(where, mask=begins, other=0.0).to(tl.float64) - 3.0 * g2 + 2.0 * g3
-    to_s = tl.load(where + width, mask=begins, other=0.0).to(tl.float64) - 2.0 * g2 + g3
+    to_h = 0.5 * g0 - 1.5 * g1 + 2.0 * g3
+    to_s = 0.125 * g0 - 0.25 * g1 - 0.5 * g2 + g3
+    g0 = tl.load(where - 4 * width, mask=ends, other=0.0).to(tl.float64)
+    g1 = tl.load(where - 3 * width, mask=ends, other=0.0).to(tl.float64)
     g2 = tl.load(where - 2 * width, mask=ends, other=0.0).to(tl.float64)
     g3 = tl.load(where - width, mask=ends, other=0.0).to(tl.float64)
-    to_h = gain * (to_h + 3.0 * g2 - 2.0 * g3)
-    to_s = gain * (to_s - g2 + g3)
+    to_h = gain * (to_h + 0.5 * g0 + 1.5 * g1 - 2.0 * g3)
+    to_s = gain * (to_s - 0.125 * g0 - 0.25 * g1 + 0.5 * g2 + g3)
     v, dv = hidden(basis, first, knot, known, column, inside, n_basis, width, scale)
     q = tl.sigmoid(v)
     slope = q * (1.0 + v * (1.0 - q))

@@ -21,6 +21,7 @@ from math import isqrt
 from forgefield.ops.harmonics import lowering_terms
 from forgefield.ops.kernels.fields import TANGENT, VALUE
 from forgefield.ops.kernels.form import Form, FormBlock, FormPath
+from forgefield.ops.kernels.packing import HALF, MASK
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,10 @@ class Kind:
     are those of a total of the values, those of features, harmonics and weights; `dual` alone, the tangents of the output;
     both, from cotangents of values and tangents those of features, weights and tangents of weights.
     table: weights are read from a table of cubic polynomials, at the place of each edge in it, which then has the cotangent
-    that rows of weights would have in a backward pass of the values. still: features have no tangents. features: their
-    cotangents are wanted. narrow: features, the table and what is written for edges are stored in fewer bits than are computed
-    with, which are float32. apart: what is written for edges are rows of the one block that the form has, and of nothing else.
+    that rows of weights would have in a backward pass of the values. packed: their two highest coefficients share a word
+    (`packing.py`). still: features have no tangents. features: their cotangents are wanted. narrow: features, a table that is
+    not packed and what is written for edges are stored in fewer bits than are computed with, which are float32. apart: what is
+    written for edges are rows of the one block that the form has, and of nothing else.
 
     How it is computed: shares, programs that an atom's edges are shared out to, each of which writes an output of its own.
     """
@@ -41,6 +43,7 @@ class Kind:
     dual: bool = False
     backward: bool = False
     table: bool = False
+    packed: bool = False
     still: bool = False
     features: bool = True
     narrow: bool = False
@@ -77,16 +80,17 @@ class Kind:
 
 
 ARGUMENTS = (
-    *("x", "y", "dy", "w", "dw", "u", "du", "g", "out", "to_x", "to_w", "to_dw", "to_y"),
+    *("x", "y", "dy", "w", "dw", "u", "du", "unit", "g", "out", "to_x", "to_w", "to_dw", "to_y"),
     *("source", "pointers", "row", "n_atoms", "n_edges"),
 )
 """Of every kernel, in this order; a kernel is given any tensor for those that it does not use.
 
 x: field of features. y, dy: (n_edges, n_harmonics) and their tangents. w, dw: (n_rows, n_weights) and their tangents or, a
-table, w (n_intervals, 4, n_weights). u, du: (n_edges,) where in its interval of the table an edge lies, from 0 to 1, and its
-tangent. g, out: fields of outputs. to_x: (n_edges, dim of features). to_w, to_dw: (n_edges, n_weights); apart, all three are
-of one block. to_y: (n_chunks, n_edges, n_harmonics) or, with a table, (n_chunks, n_edges, 4), of the direction and the place.
-source: (n_edges,). pointers: (n_atoms + 1,). row: (n_edges,) the row of weights of an edge, or its interval in the table.
+table, w (n_intervals, 4, n_weights); a packed one w (n_intervals, 3, n_weights) and unit (n_intervals,). u, du: (n_edges,)
+where in its interval of the table an edge lies, from -1/2 to 1/2, and its tangent. g, out: fields of outputs. to_x: (n_edges,
+dim of features). to_w, to_dw: (n_edges, n_weights); apart, all three are of one block. to_y: (n_chunks, n_edges, n_harmonics)
+or, with a table, (n_chunks, n_edges, 4), of the direction and the place. source: (n_edges,). pointers: (n_atoms + 1,). row:
+(n_edges,) the row of weights of an edge, or its interval in the table.
 """
 
 
@@ -258,20 +262,27 @@ def _write_loads(write: _Writer, form: Form, block: FormBlock, kind: Kind) -> No
     for prefix in ("", "d")[: 2 if kind.dual else 1]:
         _write_harmonics(write, form, f"{prefix}y", _read_harmonics(block, kind))
     if kind.table:
-        write("t = tl.load(u + edge)")
-        if kind.dual:
-            write("dt = tl.load(du + edge)")
-            write("t2, t3 = 2.0 * dt * t, 3.0 * dt * t * t")
-        elif kind.geometry:
-            write("t2, t3 = 2.0 * t, 3.0 * t * t")
+        _write_place(write, kind)
+    rows = 3 if kind.packed else 4
     for number, path in enumerate(block.paths):
         if kind.table:
-            for q in range(4):
-                where = f"w + (at * 4 + {q}) * {form.n_weights} + {path.weight} + c"
+            for q in range(rows):
+                where = f"w + (at * {rows} + {q}) * {form.n_weights} + {path.weight} + c"
                 _load(write, block, f"c{number}_{q}", where, narrow=kind.narrow, again=kind.backward)
             continue
         for prefix in ("", "d")[: 2 if kind.dual else 1]:
             _load(write, block, f"{prefix}w{number}", f"{prefix}w + at * {form.n_weights} + {path.weight} + c")
+
+
+def _write_place(write: _Writer, kind: Kind) -> None:
+    """What coefficients are multiplied with, for weights and their tangents or slopes; a packed c3 counts units."""
+    write("t = tl.load(u + edge)")
+    write(f"t_last = {'t * tl.load(unit + at)' if kind.packed else 't'}")
+    if kind.dual:
+        write("dt = tl.load(du + edge)")
+        write("t2, t3 = 2.0 * dt * t, 3.0 * dt * t * t_last")
+    elif kind.geometry:
+        write("t2, t3 = 2.0 * t, 3.0 * t * t_last")
 
 
 def _write_harmonics(write: _Writer, form: Form, name: str, wanted: list[int]) -> None:
@@ -298,7 +309,10 @@ def _write_weights(write: _Writer, block: FormBlock, kind: Kind) -> None:
     """From the coefficients in the table: weights and their tangents or, where places have cotangents, their slopes."""
     for number in range(len(block.paths) if kind.table else 0):
         c0, c1, c2, c3 = (f"c{number}_{q}" for q in range(4))
-        write(f"w{number} = {c0} + t * ({c1} + t * ({c2} + t * {c3}))")
+        if kind.packed:  # as the last bits of 2^23
+            bits = f"({c2}.to(tl.int32, bitcast=True) & {MASK}) | 0x4B000000"
+            write(f"{c3} = ({bits}).to(tl.float32, bitcast=True) - {2.0**23 + HALF!r}")
+        write(f"w{number} = {c0} + t * ({c1} + t * ({c2} + t_last * {c3}))")
         if kind.dual or kind.geometry:
             write(f"dw{number} = {'dt * ' if kind.dual else ''}{c1} + t2 * {c2} + t3 * {c3}")
 

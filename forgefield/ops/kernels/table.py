@@ -1,8 +1,9 @@
 """Radial weights as a table: cubic polynomials through a network's values and slopes at equally spaced lengths.
 
-A kernel then reads four short rows for an edge where it would otherwise need hundreds of numbers of its own. Values and slopes
-at the knots are float64, so that differences between neighbouring knots lose nothing. The gradient of the table is a sum over
-the edges of each interval, in a fixed order.
+A kernel then reads a few short rows for an edge (`packing.py`) where it would otherwise need hundreds of numbers of its own.
+They are polynomials of the distance from the middle of an interval, whose higher coefficients count least. Values and slopes at
+the knots are float64, so that differences between neighbouring knots lose nothing. The gradient of the table is a sum over the
+edges of each interval, in a fixed order.
 """
 
 from __future__ import annotations
@@ -69,8 +70,8 @@ def _sorted(at: Tensor, count: int) -> SortedEdges:
 
 
 def polynomials(curves: Tensor) -> Tensor:
-    """(n_intervals, 4, n), lowest power first, of a place from 0 to 1 in an interval, which meet at both ends the values and
-    slopes of curves (n_intervals + 1, 2, n). slopes: by the length of an interval."""
+    """(n_intervals, 4, n), lowest power first, of a place from -1/2 to 1/2 in an interval, which meet at both ends the values
+    and slopes of curves (n_intervals + 1, 2, n). slopes: by the length of an interval."""
     at_ends = torch.cat([curves[:-1], curves[1:]], 1)  # value and slope here, value and slope there
     return torch.matmul(_powers(curves.device).to(curves.dtype), at_ends)
 
@@ -79,7 +80,7 @@ def polynomials(curves: Tensor) -> Tensor:
 def _powers(device: torch.device) -> Tensor:
     """(4, 4): from values and slopes at both ends of an interval to coefficients, lowest power first."""
     with _disable_current_modes():  # it outlives a trace during which it may be asked for first
-        rows = [[1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0], [-3.0, -2.0, 3.0, -1.0], [2.0, 1.0, -2.0, 1.0]]
+        rows = [[0.5, 0.125, 0.5, -0.125], [-1.5, -0.25, 1.5, -0.25], [0.0, -0.5, 0.0, 0.5], [2.0, 1.0, -2.0, 1.0]]
         return torch.tensor(rows, dtype=torch.float64, device=device)
 
 

@@ -22,6 +22,7 @@ from forgefield.ops.kernels import convolution
 from forgefield.ops.kernels.convolution import Convolution, Motion, Radial, Rows, in_manner
 from forgefield.ops.kernels.fields import TANGENT, VALUE, Field, Shape
 from forgefield.ops.kernels.form import Form, form_of
+from forgefield.ops.kernels.packing import StoredTable, pack_by_operations, unpack
 from forgefield.ops.kernels.setting import kernels
 from forgefield.ops.kernels.source import Kind
 from tests.ops.kernels.support import (
@@ -152,10 +153,15 @@ class Problem:
         def double(value: Tensor | None) -> Tensor | None:
             return None if value is None else value.double()
 
-        radial = Radial(self.radial.weights.double(), self.radial.row, double(self.radial.place))
+        radial = Radial(self.coefficients().double(), self.radial.row, double(self.radial.place))
         motion = Motion(*(double(value) for value in (self.motion.harmonics, self.motion.weights, self.motion.place)))
         tensors = {name: getattr(self, name).double() for name in ("harmonics", "x", "dx", "g", "dg")}
         return replace(self, radial=radial, motion=motion, **tensors)
+
+    def coefficients(self) -> Tensor:
+        """Of the table, or rows of weights."""
+        packed = StoredTable(self.radial.weights, self.radial.unit)
+        return self.radial.weights if packed.unit is None else unpack(packed)
 
     def edge_weights(self) -> tuple[Tensor, Tensor, Tensor]:
         """Weights of every edge, their slopes by the place in the table and their tangents, (n_edges, n_weights)."""
@@ -174,20 +180,19 @@ def split(rows: Tensor, blocks: tuple[Block, ...]) -> list[Tensor]:
 
 
 def problem(case: str, radial: str, graph: str = "some", still: bool = False, dtype=torch.float64) -> Problem:
-    """radial: "rows" for every edge, "pairs" of edges that share them, or a "table" of four intervals."""
+    """radial: "rows" for every edge, "pairs" of edges that share them, or a "table" of four intervals, or that "packed"."""
     plan, edges = irreps_of(case), graph_of(graph, paired=radial == "pairs")
     n_edges, n_atoms = edges.n_edges, edges.n_atoms
     harmonics, d_harmonics = draw(1, 2, n_edges, (plan.l_max + 1) ** 2, dtype=dtype)
     harmonics[:, 0], d_harmonics[:, 0] = 1, 0  # the first is one by contract
-    if radial == "table":
+    if radial in ("table", "packed"):
         at = torch.tensor([2, 0, 2, 1, 2], dtype=torch.int16, device=DEVICE)[:n_edges]  # the last interval has no edge
         place, d_place = draw(2, 2, n_edges, dtype=dtype)
-        place = place.abs().clamp(max=1).contiguous()
+        place = place.clamp(-0.5, 0.5).contiguous()
         place[:1] = 0
-        given, motion = (
-            Radial(draw(3, 4, 4, plan.n_weights, dtype=dtype), at, place),
-            Motion(d_harmonics, place=d_place),
-        )
+        table = StoredTable(draw(3, 4, 4, plan.n_weights, dtype=dtype))
+        table = pack_by_operations(table.words) if radial == "packed" else table
+        given, motion = Radial(table.words, at, place, table.unit), Motion(d_harmonics, place=d_place)
     else:
         row = torch.arange(n_edges, device=DEVICE) if edges.pair is None else edges.pair
         weights, d_weights = draw(3, 2, n_edges if edges.pair is None else n_edges // 2, plan.n_weights, dtype=dtype)
@@ -387,14 +392,22 @@ def test_blocks_write_in_turn_where_they_write_much(case, still, monkeypatch):
     assert told == ["rows", *["summed", "rows"] * (n_blocks - 1)]
 
 
-@pytest.mark.parametrize("radial", ["pairs", "table"])
+@pytest.mark.parametrize("radial", ["pairs", "table", "packed"])
 @pytest.mark.parametrize("name", PASSES)
 def test_float32_loses_only_its_own_rounding(name, radial):
     """The terms of a sum over channels may be twenty times larger than the sum."""
     assert_pass(name, problem("random 1", radial, dtype=torch.float32), 20 * torch.finfo(torch.float32).eps)
 
 
-@pytest.mark.parametrize("radial", ["rows", "table"])
+@pytest.mark.parametrize("name", PASSES)
+def test_packed_tables_of_several_programs_for_a_block(name):
+    """The last of them have channels to spare, for which nothing is read."""
+    given = problem("two programs for a block", "packed", dtype=torch.float32)
+    assert given.convolution._kind().packed
+    assert_pass(name, given, 20 * torch.finfo(torch.float32).eps)
+
+
+@pytest.mark.parametrize("radial", ["rows", "table", "packed"])
 @pytest.mark.parametrize("name", PASSES)
 def test_storage_in_bfloat16_rounds_what_is_stored_and_nothing_else(name, radial):
     """Inputs that bfloat16 holds exactly: sums are those of float32, and only rows of edges are rounded, where there are any,
@@ -409,7 +422,7 @@ def test_storage_in_bfloat16_rounds_what_is_stored_and_nothing_else(name, radial
             written: list[Rows] = []
             fields = (given.features(moving=True), given.cotangents(both=True), given.field(given.form.features))
             given.convolution.back(*fields, given.motion, written.append)
-            assert {rows.of_w.dtype for rows in written} == {torch.bfloat16 if radial == "table" else torch.float32}
+            assert {rows.of_w.dtype for rows in written} == {torch.float32 if radial == "rows" else torch.bfloat16}
 
 
 def test_bfloat16_is_refused_for_float64():

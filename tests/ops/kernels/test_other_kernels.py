@@ -120,7 +120,7 @@ def plain_geometry(vectors: Tensor, inverse: Tensor, l_max: int, n_intervals: in
     harmonics = SphericalHarmonics(l_max).to(DEVICE)(vectors / lengths.unsqueeze(1))
     scaled = (lengths * inverse * n_intervals).clamp(max=n_intervals)
     at = scaled.detach().floor().clamp(max=n_intervals - 1)
-    return harmonics, scaled - at, at
+    return harmonics, scaled - at - 0.5, at
 
 
 def edges_at_random(each: bool) -> tuple[Tensor, Tensor]:
@@ -229,8 +229,9 @@ def test_forces_of_edges(n_edges):
 def test_polynomials_meet_values_and_slopes_at_both_ends():
     curves = draw(11, 5, 2, 3)
     c0, c1, c2, c3 = polynomials(curves).unbind(1)
-    assert_same(torch.stack([c0, c1], 1), curves[:-1])
-    assert_same(torch.stack([c0 + c1 + c2 + c3, c1 + 2 * c2 + 3 * c3], 1), curves[1:])
+    for t, expected in ((-0.5, curves[:-1]), (0.5, curves[1:])):
+        found = [c0 + t * c1 + t**2 * c2 + t**3 * c3, c1 + 2 * t * c2 + 3 * t**2 * c3]
+        assert_same(torch.stack(found, 1), expected)
 
 
 @pytest.mark.parametrize("columns", [5, 131])
