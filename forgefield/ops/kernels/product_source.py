@@ -120,7 +120,7 @@ def multiply(
                     from_low = tl.multiple_of(from_low, 16)
                 b_low = tl.load(matrices + from_low + b_line, mask=b_known, other=0.0)
             if precision == "float64":
-                b = b.to(tl.float64) + b_low.to(tl.float64)
+                b = (b + b_low).to(tl.float64)  # the sum is the number that was split
                 total = tl.dot(a.to(tl.float64), b, total, out_dtype=tl.float64)
             elif precision == "ieee":
                 b = b + b_low if split else b
@@ -145,32 +145,69 @@ def multiply(
 
 
 @triton.jit
+def parts_of_16_bits(x):
+    """Three numbers of 16 bits that make up each of float32, the largest first: rounded, then what is left, then what is left
+    of that. Two at a time, as the GPU rounds them; Triton would do it one by one, at a quarter of the rate."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+            .reg .b32 low, high;
+            .reg .f32 rest_low, rest_high;
+            cvt.rn.bf16x2.f32 $0, $4, $3;
+            shl.b32 low, $0, 16;
+            and.b32 high, $0, 0xffff0000;
+            sub.f32 rest_low, $3, low;
+            sub.f32 rest_high, $4, high;
+            cvt.rn.bf16x2.f32 $1, rest_high, rest_low;
+            shl.b32 low, $1, 16;
+            and.b32 high, $1, 0xffff0000;
+            sub.f32 rest_low, rest_low, low;
+            sub.f32 rest_high, rest_high, high;
+            cvt.rn.bf16x2.f32 $2, rest_high, rest_low;
+        }
+        """,
+        "=&r,=&r,=&r,f,f",
+        [x],
+        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
 def add_turned(total, a, g, known, precision: tl.constexpr):
     """total + a^T g, of tiles a (rows, bm) and g (rows, bn)."""
-    if precision == "bf16x6" or precision == "bf16x3":
-        # Both tiles are split into parts of 16 bits, which tensor cores read transposed. What is known is asked once more,
-        # because Triton reads a tile number by number where nothing but arithmetic stands between it and the product.
-        a = tl.where(known, a, 0.0)
-        a1 = a.to(tl.bfloat16)
-        a_rest = a - a1.to(tl.float32)
-        a2 = a_rest.to(tl.bfloat16)
-        g1 = g.to(tl.bfloat16)
-        g_rest = g - g1.to(tl.float32)
-        g2 = g_rest.to(tl.bfloat16)
-        if precision == "bf16x6":
-            a3 = (a_rest - a2.to(tl.float32)).to(tl.bfloat16)
-            g3 = (g_rest - g2.to(tl.float32)).to(tl.bfloat16)
-            part = tl.dot(tl.trans(a3), g1)
-            part = tl.dot(tl.trans(a1), g3, part)
-            part = tl.dot(tl.trans(a2), g2, part)
-            part = tl.dot(tl.trans(a2), g1, part)
-        else:
-            part = tl.dot(tl.trans(a2), g1)
+    if precision == "bf16x6":
+        # What is known is asked once more, because Triton reads a tile number by number where nothing but arithmetic stands
+        # between it and the product.
+        a1, a2, a3 = parts_of_16_bits(tl.where(known, a, 0.0))
+        g1, g2, g3 = parts_of_16_bits(g)
+        part = tl.dot(tl.trans(a3), g1)
+        part = tl.dot(tl.trans(a1), g3, part)
+        part = tl.dot(tl.trans(a2), g2, part)
+        part = tl.dot(tl.trans(a2), g1, part)
         part = tl.dot(tl.trans(a1), g2, part)
         total += tl.dot(tl.trans(a1), g1, part)
+    elif precision == "bf16x3":
+        a1, a2, a3 = parts_of_16_bits(tl.where(known, a, 0.0))
+        g1, g2, g3 = parts_of_16_bits(g)
+        part = tl.dot(tl.trans(a2), g1)
+        part = tl.dot(tl.trans(a1), g2, part)
+        total += tl.dot(tl.trans(a1), g1, part)
+    elif precision == "float64":
+        total = tl.dot(tl.trans(a).to(tl.float64), g.to(tl.float64), total, out_dtype=tl.float64)
     else:
         total = tl.dot(tl.trans(a), g, total, input_precision=precision, out_dtype=total.dtype)
     return total
+
+
+@triton.jit
+def which_part(starts, times, several: tl.constexpr):
+    """The part that this program belongs to, and its number there. Part i has its programs from times * starts[i] on."""
+    program = tl.program_id(0)
+    begun = program >= tl.load(starts + tl.arange(0, several)) * times
+    part = tl.sum(begun.to(tl.int32), 0) - 1
+    return part, program - (tl.load(starts + part) * times).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["n_atoms", "n_chunks"])
@@ -181,6 +218,7 @@ def contract(
     kinds,
     pointers,
     table,
+    starts,
     n_atoms,
     n_chunks,
     columns: tl.constexpr,
@@ -191,112 +229,124 @@ def contract(
     bm: tl.constexpr,
     bn: tl.constexpr,
     bk: tl.constexpr,
+    several: tl.constexpr,
 ):
-    about = table + tl.program_id(1) * columns
+    part, program = which_part(starts, n_chunks, several)
+    about = table + part * columns
     components = tl.load(about).to(tl.int32)
     depth = tl.load(about + 1).to(tl.int32)
     width = tl.load(about + 2).to(tl.int32)
     across = tl.cdiv(width, bn)
     tiles = tl.cdiv(depth, bm) * across
-    chunk = tl.program_id(0) // tiles
-    tile = tl.program_id(0) % tiles
-    if chunk < n_chunks * components:
-        a_start = tl.load(about + 3)
-        g_start = tl.load(about + 4)
-        n_kinds = tl.load(about + 7)
-        slot = tl.load(about + 10) * n_chunks + tl.load(about + 11)
-        if aligned:
-            depth = tl.multiple_of(depth, 16)
-            width = tl.multiple_of(width, 16)
-            a_start = tl.multiple_of(a_start, 16)
-            g_start = tl.multiple_of(g_start, 16)
-        twice = n_atoms.to(tl.int64) * 2
-        a_from = fields + a_start * twice
-        g_from = fields + g_start * twice
-        n_rows = n_atoms * components
-        length = tl.cdiv(2 * n_atoms, n_chunks)
+    chunk = program // tiles
+    tile = program % tiles
+    a_start = tl.load(about + 3)
+    g_start = tl.load(about + 4)
+    n_kinds = tl.load(about + 7)
+    slot = tl.load(about + 10) * n_chunks + tl.load(about + 11)
+    if aligned:
+        depth = tl.multiple_of(depth, 16)
+        width = tl.multiple_of(width, 16)
+        a_start = tl.multiple_of(a_start, 16)
+        g_start = tl.multiple_of(g_start, 16)
+    twice = n_atoms.to(tl.int64) * 2
+    a_from = fields + a_start * twice
+    g_from = fields + g_start * twice
+    n_rows = n_atoms * components
+    length = tl.cdiv(2 * n_atoms, n_chunks)
+    first = chunk * length
+    last = tl.minimum(first + length, tl.load(about + 9).to(tl.int32) * n_rows)
+    m = tile // across * bm + tl.arange(0, bm)
+    n = tile % across * bn + tl.arange(0, bn)
+    target = parts + slot + (m[:, None] * width + n[None, :])
+    write = (m < depth)[:, None] & (n < width)[None, :]
+    if n_kinds == 0:
+        total = tl.zeros([bm, bn], tl.float64 if precision == "float64" else fields.dtype.element_ty)
+        for begin in range(first, last, bk):
+            r = begin + tl.arange(0, bk)
+            row = r
+            if far:
+                row = row.to(tl.int64)
+            known = (r < last)[:, None] & (m < depth)[None, :]
+            a = tl.load(a_from + (row[:, None] * depth + m[None, :]), mask=known, other=0.0)
+            g = tl.load(
+                g_from + (row[:, None] * width + n[None, :]),
+                mask=(r < last)[:, None] & (n < width)[None, :],
+                other=0.0,
+            )
+            total = add_turned(total, a, g, known, precision)
+        tl.store(target + (depth * width).to(tl.int64) * chunk, total, mask=write)
+    elif own:
+        # atoms by species: a chunk may hold the end of one and the start of others
+        length = tl.cdiv(n_atoms, n_chunks * components)
         first = chunk * length
-        last = tl.minimum(first + length, tl.load(about + 9).to(tl.int32) * n_rows)
-        m = tile // across * bm + tl.arange(0, bm)
-        n = tile % across * bn + tl.arange(0, bn)
-        target = parts + slot + (m[:, None] * width + n[None, :])
-        write = (m < depth)[:, None] & (n < width)[None, :]
-        if n_kinds == 0:
-            total = tl.zeros([bm, bn], fields.dtype.element_ty)
-            for begin in range(first, last, bk):
-                r = begin + tl.arange(0, bk)
-                row = r
-                if far:
-                    row = row.to(tl.int64)
-                known = (r < last)[:, None] & (m < depth)[None, :]
-                a = tl.load(a_from + (row[:, None] * depth + m[None, :]), mask=known, other=0.0)
-                g = tl.load(
-                    g_from + (row[:, None] * width + n[None, :]),
-                    mask=(r < last)[:, None] & (n < width)[None, :],
-                    other=0.0,
-                )
-                total = add_turned(total, a, g, known, precision)
-            tl.store(target + (depth * width).to(tl.int64) * chunk, total, mask=write)
-        elif own:
-            # atoms by species: a chunk may hold the end of one and the start of others
-            length = tl.cdiv(n_atoms, n_chunks * components)
-            first = chunk * length
-            last = tl.minimum(first + length, n_atoms)
-            if first < last:
-                low = tl.load(kinds + first)
-                high = tl.load(kinds + last - 1)
-                for kind in range(low, high + 1):
-                    since = tl.maximum(first, tl.load(pointers + kind))
-                    until = tl.minimum(last, tl.load(pointers + kind + 1))
-                    n_blocks = tl.cdiv(tl.maximum(until - since, 0), bk)
-                    total = tl.zeros([bm, bn], fields.dtype.element_ty)
-                    for step in range(n_blocks * components * 2):
-                        at = since + step % n_blocks * bk + tl.arange(0, bk)
-                        atom = tl.load(order + at, mask=at < until, other=0)
-                        turn = step // n_blocks  # place, then component
-                        row = atom * components + turn % components + turn // components * n_rows
-                        if far:
-                            row = row.to(tl.int64)
-                        known = (at < until)[:, None] & (m < depth)[None, :]
-                        a = tl.load(a_from + (row[:, None] * depth + m[None, :]), mask=known, other=0.0)
-                        g = tl.load(
-                            g_from + (row[:, None] * width + n[None, :]),
-                            mask=(at < until)[:, None] & (n < width)[None, :],
-                            other=0.0,
-                        )
-                        total = add_turned(total, a, g, known, precision)
-                    # the steps of a stair: no two of (chunk, kind) have the same sum
-                    tl.store(target + (depth * width).to(tl.int64) * (chunk + kind), total, mask=write)
+        last = tl.minimum(first + length, n_atoms)
+        if first < last:
+            low = tl.load(kinds + first)
+            high = tl.load(kinds + last - 1)
+            for kind in range(low, high + 1):
+                since = tl.maximum(first, tl.load(pointers + kind))
+                until = tl.minimum(last, tl.load(pointers + kind + 1))
+                n_blocks = tl.cdiv(tl.maximum(until - since, 0), bk)
+                total = tl.zeros([bm, bn], tl.float64 if precision == "float64" else fields.dtype.element_ty)
+                for step in range(n_blocks * components * 2):
+                    at = since + step % n_blocks * bk + tl.arange(0, bk)
+                    atom = tl.load(order + at, mask=at < until, other=0)
+                    turn = step // n_blocks  # place, then component
+                    row = atom * components + turn % components + turn // components * n_rows
+                    if far:
+                        row = row.to(tl.int64)
+                    known = (at < until)[:, None] & (m < depth)[None, :]
+                    a = tl.load(a_from + (row[:, None] * depth + m[None, :]), mask=known, other=0.0)
+                    g = tl.load(
+                        g_from + (row[:, None] * width + n[None, :]),
+                        mask=(at < until)[:, None] & (n < width)[None, :],
+                        other=0.0,
+                    )
+                    total = add_turned(total, a, g, known, precision)
+                # the steps of a stair: no two of (chunk, kind) have the same sum
+                tl.store(target + (depth * width).to(tl.int64) * (chunk + kind), total, mask=write)
 
 
 @triton.jit(do_not_specialize=["n_atoms", "n_chunks"])
-def add_parts(parts, out, pointers, table, n_atoms, n_chunks, columns: tl.constexpr, block: tl.constexpr):
-    about = table + tl.program_id(1) * columns
+def add_parts(
+    parts,
+    out,
+    pointers,
+    table,
+    starts,
+    n_atoms,
+    n_chunks,
+    columns: tl.constexpr,
+    block: tl.constexpr,
+    several: tl.constexpr,
+):
+    part, program = which_part(starts, 1, several)
+    about = table + part * columns
     components = tl.load(about).to(tl.int32)
     width = tl.load(about + 2)
     size = tl.load(about + 1) * width
-    e = tl.program_id(0) * block + tl.arange(0, block)
-    if tl.program_id(0) * block < size:
-        inside = e < size
-        start = tl.load(about + 5)
-        pitch = tl.load(about + 6)
-        n_kinds = tl.load(about + 7).to(tl.int32)
-        step = tl.load(about + 8)
-        source = parts + tl.load(about + 10) * n_chunks + tl.load(about + 11) + e
-        target = out + start + e // width * pitch + e % width
-        length = tl.cdiv(n_atoms, n_chunks * components)
-        for kind in range(tl.maximum(n_kinds, 1)):
-            since = 0
-            until = n_chunks * components
-            if n_kinds > 0:
-                begin = tl.load(pointers + kind)
-                end = tl.load(pointers + kind + 1)
-                since = begin // length
-                until = tl.where(end > begin, tl.cdiv(end, length), since)
-            total = tl.zeros([block], parts.dtype.element_ty)
-            for chunk in range(since, until):
-                total += tl.load(source + size * (chunk + kind), mask=inside, other=0.0)
-            tl.store(target + kind * step, total, mask=inside)
+    e = program * block + tl.arange(0, block)
+    inside = e < size
+    start = tl.load(about + 5)
+    pitch = tl.load(about + 6)
+    n_kinds = tl.load(about + 7).to(tl.int32)
+    step = tl.load(about + 8)
+    source = parts + tl.load(about + 10) * n_chunks + tl.load(about + 11) + e
+    target = out + start + e // width * pitch + e % width
+    length = tl.cdiv(n_atoms, n_chunks * components)
+    for kind in range(tl.maximum(n_kinds, 1)):
+        since = 0
+        until = n_chunks * components
+        if n_kinds > 0:
+            begin = tl.load(pointers + kind)
+            end = tl.load(pointers + kind + 1)
+            since = begin // length
+            until = tl.where(end > begin, tl.cdiv(end, length), since)
+        total = tl.zeros([block], parts.dtype.element_ty)
+        for chunk in range(since, until):
+            total += tl.load(source + size * (chunk + kind), mask=inside, other=0.0)
+        tl.store(target + kind * step, total, mask=inside)
 
 
 @triton.jit(do_not_specialize=["n_atoms", "n_kinds"])

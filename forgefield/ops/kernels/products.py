@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from functools import cache
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,6 +54,8 @@ SUMMED = 512
 """Numbers of a gradient that one program adds up from the chunks."""
 FAR = 2**31
 """Length from which on places in a block are counted with 64 bits."""
+SEVERAL = 16
+"""Parts of a layer, at least: tables of where their programs begin have room for so many."""
 EXACT = "tf32x3"
 """How float32 is multiplied with matrices: as three products of tensor cores, of leading bits and rests of both factors.
 The other: `tf32`, leading bits alone."""
@@ -60,7 +63,7 @@ WITH_DOUBLES = ((8, 0), (9, 0), (10, 0))
 """Generations of GPUs whose tensor cores multiply float64 as fast as others multiply float32."""
 EXACT_GRADIENT = "bf16x6"
 """How it is for gradients: as six products of parts of 16 bits, of three that make up a number. Others: `bf16x3`, of two parts;
-`tf32x3`, `ieee`."""
+`float64`, `tf32x3`, `ieee`."""
 
 
 @dataclass(frozen=True)
@@ -217,6 +220,15 @@ class Products:
             _rows(fields, part.out, n_atoms, part.components, part.width, place).copy_(total)
 
 
+class Starts(NamedTuple):
+    """Where the programs of every part begin, those of tiles for each chunk, and how many there are in all."""
+
+    tiles: Tensor
+    sums: Tensor
+    n_tiles: int
+    n_sums: int
+
+
 class Gradients:
     """Gradients of matrices that are made in two launches: chunks of rows first, then sums over chunks in their order."""
 
@@ -232,6 +244,7 @@ class Gradients:
             self._besides += max(0, part.n_kinds - 1) * part.depth * part.width
         self._rows = rows
         self._tables: dict[torch.device, Tensor] = {}
+        self._starts: dict[tuple[torch.device, Tile], Starts] = {}
 
     def make(
         self,
@@ -254,18 +267,17 @@ class Gradients:
         tile = tile or GRADIENT[few or fields.dtype == torch.float64]
         n_chunks = -(-2 * n_atoms // (chunk or CHUNK[few]))
         parts = fields.new_empty(n_chunks * self._by_chunk + self._besides)
-        n_tiles = max(
-            -(-part.depth // tile.rows) * -(-part.width // tile.columns) * part.components for part in self.parts
-        )
+        starts = self._where(fields.device, tile)
         order, of_atoms, pointers = (table,) * 3 if kinds is None else (kinds.order, kinds.kinds, kinds.pointers)
         precision = precision_of(fields, EXACT_GRADIENT, "bf16x3")
-        _kernels().contract[(n_tiles * n_chunks, len(self.parts))](
+        _kernels().contract[(starts.n_tiles * n_chunks,)](
             fields,
             parts,
             order,
             of_atoms,
             pointers,
             table,
+            starts.tiles,
             n_atoms,
             n_chunks,
             table.shape[1],
@@ -276,13 +288,32 @@ class Gradients:
             tile.rows,
             tile.columns,
             tile.depth,
+            starts.tiles.shape[0],
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
-        largest = max(part.depth * part.width for part in self.parts)
-        _kernels().add_parts[(-(-largest // SUMMED), len(self.parts))](
-            parts, out, pointers, table, n_atoms, n_chunks, table.shape[1], SUMMED, num_warps=4
+        _kernels().add_parts[(starts.n_sums,)](
+            parts,
+            out,
+            pointers,
+            table,
+            starts.sums,
+            n_atoms,
+            n_chunks,
+            table.shape[1],
+            SUMMED,
+            starts.sums.shape[0],
+            num_warps=4,
         )
+
+    def _where(self, device: torch.device, tile: Tile) -> Starts:
+        """Where the programs of every part begin, of both launches."""
+        if (device, tile) not in self._starts:
+            tiles = [-(-p.depth // tile.rows) * -(-p.width // tile.columns) * p.components for p in self.parts]
+            sums = [-(-p.depth * p.width // SUMMED) for p in self.parts]
+            found = Starts(_starts(device, tiles), _starts(device, sums), sum(tiles), sum(sums))
+            self._starts[device, tile] = found
+        return self._starts[device, tile]
 
     def make_plainly(self, fields: Tensor, one_hot: Tensor, n_atoms: int, out: Tensor) -> None:
         """The same by operations of torch, in the precision that `products_in` asks for. one_hot: (n_atoms, n_kinds)."""
@@ -348,6 +379,13 @@ def precision_of(fields: Tensor, exact: str, rounded: str) -> str:
     if interpreted() and exact.startswith("bf16"):
         return "ieee"  # the interpreter does not multiply numbers of 16 bits
     return rounded if rounds_to_tf32() else exact
+
+
+def _starts(device: torch.device, counts: Sequence[int]) -> Tensor:
+    """Filled up with what no program reaches, so that one compiled kernel serves all layers."""
+    room = max(SEVERAL, 1 << (len(counts) - 1).bit_length())
+    begun = list(accumulate(counts, initial=0))[:-1]
+    return torch.tensor(begun + [2**40] * (room - len(counts)), dtype=torch.int64, device=device)
 
 
 def _on(device: torch.device, rows: Sequence[tuple[int, ...]]) -> Tensor:
