@@ -53,6 +53,8 @@ class Allegro(SpeciesTerms):
     """
 
     only_edge_vectors = True
+    sums_over_edges = True
+    """Those of `WeightedHarmonics`, which may go through kernels."""
     latents: list[Dense]
     couplings: list[EnvironmentCoupling]
     bessel_frequencies: Tensor
