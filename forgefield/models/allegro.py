@@ -215,29 +215,29 @@ class Allegro(SpeciesTerms):
         """
         scale = self.feature_scale.to(embedding.dtype).index_select(0, species).unsqueeze(1)
         entries = self._entries()
-        sums: Sequence[Tensor] = []
+        sums: Tensor | None = None
         environments: list[Tensor] = []
         weights: Tensor | None
         x, own, weights, features = self._first_stage(embedding)
         own_weights = product(x, own)
         for number, (latent, coupling) in enumerate(zip(self.latents, self.couplings)):
-            read = _read(x, features, [entry[number] for entry in entries[number:]])
-            sums = read if number == 0 else [old + new for old, new in zip(sums, read)]
+            sums = _read(sums, x, features, [entry[number] for entry in entries[number:]])
+            width = entries[number][-1].shape[1]
+            first, sums = cut(sums, [width, sums.shape[1] - width], 1)
             assert weights is not None
             environments.append(self._environment(x, weights, tensors) * scale)
             row = coupling.scalar_row(environments[-1])
             for below in reversed(range(number)):
                 row = self.couplings[below].pull(environments[below], row)
             scalars = tensors.project(row, own_weights)
-            x, last = latent.after_first(add_product(sums[0], scalars, entries[number][-1]))
-            sums = sums[1:]
+            x, last = latent.after_first(add_product(first, scalars, entries[number][-1]))
             features, weights = self._columns(last)
-        return x, features, sums[0], entries[-1][-1]
+        assert sums is not None
+        return x, features, sums, entries[-1][-1]
 
     def _edge_energies(self, x: Tensor, features: Tensor, before: Tensor, reader: Tensor) -> Tensor:
         """(n_edges,) in units of the energy scale, before normalisation, in the interior precision."""
-        (read,) = _read(x, features, [reader])
-        x, last = self.readout.after_first(before + read)
+        x, last = self.readout.after_first(_read(before, x, features, [reader]))
         return (x @ last).squeeze(1)
 
     def _entries(self) -> list[tuple[Tensor, ...]]:
@@ -318,15 +318,15 @@ class Dense(Perceptron):
         return x, self.matrix(-1)
 
 
-def _read(x: Tensor, features: Tensor, readers: Sequence[Tensor]) -> Sequence[Tensor]:
-    """x @ features @ reader for each of the readers, in the cheaper order.
+def _read(sums: Tensor | None, x: Tensor, features: Tensor, readers: Sequence[Tensor]) -> Tensor:
+    """(n_edges, n): x @ features @ reader for each of the readers, side by side, in the cheaper order; added to `sums`.
 
-    x: (n_edges, width); features: (width, n_features); readers: (n_features, n) each.
+    x: (n_edges, width); features: (width, n_features); readers: (n_features, n of each).
     """
     following = join(readers, 1)
     (width, n_features), n_following = features.shape, following.shape[1]
     if width * n_following <= n_features * (width + n_following):
-        made = product(x, features @ following)
+        following = features @ following
     else:
-        made = product(product(x, features), following)
-    return cut(made, [reader.shape[1] for reader in readers], 1)
+        x = product(x, features)
+    return product(x, following) if sums is None else add_product(sums, x, following)

@@ -1,4 +1,4 @@
-"""On a GPU: whole training steps of Allegro with its sums over edges by kernels, against plain operations; compiled and captured."""
+"""On a GPU: training steps of Allegro with its sums over edges by kernels, against plain operations; compiled and captured."""
 
 from __future__ import annotations
 
