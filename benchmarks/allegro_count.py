@@ -29,8 +29,8 @@ PRODUCTS = {
 """Of rows of edges with matrices."""
 PASSES = 6
 """The product itself, for forces that of its cotangents; for the loss two of each kind, and two gradients of the matrix."""
-COUPLED, PATH_ROWS = COMPONENTS**2, 35
-"""Products of components of environment and row in the coupling of a layer; rows of its paths."""
+COUPLINGS = 1 + 2 + 6 + 3
+"""Of a layer with the one below: values, cotangents for forces, derivatives of these, cotangents for the loss."""
 
 
 def main() -> None:
@@ -40,8 +40,8 @@ def main() -> None:
     parser.add_argument("--bandwidth", type=float, default=4.2e12, help="bytes a second")
     parser.add_argument("--rate", type=float, default=50e12, help="float32 operations a second of matrix products")
     args = parser.parse_args()
-    row, of_atoms = 4 * args.edges * CHANNELS, 4 * args.atoms * CHANNELS
-    harmonics, plane = 4 * args.edges * COMPONENTS, COMPONENTS * of_atoms
+    row, plane = 4 * args.edges * CHANNELS, 4 * args.atoms * CHANNELS * COMPONENTS
+    harmonics = 4 * args.edges * COMPONENTS
     own, total = DEGREES * row, 0.0
 
     def show(name: str, n_bytes: float, flops: float = 0.0) -> None:
@@ -65,11 +65,10 @@ def main() -> None:
     }
     for name, n_bytes in per_layer.items():
         show(f"kernel: {name}, {LAYERS} layers", LAYERS * n_bytes)
-    show("cotangents of own weights, added", 3 * own + 5 * own)
+    show("cotangents of own weights, added over layers", 3 * own + 5 * own)
     show("activations", (2 + 3 + 5 + 4) * row * (3 * WIDTH + READOUT) / CHANNELS)
-    coupling = (2 * COUPLED + 4 * PATH_ROWS + COMPONENTS) * of_atoms
-    products = 2 * args.atoms * CHANNELS * PATH_ROWS * (COUPLED + COMPONENTS)
-    show("atoms: coupling of a layer with the one below", PASSES * coupling, PASSES * products)
+    show("kernel: coupling of a layer with the one below", COUPLINGS * 3 * plane)
+    show(f"atoms: rows of scalars, {LAYERS} layers", PASSES * LAYERS * 3 * plane)
     by_matrix = 2 * args.atoms * COMPONENTS * WIDTH * CHANNELS
     show(
         f"atoms: environments times matrices, {LAYERS} layers", PASSES * LAYERS * 2 * plane, PASSES * LAYERS * by_matrix

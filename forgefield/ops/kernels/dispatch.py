@@ -8,7 +8,7 @@ ask for them. Sums of weighted harmonics are operators wherever they can be, unl
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import isqrt
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from forgefield.ops.convolution import convolve
 from forgefield.ops.convolution_plan import ConvolutionPlan
 from forgefield.ops.graph import EdgeGraph, GradientSwitch, barrier, cut
+from forgefield.ops.kernels.coupling_source import CoupledPath, key_of_coupling
 from forgefield.ops.kernels.setting import has_triton, interpreted
 from forgefield.ops.weighted_harmonics import project, sum_weighted
 
@@ -123,3 +124,19 @@ class WeightedHarmonics:
         from forgefield.ops.kernels.environment import project_by_operator
 
         return project_by_operator(rows, weights, self.harmonics, edges, shared=False, switch=self.switch)
+
+
+class CouplingForm:
+    """Which components of atoms a coupling couples, for kernels. sizes: of features, environments and results."""
+
+    def __init__(self, paths: Sequence[CoupledPath], sizes: tuple[int, int, int]) -> None:
+        self.paths, self.sizes = tuple(paths), sizes
+
+    def is_operator(self, environment: Tensor) -> bool:
+        return use_edge_operators(environment)
+
+    def couple(self, weights: Tensor, environment: Tensor, row: Tensor) -> Tensor:
+        """(features, n_atoms, channels). weights: (paths, channels); environment, row: (components, n_atoms, channels)."""
+        from forgefield.ops.kernels.coupling import couple, mark_of_code  # registering operators looks at Triton
+
+        return couple(weights, environment, row, key_of_coupling(self.paths, self.sizes, mark_of_code()))
