@@ -60,16 +60,24 @@ class _Couple(torch.autograd.Function):
 @operator("forgefield::couple")
 def _couple(first: Tensor, second: Tensor, third: Tensor, place: int, key: str) -> Tensor:
     """What belongs in `place`, from 0 for weights to 3, of what is in the other three, in their order."""
-    form = coupling_of_key(key)
     if not can_launch(first):
-        return plain_coupling(form, place, first, second, third)
-    return _launched(form, place, first, second, third)
+        return torch.ops.forgefield.plain_couple(first, second, third, place, key)
+    return _launched(coupling_of_key(key), place, first, second, third)
 
 
-@_couple.register_fake
-def _(first: Tensor, second: Tensor, third: Tensor, place: int, key: str) -> Tensor:
+@torch.library.custom_op("forgefield::plain_couple", mutates_args=())
+def _plain_couple(first: Tensor, second: Tensor, third: Tensor, place: int, key: str) -> Tensor:
+    """Where there are no kernels; compilers do not look into its many small operations."""
+    return plain_coupling(coupling_of_key(key), place, first, second, third)
+
+
+def _empty(first: Tensor, second: Tensor, third: Tensor, place: int, key: str) -> Tensor:
     size = coupling_of_key(key).size(place)
     return first.new_empty((size, third.shape[2]) if place == WEIGHT else (size, *third.shape[1:]))
+
+
+_couple.register_fake(_empty)
+_plain_couple.register_fake(_empty)
 
 
 def _launched(form: Coupling, place: int, *given: Tensor) -> Tensor:
