@@ -327,6 +327,9 @@ class KernelOptions:
     storage: str = "float32"
     """What a training step stores the table, features as neighbours read them and rows of edges in: float32, or bfloat16, which
     is half the memory and rounds gradients to about 3e-3; arithmetic and validation are float32. Not with float64."""
+    edges: bool = True
+    """Allegro's sums over the edges of atoms and its couplings go through kernels on an NVIDIA GPU with Triton, with every
+    engine; false: through plain operations."""
 
 
 @dataclass

@@ -28,6 +28,7 @@ def check_training(config: DictConfig, sources: Sources) -> None:
     if ema is not None and not 0 < ema < 1:
         raise wrong(sources, "training.ema", ema, "a number between 0 and 1, or null for no average")
     _check_kernels(training, sources)
+    _check_edges(config, sources)
     if not FEWEST_KNOTS <= training.kernels.knots <= MOST_KNOTS:
         hint = f"from {FEWEST_KNOTS} to {MOST_KNOTS}"
         raise wrong(sources, "training.kernels.knots", training.kernels.knots, hint)
@@ -67,6 +68,15 @@ def _check_kernels(training: Any, sources: Sources) -> None:
         raise ForgefieldError(
             f"{sources.where('training.kernels.storage')}: 'training.kernels.storage=bfloat16' would round what "
             "training.precision=float64 computes; leave one of them out."
+        )
+
+
+def _check_edges(config: DictConfig, sources: Sources) -> None:
+    name = config.model.get("name") if isinstance(config.model, Mapping) else config.model
+    if not config.training.kernels.edges and name not in (None, "allegro"):
+        raise ForgefieldError(
+            f"{sources.where('training.kernels.edges')}: 'training.kernels.edges' is about sums over edges that Allegro has, "
+            f"and model.name is {name}; leave it out."
         )
 
 

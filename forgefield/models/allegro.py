@@ -34,6 +34,7 @@ from forgefield.ops.graph import (
     segment_sum,
 )
 from forgefield.ops.harmonics import SphericalHarmonics
+from forgefield.ops.kernels.dispatch import WeightedHarmonics
 from forgefield.ops.linear import Perceptron, unit_normal, unit_uniform
 from forgefield.ops.products import add_product, product
 from forgefield.ops.radial import bessel_basis
@@ -52,6 +53,8 @@ class Allegro(SpeciesTerms):
     """
 
     only_edge_vectors = True
+    sums_over_edges = True
+    """Those of `WeightedHarmonics`, which may go through kernels."""
     latents: list[Dense]
     couplings: list[EnvironmentCoupling]
     bessel_frequencies: Tensor
@@ -154,8 +157,8 @@ class Allegro(SpeciesTerms):
         pairs = self.pair_lengths(vectors, species, graph)
         embedding = self._embed(pairs, species, graph, switch)
         harmonics = self.harmonics(vectors / pairs.lengths.unsqueeze(1)).to(embedding.dtype)
-        harmonics = barrier(harmonics, switch)
-        x, to_features, *readout = self._last_stage(embedding, harmonics, species, graph)
+        tensors = WeightedHarmonics(harmonics, graph, switch)
+        x, to_features, *readout = self._last_stage(embedding, tensors, species)
         found = None
         if features:
             scale = self.feature_scale.to(x.dtype).index_select(0, species).unsqueeze(1)
@@ -202,7 +205,7 @@ class Allegro(SpeciesTerms):
         return placed @ self.splines.reshape(n_kinds * number, width)
 
     def _last_stage(
-        self, embedding: Tensor, harmonics: Tensor, species: Tensor, graph: EdgeGraph
+        self, embedding: Tensor, tensors: WeightedHarmonics, species: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Of the last stage: x (n_edges, width), the matrix that makes scalar features of it, what the readout's first matrix
         has made of the features of all stages before, and the part of that matrix that reads the last ones.
@@ -211,31 +214,30 @@ class Allegro(SpeciesTerms):
         maps alone: the first ones of the latents from m on and of the readout, whose sums fill up stage by stage.
         """
         scale = self.feature_scale.to(embedding.dtype).index_select(0, species).unsqueeze(1)
-        directions = cut(harmonics, self.degrees, 1)
-        entries, channels = self._entries(), self.options.num_tensor_features
-        sums: Sequence[Tensor] = []
+        entries = self._entries()
+        sums: Tensor | None = None
         environments: list[Tensor] = []
         weights: Tensor | None
-        x, weights, features = self._first_stage(embedding)
+        x, own, weights, features = self._first_stage(embedding)
+        own_weights = product(x, own)
         for number, (latent, coupling) in enumerate(zip(self.latents, self.couplings)):
-            made, read = _read(x, weights, features, [entry[number] for entry in entries[number:]], channels)
-            if number == 0:
-                own_weights, made = made[: len(directions)], made[len(directions) :]
-            sums = read if number == 0 else [old + new for old, new in zip(sums, read)]
-            environments.append(self._environment(made, directions, scale, graph))
+            sums = _read(sums, x, features, [entry[number] for entry in entries[number:]])
+            width = entries[number][-1].shape[1]
+            first, sums = cut(sums, [width, sums.shape[1] - width], 1)
+            assert weights is not None
+            environments.append(self._environment(x, weights, tensors) * scale)
             row = coupling.scalar_row(environments[-1])
             for below in reversed(range(number)):
                 row = self.couplings[below].pull(environments[below], row)
-            scalars = self._project(row, own_weights, directions, graph)
-            x, last = latent.after_first(add_product(sums[0], scalars, entries[number][-1]))
-            sums = sums[1:]
+            scalars = tensors.project(row, own_weights)
+            x, last = latent.after_first(add_product(first, scalars, entries[number][-1]))
             features, weights = self._columns(last)
-        return x, features, sums[0], entries[-1][-1]
+        assert sums is not None
+        return x, features, sums, entries[-1][-1]
 
     def _edge_energies(self, x: Tensor, features: Tensor, before: Tensor, reader: Tensor) -> Tensor:
         """(n_edges,) in units of the energy scale, before normalisation, in the interior precision."""
-        _, read = _read(x, None, features, [reader], self.options.num_tensor_features)
-        x, last = self.readout.after_first(before + read[0])
+        x, last = self.readout.after_first(_read(before, x, features, [reader]))
         return (x @ last).squeeze(1)
 
     def _entries(self) -> list[tuple[Tensor, ...]]:
@@ -254,42 +256,31 @@ class Allegro(SpeciesTerms):
         features, weights = cut(matrix, [scalars, matrix.shape[1] - scalars], 1)
         return features, weights
 
-    def _first_stage(self, embedding: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x (n_edges, width) and the matrices that make of it: own tensor and environment weights, scalar features."""
+    def _first_stage(self, embedding: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """x (n_edges, width) and the matrices that make of it: own tensor weights, environment weights, scalar features."""
         x, last = self.scalar_embed.before_last(embedding)
         features, weights = self._columns(self.first_projection.matrix(0))
         assert weights is not None
         made = last @ join([self.tensor_weights.matrix(0), weights, features], 1)
-        weights, features = cut(made, [self.n_own + self.n_env, self.options.num_scalar_features], 1)
-        return x, weights, features
+        own, weights, features = cut(made, [self.n_own, self.n_env, self.options.num_scalar_features], 1)
+        return x, own, weights, features
 
-    def _environment(
-        self, weights: Sequence[Tensor], directions: Sequence[Tensor], scale: Tensor, graph: EdgeGraph
-    ) -> Tensor:
-        """(components, n_atoms, channels): weighted harmonics of each atom's edges, summed and normalised.
+    def _environment(self, x: Tensor, weights: Tensor, tensors: WeightedHarmonics) -> Tensor:
+        """(components, n_atoms, channels): weighted harmonics of each atom's edges, summed.
 
-        weights: (n_edges, channels) for each degree, or one for all; directions: (n_edges, 2l + 1) of each degree.
+        x: (n_edges, width); weights: (width, n_env), the matrix that makes the weights of an edge of its x. Sums over edges
+        and this matrix may change places, and then it meets atoms, which are fewer; but a wide x is more to sum.
         """
-        weights = weights if len(weights) == len(directions) else [weights[0]] * len(directions)
-        sums = [segment_sum(weights[0], graph.by_destination).unsqueeze(0)]
-        for direction, part in zip(directions[1:], weights[1:]):
-            products = direction.unsqueeze(2) * part.unsqueeze(1)
-            sums.append(segment_sum(products, graph.by_destination).transpose(0, 1))
-        return join(sums, 0) * scale
-
-    def _project(
-        self, row: Tensor, weights: Sequence[Tensor], directions: Sequence[Tensor], graph: EdgeGraph
-    ) -> Tensor:
-        """(n_edges, channels): dot product of the centre's row (components, n_atoms, channels) with an edge's tensors.
-
-        These are the harmonics times `weights`, (n_edges, channels) for each degree.
-        """
-        rows = cut(row, self.degrees, 0)
-        result = gather(rows[0].squeeze(0), graph.by_destination) * weights[0]
-        for direction, part, of_degree in zip(directions[1:], weights[1:], rows[1:]):
-            at_edges = gather(of_degree.transpose(0, 1).contiguous(), graph.by_destination)
-            result = result + (at_edges * direction.unsqueeze(2)).sum(1) * part
-        return result
+        shared = self.n_env < self.n_own
+        widest = 2 * self.n_env if tensors.by_operators else self.options.num_tensor_features
+        if x.shape[1] > widest:
+            return tensors.summed(product(x, weights), shared=shared)
+        summed = tensors.summed(x, shared=True)
+        if shared:
+            return summed @ weights
+        by_degree = cut(weights, [self.options.num_tensor_features] * len(self.degrees), 1)
+        matrices = [matrix.expand(size, -1, -1) for size, matrix in zip(self.degrees, by_degree)]
+        return summed @ join(matrices, 0)
 
 
 class Dense(Perceptron):
@@ -327,20 +318,15 @@ class Dense(Perceptron):
         return x, self.matrix(-1)
 
 
-def _read(
-    x: Tensor, weights: Tensor | None, features: Tensor, readers: Sequence[Tensor], channels: int
-) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """x @ weights in parts of `channels` columns, and x @ features @ reader for each of the readers.
+def _read(sums: Tensor | None, x: Tensor, features: Tensor, readers: Sequence[Tensor]) -> Tensor:
+    """(n_edges, n): x @ features @ reader for each of the readers, side by side, in the cheaper order; added to `sums`.
 
-    x: (n_edges, width); features: (width, n_features); readers: (n_features, n) each. Products are made in the cheaper
-    order.
+    x: (n_edges, width); features: (width, n_features); readers: (n_features, n of each).
     """
     following = join(readers, 1)
     (width, n_features), n_following = features.shape, following.shape[1]
-    at_once = width * n_following <= n_features * (width + n_following)
-    columns = features @ following if at_once else features
-    n_parts = 0 if weights is None else weights.shape[1] // channels
-    sizes = [reader.shape[1] for reader in readers]
-    made = product(x, columns if weights is None else join([weights, columns], 1))
-    parts = cut(made, [channels] * n_parts + (sizes if at_once else [n_features]), 1)
-    return parts[:n_parts], parts[n_parts:] if at_once else cut(product(parts[-1], following), sizes, 1)
+    if width * n_following <= n_features * (width + n_following):
+        following = features @ following
+    else:
+        x = product(x, features)
+    return product(x, following) if sums is None else add_product(sums, x, following)

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 
 from forgefield.ops.graph import cut, join
 from forgefield.ops.harmonics import clebsch_gordan
+from forgefield.ops.kernels.coupling_source import CoupledPath
+from forgefield.ops.kernels.dispatch import CouplingForm
 from forgefield.ops.linear import unit_uniform
 
 
@@ -84,6 +86,7 @@ class EnvironmentCoupling(nn.Module):
     scalar_matrix: Tensor
     weight_of_row: Tensor
     feature_sum: Tensor
+    scalar_factors: Tensor
 
     def __init__(
         self,
@@ -118,8 +121,22 @@ class EnvironmentCoupling(nn.Module):
         constants["scalar_matrix"] = self._matrix((0,), features, environment, results)
         for number, group in enumerate(self.groups):
             constants[f"matrix_{number}"] = self._matrix(group, features, environment, results)
+        factors = _diagonal(constants["scalar_matrix"], feature_sum)
+        self.scalars_are_products = factors is not None
+        if factors is not None:
+            constants["scalar_factors"] = factors
         for name, value in constants.items():
             self.register_buffer(name, value.to(dtype), persistent=False)
+        self.form = self._form(features, environment, results)
+
+    def _form(self, features: Sequence[Irrep], environment: Sequence[Irrep], results: Sequence[Irrep]) -> CouplingForm:
+        """What kernels couple: rows over features from environments and rows over results."""
+        paths = [
+            CoupledPath(a.l, _dim(features[:i]), b.l, _dim(environment[:j]), c.l, _dim(results[:k]))
+            for (i, j, k) in self.paths
+            for a, b, c in [(features[i], environment[j], results[k])]
+        ]
+        return CouplingForm(paths, (_dim(features), _dim(environment), _dim(results)))
 
     def _matrix(
         self, group: Sequence[int], features: Sequence[Irrep], environment: Sequence[Irrep], results: Sequence[Irrep]
@@ -136,11 +153,16 @@ class EnvironmentCoupling(nn.Module):
 
     def scalar_row(self, environment: Tensor) -> Tensor:
         """Row of the scalar result: environment (n_environment, n_atoms, channels) -> (n_features, n_atoms, channels)."""
+        if self.scalars_are_products:
+            weights = self.weight_of_row[: environment.shape[0]] @ self.weight
+            return environment * (weights * self.scalar_factors).unsqueeze(1)
         coupled = self.scalar_matrix @ environment.flatten(1)
         return self._sum_paths(coupled.unflatten(1, environment.shape[1:]), coupled.shape[0])
 
     def pull(self, environment: Tensor, row: Tensor) -> Tensor:
         """A row over the results (n_results, n_atoms, channels) as a row over the features."""
+        if self.form.is_operator(environment):
+            return self.form.couple(self.weight.expand(-1, environment.shape[2]), environment, row)
         parts = []
         for number, part in enumerate(cut(row, self.group_sizes, 0)):
             product = (environment.unsqueeze(1) * part.unsqueeze(0)).flatten(2).flatten(0, 1)
@@ -157,6 +179,15 @@ class EnvironmentCoupling(nn.Module):
 
 def _dim(irreps: Sequence[Irrep]) -> int:
     return sum(ir.dim for ir in irreps)
+
+
+def _diagonal(matrix: Tensor, feature_sum: Tensor) -> Tensor | None:
+    """(n, 1): the diagonal of a matrix that has nothing else, where its rows are the features themselves; else None."""
+    n_rows, n_columns = matrix.shape
+    if not n_rows == n_columns == feature_sum.shape[0] or not torch.equal(feature_sum[:, :n_rows], torch.eye(n_rows)):
+        return None
+    diagonal = matrix.diagonal()
+    return diagonal.unsqueeze(1) if (matrix - diagonal.diag()).abs().max() < 1e-12 else None
 
 
 def _group(results: Sequence[Irrep]) -> list[tuple[int, ...]]:

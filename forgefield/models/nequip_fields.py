@@ -247,14 +247,9 @@ _kept_constants: WeakKeyDictionary[NequIP, Tensor] = WeakKeyDictionary()
 
 
 def _constants(model: NequIP) -> Tensor:
-    """What every matrix is scaled by, in the order of `Layout`; they never change."""
+    """What every matrix is scaled by, in the order of `Layout`, float64; they never change."""
     kept = _kept_constants.get(model)
-    like = model.type_embedding
-    if kept is None or kept.dtype != like.dtype or kept.device != like.device:
-        with torch.no_grad():
-            pieces = []
-            for linear in _linears(model):
-                starts = [sum(linear.sizes[:number]) for number in range(len(linear.sizes))]
-                pieces += [linear.norm[start : start + 1] for start in starts]
-            kept = _kept_constants[model] = torch.cat(pieces).to(like)
+    if kept is None or kept.device != model.type_embedding.device:
+        norms = [norm for linear in _linears(model) for norm in linear.norms]
+        kept = _kept_constants[model] = torch.tensor(norms, dtype=torch.float64, device=model.type_embedding.device)
     return kept

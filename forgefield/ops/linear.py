@@ -47,8 +47,8 @@ class IrrepsLinear(nn.Module):
         self.channels = tuple(channels)
         self.sizes = [n_in * n_out for n_in, n_out in channels]
         self.weight = nn.Parameter(unit_normal(sum(self.sizes), generator=generator, dtype=dtype))
-        norms = [scale / math.sqrt(n_in) for n_in, _ in channels]
-        self.register_buffer("norm", _spread(norms, self.sizes).to(dtype), persistent=False)
+        self.norms = [scale / math.sqrt(n_in) for n_in, _ in channels]
+        self.register_buffer("norm", _spread(self.norms, self.sizes).to(dtype), persistent=False)
 
     def matrices(self) -> list[Tensor]:
         """The (in, out) matrix of each block, scaled to preserve variance, and by `scale`."""
@@ -77,8 +77,8 @@ class SpeciesLinear(nn.Module):
         self.channels, self.n_embedding = tuple(channels), n_embedding
         self.sizes = [n_in * n_embedding * n_out for n_in, n_out in channels]
         self.weight = nn.Parameter(unit_normal(sum(self.sizes), generator=generator, dtype=dtype))
-        norms = [1 / math.sqrt(n_in * n_embedding) for n_in, _ in channels]
-        self.register_buffer("norm", _spread(norms, self.sizes).to(dtype), persistent=False)
+        self.norms = [1 / math.sqrt(n_in * n_embedding) for n_in, _ in channels]
+        self.register_buffer("norm", _spread(self.norms, self.sizes).to(dtype), persistent=False)
 
     def matrices(self, table: Tensor | None) -> list[Tensor]:
         """(in * n, out) matrix of each block for inputs `x[u] * a[s]`, u slow and s fast.

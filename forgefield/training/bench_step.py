@@ -33,7 +33,8 @@ from forgefield.training.resolved_model import built_task, key_frames, resolved_
 @dataclass
 class BareStep:
     """data: prepared. average: of the weights, where the config asks for one. resolved: options of the model in full. knots: of
-    the tables that kernels read, zero for none; storage: what kernels store rows in."""
+    the tables that kernels read, zero for none; storage: what kernels store rows in; edge_kernels: whether sums over edges may
+    go through kernels."""
 
     data: DataModule
     potential: Potential
@@ -45,6 +46,7 @@ class BareStep:
     precision: Precision
     knots: int
     storage: str
+    edge_kernels: bool
     errors: ErrorMetrics = field(init=False)
 
     def __post_init__(self) -> None:
@@ -59,6 +61,7 @@ class BareStep:
             derivative=derivative,
             knots=self.knots,
             storage=self.storage,
+            edge_kernels=self.edge_kernels,
             shapes=shapes,
         )
 
@@ -110,7 +113,8 @@ def bare_step(config: DictConfig, *, precision: str | None = None, data: DataMod
     average = WeightAverage(potential, config.training.ema) if config.training.ema else None
     if average is not None:
         average.to(device)
-    kept = (knots_wanted(config.training), config.training.kernels.storage)
+    kernels = config.training.kernels
+    kept = (knots_wanted(config.training), kernels.storage, kernels.edges)
     return BareStep(data, potential, task, optimiser, average, device, resolved, arithmetic, *kept)
 
 

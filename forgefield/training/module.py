@@ -271,6 +271,7 @@ class TrainingModule(RunModule):
             derivative=derivative,
             knots=knots_wanted(self.options),
             storage=self.options.kernels.storage,
+            edge_kernels=self.options.kernels.edges,
             shapes=self.shapes,
         )
 

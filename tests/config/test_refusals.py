@@ -126,6 +126,7 @@ def test_wrong_types_say_what_is_expected(refused, text, sentence):
         ("training: {kernels: {storage: bf16}}", "'training.kernels.storage' is float32 or bfloat16, not 'bf16'."),
         ("training: {kernels: {storage: bfloat16}, engine: compile}", "which training.engine=compile does not use"),
         ("training: {kernels: {storage: bfloat16}, precision: float64}", "would round what training.precision=float64"),
+        ("training: {kernels: {edges: false}}", "sums over edges that Allegro has"),
         ("training: {lr: .nan}", "'training.lr' is a positive number, not nan."),
         ("training: {ema: 1.0}", "'training.ema' is a number between 0 and 1, or null for no average, not 1.0."),
         ("data: {val: -3}", "'data.val' is a share of train (0.1), a number of frames (50) or a file, not -3."),

@@ -8,8 +8,6 @@ of the plain convolution; the first harmonic is one, whatever it is given as, an
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,7 +25,8 @@ from forgefield.ops.kernels.plain_operators import (
     empty_second,
     empty_values,
 )
-from forgefield.ops.kernels.setting import can_launch, interpreted
+from forgefield.ops.kernels.registration import launcher, operator
+from forgefield.ops.kernels.setting import can_launch
 from forgefield.ops.kernels.source import Kind
 from forgefield.ops.segment_sum import sum_in_trace
 
@@ -66,7 +65,7 @@ class _OverRows(Convolution):
         self.of_edges: Tensor | None = None
 
     def launcher(self, kernel: Any) -> Any:
-        return kernel if interpreted() else torch.library.wrap_triton(kernel)
+        return launcher(kernel)
 
     def _sum(self, rows: Tensor, to_x: Field | None, place: int, first: int = 0) -> None:
         self.of_edges = rows  # summed as rows, not into a field
@@ -101,14 +100,7 @@ class _OverRows(Convolution):
 # ---- what the operators compute
 
 
-def _operator(name: str) -> Callable[[Callable[..., Any]], Any]:
-    """Registers an operator. Without Triton it is one that compilers do not look into."""
-    if importlib.util.find_spec("triton") is None:
-        return torch.library.custom_op(name, mutates_args=())
-    return torch.library.triton_op(name, mutates_args=())
-
-
-@_operator("forgefield::convolve")
+@operator("forgefield::convolve")
 def _convolve(
     features: Tensor,
     harmonics: Tensor,
@@ -133,7 +125,7 @@ def _convolve(
     return out.flat
 
 
-@_operator("forgefield::convolve_backward")
+@operator("forgefield::convolve_backward")
 def _convolve_backward(
     grad: Tensor,
     features: Tensor,
@@ -164,7 +156,7 @@ def _convolve_backward(
     return to_x, parts.sum(0), convolution.shared(of_w)
 
 
-@_operator("forgefield::convolve_double_backward")
+@operator("forgefield::convolve_double_backward")
 def _convolve_double_backward(
     along_features: Tensor,
     along_harmonics: Tensor,

@@ -2,7 +2,8 @@
 
 Weights are read where they lie, as they are trained: of unit variance. Matrices are these times a constant, or, where they
 belong to a species, sums over its embedding: matrix[u, s, w] = c sum_v weight[u, v, w] embedding[s, v]. Kernels that multiply
-with them read them packed: transposed too, and each number as its leading bits and the rest.
+with them read them packed: transposed too, and each number as its leading bits and the rest. Both together have more bits than
+float32: matrices are made in float64, since the error of one is that of all atoms of a species.
 """
 
 from __future__ import annotations
@@ -78,8 +79,8 @@ class Matrices:
 
     def __call__(self, weights: Sequence[Tensor], embedding: Tensor, constants: Tensor) -> tuple[Tensor, Tensor]:
         """The matrices in a row (size,), and packed (4 * size,), which has no gradient. weights: rows which make up, one after
-        the other, that of all parts. embedding: (n_species, n_embedding). constants: one for each part. What lies between two
-        matrices is not filled."""
+        the other, that of all parts. embedding: (n_species, n_embedding). constants: one for each part, float64. What lies between
+        two matrices is not filled."""
         if not self._can_stay(weights):
             weights = [torch.cat(tuple(weights))]
         return _Made.apply(self, embedding, constants, *weights)

@@ -48,37 +48,38 @@ def make_matrices(
     out += start
     packed += start
     if of_species == 0:
-        total = constant * tl.load(weights + (row[:, None] * width + column[None, :]), mask=inside, other=0.0)
-        put(out, packed, total, length, row, column, 0, rows, width, 1, inside)
+        weight = tl.load(weights + (row[:, None] * width + column[None, :]), mask=inside, other=0.0)
+        put(out, packed, constant * weight.to(tl.float64), length, row, column, 0, rows, width, 1, inside)
     else:
         line = row[:, None] * (n_embedding * width) + column[None, :]
         for kind in range(0, n_species, 2):  # two at a time: weights are read for both
-            one = tl.zeros([down, across], out.dtype.element_ty)
-            two = tl.zeros([down, across], out.dtype.element_ty)
+            one = tl.zeros([down, across], tl.float64)
+            two = tl.zeros([down, across], tl.float64)
             both = kind + 1 < n_species
             for begin in range(0, n_embedding, eight):
                 for step in tl.static_range(eight):
                     v = begin + step
                     known = v < n_embedding
-                    weight = tl.load(weights + (line + v * width), mask=inside & known, other=0.0)
+                    weight = tl.load(weights + (line + v * width), mask=inside & known, other=0.0).to(tl.float64)
                     given = embedding + kind * n_embedding + v
-                    one += weight * tl.load(given, mask=known, other=0.0)
-                    two += weight * tl.load(given + n_embedding, mask=known & both, other=0.0)
+                    one += weight * tl.load(given, mask=known, other=0.0).to(tl.float64)
+                    two += weight * tl.load(given + n_embedding, mask=known & both, other=0.0).to(tl.float64)
             put(out, packed, constant * one, length, row, column, kind, rows, width, n_species, inside)
             put(out, packed, constant * two, length, row, column, kind + 1, rows, width, n_species, inside & both)
 
 
 @triton.jit
 def put(out, packed, total, length, row, column, kind, rows, width, n_kinds, inside):
-    """Numbers of the matrix of this kind to where they lie, as they are, transposed, and in two parts."""
-    high = total
+    """Numbers of the matrix of this kind, float64, to where they lie: rounded as they are, transposed, and in two parts."""
+    single = total.to(out.dtype.element_ty)
+    high = single
     if out.dtype.element_ty == tl.float32:  # to the nearest number of tensor cores
-        high = ((total.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
-        high = tl.where(total == total, high, total)  # the bits of a NaN may become those of zero
-    low = total - high
+        high = ((single.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+        high = tl.where(single == single, high, single)  # the bits of a NaN may become those of zero
+    low = (total - high.to(tl.float64)).to(out.dtype.element_ty)
     same = (row[:, None] * n_kinds + kind) * width + column[None, :]
     turned = row[:, None] + (kind * width + column[None, :]) * rows
-    tl.store(out + same, total, mask=inside)
+    tl.store(out + same, single, mask=inside)
     tl.store(packed + 2 * length + same, high, mask=inside)
     tl.store(packed + 3 * length + same, low, mask=inside)
     tl.store(packed + turned, high, mask=inside)
@@ -117,7 +118,7 @@ def matrices_to_weights(
         to_place = tl.multiple_of(to_place, 4)
         start = tl.multiple_of(start, 4)
         place = tl.multiple_of(place, 4)
-    constant = tl.load(constants + number)
+    constant = tl.load(constants + number).to(to_weights.dtype.element_ty)
     weights += place
     to_weights += to_place
     to_out += start

@@ -189,13 +189,15 @@ def start(choice: Choice, on: Circumstances, batch: Batch) -> Engine:
     engine = build(choice, on, device)
     reference = Engine(on.function("double"), world_size=on.world_size)
     reference.given_denominators = on.given_denominators
-    if choice == Choice("eager", "double"):
+    if choice == Choice("eager", "double") and not engine.function.sums_by_kernels:
         return engine
     try:
         difference = require_equal(engine, reference, batch, max(on.tolerance, engine.function.rounding))
     except ForgefieldError as error:
         if choice.derivative == "kernels":
             raise ForgefieldError(f"training.derivative=kernels: {error} Or use training.derivative=double.") from error
+        if engine.function.sums_by_kernels:
+            raise ForgefieldError(f"{error} Or use training.kernels.edges=false.") from error
         if str(error).startswith("training.engine"):
             raise
         raise ForgefieldError(f"training.engine={choice.name}: {error}; use training.engine=eager.") from error
@@ -218,7 +220,8 @@ def start(choice: Choice, on: Circumstances, batch: Batch) -> Engine:
     if difference is None:
         on.say(f"Engine {choice}: the model is random in training, so it could not be compared with the eager engine.")
     else:
-        on.say(f"Engine {choice}: loss, errors and all gradients equal the eager engine's to {difference:.1e}.")
+        those = "those of plain operations" if choice == Choice("eager", "double") else "the eager engine's"
+        on.say(f"Engine {choice}: loss, errors and all gradients equal {those} to {difference:.1e}.")
     return engine
 
 

@@ -52,7 +52,8 @@ class Engine:
         if function.derivative != "double":
             return self._given(self.differentiate(batch, denominators))
         task, potential = function.task, function.potential
-        outputs = potential(batch, forces=task.needs_forces, stress=task.needs_stress)
+        with function.edge_setting():
+            outputs = potential(batch, forces=task.needs_forces, stress=task.needs_stress)
         parts = task.loss(outputs, batch)
         measured = Measured(torch.stack([parts.sums, parts.counts]).detach(), function.errors.measure(outputs, batch))
         if denominators is None:

@@ -6,8 +6,8 @@ generated kernels, for models that have them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -16,6 +16,7 @@ from torch.func import functional_call
 
 from forgefield.data.batch import SHAPES, Shapes
 from forgefield.models.potential import Potential
+from forgefield.ops.kernels.dispatch import operators, use_edge_operators
 from forgefield.ops.kernels.setting import KNOTS, kernels
 from forgefield.tasks.loss_kernels import kernels_know, loss_by_kernels
 from forgefield.tasks.metrics import ErrorMetrics
@@ -46,7 +47,8 @@ class StepFunction:
     """The loss of `task` on the outputs of `potential`, and its gradients.
 
     errors: says which errors are measured. knots: intervals of the tables that kernels read radial weights from, zero for none;
-    storage: what kernels store rows in while gradients are made. shapes: of the tensors of a batch.
+    storage: what kernels store rows in while gradients are made. edge_kernels: whether sums over edges may go through kernels,
+    for models that have such sums. shapes: of the tensors of a batch.
     """
 
     def __init__(
@@ -58,12 +60,13 @@ class StepFunction:
         derivative: str = "double",
         knots: int = KNOTS,
         storage: str = "float32",
+        edge_kernels: bool = True,
         shapes: Shapes = SHAPES,
     ) -> None:
         if derivative not in DERIVATIVES:
             raise ValueError(f"there is no derivative form '{derivative}'")
         self.potential, self.task, self.errors, self.derivative = potential, task, errors, derivative
-        self.shapes, self.knots, self.storage = shapes, knots, storage
+        self.shapes, self.knots, self.storage, self.edge_kernels = shapes, knots, storage, edge_kernels
         parameters = dict(potential.named_parameters())
         self.trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
         frozen = [name for name in parameters if name not in set(self.trained)]
@@ -146,8 +149,24 @@ class StepFunction:
         """How far gradients may be, relative to their size, from those of the same precision with everything stored in it."""
         return STORAGE_TOLERANCES[self.storage] if self.derivative == "kernels" else 0.0
 
-    def _kernels(self, storage: str) -> AbstractContextManager[object]:
-        return kernels(enabled=self.derivative == "kernels", knots=self.knots, storage=storage)
+    @contextmanager
+    def _kernels(self, storage: str) -> Iterator[None]:
+        enabled = self.derivative == "kernels"
+        with kernels(enabled=enabled, knots=self.knots, storage=storage), self.edge_setting():
+            yield
+
+    def edge_setting(self) -> AbstractContextManager[None]:
+        """Inside, sums over edges are made as they are to be."""
+        return nullcontext() if self.edge_kernels else operators(False)
+
+    @property
+    def sums_by_kernels(self) -> bool:
+        """Whether the model has sums over edges that go through kernels, whatever the engine."""
+        weight = next(self.potential.parameters(), None)
+        if weight is None or not getattr(self.potential.model, "sums_over_edges", False):
+            return False
+        with self.edge_setting():
+            return use_edge_operators(weight)
 
     def _with_weights(self, trained: Sequence[Tensor], fixed: Sequence[Tensor], compute: Callable[[], T]) -> T:
         """What `compute` gives while the potential holds these tensors."""

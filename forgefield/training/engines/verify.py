@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from forgefield.errors import ForgefieldError
+from forgefield.ops.kernels.dispatch import operators
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.step import Differentiated
 
@@ -19,12 +20,13 @@ SMALL = 1e-3
 
 def require_equal(engine: Engine, reference: Engine, batch: Batch, tolerance: float) -> float | None:
     """Stop where the engine's step differs from the reference's by more than `tolerance`, relative to the size of each value.
+    The reference computes by plain operations.
 
     Returns the largest difference; None for a model that is random in training, which cannot be compared.
     """
-    with same_random_state(batch):
+    with same_random_state(batch), operators(False):
         expected = reference.trial(batch)
-    with same_random_state(batch):
+    with same_random_state(batch), operators(False):
         again = reference.trial(batch)
     with same_random_state(batch):
         found = engine.trial(batch)
@@ -44,7 +46,9 @@ def require_equal(engine: Engine, reference: Engine, batch: Batch, tolerance: fl
 
 def require_equal_evaluation(engine: Engine, reference: Engine, batch: Batch, tolerance: float) -> None:
     """The same for what a validation computes."""
-    found, expected = engine.evaluate(batch), reference.evaluate(batch)
+    found = engine.evaluate(batch)
+    with operators(False):
+        expected = reference.evaluate(batch)
     for what, a, b in (("the loss", found.sums, expected.sums), ("an error", found.errors, expected.errors)):
         difference = _relative(a, b, 0.0)
         if not difference <= tolerance:

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from forgefield.ops.kernels import coupling
+from forgefield.ops.kernels.setting import interpreted
 from tests.ops.kernels.support import DEVICE
 
 
@@ -13,3 +15,10 @@ def _unwritten_memory_is_nan(monkeypatch):
     assert torch.zeros(1, device=DEVICE).new_empty(3).isnan().all()
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def _few_programs(monkeypatch):
+    """An interpreter takes them one after the other."""
+    if interpreted():
+        monkeypatch.setattr(coupling, "PARTS", 3)
