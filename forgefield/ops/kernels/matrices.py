@@ -79,7 +79,7 @@ class Matrices:
 
     def __call__(self, weights: Sequence[Tensor], embedding: Tensor, constants: Tensor) -> tuple[Tensor, Tensor]:
         """The matrices in a row (size,), and packed (4 * size,), which has no gradient. weights: rows which make up, one after
-        the other, that of all parts. embedding: (n_species, n_embedding). constants: one for each part, float64. What lies between
+        the other, that of all parts. embedding: (n_species, n_embedding). constants: of each part, float64. What lies between
         two matrices is not filled."""
         if not self._can_stay(weights):
             weights = [torch.cat(tuple(weights))]
