@@ -76,7 +76,7 @@ def put(out, packed, total, length, row, column, kind, rows, width, n_kinds, ins
     if out.dtype.element_ty == tl.float32:  # to the nearest number of tensor cores
         high = ((single.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
         high = tl.where(single == single, high, single)  # the bits of a NaN may become those of zero
-    low = (total - high.to(tl.float64)).to(out.dtype.element_ty)
+    low = single - high
     same = (row[:, None] * n_kinds + kind) * width + column[None, :]
     turned = row[:, None] + (kind * width + column[None, :]) * rows
     tl.store(out + same, single, mask=inside)

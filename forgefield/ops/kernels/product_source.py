@@ -120,7 +120,7 @@ def multiply(
                     from_low = tl.multiple_of(from_low, 16)
                 b_low = tl.load(matrices + from_low + b_line, mask=b_known, other=0.0)
             if precision == "float64":
-                b = b.to(tl.float64) + b_low.to(tl.float64)  # which is more than float32 holds
+                b = (b + b_low).to(tl.float64)  # the sum is the number that was split
                 total = tl.dot(a.to(tl.float64), b, total, out_dtype=tl.float64)
             elif precision == "ieee":
                 b = b + b_low if split else b

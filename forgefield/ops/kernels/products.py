@@ -36,7 +36,7 @@ class Tile:
 
 
 LARGE = {
-    ("float64", False): Tile(64, 32, 32, 4, 3),
+    ("float64", False): Tile(128, 32, 16, 4, 3),
     ("float64", True): Tile(128, 32, 32, 4, 3),
     ("else", False): Tile(64, 64, 16, 4, 3),
     ("else", True): Tile(64, 32, 32, 4, 3),
@@ -44,10 +44,12 @@ LARGE = {
 """Of many rows, by how they are multiplied, and whether there are matrices of species."""
 SMALL = Tile(16, 32, 32, 4, 4)
 """Of few rows."""
-MANY_ROWS, MIDDLE = 32768, Tile(64, 32, 16, 4, 4)
+MANY_ROWS, MIDDLE = 32768, Tile(64, 32, 32, 4, 3)
 """Of fewer rows than this, in float64 and with matrices of species."""
 GRADIENT = {False: Tile(64, 64, 64, 4, 3), True: Tile(32, 64, 32, 4, 4)}
 """Of gradients of matrices, by whether rows are few."""
+GRADIENT_IN_DOUBLES = Tile(32, 32, 16, 2, 4)
+"""The same where float32 is multiplied in float64."""
 CHUNK = {False: 768, True: 384}
 """Rows that one program sums for the gradient of a matrix, likewise."""
 SUMMED = 512
@@ -62,8 +64,8 @@ The other: `tf32`, leading bits alone."""
 WITH_DOUBLES = ((8, 0), (9, 0), (10, 0))
 """Generations of GPUs whose tensor cores multiply float64 as fast as others multiply float32."""
 EXACT_GRADIENT = "bf16x6"
-"""How it is for gradients: as six products of parts of 16 bits, of three that make up a number. Others: `bf16x3`, of two parts;
-`float64`, `tf32x3`, `ieee`."""
+"""How it is for gradients, where tensor cores do not multiply float64, which is faster: as six products of parts of 16 bits, of
+three that make up a number. Others: `bf16x3`, of two parts; `float64`, `tf32x3`, `ieee`."""
 
 
 @dataclass(frozen=True)
@@ -263,13 +265,16 @@ class Gradients:
         if table is None:
             table = self._tables[fields.device] = _on(fields.device, self._rows)
         few = n_atoms * max(part.components for part in self.parts) < FEW_ROWS
-        # In float64 the large tile is more than many GPUs have room for.
-        tile = tile or GRADIENT[few or fields.dtype == torch.float64]
+        doubles = _precise(fields.device) == "float64"
+        precision = precision_of(fields, "float64" if doubles else EXACT_GRADIENT, "bf16x3")
+        if tile is None:
+            # In float64 the large tile is more than many GPUs have room for.
+            large = GRADIENT[few or fields.dtype == torch.float64]
+            tile = GRADIENT_IN_DOUBLES if precision == "float64" else large
         n_chunks = -(-2 * n_atoms // (chunk or CHUNK[few]))
         parts = fields.new_empty(n_chunks * self._by_chunk + self._besides)
         starts = self._where(fields.device, tile)
         order, of_atoms, pointers = (table,) * 3 if kinds is None else (kinds.order, kinds.kinds, kinds.pointers)
-        precision = precision_of(fields, EXACT_GRADIENT, "bf16x3")
         _kernels().contract[(starts.n_tiles * n_chunks,)](
             fields,
             parts,
