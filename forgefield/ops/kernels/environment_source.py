@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-AT_ONCE = 4
+AT_ONCE = 1
 """Edges that a program takes at a time, one for each of its warps."""
 
 
@@ -25,8 +25,7 @@ class EdgePass:
 
     projection: with a factor p of the edge. order: 0, the values; 1, from their cotangents those of what they were made of; 2,
     from directions for these those of all that. harmonics: cotangents of harmonics are wanted. shared: all degrees have one
-    weight. tile: channels of a program, a power of two from 32 on. edges: taken at a time, one by each warp. ahead: an edge is
-    read while the one before is computed with.
+    weight. tile: channels of a program, a power of two from 32 on. edges: taken at a time, one by each warp.
     """
 
     projection: bool
@@ -37,7 +36,6 @@ class EdgePass:
     shared: bool
     tile: int
     edges: int = AT_ONCE
-    ahead: bool = False
 
     @property
     def name(self) -> str:
@@ -120,21 +118,11 @@ def _body(of: EdgePass) -> list[str]:
 
 def _walk(of: EdgePass, inside: str) -> list[str]:
     """The loop over edges."""
-    some = f"tl.arange(0, {of.edges})[:, None]"
-    lines, loop = [], [f"edge = first + {some}", "here = edge < end"]
-    loads = _loads(of, inside)
-    if of.ahead:
-        lines += [f"edge = begin + {some}", "here = edge < end"]
-        lines += [f"next_{name} = {text}" for name, text in loads.items()]
-        loop += [f"{name} = next_{name}" for name in loads]
-        loop += [f"after = edge + {of.edges}", "known = after < end"]
-        changed = {name: text.replace("edge *", "after *").replace("here", "known") for name, text in loads.items()}
-        loop += [f"next_{name} = {text}" for name, text in changed.items()]
-    else:
-        loop += [f"{name} = {text}" for name, text in loads.items()]
+    loop = [f"edge = first + tl.arange(0, {of.edges})[:, None]", "here = edge < end"]
+    loop += [f"{name} = {text}" for name, text in _loads(of, inside).items()]
     loop += _projection(of) if of.projection else _environment(of)
     loop += _stores(of, inside)
-    return [*lines, f"for first in range(begin, end, {of.edges}):", *_indented(loop)]
+    return [f"for first in range(begin, end, {of.edges}):", *_indented(loop)]
 
 
 def _loads(of: EdgePass, inside: str) -> dict[str, str]:
