@@ -35,13 +35,14 @@ from forgefield.models.potential import edge_vectors
 from forgefield.models.registry import build_model, resolve_model
 from forgefield.ops.graph import EdgeGraph, edge_graph
 from forgefield.ops.kernels import beside
-from forgefield.ops.kernels.convolution import Convolution, Motion, Radial, Rows, sum_into_field
+from forgefield.ops.kernels.convolution import Convolution, Motion, Radial, Rows
 from forgefield.ops.kernels.edges import forces_by_kernel
 from forgefield.ops.kernels.fields import TANGENT, Field
 from forgefield.ops.kernels.form import Form, form_of
 from forgefield.ops.kernels.geometry import EdgeGeometry, moved_geometry
 from forgefield.ops.kernels.packing import StoredTable
 from forgefield.ops.kernels.setting import STORAGE, kernels
+from forgefield.ops.kernels.sums import sum_into_field
 from forgefield.ops.kernels.table import CHUNK, Intervals, TableGradient
 from forgefield.training.engines.blank import sizes
 from forgefield.training.engines.engine import Engine

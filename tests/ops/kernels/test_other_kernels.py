@@ -14,11 +14,11 @@ from forgefield.ops.convolution_plan import Block
 from forgefield.ops.graph import EdgeGraph, Segments, segment_sum
 from forgefield.ops.harmonics import SphericalHarmonics
 from forgefield.ops.kernels import table as table_module
-from forgefield.ops.kernels.convolution import sum_into_field
 from forgefield.ops.kernels.edges import forces_by_kernel, vectors_by_kernel
 from forgefield.ops.kernels.fields import TANGENT, VALUE, Field, Shape
 from forgefield.ops.kernels.gate import GateByKernels, Nonlinearity
 from forgefield.ops.kernels.geometry import EDGES, EdgeGeometry, moved_geometry
+from forgefield.ops.kernels.sums import sum_into_field
 from forgefield.ops.kernels.table import CHUNK, Intervals, TableGradient, polynomials
 from forgefield.ops.linear import Gate, NormActivation
 from tests.models.structures import make_batch, make_frame
