@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -108,15 +107,15 @@ class GraphsEngine(Engine):
         loader.launch()
         batch, denominators, graph = loader.batch, loader.denominators, torch.cuda.CUDAGraph()
         ask = None if denominators is None else lambda: denominators
-        stream = _stream(torch.cuda.current_device())
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
             for _ in range(WARM_UPS):
                 self.inner.differentiate(batch, ask)
-        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
         try:
-            with torch.cuda.graph(graph, self._pool, stream, capture_error_mode="thread_local"), joined():
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"), joined():
                 loader.launch()
                 result = self._laid_out(self.inner.differentiate(batch, ask))
         except RuntimeError as error:
@@ -125,10 +124,3 @@ class GraphsEngine(Engine):
                 f"by the host ({str(error).splitlines()[0]}); use training.engine=compile or eager."
             ) from error
         return _Captured(graph, loader, result)
-
-
-@cache
-def _stream(device: int) -> torch.cuda.Stream:
-    """What all steps are captured on, so that they use each other's memory. What goes on beside a step, on other streams
-    (`ops/kernels/beside.py`), gives way to it."""
-    return torch.cuda.Stream(device, priority=-1)
