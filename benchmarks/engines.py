@@ -1,15 +1,17 @@
 """Whole training steps (energies and forces, gradients, Adam) of every engine on water, on this machine.
 
     python benchmarks/engines.py [--cases S-32 M-1 L-32 A-32 ...] [--engines eager compile graphs-eager graphs-compiled script]
-                                 [--derivatives double kernels tangent] [--budget 600] [--fresh-cache] [--json out.json]
+                                 [--derivatives double kernels tangent] [--plain-edges] [--budget 600] [--fresh-cache]
+                                 [--json out.json]
                                  [--peers [--peer-modes eager compile oeq oeq-compile] [--peer-python other/bin/python]]
 
 A case is a model and a batch: presets S, M and L of NequIP and an Allegro (A: l_max 2, 2 layers, 64 scalar and 64 tensor
 features) on 32, 8 or 1 frames of 192 atoms, or `small`, 5 frames of 24; cutoff 5 A, about 54 neighbours. Before an engine is
 timed, its loss and all its gradients must equal those of the eager engine with double backward. The first step is timed from
 the call to its end, compiling included; an engine is compiled once for all batches of a model. Engine `best` is graphs with
-kernels where the model has them, else of the compiled step. Peers run in processes of their own, which compile side by side
-before anything is timed; `oeq` is NequIP with kernels of OpenEquivariance. A table at the end says what both computed.
+kernels where the model has them, else of the compiled step. `--plain-edges`: Allegro without its kernels. Peers run in
+processes of their own, which compile side by side before anything is timed; `oeq` is NequIP with kernels of OpenEquivariance. A
+table at the end says what both computed.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,9 +79,12 @@ class Trained:
     task: Task
     errors: ErrorMetrics
     compiled: dict[str, CompileEngine]
+    edge_kernels: bool = True
 
     def function(self, derivative: str) -> StepFunction:
-        return StepFunction(self.potential, self.task, self.errors, derivative=derivative)
+        return StepFunction(
+            self.potential, self.task, self.errors, derivative=derivative, edge_kernels=self.edge_kernels
+        )
 
     def engine(self, name: str, derivative: str, batch: Batch) -> Engine:
         if name == "script":
@@ -198,7 +203,7 @@ def rows(
         for other in [other for other in models if other != key]:
             del models[other]
         if key not in models:
-            models[key] = trained(*key, args.precision, device)
+            models[key] = replace(trained(*key, args.precision, device), edge_kernels=not args.plain_edges)
         batch = batch_of(size, device)
         frames, atoms, edges = sizes(batch)
         about = {"case": case, "frames": frames, "atoms": atoms, "edges": edges}
@@ -322,6 +327,7 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--cases", nargs="+", choices=known, default=CASES, metavar="CASE", help=" ".join(known))
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES[:4]))
     parser.add_argument("--derivatives", nargs="+", choices=DERIVATIVES, default=["double", "kernels"])
+    parser.add_argument("--plain-edges", action="store_true", help="no kernels for Allegro")
     parser.add_argument("--precision", choices=sorted(TOLERANCES), default="float32")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seconds", type=float, default=0.5, help="spent on timing each engine, about")
