@@ -6,10 +6,7 @@ other three; its derivatives are the same operator for other places. Products of
 
 from __future__ import annotations
 
-import hashlib
-import inspect
-from functools import cache, lru_cache
-from importlib.metadata import version
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,7 +16,7 @@ from forgefield.ops.graph import is_traced
 from forgefield.ops.kernels import coupling_source
 from forgefield.ops.kernels.build import module_from
 from forgefield.ops.kernels.coupling_source import WEIGHT, Coupling, coupling_of_key, write_coupling
-from forgefield.ops.kernels.registration import launcher, operator
+from forgefield.ops.kernels.registration import launcher, mark_of_code, operator
 from forgefield.ops.kernels.setting import can_launch
 
 PARTS = 512
@@ -119,11 +116,6 @@ def plain_coupling(form: Coupling, place: int, *given: Tensor) -> Tensor:
     return out
 
 
-@cache
-def mark_of_code() -> str:
-    """Of how kernels are written: compiled graphs that hold an operator are not taken for those of other code."""
-    try:
-        text = inspect.getsource(coupling_source) + inspect.getsource(_launched)
-    except OSError:  # installed without sources
-        text = version("forgefield")
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
+def mark() -> str:
+    """What keys have as `code`."""
+    return mark_of_code(coupling_source, _launched)

@@ -137,6 +137,6 @@ class CouplingForm:
 
     def couple(self, weights: Tensor, environment: Tensor, row: Tensor) -> Tensor:
         """(features, n_atoms, channels). weights: (paths, channels); environment, row: (components, n_atoms, channels)."""
-        from forgefield.ops.kernels.coupling import couple, mark_of_code  # registering operators looks at Triton
+        from forgefield.ops.kernels.coupling import couple, mark  # registering operators looks at Triton
 
-        return couple(weights, environment, row, key_of_coupling(self.paths, self.sizes, mark_of_code()))
+        return couple(weights, environment, row, key_of_coupling(self.paths, self.sizes, mark()))

@@ -8,11 +8,8 @@ Nothing of the size of edges times components times channels is ever stored. On 
 
 from __future__ import annotations
 
-import hashlib
-import inspect
 from dataclasses import dataclass
-from functools import cache, lru_cache
-from importlib.metadata import version
+from functools import lru_cache
 from math import isqrt
 from typing import Any
 
@@ -24,7 +21,7 @@ from forgefield.ops.kernels import environment_source
 from forgefield.ops.kernels.build import module_from
 from forgefield.ops.kernels.environment_source import ARGUMENTS, EdgePass, write_pass
 from forgefield.ops.kernels.plain_environment import PlainEdges
-from forgefield.ops.kernels.registration import launcher, operator
+from forgefield.ops.kernels.registration import launcher, mark_of_code, operator
 from forgefield.ops.kernels.setting import can_launch
 
 
@@ -68,7 +65,7 @@ class _Form:
         """given: tensors, and for derivatives whether harmonics are to have cotangents."""
         found = getattr(torch.ops.forgefield, self.name + derivative)
         tensors = [part.contiguous() if isinstance(part, Tensor) else part for part in given]
-        return found(*tensors, self.edges.index, self.edges.pointers, self.shared, mark_of_code())
+        return found(*tensors, self.edges.index, self.edges.pointers, self.shared, mark())
 
     def wants_harmonics(self, needed: bool) -> bool:
         return needed and not (self.switch is not None and self.switch.off)
@@ -184,14 +181,9 @@ def _room(of: EdgePass, weights: Tensor, pointers: Tensor) -> Tensor:
     return weights.new_empty((of.n_harmonics, pointers.shape[0] - 1, of.channels))
 
 
-@cache
-def mark_of_code() -> str:
-    """Of how kernels are written: compiled graphs that hold an operator are not taken for those of other code."""
-    try:
-        text = inspect.getsource(environment_source) + inspect.getsource(edge_pass)
-    except OSError:  # installed without sources
-        text = version("forgefield")
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
+def mark() -> str:
+    """What operators are given as `code`."""
+    return mark_of_code(environment_source, edge_pass)
 
 
 # ---- the operators

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import inspect
 import json
-from functools import cache, lru_cache
-from importlib.metadata import version
+from functools import lru_cache
 
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -14,6 +11,7 @@ from forgefield.errors import ForgefieldError
 from forgefield.ops.convolution_plan import Block, ConvolutionPlan, plan_convolution
 from forgefield.ops.kernels import form, source
 from forgefield.ops.kernels.form import Form, form_of
+from forgefield.ops.kernels.registration import mark_of_code
 
 
 def key_of_plan(plan: ConvolutionPlan) -> str:
@@ -22,7 +20,7 @@ def key_of_plan(plan: ConvolutionPlan) -> str:
     `code` is a mark of how kernels are written, so that compiled graphs are not taken for those of other code.
     """
     out = sorted({(path.l3, path.p3) for path in plan.paths})
-    content = {"features": plan.in_blocks, "l_max": plan.l_max, "outputs": out, "code": _mark_of_code()}
+    content = {"features": plan.in_blocks, "l_max": plan.l_max, "outputs": out, "code": mark_of_code(form, source)}
     return json.dumps(content, separators=(",", ":"))
 
 
@@ -47,12 +45,3 @@ def form_of_key(key: str) -> Form:
     paths = range(len(plan.paths))
     with _disable_current_modes():
         return form_of(plan, tuple((path,) for path in paths), tuple(0 for _ in paths), rows=True)
-
-
-@cache
-def _mark_of_code() -> str:
-    try:
-        text = inspect.getsource(form) + inspect.getsource(source)
-    except OSError:  # installed without sources
-        text = version("forgefield")
-    return hashlib.sha256(text.encode()).hexdigest()[:12]

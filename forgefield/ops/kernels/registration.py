@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import inspect
 from collections.abc import Callable
+from functools import cache
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -21,3 +25,14 @@ def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
 def launcher(kernel: Any) -> Any:
     """The kernel as it is launched inside of an operator, where traces see it."""
     return kernel if interpreted() else torch.library.wrap_triton(kernel)
+
+
+@cache
+def mark_of_code(*written_by: Any) -> str:
+    """Of the modules and functions that write a kernel: an operator is given it, so that compiled graphs which hold the operator
+    are not taken for those of other code."""
+    try:
+        text = "".join(inspect.getsource(part) for part in written_by)
+    except OSError:  # installed without sources
+        text = version("forgefield")
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from forgefield.models.allegro_tensors import EnvironmentCoupling, harmonic_irreps, layer_irreps
 from forgefield.ops.kernels import dispatch
-from forgefield.ops.kernels.coupling import couple, mark_of_code, plain_coupling
+from forgefield.ops.kernels.coupling import couple, mark, plain_coupling
 from forgefield.ops.kernels.coupling_source import coupling_of_key, key_of_coupling
 from forgefield.ops.kernels.setting import interpreted
 from tests.ops.kernels.support import DEVICE, assert_same, draw
@@ -62,7 +62,7 @@ def test_couplings_and_their_derivatives_are_those_of_matrices(l_max, channels, 
 @pytest.mark.parametrize("place", range(4))
 def test_every_place_is_that_of_plain_operations(place):
     coupling = coupling_of(2, 3)
-    key = key_of_coupling(coupling.form.paths, coupling.form.sizes, mark_of_code())
+    key = key_of_coupling(coupling.form.paths, coupling.form.sizes, mark())
     form = coupling_of_key(key)
     tensors = [draw(number, form.size(number), *((3,) if number == 0 else (4, 3))) for number in range(4)]
     others = [tensor for number, tensor in enumerate(tensors) if number != place]
@@ -75,7 +75,7 @@ def test_every_place_is_that_of_plain_operations(place):
 @pytest.mark.parametrize("place", range(4))
 def test_the_operator_is_what_torch_asks_of_operators(place):
     coupling = coupling_of(1, 3)
-    key = key_of_coupling(coupling.form.paths, coupling.form.sizes, mark_of_code())
+    key = key_of_coupling(coupling.form.paths, coupling.form.sizes, mark())
     form = coupling_of_key(key)
     tensors = [draw(number, form.size(number), *((3,) if number == 0 else (4, 3))) for number in range(4)]
     others = [tensor for number, tensor in enumerate(tensors) if number != place]
@@ -85,7 +85,7 @@ def test_the_operator_is_what_torch_asks_of_operators(place):
 
 def test_derivatives_are_those_of_differences():
     coupling = coupling_of(1, 2)
-    key = key_of_coupling(coupling.form.paths, coupling.form.sizes, mark_of_code())
+    key = key_of_coupling(coupling.form.paths, coupling.form.sizes, mark())
     weights = coupling.weight.detach().clone().requires_grad_(True)
     given = (weights, *inputs_of(coupling, 2, 2))
     assert torch.autograd.gradcheck(lambda *rows: couple(*rows, key), given, fast_mode=True)

@@ -16,7 +16,7 @@ from forgefield.models import Potential, build_model, resolve_model
 from forgefield.ops.graph import GradientSwitch, Segments, cut
 from forgefield.ops.kernels import dispatch
 from forgefield.ops.kernels.dispatch import operators, use_edge_operators
-from forgefield.ops.kernels.environment import edge_pass, environment_by_operator, mark_of_code, project_by_operator
+from forgefield.ops.kernels.environment import edge_pass, environment_by_operator, mark, project_by_operator
 from forgefield.ops.kernels.environment_source import EdgePass, write_pass
 from forgefield.ops.kernels.setting import interpreted
 from forgefield.ops.weighted_harmonics import project, sum_weighted
@@ -146,7 +146,7 @@ def test_harmonics_get_no_gradient_once_the_switch_is_off(kind, monkeypatch):
 def test_operators_are_what_torch_asks_of_operators(of_harmonics):
     edges, ours = edges_of("unequal"), torch.ops.forgefield
     q, w, y = (given.detach() for given in inputs_of("project", edges, 2, 3, False))
-    p, more = draw(9, w.shape[0], 3), (edges.index, edges.pointers, False, mark_of_code())
+    p, more = draw(9, w.shape[0], 3), (edges.index, edges.pointers, False, mark())
     for operator, given in (
         (ours.environment.default, (w, y)),
         (ours.environment_backward.default, (q, w, y, of_harmonics)),
