@@ -29,8 +29,8 @@ def launcher(kernel: Any) -> Any:
 
 @cache
 def mark_of_code(*written_by: Any) -> str:
-    """Of the modules and functions that write a kernel: an operator is given it, so that compiled graphs which hold the operator
-    are not taken for those of other code."""
+    """Of the modules and functions that write a kernel: operators are given it, so that compiled graphs which hold them are
+    not taken for those of other code."""
     try:
         text = "".join(inspect.getsource(part) for part in written_by)
     except OSError:  # installed without sources
