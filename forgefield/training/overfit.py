@@ -158,7 +158,8 @@ def overfit_config(config: DictConfig, *, steps: int, goal: float) -> OverfitRes
     loader.keep_order()
     batch = with_edges(next(iter(loader)), potential.cutoff)
     errors = task.error_metrics(data.species.symbols)
-    engine = Engine(StepFunction(potential, task, errors, shapes=batch_shapes(data.train.fields)))
+    edges = config.training.kernels.edges
+    engine = Engine(StepFunction(potential, task, errors, shapes=batch_shapes(data.train.fields), edge_kernels=edges))
     parameters = [p for p in potential.parameters() if p.requires_grad]
     optimiser = build_optimiser(config.training.optimizer, parameters, lr=config.training.lr)
     if isinstance(optimiser, torch.optim.LBFGS):

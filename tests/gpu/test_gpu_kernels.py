@@ -9,7 +9,7 @@ import torch
 
 from forgefield.api import train
 from forgefield.models import nequip_passes
-from forgefield.ops.kernels import compiling
+from forgefield.ops.kernels import compiling, convolution
 from forgefield.ops.kernels.setting import has_triton
 from forgefield.training.engines.blank import sizes
 from forgefield.training.engines.engine import Engine
@@ -80,22 +80,38 @@ def test_a_training_by_kernels_follows_one_without(radial, tmp_path):
         assert a["val/loss"] == pytest.approx(b["val/loss"], rel=1e-3)
 
 
-def test_a_captured_step_gives_the_bits_of_one_that_is_not():
+CAPTURED = {
+    "usual": ({}, {}),
+    "blocks in turn": ({}, {}),
+    "tables by autograd": ({"radial_mlp_depth": 2, "bessel_trainable": True}, {}),
+    "stored in bfloat16": ({}, {"storage": "bfloat16"}),
+    "exact radial weights": ({}, {"knots": 0}),
+}
+
+
+@pytest.mark.parametrize("case", CAPTURED)
+def test_a_captured_step_gives_the_bits_of_one_that_is_not(case, monkeypatch):
     """What is computed beside the rest, on streams of its own, waits for what it reads and is waited for."""
-    given = batch(*[9] * 40)
-    potential = make_potential(precision="float32", **MODEL).cuda().train()
-    plain = Engine(step_function(potential, derivative="kernels"))
+    if case == "blocks in turn":
+        monkeypatch.setattr(convolution, "MOST_ROWS", 0)
+    options, setting = CAPTURED[case]
+    given = [batch(*[9] * 40), batch(*[5] * 7)]
+    potential = make_potential(precision="float32", **MODEL, **options).cuda().train()
+    plain = Engine(step_function(potential, derivative="kernels", **setting))
     engine = GraphsEngine(
-        Engine(step_function(potential, derivative="kernels")), plan=plan_sizes(np.array([sizes(given)]))
+        Engine(step_function(potential, derivative="kernels", **setting)),
+        plan=plan_sizes(np.array([sizes(one) for one in given])),
     )
     for turn in range(20):
-        given["positions"] += 1e-3 * torch.sin(given["positions"] + turn)
-        found = engine.differentiate(given)
-        (captured,) = engine._captured.values()
+        one = given[turn % 2]
+        one["positions"] += 1e-3 * torch.sin(one["positions"] + turn)
+        found = engine.differentiate(one)
+        captured = engine._captured[engine.plan.fit(*sizes(one))]
         expected = plain.differentiate(captured.loader.batch)  # with the same blank frames
         assert torch.equal(found.loss, expected.loss)
-        for one, other in zip(found.gradients, expected.gradients):
-            assert torch.equal(one, other)
+        for ours, other in zip(found.gradients, expected.gradients):
+            assert torch.equal(ours, other)
+    assert len(engine._captured) == 2
 
 
 def test_a_step_of_which_only_the_readout_is_trained_is_captured():
@@ -112,11 +128,13 @@ def test_a_step_of_which_only_the_readout_is_trained_is_captured():
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("most_rows", [convolution.MOST_ROWS, 0], ids=["together", "blocks in turn"])
 @pytest.mark.parametrize("storage", ["float32", "bfloat16"])
-def test_kernels_that_are_compiled_side_by_side_are_those_that_are_launched(storage, monkeypatch):
+def test_kernels_that_are_compiled_side_by_side_are_those_that_are_launched(storage, most_rows, monkeypatch):
     """After they are compiled no convolution is compiled again."""
     import triton
 
+    monkeypatch.setattr(convolution, "MOST_ROWS", most_rows)
     compiled: list[str] = []
     together = nequip_passes.compile_together
 

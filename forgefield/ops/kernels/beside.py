@@ -1,8 +1,10 @@
 """Work that goes on beside the rest of a captured step, on a stream of its own.
 
-A GPU has room for it where the rest is limited by latency or by memory, as small batches are. Contract: what the work reads is
-kept until its result has been asked for, since memory that is given back may be used again by the stream it came from; whoever
-captures does so within `joined`, which waits for what nobody has asked for.
+A GPU has room for it where the rest is limited by latency or by memory, as small batches are. Memory that is given back may be
+used again at once by the stream that it came from, so: what the work reads is kept until its result has been asked for, by the
+work itself if that is where it was begun, by whoever asks if it is on another stream. What the work makes may be given back by
+anybody, since the next work of its stream first waits for the present one. Whoever captures does so within `joined`, which
+waits for what nobody has asked for.
 """
 
 from __future__ import annotations

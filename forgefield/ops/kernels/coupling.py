@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forgefield.ops.graph import is_traced
 from forgefield.ops.kernels import coupling_source
 from forgefield.ops.kernels.build import module_from
 from forgefield.ops.kernels.coupling_source import WEIGHT, Coupling, coupling_of_key, write_coupling
@@ -89,7 +88,7 @@ def _launched(form: Coupling, place: int, *given: Tensor) -> Tensor:
         kernel[(PARTS, -(-channels // block))](*others, parts, n_atoms, num_warps=1, num_stages=1)
         return parts.sum(0)
     out = given[0].new_empty((form.size(place), n_atoms, channels))
-    if is_traced(given[2].transpose(0, 1)) or n_atoms:
+    if isinstance(n_atoms, torch.SymInt) or n_atoms:
         kernel = launcher(coupling_kernel(form, place, channels, BLOCK))
         kernel[((n_atoms * channels + BLOCK - 1) // BLOCK,)](*others, out, n_atoms, num_warps=BLOCK // 32, num_stages=1)
     return out

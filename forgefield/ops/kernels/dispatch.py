@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from math import isqrt
 
 import torch
@@ -137,6 +138,12 @@ class CouplingForm:
 
     def couple(self, weights: Tensor, environment: Tensor, row: Tensor) -> Tensor:
         """(features, n_atoms, channels). weights: (paths, channels); environment, row: (components, n_atoms, channels)."""
-        from forgefield.ops.kernels.coupling import couple, mark  # registering operators looks at Triton
+        from forgefield.ops.kernels.coupling import couple  # registering operators looks at Triton
 
-        return couple(weights, environment, row, key_of_coupling(self.paths, self.sizes, mark()))
+        return couple(weights, environment, row, self._key)
+
+    @cached_property
+    def _key(self) -> str:
+        from forgefield.ops.kernels.coupling import mark
+
+        return key_of_coupling(self.paths, self.sizes, mark())

@@ -147,6 +147,7 @@ def edge_pass(
     l_max = isqrt(harmonics.shape[1]) - 1
     channels = weights.shape[1] // (1 if shared else l_max + 1)
     tile = 64 if channels > 32 and l_max <= 2 and weights.dtype == torch.float32 else 32
+    tile = max(tile, 1 << (harmonics.shape[1] - 1).bit_length())  # each lane writes the cotangent of a harmonic
     return EdgePass(projection, order, of_harmonics, l_max, channels, shared, tile)
 
 

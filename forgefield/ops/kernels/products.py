@@ -381,9 +381,10 @@ def precision_of(fields: Tensor, exact: str, rounded: str) -> str:
     """How Triton is to multiply: exactly, or rounded where trainings are told tf32."""
     if fields.dtype != torch.float32:
         return "ieee"
-    if interpreted() and exact.startswith("bf16"):
+    chosen = rounded if rounds_to_tf32() else exact
+    if interpreted() and chosen.startswith("bf16"):
         return "ieee"  # the interpreter does not multiply numbers of 16 bits
-    return rounded if rounds_to_tf32() else exact
+    return chosen
 
 
 def _starts(device: torch.device, counts: Sequence[int]) -> Tensor:

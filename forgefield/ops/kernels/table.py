@@ -107,8 +107,10 @@ class TableGradient:
         self._sums = (self._by_kernel if self.by_kernel else self._by_rows)(to_w, to_dw, where)
 
     def result(self) -> Tensor:
-        assert self._sums is not None
-        return sum_by_pointers(self._sums, None, self.edges.sorted().chunks) if self.by_kernel else self._sums
+        """Once."""
+        sums, self._sums = self._sums, None  # those of chunks are large
+        assert sums is not None
+        return sum_by_pointers(sums, None, self.edges.sorted().chunks) if self.by_kernel else sums
 
     def _by_rows(self, to_w: Tensor, to_dw: Tensor, where: Tensor | None) -> Tensor:
         """The sums, by plain operations."""

@@ -21,7 +21,7 @@ from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.graphs import GraphsEngine
 from forgefield.training.engines.size_plan import SizePlan
 from forgefield.training.engines.step import StepFunction
-from forgefield.training.engines.verify import require_equal, same_random_state
+from forgefield.training.engines.verify import plain_way, remedy, require_equal, same_random_state
 
 Batch = dict[str, Tensor]
 ENGINES = ("eager", "compile", "graphs", "script")
@@ -194,13 +194,9 @@ def start(choice: Choice, on: Circumstances, batch: Batch) -> Engine:
     try:
         difference = require_equal(engine, reference, batch, max(on.tolerance, engine.function.rounding))
     except ForgefieldError as error:
-        if choice.derivative == "kernels":
-            raise ForgefieldError(f"training.derivative=kernels: {error} Or use training.derivative=double.") from error
-        if engine.function.sums_by_kernels:
-            raise ForgefieldError(f"{error} Or use training.kernels.edges=false.") from error
-        if str(error).startswith("training.engine"):
+        if str(error).startswith("training."):
             raise
-        raise ForgefieldError(f"training.engine={choice.name}: {error}; use training.engine=eager.") from error
+        raise ForgefieldError(f"training.engine={choice.name}: {error}; use {remedy(engine)}.") from error
     except _broken() as error:
         if "out of memory" in str(error):
             raise
@@ -215,13 +211,15 @@ def start(choice: Choice, on: Circumstances, batch: Batch) -> Engine:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ForgefieldError(
             f"training.engine={choice.name}: the step cannot be {_verb(choice)} because of {where_it_broke(error)} ({reason}); "
-            "use training.engine=eager."
+            f"use {remedy(engine)}."
         ) from error
     if difference is None:
         on.say(f"Engine {choice}: the model is random in training, so it could not be compared with the eager engine.")
     else:
-        those = "those of plain operations" if choice == Choice("eager", "double") else "the eager engine's"
-        on.say(f"Engine {choice}: loss, errors and all gradients equal {those} to {difference:.1e}.")
+        kernels = ", sums over edges by kernels" if engine.function.sums_by_kernels else ""
+        on.say(
+            f"Engine {choice}{kernels}: loss, errors and all gradients equal those of {plain_way(engine)} to {difference:.1e}."
+        )
     return engine
 
 

@@ -37,9 +37,9 @@ def require_equal(engine: Engine, reference: Engine, batch: Batch, tolerance: fl
     difference, where = largest_difference(found, expected, names)
     if not difference <= tolerance:
         raise ForgefieldError(
-            f"training.engine={engine.name} is not exact for this model: {where} differs from the eager engine by "
+            f"training.engine={engine.name} is not exact for this model: {where} differs from that of {plain_way(engine)} by "
             f"{difference:.2g} of its size, more than the {tolerance:g} that rounding explains. The training was not started; "
-            "use training.engine=eager, and please report it."
+            f"use {remedy(engine)}, and please report it."
         )
     return difference
 
@@ -53,10 +53,22 @@ def require_equal_evaluation(engine: Engine, reference: Engine, batch: Batch, to
         difference = _relative(a, b, 0.0)
         if not difference <= tolerance:
             raise ForgefieldError(
-                f"training.engine={engine.name} is not exact for this model: in validation {what} differs from the eager "
-                f"engine by {difference:.2g} of its size, more than {tolerance:g}; use training.engine=eager, and please "
-                "report it."
+                f"training.engine={engine.name} is not exact for this model: in validation {what} differs from that of "
+                f"{plain_way(engine)} by {difference:.2g} of its size, more than {tolerance:g}; use {remedy(engine)}, and "
+                "please report it."
             )
+
+
+def plain_way(engine: Engine) -> str:
+    """What an engine is compared with."""
+    return "plain operations" if engine.function.sums_by_kernels else "the eager engine"
+
+
+def remedy(engine: Engine) -> str:
+    """The setting that leaves out what is most likely at fault where an engine fails."""
+    if engine.function.derivative == "kernels":
+        return "training.derivative=double"
+    return "training.kernels.edges=false" if engine.function.sums_by_kernels else "training.engine=eager"
 
 
 def largest_difference(found: Differentiated, expected: Differentiated, names: Sequence[str]) -> tuple[float, str]:

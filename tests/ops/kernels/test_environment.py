@@ -75,6 +75,7 @@ def derivatives(function, inputs: list[Tensor]) -> list[Tensor]:
 CASES = [
     *((l_max, 5, shared, "unequal") for l_max in range(5) for shared in (True, False)),
     *((1, channels, False, "unequal") for channels in (32, 70, 130)),
+    (5, 3, False, "unequal"),  # more harmonics than a warp has lanes
     (2, 3, False, "alone"),
     (2, 3, True, "none"),
 ]

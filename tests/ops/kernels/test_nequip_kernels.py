@@ -12,6 +12,7 @@ import torch
 
 from forgefield.ops.kernels import convolution
 from forgefield.ops.kernels.setting import kernels
+from forgefield.training.precision import Precision
 from tests.models.structures import make_batch, make_frame, make_potential
 from tests.ops.kernels.support import DEVICE, needs_kernels
 
@@ -114,6 +115,17 @@ def test_gradients_of_rows_stored_in_bfloat16():
     found, gradients = (torch.cat([g.flatten().double() for g in some]) for some in (found, gradients))
     assert 1e-4 < relative(found, gradients) < 8e-3
     assert 1e-4 < relative(ours["forces"], exact["forces"]) < 4e-3
+
+
+def test_a_step_in_tf32():
+    """Products are rounded to eleven leading bits, tables are not."""
+    case, given = CASES["degrees of unequal width"], batch()
+    exact, gradients = step(make_potential(precision="float64", **case).to(DEVICE).eval(), given, by_kernels=False)
+    with Precision("tf32").applied("tf32"):
+        ours, found = step(make_potential(precision="float32", **case).to(DEVICE).eval(), given, by_kernels=True)
+    found, gradients = (torch.cat([g.flatten().double() for g in some]) for some in (found, gradients))
+    assert 1e-5 < relative(found, gradients) < 2e-3
+    assert 1e-5 < relative(ours["forces"], exact["forces"]) < 2e-3
 
 
 def test_forces_alone_are_those_of_a_training():

@@ -30,6 +30,7 @@ from forgefield.training.engines.script import ScriptEngine
 from forgefield.training.engines.size_plan import SizePlan
 from forgefield.training.engines.sparing import SparingEngine, cut, halves
 from forgefield.training.engines.start import EngineStarter
+from forgefield.training.engines.step import StepFunction
 from forgefield.training.engines.verify import require_equal, require_equal_evaluation
 from tests.models.structures import make_potential
 from tests.training.engines.cases import difference, labelled, step_function
@@ -148,7 +149,7 @@ def test_an_engine_is_compared_before_it_is_used_and_the_number_is_said():
     potential = make_potential(num_layers=1, l_max=0)
     engine = start(Choice("script", "tangent"), circumstances(potential, said), labelled(4, 3))
     assert isinstance(engine, ScriptEngine)
-    assert "loss, errors and all gradients equal the eager engine's to" in said[-1]
+    assert "loss, errors and all gradients equal those of the eager engine to" in said[-1]
 
 
 def test_a_users_model_that_cannot_be_traced_is_named_with_its_line():
@@ -179,7 +180,7 @@ class Wrong(Engine):
 def test_an_engine_with_one_wrong_gradient_stops_the_run_with_the_numbers():
     function = step_function(make_potential())
     name = function.trained[2]
-    with pytest.raises(ForgefieldError, match=f"gradient of {name} differs from the eager engine by 0.001"):
+    with pytest.raises(ForgefieldError, match=f"gradient of {name} differs from that of the eager engine by 0.001"):
         require_equal(Wrong(function), Engine(function), labelled(4, 3), 1e-9)
     assert require_equal(Engine(function), Engine(function), labelled(4, 3), 1e-9) == 0.0
 
@@ -188,6 +189,25 @@ def test_an_engine_that_evaluates_wrongly_stops_the_run():
     function = step_function(make_potential())
     with pytest.raises(ForgefieldError, match="in validation an error differs"):
         require_equal_evaluation(Wrong(function), Engine(function), labelled(4, 3), 1e-9)
+
+
+@pytest.mark.parametrize("by_kernels", [False, True])
+def test_what_is_at_fault_is_to_be_left_out(by_kernels, monkeypatch):
+    """Where sums over edges are made by kernels the eager engine makes them so, too."""
+    monkeypatch.setattr(StepFunction, "sums_by_kernels", property(lambda function: by_kernels))
+    function, batch = step_function(make_potential()), labelled(4, 3)
+    other, setting = ("plain operations", "kernels.edges=false") if by_kernels else ("the eager engine", "engine=eager")
+    for require in (require_equal, require_equal_evaluation):
+        with pytest.raises(
+            ForgefieldError, match=f"differs from that of {other} by .*use training.{setting}, and please"
+        ):
+            require(Wrong(function), Engine(function), batch, 1e-9)
+    said: list[str] = []
+    start(Choice("eager", "double"), circumstances(make_potential(), said), batch)
+    expected = (
+        "Engine eager, double derivative, sums over edges by kernels: loss, errors and all gradients equal those of "
+    )
+    assert [line.startswith(expected + other) for line in said] == [True] * by_kernels
 
 
 class Noisy(nn.Module):
