@@ -198,6 +198,8 @@ def _refuse(options: dict[str, Any]) -> None:
     for key in ("max_epochs", "max_steps", "min_epochs", "min_steps"):
         if not isinstance(options.get(key, 0), (int, type(None))):
             raise ForgefieldError(f"trainer.{key} is a whole number, not {options[key]!r}.")
+        if key.startswith("max") and options.get(key) == 0:
+            raise ForgefieldError(f"trainer.{key}=0 trains nothing; -1 is without a limit.")
     if options.get("precision") not in (None, 32, "32", "32-true"):
         raise ForgefieldError(
             f"trainer.precision={options['precision']} is not how precision is chosen here; use training.precision="

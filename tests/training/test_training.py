@@ -282,6 +282,7 @@ def test_a_users_model_checkpoint_works_beside_ours(tmp_path):
         ("trainer", {"enable_checkpointing": False}, "enable_checkpointing"),
         ("trainer", {"barebones": True}, "barebones"),
         ("trainer", {"max_epochs": "abc"}, r"trainer\.max_epochs is a whole number"),
+        ("trainer", {"max_epochs": 0}, r"trainer\.max_epochs=0 trains nothing"),
         ("data", {"val": "unlabelled.extxyz"}, r"data\.val"),
         ("data", {"test": "unlabelled.extxyz"}, r"data\.test"),
     ],
