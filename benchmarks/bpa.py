@@ -1,10 +1,11 @@
 """Accuracy on 3BPA at 300 K and the time it takes, next to the published numbers.
 
-    python benchmarks/bpa.py --data FOLDER [--epochs 1000] [--out runs/bpa] [key=value ...]
+    python benchmarks/bpa.py --data FOLDER [--epochs 1000 | --minutes 5] [--out runs/bpa] [key=value ...]
 
 FOLDER holds train_300K.xyz and test_300K.xyz. Trains NequIP (l_max 3, four layers, 64 features of each degree) on 450 of the
 500 training frames, validates on the other 50 and tests on all test frames; after the training it prints the curve of the
-validation errors by minutes. Running it again continues. `key=value` overrides the config."""
+validation errors by minutes. Running it again continues. `--minutes`: as many epochs as take so long, by the speed of a short
+training before; validations, the test and the start come on top. `key=value` overrides the config."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import argparse
 import csv
 import json
 import platform
+import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,8 @@ import forgefield
 
 PUBLISHED = {"NequIP": (3.3, 10.8), "MACE": (3.0, 8.8)}
 """RMSE of energies, meV, and forces, meV/A, at 300 K with 500 training frames."""
+SHORT = 20
+"""Epochs of the training that tells the speed."""
 
 
 def config(data: Path, out: Path, epochs: int) -> dict[str, Any]:
@@ -52,10 +56,24 @@ def config(data: Path, out: Path, epochs: int) -> dict[str, Any]:
     }
 
 
+def seconds_of_epochs(run: Any) -> dict[int, float]:
+    with open(run.path / "timing.csv") as file:
+        return {int(row["epoch"]): float(row["seconds"]) for row in csv.DictReader(file)}
+
+
+def epochs_in(minutes: float, arguments: argparse.Namespace) -> int:
+    """How many epochs take so long here."""
+    short = config(arguments.data, arguments.out / "speed", SHORT)
+    short["data"].pop("test")
+    run = forgefield.train(short, *arguments.overrides)
+    usual = statistics.median(list(seconds_of_epochs(run).values())[SHORT // 2 :])
+    print(f"{usual:.3f} s an epoch: {round(60 * minutes / usual)} epochs")
+    return max(1, round(60 * minutes / usual))
+
+
 def show_curve(run: Any) -> None:
     """About a dozen rows: epoch, minutes of training, validation error."""
-    with open(run.path / "timing.csv") as file:
-        seconds = {int(row["epoch"]): float(row["seconds"]) for row in csv.DictReader(file)}
+    seconds = seconds_of_epochs(run)
     rows, trained = [], 0.0
     for row in run.metrics():
         trained += seconds.get(int(row["epoch"]), 0.0)
@@ -71,11 +89,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--epochs", type=int, default=1000)
+    parser.add_argument("--minutes", type=float, help="of training, in place of --epochs")
     parser.add_argument("--out", type=Path, default=Path("runs/bpa"))
     parser.add_argument("overrides", nargs="*", help="key=value")
     arguments = parser.parse_args()
+    epochs = arguments.epochs if arguments.minutes is None else epochs_in(arguments.minutes, arguments)
     start = time.perf_counter()
-    run = forgefield.train(config(arguments.data, arguments.out, arguments.epochs), *arguments.overrides)
+    run = forgefield.train(config(arguments.data, arguments.out, epochs), *arguments.overrides)
     minutes = (time.perf_counter() - start) / 60
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
     print(f"\n3BPA, 300 K, {device}, torch {torch.__version__}")
