@@ -1,6 +1,7 @@
 """Generated kernels of NequIP on water, one by one and in the whole training step: microseconds, bytes, launches.
 
     python benchmarks/kernels.py [--preset M] [--frames 32] [--knots 1024] [--storage bfloat16] [--in-turn] [--repeats 20]
+                                 [--timeline FILE]
     python benchmarks/kernels.py --count [--preset M] [--atoms 6144] [--edges 332582]
 
 Each pass of each layer is captured `--repeats` times in one CUDA graph, so that nothing waits for Python, and timed by CUDA
@@ -15,10 +16,13 @@ only counts, without a GPU. `--device cpu` with TRITON_INTERPRET=1 goes through 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -271,8 +275,8 @@ def show(timed: Timed, taken: float) -> None:
 # ---- the whole step
 
 
-def show_step(model: Trained, batch: Batch, knots: int, storage: str) -> None:
-    """The step as `training.engine=graphs` and `training.derivative=kernels` make it."""
+def show_step(model: Trained, batch: Batch, knots: int, storage: str, timeline: Path | None) -> None:
+    """The step as `training.engine=graphs` and `training.derivative=kernels` make it. timeline: a file for one of them."""
     function = StepFunction(
         model.potential, model.task, model.errors, derivative="kernels", knots=knots, storage=storage
     )
@@ -292,6 +296,8 @@ def show_step(model: Trained, batch: Batch, knots: int, storage: str) -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         step()
         torch.cuda.synchronize()
+    if timeline is not None:
+        write_timeline(profile, timeline)
     found = [event for event in profile.key_averages() if event.self_device_time_total > 0]
     found.sort(key=lambda event: -event.self_device_time_total)
     total = sum(event.self_device_time_total for event in found)
@@ -304,6 +310,19 @@ def show_step(model: Trained, batch: Batch, knots: int, storage: str) -> None:
     if rest:
         spent = sum(event.self_device_time_total for event in rest) / 1000
         print(f"{spent:8.3f} {sum(event.count for event in rest):9}  {len(rest)} others")
+
+
+def write_timeline(profile: torch.profiler.profile, file: Path) -> None:
+    """Start and duration of every launch, microseconds, its stream, grid and registers, and the name of the kernel."""
+    with tempfile.TemporaryDirectory() as folder:
+        profile.export_chrome_trace(f"{folder}/trace.json")
+        events = json.loads(Path(f"{folder}/trace.json").read_text())["traceEvents"]
+    events = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    events.sort(key=lambda event: event["ts"])
+    with file.open("w") as out:
+        for event in events:
+            about = [event["args"].get(key) for key in ("stream", "grid", "registers per thread")]
+            print(f"{event['ts'] - events[0]['ts']:9.1f} {event['dur']:8.1f} {about} {event['name'][:90]}", file=out)
 
 
 # ---- counting alone
@@ -350,6 +369,7 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=20, help="of each pass, in one graph")
     parser.add_argument("--budget", type=float, default=40.0, help="seconds after which nothing new is started")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--timeline", type=Path, help="write one step here, launch by launch")
     parser.add_argument("--in-turn", action="store_true", help="nothing of the whole step runs beside the rest")
     parser.add_argument("--count", action="store_true", help="print bytes by count and stop")
     parser.add_argument("--atoms", type=int, default=6144, help="for --count")
@@ -373,7 +393,7 @@ def main(words: list[str] | None = None) -> None:
         assert isinstance(model.potential.model, NequIP)
         # The step goes first: it compiles what is then timed alone.
         with mock.patch.object(beside, "capturing", return_value=False) if args.in_turn else nullcontext():
-            show_step(model, batch, args.knots, args.storage)
+            show_step(model, batch, args.knots, args.storage, args.timeline)
         with torch.no_grad():
             scene = Scene(model.potential.model, batch, args.knots)
             print(f"\n{HEAD}")
