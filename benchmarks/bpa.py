@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, help="of training, in place of --epochs")
     parser.add_argument("--out", type=Path, default=Path("runs/bpa"))
     parser.add_argument("overrides", nargs="*", help="key=value")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     epochs = arguments.epochs if arguments.minutes is None else epochs_in(arguments.minutes, arguments)
     start = time.perf_counter()
     run = forgefield.train(config(arguments.data, arguments.out, epochs), *arguments.overrides)

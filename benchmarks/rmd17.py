@@ -68,7 +68,7 @@ def main() -> None:
     parser.add_argument("--molecules", default="ethanol,aspirin", help="comma-separated")
     parser.add_argument("--out", type=Path, default=Path("runs/rmd17"))
     parser.add_argument("overrides", nargs="*", help="key=value")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     rows = []
     for molecule in arguments.molecules.split(","):
         start = time.perf_counter()

@@ -15,6 +15,7 @@ from forgefield.training.engines.blank import sizes
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.graphs import GraphsEngine
 from forgefield.training.engines.size_plan import plan_sizes
+from forgefield.training.precision import Precision
 from tests.helpers import tiny_config
 from tests.models.structures import make_potential
 from tests.training.engines.cases import labelled, step_function
@@ -129,8 +130,10 @@ def test_a_step_of_which_only_the_readout_is_trained_is_captured():
 
 
 @pytest.mark.parametrize("most_rows", [convolution.MOST_ROWS, 0], ids=["together", "blocks in turn"])
-@pytest.mark.parametrize("storage", ["float32", "bfloat16"])
-def test_kernels_that_are_compiled_side_by_side_are_those_that_are_launched(storage, most_rows, monkeypatch):
+@pytest.mark.parametrize(
+    ("storage", "precision"), [("float32", "float32"), ("bfloat16", "float32"), ("float32", "tf32")]
+)
+def test_kernels_that_are_compiled_side_by_side_are_those_that_are_launched(storage, precision, most_rows, monkeypatch):
     """After they are compiled no convolution is compiled again."""
     import triton
 
@@ -145,6 +148,7 @@ def test_kernels_that_are_compiled_side_by_side_are_those_that_are_launched(stor
     monkeypatch.setattr(nequip_passes, "compile_together", then_listen)
     monkeypatch.setattr(compiling, "_done", set())
     potential = make_potential(precision="float32", **{**MODEL, "num_features": [12, 6, 4]}).cuda().train()
-    Engine(step_function(potential, derivative="kernels", storage=storage)).differentiate(batch(5, 3))
+    with Precision(precision).applied(precision):
+        Engine(step_function(potential, derivative="kernels", storage=storage)).differentiate(batch(5, 3))
     assert compiling._done
     assert not [name for name in compiled if name.startswith("convolution")]

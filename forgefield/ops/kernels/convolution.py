@@ -44,9 +44,11 @@ def in_manner(kind: Kind, form: Form, n_atoms: int) -> Kind:
     return replace(kind, shares=2 if kind.backward and form.n_couplings < LONG else 1)
 
 
-def writes_much(form: Form, n_edges: int, stored: torch.dtype) -> bool:
-    """Whether the last pass writes more for so many edges than is to lie there at a time."""
-    return n_edges * (form.features.dim + 2 * form.n_weights) * stored.itemsize > MOST_ROWS
+def writes_much(form: Form, n_edges: int, dtype: torch.dtype) -> bool:
+    """Whether the last pass, computed in this type with a table, writes more for so many edges than is to lie there at a time."""
+    of_features = form.features.dim * setting().stored_as(dtype).itemsize
+    of_weights = 2 * form.n_weights * setting().summed_as(dtype).itemsize
+    return n_edges * (of_features + of_weights) > MOST_ROWS
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,7 @@ class Convolution:
         block = None if part is None else part.blocks[0]
         n_edges, n_weights = self.graph.n_edges, self.form.n_weights if block is None else len(block.columns)
         of_x = self._per_edge(x, to_x) if block is None else x.flat.new_empty((n_edges, block.dim), dtype=self.stored)
-        dtype = self.stored if self.radial.in_table else x.flat.dtype
+        dtype = setting().summed_as(x.flat.dtype) if self.radial.in_table else x.flat.dtype
         of_w, of_dw = (x.flat.new_empty((n_edges, n_weights), dtype=dtype) for _ in range(2))
         given = {"x": self._read(x), "g": g.flat, "to_x": of_x, "to_w": of_w, "to_dw": of_dw, **_moving(motion)}
         self._launch(kind, given, part)
@@ -171,7 +173,7 @@ class Convolution:
         """Whether each block has rows of its own, for which blocks are launched one by one."""
         if not self.radial.in_table or len(self.form.blocks) == 1:
             return False
-        return self._one_by_one(kind) or writes_much(self.form, self.graph.n_edges, self.stored)
+        return self._one_by_one(kind) or writes_much(self.form, self.graph.n_edges, self.harmonics.dtype)
 
     def _kind(self, **flags: bool) -> Kind:
         kind = Kind(table=self.radial.in_table, packed=self.radial.packed, narrow=self.narrow, **flags)

@@ -25,6 +25,7 @@ from forgefield.ops.kernels.form import Form, form_of
 from forgefield.ops.kernels.packing import StoredTable, pack_by_operations, unpack
 from forgefield.ops.kernels.setting import kernels
 from forgefield.ops.kernels.source import Kind
+from forgefield.training.precision import Precision
 from tests.ops.kernels.support import (
     DEVICE,
     assert_only_written,
@@ -423,6 +424,28 @@ def test_storage_in_bfloat16_rounds_what_is_stored_and_nothing_else(name, radial
             fields = (given.features(moving=True), given.cotangents(both=True), given.field(given.form.features))
             given.convolution.back(*fields, given.motion, written.append)
             assert {rows.of_w.dtype for rows in written} == {torch.float32 if radial == "rows" else torch.bfloat16}
+
+
+@pytest.mark.parametrize("radial", ["rows", "packed"])
+def test_tf32_rounds_cotangents_of_weights_that_wait_for_their_sums_and_nothing_else(radial):
+    given = problem("both parities", radial, dtype=torch.float32)
+
+    def back() -> tuple[torch.Tensor, Rows]:
+        written: list[Rows] = []
+        to_x = given.field(given.form.features)
+        given.convolution.back(
+            given.features(moving=True), given.cotangents(both=True), to_x, given.motion, written.append
+        )
+        (rows,) = written
+        return to_x.flat, rows
+
+    to_x, exact = back()
+    with Precision("tf32").applied("tf32"):
+        also_to_x, rounded = back()
+    torch.testing.assert_close(to_x, also_to_x, rtol=0, atol=0, equal_nan=True)  # places that are not written hold NaN
+    for found, expected in ((rounded.of_w, exact.of_w), (rounded.of_dw, exact.of_dw)):
+        assert found.dtype == (torch.float32 if radial == "rows" else torch.bfloat16)
+        torch.testing.assert_close(found.float(), expected, rtol=2**-7, atol=0)  # the interpreter rounds towards zero
 
 
 def test_bfloat16_is_refused_for_float64():

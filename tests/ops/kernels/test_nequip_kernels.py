@@ -118,13 +118,14 @@ def test_gradients_of_rows_stored_in_bfloat16():
 
 
 def test_a_step_in_tf32():
-    """Products are rounded to eleven leading bits, tables are not."""
+    """Products are rounded to eleven leading bits, tables are not; cotangents of weights to eight, which Triton's interpreter
+    does towards zero."""
     case, given = CASES["plain"], batch()
     exact, gradients = step(make_potential(precision="float64", **case).to(DEVICE).eval(), given, by_kernels=False)
     with Precision("tf32").applied("tf32"):
         ours, found = step(make_potential(precision="float32", **case).to(DEVICE).eval(), given, by_kernels=True)
     found, gradients = (torch.cat([g.flatten().double() for g in some]) for some in (found, gradients))
-    assert 1e-5 < relative(found, gradients) < 2e-3
+    assert 1e-5 < relative(found, gradients) < 4e-3
     assert 1e-5 < relative(ours["forces"], exact["forces"]) < 2e-3
 
 
