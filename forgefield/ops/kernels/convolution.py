@@ -45,7 +45,7 @@ def in_manner(kind: Kind, form: Form, n_atoms: int) -> Kind:
 
 
 def writes_much(form: Form, n_edges: int, dtype: torch.dtype) -> bool:
-    """Whether the last pass, computed in this type with a table, writes more for so many edges than is to lie there at a time."""
+    """Whether the last pass, computed in this type with a table, writes more for so many edges than is to lie there at once."""
     of_features = form.features.dim * setting().stored_as(dtype).itemsize
     of_weights = 2 * form.n_weights * setting().summed_as(dtype).itemsize
     return n_edges * (of_features + of_weights) > MOST_ROWS

@@ -45,8 +45,8 @@ class KernelSetting:
         return STORAGE[self.storage]
 
     def summed_as(self, dtype: torch.dtype) -> torch.dtype:
-        """The type in which cotangents of weights wait for their sums over the edges of an interval. A training told tf32 rounds
-        the factors of such sums; 16 bits are less to write and to read."""
+        """The type in which cotangents of weights wait for their sums over the edges of an interval: 16 bits where a training
+        was told that factors may be rounded to tf32."""
         if dtype == torch.float32 and rounds_to_tf32():
             return torch.bfloat16
         return self.stored_as(dtype)
