@@ -1,8 +1,10 @@
 """Accuracy on 3BPA at 300 K and the time it takes, next to the published numbers.
 
-    python benchmarks/bpa.py --data FOLDER [--epochs 1000 | --minutes 5] [--out runs/bpa] [key=value ...]
+    python benchmarks/bpa.py --data FOLDER [--epochs 1000 | --minutes 5] [--out runs/bpa] [--figure FILE]
+                             [key=value ...]
 
-FOLDER holds train_300K.xyz and test_300K.xyz. Trains NequIP (l_max 3, four layers, 64 features of each degree) on 450 of the
+FOLDER holds train_300K.xyz and test_300K.xyz. Trains NequIP (l_max 3, four layers, 64 features of each degree, radial networks
+and cutoff function as in the published settings) on 450 of the
 500 training frames, validates on the other 50 and tests on all test frames; after the training it prints the curve of the
 validation errors by minutes. Running it again continues. `--minutes`: as many epochs as take so long, by the speed of a short
 training before; validations, the test and the start come on top. `key=value` overrides the config."""
@@ -18,6 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 import torch
 
 import forgefield
@@ -41,7 +44,16 @@ def config(data: Path, out: Path, epochs: int) -> dict[str, Any]:
             "batch": {"frames": 5},
             "eval_batch": 100,
         },
-        "model": {"name": "nequip", "num_layers": 4, "l_max": 3, "parity": False, "num_features": 64},
+        "model": {
+            "name": "nequip",
+            "num_layers": 4,
+            "l_max": 3,
+            "parity": False,
+            "num_features": 64,
+            "polynomial_cutoff_p": 2,
+            "radial_mlp_depth": 3,
+            "radial_mlp_width": 64,
+        },
         "task": {"energy": {"weight": 1.0, "per_atom": True}, "forces": {"weight": 1.0}},
         "training": {
             "lr": 0.01,
@@ -71,18 +83,52 @@ def epochs_in(minutes: float, arguments: argparse.Namespace) -> int:
     return max(1, round(60 * minutes / usual))
 
 
-def show_curve(run: Any) -> None:
-    """About a dozen rows: epoch, minutes of training, validation error."""
+def curve(run: Any) -> list[tuple[float, float, float]]:
+    """Epochs, minutes of training, validation errors."""
     seconds = seconds_of_epochs(run)
     rows, trained = [], 0.0
     for row in run.metrics():
         trained += seconds.get(int(row["epoch"]), 0.0)
         if row.get("val/forces_rmse") is not None:
             rows.append((row["epoch"], trained / 60, row["val/forces_rmse"]))
+    return rows
+
+
+def show_curve(run: Any) -> None:
+    """About a dozen rows of it."""
+    rows = curve(run)
     print("epoch, minutes of training, validation RMSE of forces meV/A")
     shown = rows[:: max(1, len(rows) // 12)]
     for epoch, minutes, error in shown if shown[-1:] == rows[-1:] else [*shown, rows[-1]]:
         print(f"  {epoch:5.0f} {minutes:6.2f} {error:8.1f}")
+
+
+def draw_curve(run: Any, path: Path) -> None:
+    figure, axes = plt.subplots(figsize=(7.5, 4.2), layout="constrained")
+    axes.plot(
+        [minutes for _, minutes, _ in curve(run)], [error for *_, error in curve(run)], label="Forgefield, validation"
+    )
+    for name, (_, forces) in PUBLISHED.items():
+        axes.axhline(forces, color="0.5", dashes=(4, 2), linewidth=1)
+        axes.text(
+            axes.get_xlim()[1],
+            forces,
+            f"{name}, published (test): {forces} ",
+            ha="right",
+            va="bottom",
+            color="0.4",
+            fontsize=9,
+        )
+    axes.set_yscale("log")
+    axes.set_yticks([8, 10, 15, 20, 30, 50, 100], labels=["8", "10", "15", "20", "30", "50", "100"])
+    axes.minorticks_off()
+    axes.set_ylim(8, 100)
+    axes.grid(alpha=0.3)
+    axes.set_xlabel("minutes of training")
+    axes.set_ylabel("RMSE of forces, meV/Å")
+    axes.set_title("3BPA at 300 K, 450 training frames")
+    axes.legend(loc="upper right")
+    figure.savefig(path, dpi=110)
 
 
 def main() -> None:
@@ -91,6 +137,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=1000)
     parser.add_argument("--minutes", type=float, help="of training, in place of --epochs")
     parser.add_argument("--out", type=Path, default=Path("runs/bpa"))
+    parser.add_argument("--figure", type=Path, help="PNG or SVG of the validation errors by minutes")
     parser.add_argument("overrides", nargs="*", help="key=value")
     arguments = parser.parse_intermixed_args()
     epochs = arguments.epochs if arguments.minutes is None else epochs_in(arguments.minutes, arguments)
@@ -100,6 +147,8 @@ def main() -> None:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
     print(f"\n3BPA, 300 K, {device}, torch {torch.__version__}")
     show_curve(run)
+    if arguments.figure is not None:
+        draw_curve(run, arguments.figure)
     if (run.path / "test.json").exists():
         errors = json.loads((run.path / "test.json").read_text())["errors"]
         energy, forces = errors["energy_total_rmse"], errors["forces_rmse"]

@@ -46,7 +46,7 @@ HELPERS = tuple(f"ops/{name}.py" for name in ("graph", "activations", "tangents"
 """Files whose callers say more than they do."""
 GROUPS = {
     "loss and errors": ("tasks/", "engines/step.py"),
-    "tables": ("nequip_tables", "kernels/radial.py", "packing.py", "table.py", "radial_hidden"),
+    "tables": ("nequip_tables", "kernels/radial.py", "deep_radial", "packing.py", "table.py", "radial_hidden"),
     "edges": ("intervals.py", "geometry.py", "edges.py", "segments.py", "graph.py"),
     "readout and energies": ("readout.py", "terms.py", "potential.py", "encode", "Perceptron"),
 }

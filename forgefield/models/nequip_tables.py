@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
 
 from forgefield.ops.graph import cut, join
+from forgefield.ops.kernels.deep_radial import deep_curves
 from forgefield.ops.kernels.packing import StoredTable, pack, stored_table, unpack
 from forgefield.ops.kernels.radial import HiddenCurves
 from forgefield.ops.kernels.setting import rounds_to_tf32, use_kernels
@@ -73,11 +75,16 @@ def radial_tables(model: NequIP, n_intervals: int) -> list[RadialTable]:
     which is narrow."""
     basis = _basis_at_knots(model, n_intervals)
     networks = [layer.radial for layer in model.layers]
-    one_hidden = model.options.radial_mlp_depth == 1 and not model.options.bessel_trainable
-    if one_hidden and use_kernels(model.type_embedding):
-        scale, gain = networks[0].scales
-        hidden = [HiddenCurves(basis, network.weights[0], scale * model.basis_scale, gain) for network in networks]
-        return [RadialTable(curves, network.weights[1]) for curves, network in zip(hidden, networks)]
+    has_hidden = model.options.radial_mlp_depth > 0 and not model.options.bessel_trainable
+    if has_hidden and use_kernels(model.type_embedding):
+        first, *others, gain = networks[0].scales
+        scales = (first * model.basis_scale, *others)
+        curves: Iterable[Tensor | HiddenCurves]
+        if others:
+            curves = deep_curves(basis, [tuple(network.weights)[:-1] for network in networks], scales, gain)
+        else:
+            curves = [HiddenCurves(basis, network.weights[0], scales[0], gain) for network in networks]
+        return [RadialTable(some, network.weights[-1]) for some, network in zip(curves, networks)]
     moving = carried(lambda rows: model.radial_hidden(rows[0]), [basis])
     parts = cut(polynomials(join(moving, 2)).to(model.dtype), [part.shape[2] for part in moving], 2)
     return [RadialTable(part, network.weights[-1] * network.scales[-1]) for part, network in zip(parts, networks)]

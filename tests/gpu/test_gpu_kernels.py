@@ -84,6 +84,7 @@ def test_a_training_by_kernels_follows_one_without(radial, tmp_path):
 CAPTURED = {
     "usual": ({}, {}),
     "blocks in turn": ({}, {}),
+    "deep radial networks": ({"radial_mlp_depth": 3, "radial_mlp_width": 24}, {}),
     "tables by autograd": ({"radial_mlp_depth": 2, "bessel_trainable": True}, {}),
     "stored in bfloat16": ({}, {"storage": "bfloat16"}),
     "exact radial weights": ({}, {"knots": 0}),

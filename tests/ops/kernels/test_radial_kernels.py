@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from forgefield.models import nequip_tables
 from forgefield.models.nequip_tables import radial_tables
 from forgefield.ops.kernels import radial
 from forgefield.ops.kernels.radial import CHANNELS, KNOTS
@@ -14,7 +15,15 @@ pytestmark = needs_kernels
 
 
 @pytest.mark.parametrize("n_intervals", [KNOTS - 1, 2 * KNOTS + 3])
-@pytest.mark.parametrize("options", [{"radial_mlp_width": 5, "num_bessels": 3}, {"radial_mlp_width": CHANNELS + 7}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"radial_mlp_width": 5, "num_bessels": 3},
+        {"radial_mlp_width": CHANNELS + 7},
+        {"radial_mlp_width": 5, "radial_mlp_depth": 2},
+        {"radial_mlp_width": 7, "radial_mlp_depth": 3, "num_bessels": 3},
+    ],
+)
 def test_tables_and_gradients_of_the_networks(options, n_intervals, monkeypatch):
     monkeypatch.setattr(radial, "interpreted", lambda: False)  # programs as small as on a GPU
     for precision, tolerance in (("float64", 1e-12), ("float32", 2e-6)):
@@ -23,7 +32,7 @@ def test_tables_and_gradients_of_the_networks(options, n_intervals, monkeypatch)
         plain = radial_tables(model, n_intervals)
         with kernels(enabled=True):
             ours = radial_tables(model, n_intervals)
-        assert all(table.hidden is not None for table in ours)
+        assert all((table.hidden is None) == ("radial_mlp_depth" in options) for table in ours)
         made = [curves @ matrix for curves, matrix in (table.tracked() for table in plain)]
         cotangents = [draw(number, *table.shape, dtype=table.dtype) for number, table in enumerate(made)]
         expected = torch.autograd.grad(made, weights, cotangents)
@@ -35,8 +44,9 @@ def test_tables_and_gradients_of_the_networks(options, n_intervals, monkeypatch)
         assert all(gradient.stride() == weight.stride() for gradient, weight in zip(found, weights))
 
 
-@pytest.mark.parametrize("options", [{"radial_mlp_depth": 2}, {"bessel_trainable": True}])
-def test_other_networks_are_left_to_plain_operations(options):
+@pytest.mark.parametrize("options", [{"radial_mlp_depth": 0}, {"bessel_trainable": True}])
+def test_other_networks_are_left_to_plain_operations(options, monkeypatch):
+    monkeypatch.setattr(nequip_tables, "deep_curves", None)
     model = make_potential(precision="float32", num_layers=1, l_max=0, num_features=2, **options).to(DEVICE).model
     with kernels(enabled=True):
         assert all(table.hidden is None for table in radial_tables(model, 8))
