@@ -4,10 +4,10 @@
                              [key=value ...]
 
 FOLDER holds train_300K.xyz and test_300K.xyz. Trains NequIP (l_max 3, four layers, 64 features of each degree, radial networks
-and cutoff function as in the published settings) on 450 of the
-500 training frames, validates on the other 50 and tests on all test frames; after the training it prints the curve of the
-validation errors by minutes. Running it again continues. `--minutes`: as many epochs as take so long, by the speed of a short
-training before; validations, the test and the start come on top. `key=value` overrides the config."""
+and cutoff function as in the published settings) on 450 of the 500 training frames, validates on the other 50 and tests on all
+test frames; after the training it prints the curve of the validation errors by minutes. Running it again continues.
+`--minutes`: as many epochs as take so long, by the speed of a short training before; validations, the test and the start come
+on top. `key=value` overrides the config."""
 
 from __future__ import annotations
 
