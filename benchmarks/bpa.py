@@ -103,11 +103,21 @@ def show_curve(run: Any) -> None:
         print(f"  {epoch:5.0f} {minutes:6.2f} {error:8.1f}")
 
 
+def test_errors(run: Any) -> tuple[float, float] | None:
+    """RMSE of energies, meV, and of forces, meV/A; None for a training that was stopped."""
+    if not (run.path / "test.json").exists():
+        return None
+    errors = json.loads((run.path / "test.json").read_text())["errors"]
+    return errors["energy_total_rmse"], errors["forces_rmse"]
+
+
 def draw_curve(run: Any, path: Path) -> None:
+    """With the error of the test, where there is one, at the end."""
+    rows, tested = curve(run), test_errors(run)
     figure, axes = plt.subplots(figsize=(7.5, 4.2), layout="constrained")
-    axes.plot(
-        [minutes for _, minutes, _ in curve(run)], [error for *_, error in curve(run)], label="Forgefield, validation"
-    )
+    axes.plot([minutes for _, minutes, _ in rows], [error for *_, error in rows], label="Forgefield, validation")
+    if tested is not None:
+        axes.plot([rows[-1][1]], [tested[1]], "o", color="C3", label=f"Forgefield, test: {tested[1]:.1f}")
     for name, (_, forces) in PUBLISHED.items():
         axes.axhline(forces, color="0.5", dashes=(4, 2), linewidth=1)
         axes.text(
@@ -149,9 +159,8 @@ def main() -> None:
     show_curve(run)
     if arguments.figure is not None:
         draw_curve(run, arguments.figure)
-    if (run.path / "test.json").exists():
-        errors = json.loads((run.path / "test.json").read_text())["errors"]
-        energy, forces = errors["energy_total_rmse"], errors["forces_rmse"]
+    if (tested := test_errors(run)) is not None:
+        energy, forces = tested
         print(f"{'Forgefield':12} energy {energy:5.1f} meV, forces {forces:5.1f} meV/A, {minutes:.1f} minutes in all")
     else:
         print(f"{'Forgefield':12} stopped after {minutes:.1f} minutes; run again to go on")

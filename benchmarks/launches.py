@@ -1,6 +1,6 @@
 """Counts what one training step by generated kernels would launch on a GPU, by the lines that ask for it, without a GPU.
 
-    TRITON_INTERPRET=1 python benchmarks/launches.py [--layers 2] [--l-max 1] [--knots 16] [--lines]
+    TRITON_INTERPRET=1 python benchmarks/launches.py [--layers 2] [--l-max 1] [--depth 1] [--knots 16] [--lines]
 
 Operations of torch that only make views or reserve memory are not counted, every other one is counted once, also where a GPU
 takes several launches for it (a sort, a product with split sums). What the optimiser does is not part of it. Without a GPU
@@ -113,11 +113,17 @@ def as_on_a_gpu() -> ExitStack:
     return changes
 
 
-def count(layers: int, l_max: int, knots: int) -> Counter[tuple[str, str]]:
+def count(layers: int, l_max: int, knots: int, depth: int = 1) -> Counter[tuple[str, str]]:
     from triton.runtime.interpreter import GridExecutor
 
     blocks = {"l_max": l_max, "num_features": [4, 3, 2, 2][: l_max + 1], "parity": False, "type_embed_num_features": 3}
-    MODELS["counted"] = {"name": "nequip", "num_layers": layers, "radial_mlp_width": 8, **blocks}
+    MODELS["counted"] = {
+        "name": "nequip",
+        "num_layers": layers,
+        "radial_mlp_width": 8,
+        "radial_mlp_depth": depth,
+        **blocks,
+    }
     with Precision("float32").applied("float32"):
         model = trained("counted", 3.0, "float32", torch.device("cpu"))
         batch = water_batch(2, 1, 3.0, torch.device("cpu"))
@@ -137,16 +143,17 @@ def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--l-max", type=int, default=1, choices=range(4))
+    parser.add_argument("--depth", type=int, default=1, help="hidden layers of the radial networks")
     parser.add_argument("--knots", type=int, default=16, help="intervals of the tables")
     parser.add_argument("--lines", action="store_true", help="also by line")
     args = parser.parse_args(words)
     if not interpreted():
         parser.error("set TRITON_INTERPRET=1, so that kernels run on the CPU")
-    found = count(args.layers, args.l_max, args.knots)
+    found = count(args.layers, args.l_max, args.knots, args.depth)
     groups: Counter[str] = Counter()
     for (line, _), times in found.items():
         groups[group(line)] += times
-    print(f"{args.layers} layers, l up to {args.l_max}: {found.total()}")
+    print(f"{args.layers} layers, l up to {args.l_max}, hidden layers of radial networks {args.depth}: {found.total()}")
     for name, total in groups.most_common():
         print(f"{total:5}  {name}")
         for (line, operation), times in found.most_common() if args.lines else []:

@@ -57,12 +57,16 @@ def is_lowered(x: Tensor) -> bool:
     return _current.lowering is not None and x.dtype == torch.float32
 
 
+def lowering_in_force() -> torch.dtype | None:
+    """What factors are rounded to now; None: as they are."""
+    return None if _current.lowering is None else _current.lowering.dtype
+
+
 def lowered_to() -> torch.dtype | None:
-    """What factors are rounded to now, for kernels that make the products of `product` themselves; None: as they are."""
-    if _current.lowering is None:
-        return None
-    _current.lowering.count += 1
-    return _current.lowering.dtype
+    """The same for kernels that make the products of `product` themselves, which counts."""
+    if _current.lowering is not None:
+        _current.lowering.count += 1
+    return lowering_in_force()
 
 
 def product(x: Tensor, matrix: Tensor) -> Tensor:

@@ -1,9 +1,10 @@
 """What `training.precision` means: the type of the weights, the arithmetic of each step, and when a schedule changes it.
 
 Weights, gradients and optimiser state are float32 (float64 for float64); geometry, radial basis, harmonics and energy sums are
-float64 always. Lower precisions touch matrix products alone: tf32 all float32 ones on the GPU, by torch's setting for the
-process; bf16-mixed and fp16-mixed those of features with weights (`forgefield.ops.products`). What is validated and deployed is
-computed in the precision of the weights.
+float64 always. Lower precisions touch products and sums of products alone: tf32 all float32 matrix products on the GPU, by
+torch's setting for the process, and what generated kernels hold for the gradient of radial tables; bf16-mixed and fp16-mixed
+products of features with weights (`forgefield.ops.products`). What is validated and deployed is computed in the precision of
+the weights.
 """
 
 from __future__ import annotations
@@ -21,10 +22,14 @@ from forgefield.ops.products import products_in
 
 TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "tf32": 1e-2, "bf16-mixed": 3e-3, "fp16-mixed": 1e-3}
 """Largest relative difference between two ways to compute the same step, by precision. They are below what the rounding itself
-changes: all engines and both derivative forms round the same factors, so that only the order of sums is left to differ by."""
+changes: all engines and both derivative forms round the same factors, so that only the order of sums is left to differ by.
+Kernels in tf32 round others, which 1e-2 has room for."""
 STORAGE_TOLERANCES = {"float32": 0.0, "bfloat16": 3e-2}
 """The same for what kernels store rows in, compared with steps that store everything in float32: here rounding itself is seen,
 which changes gradients of a small batch by up to 1e-2."""
+TABLE_TOLERANCES = {None: 0.0, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+"""The same for kernels that read radial weights from tables, by what factors of products are rounded to: tables are made in
+float64, where plain operations round the products of radial networks."""
 _LOWERED = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
 _IN_WORDS = {
     "float64": "float64 throughout",

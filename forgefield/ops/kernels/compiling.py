@@ -75,7 +75,7 @@ class Planned:
         """What decides which kernels its passes launch."""
         kind = Kind(table=self.radial.in_table, packed=self.radial.packed, still=self.still)
         large = writes_much(self.form, graph.n_edges, harmonics.dtype)
-        stored = (setting().stored_as(harmonics.dtype), setting().summed_as(harmonics.dtype))
+        stored = (setting().stored_as(harmonics.dtype), setting().held_as(harmonics.dtype))
         types = (harmonics.dtype, *stored, self.radial.row.dtype, harmonics.device)
         return self.form, in_manner(kind, self.form, graph.n_atoms), large, types
 

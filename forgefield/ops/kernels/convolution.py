@@ -47,7 +47,7 @@ def in_manner(kind: Kind, form: Form, n_atoms: int) -> Kind:
 def writes_much(form: Form, n_edges: int, dtype: torch.dtype) -> bool:
     """Whether the last pass, computed in this type with a table, writes more for so many edges than is to lie there at once."""
     of_features = form.features.dim * setting().stored_as(dtype).itemsize
-    of_weights = 2 * form.n_weights * setting().summed_as(dtype).itemsize
+    of_weights = 2 * form.n_weights * setting().held_as(dtype).itemsize
     return n_edges * (of_features + of_weights) > MOST_ROWS
 
 
@@ -100,7 +100,8 @@ Take = Callable[[Rows], Beside[None] | None]
 class Convolution:
     """Over the edges of one graph. harmonics: (n_edges, n_harmonics), the first of them one. still: features have no tangents
     and nobody asks what they would have to be for the forces. Where kernels are set to store in bfloat16, so are features as
-    neighbours read them, a table of coefficients, and what is written for every edge but for cotangents of rows of weights."""
+    neighbours read them, a table of coefficients, and what is written for every edge but for cotangents of rows of weights.
+    With products in tf32 those of the weights of a table are."""
 
     def __init__(self, form: Form, graph: EdgeGraph, harmonics: Tensor, radial: Radial, *, still: bool) -> None:
         self.form, self.graph, self.harmonics, self.still = form, graph, harmonics, still
@@ -161,7 +162,7 @@ class Convolution:
         block = None if part is None else part.blocks[0]
         n_edges, n_weights = self.graph.n_edges, self.form.n_weights if block is None else len(block.columns)
         of_x = self._per_edge(x, to_x) if block is None else x.flat.new_empty((n_edges, block.dim), dtype=self.stored)
-        dtype = setting().summed_as(x.flat.dtype) if self.radial.in_table else x.flat.dtype
+        dtype = setting().held_as(x.flat.dtype) if self.radial.in_table else x.flat.dtype
         of_w, of_dw = (x.flat.new_empty((n_edges, n_weights), dtype=dtype) for _ in range(2))
         given = {"x": self._read(x), "g": g.flat, "to_x": of_x, "to_w": of_w, "to_dw": of_dw, **_moving(motion)}
         self._launch(kind, given, part)

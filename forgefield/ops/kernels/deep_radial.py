@@ -13,8 +13,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from forgefield.ops.kernels.setting import interpreted
+
 BLOCK = 256
 """Numbers that one program takes."""
+
+
+def _block() -> int:
+    """The interpreter takes its time for every program and not for every number."""
+    return 65536 if interpreted() else BLOCK
 
 
 def deep_curves(
@@ -33,14 +40,15 @@ class _Curves(torch.autograd.Function):
         factors = [matrix.double() for matrix in matrices]
         inner = [torch.matmul(basis.flatten(0, 1), factors[0])]  # (networks, knots and slopes in turn, width)
         hidden: list[Tensor] = []
-        for factor, scale in zip(factors[1:], scales):
+        for factor, scale in zip(factors[1:], scales[:-1], strict=True):
             hidden.append(torch.empty_like(inner[-1]))
-            _launch("activate", inner[-1].numel() // 2, inner[-1], hidden[-1], scale=scale)
+            _launch(_kernels().activate, hidden[-1].numel() // 2, inner[-1], hidden[-1], scale=scale)
             inner.append(torch.bmm(hidden[-1], factor))
         n_intervals = basis.shape[0] - 1
         shape = (len(inner[-1]), n_intervals, 4, inner[-1].shape[2])
         curves = torch.empty(shape, dtype=matrices[0].dtype, device=basis.device)
-        _launch("curves_of", curves.numel() // 4, inner[-1], curves, n_intervals, scale=scales[-1], gain=gain)
+        about = {"n_intervals": n_intervals, "scale": scales[-1], "gain": gain}
+        _launch(_kernels().curves_of, curves.numel() // 4, inner[-1], curves, **about)
         ctx.save_for_backward(basis, *factors, *inner, *hidden)
         ctx.scales, ctx.gain, ctx.dtype = scales, gain, matrices[0].dtype
         return curves
@@ -52,23 +60,26 @@ class _Curves(torch.autograd.Function):
         basis, *rest = ctx.saved_tensors
         factors, inner, hidden = rest[:depth], rest[depth : 2 * depth], rest[2 * depth :]
         to = torch.empty_like(inner[-1])
-        given = (inner[-1], to_curves.contiguous(), to, basis.shape[0] - 1)
-        _launch("to_last", to.numel() // 2, *given, scale=ctx.scales[-1], gain=ctx.gain)
+        about = {"n_intervals": basis.shape[0] - 1, "scale": ctx.scales[-1], "gain": ctx.gain}
+        _launch(_kernels().to_last, to.numel() // 2, inner[-1], to_curves.contiguous(), to, **about)
         found: list[Tensor] = []
         for number in range(depth - 1, 0, -1):
             found.append(torch.bmm(hidden[number - 1].transpose(1, 2), to))
             to_hidden = torch.bmm(to, factors[number].transpose(1, 2))
             to = torch.empty_like(to)
-            _launch("to_inner", to.numel() // 2, inner[number - 1], to_hidden, to, scale=ctx.scales[number - 1])
+            given = (inner[number - 1], to_hidden, to)
+            _launch(_kernels().to_inner, to.numel() // 2, *given, scale=ctx.scales[number - 1])
         found.append(torch.matmul(basis.flatten(0, 1).t(), to))
         return (None, None, None, *(gradient.to(ctx.dtype) for gradient in reversed(found)))
 
 
-def _launch(name: str, n: int, *given: Any, **scales: float) -> None:
-    """given: tensors, the first of them rows as wide as a hidden layer, and what else comes before the width."""
+def _launch(kernel: Any, n: int, *tensors: Tensor, **about: float) -> None:
+    """For n numbers of hidden channels, each with its slope. tensors: the first has rows as wide as the networks."""
+    block = _block()
+    kernel[(-(-n // block),)](*tensors, n=n, width=tensors[0].shape[2], **about, block=block, num_warps=4)
+
+
+def _kernels() -> Any:
     from forgefield.ops.kernels import radial_source
 
-    tensors = [one for one in given if isinstance(one, Tensor)]
-    numbers = [one for one in given if not isinstance(one, Tensor)]
-    kernel = getattr(radial_source, name)
-    kernel[(-(-n // BLOCK),)](*tensors, n, *numbers, width=tensors[0].shape[2], **scales, block=BLOCK, num_warps=4)
+    return radial_source

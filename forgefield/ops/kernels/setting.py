@@ -44,9 +44,9 @@ class KernelSetting:
             )
         return STORAGE[self.storage]
 
-    def summed_as(self, dtype: torch.dtype) -> torch.dtype:
-        """The type in which cotangents of weights wait for their sums over the edges of an interval: 16 bits where a training
-        was told that factors may be rounded to tf32."""
+    def held_as(self, dtype: torch.dtype) -> torch.dtype:
+        """The type in which cotangents of weights are held until they are summed over the edges of an interval: 16 bits where a
+        training was told that factors may be rounded to tf32."""
         if dtype == torch.float32 and rounds_to_tf32():
             return torch.bfloat16
         return self.stored_as(dtype)

@@ -18,10 +18,11 @@ from forgefield.data.batch import SHAPES, Shapes
 from forgefield.models.potential import Potential
 from forgefield.ops.kernels.dispatch import operators, use_edge_operators
 from forgefield.ops.kernels.setting import KNOTS, kernels
+from forgefield.ops.products import lowering_in_force
 from forgefield.tasks.loss_kernels import kernels_know, loss_by_kernels
 from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.task import Task
-from forgefield.training.precision import STORAGE_TOLERANCES
+from forgefield.training.precision import STORAGE_TOLERANCES, TABLE_TOLERANCES
 
 Batch = dict[str, Tensor]
 DERIVATIVES = ("double", "tangent", "kernels")
@@ -146,8 +147,11 @@ class StepFunction:
 
     @property
     def rounding(self) -> float:
-        """How far gradients may be, relative to their size, from those of the same precision with everything stored in it."""
-        return STORAGE_TOLERANCES[self.storage] if self.derivative == "kernels" else 0.0
+        """How far gradients may be, relative to their size, from those of plain operations in the precision in force, where it
+        is more than the precision itself allows: kernels do not round all that these do, or more."""
+        if self.derivative != "kernels":
+            return 0.0
+        return max(STORAGE_TOLERANCES[self.storage], TABLE_TOLERANCES[lowering_in_force()])
 
     @contextmanager
     def _kernels(self, storage: str) -> Iterator[None]:

@@ -28,7 +28,14 @@ CASES = {
         "convnet_resnet": True,
     },
     "pair cutoffs": {"per_edge_type_cutoff": {"H": {"O": 2.0}}, "l_max": 1, "zbl": True},
-    "deep radial network": {
+    "deep radial networks": {
+        "l_max": 1,
+        "num_layers": 2,
+        "num_features": 4,
+        "radial_mlp_depth": 3,
+        "radial_mlp_width": 6,
+    },
+    "trained frequencies": {
         "radial_mlp_depth": 2,
         "bessel_trainable": True,
         "avg_num_neighbours": {"H": 5.0, "O": 9.0},
@@ -156,7 +163,7 @@ def test_nothing_of_a_pass_is_left_when_it_is_over():
 
 
 def test_trained_frequencies_are_never_remembered():
-    potential = make_potential(precision="float32", **CASES["deep radial network"]).to(DEVICE).eval()
+    potential = make_potential(precision="float32", **CASES["trained frequencies"]).to(DEVICE).eval()
     for parameter in potential.parameters():
         parameter.requires_grad_(False)
     given = batch()

@@ -5,7 +5,7 @@ import torch
 
 from forgefield.models import nequip_tables
 from forgefield.models.nequip_tables import radial_tables
-from forgefield.ops.kernels import radial
+from forgefield.ops.kernels import deep_radial, radial
 from forgefield.ops.kernels.radial import CHANNELS, KNOTS
 from forgefield.ops.kernels.setting import kernels
 from tests.models.structures import make_potential
@@ -25,7 +25,8 @@ pytestmark = needs_kernels
     ],
 )
 def test_tables_and_gradients_of_the_networks(options, n_intervals, monkeypatch):
-    monkeypatch.setattr(radial, "interpreted", lambda: False)  # programs as small as on a GPU
+    for kernels_of in (radial, deep_radial):
+        monkeypatch.setattr(kernels_of, "interpreted", lambda: False)  # programs as small as on a GPU
     for precision, tolerance in (("float64", 1e-12), ("float32", 2e-6)):
         model = make_potential(precision=precision, num_layers=2, l_max=1, num_features=2, **options).to(DEVICE).model
         weights = [weight for layer in model.layers for weight in layer.radial.weights]
@@ -46,7 +47,7 @@ def test_tables_and_gradients_of_the_networks(options, n_intervals, monkeypatch)
 
 @pytest.mark.parametrize("options", [{"radial_mlp_depth": 0}, {"bessel_trainable": True}])
 def test_other_networks_are_left_to_plain_operations(options, monkeypatch):
-    monkeypatch.setattr(nequip_tables, "deep_curves", None)
+    monkeypatch.setattr(nequip_tables, "deep_curves", None)  # not to be called
     model = make_potential(precision="float32", num_layers=1, l_max=0, num_features=2, **options).to(DEVICE).model
     with kernels(enabled=True):
         assert all(table.hidden is None for table in radial_tables(model, 8))

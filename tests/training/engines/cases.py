@@ -30,6 +30,17 @@ def labelled(*atoms: int, seed: int = 0, periodic: bool = True, box: float = 4.0
     return batch
 
 
+def learnt(potential: Potential, batch: Batch) -> Batch:
+    """The batch with labels that the model has learnt, but for a hundred thousandth."""
+    generator = torch.Generator().manual_seed(3)
+    outputs = potential(batch, stress=True)
+    labels = {}
+    for name in ALL:
+        off = 1e-5 * torch.randn(batch[name].shape, generator=generator, dtype=torch.float64).to(batch[name])
+        labels[name] = outputs[name].detach().double() + off
+    return {**batch, **labels}
+
+
 def step_function(potential: Potential, targets: tuple[str, ...] = ALL, **options: Any) -> StepFunction:
     task = Task(TaskOptions(**{name: TargetOptions(weight=1.0 + i) for i, name in enumerate(targets)}), SPECIES)
     return StepFunction(potential.train(), task, ErrorMetrics(task.names, SPECIES), **options)

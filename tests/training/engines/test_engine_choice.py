@@ -31,9 +31,9 @@ from forgefield.training.engines.size_plan import SizePlan
 from forgefield.training.engines.sparing import SparingEngine, cut, halves
 from forgefield.training.engines.start import EngineStarter
 from forgefield.training.engines.step import StepFunction
-from forgefield.training.engines.verify import require_equal, require_equal_evaluation
+from forgefield.training.engines.verify import largest_difference, require_equal, require_equal_evaluation
 from tests.models.structures import make_potential
-from tests.training.engines.cases import difference, labelled, step_function
+from tests.training.engines.cases import difference, labelled, learnt, step_function
 from tests.training.engines.test_script import ReadsAValue
 
 CPU = torch.device("cpu")
@@ -177,12 +177,41 @@ class Wrong(Engine):
         return result._replace(errors=result.errors + 1e-3)
 
 
+class Rounded(Engine):
+    """An engine whose values are those of atoms moved a little, as if they were rounded."""
+
+    name = "rounded"
+
+    def differentiate(self, batch, denominators=None):
+        return super().differentiate(self.moved(batch), denominators)
+
+    def evaluate(self, batch):
+        return super().evaluate(self.moved(batch))
+
+    @staticmethod
+    def moved(batch):
+        return {**batch, "positions": batch["positions"] * (1 + 1e-8)}
+
+
 def test_an_engine_with_one_wrong_gradient_stops_the_run_with_the_numbers():
     function = step_function(make_potential())
     name = function.trained[2]
     with pytest.raises(ForgefieldError, match=f"gradient of {name} differs from that of the eager engine by 0.001"):
         require_equal(Wrong(function), Engine(function), labelled(4, 3), 1e-9)
     assert require_equal(Engine(function), Engine(function), labelled(4, 3), 1e-9) == 0.0
+
+
+def test_a_model_that_has_learnt_its_labels_can_be_compared():
+    """As where a long training is continued: of the gradients of its loss rounding leaves nothing to compare."""
+    potential = make_potential()
+    function = step_function(potential)
+    engine, reference, batch = Rounded(function), Engine(function), learnt(potential, labelled(4, 3))
+    of_loss, _ = largest_difference(engine.differentiate(batch), reference.differentiate(batch), function.trained)
+    assert of_loss > 1e-3
+    difference = require_equal(engine, reference, batch, 1e-4)
+    assert difference is not None
+    assert 0 < difference < 1e-4
+    require_equal_evaluation(engine, reference, batch, 1e-4)
 
 
 def test_an_engine_that_evaluates_wrongly_stops_the_run():
