@@ -120,15 +120,8 @@ def draw_curve(run: Any, path: Path) -> None:
         axes.plot([rows[-1][1]], [tested[1]], "o", color="C3", label=f"Forgefield, test: {tested[1]:.1f}")
     for name, (_, forces) in PUBLISHED.items():
         axes.axhline(forces, color="0.5", dashes=(4, 2), linewidth=1)
-        axes.text(
-            axes.get_xlim()[1],
-            forces,
-            f"{name}, published (test): {forces} ",
-            ha="right",
-            va="bottom",
-            color="0.4",
-            fontsize=9,
-        )
+        text = f"{name}, published (test): {forces}"
+        axes.text(0.01, forces, text, va="bottom", color="0.4", fontsize=9, transform=axes.get_yaxis_transform())
     axes.set_yscale("log")
     axes.set_yticks([8, 10, 15, 20, 30, 50, 100], labels=["8", "10", "15", "20", "30", "50", "100"])
     axes.minorticks_off()
