@@ -10,6 +10,7 @@ from torch import Tensor
 
 from forgefield.errors import ForgefieldError
 from forgefield.ops.kernels.dispatch import operators
+from forgefield.tasks.task import Task
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.step import Differentiated
 
@@ -24,7 +25,7 @@ def require_equal(engine: Engine, reference: Engine, batch: Batch, tolerance: fl
 
     Returns the largest difference; None for a model that is random in training, which cannot be compared.
     """
-    batch = unlearnt(batch)
+    batch = unlearnt(batch, engine.function.task)
     with same_random_state(batch), operators(False):
         expected = reference.trial(batch)
     with same_random_state(batch), operators(False):
@@ -47,7 +48,7 @@ def require_equal(engine: Engine, reference: Engine, batch: Batch, tolerance: fl
 
 def require_equal_evaluation(engine: Engine, reference: Engine, batch: Batch, tolerance: float) -> None:
     """The same for what a validation computes."""
-    batch = unlearnt(batch)
+    batch = unlearnt(batch, engine.function.task)
     found = engine.evaluate(batch)
     with operators(False):
         expected = reference.evaluate(batch)
@@ -61,12 +62,21 @@ def require_equal_evaluation(engine: Engine, reference: Engine, batch: Batch, to
             )
 
 
-def unlearnt(batch: Batch) -> Batch:
+def unlearnt(batch: Batch, task: Task) -> Batch:
     """The same structures with labels that no model has learnt: forces and stress of the other sign, energies higher by 1 eV
-    for each atom. Where a model has learnt its labels, gradients are small differences, made of rounding to a large part."""
-    moved: Batch = {name: -batch[name] for name in ("forces", "stress") if name in batch}
-    if "energy" in batch:
-        moved["energy"] = batch["energy"] + batch["n_atoms"]
+    for each atom, other values by the scale of their errors; classes stay. Where a model has learnt its labels, gradients are
+    small differences, made of rounding to a large part."""
+    moved: Batch = {}
+    for target in task.targets:
+        label = batch.get(target.label)
+        if label is None or target.classes is not None:
+            continue
+        if target.label in ("forces", "stress"):
+            moved[target.label] = -label
+        elif target.label == "energy":
+            moved[target.label] = label + batch["n_atoms"]
+        else:
+            moved[target.label] = label + torch.tensor(target.scale).to(label)
     return {**batch, **moved}
 
 
