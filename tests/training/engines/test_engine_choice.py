@@ -13,6 +13,8 @@ from forgefield.config.schema import TrainingOptions
 from forgefield.errors import ForgefieldError
 from forgefield.models import Potential
 from forgefield.parallel.group import alone
+from forgefield.tasks.losses import mse
+from forgefield.tasks.task import Target
 from forgefield.training.engines.captured_update import portable_optimiser_states, why_not_capturable
 from forgefield.training.engines.choose import (
     Choice,
@@ -31,7 +33,7 @@ from forgefield.training.engines.size_plan import SizePlan
 from forgefield.training.engines.sparing import SparingEngine, cut, halves
 from forgefield.training.engines.start import EngineStarter
 from forgefield.training.engines.step import StepFunction
-from forgefield.training.engines.verify import largest_difference, require_equal, require_equal_evaluation
+from forgefield.training.engines.verify import largest_difference, require_equal, require_equal_evaluation, unlearnt
 from tests.models.structures import make_potential
 from tests.training.engines.cases import difference, labelled, learnt, step_function
 from tests.training.engines.test_script import ReadsAValue
@@ -212,6 +214,24 @@ def test_a_model_that_has_learnt_its_labels_can_be_compared():
     assert difference is not None
     assert 0 < difference < 1e-4
     require_equal_evaluation(engine, reference, batch, 1e-4)
+
+
+def test_labels_are_moved_away_from_what_was_learnt():
+    targets = [
+        Target(name, 1.0, mse, False, None, scale=scale, classes=classes)
+        for name, scale, classes in (
+            ("energy", 1.0, None),
+            ("virial", 1.0, None),
+            ("gap", (0.5, 2.0), None),
+            ("group", 1.0, (1.0, 2.0)),
+        )
+    ]
+    batch = labelled(4, 3) | {"gap": torch.zeros(2, 2, dtype=torch.float64), "group": torch.ones(2)}
+    moved = unlearnt(batch, SimpleNamespace(targets=targets))
+    assert torch.equal(moved["energy"], batch["energy"] + torch.tensor([4, 3]))
+    assert torch.equal(moved["stress"], -batch["stress"])
+    assert moved["gap"].tolist() == [[0.5, 2.0]] * 2
+    assert all(moved[name] is batch[name] for name in batch if name not in ("energy", "stress", "gap"))
 
 
 def test_an_engine_that_evaluates_wrongly_stops_the_run():
