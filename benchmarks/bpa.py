@@ -103,7 +103,7 @@ def show_curve(run: Any) -> None:
         print(f"  {epoch:5.0f} {minutes:6.2f} {error:8.1f}")
 
 
-def test_errors(run: Any) -> tuple[float, float] | None:
+def errors_of_test(run: Any) -> tuple[float, float] | None:
     """RMSE of energies, meV, and of forces, meV/A; None for a training that was stopped."""
     if not (run.path / "test.json").exists():
         return None
@@ -113,10 +113,10 @@ def test_errors(run: Any) -> tuple[float, float] | None:
 
 def draw_curve(run: Any, path: Path) -> None:
     """With the error of the test, where there is one, at the end."""
-    rows, tested = curve(run), test_errors(run)
+    rows, tested = curve(run), errors_of_test(run)
     figure, axes = plt.subplots(figsize=(7.5, 4.2), layout="constrained")
     axes.plot([minutes for _, minutes, _ in rows], [error for *_, error in rows], label="Forgefield, validation")
-    if tested is not None:
+    if rows and tested is not None:
         axes.plot([rows[-1][1]], [tested[1]], "o", color="C3", label=f"Forgefield, test: {tested[1]:.1f}")
     for name, (_, forces) in PUBLISHED.items():
         axes.axhline(forces, color="0.5", dashes=(4, 2), linewidth=1)
@@ -152,7 +152,7 @@ def main() -> None:
     show_curve(run)
     if arguments.figure is not None:
         draw_curve(run, arguments.figure)
-    if (tested := test_errors(run)) is not None:
+    if (tested := errors_of_test(run)) is not None:
         energy, forces = tested
         print(f"{'Forgefield':12} energy {energy:5.1f} meV, forces {forces:5.1f} meV/A, {minutes:.1f} minutes in all")
     else:

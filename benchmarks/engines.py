@@ -1,8 +1,8 @@
 """Whole training steps (energies and forces, gradients, Adam) of every engine on water, on this machine.
 
     python benchmarks/engines.py [--cases S-32 M-1 L-32 A-32 ...] [--engines eager compile graphs-eager graphs-compiled script]
-                                 [--derivatives double kernels tangent] [--plain-edges] [--budget 600] [--fresh-cache]
-                                 [--json out.json]
+                                 [--derivatives double kernels tangent] [--precision tf32] [--plain-edges] [--budget 600]
+                                 [--fresh-cache] [--json out.json]
                                  [--peers [--peer-modes eager compile oeq oeq-compile] [--peer-python other/bin/python]]
 
 A case is a model and a batch: presets S, M and L of NequIP and an Allegro (A: l_max 2, 2 layers, 64 scalar and 64 tensor

@@ -27,9 +27,9 @@ Kernels in tf32 round others, which 1e-2 has room for."""
 STORAGE_TOLERANCES = {"float32": 0.0, "bfloat16": 3e-2}
 """The same for what kernels store rows in, compared with steps that store everything in float32: here rounding itself is seen,
 which changes gradients of a small batch by up to 1e-2."""
-TABLE_TOLERANCES = {None: 0.0, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-"""The same for kernels that read radial weights from tables, by what factors of products are rounded to: tables are made in
-float64, where plain operations round the products of radial networks."""
+KERNEL_TOLERANCES = {None: 0.0, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+"""The same for kernels, by what factors of products are rounded to. They do not round all that plain operations do: the product
+of embeddings in the first layer and, where weights are read from tables, those of radial networks are exact."""
 _LOWERED = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
 _IN_WORDS = {
     "float64": "float64 throughout",

@@ -2,8 +2,8 @@
 
 Weights are read where they lie, as they are trained: of unit variance. Matrices are these times a constant, or, where they
 belong to a species, sums over its embedding: matrix[u, s, w] = c sum_v weight[u, v, w] embedding[s, v]. Kernels that multiply
-with them read them packed: transposed too, and each number as its leading bits and the rest. Sums are made
-in float64: an error of a matrix is that of all atoms of a species at once.
+with them read them packed: transposed too, and each number as its leading bits and the rest. Sums are made in float64: an error
+of a matrix is that of all atoms of a species at once.
 """
 
 from __future__ import annotations

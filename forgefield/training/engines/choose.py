@@ -192,7 +192,7 @@ def start(choice: Choice, on: Circumstances, batch: Batch) -> Engine:
     if choice == Choice("eager", "double") and not engine.function.sums_by_kernels:
         return engine
     try:
-        difference = require_equal(engine, reference, batch, max(on.tolerance, engine.function.rounding))
+        difference = require_equal(engine, reference, batch, on.tolerance)
     except ForgefieldError as error:
         if str(error).startswith("training."):
             raise

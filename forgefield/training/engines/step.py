@@ -22,7 +22,7 @@ from forgefield.ops.products import lowering_in_force
 from forgefield.tasks.loss_kernels import kernels_know, loss_by_kernels
 from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.task import Task
-from forgefield.training.precision import STORAGE_TOLERANCES, TABLE_TOLERANCES
+from forgefield.training.precision import KERNEL_TOLERANCES, STORAGE_TOLERANCES
 
 Batch = dict[str, Tensor]
 DERIVATIVES = ("double", "tangent", "kernels")
@@ -151,7 +151,7 @@ class StepFunction:
         is more than the precision itself allows: kernels do not round all that these do, or more."""
         if self.derivative != "kernels":
             return 0.0
-        return max(STORAGE_TOLERANCES[self.storage], TABLE_TOLERANCES[lowering_in_force()])
+        return max(STORAGE_TOLERANCES[self.storage], KERNEL_TOLERANCES[lowering_in_force()])
 
     @contextmanager
     def _kernels(self, storage: str) -> Iterator[None]:

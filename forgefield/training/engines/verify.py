@@ -20,12 +20,12 @@ SMALL = 1e-3
 
 
 def require_equal(engine: Engine, reference: Engine, batch: Batch, tolerance: float) -> float | None:
-    """Stop where the engine's step differs from the reference's by more than `tolerance`, relative to the size of each value.
-    The reference computes by plain operations.
+    """Stop where the engine's step differs from the reference's by more than `tolerance`, relative to the size of each value,
+    and more than its function may differ by rounding. The reference computes by plain operations.
 
     Returns the largest difference; None for a model that is random in training, which cannot be compared.
     """
-    batch = unlearnt(batch, engine.function.task)
+    batch, tolerance = unlearnt(batch, engine.function.task), max(tolerance, engine.function.rounding)
     with same_random_state(batch), operators(False):
         expected = reference.trial(batch)
     with same_random_state(batch), operators(False):
