@@ -69,16 +69,22 @@ __all__ = [
 ]
 
 
-def train(config: str | Path | dict[str, Any] | DictConfig, *overrides: str, fresh: bool = False) -> Run:
+def train(
+    config: str | Path | dict[str, Any] | DictConfig,
+    *overrides: str,
+    fresh: bool = False,
+    trust_code: bool = False,
+) -> Run:
     """Train as a config says and return the run. Calling it again continues the run where it was.
 
     config: a YAML file, a dictionary or an OmegaConf config. overrides: `key=value` strings, as on the command line.
-    fresh: start over even if the run exists; the old one is moved aside.
+    fresh: start over even if the run exists; the old one is moved aside. trust_code: whether code may be imported that is named
+    by a run (`model.from`, or one that is resumed) and not by the config.
     """
     with failing_together(this_group()):
-        loaded = load_config(config, list(overrides))
+        loaded = load_config(config, list(overrides), trust_code=trust_code)
         require_training_data(loaded)
-        fitted = train_with_outcome(loaded, fresh=fresh)
+        fitted = train_with_outcome(loaded, fresh=fresh, trust_code=trust_code)
     if fitted.outcome == "failed":
         raise ForgefieldError(
             f"The training in several processes ended with exit code {fitted.exit_code}; what went wrong is said above."
@@ -87,21 +93,26 @@ def train(config: str | Path | dict[str, Any] | DictConfig, *overrides: str, fre
 
 
 def train_with_outcome(
-    config: DictConfig, *, fresh: bool = False, log: Path | None = None, log_mode: str = "master"
+    config: DictConfig,
+    *,
+    fresh: bool = False,
+    log: Path | None = None,
+    log_mode: str = "master",
+    trust_code: bool = False,
 ) -> Fitted:
     """Train, measure the best model on validation and test frames, write the report.
 
     Under a launcher (torchrun, srun, mpirun) every process calls this, inside `failing_together`. In one process with
     `trainer.devices` above one, the processes are started here. log: a file for what is said, beside the one in the run
-    folder. log_mode: whose words go there, `master`, `collect` or `workers`.
+    folder. log_mode: whose words go there, `master`, `collect` or `workers`. trust_code: as in `train`.
     """
     ranks = this_group()
     n = processes_wanted(config) if ranks.launch.launcher == "none" else 1
     if n > 1:
-        return _train_in_processes(config, n, fresh=fresh, log=log, log_mode=log_mode)
+        return _train_in_processes(config, n, fresh=fresh, log=log, log_mode=log_mode, trust_code=trust_code)
     journal = Journal(ranks=ranks, file=log, mode=log_mode)
     try:
-        fitted = fit(config, fresh=fresh, journal=journal, ranks=ranks)
+        fitted = fit(config, fresh=fresh, journal=journal, ranks=ranks, trust_code=trust_code)
         if ranks.share(fitted.outcome == "finished" or is_unmeasured(fitted)):
             with StopWish(None):  # what a batch system asks for now would only have the measurement made again
                 measure(fitted, config, journal, ranks)
@@ -110,16 +121,21 @@ def train_with_outcome(
         journal.close()
 
 
-def _train_in_processes(config: DictConfig, n: int, *, fresh: bool, log: Path | None, log_mode: str) -> Fitted:
+def _train_in_processes(
+    config: DictConfig, n: int, *, fresh: bool, log: Path | None, log_mode: str, trust_code: bool
+) -> Fitted:
     """Start n processes on this machine that train together, and wait for them."""
     with tempfile.TemporaryDirectory(prefix="forgefield-") as folder:
         path = Path(folder) / f"{config.name}.yaml"
         path.write_text(commented_yaml(config))
         command = [sys.executable, "-m", "forgefield", "train", str(path), "-m", log_mode]
         command += ["--fresh"] if fresh else []
+        command += ["--trust-code"] if trust_code else []
         command += ["-l", str(log)] if log is not None else []
         code = run_ranks(command, n, environ=environment_of_children())
-    run = Run(Path(config.out) / config.name)
+    run = Run(
+        Path(config.out) / config.name, trust_code=code == 0
+    )  # what it names, the config named or the user allowed
     if code == 0:
         return Fitted(run, None, "quick" if config.trainer.get("fast_dev_run") else "finished")
     stopped = code in (config.training.checkpoint.requeue_exit, 128 + signal.SIGINT)
@@ -150,17 +166,25 @@ def example_config(overrides: list[str], *, make: bool) -> DictConfig:
 
 
 def load(
-    run: str | os.PathLike[str] | Run, *, which: str = "best", device: str = "cpu", head: str | None = None
+    run: str | os.PathLike[str] | Run,
+    *,
+    which: str = "best",
+    device: str = "cpu",
+    head: str | None = None,
+    trust_code: bool = False,
 ) -> Potential | LDOSNetwork:
-    """The trained model of a run, in evaluation mode: a potential (`head`: one branch of it), or a network of grid points."""
-    run = run if isinstance(run, Run) else Run.open(run)
+    """The trained model of a run, in evaluation mode: a potential (`head`: one branch of it), or a network of grid points.
+
+    trust_code: whether code that the run names, such as a user's model, may be imported. Importing executes it.
+    """
+    run = Run.open(run, trust_code=trust_code)
     run.require_head(head)
     return run.load_model(which, device, head=head)
 
 
-def load_run(name: str | os.PathLike[str], *, out: str | os.PathLike[str] = "runs") -> Run:
-    """The run of that name (or path): its config, metrics, statistics and model."""
-    return Run.open(name, out=out)
+def load_run(name: str | os.PathLike[str], *, out: str | os.PathLike[str] = "runs", trust_code: bool = False) -> Run:
+    """The run of that name (or path): its config, metrics, statistics and model. trust_code: as in `load`."""
+    return Run.open(name, out=out, trust_code=trust_code)
 
 
 def test(
@@ -172,16 +196,17 @@ def test(
     device: str = "cpu",
     labels_required: bool = False,
     head: str | None = None,
+    trust_code: bool = False,
 ) -> dict[str, float]:
     """Errors of a run's model on labelled frames, in meV/atom, meV/A and GPa, with a parity plot, kept in the run.
 
     data: a file, folder, glob or list of them. options: labels and units of that data; default: as in training.
     labels_required: whether every label that `options` names must be found in the data. head: branch of a model that has
-    several.
+    several. trust_code: as in `load`.
     """
     ranks = this_group()
     with failing_together(ranks):
-        run = run if isinstance(run, Run) else Run.open(run)
+        run = Run.open(run, trust_code=trust_code)
         run.require_head(head)
         settings: Any = options if options is not None else _data_options(run)
         if run.of_points:
@@ -212,16 +237,17 @@ def predict(
     head: str | None = None,
     electrons: ElectronOptions | None = None,
     say: Callable[[str], None] = lambda text: None,
+    trust_code: bool = False,
 ) -> Path:
     """Write the structures of `source` with predicted energies, forces and stress to `out`; of an LDOS run, densities, DOS and
     energies to the new folder `out`.
 
     options: units and labels of `source`, which needs none; labels that are there are kept beside the predictions.
     labels_required: whether every label that `options` names must be there. head: branch of a model that has several.
-    electrons: for an LDOS run, temperature and grid. say: told what an LDOS run predicts.
+    electrons: for an LDOS run, temperature and grid. say: told what an LDOS run predicts. trust_code: as in `load`.
     """
     _refuse_company("predict")
-    run = run if isinstance(run, Run) else Run.open(run)
+    run = Run.open(run, trust_code=trust_code)
     run.require_head(head)
     options = options if options is not None else _data_options(run)
     if run.of_points:
@@ -269,10 +295,13 @@ def tune(
     space: Sequence[str] = (),
     trials: int | None = None,
     fresh: bool = False,
+    trust_code: bool = False,
 ) -> Path:
     """Search as the section `tune` of a config says and return the folder of the search, which holds `best.yaml`, `tune.html`,
-    `trials.csv` and the runs of all trials. Calling it again goes on where the search was."""
-    folder, code = tune_with_outcome(config, list(overrides), space=space, trials=trials, fresh=fresh)
+    `trials.csv` and the runs of all trials. Calling it again goes on where the search was. trust_code: as in `train`."""
+    folder, code = tune_with_outcome(
+        config, list(overrides), space=space, trials=trials, fresh=fresh, trust_code=trust_code
+    )
     if code != 0:
         raise ForgefieldError(f"The search was stopped (exit code {code}); call it again to go on.")
     return folder
@@ -287,19 +316,21 @@ def tune_with_outcome(
     workers: int = 1,
     fresh: bool = False,
     worker: int | None = None,
+    trust_code: bool = False,
 ) -> tuple[Path, int]:
     """Search; returns its folder and an exit code. worker: number of this one among those that one command has started."""
     from forgefield.tuning.page import write_page
     from forgefield.tuning.search import Stopped, move_aside, prepare, work, write_best
     from forgefield.tuning.workers import run_workers
 
-    search = prepare(config, overrides, space=space, trials=trials)
+    search = prepare(config, overrides, space=space, trials=trials, trust_code=trust_code)
     if fresh:
         move_aside(search)
     code = 0
     if workers > 1:
         search.open()
         words = [str(config), *overrides, *(word for spec in space for word in ("--space", spec))]
+        words += ["--trust-code"] if trust_code else []
         code = run_workers([*words, *(["--trials", str(trials)] if trials is not None else [])], workers)
         study = search.open()
     else:
@@ -350,8 +381,7 @@ def import_mala(file: str | os.PathLike[str], *, name: str | None = None, out: s
 def report(run: str | os.PathLike[str] | Run) -> Path:
     """Write `report.html` of a run anew."""
     _refuse_company("report")
-    run = run if isinstance(run, Run) else Run.open(run)
-    return write_report(run.path)
+    return write_report(Run.open(run).path)
 
 
 def _refuse_company(verb: str) -> None:

@@ -240,7 +240,7 @@ def load_shared(run: Run, which: str, device: str, ranks: Ranks, head: str | Non
     resolved = run.info["model"] if head is None else single(run.info["model"], None, head)[0]
     recipe = ranks.share((resolved, run.info["precision"], potential.state_dict()) if potential else None)
     if potential is None:
-        potential = built(recipe[0], recipe[1])
+        potential = built(recipe[0], recipe[1], run.trust)
         potential.load_state_dict(recipe[2])
     return potential.to(device).eval()
 

@@ -1,7 +1,7 @@
 """A run: the folder that holds a training and everything needed to use, test or continue its model.
 
-The model is rebuilt from `run.json` and the weights, without the data it was trained on and without executing anything that
-is stored in the folder.
+The model is rebuilt from `run.json` and the weights, without the data it was trained on. Only Forgefield's own classes are
+used, unless whoever opens the run allows the code that it names (`trust_code`); nothing in the folder is ever executed.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from safetensors.torch import save as safetensors_bytes
 
 from forgefield._version import __version__
 from forgefield.config.nearest import did_you_mean
+from forgefield.config.trust import Trust
 from forgefield.data.graphs.graph import GraphOptions
 from forgefield.errors import ForgefieldError
 from forgefield.files import write_whole
@@ -35,18 +37,32 @@ WEIGHTS = ("best", "last")
 class Run:
     """One run folder. Make it with `Run.open(name)` or `Run.open(path)`."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, trust_code: bool = False) -> None:
         self.path = Path(path)
+        self.trust_code = trust_code
+        """Whether code that the run names may be imported."""
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r})"
 
     @classmethod
-    def open(cls, name_or_path: str | os.PathLike[str], *, out: str | os.PathLike[str] = "runs") -> Run:
-        """The run of that name in the folder `out`, or at that path."""
+    def open(
+        cls,
+        run: str | os.PathLike[str] | Run,
+        *,
+        out: str | os.PathLike[str] = "runs",
+        trust_code: bool = False,
+    ) -> Run:
+        """The run of that name in the folder `out`, or at that path; a `Run` is returned as it is.
+
+        trust_code: whether code that the run names (a user's model) may be imported.
+        """
+        if isinstance(run, Run):
+            return cls(run.path, trust_code=True) if trust_code else run
+        name_or_path = run
         for path in (Path(name_or_path), Path(out) / name_or_path):
             if (path / "run.json").is_file():
-                return cls(path)
+                return cls(path, trust_code=trust_code)
         known = sorted(p.parent.name for p in Path(out).glob("*/run.json"))
         hint = did_you_mean(str(name_or_path), known) or (f" Runs in {out}: {', '.join(known)}." if known else "")
         raise ForgefieldError(f"There is no run '{name_or_path}', neither as a path nor in the folder {out}.{hint}")
@@ -64,7 +80,13 @@ class Run:
         """The settings the run was made with."""
         config = OmegaConf.load(self.path / "config.yaml")
         assert isinstance(config, DictConfig)
+        _refuse_interpolations(config, self.path / "config.yaml")
         return config
+
+    @property
+    def trust(self) -> Trust:
+        """Whether code that `run.json` names may be imported."""
+        return Trust(f"run {self.name} ({self.path})", self.trust_code, never_from=self.path)
 
     @property
     def info(self) -> dict[str, Any]:
@@ -179,13 +201,12 @@ class Run:
                 f"Run {self.name} has no {which} weights yet ({path} is missing); it gets them at its first validation."
             )
         info = self.info
-        self._refuse_code_from_the_folder(info)
         resolved = info["model"]
         try:
             state = safetensors_tensors(path.read_bytes())
             if head is not None:
                 resolved, state = single(resolved, state, head)
-            potential = built(resolved, info["precision"])
+            potential = built(resolved, info["precision"], self.trust)
             potential.load_state_dict(state)
         except ForgefieldError:
             raise
@@ -194,19 +215,34 @@ class Run:
             raise ForgefieldError(f"{path} is damaged or belongs to another model: {reason}") from error
         return potential.to(device).eval()
 
-    def _refuse_code_from_the_folder(self, info: dict[str, Any]) -> None:
-        """A run is data: a user's own model comes from the user's own folders, never out of the run."""
-        folder = info["model"].get("module_folder")
-        if folder is not None and Path(folder).resolve().is_relative_to(self.path.resolve()):
-            raise ForgefieldError(
-                f"Run {self.name} names a model inside its own folder; code in a run is not executed."
-            )
 
-
-def built(resolved: dict[str, Any], precision: str) -> Potential | LDOSNetwork:
+def built(resolved: dict[str, Any], precision: str, trust: Trust) -> Potential | LDOSNetwork:
     """A model of resolved options, with first weights."""
-    build = build_point_model if is_of_points(resolved) else build_model
-    return build(resolved, precision=precision, seed=0)  # type: ignore[operator]
+    if is_of_points(resolved):
+        return build_point_model(resolved, precision=precision, seed=0)
+    return build_model(resolved, precision=precision, seed=0, trust=trust)
+
+
+def _refuse_interpolations(config: DictConfig, path: Path) -> None:
+    """A run's config is stored with every `${...}` resolved. One that is there now could read the environment, or call any
+    resolver that this process has registered, `eval` perhaps."""
+
+    def strings(value: Any) -> Iterator[str]:
+        if isinstance(value, dict):
+            for key, item in value.items():
+                yield from (str(key), *strings(item))
+        elif isinstance(value, list):
+            for item in value:
+                yield from strings(item)
+        elif isinstance(value, str):
+            yield value
+
+    for text in strings(OmegaConf.to_container(config, resolve=False)):
+        if "${" in text:
+            raise ForgefieldError(
+                f"{path}: it holds the interpolation '{text}', which configs of runs never do: the file was changed. Replace "
+                "it by its value."
+            )
 
 
 def run_exists(name: str | os.PathLike[str], *, out: str | os.PathLike[str] = "runs") -> bool:

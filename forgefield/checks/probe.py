@@ -95,6 +95,8 @@ def float64_copy(potential: Potential) -> Potential:
         identity: dict[str, Any] = {"species": model.species, "cutoff": model.cutoff}
         if hasattr(model, "adaptive_cutoff"):
             identity["adaptive_cutoff"] = model.adaptive_cutoff
+        if hasattr(model, "make"):  # an adapter: what it adapts is made again
+            identity["make"] = model.make
         rebuilt = type(model)(model.options, **identity, dtype=torch.float64, generator=torch.Generator())
         rebuilt.load_state_dict(model.state_dict())
         twin.model = rebuilt.to(device)

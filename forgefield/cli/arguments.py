@@ -45,12 +45,22 @@ def refuse_files(words: Sequence[str]) -> list[str]:
     return list(words)
 
 
+def add_trust(parser: argparse.ArgumentParser) -> None:
+    """--trust-code."""
+    parser.add_argument(
+        "--trust-code",
+        action="store_true",
+        help="import code that a run names, such as a user's model; only for runs whose origin you trust",
+    )
+
+
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """RUN, --which, --head, --device."""
+    """RUN, --which, --head, --device, --trust-code."""
     parser.add_argument("run", metavar="RUN", help="name of a run in the folder runs/, or its path")
     parser.add_argument("--which", choices=("best", "last"), default="best", help="weights to use (default: best)")
     parser.add_argument("--head", metavar="NAME", default=None, help="branch of a model that has several")
     parser.add_argument("--device", default=None, help="cpu, cuda, cuda:1, ... (default: cuda where there is one)")
+    add_trust(parser)
 
 
 def add_overrides(parser: argparse.ArgumentParser, allowed: Sequence[str]) -> None:

@@ -19,7 +19,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from forgefield.cli.arguments import split_config
+from forgefield.cli.arguments import add_trust, split_config
 from forgefield.cli.bench_children import JOBS, be_child
 from forgefield.cli.bench_machine import places, processes, warnings
 from forgefield.config.nearest import did_you_mean
@@ -73,6 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--warmup", metavar="N", type=int, default=WARMUP, help=f"steps before them (default: {WARMUP})")
     add("--json", metavar="FILE", type=Path, help="write all numbers to this file")
     add("--figure", metavar="FILE", type=Path, help="draw the engines' times into this file (.png, .svg, .pdf)")
+    add_trust(parser)
     add("--worker", metavar="FILE", type=Path, help=argparse.SUPPRESS)
     add("--job", choices=JOBS, default="measure", help=argparse.SUPPRESS)
 
@@ -169,7 +170,7 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     from forgefield.config.loading import load_config, require_training_data
     from forgefield.config.point_checks import require_frames
 
-    config = load_config(file, overrides)
+    config = load_config(file, overrides, trust_code=args.trust_code)
     require_training_data(config, file)
     require_frames(
         config, "bench", "timing.csv of a run has its points per second, and benchmarks/ldos.py compares engines"
@@ -192,7 +193,8 @@ class Water:
 
         path = self.folder / "water.extxyz"
         water = load_config(water_config(path), self.overrides if self.file is None else [])
-        config = water if self.file is None else load_config(self.file, self.overrides)
+        trust_code = self.args.trust_code
+        config = water if self.file is None else load_config(self.file, self.overrides, trust_code=trust_code)
         if self.file is not None:  # everything of the config but its data
             kept = {key: copy.deepcopy(config.data[key]) for key in ("cutoff", "batch", "neighbours")}
             config.data, config.task = water.data, water.task
@@ -247,7 +249,9 @@ def measure_group(config: DictConfig, ranks: Ranks, args: argparse.Namespace) ->
     own = tempfile.TemporaryDirectory(prefix="forgefield-bench-") if ranks.is_first else nullcontext("")
     with own as name:
         folder = Path(ranks.share(name))
-        measurement, code = measure(config, ranks, steps=args.steps, warmup=args.warmup, folder=folder)
+        measurement, code = measure(
+            config, ranks, steps=args.steps, warmup=args.warmup, folder=folder, trust_code=args.trust_code
+        )
     if measurement is not None:
         session.conclude(console, session.Found(measured=[measurement]), config, args, warned)
     return code

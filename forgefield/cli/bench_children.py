@@ -44,12 +44,13 @@ class Refused:
 
 @dataclass(frozen=True)
 class Children:
-    """folder: for their files. threads: of each process. steps, warmup: of a measurement."""
+    """folder: for their files. threads: of each process. steps, warmup: of a measurement. trust_code: as in `fit`."""
 
     folder: Path
     threads: str
     steps: int
     warmup: int
+    trust_code: bool = False
 
     def run(self, config: DictConfig, job: str, n: int = 1, more: Sequence[str] = ()) -> dict[str, Any] | Refused:
         """Let n processes do a job of `JOBS`."""
@@ -63,6 +64,7 @@ class Children:
         path.write_text(commented_yaml(config))
         command = [sys.executable, "-m", "forgefield", "bench", str(path), "--worker", str(result), "--job", job]
         command += ["--steps", str(self.steps), "--warmup", str(self.warmup), *more]
+        command += ["--trust-code"] if self.trust_code else []
         environ = {**environment_of_children(), **QUIET, "OMP_NUM_THREADS": self.threads}
         code = run_ranks(command, n, environ=environ)
         if code == 130:
@@ -128,7 +130,9 @@ def be_child(config: DictConfig, ranks: Ranks, args: argparse.Namespace) -> int:
 def _measure(config: DictConfig, ranks: Ranks, args: argparse.Namespace) -> int:
     from forgefield.training.bench import measure
 
-    measurement, code = measure(config, ranks, steps=args.steps, warmup=args.warmup, folder=args.worker.parent)
+    measurement, code = measure(
+        config, ranks, steps=args.steps, warmup=args.warmup, folder=args.worker.parent, trust_code=args.trust_code
+    )
     if measurement is not None:
         args.worker.write_text(json.dumps(measurement.as_dict()))
     return code

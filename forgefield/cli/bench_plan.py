@@ -24,7 +24,7 @@ def plan(config: DictConfig, args: argparse.Namespace) -> int:
     _, kind = places(config)
     out = console()
     with tempfile.TemporaryDirectory(prefix="forgefield-bench-") as folder:
-        children = Children(Path(folder), threads(1), args.steps, args.warmup)
+        children = Children(Path(folder), threads(1), args.steps, args.warmup, args.trust_code)
         say(out, f"Memory of single training steps of {config.name}, on batches of 1, 2 and 4 frames.")
         result = children.run(on_devices(config, 1, kind), "plan")
     if isinstance(result, Refused):

@@ -53,7 +53,7 @@ def measure_here(config: DictConfig, args: argparse.Namespace) -> int:
     found = Found()
     with tempfile.TemporaryDirectory(prefix="forgefield-bench-") as folder:
         shared = max(numbers, default=1) if kind == "GPU" or not asks_for_engines(args) else 1
-        children = Children(Path(folder), threads(shared), args.steps, args.warmup)
+        children = Children(Path(folder), threads(shared), args.steps, args.warmup, args.trust_code)
         alone: dict[str, Measurement] = {}
         if asks_for_engines(args):
             alone = _measure_engines(out, config, args, children, found, kind)
@@ -64,7 +64,7 @@ def measure_here(config: DictConfig, args: argparse.Namespace) -> int:
                 return 2
         if numbers:
             config = _with_fastest(config, found)
-            together = Children(Path(folder), threads(max(numbers)), args.steps, args.warmup)
+            together = Children(Path(folder), threads(max(numbers)), args.steps, args.warmup, args.trust_code)
             known = alone if children.threads == together.threads else {}
             _measure_ranks(out, config, args, together, found, numbers, kind, known)
     conclude(out, found, config, args, warned)

@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from forgefield.cli.arguments import CONFIG_SUFFIXES, READING, refuse_files
+from forgefield.cli.arguments import CONFIG_SUFFIXES, READING, add_trust, refuse_files
 from forgefield.errors import ForgefieldError
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--goal", metavar="SHARE", type=float, default=None, help="with --overfit: error left (default: 0.05)"
     )
+    add_trust(parser)
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="settings; for a run: how data is read")
 
 
@@ -114,7 +115,7 @@ def _overfit(args: argparse.Namespace, overrides: list[str], is_config: bool) ->
     from forgefield.config.point_checks import require_frames
     from forgefield.training.overfit import curve, overfit_config
 
-    config = load_config(args.target, overrides)
+    config = load_config(args.target, overrides, trust_code=args.trust_code)
     require_frames(config, "check --overfit", "train on a single snapshot (data.train) and see its loss go down")
     result = overfit_config(config, steps=steps, goal=goal)
     print(f"One batch of {args.target}, {len(result.losses)} steps; loss:")
@@ -153,7 +154,7 @@ def _from_run(args: argparse.Namespace, overrides: list[str]) -> _Checked:
     from forgefield.data.reading import read_table
     from forgefield.runs import Run
 
-    opened = Run.open(args.target)
+    opened = Run.open(args.target, trust_code=args.trust_code)
     opened.require_head(args.head)
     config = override_config(opened.config, overrides, allowed=READING, verb="check") if overrides else opened.config
     data = config.get("data") or OmegaConf.structured(DataOptions)
@@ -169,13 +170,14 @@ def _from_config(args: argparse.Namespace, overrides: list[str]) -> _Checked:
     """Of a fresh model for the data of a config."""
     from forgefield.config.loading import load_config
     from forgefield.config.point_checks import require_frames
+    from forgefield.config.trust import CONFIG
     from forgefield.data.module import DataModule
     from forgefield.data.reading import read_table
     from forgefield.models.deeppot.branches import single
     from forgefield.models.registry import branch_names, build_model
     from forgefield.training.resolved_model import resolved_model, tell_branches
 
-    config = load_config(args.target, overrides)
+    config = load_config(args.target, overrides, trust_code=args.trust_code)
     require_frames(config, "check", "their gradients are compared with autograd at the start of a training")
     data = DataModule(config.data, seed=config.seed)
     data.prepare()
@@ -186,7 +188,8 @@ def _from_config(args: argparse.Namespace, overrides: list[str]) -> _Checked:
     frames = data.train.frames
     if args.data is not None:
         frames = read_table(args.data, config.data.labels, config.data.units, required=False)
-    return _Checked(build_model(resolved, precision="float64", seed=config.seed), frames, resolved, _knots(config))
+    potential = build_model(resolved, precision="float64", seed=config.seed, trust=CONFIG)
+    return _Checked(potential, frames, resolved, _knots(config))
 
 
 def _knots(config: Any) -> int:

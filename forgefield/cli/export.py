@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from forgefield.cli.arguments import add_trust
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", help="name or folder of a run")
@@ -14,13 +16,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sel", type=int, nargs="+", help="deepmd: room for neighbours of each species, for a model trained without"
     )
+    add_trust(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     from forgefield.models.exporters.deepmd import write_deepmd
     from forgefield.runs import Run
 
-    opened = Run.open(args.run)
+    opened = Run.open(args.run, trust_code=args.trust_code)
     opened.require_head(args.head)
     written = write_deepmd(opened.load_potential(args.which, head=args.head), args.out, sel=args.sel)
     print(f"wrote {written}")

@@ -37,11 +37,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.program == "mala":
         return _run_mala(args)
+    from forgefield.config.trust import CONFIG, NO_CODE
     from forgefield.models.registry import build_model
     from forgefield.runs import create_run_from_model
 
     imported = _read(args)
-    potential = build_model(imported.resolved, precision=imported.precision, seed=0)
+    trust = CONFIG if args.program == "ase" else NO_CODE  # the user typed the import path of the calculator
+    potential = build_model(imported.resolved, precision=imported.precision, seed=0, trust=trust)
     potential.load_state_dict(imported.state)
     created = create_run_from_model(
         name=args.name or (args.file.split(".")[-1] if args.program == "ase" else Path(args.file).stem),

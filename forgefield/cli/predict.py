@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     from forgefield.config.loading import override_config, override_keys
     from forgefield.runs import Run
 
-    opened = Run.open(args.run)
+    opened = Run.open(args.run, trust_code=args.trust_code)
     options = override_config(opened.config, overrides, allowed=READING, verb="predict").data if overrides else None
     device = device_name(args.device)
     written = api.predict(

@@ -62,7 +62,7 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     from forgefield.tasks.ldos_observables import OBSERVABLE_UNITS
     from forgefield.training.summary import end_summary
 
-    opened = Run.open(args.run)
+    opened = Run.open(args.run, trust_code=args.trust_code)
     takes = OF_POINTS if opened.of_points else TAKES
     options = override_config(opened.config, overrides, allowed=takes, verb="test").data if overrides else None
     data: Any = (files[0] if len(files) == 1 else files) if files else _own_data(opened)

@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from forgefield.cli.arguments import CONFIG_SUFFIXES, split_config
+from forgefield.cli.arguments import CONFIG_SUFFIXES, add_trust, split_config
 from forgefield.cli.importing import for_good
 from forgefield.errors import ForgefieldError
 
@@ -50,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     initial.add_argument(
         "--finetune", metavar="RUN", help="the same, with its energy shifts fitted to the new data (model.shifts=fit)"
     )
+    add_trust(parser)
     parser.add_argument("-l", "--log", metavar="FILE", type=Path, help="write what is said to this file too")
     parser.add_argument(
         "-m",
@@ -79,11 +80,13 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     else:
         from forgefield.config.loading import load_config, require_training_data
 
-        loaded = load_config(config, overrides)
+        loaded = load_config(config, overrides, trust_code=args.trust_code)
         require_training_data(loaded, config)
         if ranks.is_first:
             _print_notes(config)
-    return api.train_with_outcome(loaded, fresh=args.fresh, log=args.log, log_mode=args.log_mode).exit_code
+    return api.train_with_outcome(
+        loaded, fresh=args.fresh, log=args.log, log_mode=args.log_mode, trust_code=args.trust_code
+    ).exit_code
 
 
 def _print_notes(config: Path) -> None:

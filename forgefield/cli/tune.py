@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 
-from forgefield.cli.arguments import split_config
+from forgefield.cli.arguments import add_trust, split_config
 from forgefield.cli.importing import for_good
 from forgefield.errors import ForgefieldError
 
@@ -31,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trials", type=int, metavar="N", help="trainings in all (default: tune.trials)")
     parser.add_argument("--workers", type=int, metavar="N", default=1, help="processes on this machine (default: 1)")
     parser.add_argument("--fresh", action="store_true", help="start over; the old search of that name is moved aside")
+    add_trust(parser)
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
 
 
@@ -51,5 +52,6 @@ def run(args: argparse.Namespace) -> int:
         workers=args.workers,
         fresh=args.fresh,
         worker=args.worker,
+        trust_code=args.trust_code,
     )
     return code

@@ -1,16 +1,19 @@
-"""A user's own model, loss, callback or optimiser by import path, and its options checked against its signature.
+"""A user's model, loss, callback, logger or optimiser by import path: the only place that imports code which a file names.
 
-Nothing is guessed: a module that is not there, a name that is not in it and an option that is not taken are errors
-that name the nearest valid one. Own modules lie in the working directory or beside the config file; `load_config` says
-where that is, with `also_look_in`.
+Every name passes three checks before anything is called: the file may name code at all (`Trust`), the name is found, and it is
+a class of the expected kind, a function whose return annotation says that it makes one, or, for a loss, a function. A missing
+module, a name that is not in it and an unknown option are errors that name the nearest valid one.
+User modules lie in the working directory or next to the config file (`also_look_in`).
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import os
 import sys
+import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from forgefield.config.nearest import did_you_mean
+from forgefield.config.trust import Trust
 from forgefield.errors import ForgefieldError
 
 _FOLDERS: list[Path] = []
@@ -29,7 +33,7 @@ LOOK_IN = "FORGEFIELD_LOOK_IN"
 
 
 def also_look_in(folder: str | Path) -> None:
-    """From now on, and for the whole process, let `import_path` find modules in `folder` (of a config file) too."""
+    """From now on, and for the whole process, let `import_class` find modules in `folder` (of a config file) too."""
     folder = Path(folder).absolute()
     if folder in _FOLDERS:
         _FOLDERS.remove(folder)
@@ -51,28 +55,130 @@ def look_where_the_parent_did() -> None:
         also_look_in(folder)
 
 
-def import_path(path: str, *, folders: Sequence[str | Path] = ()) -> Any:
-    """The object that `pkg.module.Name` names, for example `my_model.Net` for class Net of ./my_model.py.
+def import_class(
+    path: str,
+    kinds: type | tuple[type, ...],
+    *,
+    where: str,
+    trust: Trust,
+    folders: Sequence[str | Path] = (),
+    factories: bool = False,
+) -> Any:
+    """The class that `pkg.module.Name` names, which is of one of `kinds`; it has not been called.
 
-    Installed packages are looked up first, then the current working directory, then `folders`, then those of
-    `also_look_in`.
+    Parameters
+    ----------
+    path : import path, for example `my_model.Net` for class Net of ./my_model.py.
+    kinds : classes of which it has to be a subclass.
+    where : the setting that names it, for messages.
+    trust : whether code may be imported.
+    folders : searched after installed packages and the working directory.
+    factories : whether a function will do whose return annotation is one of `kinds` or a subclass of it.
+    """
+    found = _import(path, where=where, trust=trust, folders=folders)
+    kinds = kinds if isinstance(kinds, tuple) else (kinds,)
+    if inspect.isclass(found) and issubclass(found, kinds):
+        return found
+    names = " or ".join(_full_name(kind) for kind in kinds)
+    if factories and inspect.isfunction(found):
+        made = _return_annotation(found)
+        if inspect.isclass(made) and issubclass(made, kinds):
+            return found
+        raise ForgefieldError(
+            f"{where}: {path} is a function without a return annotation that says it makes a {names}; write "
+            f"`def {found.__name__}(...) -> {kinds[0].__name__}:`, or name a class."
+        )
+    raise ForgefieldError(
+        f"{where}: {path} is {_described(found)}, not a class derived from {names}; it was not called."
+    )
+
+
+def import_function(path: str, *, where: str, trust: Trust) -> Callable[..., Any]:
+    """The function that `pkg.module.name` names; it has not been called."""
+    found = _import(path, where=where, trust=trust)
+    if not inspect.isroutine(found):
+        raise ForgefieldError(f"{where}: {path} is {_described(found)}, not a function.")
+    return found
+
+
+def own_class(path: str) -> Any:
+    """One of Forgefield's classes by its import path, which is written in Forgefield's code. No user folder is searched."""
+    module, _, name = path.rpartition(".")
+    assert module.split(".")[0] == "forgefield", path
+    return getattr(importlib.import_module(module), name)
+
+
+def _import(path: str, *, where: str, trust: Trust, folders: Sequence[str | Path] = ()) -> Any:
+    """The object that `pkg.module.Name` names, once `trust` allows it to be imported.
+
+    Installed packages are searched first, then the current working directory, then `folders`, then those of `also_look_in`.
     """
     parts = str(path).split(".")
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
-        raise ForgefieldError(f"'{path}' is not an import path: write package.module.Name, for example my_model.Net.")
+        raise ForgefieldError(
+            f"{where}: '{path}' is not an import path: write package.module.Name, for example my_model.Net."
+        )
+    trust.require(str(path), where, next(iter(folders), None))
     places = [Path.cwd(), *map(Path, folders), *_FOLDERS]
-    with _searching(places):
-        _refuse_namesake(parts[0], path)
-        found: Any = _module(parts[0], path, places=places)
-        for depth, part in enumerate(parts[1:], start=1):
-            if not hasattr(found, part) and isinstance(found, ModuleType) and hasattr(found, "__path__"):
-                _module(".".join(parts[: depth + 1]), path, optional=True)
-            if not hasattr(found, part):
-                owner = ".".join(parts[:depth])
-                names = [name for name in dir(found) if not name.startswith("_")]
-                raise ForgefieldError(f"'{path}': {owner} has no '{part}'.{did_you_mean(part, names)}")
-            found = getattr(found, part)
+    try:
+        with _searching(places):
+            _refuse_code_in(trust.never_from, parts[0], path)
+            _refuse_namesake(parts[0], path)
+            return _attribute(parts, path, places)
+    except ForgefieldError as error:
+        raise ForgefieldError(f"{where}: {error}") from error
+
+
+def _attribute(parts: Sequence[str], path: str, places: Sequence[Path]) -> Any:
+    found: Any = _module(parts[0], path, places=places)
+    for depth, part in enumerate(parts[1:], start=1):
+        if not hasattr(found, part) and isinstance(found, ModuleType) and hasattr(found, "__path__"):
+            _module(".".join(parts[: depth + 1]), path, optional=True)
+        if not hasattr(found, part):
+            owner = ".".join(parts[:depth])
+            names = [name for name in dir(found) if not name.startswith("_")]
+            raise ForgefieldError(f"'{path}': {owner} has no '{part}'.{did_you_mean(part, names)}")
+        found = getattr(found, part)
     return found
+
+
+def _full_name(kind: type) -> str:
+    """The name by which users know a class: that of the outermost package that exports it."""
+    parts = kind.__module__.split(".")
+    modules = (".".join(parts[: depth + 1]) for depth in range(len(parts)))
+    public = next(name for name in modules if getattr(sys.modules.get(name), kind.__name__, None) is kind)
+    return f"{public}.{kind.__name__}"
+
+
+def _described(found: Any) -> str:
+    if inspect.isclass(found):
+        return f"the class {found.__module__}.{found.__qualname__}"
+    return "a function" if inspect.isroutine(found) else f"a {type(found).__name__}"
+
+
+def _return_annotation(function: Callable[..., Any]) -> Any:
+    try:
+        return typing.get_type_hints(function).get("return")
+    except Exception:  # an annotation that names what is not there says nothing
+        return None
+
+
+def _refuse_code_in(folder: Path | None, name: str, path: str) -> None:
+    """Refuse a module that lies in `folder`, however it would be found."""
+    if folder is None:
+        return
+    if name in sys.modules:
+        loaded = sys.modules[name]
+        origins = [getattr(loaded, "__file__", None), *getattr(loaded, "__path__", ())]
+    else:
+        spec = importlib.util.find_spec(name)  # a name without dots: nothing is imported to find it
+        origins = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or ())]
+    for origin in filter(None, origins):
+        if Path(origin).resolve().is_relative_to(folder.resolve()):
+            raise ForgefieldError(
+                f"'{path}': {origin} lies in the run folder {folder}, and code in a run is never executed; move the module "
+                "to a folder of your own."
+            )
 
 
 def own_folder(path: str) -> Path | None:

@@ -41,6 +41,7 @@ from forgefield.config.nearest import did_you_mean
 from forgefield.config.resolvers import RESOLVERS, register_resolvers
 from forgefield.config.sources import Sources, first_line, read_text, read_yaml
 from forgefield.config.targets import as_written, has_points
+from forgefield.config.trust import Trust, named_code
 from forgefield.errors import ForgefieldError
 
 COMPONENTS = ("model", "training.optimizer", "training.scheduler", "training.weighting", "trainer.*")
@@ -73,12 +74,18 @@ PRESETS = Path(__file__).parent / "presets"
 
 
 def load_config(
-    source: str | Path | Mapping[str, Any] | DictConfig | None, overrides: Sequence[str] = ()
+    source: str | Path | Mapping[str, Any] | DictConfig | None,
+    overrides: Sequence[str] = (),
+    *,
+    trust_code: bool = False,
 ) -> DictConfig:
     """The checked config of a file, a mapping, or (None) the defaults alone, with `overrides` as on the command line.
 
     All defaults are present, interpolations are resolved, files under `data` are absolute, and `name` is the stem
-    of the file where nothing else is said. From then on the user's own modules are also found beside the file.
+    of the file where nothing else is said. From then on the user's own modules are also found next to the file.
+
+    Nothing is imported here, but what a config names is imported when it is used. A file in a run folder is part of the run: it
+    may name code only where `trust_code` allows it, and modules next to it are not found.
     """
     register_resolvers()
     sources, content, folder = _read(source)
@@ -98,7 +105,11 @@ def load_config(
             config.data.cutoff = None
     check_values(config, sources)
     absolute_data_paths(config.data, [Path.cwd(), folder])
-    if sources.main is not None:
+    if sources.main is not None and (folder / "run.json").exists():
+        trust = Trust(f"{sources.main}, the config of a run,", trust_code, never_from=folder)
+        for where, path in named_code(OmegaConf.to_container(config)):  # type: ignore[arg-type]
+            trust.require(path, where)
+    elif sources.main is not None:
         also_look_in(folder)
     return config
 

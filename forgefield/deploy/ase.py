@@ -95,6 +95,7 @@ class Calculator(AseCalculator):
         head: branch of a model that has several
         dtype: arithmetic inside the network, `float32` or `float64`, for a run; default: as trained
         skin: how far beyond the cutoff neighbours are remembered, A
+        trust_code: whether code that the run names, such as a user's model, may be imported
 
     Results: energy and free_energy (eV), energies (n_atoms,), forces (n_atoms, 3) (eV/A), and for cells with a
     volume stress (6,) (eV/A^3, Voigt order xx yy zz yz xz xy). Further outputs of the model are in `results` by their names,
@@ -111,7 +112,7 @@ class Calculator(AseCalculator):
     def __new__(cls, run: Any = None, **settings: Any) -> Any:
         """The calculator of this run's kind: an LDOS run has one of its own (`LDOSCalculator`), with a temperature."""
         if cls is Calculator and isinstance(run, (str, os.PathLike, Run)):
-            opened = run if isinstance(run, Run) else Run.open(run)
+            opened = Run.open(run, trust_code=bool(settings.get("trust_code")))
             if opened.of_points:
                 from forgefield.deploy.ldos_ase import LDOSCalculator
 
@@ -129,9 +130,12 @@ class Calculator(AseCalculator):
         dtype: str | torch.dtype | None = None,
         skin: float = 0.5,
         head: str | None = None,
+        trust_code: bool = False,
     ) -> None:
         super().__init__()
         self.device = torch.device(device)
+        if isinstance(run, (str, os.PathLike, Run)):
+            run = Run.open(run, trust_code=trust_code)
         self.potential = _potential(run, which, self.device, dtype, head)
         self.forces_are_direct = self.potential.forces_are_direct
         responses = RESPONSES & set(self.potential.further)
@@ -239,7 +243,7 @@ def _frame(atoms: Atoms) -> Frame:
 
 
 def _potential(
-    run: str | os.PathLike[str] | Run | Potential,
+    run: Run | Potential,
     which: str,
     device: torch.device,
     dtype: str | torch.dtype | None,
@@ -255,12 +259,12 @@ def _potential(
             )
         potential = copy.deepcopy(run)
     else:
-        run = run if isinstance(run, Run) else Run.open(run)
         run.require_head(head)
         potential = run.load_potential(which, device, head=head)
         if dtype is not None:
             weights = potential.state_dict()
             resolved = run.info["model"] if head is None else single(run.info["model"], None, head)[0]
-            potential = build_model(resolved, precision=str(dtype).removeprefix("torch."), seed=0)
+            precision = str(dtype).removeprefix("torch.")
+            potential = build_model(resolved, precision=precision, seed=0, trust=run.trust)
             potential.load_state_dict(weights)
     return potential.to(device).eval().requires_grad_(False)

@@ -88,6 +88,7 @@ class ElectronModel:
         grid: points along each cell vector; default: the spacing of the training snapshots (`spacing`, A, is another)
         pseudopotentials: folder of UPF files; default: those that the run keeps, or the folder that its config names
         electrons: in the cell; default: of the pseudopotentials, or as many per atom as the training snapshots had
+        trust_code: whether code that the run names may be imported
     """
 
     def __init__(
@@ -100,8 +101,9 @@ class ElectronModel:
         spacing: float | None = None,
         pseudopotentials: str | os.PathLike[str] | None = None,
         electrons: float | None = None,
+        trust_code: bool = False,
     ) -> None:
-        self.run = run if isinstance(run, Run) else Run.open(run)
+        self.run = Run.open(run, trust_code=trust_code)
         self.network: LDOSNetwork = self.run.load_point_model(which, device).requires_grad_(False)
         self.device = torch.device(device)
         self.grid = None if grid is None else _checked_grid(grid)

@@ -42,6 +42,7 @@ class LDOSCalculator(AseCalculator):
         spacing: float | None = None,
         pseudopotentials: str | os.PathLike[str] | None = None,
         electrons: float | None = None,
+        trust_code: bool = False,
     ) -> None:
         super().__init__()
         self.temperature = temperature
@@ -53,6 +54,7 @@ class LDOSCalculator(AseCalculator):
             spacing=spacing,
             pseudopotentials=pseudopotentials,
             electrons=electrons,
+            trust_code=trust_code,
         )
         if self.model.network.energies is None:
             raise ForgefieldError(

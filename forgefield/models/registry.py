@@ -2,25 +2,26 @@
 
 `resolve_model` turns what the user wrote and what the data says into one plain dict with every number in it; from
 that dict alone `build_model` makes the potential, so a run can be rebuilt without its data. A user's own model is named
-by its import path.
+by its import path; it is imported only where `trust`, the caller's decision, allows it.
 """
 
 from __future__ import annotations
 
 import inspect
+import json
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from forgefield.config.components import import_path, own_folder
+from forgefield.config.components import import_class, own_class, own_folder
 from forgefield.config.nearest import did_you_mean
+from forgefield.config.trust import NO_CODE, Trust, code_of_model
 from forgefield.errors import ForgefieldError
 from forgefield.models import ldos
 from forgefield.models.heads import check_heads, complete_heads, head_options
@@ -55,26 +56,34 @@ HEADS = "heads"
 _GIVEN_BY_US = ("species", "cutoff", "adaptive_cutoff", "max_neighbours", "statistics")
 
 
-def model_class(name: str, folder: str | None = None) -> Any:
+def model_class(name: str, folder: str | None = None, *, trust: Trust = NO_CODE) -> Any:
     """Class of a built-in model, or of the user's own by import path; its module may lie in `folder`."""
     if name in OF_POINTS:
         return OF_POINTS[name]
-    path = BUILT_IN.get(name, name)
-    if "." not in path:
+    if name in BUILT_IN:
+        return own_class(BUILT_IN[name])
+    if "." not in name:
         raise ForgefieldError(
             f"model.name is '{name}', which is neither a built-in model ({', '.join([*BUILT_IN, *OF_POINTS])}) "
             f"nor an import path like my_package.MyModel.{did_you_mean(name, [*BUILT_IN, *OF_POINTS])}"
         )
-    try:
-        found = import_path(path, folders=[] if folder is None else [Path(folder)])
-    except ForgefieldError as error:
-        raise ForgefieldError(f"model.name: {error}") from error
-    if not (inspect.isclass(found) and issubclass(found, nn.Module)):
-        raise ForgefieldError(f"model.name: {path} is not a subclass of torch.nn.Module.")
-    return found
+    return import_class(name, nn.Module, where="model.name", trust=trust, folders=[] if folder is None else [folder])
 
 
-def check_model(options: Mapping[str, Any]) -> tuple[str, Any, dict[str, Any]]:
+def adapted_class(found: Any, options: Mapping[str, Any], *, trust: Trust) -> dict[str, Any]:
+    """For an adapter, {"make": what `model.module` names}, a class of the kind that it adapts; nothing for other models."""
+    kind = getattr(found, "adapts", None)
+    if kind is None:
+        return {}
+    path, folder = options.get("module"), options.get(MODULE_FOLDER)
+    if not path:
+        raise ForgefieldError("model.module is missing: the import path of the model, such as my_package.MyModel.")
+    folders = [] if folder is None else [folder]
+    made = import_class(str(path), kind, where="model.module", trust=trust, folders=folders, factories=True)
+    return {"make": made}
+
+
+def check_model(options: Mapping[str, Any], *, trust: Trust = NO_CODE) -> tuple[str, Any, dict[str, Any]]:
     """Name, class and options of a model section; refuses all that can be seen to be wrong without the data."""
     given = _plain(options)
     name = given.pop("name", None)
@@ -84,7 +93,7 @@ def check_model(options: Mapping[str, Any]) -> tuple[str, Any, dict[str, Any]]:
         )
     if not isinstance(name, str):
         raise ForgefieldError(f"model.name is missing; built in: {', '.join(BUILT_IN)}.")
-    found = model_class(name)
+    found = model_class(name, trust=trust)
     if name in OF_POINTS:
         check_keys(ldos.LDOSOptions, given, where="model", what="this model")
         ldos.LDOSOptions(**given)
@@ -99,7 +108,7 @@ def check_model(options: Mapping[str, Any]) -> tuple[str, Any, dict[str, Any]]:
     if _has_our_heads(name, found):
         check_heads(given.pop(HEADS, None))
     if name in BUILT_IN:
-        _check_built_in(found, given)
+        _check_built_in(found, given, trust)
     return name, found, given
 
 
@@ -119,15 +128,17 @@ def resolve_model(
     heads: Mapping[str, Mapping[str, Any]] | None = None,
     has_energy: bool = True,
     units: Mapping[str, str] | None = None,
+    trust: Trust = NO_CODE,
 ) -> dict[str, Any]:
     """The model section with everything explicit: checked options, presets and numbers from the data filled in.
 
     `cutoff`, `adaptive_cutoff` (A), `max_neighbours`: as in the data section. `statistics`: of the training data (an
     object or a dict), needed where options leave a number to it. `heads`: further outputs, by name, with what task and data
     say of each (`HeadOptions`). `has_energy`: whether energies, forces or stress are wanted. `units`: of those outputs that are
-    trained and that the model gives by itself (`own_outputs`). The result is JSON-able.
+    trained and that the model gives by itself (`own_outputs`). `trust`: whether `options` may name code that is not
+    Forgefield's. The result is JSON-able.
     """
-    name, found, given = check_model(options)
+    name, found, given = check_model(options, trust=trust)
     made = _plain(options).get(HEADS) if _has_our_heads(name, found) else None
     completed = complete_heads(made, heads or {})
     facts = _plain(
@@ -142,7 +153,7 @@ def resolve_model(
     if completed:
         resolved[PREDICTS] = {"energy": bool(has_energy), HEADS: _plain(completed)}
     if name in BUILT_IN:
-        full = resolved | _resolve_built_in(found, given, resolved, facts)
+        full = resolved | _resolve_built_in(found, given, resolved, facts, trust)
         own = _own_outputs(found, full)
         return full | ({PREDICTS: _described(own, units or {})} if own else {})
     folder = own_folder(name)
@@ -150,14 +161,48 @@ def resolve_model(
     return resolved | own | ({} if folder is None else {MODULE_FOLDER: str(folder)})
 
 
+def names_same_code(section: Mapping[str, Any], stored: Mapping[str, Any]) -> bool:
+    """Whether resolved options call the code that a config's `model` section names, with the arguments that it gives.
+
+    Arguments that Forgefield adds (species, statistics, numbers of the data) are left out of the comparison.
+    """
+    section = _plain(section)
+    if [*code_of_model(section)] != [*code_of_model(stored)]:
+        return False
+    if stored.get("name") in BUILT_IN:
+        given, kept = section.get("options") or {}, dict(stored.get("options") or {})
+        added = [kept.pop(key) for key in list(kept) if key not in given]
+        return _equal(given, kept) and all(_only_numbers(value) for value in added)
+    added_by_us = (*_GIVEN_BY_US, MODULE_FOLDER, PREDICTS)
+    given = {key: value for key, value in section.items() if key != HEADS or HEADS in stored}
+    return _equal(given, {key: value for key, value in stored.items() if key not in added_by_us})
+
+
+def with_found_folder(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Resolved options with the folder where this process found the module of the config, in place of the stored one."""
+    adapts = stored.get("name") in BUILT_IN
+    folder = own_folder(str(stored["module"] if adapts else stored["name"]))
+    found = None if folder is None else str(folder)
+    kept = {key: value for key, value in stored.items() if key != MODULE_FOLDER}
+    return kept | ({MODULE_FOLDER: found} if adapts or found is not None else {})
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
+
+
+def _only_numbers(value: Any) -> bool:
+    return all(map(_only_numbers, value)) if isinstance(value, list) else isinstance(value, (int, float, type(None)))
+
+
 def branch_names(options: Mapping[str, Any]) -> list[str]:
     """Names of the branches of a model, in the order of their numbers; none for most models. options: resolved or not."""
     return sorted(options.get("branches") or {}) if options.get("name") == "deeppot" else []
 
 
-def own_outputs(options: Mapping[str, Any]) -> dict[str, Any]:
+def own_outputs(options: Mapping[str, Any], *, trust: Trust = NO_CODE) -> dict[str, Any]:
     """What the model of this section gives by itself in place of energies, by name; nothing for most models."""
-    _, found, given = check_model(options)
+    _, found, given = check_model(options, trust=trust)
     return _own_outputs(found, given)
 
 
@@ -185,13 +230,14 @@ def model_statistics(
     *,
     species: Sequence[str],
     cutoff: float,
+    trust: Trust = NO_CODE,
 ) -> dict[str, Any]:
     """What a model wants to know of the training data beyond its `Statistics`; to be added to the `statistics` of
     `resolve_model`. Empty for models that ask for nothing.
 
     batches: called where the model does ask: training data with edges made for `cutoff`, A.
     """
-    _, found, given = check_model(options)
+    _, found, given = check_model(options, trust=trust)
     if not hasattr(found, "measure"):
         return {}
     return found.measure(given, batches(), species=tuple(species), cutoff=float(cutoff))
@@ -207,18 +253,22 @@ def build_point_model(resolved: Mapping[str, Any], *, precision: str, seed: int)
     return ldos.build(resolved, dtype=PRECISIONS[precision], seed=seed)
 
 
-def build_model(resolved: Mapping[str, Any], *, precision: str, seed: int) -> Potential:
-    """Potential from resolved options. Weights depend on `seed` alone; the global random state is left as it was."""
+def build_model(resolved: Mapping[str, Any], *, precision: str, seed: int, trust: Trust = NO_CODE) -> Potential:
+    """Potential from resolved options. Weights depend on `seed` alone; the global random state is left as it was.
+
+    trust: whether `resolved` may name code that is not Forgefield's.
+    """
     if precision not in PRECISIONS:
         raise ForgefieldError(f"training.precision is '{precision}'; choose one of {', '.join(PRECISIONS)}.")
     options = dict(resolved)
     folder = options.pop(MODULE_FOLDER, None)
-    found = model_class(options.pop("name"), folder)
+    found = model_class(options.pop("name"), folder, trust=trust)
     max_neighbours, predicts = options.get("max_neighbours"), options.pop(PREDICTS, None)
     if resolved["name"] in BUILT_IN:
         options.pop("max_neighbours", None)
         told = {key: options.pop(key) for key in _GIVEN_BY_US if key in options}
         options |= {MODULE_FOLDER: folder} if MODULE_FOLDER in found.Options.__dataclass_fields__ else {}
+        told |= adapted_class(found, options, trust=trust)
         model = found(
             found.Options(**options),
             **told,
@@ -242,7 +292,7 @@ def build_model(resolved: Mapping[str, Any], *, precision: str, seed: int) -> Po
     )
 
 
-def _check_built_in(found: Any, given: Mapping[str, Any]) -> None:
+def _check_built_in(found: Any, given: Mapping[str, Any], trust: Trust) -> None:
     preset = given.get("preset")
     if preset is not None and str(preset).upper() not in found.presets:
         choice = f"choose one of {', '.join(found.presets)}" if found.presets else "this model has none"
@@ -250,7 +300,7 @@ def _check_built_in(found: Any, given: Mapping[str, Any]) -> None:
     options = {key: value for key, value in given.items() if key != "preset"}
     check_keys(found.Options, options, where="model", what="this model", also=("preset",))
     if hasattr(found, "check_options"):
-        found.check_options(options)
+        found.check_options(options, **adapted_class(found, options, trust=trust))
 
 
 def check_keys(options: type, given: Mapping[str, Any], *, where: str, what: str, also: Sequence[str] = ()) -> None:
@@ -278,12 +328,13 @@ def _check_adaptive(found: Any, name: str, cutoff: float, adaptive_cutoff: float
 
 
 def _resolve_built_in(
-    found: Any, given: dict[str, Any], resolved: Mapping[str, Any], facts: dict[str, Any]
+    found: Any, given: dict[str, Any], resolved: Mapping[str, Any], facts: dict[str, Any], trust: Trust
 ) -> dict[str, Any]:
     preset = given.pop("preset", None)
     defaults = found.preset_options(str(preset).upper(), given) if preset is not None else {}
     options = found.Options(**{**defaults, **given})
     told = {key: value for key, value in resolved.items() if key in ("cutoff", "adaptive_cutoff")}
+    told |= adapted_class(found, {**defaults, **given}, trust=trust)
     species = tuple(resolved["species"])
     return _plain(asdict(found.complete(options, species=species, statistics=facts, **told)))
 

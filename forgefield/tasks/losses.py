@@ -12,7 +12,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from forgefield.config.components import import_path
+from forgefield.config.components import import_function
+from forgefield.config.trust import CONFIG
 from forgefield.errors import ForgefieldError
 
 ElementLoss = Callable[[Tensor, Tensor], Tensor]
@@ -58,7 +59,4 @@ def element_loss(name: str, *, huber_delta: float, where: str) -> ElementLoss:
         raise ForgefieldError(
             f"{where}: unknown loss '{name}'; use mse, mae, rmse, huber or the import path of a function."
         )
-    function = import_path(name)
-    if not callable(function):
-        raise ForgefieldError(f"{where}: '{name}' is not a function.")
-    return function
+    return import_function(name, where=where, trust=CONFIG)  # tasks are built from configs, never from a run

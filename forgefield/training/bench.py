@@ -44,9 +44,9 @@ NOT_MEASURED = ("logger", "callbacks", "profiler", "overfit_batches")
 
 
 def measure(
-    config: DictConfig, ranks: Ranks, *, steps: int, warmup: int, folder: Path
+    config: DictConfig, ranks: Ranks, *, steps: int, warmup: int, folder: Path, trust_code: bool = False
 ) -> tuple[Measurement | None, int]:
-    """Train some steps in `folder` and time them. Every rank calls this; rank 0 gets the result.
+    """Train some steps in `folder` and time them. Every rank calls this; rank 0 gets the result. trust_code: as in `fit`.
 
     Second: exit code, not 0 where the training was asked to stop; then there is no result.
     """
@@ -58,6 +58,7 @@ def measure(
             fresh=False,
             journal=journal,
             ranks=ranks,
+            trust_code=trust_code,
         )
     finally:
         journal.close()

@@ -14,6 +14,7 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
+from forgefield.config.trust import CONFIG
 from forgefield.data.batch import Batch, batch_shapes, to_device, with_edges
 from forgefield.data.module import DataModule
 from forgefield.data.readers import plain
@@ -105,7 +106,7 @@ def bare_step(config: DictConfig, *, precision: str | None = None, data: DataMod
     arithmetic.require_device(device)
     resolved = resolved_model(config, data)
     task = built_task(wanted_task(config, data), resolved)
-    potential = build_model(resolved, precision=arithmetic.weights, seed=config.seed)
+    potential = build_model(resolved, precision=arithmetic.weights, seed=config.seed, trust=CONFIG)
     key_frames(potential, data)
     potential.train().to(device)
     parameters = [p for p in potential.parameters() if p.requires_grad]

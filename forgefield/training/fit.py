@@ -114,10 +114,16 @@ class _Plan:
 
 
 def fit(
-    config: DictConfig, *, fresh: bool, journal: Journal, ranks: Ranks, callbacks: Sequence[Callback] = ()
+    config: DictConfig,
+    *,
+    fresh: bool,
+    journal: Journal,
+    ranks: Ranks,
+    callbacks: Sequence[Callback] = (),
+    trust_code: bool = False,
 ) -> Fitted:
     """Train as `config` says. With `fresh` an existing run of that name is moved aside, else it is continued. callbacks: of the
-    caller, beside those of the config."""
+    caller, beside those of the config. trust_code: whether code may be imported that a run names and not the config."""
     options: dict[str, Any] = plain(config.trainer)
     require_same_settings(config, ranks)
     lr_factor = learning_rate_factor(config.training.scale_lr, ranks.world_size)
@@ -125,7 +131,7 @@ def fit(
     if (note := settle_accelerator(options, world_size=ranks.world_size)) is not None:
         journal.say(note)
     agree_with_training(options, config.training)
-    party = Party(ranks, journal, StopWish(take_max_seconds(options)), lr_factor)
+    party = Party(ranks, journal, StopWish(take_max_seconds(options)), lr_factor, trust_code)
     if fresh and max(ranks.everyone(ranks.launch.restarts)):  # not every agent of torchrun counts every restart
         journal.say("The job was started again by its launcher: the run goes on, --fresh held for the first start.")
         fresh = False
@@ -137,6 +143,7 @@ def fit(
         changed = ranks.share(_changed_settings(run, config, party) if ranks.is_first else None)
         L.seed_everything(config.seed, verbose=False)
         subject.prepare()
+        run = Run(run.path, trust_code=True)  # `prepare` has settled that code it names may be imported
         plan = _Plan(run, config, options, subject, callbacks)
         restart, status = ranks.share(_where_to_go_on(run, journal) if ranks.is_first else None)
         limits_changed = any(key.startswith(_LIMITS) for key in changed)

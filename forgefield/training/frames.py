@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
+from forgefield.config.trust import CONFIG
 from forgefield.data.batch import batch_shapes
 from forgefield.data.module import DataModule
 from forgefield.data.sampling.batching import training_budget
@@ -43,7 +44,7 @@ class FramesSubject(Subject):
     """What became of the model of another run."""
 
     def __init__(self, run: Run, config: DictConfig, options: dict[str, Any], party: Party) -> None:
-        self.initial = initial_model(run, config, party.ranks)
+        self.initial = initial_model(run, config, party.ranks, trust_code=party.trust_code)
         settled = config if self.initial is None else self.initial.settle(config, party.journal.say)
         super().__init__(run, settled, options, party)
 
@@ -54,7 +55,10 @@ class FramesSubject(Subject):
         self.data.prepare(converting=_conversion_report(journal.say))
         self._resolve()
         self.model = build_model(
-            self.resolved, precision=Precision(config.training.precision).weights, seed=config.seed
+            self.resolved,
+            precision=Precision(config.training.precision).weights,
+            seed=config.seed,
+            trust=CONFIG if self.initial is None else self.initial.known.trust,
         )
         self._start_from_initial()
         _choose_trained(self.model, config.training, journal.say)
@@ -79,7 +83,8 @@ class FramesSubject(Subject):
             begun = has_begun(self.run)
             if self.initial is not None:
                 known = self.initial.known.resolved if begun else self.initial.options(self.config, data)
-                change = transfer(known, self.initial.known.section, self.config, options, data)
+                trust = self.initial.known.trust
+                change = transfer(known, self.initial.known.section, self.config, options, data, trust=trust)
             if not begun:
                 resolved = resolved_model(self.config, data) if change is None else change.resolved
         self.change = ranks.share(change)

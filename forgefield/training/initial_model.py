@@ -165,21 +165,29 @@ def refuse_itself(config: DictConfig) -> None:
         )
 
 
-def initial_model(run: Run, config: DictConfig, ranks: Ranks) -> InitialModel | None:
-    """What `model.from` names, read by rank 0 and known to all; None where the config describes a model of its own."""
+def initial_model(run: Run, config: DictConfig, ranks: Ranks, *, trust_code: bool = False) -> InitialModel | None:
+    """What `model.from` names, read by rank 0 and known to all; None where the config describes a model of its own.
+
+    trust_code: whether code that the run names may be imported.
+    """
     if not starts_from_run(config):
         return None
-    return ranks.share(_read(run, config) if ranks.is_first else None)
+    return ranks.share(_read(run, config, trust_code) if ranks.is_first else None)
 
 
-def _read(run: Run, config: DictConfig) -> InitialModel:
+def _read(run: Run, config: DictConfig, trust_code: bool) -> InitialModel:
     model = plain(config.model)
     if has_begun(run):
         info = run.info
         record = info.get(RECORD) or {}
-        known = KnownModel(f"run {record.get('run', run.name)}", _section(run), info["model"])
+        known = KnownModel(
+            f"run {record.get('run', run.name)}",
+            _section(run),
+            info["model"],
+            Run.open(run, trust_code=trust_code).trust,
+        )
         return InitialModel(known, None, model["shifts"], record, record.get("reference_energies"))
-    first = Run.open(model["from"], out=config.out)
+    first = Run.open(model["from"], out=config.out, trust_code=trust_code)
     info = first.info
     potential = first.load_potential(model["which"])
     resolved = _at_any_precision(info, model) if info.get("status") == "imported" else info["model"]
@@ -193,7 +201,7 @@ def _read(run: Run, config: DictConfig) -> InitialModel:
         "section": _section(first),
         "reference_energies": references,
     }
-    known = KnownModel(f"run {first.name}", record["section"], resolved)
+    known = KnownModel(f"run {first.name}", record["section"], resolved, first.trust)
     state = {name: tensor.detach().clone() for name, tensor in potential.state_dict().items()}
     return InitialModel(known, state, model["shifts"], record, references)
 

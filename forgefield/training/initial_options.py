@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from forgefield.config.diff import ABSENT, Change, format_diff
+from forgefield.config.trust import NO_CODE, Trust
 from forgefield.errors import ForgefieldError
 from forgefield.models.registry import BUILT_IN, HEADS, MODULE_FOLDER, PREDICTS, check_model, model_class
 
@@ -38,6 +39,8 @@ class KnownModel:
     whose: str
     section: Mapping[str, Any]
     resolved: Mapping[str, Any]
+    trust: Trust = NO_CODE
+    """Whether they may name code that is not Forgefield's."""
 
     @property
     def species(self) -> list[str]:
@@ -55,7 +58,7 @@ def require_same_options(model: Mapping[str, Any], known: KnownModel, species: S
             f"model.name is {given['name']}, and {known.whose} holds a {name}: weights of the one are none of the other."
         )
     if name in BUILT_IN:
-        check_model(_with_kinds(given, known.resolved))
+        check_model(_with_kinds(given, known.resolved), trust=known.trust)
     options = _with_preset(given)
     made_with = [_with_preset(_plain(known.section)), _plain(known.resolved)]
     changes = [
@@ -159,8 +162,8 @@ def _with_preset(section: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_kinds(given: Mapping[str, Any], resolved: Mapping[str, Any]) -> dict[str, Any]:
-    """The section with the type of each part, which decides what its options are."""
-    result = dict(given)
+    """The section with the type of each part, and the module of an adapter, which decide what its options are."""
+    result = {key: resolved[key] for key in ("module",) if key in resolved} | dict(given)
     for name, part in given.items():
         if isinstance(part, Mapping) and "type" not in part:
             known = resolved.get(name)

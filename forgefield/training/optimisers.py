@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from forgefield.config.components import check_signature, import_path
+from forgefield.config.components import check_signature, import_class
 from forgefield.config.nearest import did_you_mean
+from forgefield.config.trust import CONFIG
 from forgefield.errors import ForgefieldError
 from forgefield.training.schedules import SCHEDULES, StepSchedule
 
@@ -149,10 +150,7 @@ def _name_and_options(spec: Any, where: str) -> tuple[str, dict[str, Any]]:
 def _find(module: Any, name: str, base: type, where: str, own: Mapping[str, type] | None = None) -> type:
     """A class of `module` or one of our `own` by name, whatever the case, or of any module by import path."""
     if "." in name:
-        found = import_path(name)
-        if not (inspect.isclass(found) and issubclass(found, base)):
-            raise ForgefieldError(f"{where}: {name} is not a {base.__name__}.")
-        return found
+        return import_class(name, base, where=where, trust=CONFIG)
     known = {
         key.lower(): value
         for key, value in vars(module).items()

@@ -15,6 +15,7 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
+from forgefield.config.trust import CONFIG
 from forgefield.data.batch import batch_shapes, with_edges
 from forgefield.data.module import DataModule
 from forgefield.errors import ForgefieldError
@@ -151,7 +152,7 @@ def overfit_config(config: DictConfig, *, steps: int, goal: float) -> OverfitRes
     resolved = resolved_model(config, data)
     task = built_task(wanted_task(config, data), resolved)
     precision = Precision(config.training.precision)
-    potential = build_model(resolved, precision=precision.weights, seed=config.seed)
+    potential = build_model(resolved, precision=precision.weights, seed=config.seed, trust=CONFIG)
     require_inputs(potential, data)
     key_frames(potential, data)
     loader = data.train_dataloader()

@@ -12,6 +12,7 @@ from torch import nn
 
 from forgefield.config.targets import DENOISE, given_targets, quantity
 from forgefield.config.template import commented_yaml
+from forgefield.config.trust import CONFIG
 from forgefield.data.dataset import GraphDataset
 from forgefield.data.module import DataModule
 from forgefield.data.readers import plain
@@ -34,7 +35,7 @@ def check_settings(config: DictConfig, options: dict[str, Any], ranks: Ranks) ->
     if starts_from_run(config):
         refuse_itself(config)
     else:
-        name, found, _ = check_model(plain(config.model))
+        name, found, _ = check_model(plain(config.model), trust=CONFIG)
         if not getattr(found, "trainable", True):
             raise ForgefieldError(
                 f"model.name={name}: an ASE calculator has no weights that could be trained. `forgefield import ase "

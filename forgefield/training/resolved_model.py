@@ -19,6 +19,7 @@ from omegaconf import DictConfig
 
 from forgefield.config.schema import TaskOptions
 from forgefield.config.targets import DENOISE, given_targets
+from forgefield.config.trust import CONFIG
 from forgefield.data.batch import Batch, with_edges
 from forgefield.data.dataset import GraphDataset
 from forgefield.data.graphs.graph import same_graph
@@ -60,7 +61,7 @@ def key_frames(potential: Potential, data: DataModule) -> None:
 
 def resolved_model(config: DictConfig, data: DataModule) -> dict[str, Any]:
     """Options of the config's model with everything explicit; see `models.registry.resolve_model`."""
-    task, own = config.task, own_outputs(plain(config.model))
+    task, own = config.task, own_outputs(plain(config.model), trust=CONFIG)
     return resolve_model(
         plain(config.model),
         species=data.species.symbols,
@@ -71,6 +72,7 @@ def resolved_model(config: DictConfig, data: DataModule) -> dict[str, Any]:
         heads={} if task is None or own else head_facts(task, data),
         has_energy=task is None or has_energy(task),
         units=own_units(own, task, data) if own else None,
+        trust=CONFIG,
     )
 
 
@@ -102,7 +104,13 @@ def _measured(config: DictConfig, data: DataModule) -> dict[str, Any]:
     except (OSError, ValueError):
         pass  # nothing is there, or it is damaged, which only costs measuring again
     rows = spread(len(data.train), MOST_FRAMES)
-    found = model_statistics(model, lambda: measured_batches(data.train, rows, cutoff), species=species, cutoff=cutoff)
+    found = model_statistics(
+        model,
+        lambda: measured_batches(data.train, rows, cutoff),
+        species=species,
+        cutoff=cutoff,
+        trust=CONFIG,
+    )
     if found and kept is not None:
         with suppress(ForgefieldError, OSError):
             kept.parent.mkdir(parents=True, exist_ok=True)

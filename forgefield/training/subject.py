@@ -15,7 +15,10 @@ import torch
 from omegaconf import DictConfig
 from torch import nn
 
+from forgefield.config.trust import code_of_model
+from forgefield.data.readers import plain
 from forgefield.errors import ForgefieldError
+from forgefield.models.registry import MODULE_FOLDER, names_same_code, with_found_folder
 from forgefield.parallel.exchange import StepExchange
 from forgefield.parallel.group import Ranks
 from forgefield.runs import Run
@@ -31,12 +34,13 @@ Rows = Sequence[tuple[str, str]]
 @dataclass(frozen=True)
 class Party:
     """Who trains, how they tell the user, and whether they are asked to stop. lr_factor: what their number does to learning
-    rates."""
+    rates. trust_code: whether code may be imported that a run names and not the config."""
 
     ranks: Ranks
     journal: Journal
     stop: StopWish
     lr_factor: float
+    trust_code: bool = False
 
 
 class Loader(Protocol):
@@ -118,8 +122,20 @@ class Subject(ABC):
                     f"The data of run {self.run.name} is not the data it was started with (a file or the split changed); "
                     "restore it, or start over with --fresh."
                 )
-            resolved = self.run.info["model"]
+            resolved = self._stored_model()
         return self.party.ranks.share(resolved)
+
+    def _stored_model(self) -> dict[str, Any]:
+        """The options in `run.json`. Code that they name is that of the config, or the user has allowed it."""
+        stored, section = self.run.info["model"], plain(self.config.model)
+        if "from" in section or not any(code_of_model(stored)):
+            return stored  # code of the first run was allowed, or refused, when that run was opened
+        trust = Run(self.run.path, trust_code=self.party.trust_code).trust
+        if not names_same_code(section, stored):
+            for where, path in code_of_model(stored):
+                trust.require(path, where, stored.get(MODULE_FOLDER))
+            return stored
+        return with_found_folder(stored)
 
 
 def subject_of(run: Run, config: DictConfig, options: dict[str, Any], party: Party) -> Subject:

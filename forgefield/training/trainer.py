@@ -17,13 +17,19 @@ from lightning.pytorch.callbacks import (
     Timer,
     WeightAveraging,
 )
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.plugins import CheckpointIO, LayerSync
+from lightning.pytorch.plugins import Precision as PrecisionPlugin
+from lightning.pytorch.plugins.environments import ClusterEnvironment
+from lightning.pytorch.profilers import Profiler
+from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, OmegaConf
 
-from forgefield.config.components import check_signature, import_path
+from forgefield.config.components import check_signature, import_class
 from forgefield.config.training_checks import PRECISIONS
+from forgefield.config.trust import CONFIG, TRAINER_OBJECTS
 from forgefield.errors import ForgefieldError
 from forgefield.parallel.accelerators import device_count, settle_accelerator
 from forgefield.parallel.environment import LaunchedEnvironment
@@ -32,7 +38,7 @@ from forgefield.parallel.launch import Launch
 from forgefield.parallel.meeting import gpu_index
 from forgefield.parallel.network import free_port
 from forgefield.parallel.registry import DEFAULT, register_strategies
-from forgefield.training.callbacks.names import callback_path
+from forgefield.training.callbacks.names import short_callback
 from forgefield.training.checkpoint import AtomicCheckpointIO
 
 DEFAULT_EPOCHS = 100
@@ -42,7 +48,15 @@ _OUR_PRECISIONS = {
     **dict.fromkeys(("bf16", "bf16-mixed", "bf16-true"), "bf16-mixed"),
 }
 """Of what Lightning calls a precision, the nearest of ours."""
-_BUILDABLE = ("logger", "callbacks", "strategy", "plugins", "profiler")
+_KINDS: dict[str, tuple[type, ...]] = {
+    "logger": (Logger,),
+    "callbacks": (Callback,),
+    "strategy": (Strategy,),
+    "plugins": (PrecisionPlugin, ClusterEnvironment, CheckpointIO, LayerSync),
+    "profiler": (Profiler,),
+}
+"""What an object that a setting of `trainer` describes has to be."""
+assert set(_KINDS) == set(TRAINER_OBJECTS)
 
 
 def take_max_seconds(trainer: dict[str, Any]) -> float | None:
@@ -97,7 +111,7 @@ def build_trainer(
     """
     register_strategies()
     settle_accelerator(options, world_size=ranks.world_size)
-    options = {key: _build(value, f"trainer.{key}") if key in _BUILDABLE else value for key, value in options.items()}
+    options = {key: _build(value, f"trainer.{key}") if key in _KINDS else value for key, value in options.items()}
     if options.get("max_epochs") is None and options.get("max_steps", -1) == -1:
         options["max_epochs"] = DEFAULT_EPOCHS
     _refuse(options)
@@ -239,7 +253,7 @@ def user_callbacks(specs: Any) -> list[Callback]:
     built = [_build(spec, "callbacks") for spec in specs or []]
     for item in built:
         if not isinstance(item, Callback):
-            raise ForgefieldError(f"callbacks: {type(item).__name__} is not a Lightning callback.")
+            raise ForgefieldError(f"callbacks: {item!r} is not a name, an import path or {{name: import.path}}.")
     keys = [item.state_key for item in built if is_overridden("state_dict", item, Callback)]
     for key in keys:
         if keys.count(key) > 1:
@@ -250,7 +264,8 @@ def user_callbacks(specs: Any) -> list[Callback]:
 
 
 def _build(value: Any, where: str) -> Any:
-    """An object from {name: import.path, argument: value}; an import path in `callbacks`; anything else as it is."""
+    """An object from {name: import.path, argument: value}; an import path in `callbacks`; anything else as it is. Its class is
+    checked before it is called."""
     if isinstance(value, list):
         return [_build(item, where) for item in value]
     if isinstance(value, str) and where.endswith("callbacks"):
@@ -262,9 +277,13 @@ def _build(value: Any, where: str) -> Any:
             f"{where}: an object is described by {{name: import.path, argument: value}}; name is missing."
         )
     arguments = {key: item for key, item in value.items() if key != "name"}
-    factory = import_path(callback_path(value["name"]) if where.endswith("callbacks") else value["name"])
-    check_signature(factory, arguments, where=where)
-    return factory(**arguments)
+    kind, name = where.rpartition(".")[2], str(value["name"])
+    if kind == "callbacks" and "." not in name:
+        cls = short_callback(name)
+    else:
+        cls = import_class(name, _KINDS[kind], where=where, trust=CONFIG)
+    check_signature(cls, arguments, where=where)
+    return cls(**arguments)
 
 
 def _agree(options: dict[str, Any], key: str, ours: Any, name: str) -> None:

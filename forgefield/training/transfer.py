@@ -15,6 +15,7 @@ from typing import Any
 from omegaconf import DictConfig
 from torch import Tensor
 
+from forgefield.config.trust import NO_CODE, Trust
 from forgefield.data.module import DataModule
 from forgefield.data.readers import plain
 from forgefield.errors import ForgefieldError
@@ -62,9 +63,16 @@ class Transfer:
 
 
 def transfer(
-    known: Mapping[str, Any], section: Mapping[str, Any], config: DictConfig, task: Any, data: DataModule
+    known: Mapping[str, Any],
+    section: Mapping[str, Any],
+    config: DictConfig,
+    task: Any,
+    data: DataModule,
+    *,
+    trust: Trust = NO_CODE,
 ) -> Transfer:
-    """What the model of a run becomes for this task. known: its options in full, made of `section`. task: options."""
+    """What the model of a run becomes for this task. known: its options in full, made of `section`. task: options. trust:
+    whether `known` and `section` may name code that is not Forgefield's."""
     resolved = copy.deepcopy(dict(known))
     if (resolved.get(PREDICTS) or {}).get(OWN):  # what it gives is part of the model itself
         return _own(resolved, config, data)
@@ -78,7 +86,7 @@ def transfer(
         raise ForgefieldError("task trains neither an energy nor anything else that a model could give.")
     gained = wants_energy and not before["energy"]
     if gained:
-        resolved |= _energy_terms(resolved, section, config, data)
+        resolved |= _energy_terms(resolved, section, data, trust)
     return Transfer(
         resolved=resolved,
         kept=kept,
@@ -126,7 +134,7 @@ def _heads(
 
 
 def _energy_terms(
-    resolved: Mapping[str, Any], section: Mapping[str, Any], config: DictConfig, data: DataModule
+    resolved: Mapping[str, Any], section: Mapping[str, Any], data: DataModule, trust: Trust
 ) -> dict[str, Any]:
     """Scale and shifts of energies as a new model of this kind would have them; none for models without such options, and
     none for a Deep Potential, whose shifts are fitted when it has its weights (`InitialModel.start`)."""
@@ -144,5 +152,6 @@ def _energy_terms(
         cutoff=resolved["cutoff"],
         adaptive_cutoff=resolved.get("adaptive_cutoff"),
         statistics=data.statistics,
+        trust=trust,
     )
     return {key: made[key] for key in ENERGY}

@@ -69,6 +69,7 @@ class Search:
     base: DictConfig
     options: TuneOptions
     space: tuple[Dimension, ...]
+    trust_code: bool = False
 
     @property
     def folder(self) -> Path:
@@ -87,7 +88,7 @@ class Search:
     def config(self, values: dict[str, Any], folder: str, repeat: int) -> DictConfig:
         """The config of one training of a trial."""
         own = [override(key, value) for key, value in values.items()]
-        config = load_config(self.source, [*self.overrides, *own])
+        config = load_config(self.source, [*self.overrides, *own], trust_code=self.trust_code)
         config.out, config.name = str(self.folder / "trials"), folder if repeat == 0 else f"{folder}-{repeat}"
         config.seed += repeat
         config.training.monitor = self.monitor
@@ -103,16 +104,23 @@ class Search:
         return study
 
 
-def prepare(source: Any, overrides: Sequence[str], *, space: Sequence[str] = (), trials: int | None = None) -> Search:
-    """Everything checked before a study is made. space, trials: of the command line."""
+def prepare(
+    source: Any,
+    overrides: Sequence[str],
+    *,
+    space: Sequence[str] = (),
+    trials: int | None = None,
+    trust_code: bool = False,
+) -> Search:
+    """Everything checked before a study is made. space, trials, trust_code: of the command line."""
     require_optuna()
-    base = load_config(source, overrides)
+    base = load_config(source, overrides, trust_code=trust_code)
     section: Any = OmegaConf.to_container(base.tune) if OmegaConf.is_config(base.tune) else base.tune
     options = TuneOptions.from_mapping({**(section or {}), **({} if trials is None else {"trials": trials})})
     dimensions = read_space(options.space, space)
     if base.name is None:
         raise ForgefieldError("'name' is missing: a search needs a name, from which its folder follows.")
-    search = Search(source, tuple(overrides), base, options, tuple(dimensions))
+    search = Search(source, tuple(overrides), base, options, tuple(dimensions), trust_code)
     config = search.config({d.key: d.example() for d in dimensions}, "0000", 0)
     if processes_wanted(base) > 1 and base.trainer.get("devices") not in (None, "auto", -1, "-1"):
         raise ForgefieldError(
@@ -179,7 +187,14 @@ class _Worker:
             journal = Journal(Console(file=nowhere))
             try:
                 config = self.search.config(values, folder, repeat)
-                fitted = fit(config, fresh=False, journal=journal, ranks=alone(), callbacks=[watching])
+                fitted = fit(
+                    config,
+                    fresh=False,
+                    journal=journal,
+                    ranks=alone(),
+                    callbacks=[watching],
+                    trust_code=self.search.trust_code,
+                )
             except optuna.TrialPruned:
                 Run(self.search.folder / "trials" / folder).write_info(status="stopped", pruned=True)
                 raise

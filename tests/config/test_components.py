@@ -5,9 +5,14 @@ import sys
 
 import pytest
 
-from forgefield.config.components import also_look_in, check_signature, import_path, own_folder
+from forgefield.config.components import _import, also_look_in, check_signature, own_folder
 from forgefield.config.loading import load_config
+from forgefield.config.trust import CONFIG
 from forgefield.errors import ForgefieldError
+
+
+def import_path(path, folders=()):
+    return _import(path, where="model.name", trust=CONFIG, folders=folders)
 
 
 @pytest.fixture

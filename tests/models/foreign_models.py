@@ -59,3 +59,11 @@ class Structure(nn.Module):
 
 def not_a_module(size: int = 3) -> int:
     return size
+
+
+def lying_factory(size: int = 3) -> nn.Module:
+    return size
+
+
+def make_structure(cutoff: float) -> nn.Module:
+    return Structure(cutoff)

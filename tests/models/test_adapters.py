@@ -16,6 +16,7 @@ from forgefield.checks import run_checks
 from forgefield.cli import main
 from forgefield.data.frame import Frame
 from forgefield.data.species import SpeciesTable
+from forgefield.config.trust import CONFIG
 from forgefield.errors import ForgefieldError
 from forgefield.models import Potential, build_model, resolve_model
 from forgefield.models.adapters.pyg import triplets
@@ -43,6 +44,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "SchNet": {"name": "pyg", "module": f"{PYG}SchNet", "options": SCHNET, "features": "lin1"},
     "DimeNet++": {"name": "pyg", "module": f"{PYG}DimeNetPlusPlus", "options": DIMENET},
     "ViSNet": {"name": "pyg", "module": f"{PYG}ViSNet", "options": VISNET, "features": "prior_model"},
+    "factory": {"name": "ase_like", "module": f"{HERE}make_structure"},
     "dict": {"name": "mace_like", "module": f"{HERE}Dictionary", "features": "node_feats"},
     "dict of frames": {"name": "mace_like", "module": f"{HERE}Dictionary", "options": {"whole": True}},
     "structure": {"name": "ase_like", "module": f"{HERE}Structure", "features": "density"},
@@ -52,11 +54,11 @@ SECTIONS: dict[str, dict[str, Any]] = {
 def resolved(section: dict[str, Any], **more: Any) -> dict[str, Any]:
     if section.get("module", "").startswith(PYG):
         pytest.importorskip("torch_geometric")
-    return resolve_model(section, species=SPECIES, cutoff=3.0, statistics=STATISTICS, **more)
+    return resolve_model(section, species=SPECIES, cutoff=3.0, statistics=STATISTICS, trust=CONFIG, **more)
 
 
 def potential_of(name: str, precision: str = "float64", **more: Any) -> Potential:
-    return build_model(resolved(SECTIONS[name], **more), precision=precision, seed=1).eval()
+    return build_model(resolved(SECTIONS[name], **more), precision=precision, seed=1, trust=CONFIG).eval()
 
 
 def failing(potential: Potential, *frames: Any) -> set[str]:
@@ -146,7 +148,7 @@ def test_a_foreign_model_is_trained_tested_and_loaded(tmp_path):
     model = run.load_potential()
     assert model.model.module.norm == pytest.approx(run.info["model"]["options"]["avg_num_neighbors"])
     atoms = emt_frames(1, 5)[0]
-    atoms.calc = Calculator(run.path)
+    atoms.calc = Calculator(run.path, trust_code=True)
     assert np.isfinite(atoms.get_forces()).all()
 
 
@@ -155,7 +157,7 @@ def test_a_calculator_is_a_run_that_can_be_tested_and_not_trained(tmp_path, monk
     write_emt(tmp_path / "frames.extxyz", 4)
     assert main(["import", "ase", "ase.calculators.emt.EMT", "--species", "Au", "Cu"]) == 0
     assert "runs/EMT" in capsys.readouterr().out
-    errors = api.test("EMT", "frames.extxyz")
+    errors = api.test("EMT", "frames.extxyz", trust_code=True)
     assert (
         max(value for key, value in errors.items() if key.endswith(("mae", "rmse"))) < 1e-3
     )  # meV; as many digits as the file has
@@ -166,8 +168,9 @@ def test_a_calculator_is_a_run_that_can_be_tested_and_not_trained(tmp_path, monk
 
 
 def test_calculator_knows_which_axes_are_periodic():
-    found = resolve_model({"name": "calculator", "module": "ase.calculators.emt.EMT"}, species=("Cu",), cutoff=3.0)
-    potential = build_model(found, precision="float64", seed=0)
+    section = {"name": "calculator", "module": "ase.calculators.emt.EMT"}
+    found = resolve_model(section, species=("Cu",), cutoff=3.0, trust=CONFIG)
+    potential = build_model(found, precision="float64", seed=0, trust=CONFIG)
     for pbc in (True, False, (True, False, True)):
         atoms = Atoms("Cu2", positions=[[0, 0, 0], [1.8, 1.8, 0.3]], cell=[3.6, 3.6, 3.6], pbc=pbc)
         out = potential(make_batch(as_frame(atoms), species=("Cu",)), stress=True)
@@ -200,11 +203,17 @@ def test_calculator_knows_which_axes_are_periodic():
         ),
         (
             {"name": "pyg", "module": f"{HERE}not_a_module"},
-            r"not_a_module made a int; it should be a torch\.nn\.Module",
+            r"not_a_module is a function without a return annotation that says it makes a torch\.nn\.Module",
+        ),
+        ({"name": "pyg", "module": f"{HERE}lying_factory"}, r"lying_factory made a int; it should be a torch\.nn\.Module"),
+        ({"name": "ase_like", "module": "subprocess.check_call"}, r"model\.module: subprocess\.check_call is a function"),
+        (
+            {"name": "calculator", "module": f"{HERE}Structure"},
+            r"the class tests\..*\.Structure, not a class derived from ase\.calculators\.calculator\.BaseCalculator",
         ),
         ({"name": "mace_like", "module": f"{HERE}Dictionary", "features": "feats"}, r"features=feats .* gives nothing"),
     ],
 )
 def test_sections_that_cannot_work_are_refused(section, sentence):
     with pytest.raises(ForgefieldError, match=sentence):
-        build_model(resolved(section), precision="float32", seed=0)
+        build_model(resolved(section), precision="float32", seed=0, trust=CONFIG)

@@ -8,6 +8,7 @@ import torch
 
 from forgefield.config import components
 from forgefield.config.loading import load_config
+from forgefield.config.trust import CONFIG
 from forgefield.errors import ForgefieldError
 from forgefield.models import build_model, model_class, resolve_model
 from forgefield.models.nequip import NequIP
@@ -18,7 +19,7 @@ OWN = "tests.models.own_model.Springs"
 
 def resolve(options, **changes):
     known = {"species": ("H", "O"), "cutoff": 3.0, "statistics": STATISTICS}
-    return resolve_model(options, **{**known, **changes})
+    return resolve_model(options, **{**known, **changes}, trust=CONFIG)
 
 
 def test_numbers_come_from_the_data_and_survive_json():
@@ -99,21 +100,21 @@ def test_an_own_model_by_import_path():
     resolved = resolve({"name": OWN, "stiffness": 2.0})
     assert json.loads(json.dumps(resolved)) == resolved
     state = torch.random.get_rng_state()
-    potential = build_model(resolved, precision="float64", seed=3)
+    potential = build_model(resolved, precision="float64", seed=3, trust=CONFIG)
     assert torch.equal(state, torch.random.get_rng_state())
     assert potential.species == ("H", "O")
     assert potential.cutoff == 3.0
     assert potential.model.shifts == {"H": -13.6, "O": -75.0}
     assert potential.model.weight.dtype is torch.float64
     assert torch.get_default_dtype() is torch.float32
-    again = build_model(resolved, precision="float64", seed=3)
+    again = build_model(resolved, precision="float64", seed=3, trust=CONFIG)
     assert torch.equal(potential.model.weight, again.model.weight)
     assert potential(make_batch(make_frame(4)))["forces"].abs().max() > 0
 
 
 def test_model_class_finds_built_in_and_own():
     assert model_class("nequip") is NequIP
-    assert model_class(OWN).__name__ == "Springs"
+    assert model_class(OWN, trust=CONFIG).__name__ == "Springs"
 
 
 def test_an_own_model_beside_the_config_is_found_again_by_its_resolved_options(tmp_path, monkeypatch):
@@ -131,8 +132,8 @@ def test_an_own_model_beside_the_config_is_found_again_by_its_resolved_options(t
     monkeypatch.setattr(components, "_FOLDERS", [])
     monkeypatch.delitem(sys.modules, "net_beside_config")
     with pytest.raises(ForgefieldError, match="net_beside_config"):
-        model_class("net_beside_config.Net")
-    assert type(build_model(resolved, precision="float32", seed=0).model).__name__ == "Net"
+        model_class("net_beside_config.Net", trust=CONFIG)
+    assert type(build_model(resolved, precision="float32", seed=0, trust=CONFIG).model).__name__ == "Net"
     with pytest.raises(ForgefieldError, match=r"model\.module_folder cannot be set"):
         resolve({"name": "net_beside_config.Net", "module_folder": str(configs)})
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 from ase import Atoms
-from ase.calculators.calculator import PropertyNotImplementedError
+from ase.calculators.calculator import BaseCalculator, PropertyNotImplementedError
 from ase.data import atomic_numbers
 from torch import Tensor, nn
 
-from forgefield.config.components import import_path, own_folder
+from forgefield.config.components import own_folder
 from forgefield.errors import ForgefieldError
-from forgefield.models.adapters.foreign import Foreign
+from forgefield.models.adapters.foreign import check_arguments
 from forgefield.models.potential import Batch, Potential
 
 
@@ -24,7 +24,7 @@ class Options:
     """What makes a calculator."""
 
     module: str | None = None
-    """Import path of a class of calculators, or of a function that returns one: ase.calculators.emt.EMT."""
+    """Import path of a class of ASE calculators, ase.calculators.emt.EMT, or of a function annotated to return one."""
     options: dict[str, Any] = field(default_factory=dict)
     """Its arguments."""
     module_folder: str | None = None
@@ -35,6 +35,7 @@ class CalculatorModel(nn.Module):
     """Holds the calculator. It has no weights; `placeholder` is there because files of weights are never empty."""
 
     Options = Options
+    adapts: type = BaseCalculator
     presets: dict[str, dict[str, Any]] = {}
     isolated_limit = False
     trainable = False
@@ -46,22 +47,29 @@ class CalculatorModel(nn.Module):
         *,
         species: Sequence[str],
         cutoff: float,
+        make: Callable[..., Any],
         dtype: torch.dtype = torch.float32,
         generator: torch.Generator,
     ) -> None:
         super().__init__()
         self.options, self.species, self.cutoff = options, tuple(species), float(cutoff)
-        folders = [] if options.module_folder is None else [options.module_folder]
-        self.calculator = import_path(str(options.module), folders=folders)(**options.options)
+        self.make = make
+        self.calculator = make(**options.options)
+        if not isinstance(self.calculator, BaseCalculator):
+            raise ForgefieldError(
+                f"model.module: {options.module} made a {type(self.calculator).__name__}; it should be an ASE calculator."
+            )
         self.numbers = np.array([atomic_numbers[symbol] for symbol in species])
         self.register_buffer("placeholder", torch.zeros(1))
 
     @staticmethod
-    def check_options(options: Mapping[str, Any]) -> None:
-        Foreign.check_options(options)
+    def check_options(options: Mapping[str, Any], *, make: Callable[..., Any]) -> None:
+        check_arguments(options, make)
 
     @classmethod
-    def complete(cls, options: Any, *, species: Any, cutoff: float, statistics: Mapping[str, Any]) -> Any:
+    def complete(
+        cls, options: Any, *, species: Any, cutoff: float, statistics: Mapping[str, Any], make: Callable[..., Any]
+    ) -> Any:
         folder = own_folder(str(options.module))
         return replace(options, module_folder=None if folder is None else str(folder))
 

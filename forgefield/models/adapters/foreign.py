@@ -1,6 +1,7 @@
 """What all adapters share: the module of another library, made from its import path and options, and the energies around it.
 
-`model.module` names a class, or a function that returns a module; `model.options` are its arguments. The energy of a frame is
+`model.module` names a class of modules, or a function whose return annotation says that it makes one; `model.options` are its
+arguments. The registry imports it, where that is allowed, and passes it as `make`. The energy of a frame is
 the sum of its species' shifts plus a scale times what the module says; forces and stress are derivatives, as of any model here.
 """
 
@@ -12,14 +13,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from ase.data import atomic_numbers
 from torch import Tensor, nn
 
-from forgefield.config.components import import_path, own_folder
+from forgefield.config.components import own_folder
 from forgefield.config.nearest import did_you_mean
 from forgefield.errors import ForgefieldError
 from forgefield.models.nequip_options import check_per_species, from_statistics
@@ -31,7 +31,7 @@ class ForeignOptions:
     """Options of an adapter. Numbers left `None` are filled in from the statistics of the training data."""
 
     module: str | None = None
-    """Import path of a class, or of a function that returns a torch.nn.Module."""
+    """Import path of a class derived from torch.nn.Module, or of a function annotated to return one."""
     options: dict[str, Any] = field(default_factory=dict)
     """Its arguments. Those that the data knows (cutoff, elements, number of neighbours) are filled in where it has them."""
     features: str | None = None
@@ -55,6 +55,8 @@ class Foreign(nn.Module, ABC):
     """
 
     Options = ForeignOptions
+    adapts: type = nn.Module
+    """What `model.module` has to name a class of."""
     presets: dict[str, dict[str, Any]] = {}
     isolated_limit = False
     """An atom alone has whatever the module says of it beside its shift."""
@@ -69,6 +71,7 @@ class Foreign(nn.Module, ABC):
         *,
         species: Sequence[str],
         cutoff: float,
+        make: Callable[..., Any],
         dtype: torch.dtype = torch.float32,
         generator: torch.Generator,
     ) -> None:
@@ -80,8 +83,7 @@ class Foreign(nn.Module, ABC):
         scale = torch.tensor(1.0 if options.energy_scales is None else options.energy_scales, dtype=torch.float64)
         self._hold("energy_scales", scale, options.energy_scales_trainable)
         self.register_buffer("numbers", torch.tensor([atomic_numbers[s] for s in self.species]), persistent=False)
-        self.dtype = dtype
-        make = import_path(str(options.module), folders=_folders(options.module_folder))
+        self.dtype, self.make = dtype, make
         with _own_randomness(generator.initial_seed(), dtype):
             made = make(**options.options)
         _require_module(made, str(options.module))
@@ -90,31 +92,27 @@ class Foreign(nn.Module, ABC):
             self.feature_dim = self._width_of_features()
 
     @classmethod
-    def check_options(cls, options: Mapping[str, Any]) -> None:
-        """Refuse what can be seen to be wrong without the data."""
-        module = options.get("module")
-        if not module:
-            raise ForgefieldError("model.module is missing: the import path of the model, such as my_package.MyModel.")
-        try:
-            made = import_path(str(module))
-        except ForgefieldError as error:
-            raise ForgefieldError(f"model.module: {error}") from error
-        if not callable(made):
-            raise ForgefieldError(f"model.module: {module} is neither a class nor a function that makes a module.")
-        named, takes_any = _arguments(made)
-        for key in options.get("options") or {}:
-            if key not in named and not takes_any:
-                raise ForgefieldError(f"model.options.{key} is not an argument of {module}.{did_you_mean(key, named)}")
+    def check_options(cls, options: Mapping[str, Any], *, make: Callable[..., Any]) -> None:
+        """Refuse what can be seen to be wrong without the data. make: what `module` names."""
+        check_arguments(options, make)
 
     @classmethod
-    def complete(cls, options: Any, *, species: tuple[str, ...], cutoff: float, statistics: Mapping[str, Any]) -> Any:
+    def complete(
+        cls,
+        options: Any,
+        *,
+        species: tuple[str, ...],
+        cutoff: float,
+        statistics: Mapping[str, Any],
+        make: Callable[..., Any],
+    ) -> Any:
         """Options with every default explicit; numbers not given come from the statistics."""
         check_per_species("model.energy_shifts", options.energy_shifts, species, positive=False)
         check_per_species("model.energy_scales", options.energy_scales, species, positive=True)
         for symbol in species:
             if not atomic_numbers.get(symbol):
                 raise ForgefieldError(f"model.name: adapters need chemical elements; {symbol} is not one.")
-        named, _ = _arguments(import_path(str(options.module)))
+        named, _ = _arguments(make)
         known = cls.known_arguments(species, cutoff, statistics)
         given = {key: value for key, value in known.items() if key in named} | dict(options.options)
         for key in ("cutoff", "r_max"):
@@ -201,6 +199,16 @@ class Foreign(nn.Module, ABC):
         return int(features.shape[1])
 
 
+def check_arguments(options: Mapping[str, Any], make: Callable[..., Any]) -> None:
+    """Refuse an argument in `model.options` that `make`, which `model.module` names, does not have."""
+    named, takes_any = _arguments(make)
+    for key in options.get("options") or {}:
+        if key not in named and not takes_any:
+            raise ForgefieldError(
+                f"model.options.{key} is not an argument of {options['module']}.{did_you_mean(key, named)}"
+            )
+
+
 def two_atoms(cutoff: float) -> dict[str, Tensor]:
     """A batch of one frame: two atoms of species 0 in the open, half the cutoff apart."""
     vector = torch.tensor([0.5 * cutoff, 0.0, 0.0], dtype=torch.float64)
@@ -242,10 +250,6 @@ def _arguments(make: Callable[..., Any]) -> tuple[list[str], bool]:
     return [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)], any(
         p.kind is p.VAR_KEYWORD for p in parameters
     )
-
-
-def _folders(folder: str | None) -> list[Path]:
-    return [] if folder is None else [Path(folder)]
 
 
 @contextmanager

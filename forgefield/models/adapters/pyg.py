@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -58,8 +58,8 @@ class PyG(Foreign):
     """model.features: name of the part of the model whose input are features of atoms (`lin1` of SchNet)."""
 
     @classmethod
-    def check_options(cls, options: Mapping[str, Any]) -> None:
-        super().check_options(options)
+    def check_options(cls, options: Mapping[str, Any], *, make: Callable[..., Any]) -> None:
+        super().check_options(options, make=make)
         for key in ("max_num_neighbors", "interaction_graph"):
             if key in (options.get("options") or {}):
                 raise ForgefieldError(f"model.options.{key} does not apply: the edges are those of the data section.")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ase.data import atomic_numbers
 
+from forgefield.config.trust import CONFIG
 from forgefield.errors import ForgefieldError
 from forgefield.models.importers.framework import ImportedModel
 from forgefield.models.registry import build_model, resolve_model
@@ -26,6 +27,6 @@ def read_calculator(module: str, species: Sequence[str], options: str | None) ->
     given = {} if options is None else json.loads(Path(options).read_text())
     section = {"name": "calculator", "module": module, "options": given}
     ordered = sorted(set(species), key=lambda symbol: atomic_numbers[symbol])
-    resolved = resolve_model(section, species=ordered, cutoff=EDGES_UP_TO)
-    state = build_model(resolved, precision="float64", seed=0).state_dict()
+    resolved = resolve_model(section, species=ordered, cutoff=EDGES_UP_TO, trust=CONFIG)
+    state = build_model(resolved, precision="float64", seed=0, trust=CONFIG).state_dict()
     return ImportedModel(resolved=resolved, state=state, precision="float64", origin=f"ASE calculator {module}")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from forgefield.config.components import own_class
 from forgefield.config.nearest import did_you_mean
 from forgefield.errors import ForgefieldError
 
@@ -19,13 +22,11 @@ CALLBACKS = {
 }
 
 
-def callback_path(name: str) -> str:
-    """The import path of a callback: of ours by its short name, else the path itself."""
-    if "." in str(name):
-        return str(name)
+def short_callback(name: str) -> Any:
+    """The class of one of Forgefield's callbacks by its short name."""
     if name not in CALLBACKS:
         raise ForgefieldError(
             f"callbacks: there is no '{name}'; there are {', '.join(CALLBACKS)}, and import paths such as "
             f"my_callbacks.Announce.{did_you_mean(str(name), CALLBACKS)}"
         )
-    return CALLBACKS[name]
+    return own_class(CALLBACKS[name])
