@@ -166,7 +166,7 @@ def measure(engine: Engine, reference: Engine, batch: Batch, tolerance: float, s
     first = seconds_of(step, device)
     step()  # by now it has all it needs: optimiser state, captured graphs
     memory = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
-    difference = require_equal(engine, reference, batch, tolerance)
+    difference = require_equal(engine, reference, batch, tolerance).difference
     warm = seconds_of(step, device, 3) / 3
     repeats = int(np.clip(seconds / max(warm, 1e-5), 3, 50))
     taken = min(seconds_of(step, device, repeats) for _ in range(2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -57,9 +58,9 @@ def _check_ours(options: DictConfig, target: str, prefix: str, sources: Sources)
 
 def _check_target(options: DictConfig, key: str, default: Any, sources: Sources) -> None:
     """What all targets have. default: the same without any setting."""
-    if options.weight < 0:
-        raise wrong(sources, f"{key}.weight", options.weight, "zero or positive")
-    if options.huber_delta <= 0:
+    if not 0 <= options.weight < math.inf:
+        raise wrong(sources, f"{key}.weight", options.weight, "zero or positive, and finite")
+    if not 0 < options.huber_delta < math.inf:
         raise wrong(sources, f"{key}.huber_delta", options.huber_delta, "a positive number")
     if options.loss is not None and "." not in options.loss:
         check_choice(options.loss, (*LOSSES, "an import path"), f"{key}.loss", sources)
@@ -182,17 +183,19 @@ def _check_schedule(schedule: DictConfig, key: str, sources: Sources) -> None:
     if schedule.unit is not None:
         check_choice(schedule.unit, ("step", "epoch"), f"{key}.unit", sources)
     values = schedule.to if isinstance(schedule.to, Sequence) and not isinstance(schedule.to, str) else [schedule.to]
-    if not all(isinstance(v, (int, float)) and not isinstance(v, bool) and v >= 0 for v in values):
+    if not all(isinstance(v, (int, float)) and not isinstance(v, bool) and 0 <= v < math.inf for v in values):
         shown = OmegaConf.to_container(schedule.to) if OmegaConf.is_config(schedule.to) else schedule.to
-        raise wrong(sources, f"{key}.to", shown, "the last value, zero or positive")
+        raise wrong(sources, f"{key}.to", shown, "the last value, zero or positive, and finite")
     if schedule.kind == "step":
         _check_places(schedule, list(values), key, sources)
     elif len(values) != 1 or values[0] is not schedule.to:
         raise wrong(sources, f"{key}.to", list(values), "one number; a list goes with kind step")
     begin = schedule.begin or 0
-    if begin < 0 or (schedule.end is not None and schedule.end <= begin):
+    if begin < 0:
+        raise wrong(sources, f"{key}.begin", begin, "a whole number from 0")
+    if schedule.end is not None and schedule.end <= begin:
         raise wrong(sources, f"{key}.end", schedule.end, f"larger than {key}.begin, which is {begin}")
-    if schedule.slope is not None and schedule.slope <= 0:
+    if schedule.slope is not None and not 0 < schedule.slope < math.inf:
         raise wrong(sources, f"{key}.slope", schedule.slope, "a positive number")
     if schedule.centre is not None and not 0 <= schedule.centre <= 1:
         raise wrong(sources, f"{key}.centre", schedule.centre, "a number from 0 to 1")

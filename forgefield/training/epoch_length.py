@@ -46,3 +46,13 @@ def steps_of_fit(trainer: L.Trainer) -> int:
     if same or epochs in (None, -1) or epochs * loader.draws > PLANNED:
         return int(estimate)
     return sum(math.ceil(loader.batches_in(epoch) / trainer.accumulate_grad_batches) for epoch in range(epochs))
+
+
+def epochs_of_fit(trainer: L.Trainer) -> int:
+    """Epochs of the whole training, the last one perhaps cut short by `max_steps`; -1 where there is no end."""
+    epochs = -1 if trainer.max_epochs is None else int(trainer.max_epochs)
+    if trainer.max_steps < 0:
+        return epochs
+    of_epoch = max(1, math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches))
+    by_steps = math.ceil(trainer.max_steps / of_epoch)
+    return by_steps if epochs < 0 else min(epochs, by_steps)

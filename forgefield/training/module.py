@@ -17,7 +17,7 @@ from forgefield.parallel.exchange import StepExchange
 from forgefield.parallel.group import Ranks
 from forgefield.parallel.strategies import SimpleDDPStrategy
 from forgefield.tasks.metrics import ErrorMetrics
-from forgefield.tasks.task import Target, Task
+from forgefield.tasks.task import Task
 from forgefield.training.adaptation import parameter_groups, plain_state
 from forgefield.training.ema import StochasticAverage, WeightAverage
 from forgefield.training.engines.captured_update import CapturedUpdate, why_not_capturable
@@ -134,7 +134,7 @@ class TrainingModule(RunModule):
     def on_train_start(self) -> None:
         counts_steps = self.precision.unit == "steps" or self.task.is_scheduled
         self._steps_in_all = self.steps_of_fit() if counts_steps else -1
-        self._require_an_end()
+        self._require_schedules_that_fit()
         if isinstance(self.ema, StochasticAverage):
             batches = int(self.trainer.num_training_batches)
             of_epoch = -(-batches // self.trainer.accumulate_grad_batches)
@@ -207,35 +207,13 @@ class TrainingModule(RunModule):
             *([self.weighting] if isinstance(self.weighting, SoftAdapt) else []),
         ]
 
-    def _require_an_end(self) -> None:
+    def _require_schedules_that_fit(self) -> None:
+        """Refuse schedules of weights that end with a training that has no end, or that this training does not complete."""
+        quick = bool(getattr(self.trainer, "fast_dev_run", False))
         for target in self.task.targets:
-            self._refuse_longer(target)
-            if target.schedule is None or not target.schedule.needs_an_end:
-                continue
-            of_epochs = target.schedule.unit == "epoch"
-            if (self._moment().epochs if of_epochs else self._steps_in_all) < 0:
-                what = "epochs (trainer.max_epochs)" if of_epochs else "steps (trainer.max_steps or max_epochs)"
-                raise ForgefieldError(
-                    f"task.{target.name}.schedule ends with the training, which has no limit of {what}; "
-                    f"give one, or task.{target.name}.schedule.end."
-                )
-
-    def _refuse_longer(self, target: Target) -> None:
-        """A schedule that the training does not reach the end of would not do what it says."""
-        schedule = target.schedule
-        if schedule is None or schedule.kind == "lr" or getattr(self.trainer, "fast_dev_run", False):
-            return
-        of_epochs = schedule.unit == "epoch"
-        length = self._moment().epochs if of_epochs else self._steps_in_all
-        last = max(schedule.at) if schedule.at else schedule.end
-        if last is None or length < 0 or last <= length - 1:
-            return
-        key = f"task.{target.name}.schedule.{'at' if schedule.at else 'end'}"
-        unit = schedule.unit
-        raise ForgefieldError(
-            f"{key} is {unit} {last}, and the last {unit} of this training is {length - 1} (they are counted from 0): the last "
-            f"value would never be reached. Train longer, or make the schedule shorter."
-        )
+            if target.schedule is not None and not quick:
+                length = self._moment().epochs if target.schedule.unit == "epoch" else self._steps_in_all
+                target.schedule.require_fit(length, key=f"task.{target.name}.schedule")
 
     def precision_changed(self) -> None:
         if self.engine is not None:

@@ -72,13 +72,23 @@ def build_scheduler(
     return {"scheduler": scheduler, "interval": interval, "frequency": frequency, "monitor": monitor, "strict": True}
 
 
-def fit_length(scheduler: Any, length: int) -> None:
-    """A schedule as long as the run, resumed where the run has another number of steps: the same place of the same curve."""
-    if isinstance(scheduler, StepSchedule):
-        scheduler.fit(length)
+def fit_length(scheduler: Any, length: int, *, in_proportion: bool) -> None:
+    """Make a loaded schedule that is as long as the run end with it, where the run has another number of steps or epochs now.
+
+    in_proportion: steps are larger or smaller than before (another number of ranks), so the schedule resumes at the same share
+    of its length; otherwise the run was made longer or shorter, and the schedule resumes at the same step of the new curve.
+    """
+    if isinstance(scheduler, StepSchedule):  # which takes its new length when it is loaded
+        if in_proportion:
+            scheduler.fit(length)
     elif scheduler.T_max != length:
-        scheduler.last_epoch = round(scheduler.last_epoch * length / scheduler.T_max)
+        if in_proportion:
+            scheduler.last_epoch = round(scheduler.last_epoch * length / scheduler.T_max)
         scheduler.T_max = length
+        # torch computes each rate from the one before it: at the end of the old curve that would be zero for ever.
+        scheduler._last_lr = scheduler._get_closed_form_lr()
+        for group, rate in zip(scheduler.optimizer.param_groups, scheduler._last_lr):
+            group["lr"] = rate
 
 
 _RATES = ("eta_min", "min_lr", "max_lr", "base_lr", "stop_lr")

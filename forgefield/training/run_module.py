@@ -19,7 +19,7 @@ from forgefield.parallel.group import Ranks, alone
 from forgefield.tasks.weights import Moment
 from forgefield.training.ema import StochasticAverage, WeightAverage
 from forgefield.training.engines.captured_update import portable_optimiser_states
-from forgefield.training.epoch_length import fit_epoch_length, steps_of_fit
+from forgefield.training.epoch_length import epochs_of_fit, fit_epoch_length, steps_of_fit
 from forgefield.training.optimisers import build_optimiser, build_scheduler, fit_length, rescale_learning_rates
 from forgefield.training.precision import Precision
 from forgefield.training.throughput import Throughput
@@ -104,6 +104,7 @@ class RunModule(L.LightningModule, ABC):
         self.latest: dict[str, float] = {}
         self._world_size_before: int | None = None
         self._schedule_length: int | None = None
+        self._schedule_unit = "epoch"
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Lightning writes down which hook it is in forty times a step, and torch looks each time whether that is a weight."""
@@ -126,8 +127,11 @@ class RunModule(L.LightningModule, ABC):
             torch.manual_seed(torch.initial_seed() + 7919 * self.ranks.rank)
 
     def on_train_start(self) -> None:
-        if self._schedule_length is not None and self._world_size_before not in (None, self.ranks.world_size):
-            fit_length(self.trainer.lr_scheduler_configs[0].scheduler, self._schedule_length)
+        if self._schedule_length is not None:
+            other_ranks = self._world_size_before not in (None, self.ranks.world_size)
+            in_proportion = other_ranks and self._schedule_unit == "step"
+            scheduler = self.trainer.lr_scheduler_configs[0].scheduler
+            fit_length(scheduler, self._schedule_length, in_proportion=in_proportion)
 
     def on_train_epoch_start(self) -> None:
         loader: Any = self.trainer.train_dataloader
@@ -145,7 +149,7 @@ class RunModule(L.LightningModule, ABC):
             step=self.trainer.global_step,
             steps=self._steps_in_all,
             epoch=self.current_epoch,
-            epochs=self.trainer.max_epochs if self.trainer.max_epochs is not None else -1,
+            epochs=epochs_of_fit(self.trainer),
             lr_ratio=float(group["lr"]) / (self.options.lr * self.lr_factor * group.get("factor", 1.0)),
         )
 
@@ -252,6 +256,7 @@ class RunModule(L.LightningModule, ABC):
         )
         if "T_max" not in self.options.scheduler:
             self._schedule_length = getattr(scheduler["scheduler"], "T_max", None)
+            self._schedule_unit = scheduler["interval"]
         return {"optimizer": optimiser, "lr_scheduler": scheduler}
 
     def groups(self) -> list[Any]:

@@ -173,7 +173,7 @@ class ExponentialTo(StepSchedule):
         turns = step / self.period if self.smooth else step // self.period
         if self.decay_rate is not None:
             return max(start * self.decay_rate**turns, stop)
-        last = max(stop, TINY)
+        last = min(max(stop, TINY), start)  # a decay never rises, however small the first rate is
         if step == self.rest and (self.smooth or step % self.period == 0):
             return last
         rate = math.exp(math.log(last / start) / (self.rest / self.period))

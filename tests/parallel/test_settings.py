@@ -246,7 +246,7 @@ def test_a_schedule_as_long_as_the_run_goes_on_at_the_same_place_when_the_run_ha
         return optimiser, scheduler
 
     optimiser, scheduler = at(3, 12)
-    fit_length(scheduler, 24)
+    fit_length(scheduler, 24, in_proportion=True)
     rates_left = []
     for _ in range(18):
         optimiser.step()

@@ -99,6 +99,24 @@ def test_energies_and_virials_are_divided_by_the_power_of_the_number_of_atoms_th
     assert (task.outputs, task.needs_stress) == (("energy", "stress"), True)
 
 
+def root_of_squares(prediction, target):
+    """|error|, as many write it: its slope at zero is 0/0."""
+    return (prediction - target).square().sqrt()
+
+
+def test_missing_labels_get_no_gradient_from_a_loss_that_has_none_at_zero():
+    batch, outputs = random_batch([2, 1, 3], 0, missing=0.0)
+    batch["energy"][1] = NAN
+    batch["forces"][2] = NAN
+    loss = TargetOptions(loss=f"{__name__}.root_of_squares")
+    Task(TaskOptions(energy=loss, forces=loss), SPECIES).loss(outputs, batch).total.backward()
+    for name in ("energy", "forces"):
+        gradient, missing = outputs[name].grad, batch[name].isnan()
+        assert bool((gradient[missing] == 0).all())
+        assert bool(gradient.isfinite().all())
+        assert bool((gradient[~missing] != 0).all())
+
+
 def test_missing_labels_get_no_gradient_and_no_nan():
     batch, outputs = random_batch([2, 3, 1], seed=0, missing=0.5)
     batch["energy"][0] = NAN

@@ -27,14 +27,48 @@ def at(step: int, steps: int = 11, **more) -> Moment:
     st.floats(0, 1e3),
     st.floats(0, 1e3),
     st.integers(2, 10**6),
-    st.floats(0.1, 50),
+    st.floats(1e-300, 1e300),
     st.floats(0, 1),
 )
 def test_first_and_last_step_have_exactly_the_first_and_the_last_value(kind, first, last, steps, slope, centre):
     schedule = WeightSchedule(first, kind, last, slope=slope, centre=centre)
-    values = [schedule.value(at(step, steps)) for step in (0, steps // 2, steps - 1, steps + 5)]
-    assert (values[0], values[2], values[3]) == (first, last, last)
-    assert min(first, last) - 1e-9 <= values[1] <= max(first, last) + 1e-9
+    values = [schedule.value(at(step, steps)) for step in (0, steps - 1, steps + 5)]
+    assert values == [first, last, last]
+
+
+@given(
+    st.sampled_from(["linear", "cosine", "sigmoid"]),
+    st.floats(0, 1e6),
+    st.floats(0, 1e6),
+    st.integers(1, 60),
+    st.integers(0, 80),
+    st.one_of(st.none(), st.integers(1, 80)),
+    st.floats(1e-300, 1e300),
+    st.floats(0, 1),
+)
+def test_weights_go_one_way_between_their_ends_wherever_a_schedule_begins(
+    kind, first, last, steps, begin, length, slope, centre
+):
+    """Also where it begins or ends after the end of the training."""
+    end = None if length is None else begin + length
+    schedule = WeightSchedule(first, kind, last, begin=begin, end=end, slope=slope, centre=centre)
+    values = [schedule.value(at(step, steps)) for step in range(steps + 2)]
+    assert values == sorted(values, reverse=first > last)
+    assert all(min(first, last) <= value <= max(first, last) for value in values)
+    assert all(value == first for value in values[:begin])
+
+
+@given(st.floats(0, 1e6), st.floats(0, 1e6), st.floats(-1, 100))
+def test_a_weight_that_follows_the_learning_rate_stays_between_its_ends(first, last, ratio):
+    """Some schedulers raise the rate above its first value, which would make a weight negative."""
+    value = WeightSchedule(first, "lr", last).value(at(3, lr_ratio=ratio))
+    assert min(first, last) <= value <= max(first, last)
+
+
+def test_a_steep_sigmoid_is_a_step_and_a_flat_one_a_line():
+    steep, flat = (WeightSchedule(0.0, "sigmoid", 1.0, slope=slope) for slope in (5000.0, 1e-12))
+    assert [steep.value(at(step)) for step in range(11)] == [0, 0, 0, 0, 0, 0.5, 1, 1, 1, 1, 1]
+    assert [flat.value(at(step)) for step in range(11)] == pytest.approx([step / 10 for step in range(11)])
 
 
 def test_shapes_are_those_of_their_formulas():
@@ -102,12 +136,20 @@ def test_a_training_with_a_schedule_goes_on_as_if_it_had_not_stopped(kind, tmp_p
 
 @pytest.mark.parametrize(
     "schedule",
-    [{"to": 0.5, "end": 15}, {"to": 0.5, "end": 3, "unit": "epoch"}, {"kind": "step", "at": [4, 20], "to": [1, 2]}],
+    [
+        {"to": 0.5, "end": 15},
+        {"to": 0.5, "end": 3, "unit": "epoch"},
+        {"kind": "step", "at": [4, 20], "to": [1, 2]},
+        {"to": 10.0, "begin": 20},
+        {"to": 10.0, "begin": 14},
+        {"kind": "sigmoid", "to": 10.0, "begin": 2, "unit": "epoch"},
+    ],
 )
 def test_a_schedule_longer_than_the_training_is_refused(schedule, tmp_path):
+    """Of 15 steps in 3 epochs."""
     config = scheduled(tmp_path, "longer", None, 3)
     config["task"]["forces"] = {"schedule": schedule}
-    where = "at" if "at" in schedule else "end"
+    where = next(name for name in ("at", "end", "begin") if name in schedule)
     with pytest.raises(ForgefieldError, match=rf"task\.forces\.schedule\.{where} is (step|epoch) \d+, and the last"):
         train_only(config)
 
@@ -118,4 +160,13 @@ def test_a_schedule_to_the_end_of_an_endless_training_is_refused(tmp_path):
     with pytest.raises(
         ForgefieldError, match="task.forces.schedule ends with the training, which has no limit of steps"
     ):
+        train_only(config)
+
+
+def test_epochs_end_where_the_number_of_steps_ends_the_training(tmp_path):
+    """A limit of 10 steps is 2 epochs of 5, whatever `max_epochs` allows: a schedule to epoch 2 would not be completed."""
+    config = scheduled(tmp_path, "short", None, 100)
+    config["trainer"]["max_steps"] = 10
+    config["task"]["forces"] = {"schedule": {"to": 0.5, "end": 2, "unit": "epoch"}}
+    with pytest.raises(ForgefieldError, match="the last epoch of this training is 1 "):
         train_only(config)

@@ -8,8 +8,10 @@ import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,6 +20,8 @@ from hypothesis import strategies as st
 from forgefield.errors import ForgefieldError
 from forgefield.training.optimisers import build_scheduler, fit_length, rescale_learning_rates
 from forgefield.training.schedules import SCHEDULES
+from tests.helpers import tiny_config
+from tests.parallel.train_many import train_only
 
 
 def make(spec: dict[str, Any] | str, *, lr: float = 1e-3, steps: int = 1000, lr_factor: float = 1.0) -> Any:
@@ -169,11 +173,59 @@ def test_a_schedule_of_the_run_keeps_its_place_when_other_ranks_need_another_num
     first = make(spec)
     walk(first, 499)
     scheduler = resumed(first, spec, 250)
-    fit_length(scheduler, 250)
+    fit_length(scheduler, 250, in_proportion=True)
     assert (scheduler.T_max, scheduler.last_epoch) == (250, 125)
     assert scheduler.optimizer.param_groups[0]["lr"] == pytest.approx(5e-4)
-    fit_length(scheduler, 250)
+    fit_length(scheduler, 250, in_proportion=True)
     assert scheduler.last_epoch == 125
+
+
+def test_a_cosine_of_torch_follows_the_longer_curve_when_the_run_is_made_longer(tmp_path) -> None:
+    """A run of 3 epochs is resumed with 6: torch's own state would hold the rate at zero or raise it again."""
+    config = tiny_config(tmp_path, name="extended")
+    config["training"] = {**config["training"], "lr": 0.01, "scheduler": "cosine"}
+    rates: dict[int, float] = {}
+    for epochs in (3, 6):
+        config["trainer"] = {**config["trainer"], "max_epochs": epochs}
+        run = train_only({**config, "callbacks": ["tests.training.test_schedules.RatesOfEpochs"]})
+        rates |= {int(k): v for k, v in json.loads((run.path / "rates.json").read_text()).items()}
+    expected = [0.005 * (1 + math.cos(math.pi * epoch / 6)) for epoch in range(3, 6)]
+    assert [rates[epoch] for epoch in range(3, 6)] == pytest.approx(expected, rel=1e-9)
+
+
+class RatesOfEpochs(L.Callback):
+    """Writes the learning rate of each epoch of this part of a training to rates.json."""
+
+    def __init__(self) -> None:
+        self.rates: dict[int, float] = {}
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        self.rates[trainer.current_epoch] = float(trainer.optimizers[0].param_groups[0]["lr"])
+
+    def on_train_end(self, trainer: Any, *_: Any) -> None:
+        (Path(trainer.default_root_dir) / "rates.json").write_text(json.dumps(self.rates))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(["exp", "cosine_to", "wsd"]),
+    st.integers(1, 200),
+    st.floats(1e-14, 1.0),
+    st.floats(1e-6, 1.0),
+    st.floats(0.0, 0.99),
+)
+def test_rates_stay_between_zero_and_the_first_one_and_never_rise_after_the_warm_up(name, steps, lr, ratio, warmup):
+    spec = {"name": name, "stop_lr_ratio": ratio, "warmup_ratio": warmup}
+    scheduler = make(spec, lr=lr, steps=steps)
+    rates = [scheduler.rate(t, start=lr) for t in range(steps + 20)]
+    assert all(0 <= rate <= lr * (1 + 1e-12) for rate in rates)
+    decayed = rates[scheduler.warmup :]
+    assert all(b <= a * (1 + 1e-12) for a, b in zip(decayed, decayed[1:]))
+
+
+def test_a_first_rate_below_the_floor_of_an_exponential_does_not_rise() -> None:
+    rates = walk(make({"name": "exp", "stop_lr": 0.0, "decay_steps": 10}, lr=1e-12, steps=50), 49)
+    assert max(rates) == 1e-12
 
 
 def test_cosine_still_names_the_scheduler_of_torch() -> None:

@@ -90,6 +90,14 @@ def test_values_by_epoch_change_with_epochs_and_a_resumed_training_goes_on(tmp_p
     assert (by_epoch[0][1], by_epoch[-1][1]) == (1.0, 3.0)
 
 
+@pytest.mark.parametrize("curvature", [5e-324, 1e-300, 5e-7, 1 - 2**-53])
+def test_a_sigmoid_of_any_curvature_stays_between_its_ends(curvature):
+    schedule = SigmoidScalingSchedule("fit", 1.0, 10.0, 0.99, curvature=curvature)
+    values = [schedule.value(step, 101) for step in range(101)]
+    assert values == sorted(values)
+    assert (values[0], values[-1]) == (1.0, 10.0)
+
+
 def test_schedules_that_cannot_be_are_refused(tmp_path):
     linear = LinearScalingSchedule("fti", 1.0, 2.0)
     with pytest.raises(ForgefieldError, match="task_loss_scaling has no 'fti'. Did you mean 'fit'"):

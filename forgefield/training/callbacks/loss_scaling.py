@@ -18,7 +18,8 @@ from lightning.pytorch.callbacks import Callback
 
 from forgefield.config.nearest import did_you_mean
 from forgefield.errors import ForgefieldError
-from forgefield.training.epoch_length import steps_of_fit
+from forgefield.tasks.weights import sigmoid_progress
+from forgefield.training.epoch_length import epochs_of_fit, steps_of_fit
 
 Frequency = Literal["step", "epoch"]
 Level = Literal["DEBUG", "INFO", "WARNING", "CRITICAL"]
@@ -87,8 +88,7 @@ class SigmoidScalingSchedule(ScalingSchedule):
         self.center_frac, self.curvature = float(center_frac), float(curvature)
 
     def progress(self, share: float) -> float:
-        low, now, high = (1 / (1 + self.curvature ** (x - self.center_frac)) for x in (0.0, share, 1.0))
-        return (now - low) / (high - low)
+        return sigmoid_progress(share, slope=-math.log(self.curvature), centre=self.center_frac)
 
 
 class LossScalingScheduler(Callback):
@@ -140,15 +140,7 @@ def _weights(module: L.LightningModule) -> MutableMapping[str, float]:
 
 def _length(trainer: L.Trainer, frequency: str) -> int:
     """Steps or epochs of the whole training."""
-    steps = steps_of_fit(trainer)
-    if frequency == "step":
-        found = steps
-    elif trainer.max_steps > 0 and steps > 0:
-        per_epoch = max(1, math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches))
-        epochs = math.ceil(trainer.max_steps / per_epoch)
-        found = epochs if trainer.max_epochs in (None, -1) else min(epochs, int(trainer.max_epochs))
-    else:
-        found = -1 if trainer.max_epochs is None else int(trainer.max_epochs)
+    found = steps_of_fit(trainer) if frequency == "step" else epochs_of_fit(trainer)
     if found <= 0:
         raise ForgefieldError(
             f"LossScalingScheduler: schedules by {frequency} end with the training, which has no end; set max_epochs or "

@@ -192,7 +192,7 @@ def start(choice: Choice, on: Circumstances, batch: Batch) -> Engine:
     if choice == Choice("eager", "double") and not engine.function.sums_by_kernels:
         return engine
     try:
-        difference = require_equal(engine, reference, batch, on.tolerance)
+        compared = require_equal(engine, reference, batch, on.tolerance)
     except ForgefieldError as error:
         if str(error).startswith("training."):
             raise
@@ -213,12 +213,13 @@ def start(choice: Choice, on: Circumstances, batch: Batch) -> Engine:
             f"training.engine={choice.name}: the step cannot be {_verb(choice)} because of {where_it_broke(error)} ({reason}); "
             f"use {remedy(engine)}."
         ) from error
-    if difference is None:
+    if compared.difference is None:
         on.say(f"Engine {choice}: the model is random in training, so it could not be compared with the eager engine.")
     else:
         kernels = ", sums over edges by kernels" if engine.function.sums_by_kernels else ""
         on.say(
-            f"Engine {choice}{kernels}: loss, errors and all gradients equal those of {plain_way(engine)} to {difference:.1e}."
+            f"Engine {choice}{kernels}: loss, errors and all gradients equal those of {plain_way(engine)} to "
+            f"{compared.difference:.1e}.{compared.describe()}"
         )
     return engine
 

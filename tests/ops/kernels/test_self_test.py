@@ -23,7 +23,7 @@ def test_kernels_are_accepted(precision):
     engines = [Engine(step_function(potential, derivative=name)) for name in ("kernels", "double")]
     with Precision(precision).applied(precision):
         for batch in (given, learnt(potential, given)):
-            assert require_equal(*engines, batch, TOLERANCES[precision]) is not None
+            assert require_equal(*engines, batch, TOLERANCES[precision]).difference is not None
 
 
 def test_labels_that_were_learnt_would_show_rounding_and_little_else():

@@ -136,6 +136,26 @@ def test_a_module_is_named_although_the_step_is_traced(tmp_path, monkeypatch):
     assert "the step of engine script calls no module" in (tmp_path / "tried.txt").read_text()
 
 
+def test_an_engine_is_accepted_where_the_loss_has_no_gradient_for_moved_labels(tmp_path, monkeypatch):
+    """The comparison before the first step moves labels up, to where this loss gives NaN; eager and script agree all the same."""
+    monkeypatch.setenv("ROOT_ABOVE", str(np.sort(energies_per_atom())[-2:].mean()))
+    config = tiny_config(tmp_path, task={"energy": {"loss": f"{PLANTED}.root_loss"}})
+    config["model"] = {"name": "nequip", "num_layers": 1, "l_max": 0, "num_features": 2, "radial_mlp_width": 2}
+    config["data"]["val"] = 0
+    config["callbacks"] = [{"name": "gradient_check", "policy": "skip"}]
+    config["trainer"] = {**config["trainer"], "max_epochs": 1}
+    runs = [
+        train_only({**config, "name": name, "training": {**config["training"], "engine": name}})
+        for name in ("eager", "script")
+    ]
+    states = [last_state(run)["state_dict"] for run in runs]
+    assert all(float((states[0][name] - states[1][name]).abs().max()) < 1e-5 for name in states[0])
+    found, expected = (read_records(run.path)["gradient_check"] for run in reversed(runs))
+    assert found["events"] == expected["events"]
+    assert found["bad"] == 1
+    assert "compared on labels moved by -1 of the usual amount" in (runs[1].path / "log.txt").read_text()
+
+
 def test_averages_of_the_last_part_are_plain_means(tmp_path, monkeypatch):
     """SWA: the mean of the weights at the end of each epoch from half of the training on; also across a resume."""
     config = tiny_config(tmp_path, callbacks=["tests.training.interrupting.EndAt"])

@@ -33,7 +33,7 @@ from forgefield.training.engines.size_plan import SizePlan
 from forgefield.training.engines.sparing import SparingEngine, cut, halves
 from forgefield.training.engines.start import EngineStarter
 from forgefield.training.engines.step import StepFunction
-from forgefield.training.engines.verify import largest_difference, require_equal, require_equal_evaluation, unlearnt
+from forgefield.training.engines.verify import largest_difference, require_equal, require_equal_evaluation, moved_labels
 from tests.models.structures import make_potential
 from tests.training.engines.cases import difference, labelled, learnt, step_function
 from tests.training.engines.test_script import ReadsAValue
@@ -200,7 +200,7 @@ def test_an_engine_with_one_wrong_gradient_stops_the_run_with_the_numbers():
     name = function.trained[2]
     with pytest.raises(ForgefieldError, match=f"gradient of {name} differs from that of the eager engine by 0.001"):
         require_equal(Wrong(function), Engine(function), labelled(4, 3), 1e-9)
-    assert require_equal(Engine(function), Engine(function), labelled(4, 3), 1e-9) == 0.0
+    assert require_equal(Engine(function), Engine(function), labelled(4, 3), 1e-9).difference == 0.0
 
 
 def test_a_model_that_has_learnt_its_labels_can_be_compared():
@@ -210,7 +210,7 @@ def test_a_model_that_has_learnt_its_labels_can_be_compared():
     engine, reference, batch = Rounded(function), Engine(function), learnt(potential, labelled(4, 3))
     of_loss, _ = largest_difference(engine.differentiate(batch), reference.differentiate(batch), function.trained)
     assert of_loss > 1e-3
-    difference = require_equal(engine, reference, batch, 1e-4)
+    difference = require_equal(engine, reference, batch, 1e-4).difference
     assert difference is not None
     assert 0 < difference < 1e-4
     require_equal_evaluation(engine, reference, batch, 1e-4)
@@ -227,11 +227,74 @@ def test_labels_are_moved_away_from_what_was_learnt():
         )
     ]
     batch = labelled(4, 3) | {"gap": torch.zeros(2, 2, dtype=torch.float64), "group": torch.ones(2)}
-    moved = unlearnt(batch, SimpleNamespace(targets=targets))
+    moved = moved_labels(batch, SimpleNamespace(targets=targets))
     assert torch.equal(moved["energy"], batch["energy"] + torch.tensor([4, 3]))
     assert torch.equal(moved["stress"], -batch["stress"])
     assert moved["gap"].tolist() == [[0.5, 2.0]] * 2
     assert all(moved[name] is batch[name] for name in batch if name not in ("energy", "stress", "gap"))
+
+
+def only_below(limit: float):
+    """A loss of a user's that is defined for some labels only."""
+    return lambda prediction, target: (prediction - target).square() * (limit - target).log().exp()
+
+
+def never_finite(prediction, target):
+    return (prediction - target).square() * torch.log(-prediction.square())
+
+
+def with_energy_loss(loss):
+    function = step_function(make_potential())
+    task = function.task
+    task.targets = tuple(replace(t, loss=loss) if t.name == "energy" else t for t in task.targets)
+    return function
+
+
+class GivesNaN(Engine):
+    """An engine with one value of one gradient that is not finite."""
+
+    name = "gives nan"
+
+    def differentiate(self, batch, denominators=None):
+        result = super().differentiate(batch, denominators)
+        assert result.gradients[2] is not None
+        result.gradients[2][(0,) * result.gradients[2].dim()] = float("nan")
+        return result
+
+    def evaluate(self, batch):
+        result = super().evaluate(batch)
+        return result._replace(errors=result.errors * float("nan"))
+
+
+@pytest.mark.parametrize(
+    ("room", "share", "text"), [(99.0, 1.0, ""), (1e-3, -1.0, "labels moved by -1 of the usual amount")]
+)
+def test_labels_are_moved_to_where_the_loss_is_finite(room, share, text):
+    batch = labelled(4, 3)
+    function = with_energy_loss(only_below(float((batch["energy"] / batch["n_atoms"]).nan_to_num(-99.0).max()) + room))
+    compared = require_equal(Rounded(function), Engine(function), batch, 1e-4)
+    assert (compared.share, compared.is_finite) == (share, True)
+    assert compared.difference is not None and compared.difference < 1e-4
+    assert text in compared.describe()
+    require_equal_evaluation(Rounded(function), Engine(function), batch, 1e-4)
+    for wrong, what in ((Wrong, "differs from that of the eager"), (GivesNaN, "is not finite where that of the eager")):
+        with pytest.raises(ForgefieldError, match=what):
+            require_equal(wrong(function), Engine(function), batch, 1e-4)
+        with pytest.raises(ForgefieldError, match=what):
+            require_equal_evaluation(wrong(function), Engine(function), batch, 1e-9)
+
+
+def test_where_no_labels_give_a_finite_loss_the_rest_is_compared():
+    """Eager would train on the same numbers; an engine that is finite there, or wrong in what is finite, is not the same."""
+    function, batch = with_energy_loss(never_finite), labelled(4, 3)
+    compared = require_equal(Rounded(function), Engine(function), batch, 1e-4)
+    assert (compared.share, compared.is_finite) == (0.0, False)
+    assert "values that are not finite" in compared.describe()
+    finite = step_function(function.potential)
+    with pytest.raises(ForgefieldError, match="is not finite where that of the eager"):
+        require_equal(Engine(finite), Engine(function), batch, 1e-4)
+    with pytest.raises(ForgefieldError, match="in validation an error"):
+        require_equal_evaluation(Wrong(function), Engine(function), batch, 1e-9)
 
 
 def test_an_engine_that_evaluates_wrongly_stops_the_run():
@@ -276,7 +339,7 @@ def test_a_random_model_is_compared_with_the_same_random_numbers_and_draws_none(
     function = step_function(Potential(Noisy()), ("energy", "forces"))
     torch.manual_seed(3)
     state = torch.get_rng_state()
-    assert require_equal(Engine(function), Engine(function), labelled(4, 3), 1e-9) == 0.0
+    assert require_equal(Engine(function), Engine(function), labelled(4, 3), 1e-9).difference == 0.0
     assert torch.equal(torch.get_rng_state(), state)
 
 
