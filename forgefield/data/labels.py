@@ -240,7 +240,8 @@ def _named(raw: RawFrame, label: str, name: str) -> Any:
 def _candidates(raw: RawFrame, label: str, names: tuple[str, ...]) -> dict[str, Any]:
     per_atom = label == "forces"
     place = raw.arrays if per_atom else raw.info
-    found = {name: place[name] for name in names if name in place}
+    # A key without a value reads as True, and is not a number.
+    found = {name: place[name] for name in names if name in place and not isinstance(place[name], (bool, np.bool_))}
     for name in names:
         if name in raw.results:
             found[CALCULATOR] = raw.results[name]
@@ -268,10 +269,14 @@ def _brief(value: np.ndarray) -> str:
 
 
 def _numbers(raw: RawFrame, name: str, value: Any) -> np.ndarray:
+    """`value` as float64. Text, logical and complex values are not numbers, though NumPy would convert them."""
     try:
-        return np.asarray(value, dtype=np.float64)
+        array = np.asarray(value)
+        if array.dtype.kind in "fiuO":
+            return array.astype(np.float64)
     except (TypeError, ValueError):
-        raise ForgefieldError(f"{raw.where}: {name}={value!r:.60} is not a number or an array of numbers") from None
+        pass
+    raise ForgefieldError(f"{raw.where}: {name}={value!r:.60} is not a number or an array of numbers")
 
 
 def _scalar(raw: RawFrame, label: str, value: np.ndarray) -> float:
