@@ -52,7 +52,7 @@ class LabelReader:
         self._quantity: dict[str, tuple[bool, str, str]] = {}
         """For labels with a fallback: whether it was taken, under which name, and in which frame first."""
         self.length = unit_table.length_factor(units.length)
-        self.energy = unit_table.energy_factor(units.energy)
+        self.energy, self.energy_per_atom = unit_table.label_energy_factor(units.energy)
         self.forces = self.energy / self.length
         if units.forces is not None:
             self.forces = unit_table.force_factor(units.forces)
@@ -65,6 +65,7 @@ class LabelReader:
         self._available.update(raw.info, raw.arrays, raw.results)
         cell = np.asarray(raw.cell, dtype=np.float64) * self.length
         energy = self._find(raw, "energy")
+        scale = self.energy * len(raw.numbers) if self.energy_per_atom else self.energy
         forces = self._find(raw, "forces")
         weight = self._find(raw, "weight")
         fields = self._find_fields(raw) if self.fields else {}
@@ -74,7 +75,7 @@ class LabelReader:
                 numbers=np.asarray(raw.numbers, dtype=np.int64),
                 cell=cell,
                 pbc=np.asarray(raw.pbc, dtype=bool),
-                energy=None if energy is None else _scalar(raw, "energy", energy) * self.energy,
+                energy=None if energy is None else _scalar(raw, "energy", energy) * scale,
                 forces=None if forces is None else forces * self.forces,
                 stress=self._find_stress(raw, cell),
                 weight=1.0 if weight is None else _scalar(raw, "weight", weight),

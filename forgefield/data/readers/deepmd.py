@@ -191,8 +191,12 @@ def _system(
     try:
         indices = np.array(whole_numbers(types), dtype=np.int64)
     except (ValueError, OverflowError):
-        wrong = next((word for word in types if not word.lstrip("+-").isdecimal() or not is_plain(word)), "a huge number")
-        raise ForgefieldError(f"{name}: its type.raw should hold one integer for each atom, not {wrong!r:.40}") from None
+        wrong = next(
+            (word for word in types if not word.lstrip("+-").isdecimal() or not is_plain(word)), "a huge number"
+        )
+        raise ForgefieldError(
+            f"{name}: its type.raw should hold one integer for each atom, not {wrong!r:.40}"
+        ) from None
     if not len(indices):
         raise ForgefieldError(f"{name}: its type.raw is empty, so it has no atoms")
     elements = np.array([atomic_numbers.get(item, 0) for item in names], dtype=np.int64)
