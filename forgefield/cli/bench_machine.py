@@ -34,7 +34,7 @@ def indices(config: DictConfig) -> list[int] | None:
 
     devices = plain(config.trainer.get("devices"))
     if isinstance(devices, str) and "," in devices:
-        devices = [int(word) for word in devices.split(",") if word.strip().isdigit()]
+        devices = [int(word) for word in devices.split(",") if word.strip().isdecimal()]
     return list(devices) if isinstance(devices, list) else None
 
 

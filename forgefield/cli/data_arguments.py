@@ -28,6 +28,7 @@ def add_reading(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("how files are read")
     for name, default in UNITS.items():
         shown = default or ("energy/length" if name == "forces" else "energy/length^3")
+        shown += ", or eV/atom, ..." if name == "energy" else ""
         group.add_argument(
             f"--{name}-unit", default=default, metavar="UNIT", help=f"unit of {name} in the files ({shown})"
         )

@@ -76,6 +76,7 @@ class UnitOptions:
     """Units of the labels and positions in the source. Inside, everything is eV and A."""
 
     energy: str = "eV"
+    """Of total energies of frames, or of energies per atom: `eV/atom`, `kcal/mol/atom`."""
     length: str = "A"
     forces: Optional[str] = None
     """Default: energy / length."""

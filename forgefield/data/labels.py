@@ -52,7 +52,7 @@ class LabelReader:
         self._quantity: dict[str, tuple[bool, str, str]] = {}
         """For labels with a fallback: whether it was taken, under which name, and in which frame first."""
         self.length = unit_table.length_factor(units.length)
-        self.energy = unit_table.energy_factor(units.energy)
+        self.energy, self.energy_per_atom = unit_table.label_energy_factor(units.energy)
         self.forces = self.energy / self.length
         if units.forces is not None:
             self.forces = unit_table.force_factor(units.forces)
@@ -65,6 +65,7 @@ class LabelReader:
         self._available.update(raw.info, raw.arrays, raw.results)
         cell = np.asarray(raw.cell, dtype=np.float64) * self.length
         energy = self._find(raw, "energy")
+        scale = self.energy * len(raw.numbers) if self.energy_per_atom else self.energy
         forces = self._find(raw, "forces")
         weight = self._find(raw, "weight")
         fields = self._find_fields(raw) if self.fields else {}
@@ -74,7 +75,7 @@ class LabelReader:
                 numbers=np.asarray(raw.numbers, dtype=np.int64),
                 cell=cell,
                 pbc=np.asarray(raw.pbc, dtype=bool),
-                energy=None if energy is None else _scalar(raw, "energy", energy) * self.energy,
+                energy=None if energy is None else _scalar(raw, "energy", energy) * scale,
                 forces=None if forces is None else forces * self.forces,
                 stress=self._find_stress(raw, cell),
                 weight=1.0 if weight is None else _scalar(raw, "weight", weight),
@@ -240,7 +241,8 @@ def _named(raw: RawFrame, label: str, name: str) -> Any:
 def _candidates(raw: RawFrame, label: str, names: tuple[str, ...]) -> dict[str, Any]:
     per_atom = label == "forces"
     place = raw.arrays if per_atom else raw.info
-    found = {name: place[name] for name in names if name in place}
+    # A key without a value reads as True, and is not a number.
+    found = {name: place[name] for name in names if name in place and not isinstance(place[name], (bool, np.bool_))}
     for name in names:
         if name in raw.results:
             found[CALCULATOR] = raw.results[name]
@@ -268,10 +270,14 @@ def _brief(value: np.ndarray) -> str:
 
 
 def _numbers(raw: RawFrame, name: str, value: Any) -> np.ndarray:
+    """`value` as float64. Text, logical and complex values are not numbers, though NumPy would convert them."""
     try:
-        return np.asarray(value, dtype=np.float64)
+        array = np.asarray(value)
+        if array.dtype.kind in "fiuO":
+            return array.astype(np.float64)
     except (TypeError, ValueError):
-        raise ForgefieldError(f"{raw.where}: {name}={value!r:.60} is not a number or an array of numbers") from None
+        pass
+    raise ForgefieldError(f"{raw.where}: {name}={value!r:.60} is not a number or an array of numbers")
 
 
 def _scalar(raw: RawFrame, label: str, value: np.ndarray) -> float:

@@ -14,6 +14,7 @@ from forgefield.data.devset import representative_rows
 from forgefield.data.fields import Fields
 from forgefield.data.graphs.graph import GraphOptions
 from forgefield.data.readers import plain, source_files
+from forgefield.data.readers.numerals import read_text, whole_number, whole_numbers
 from forgefield.data.reading import Progress, label_settings, read_table
 from forgefield.data.sampling.order import seeded_permutation
 from forgefield.data.storage.table import FrameTable
@@ -197,7 +198,7 @@ def _refuse_shared_files(options: DataOptions, wanted: dict[str, Any], kinds: di
 
 def _slice(text: str, setting: str) -> slice:
     try:
-        numbers = [int(part) if part.strip() else None for part in text.split(":")]
+        numbers = [whole_number(part) if part.strip() else None for part in text.split(":")]
         if len(numbers) > 3:
             raise ValueError
         return slice(*numbers)
@@ -211,12 +212,12 @@ def _index_file(text: str, setting: str) -> np.ndarray:
         if path.suffix == ".npy":
             rows = np.load(path, allow_pickle=False)
         else:
-            rows = np.array([int(word) for word in path.read_text().replace(",", " ").split()], dtype=np.int64)
+            rows = np.array(whole_numbers(read_text(path).replace(",", " ").split()), dtype=np.int64)
     except FileNotFoundError:
         raise ForgefieldError(f"{setting}: there is no file {path} (looked from {Path.cwd()})") from None
     except PermissionError:
         raise ForgefieldError(f"{setting}: no permission to read {path}") from None
-    except (ValueError, OSError):
+    except (ValueError, OverflowError, OSError):
         raise ForgefieldError(f"{setting}: {path} should hold integers, separated by blanks, commas or lines") from None
     if rows.ndim != 1 or rows.dtype.kind not in "iu":
         raise ForgefieldError(f"{setting}: {path} should hold one row of integers, not {rows.dtype} {rows.shape}")

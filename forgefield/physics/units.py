@@ -80,6 +80,19 @@ def energy_factor(unit: str) -> float:
     return _look_up(unit, _ENERGY, "an energy")
 
 
+def split_per_atom(unit: str) -> tuple[str, bool]:
+    """The unit of energy in `unit`, and whether it is per atom: `meV/atom` gives `meV` and True."""
+    energy, _, last = unit.strip().rpartition("/")
+    return (energy.strip(), True) if last.strip().lower() == "atom" else (unit, False)
+
+
+def label_energy_factor(unit: str) -> tuple[float, bool]:
+    """What turns the energy of a frame in `unit`, such as `eV` or `kcal/mol/atom`, into eV: a factor, and whether to multiply
+    by the number of atoms as well."""
+    energy, per_atom = split_per_atom(unit)
+    return energy_factor(energy), per_atom
+
+
 def length_factor(unit: str) -> float:
     """Length in `unit` times this is in A."""
     return _look_up(unit, _LENGTH, "a length")

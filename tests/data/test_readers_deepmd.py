@@ -205,7 +205,7 @@ def test_truncated_arrays_bad_types_and_missing_sets(tmp_path):
     with pytest.raises(ForgefieldError, match="it has atoms of type 7, but the type map"):
         read_frames(path)
     (path / "type.raw").write_text("0 1 x 1\n")
-    with pytest.raises(ForgefieldError, match=r"type\.raw should hold one whole number for each atom"):
+    with pytest.raises(ForgefieldError, match=r"type\.raw should hold one integer for each atom"):
         read_frames(path)
     shutil.rmtree(path / "set.000")
     with pytest.raises(ForgefieldError, match=r"needs folders set\.\*"):

@@ -138,7 +138,7 @@ def test_errors_in_a_part_name_the_frame_and_line_of_the_whole_file(tmp_path):
     lines[at] = "H 0 zero 0"
     path.write_text("\n".join(lines))
     (file,) = source_files(path)
-    with pytest.raises(ForgefieldError, match="frame 7: column 'pos' holds something that is not a number"):
+    with pytest.raises(ForgefieldError, match=f"frame 7: line {at + 1}: 'zero' in column 'pos' is not a number"):
         list(frames_of(file, reader(), UnitOptions(), 6))
     lines[at] = "H 0 0"
     path.write_text("\n".join(lines))

@@ -122,7 +122,7 @@ def _batch_rule(section: Section) -> tuple[str, Any]:
         rule, colon, number = value.partition(":")
         if value == "auto":
             return "auto", 32
-        if rule in RULES and colon and number.strip().isdigit() and int(number) > 0:
+        if rule in RULES and colon and number.strip().isdecimal() and int(number) > 0:
             return rule, int(number)
     raise section.wrong(
         "batch_size", value, f"a positive whole number, a list of them, auto, {', '.join(RULES.values())}"

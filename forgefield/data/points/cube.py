@@ -74,7 +74,7 @@ def _read_xsf(file: IO[bytes], path: Path) -> GridFile:
             cell = np.array([file.readline().split() for _ in range(3)], dtype=np.float64)
         elif word == b"PRIMCOORD":
             atoms = [file.readline().decode().split() for _ in range(int(file.readline().split()[0]))]
-            numbers = [int(a[0]) if a[0].isdigit() else atomic_numbers[a[0]] for a in atoms]
+            numbers = [int(a[0]) if a[0].isdecimal() else atomic_numbers[a[0]] for a in atoms]
             positions = [[float(x) for x in atom[1:4]] for atom in atoms]
         line = file.readline()
     n = tuple(int(word) for word in file.readline().split())

@@ -107,7 +107,7 @@ def _lines(component: Any, first: int, last: int, ny: int) -> np.ndarray:
 
 def _in_order(group: Any) -> list[str]:
     """Names in the order of their numbers."""
-    return sorted(group, key=lambda name: (not name.isdigit(), int(name) if name.isdigit() else 0, name))
+    return sorted(group, key=lambda name: (not name.isdecimal(), int(name) if name.isdecimal() else 0, name))
 
 
 def _is_group(item: Any) -> bool:

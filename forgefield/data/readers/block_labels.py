@@ -22,7 +22,7 @@ def block_frames(block: RawBlock, reader: LabelReader) -> list[Frame] | None:
     columns = _Columns(block, reader)
     cell = block.cell * reader.length
     volume = np.abs(np.linalg.det(cell))
-    energy = columns.take("energy", (n_frames,), reader.energy)
+    energy = columns.take("energy", (n_frames,), reader.energy * n_atoms if reader.energy_per_atom else reader.energy)
     forces = columns.take("forces", (n_frames, n_atoms, 3), reader.forces)
     weight = columns.take("weight", (n_frames,), 1.0)
     stress = columns.take("stress", (n_frames, 3, 3), reader.stress)

@@ -18,6 +18,7 @@ import numpy as np
 from ase.data import atomic_numbers
 
 from forgefield.data.readers.blocks import LazyColumns, RawBlock, block_ranges, matrices, within
+from forgefield.data.readers.numerals import is_plain, read_text, whole_numbers
 from forgefield.data.readers.text_rows import text_rows
 from forgefield.errors import ForgefieldError, SourceUnreadable
 
@@ -57,8 +58,8 @@ def open_folder(path: Path, type_map: tuple[str, ...] | None = None) -> System:
     sets = tuple(item for item in sorted(path.iterdir()) if item.name.startswith("set.") and item.is_dir())
     if not sets and not (path / "coord.raw").is_file():
         raise ForgefieldError(f"{path}: a DeePMD system needs folders set.* with coord.npy, or a coord.raw")
-    names = (path / "type_map.raw").read_text().split() if (path / "type_map.raw").is_file() else None
-    types = (path / "type.raw").read_text().split()
+    names = read_text(path / "type_map.raw").split() if (path / "type_map.raw").is_file() else None
+    types = read_text(path / "type.raw").split()
     return _system(str(path), types, names, type_map, not (path / "nopbc").exists(), sets or (path,))
 
 
@@ -188,9 +189,14 @@ def _system(
             )
     names = tuple(given or own or ())
     try:
-        indices = np.array([int(word) for word in types], dtype=np.int64)
-    except ValueError:
-        raise ForgefieldError(f"{name}: its type.raw should hold one whole number for each atom") from None
+        indices = np.array(whole_numbers(types), dtype=np.int64)
+    except (ValueError, OverflowError):
+        wrong = next(
+            (word for word in types if not word.lstrip("+-").isdecimal() or not is_plain(word)), "a huge number"
+        )
+        raise ForgefieldError(
+            f"{name}: its type.raw should hold one integer for each atom, not {wrong!r:.40}"
+        ) from None
     if not len(indices):
         raise ForgefieldError(f"{name}: its type.raw is empty, so it has no atoms")
     elements = np.array([atomic_numbers.get(item, 0) for item in names], dtype=np.int64)

@@ -15,7 +15,7 @@ import numpy as np
 from forgefield.config.schema import UnitOptions
 from forgefield.data.labels import FALLBACK_NAMES, USUAL_NAMES
 from forgefield.errors import ForgefieldError
-from forgefield.physics.units import energy_factor, force_factor, length_factor, stress_factor
+from forgefield.physics.units import force_factor, label_energy_factor, length_factor, split_per_atom, stress_factor
 
 GRADIENTS = ("dft_total_gradient", "gradient", "gradients")
 """dE/dx: minus the forces."""
@@ -76,6 +76,8 @@ def label_datasets(
             elif n_frames is not None and (not dataset.ndim or len(dataset) != n_frames):
                 continue
             factor = 1.0 if label is None and name in fields else _factor(dataset, name, units, label)
+            if label in ("energy", "virial") and factor is not None:
+                factor *= _atoms_factor(dataset, units, label, n_atoms)
             if factor is not None:
                 columns[name] = Column(dataset, factor, n_frames is not None)
     return columns
@@ -83,14 +85,13 @@ def label_datasets(
 
 def stated_factor(dataset: Any, units: UnitOptions, kind: str) -> float:
     """What turns the numbers of `dataset` into the unit of the settings: 1 where it states none."""
-    stated = dataset.attrs.get("units", dataset.attrs.get("unit"))
-    if stated is None:
+    text = _stated_unit(dataset)
+    if text is None:
         return 1.0
-    text = _spelled(stated.decode() if isinstance(stated, bytes) else str(stated))
     try:
-        own = {"energy": energy_factor, "length": length_factor, "forces": force_factor, "stress": stress_factor}[kind](
-            text
-        )
+        own = {"energy": _energy_factor, "length": length_factor, "forces": force_factor, "stress": stress_factor}[
+            kind
+        ](text)
     except ForgefieldError as error:
         raise ForgefieldError(f"{dataset.file.filename}#{dataset.name}: its attribute units: {error}") from None
     asked = _asked(units, kind)
@@ -102,8 +103,37 @@ def stated_factor(dataset: Any, units: UnitOptions, kind: str) -> float:
     return own / asked
 
 
+def _energy_factor(unit: str) -> float:
+    """Of an energy or an energy per atom, which `_atoms_factor` tells apart."""
+    return label_energy_factor(unit)[0]
+
+
+def _atoms_factor(dataset: Any, units: UnitOptions, label: str, n_atoms: int) -> int:
+    """What values are multiplied by where the file says that they are per atom and the settings do not."""
+    stated, asked = _is_per_atom(dataset), label == "energy" and split_per_atom(units.energy)[1]
+    if stated is None or stated == asked:
+        return 1
+    if label == "energy" and units.energy != UnitOptions().energy:
+        raise ForgefieldError(
+            f"{dataset.file.filename}#{dataset.name}: it says its unit is {_stated_unit(dataset)}, which contradicts "
+            f"data.units.energy={units.energy}; leave data.units out and the file decides"
+        )
+    return n_atoms
+
+
+def _is_per_atom(dataset: Any) -> bool | None:
+    """Whether the unit that a dataset states is per atom; None where it states none."""
+    return None if _stated_unit(dataset) is None else split_per_atom(_stated_unit(dataset) or "")[1]
+
+
+def _stated_unit(dataset: Any) -> str | None:
+    """The attribute `units` in our spelling; None where there is none."""
+    stated = dataset.attrs.get("units", dataset.attrs.get("unit"))
+    return None if stated is None else _spelled(stated.decode() if isinstance(stated, bytes) else str(stated))
+
+
 def _asked(units: UnitOptions, kind: str) -> float:
-    energy, length = energy_factor(units.energy), length_factor(units.length)
+    energy, length = _energy_factor(units.energy), length_factor(units.length)
     if kind == "forces":
         return energy / length if units.forces is None else force_factor(units.forces)
     if kind == "stress":
@@ -135,14 +165,25 @@ def _factor(dataset: Any, name: str, units: UnitOptions, label: str | None) -> f
     sign = -1.0 if name in GRADIENTS else 1.0
     if label is not None:
         return sign * stated_factor(dataset, units, _KINDS[label]) if label in _KINDS else sign
-    if "units" not in dataset.attrs and "unit" not in dataset.attrs:
+    if _stated_unit(dataset) is None:
         return sign
+    if _is_per_atom(dataset) != split_per_atom(units.energy)[1] and _is_energy(dataset):
+        return None
     for kind in ("energy", "forces", "stress", "length"):
         try:
             return stated_factor(dataset, UnitOptions(), kind) / _asked(units, kind)
         except ForgefieldError:
             continue
     return None
+
+
+def _is_energy(dataset: Any) -> bool:
+    """Whether the unit that a dataset states is one of energy, per atom or not."""
+    try:
+        _energy_factor(_stated_unit(dataset) or "")
+    except ForgefieldError:
+        return False
+    return True
 
 
 def _weightless(group: Any, name: str) -> bool:

@@ -17,7 +17,7 @@ import numpy as np
 from forgefield.config.schema import UnitOptions
 from forgefield.data.readers.blocks import RawBlock, block_ranges
 from forgefield.errors import ForgefieldError
-from forgefield.physics.units import energy_factor, length_factor
+from forgefield.physics.units import label_energy_factor, length_factor
 
 NUMBER_KEYS = ("nuclear_charges", "atomic_numbers", "numbers", "z", "Z")
 POSITION_KEYS = ("coords", "positions", "R", "pos")
@@ -146,15 +146,15 @@ def _check_lengths(data: dict[str, np.ndarray], path: Path, n_frames: int) -> No
 
 
 def _check_stated_units(data: dict[str, np.ndarray], path: Path, units: UnitOptions) -> None:
-    for key, setting, factor in (("e_unit", "energy", energy_factor), ("r_unit", "length", length_factor)):
+    for key, setting, factor in (("e_unit", "energy", label_energy_factor), ("r_unit", "length", length_factor)):
         if key not in data:
             continue
         stated, asked = str(data[key]), getattr(units, setting)
         try:
-            stated_factor = factor(stated)
+            factors = np.array([factor(stated), factor(asked)])
         except ForgefieldError:
             continue
-        if abs(stated_factor / factor(asked) - 1) > 1e-6:
+        if not np.allclose(*factors, rtol=1e-6, atol=0):
             raise ForgefieldError(f"{path}: it says its {setting} is in {stated}; set data.units.{setting}={stated}")
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
+from forgefield.data.readers.numerals import real_number
 from forgefield.errors import ForgefieldError
 
 STRIDE = 64
@@ -61,9 +63,16 @@ class TextRows:
                 raise ForgefieldError(
                     f"{self.path}: row {start + offset + 1} has {len(row)} numbers, the first one has {self.shape[1]}"
                 )
-        try:
-            return np.array(words, dtype=np.float64)
-        except ValueError:
-            raise ForgefieldError(
-                f"{self.path}: rows {start + 1} to {stop} hold something that is not a number"
-            ) from None
+        if not any(b"_" in word for row in words for word in row):  # NumPy reads 1_0 as 10
+            with suppress(ValueError):
+                return np.array(words, dtype=np.float64)
+        row, word = next((i, word) for i, row in enumerate(words) for word in row if not _is_number(word))
+        raise ForgefieldError(f"{self.path}: row {start + row + 1}: {word!r:.40} is not a number")
+
+
+def _is_number(word: bytes) -> bool:
+    try:
+        real_number(word.decode())
+    except ValueError:
+        return False
+    return True

@@ -32,8 +32,8 @@ def _index(path: str, size: int, mtime_ns: int) -> XyzIndex | None:
     at = line_number = 0
     with open(path, "rb", buffering=1 << 20) as stream:
         for count_line in stream:
-            count = int(count_line) if count_line.strip().isdigit() else 0
-            if count < 1:
+            count = int(count_line) if count_line.strip().isdigit() and len(count_line) < 20 else 0
+            if count < 1 or count > size:
                 blank = not count_line.strip() and not any(line.strip() for line in stream)
                 if not blank:
                     return None
@@ -46,9 +46,14 @@ def _index(path: str, size: int, mtime_ns: int) -> XyzIndex | None:
 
 
 def text_lines(path: Path, offset: int) -> Iterator[str]:
-    """Lines of `path` from byte `offset` on, without their ends."""
+    """Lines of `path` from byte `offset` on, without their ends, \\n or \\r\\n.
+
+    Bytes that are not UTF-8 become lone surrogates, as `surrogateescape` has it, so that who reads a line can refuse it.
+    """
     with path.open("rb") as binary:
         binary.seek(offset)
-        with open(binary.fileno(), encoding="utf-8", errors="replace", closefd=False, buffering=1 << 18) as stream:
+        with open(
+            binary.fileno(), encoding="utf-8", errors="surrogateescape", newline="\n", closefd=False, buffering=1 << 18
+        ) as stream:
             for line in stream:
-                yield line.rstrip("\n")
+                yield line.rstrip("\n").removesuffix("\r")

@@ -156,7 +156,7 @@ def batch_threads(options: DataOptions, on_gpu: bool) -> int:
         workers, setting = options.workers, "data.workers"
     elif text := os.environ.get("NUM_WORKERS"):
         setting = "NUM_WORKERS"
-        if not text.strip().isdigit():
+        if not text.strip().isdecimal():
             raise ForgefieldError(f"NUM_WORKERS={text!r} should be a number of threads (or leave it unset)")
         workers = int(text)
     else:

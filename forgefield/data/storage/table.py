@@ -325,10 +325,18 @@ class FrameTable(Sequence[Frame]):
                 per_atom=frozenset(name for name in fields if columns[name][0]),
             )
 
+    def origin(self, row: int) -> tuple[str, int]:
+        """Source file of a frame and its index in that file, counted from 0. The file is "" for frames made in memory."""
+        return self.origins(np.array([row]))[0]
+
+    def origins(self, rows: np.ndarray) -> list[tuple[str, int]]:
+        """`origin` of each of these rows."""
+        return list(zip(self._names(rows), self.column("index", rows).tolist()))
+
     def where(self, row: int) -> str:
         """How messages name this frame."""
-        rows = np.array([row])
-        return f"{self._names(rows)[0] or 'frames'}, frame {self.column('index', rows)[0]}"
+        source, index = self.origin(row)
+        return f"{source or 'frames'}, frame {index}"
 
     def _names(self, rows: np.ndarray) -> list[str]:
         """Source of each of these rows."""
