@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from safetensors.torch import save as safetensors_bytes
 
 from forgefield._version import __version__
 from forgefield.config.nearest import did_you_mean
-from forgefield.config.trust import Trust
+from forgefield.config.trust import Trust, refuse_interpolations
 from forgefield.data.graphs.graph import GraphOptions
 from forgefield.errors import ForgefieldError
 from forgefield.files import write_whole
@@ -80,7 +79,7 @@ class Run:
         """The settings the run was made with."""
         config = OmegaConf.load(self.path / "config.yaml")
         assert isinstance(config, DictConfig)
-        _refuse_interpolations(config, self.path / "config.yaml")
+        refuse_interpolations(OmegaConf.to_container(config, resolve=False), self.path / "config.yaml")
         return config
 
     @property
@@ -221,28 +220,6 @@ def built(resolved: dict[str, Any], precision: str, trust: Trust) -> Potential |
     if is_of_points(resolved):
         return build_point_model(resolved, precision=precision, seed=0)
     return build_model(resolved, precision=precision, seed=0, trust=trust)
-
-
-def _refuse_interpolations(config: DictConfig, path: Path) -> None:
-    """A run's config is stored with every `${...}` resolved. One that is there now could read the environment, or call any
-    resolver that this process has registered, `eval` perhaps."""
-
-    def strings(value: Any) -> Iterator[str]:
-        if isinstance(value, dict):
-            for key, item in value.items():
-                yield from (str(key), *strings(item))
-        elif isinstance(value, list):
-            for item in value:
-                yield from strings(item)
-        elif isinstance(value, str):
-            yield value
-
-    for text in strings(OmegaConf.to_container(config, resolve=False)):
-        if "${" in text:
-            raise ForgefieldError(
-                f"{path}: it holds the interpolation '{text}', which configs of runs never do: the file was changed. Replace "
-                "it by its value."
-            )
 
 
 def run_exists(name: str | os.PathLike[str], *, out: str | os.PathLike[str] = "runs") -> bool:

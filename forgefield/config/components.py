@@ -85,8 +85,8 @@ def import_class(
         if inspect.isclass(made) and issubclass(made, kinds):
             return found
         raise ForgefieldError(
-            f"{where}: {path} is a function without a return annotation that says it makes a {names}; write "
-            f"`def {found.__name__}(...) -> {kinds[0].__name__}:`, or name a class."
+            f"{where}: {path} is a function whose return annotation does not say that it makes a {names}, so it was not "
+            f"called; write `def {found.__name__}(...) -> {names}:`, or name a class."
         )
     raise ForgefieldError(
         f"{where}: {path} is {_described(found)}, not a class derived from {names}; it was not called."

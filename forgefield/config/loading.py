@@ -41,7 +41,7 @@ from forgefield.config.nearest import did_you_mean
 from forgefield.config.resolvers import RESOLVERS, register_resolvers
 from forgefield.config.sources import Sources, first_line, read_text, read_yaml
 from forgefield.config.targets import as_written, has_points
-from forgefield.config.trust import Trust, named_code
+from forgefield.config.trust import Trust, named_code, refuse_interpolations
 from forgefield.errors import ForgefieldError
 
 COMPONENTS = ("model", "training.optimizer", "training.scheduler", "training.weighting", "trainer.*")
@@ -90,6 +90,9 @@ def load_config(
     register_resolvers()
     sources, content, folder = _read(source)
     composed = _compose(content, list(overrides), sources, folder)
+    of_run = sources.main is not None and (folder / "run.json").exists()
+    if of_run:
+        refuse_interpolations([composed, sources.scalars], folder)
     variables = _variables(composed, [*_texts(composed), *_texts(content), *sources.scalars], sources)
     check_keys(composed, sources, variables=variables)
     values = _resolved(composed, sources)
@@ -105,7 +108,7 @@ def load_config(
             config.data.cutoff = None
     check_values(config, sources)
     absolute_data_paths(config.data, [Path.cwd(), folder])
-    if sources.main is not None and (folder / "run.json").exists():
+    if of_run:
         trust = Trust(f"{sources.main}, the config of a run,", trust_code, never_from=folder)
         for where, path in named_code(OmegaConf.to_container(config)):  # type: ignore[arg-type]
             trust.require(path, where)

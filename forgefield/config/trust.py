@@ -57,6 +57,32 @@ NO_CODE = Trust("this file", allowed=False)
 """For everything else: only Forgefield's own classes."""
 
 
+def refuse_interpolations(content: Any, path: Path) -> None:
+    """Raise where the config of a run holds `${...}`.
+
+    Forgefield stores configs with every interpolation resolved. One that is there all the same could read the environment, or
+    call any resolver that this process has registered.
+    """
+    for text in _strings(content):
+        if "${" in text:
+            raise ForgefieldError(
+                f"{path}: it holds the interpolation '{text}', which configs of runs never do: the file was changed. Replace "
+                "it by its value."
+            )
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield str(key)
+            yield from _strings(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _strings(item)
+    elif isinstance(value, str):
+        yield value
+
+
 def named_code(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Setting and import path of everything in a config, given as plain values, that is not part of Forgefield."""
     yield from code_of_model(_mapping(config.get("model")))

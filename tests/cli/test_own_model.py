@@ -72,7 +72,9 @@ def test_own_parts_are_found_from_training_to_use(tmp_path, monkeypatch, place):
     }
     Path("configs/my.yaml").write_text(yaml.safe_dump(settings))
     assert "announced by own_parts" in command("train", "configs/my.yaml")
-    assert "complete" in command("train", "configs/my.yaml")  # the config names the code, so a resume needs no permission
+    assert "complete" in command(
+        "train", "configs/my.yaml"
+    )  # the config names the code, so a resume needs no permission
     command("predict", "own", "frames.extxyz", "-o", "out.extxyz", "--trust-code")
     assert len(ase.io.read("out.extxyz", ":")) == 14
     assert "forces" in command("test", "own", "--data", "frames.extxyz", "--trust-code")

@@ -14,9 +14,9 @@ from ase.calculators.emt import EMT
 from forgefield import Calculator, api
 from forgefield.checks import run_checks
 from forgefield.cli import main
+from forgefield.config.trust import CONFIG
 from forgefield.data.frame import Frame
 from forgefield.data.species import SpeciesTable
-from forgefield.config.trust import CONFIG
 from forgefield.errors import ForgefieldError
 from forgefield.models import Potential, build_model, resolve_model
 from forgefield.models.adapters.pyg import triplets
@@ -67,7 +67,7 @@ def failing(potential: Potential, *frames: Any) -> set[str]:
     return {result.name for result in results if not result.passed}
 
 
-@pytest.mark.parametrize("name", ["SchNet", "dict", "dict of frames", "structure"])
+@pytest.mark.parametrize("name", ["SchNet", "dict", "dict of frames", "structure", "factory"])
 def test_periodic_frames_keep_every_law(name):
     """A cell smaller than the cutoff's sphere; energies, and a head on the features where there are some."""
     heads = {"gap": {"reduce": "mean"}} if "features" in SECTIONS[name] else None
@@ -203,10 +203,16 @@ def test_calculator_knows_which_axes_are_periodic():
         ),
         (
             {"name": "pyg", "module": f"{HERE}not_a_module"},
-            r"not_a_module is a function without a return annotation that says it makes a torch\.nn\.Module",
+            r"not_a_module is a function whose return annotation does not say that it makes a torch\.nn\.Module",
         ),
-        ({"name": "pyg", "module": f"{HERE}lying_factory"}, r"lying_factory made a int; it should be a torch\.nn\.Module"),
-        ({"name": "ase_like", "module": "subprocess.check_call"}, r"model\.module: subprocess\.check_call is a function"),
+        (
+            {"name": "pyg", "module": f"{HERE}lying_factory"},
+            r"lying_factory made a int; it should be a torch\.nn\.Module",
+        ),
+        (
+            {"name": "ase_like", "module": "subprocess.check_call"},
+            r"model\.module: subprocess\.check_call is a function",
+        ),
         (
             {"name": "calculator", "module": f"{HERE}Structure"},
             r"the class tests\..*\.Structure, not a class derived from ase\.calculators\.calculator\.BaseCalculator",

@@ -343,7 +343,7 @@ def test_code_inside_a_run_is_not_executed(tmp_path):
     run = train_only(with_trainer(tiny_config(tmp_path), max_epochs=1))
     (run.path / "sneaky.py").write_text("open('executed', 'w')")
     run.write_info(model={**run.info["model"], "name": "sneaky.Model", "module_folder": str(run.path)})
-    with pytest.raises(ForgefieldError, match="code in a run is not executed"):
+    with pytest.raises(ForgefieldError, match="code in a run is never executed"):
         load(run)
 
 
