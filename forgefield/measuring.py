@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
 
+from forgefield.config.trust import code_of_model
 from forgefield.data.dataset import GraphDataset
 from forgefield.data.points import PointTable, find_snapshots
 from forgefield.data.readers import plain
@@ -74,6 +75,8 @@ def measure(fitted: Fitted, config: DictConfig, journal: Journal, ranks: Ranks) 
     write_report(run.path)
     branches = branch_names(run.info["model"])
     head, flag = (f", head={branches[0]!r}", f" --head {branches[0]}") if branches else ("", "")
+    if any(code_of_model(run.info["model"])):
+        head, flag = f"{head}, trust_code=True", f"{flag} --trust-code"
     hints = [
         *(
             [f"from forgefield import Calculator; atoms.calc = Calculator({str(run.path)!r}{head})"]

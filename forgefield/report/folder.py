@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from forgefield.config.trust import code_of_model
 from forgefield.diagnosis.record import read_records
 from forgefield.errors import ForgefieldError
 
@@ -105,6 +106,12 @@ class RunData:
     def of_points(self) -> bool:
         """Whether it was trained on points of grids."""
         return self.info.get("samples") == "points"
+
+    @property
+    def needs_code(self) -> bool:
+        """Whether its model is code that is not Forgefield's, so that opening it needs permission."""
+        model = self.info.get("model")
+        return isinstance(model, dict) and any(code_of_model(model))
 
     @property
     def has_energy(self) -> bool:

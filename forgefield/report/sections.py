@@ -248,13 +248,14 @@ def _readable(value: Any) -> str:
 
 def use_section(run: RunData) -> Html:
     name = shorten(run.argument, 300)
+    permission, flag = (", trust_code=True", " --trust-code") if run.needs_code else ("", "")
     python = "\n".join(
         (
             "import forgefield",
             "from ase.io import read",
             "",
             'atoms = read("structure.extxyz")',
-            f"atoms.calc = forgefield.Calculator({name!r})",
+            f"atoms.calc = forgefield.Calculator({name!r}{permission})",
             "print(atoms.get_potential_energy())  # eV",
             "print(atoms.get_forces())  # eV/A",
         )
@@ -266,10 +267,10 @@ def use_section(run: RunData) -> Html:
         cards = [card("In Python", tag("pre", _dim_comments(loading))), card("On the command line", command)]
         return section("use", "Use this model", None, tag("div", *cards, class_="grid two"))
     shell = [
-        f"forgefield predict {quoted} structures.extxyz -o predicted.extxyz",
-        f"forgefield test {quoted} --data more.extxyz",
+        f"forgefield predict {quoted} structures.extxyz -o predicted.extxyz{flag}",
+        f"forgefield test {quoted} --data more.extxyz{flag}",
     ]
-    cards = [card("On the command line", tag("pre", "\n".join([*shell, f"forgefield check {quoted}"])))]
+    cards = [card("On the command line", tag("pre", "\n".join([*shell, f"forgefield check {quoted}{flag}"])))]
     if run.has_energy:
         cards.insert(0, card("In Python, with ASE", tag("pre", _dim_comments(python))))
     else:

@@ -106,7 +106,7 @@ def my_configs() -> None:
     config.pop("model")
     config["data"].pop("cutoff")
     Path("mine.yaml").write_text(yaml.safe_dump(config))
-    Path("from.yaml").write_text(yaml.safe_dump({**config, "model": {"from": "nice"}, "name": "tuned"}))
+    Path("from.yaml").write_text(yaml.safe_dump({**config, "model": {"from": "runs/nice"}, "name": "tuned"}))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -148,6 +148,7 @@ def test_a_report_needs_no_code(marker, capsys):
     nice_run().write_info(model={"species": ["Cu", "Au"], "cutoff": 3.5, **hostile("sibling", marker)})
     assert main(["report", "nice"]) == 0
     assert not marker.exists()
+    assert "--trust-code" in Path("runs/nice/report.html").read_text()  # it says how to use the model
 
 
 def test_a_run_opened_from_inside_its_folder_executes_nothing(marker, monkeypatch, capsys):

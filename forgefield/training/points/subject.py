@@ -8,6 +8,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from forgefield.config.point_options import ObservablesOptions, PointTargetOptions
+from forgefield.config.trust import CONFIG
 from forgefield.data.points import PointTable
 from forgefield.data.points.conditions import calculation_facts, keep_pseudopotentials
 from forgefield.data.readers import plain
@@ -61,7 +62,7 @@ class PointsSubject(Subject):
         self.fingerprint = self.data.fingerprint
         require_same_data(self.fingerprint, ranks)
         if self.initial is None:
-            _, _, given = check_model(plain(config.model))
+            _, _, given = check_model(plain(config.model), trust=CONFIG)
             self.resolved = self.kept_model(resolve(given, self._facts()))
         else:
             self.data.inputs, self.data.outputs = self.initial.scaling("inputs"), self.initial.scaling("outputs")
