@@ -167,7 +167,7 @@ def names_same_code(section: Mapping[str, Any], stored: Mapping[str, Any]) -> bo
     Arguments that Forgefield adds (species, statistics, numbers of the data) are left out of the comparison.
     """
     section = _plain(section)
-    if [*code_of_model(section)] != [*code_of_model(stored)]:
+    if section.get("name") != stored.get("name") or [*code_of_model(section)] != [*code_of_model(stored)]:
         return False
     if stored.get("name") in BUILT_IN:
         given, kept = section.get("options") or {}, dict(stored.get("options") or {})
