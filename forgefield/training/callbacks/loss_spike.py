@@ -136,7 +136,7 @@ class LossSpike(Diagnosis):
         return action == "rolled back"
 
     def _accept_new_level(self, loss: float) -> None:
-        """A loss that stays high is not a spike: a weight of the loss has changed, or the data. It is usual after half a window."""
+        """A loss that stays high is not a spike: a loss weight has changed, or the data. It is usual after half a window."""
         self.memory["above"] = self.memory.get("above", 0) + 1 if math.isfinite(loss) else 0
         if self.memory["above"] >= self.window // 2:
             self.memory["recent"], self.memory["above"] = [], 0
