@@ -406,8 +406,8 @@ def _weighted_error(
         factor = factor if scale is None else factor / scale
         label, prediction = label * factor, prediction * factor
     labelled = ~label.isnan()
-    # The prediction stands in for a missing label, as a constant on both sides: the error is zero there, and no gradient reaches
-    # the model, also where the slope of a user's loss is infinite for an error of zero, or not defined for such a label.
+    # The prediction stands in for a missing label, as a constant on both sides: the error is zero there, and no gradient
+    # reaches the model, also where the slope of a user's loss is infinite for an error of zero, or not defined at all.
     constant = prediction.detach()
     error = target.loss(torch.where(labelled, prediction, constant), torch.where(labelled, label, constant))
     return torch.where(labelled, weight * error, 0.0)

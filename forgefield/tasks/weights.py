@@ -100,10 +100,10 @@ class WeightSchedule:
             name, place = "begin", self.begin
         if place is None or (place <= last and name != "begin"):
             return
+        never, earlier = ("change", "begin") if name == "begin" else ("reach its last value", "end")
         raise ForgefieldError(
-            f"{key}.{name} is {self.unit} {place}, and the last {self.unit} of this training is {last} (counted from 0), so the "
-            f"weight would never {'change' if name == 'begin' else 'reach its last value'}. Train longer, or make the schedule "
-            f"{'begin' if name == 'begin' else 'end'} earlier."
+            f"{key}.{name} is {self.unit} {place}, and the last {self.unit} of this training is {last} (counted from 0), so "
+            f"the weight would never {never}. Train longer, or make the schedule {earlier} earlier."
         )
 
     def _progress(self, share: float) -> float:

@@ -164,7 +164,10 @@ def test_values_without_meaning(refused, text, sentence):
         ("energy: {per_atom: half}", "'task.energy.per_atom' is true, false or root, not 'half'"),
         ("forces: {schedule: {kind: liner, to: 1}}", "Did you mean 'linear'"),
         ("forces: {schedule: {kind: lr, to: 1, end: 5}}", "'task.forces.schedule.end' does not apply to kind lr"),
-        ("forces: {schedule: {to: -1}}", "'task.forces.schedule.to' is the last value, zero or positive, and finite, not -1"),
+        (
+            "forces: {schedule: {to: -1}}",
+            "'task.forces.schedule.to' is the last value, zero or positive, and finite, not -1",
+        ),
         ("forces: {schedule: {to: [1, 2]}}", "one number; a list goes with kind step"),
         ("forces: {schedule: {kind: step, at: [5, 3], to: [1, 2]}}", "ascending positive whole numbers"),
         ("forces: {schedule: {kind: step, at: [3], to: [1, 2]}}", "one value for each of the 1 places"),

@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -220,7 +221,7 @@ def test_rates_stay_between_zero_and_the_first_one_and_never_rise_after_the_warm
     rates = [scheduler.rate(t, start=lr) for t in range(steps + 20)]
     assert all(0 <= rate <= lr * (1 + 1e-12) for rate in rates)
     decayed = rates[scheduler.warmup :]
-    assert all(b <= a * (1 + 1e-12) for a, b in zip(decayed, decayed[1:]))
+    assert all(b <= a * (1 + 1e-12) for a, b in pairwise(decayed))
 
 
 def test_a_first_rate_below_the_floor_of_an_exponential_does_not_rise() -> None:

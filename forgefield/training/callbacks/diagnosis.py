@@ -120,6 +120,11 @@ def say(trainer: L.Trainer, pl_module: Any, text: str) -> None:
         logging.getLogger("lightning.pytorch").warning(text)
 
 
+def worth_saying(count: int) -> bool:
+    """Whether the message of an event of which there have been so many is printed: the first ones, then ever more rarely."""
+    return count <= 5 or count & (count - 1) == 0
+
+
 def _writers(trainer: L.Trainer) -> list[Any]:
     """TensorBoard's writers of our own callback."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]

@@ -24,7 +24,7 @@ from torch import Tensor
 from forgefield.config.nearest import did_you_mean
 from forgefield.diagnosis.figures import thinned
 from forgefield.errors import ForgefieldError
-from forgefield.training.callbacks.diagnosis import Diagnosis, say
+from forgefield.training.callbacks.diagnosis import Diagnosis, say, worth_saying
 from forgefield.training.callbacks.probing import (
     everyone,
     frames_of,
@@ -49,8 +49,7 @@ class _Look:
     names: list[str]
     largest: Tensor
     arrived: Any
-    batch: Any
-    batch_idx: int
+    batches: list[tuple[Any, int]]
 
     def bad(self) -> dict[str, str]:
         """Parameters whose gradient is not finite, and whether it is NaN or Inf."""
@@ -101,7 +100,7 @@ class GradientCheck(Diagnosis):
         self._names: dict[int, str] = {}
         self._waiting: deque[_Look] = deque()
         self._found: Tensor | None = None
-        self._batch: tuple[Any, int] = (None, 0)
+        self._batches: list[tuple[Any, int]] = []
         self._trainer: L.Trainer | None = None
 
     @property
@@ -123,7 +122,9 @@ class GradientCheck(Diagnosis):
         self._names = {id(parameter): name for name, parameter in trained(pl_module).items()}
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        self._batch = (batch, batch_idx)
+        if batch_idx % trainer.accumulate_grad_batches == 0:
+            self._batches = []
+        self._batches.append((batch, batch_idx))
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: Any, optimizer: Any) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -143,12 +144,12 @@ class GradientCheck(Diagnosis):
             if not bool(found):
                 self.memory["in_a_row"] = 0
                 return
-            look = _Look(step, self._named(parameters), _largest(gradients), None, *self._batch)
+            look = _Look(step, self._named(parameters), _largest(gradients), None, list(self._batches))
             bad = look.bad()
             self._act(pl_module, optimizer, gradients)
             self._report(trainer, pl_module, look, bad)
             return
-        look = _Look(step, self._named(parameters), *_to_host(_largest(gradients)), *self._batch)
+        look = _Look(step, self._named(parameters), *_to_host(_largest(gradients)), list(self._batches))
         self._act_on_device(pl_module, optimizer, gradients, found)
         self._waiting.append(look)
         while len(self._waiting) > lag:
@@ -236,7 +237,7 @@ class GradientCheck(Diagnosis):
             "Look at these frames (labels, atoms on top of each other) and at the formula (root or division at zero)."
         )
         new = self.find(trainer, pl_module, "gradient", f"{what} {done[self.policy]}", advice, look.step)
-        if new is None and _worth_saying(self.count):
+        if new is None and worth_saying(self.count):
             say(trainer, pl_module, f"GradientCheck: Step {look.step}: {what} {done[self.policy]}")
         if self.policy == "stop" or self.memory["in_a_row"] >= self.patience:
             again = "" if self.policy == "stop" else f" It was the {self.memory['in_a_row']}th in a row (patience)."
@@ -244,11 +245,13 @@ class GradientCheck(Diagnosis):
 
     def _frames(self, trainer: L.Trainer, pl_module: Any, look: _Look) -> list[str] | None:
         """Frames of the batch whose own gradient is not finite, over all ranks; None where batches cannot be taken apart."""
-        parts = frames_of(trainer, pl_module, look.batch, look.batch_idx)
         own: list[str] | None = None
-        if parts is not None:
-            with rehearsal(pl_module):
-                own = [name for name, part in parts if not _finite_gradient(pl_module, part, look.batch_idx)]
+        for batch, batch_idx in look.batches:
+            parts = frames_of(trainer, pl_module, batch, batch_idx)
+            if parts is not None:
+                with rehearsal(pl_module):
+                    bad = [name for name, part in parts if not _finite_gradient(pl_module, part, batch_idx)]
+                own = [*(own or []), *bad]
         known = [names for names in everyone(own) if names is not None]
         return [name for names in known for name in names] if known else None
 
@@ -276,11 +279,6 @@ def _finite_gradient(pl_module: Any, batch: Any, batch_idx: int) -> bool:
 def _leave_out(pl_module: Any, bad: Tensor | None = None, *, average: bool = True) -> None:
     if hasattr(pl_module, "leave_out"):
         pl_module.leave_out(bad, average=average)
-
-
-def _worth_saying(count: int) -> bool:
-    """The first ones, then ever more rarely."""
-    return count <= 5 or count & (count - 1) == 0
 
 
 def _of_frames(frames: list[str] | None) -> str:

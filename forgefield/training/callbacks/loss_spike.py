@@ -1,9 +1,13 @@
 """`LossSpike`: notices a loss far above what it was, by robust statistics, and on request goes back to the last good state.
 
 The logarithm of the loss is compared with the median of the last steps, in units of their median deviation; a loss that is not
-finite is a spike always. With `rollback` weights, optimiser state and average of weights are those of the last snapshot again,
-the step under way is not made, and the training goes on with the next batches. Snapshots are part of checkpoints, so a resumed
-run does the same. The loss is that of all ranks, so they decide alike. On a GPU it is read `lag` steps later.
+finite is a spike always. With `rollback` weights, optimiser state, average of weights and what was usual are those of the last
+snapshot again, the step under way is not made, and the training continues with the next batches. Snapshots are part of
+checkpoints, so a resumed run does the same. The loss is that of all ranks, so they decide alike. On a GPU it is read `lag`
+steps later.
+
+Contract of a rollback. It never goes back beyond the state that an earlier rollback went back to. Where the training does not
+reach its next snapshot after `IN_A_ROW` rollbacks one after the other, or went back more than `most` times in all, it stops.
 """
 
 from __future__ import annotations
@@ -19,13 +23,15 @@ from torch import Tensor
 
 from forgefield.diagnosis.figures import thinned
 from forgefield.errors import ForgefieldError
-from forgefield.training.callbacks.diagnosis import Diagnosis, say
+from forgefield.training.callbacks.diagnosis import Diagnosis, say, worth_saying
 from forgefield.training.callbacks.probing import mean_over_ranks, take_gradients_away, trained
 
 TO_SIGMA = 1.4826
 """A median deviation times this is the standard deviation of a normal distribution."""
 KEPT = 4000
 """Losses that are kept for the curve."""
+IN_A_ROW = 2
+"""Rollbacks to the same state, after which the next one stops the training: it would only repeat itself."""
 
 
 class LossSpike(Diagnosis):
@@ -57,6 +63,7 @@ class LossSpike(Diagnosis):
         self.numbers = {"spikes": [], "losses": {"step": [], "loss": []}}
         self.memory = {"recent": [], "snapshots": [], "rollbacks": 0, "waiting": [], "every": 1}
         self._loss: Tensor | None = None
+        self._batches = 0
         self._seen = 0
         self._arriving: deque[tuple[int, Tensor]] = deque()
 
@@ -78,20 +85,21 @@ class LossSpike(Diagnosis):
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self._seen = 0
         if batch_idx % trainer.accumulate_grad_batches == 0:
-            self._loss = None
+            self._loss, self._batches = None, 0
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: Any, loss: Tensor) -> None:
         if self._seen == 0:  # some optimisers and callbacks evaluate a batch several times
             judged = getattr(pl_module, "judged_loss", None)  # without what is learnt beside the model
-            part = (loss if judged is None else judged).detach().double()
+            part = (loss * trainer.accumulate_grad_batches if judged is None else judged).detach().double()
             self._loss = part if self._loss is None else self._loss + part
+            self._batches += 1
         self._seen += 1
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: Any, optimizer: Any) -> None:
         if self._loss is None:
             return
         lag = self.lag if self.lag is not None else (0 if self._loss.device.type == "cpu" else 2)
-        self._arriving.append((trainer.global_step + 1, mean_over_ranks(self._loss)))
+        self._arriving.append((trainer.global_step + 1, mean_over_ranks(self._loss / self._batches)))
         while len(self._arriving) > lag:
             step, loss = self._arriving.popleft()
             if self._judge(trainer, pl_module, optimizer, step, float(loss)):
@@ -105,36 +113,50 @@ class LossSpike(Diagnosis):
     def _judge(self, trainer: L.Trainer, pl_module: Any, optimizer: Any, step: int, loss: float) -> bool:
         """Whether the training went back."""
         self._keep(step, loss)
-        usual = self.usual(loss)
-        if usual is None:
-            if loss > 0 and math.isfinite(loss):
+        if not self.is_spike(loss):
+            self.memory["above"] = 0
+            if loss > 0:
                 self.memory["recent"] = [*self.memory["recent"], math.log(loss)][-self.window :]
             return False
+        usual = self.usual
+        self._accept_new_level(loss)
         action = "rolled back" if self.rollback and self.memory["snapshots"] else "noticed"
         self.numbers["spikes"].append({"step": step, "loss": loss, "usual": usual, "action": action})
-        what = f"the loss is {loss:.4g}, where {usual:.4g} was usual."
+        what = f"the loss is {loss:.4g}{'' if usual is None else f', where {usual:.4g} was usual'}."
         advice = (
             "Lower training.lr, set training.clip_norm, or look at the frames of this batch; LossSpike(rollback=true) goes "
             "back to the last good state."
         )
+        if self.rollback and action == "noticed":
+            advice = "There is no earlier state to go back to. Lower training.lr, or look at the frames of this batch."
         if action == "rolled back":
             self._go_back(trainer, pl_module, optimizer, what)
-        elif self.find(trainer, pl_module, "spike", what, advice, step) is None:
+        elif self.find(trainer, pl_module, "spike", what, advice, step) is None and worth_saying(self.count):
             say(trainer, pl_module, f"LossSpike: Step {step}: {what}")
         return action == "rolled back"
 
-    def usual(self, loss: float) -> float | None:
-        """What would be usual, where this loss is a spike; else None."""
+    def _accept_new_level(self, loss: float) -> None:
+        """A loss that stays high is not a spike: a loss weight has changed, or the data. It is usual after half a window."""
+        self.memory["above"] = self.memory.get("above", 0) + 1 if math.isfinite(loss) else 0
+        if self.memory["above"] >= self.window // 2:
+            self.memory["recent"], self.memory["above"] = [], 0
+
+    @property
+    def usual(self) -> float | None:
+        """The median of the last losses; None before the first one."""
         recent = self.memory["recent"]
-        if len(recent) < max(4, self.window // 4):
-            return None
-        if 0 < loss <= self.factor * math.exp(min(recent)):  # below any limit
-            return None
+        return math.exp(statistics.median(recent)) if recent else None
+
+    def is_spike(self, loss: float) -> bool:
+        """Whether a loss is far above the last ones, of which there have to be some, or not finite."""
+        recent = self.memory["recent"]
+        if not math.isfinite(loss):
+            return True
+        if loss <= 0 or len(recent) < max(4, self.window // 4) or loss <= self.factor * math.exp(min(recent)):
+            return False
         middle = statistics.median(recent)
         spread = TO_SIGMA * statistics.median([abs(x - middle) for x in recent])
-        limit = middle + max(self.threshold * spread, math.log(self.factor))
-        is_spike = not math.isfinite(loss) or (loss > 0 and math.log(loss) > limit)
-        return math.exp(middle) if is_spike else None
+        return math.log(loss) > middle + max(self.threshold * spread, math.log(self.factor))
 
     def _keep(self, step: int, loss: float) -> None:
         """Losses for the curve, thinned by half whenever they become many."""
@@ -161,17 +183,26 @@ class LossSpike(Diagnosis):
         average = getattr(pl_module, "ema", None)
         snapshot = {
             "step": trainer.global_step,
-            "used": 0,
+            "recent": list(self.memory["recent"]),
             "weights": {name: p.detach().clone() for name, p in trained(pl_module).items()},
             "buffers": {name: buffer.detach().clone() for name, buffer in pl_module.named_buffers()},
             "optimiser": states,
             "average": None if average is None else average.state_dict(),
         }
         self.memory["snapshots"] = [*self.memory["snapshots"], snapshot][-2:]
+        self.memory["in_a_row"] = 0
 
     @torch.no_grad()
     def _go_back(self, trainer: L.Trainer, pl_module: Any, optimizer: Any, what: str) -> None:
+        step = trainer.global_step + 1
         snapshot = self._good_snapshot(trainer.global_step)
+        self.memory["in_a_row"] = self.memory.get("in_a_row", 0) + 1
+        if self.memory["in_a_row"] > IN_A_ROW:
+            raise ForgefieldError(
+                f"LossSpike: step {step}: {what} The training went back to step {snapshot['step']} {IN_A_ROW} times in a row "
+                f"and did not get {self.snapshot_every} steps further (snapshot_every); lower training.lr, set "
+                "training.clip_norm, or look at the data."
+            )
         parameters, buffers = trained(pl_module), dict(pl_module.named_buffers())
         for name, tensor in snapshot["weights"].items():
             parameters[name].copy_(tensor)
@@ -185,10 +216,14 @@ class LossSpike(Diagnosis):
         take_gradients_away(optimizer)
         if hasattr(pl_module, "leave_out"):
             pl_module.leave_out()
+        # What is usual is what was usual then: losses of a less trained model are higher, and no spikes.
+        self.memory["recent"] = list(snapshot.get("recent", self.memory["recent"]))
         self.memory["rollbacks"] += 1
-        step = trainer.global_step + 1
         advice = "If this happens often, lower training.lr or set training.clip_norm."
-        done = f"{what} Weights, optimiser and average are those of step {snapshot['step']} again."
+        done = (
+            f"{what} Weights, optimiser and average are those of step {snapshot['step']} again (rollback "
+            f"{self.memory['rollbacks']} of at most {self.most})."
+        )
         if self.find(trainer, pl_module, "rollback", done, advice, step) is None:
             say(trainer, pl_module, f"LossSpike: Step {step}: {done}")
         if self.memory["rollbacks"] > self.most:
@@ -198,12 +233,13 @@ class LossSpike(Diagnosis):
             )
 
     def _good_snapshot(self, step: int) -> dict[str, Any]:
-        """The newest that is old enough to be free of what led to the spike and did not lead to one before; else the oldest."""
+        """The newest that is old enough to be free of what led to the spike, else the one before it. It is the only one that is
+        kept, so that the next rollback does not go back any further."""
         kept = self.memory["snapshots"]
-        while len(kept) > 1 and (step - kept[-1]["step"] < self.snapshot_every // 5 or kept[-1]["used"]):
-            kept.pop()
-        kept[-1]["used"] += 1
-        return kept[-1]
+        is_young = step - kept[-1]["step"] < self.snapshot_every // 5
+        chosen = kept[-2] if is_young and len(kept) > 1 else kept[-1]
+        self.memory["snapshots"] = [chosen]
+        return chosen
 
     def record(self) -> dict[str, Any]:
         losses = self.numbers["losses"]

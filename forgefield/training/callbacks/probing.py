@@ -4,13 +4,14 @@ apart into frames, find out which module gave what.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 
 from forgefield.training.engines.sparing import halves
@@ -52,24 +53,36 @@ def loss_of(module: Any, batch: Any, batch_idx: int) -> Tensor | None:
 
 
 def arguments_of_step(module: Any, batch: Any, batch_idx: int) -> tuple[Any, ...]:
-    """What `training_step` takes: some take no number of the batch."""
-    return (batch, batch_idx) if "batch_idx" in inspect.signature(module.training_step).parameters else (batch,)
+    """What `training_step` takes, by position as Lightning calls it: the batch and, where there is a second argument of
+    whatever name, the number of the batch."""
+    takes_two = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+    return (batch, batch_idx) if takes_two else (batch,)
 
 
 def trained(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
 
 
-def outputs_of_modules(module: nn.Module, look: Callable[[str, nn.Module, Any, Any], None]) -> Any:
-    """Inside the `with`, `look(name, submodule, inputs, output)` is called after every call of a submodule."""
-    handles = []
+def outputs_of_modules(module: nn.Module, look: Callable[[str, nn.Module, Any, Any], None], before: Any = None) -> Any:
+    """Inside the `with`, `look(name, submodule, kept, output)` is called after every call of a submodule.
 
-    def hook_of(name: str) -> Callable[..., None]:
-        return lambda sub, inputs, output: look(name, sub, inputs, output)
+    before: called with (arguments, keyword arguments) before each of these calls; what it returns is passed on as `kept`. Only
+    then are inputs what they were: some modules change them in place, or write their results into the batch.
+    """
+    handles = []
+    kept: list[Any] = []
+
+    def hooks_of(name: str) -> tuple[Callable[..., None], Callable[..., None]]:
+        def enter(sub: nn.Module, inputs: Any, options: Any) -> None:
+            kept.append(before(inputs, options) if before is not None else None)
+
+        return enter, lambda sub, inputs, options, output: look(name, sub, kept.pop() if kept else None, output)
 
     for name, sub in module.named_modules():
         if name:
-            handles.append(sub.register_forward_hook(hook_of(name)))
+            enter, leave = hooks_of(name)
+            handles.append(sub.register_forward_pre_hook(enter, with_kwargs=True))
+            handles.append(sub.register_forward_hook(leave, with_kwargs=True))
     return _Removing(handles)
 
 
@@ -85,17 +98,30 @@ class _Removing(nullcontext):
             handle.remove()
 
 
-def tensors_in(value: Any, depth: int = 4) -> Iterator[Tensor]:
-    """All tensors of floating numbers inside nested containers."""
+def tensors_in(value: Any, without: Collection[str] = (), depth: int = 4) -> Iterator[Tensor]:
+    """All tensors of floating numbers inside nested containers. without: keys of mappings that are left out."""
     if isinstance(value, Tensor):
         if value.is_floating_point():
             yield value
-    elif depth and isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item, depth - 1)
+        return
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = vars(value) if hasattr(value, "__dict__") else {}
+    elif hasattr(value, "to_dict") and not isinstance(value, Mapping):  # of PyTorch Geometric
+        value = value.to_dict()
+    if depth and isinstance(value, Mapping):
+        for key, item in value.items():
+            if key not in without:
+                yield from tensors_in(item, without, depth - 1)
     elif depth and isinstance(value, (list, tuple)):
         for item in value:
-            yield from tensors_in(item, depth - 1)
+            yield from tensors_in(item, without, depth - 1)
+
+
+def labels_in_batches(module: Any) -> set[str]:
+    """Keys of labels in batches of Forgefield's modules, where NaN means that a label is missing; none for other modules."""
+    if not hasattr(module, "eager_loss"):
+        return set()
+    return {"energy", "forces", "stress", *(target.label for target in module.task.targets)}
 
 
 def frames_of(trainer: Any, module: Any, batch: Any, batch_idx: int) -> list[tuple[str, Any]] | None:

@@ -74,8 +74,10 @@ class TrainingHelper(Diagnosis):
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         step = trainer.global_step
         looks_now = step in (0, max(self.every // 10, 1)) or step % self.every == 0
-        self._looking = looks_now and batch_idx % trainer.accumulate_grad_batches == 0
-        self._outputs, self._matching, self._last, self._loss, self._before = {}, {}, None, None, None
+        is_first = batch_idx % trainer.accumulate_grad_batches == 0
+        self._looking = looks_now and is_first
+        if is_first:  # of the batches that are accumulated for one step, the first is looked at
+            self._outputs, self._matching, self._last, self._loss, self._before = {}, {}, None, None, None
         if self._labels_at_start is None:
             self._collect_labels(trainer, pl_module, batch)
         if not self._looking:

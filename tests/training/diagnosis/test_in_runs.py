@@ -137,7 +137,7 @@ def test_a_module_is_named_although_the_step_is_traced(tmp_path, monkeypatch):
 
 
 def test_an_engine_is_accepted_where_the_loss_has_no_gradient_for_moved_labels(tmp_path, monkeypatch):
-    """The comparison before the first step moves labels up, to where this loss gives NaN; eager and script agree all the same."""
+    """The comparison before the first step moves labels up, to where this loss gives NaN; both engines agree."""
     monkeypatch.setenv("ROOT_ABOVE", str(np.sort(energies_per_atom())[-2:].mean()))
     config = tiny_config(tmp_path, task={"energy": {"loss": f"{PLANTED}.root_loss"}})
     config["model"] = {"name": "nequip", "num_layers": 1, "l_max": 0, "num_features": 2, "radial_mlp_width": 2}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 
+import lightning as L
 import pytest
 import torch
 
@@ -14,6 +15,7 @@ from forgefield.training.callbacks.autocorrelation import ModelAutocorrelation, 
 from forgefield.training.callbacks.forward_nan import ForwardNaNDetection
 from forgefield.training.callbacks.gradient_check import GradientCheck
 from forgefield.training.callbacks.loss_spike import LossSpike
+from forgefield.training.callbacks.sam import SAM
 from forgefield.training.callbacks.training_helper import TrainingHelper
 from tests.training.diagnosis.plain import Net, fit, samples, weights
 
@@ -170,6 +172,172 @@ def test_a_spike_is_noticed_and_undone(tmp_path):
     assert torch.equal(weights(module), weights(again))
     states = trainer.optimizers[0].state
     assert {float(states[p]["step"]) for p in module.parameters()} == {5.0}
+
+
+@pytest.mark.parametrize("rollback", [False, True])
+def test_a_loss_that_is_not_finite_is_a_spike_from_the_first_step_on(rollback, tmp_path):
+    watch = LossSpike(window=64, rollback=rollback, snapshot_every=1)
+    fit(Net(), watch, folder=tmp_path, data=samples(at_9=math.inf), max_steps=2, max_epochs=-1)
+    assert [spike["step"] for spike in watch.numbers["spikes"]] == [2]
+
+
+class Raised(L.Callback):
+    """Multiplies the weights by 1e3 before some steps, as a bad update would."""
+
+    def __init__(self, *steps: int) -> None:
+        self.steps = steps
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
+        if trainer.global_step in self.steps:
+            for parameter in pl_module.parameters():
+                parameter.data.mul_(1e3)
+
+
+def learning() -> Net:
+    """A model whose loss falls by orders of magnitude in the first steps."""
+    return Net(optimiser=torch.optim.SGD, lr=0.05)
+
+
+def test_the_higher_losses_of_an_earlier_state_are_no_spikes(tmp_path):
+    """From step 60 back to step 40, where the loss was many times higher than just before the spike."""
+    watch = LossSpike(window=8, rollback=True, snapshot_every=40, factor=1.2, threshold=3.0)
+    fit(learning(), Raised(60), watch, folder=tmp_path, data=samples(8), max_steps=100, max_epochs=-1)
+    losses = dict(zip(watch.numbers["losses"]["step"], watch.numbers["losses"]["loss"]))
+    assert losses[62] > 1.2 * losses[60]
+    assert [spike["step"] for spike in watch.numbers["spikes"]] == [61]
+    assert "those of step 40 again (rollback 1 of at most 10)" in watch.findings[0].what
+
+
+def test_a_second_rollback_goes_no_further_back_than_the_first(tmp_path):
+    """Spikes at steps 50 and 52: snapshots are of steps 0, 20 and 40, and the second spike comes before the next one."""
+    watch, went_back = LossSpike(window=8, rollback=True, snapshot_every=20), []
+    go_back = watch._go_back
+
+    def recorded(*given) -> None:
+        go_back(*given)
+        went_back.append(watch.memory["snapshots"][-1]["step"])
+
+    watch._go_back = recorded  # type: ignore[method-assign]
+    fit(learning(), Raised(50, 52), watch, folder=tmp_path, data=samples(8), max_steps=58, max_epochs=-1)
+    assert went_back == [40, 40]
+    with pytest.raises(ForgefieldError, match="went back to step 40 2 times in a row and did not get 20 steps further"):
+        fit(
+            learning(),
+            Raised(*range(50, 58)),
+            LossSpike(window=8, rollback=True, snapshot_every=20),
+            folder=tmp_path,
+            data=samples(8),
+            max_steps=58,
+            max_epochs=-1,
+        )
+
+
+def test_a_loss_that_stays_high_becomes_the_usual_one(tmp_path):
+    class Heavier(Net):
+        def training_step(self, batch, number):
+            return super().training_step(batch, number) * (100.0 if self.global_step >= 30 else 1.0)
+
+    watch = LossSpike(window=16)
+    fit(Heavier(lr=0.0), watch, folder=tmp_path, data=samples(8), max_steps=90, max_epochs=-1)
+    assert [spike["step"] for spike in watch.numbers["spikes"]] == list(range(31, 39))
+
+
+@pytest.mark.parametrize("batches", [1, 3])
+def test_the_loss_of_a_step_is_the_mean_over_its_batches(batches, tmp_path):
+    watch = LossSpike()
+    fit(Net(lr=0.0), watch, folder=tmp_path, data=samples(72), max_epochs=1, accumulate_grad_batches=batches)
+    whole = LossSpike()
+    data = samples(72)
+    large = torch.utils.data.DataLoader(data.dataset, batch_size=8 * batches)
+    fit(Net(lr=0.0), whole, folder=tmp_path, data=large, max_epochs=1)
+    assert watch.numbers["losses"]["loss"] == pytest.approx(whole.numbers["losses"]["loss"])
+
+
+class OtherName(Net):
+    """The second argument of its step has a name of its own; Lightning passes it by position."""
+
+    def training_step(self, batch, number):
+        assert isinstance(number, int)
+        return super().training_step(batch, number)
+
+
+class AnyNumber(Net):
+    def training_step(self, *given):
+        return super().training_step(*given)
+
+
+@pytest.mark.parametrize("kind", [OtherName, AnyNumber])
+def test_the_step_is_called_by_position(kind, tmp_path):
+    check = GradientCheck(policy="skip")
+    fit(kind("root"), check, folder=tmp_path, data=samples(at_13=1e3), max_epochs=1)
+    assert check.numbers["events"][0]["frames"] == ["sample 5 of batch 1"]
+    with pytest.raises(ForgefieldError, match=r"module bad \(Logarithm\)"):
+        fit(kind("logarithm"), ForwardNaNDetection(), folder=tmp_path)
+    fit(kind(), SAM(), folder=tmp_path, max_epochs=1)
+
+
+def test_all_batches_of_an_accumulated_step_are_looked_at(tmp_path):
+    """The bad sample is in the first of three batches of a step."""
+    check = GradientCheck(policy="skip")
+    fit(Net("root"), check, folder=tmp_path, data=samples(at_2=1e3), max_epochs=1, accumulate_grad_batches=3)
+    assert check.numbers["events"][0]["frames"] == ["sample 2 of batch 0"]
+    with pytest.raises(ForgefieldError, match="step 1: the loss is not finite.*on sample 2 of batch 0"):
+        fit(Net(), ForwardNaNDetection(), folder=tmp_path, data=samples(at_2=math.nan), accumulate_grad_batches=3)
+    helper = TrainingHelper(every=1)
+    fit(Net(), helper, folder=tmp_path, max_epochs=1, accumulate_grad_batches=3)
+    assert helper.numbers["looks"] == 4
+
+
+class Overwrites(torch.nn.Module):
+    """Writes what it computes into the dictionary it was given, as many models do."""
+
+    def forward(self, data):
+        data["energy"] = torch.log(data["x"] - 1e9)
+        return data
+
+
+class InDictionaries(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_of = Overwrites()
+
+    def training_step(self, batch, number):
+        return self.log_of({"x": self.encoder(batch[0])})["energy"].mean()
+
+
+class KeywordInput(Net):
+    def training_step(self, batch, number):
+        features = torch.log(self.encoder(batch[0]) - 1e9)
+        return self.head(input=features).mean()
+
+
+class Parameter(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(math.nan))
+
+    def training_step(self, batch, number):
+        return super().training_step(batch, number) * self.scale
+
+
+@pytest.mark.parametrize(
+    ("module", "text"),
+    [
+        (InDictionaries, r"module log_of \(Overwrites\) is the first that gave NaN or Inf, though all its inputs are"),
+        (KeywordInput, r"module head \(Linear\) is the first that met it, and its inputs were not finite already"),
+        (Parameter, r"parameters are not finite any more \(scale\)"),
+    ],
+)
+def test_inputs_are_blamed_only_where_they_are_not_finite(module, text, tmp_path):
+    with pytest.raises(ForgefieldError, match=text):
+        fit(module(), ForwardNaNDetection(), folder=tmp_path)
+
+
+def test_a_batch_that_is_not_finite_is_blamed(tmp_path):
+    data = samples()
+    data.dataset.tensors[0][3, 1] = math.nan
+    with pytest.raises(ForgefieldError, match="the batch itself holds NaN or Inf, on sample 3 of batch 0"):
+        fit(Net(), ForwardNaNDetection(), folder=tmp_path, data=data)
 
 
 def test_one_that_goes_back_again_and_again_stops(tmp_path):

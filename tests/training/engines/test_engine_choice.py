@@ -33,7 +33,7 @@ from forgefield.training.engines.size_plan import SizePlan
 from forgefield.training.engines.sparing import SparingEngine, cut, halves
 from forgefield.training.engines.start import EngineStarter
 from forgefield.training.engines.step import StepFunction
-from forgefield.training.engines.verify import largest_difference, require_equal, require_equal_evaluation, moved_labels
+from forgefield.training.engines.verify import largest_difference, moved_labels, require_equal, require_equal_evaluation
 from tests.models.structures import make_potential
 from tests.training.engines.cases import difference, labelled, learnt, step_function
 from tests.training.engines.test_script import ReadsAValue
@@ -274,7 +274,8 @@ def test_labels_are_moved_to_where_the_loss_is_finite(room, share, text):
     function = with_energy_loss(only_below(float((batch["energy"] / batch["n_atoms"]).nan_to_num(-99.0).max()) + room))
     compared = require_equal(Rounded(function), Engine(function), batch, 1e-4)
     assert (compared.share, compared.is_finite) == (share, True)
-    assert compared.difference is not None and compared.difference < 1e-4
+    assert compared.difference is not None
+    assert compared.difference < 1e-4
     assert text in compared.describe()
     require_equal_evaluation(Rounded(function), Engine(function), batch, 1e-4)
     for wrong, what in ((Wrong, "differs from that of the eager"), (GivesNaN, "is not finite where that of the eager")):
