@@ -34,6 +34,7 @@ class DataModule(lightning.LightningDataModule):
     """`options` is a `DataOptions` or an OmegaConf section of the same shape; `seed` orders frames and draws splits.
 
     rank, world_size: whose share of the batches is served. species_of: the run whose model fixes `data.species`, for messages.
+    keep_species: random splits leave every species in training; False for runs that were started before they did.
     """
 
     train: GraphDataset
@@ -44,13 +45,21 @@ class DataModule(lightning.LightningDataModule):
     split_description: str
 
     def __init__(
-        self, options: DataOptions, seed: int, *, rank: int = 0, world_size: int = 1, species_of: str | None = None
+        self,
+        options: DataOptions,
+        seed: int,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        species_of: str | None = None,
+        keep_species: bool = True,
     ) -> None:
         super().__init__()
         self.options = options
         self.seed = int(seed)
         self.rank, self.world_size = rank, world_size
         self.species_of = species_of
+        self.keep_species = keep_species
         self._on_gpu = False
         self._ready = False
         self._keyed = False
@@ -62,7 +71,7 @@ class DataModule(lightning.LightningDataModule):
         if self._ready:
             return
         training_budget(self.options), evaluation_budget(self.options)  # refused before data is read
-        splits = resolve_splits(self.options, self.seed, converting)
+        splits = resolve_splits(self.options, self.seed, converting, keep_species=self.keep_species)
         self.split_description = splits.description
         if len(splits.train) == 0:
             raise ForgefieldError("data.train holds no frame")
