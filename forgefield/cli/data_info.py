@@ -48,14 +48,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
+    from forgefield.data.graphs.graph import check_cutoff
     from forgefield.data.inspection.inspect import inspect_table
     from forgefield.data.labels import LabelReader
     from forgefield.data.reading import read_table
 
     if all(map(_is_snapshot, args.paths)):
         return _show_snapshots(args)
-    if not args.cutoff > 0:
-        raise ForgefieldError(f"--cutoff is {args.cutoff}; it should be a positive length in A")
+    check_cutoff(args.cutoff, "--cutoff")
     if args.figure is not None:
         _check_figure(Path(args.figure))
     labels, units = reading_of(args)

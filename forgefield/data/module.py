@@ -12,6 +12,7 @@ from forgefield.config.schema import DataOptions
 from forgefield.config.starter import LARGE_FORCES
 from forgefield.data.dataset import GraphDataset
 from forgefield.data.graphs.edges import Progress
+from forgefield.data.inspection.suspicions import cutoff_doubts, label_doubts, lone_atoms
 from forgefield.data.noise import Noise
 from forgefield.data.readers import plain
 from forgefield.data.reading import Progress as ConversionProgress
@@ -34,6 +35,7 @@ class DataModule(lightning.LightningDataModule):
     """`options` is a `DataOptions` or an OmegaConf section of the same shape; `seed` orders frames and draws splits.
 
     rank, world_size: whose share of the batches is served. species_of: the run whose model fixes `data.species`, for messages.
+    keep_species: random splits leave every species in training; False for runs that were started before they did.
     """
 
     train: GraphDataset
@@ -42,15 +44,25 @@ class DataModule(lightning.LightningDataModule):
     species: SpeciesTable
     statistics: Statistics
     split_description: str
+    warnings: list[str]
+    """What is suspicious about the training data, each a sentence."""
 
     def __init__(
-        self, options: DataOptions, seed: int, *, rank: int = 0, world_size: int = 1, species_of: str | None = None
+        self,
+        options: DataOptions,
+        seed: int,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        species_of: str | None = None,
+        keep_species: bool = True,
     ) -> None:
         super().__init__()
         self.options = options
         self.seed = int(seed)
         self.rank, self.world_size = rank, world_size
         self.species_of = species_of
+        self.keep_species = keep_species
         self._on_gpu = False
         self._ready = False
         self._keyed = False
@@ -62,7 +74,7 @@ class DataModule(lightning.LightningDataModule):
         if self._ready:
             return
         training_budget(self.options), evaluation_budget(self.options)  # refused before data is read
-        splits = resolve_splits(self.options, self.seed, converting)
+        splits = resolve_splits(self.options, self.seed, converting, keep_species=self.keep_species)
         self.split_description = splits.description
         if len(splits.train) == 0:
             raise ForgefieldError("data.train holds no frame")
@@ -72,7 +84,18 @@ class DataModule(lightning.LightningDataModule):
         self._build_graphs(splits, progress)
         others = [part for part in (self.val, self.test) if part is not None]
         self.statistics = compute_statistics(self.train, self.options, others)
+        self.warnings = self._look_for_faults()
         self._ready = True
+
+    def _look_for_faults(self) -> list[str]:
+        """What is suspicious about the training data. Refuses a cutoff within which there is nothing."""
+        cutoff, share = self.train.graph.reach, self.statistics.lone_share
+        if share == 1.0:
+            raise ForgefieldError(
+                f"data.cutoff={cutoff:g}: no atom has a neighbour within {cutoff:g} A, so there is nothing to learn from; "
+                "give a longer cutoff (most models use 4 to 8 A), or the unit of lengths (data.units.length)"
+            )
+        return [*label_doubts(self.train.frames), *lone_atoms(share, cutoff), *cutoff_doubts(cutoff)]
 
     def _build_graphs(self, splits: Splits, progress: Progress | None) -> None:
         total = len(splits.train) + len(splits.val) + len(splits.test)
@@ -200,7 +223,7 @@ class DataModule(lightning.LightningDataModule):
             rows.append(("force rms", f"{found.forces_rms:.3f} eV/A, largest component {found.max_force:.2f}{doubt}"))
         if found.min_distance is not None:
             rows.append(("closest pair", f"{found.min_distance:.3f} A"))
-        return rows
+        return rows + [("warning", warning) for warning in self.warnings]
 
     def _describe_graph(self) -> str:
         graph, found = self.train.graph, self.statistics

@@ -13,6 +13,7 @@ from forgefield.config.schema import DataOptions
 from forgefield.data.devset import representative_rows
 from forgefield.data.fields import Fields
 from forgefield.data.graphs.graph import GraphOptions
+from forgefield.data.rare_species import TRAIN, keep_species_in_training, refuse_empty
 from forgefield.data.readers import plain, source_files
 from forgefield.data.readers.numerals import read_text, whole_number, whole_numbers
 from forgefield.data.reading import Progress, label_settings, read_table
@@ -79,8 +80,14 @@ def parse_indices(spec: Any, n: int, setting: str) -> np.ndarray:
     return rows
 
 
-def resolve_splits(options: DataOptions, seed: int, progress: Progress | None = None) -> Splits:
-    """Read all sources of `options` and divide them. progress: told about frames that are converted on the way."""
+def resolve_splits(
+    options: DataOptions, seed: int, progress: Progress | None = None, *, keep_species: bool = True
+) -> Splits:
+    """Read all sources of `options` and divide them.
+
+    progress: told about frames that are converted on the way. keep_species: a random split leaves every species in training;
+    False for runs that were started before it did.
+    """
     if plain(options.train) is None:
         raise ForgefieldError("data.train is not set; give a file, folder or glob of structures to train on")
     wanted = {name: plain(getattr(options, name)) for name in ("val", "test")}
@@ -99,7 +106,8 @@ def resolve_splits(options: DataOptions, seed: int, progress: Progress | None = 
         raise ForgefieldError("data.val.indices and data.test.indices have frames in common")
     for rows in chosen.values():
         pool = _without(pool, rows, len(frames))
-    pool, drawn = _draw(frames, pool, wanted, kinds, options.split_seed if options.split_seed is not None else seed)
+    split_seed = options.split_seed if options.split_seed is not None else seed
+    pool, drawn, rare = _draw(frames, pool, wanted, kinds, split_seed, keep_species=keep_species)
     chosen.update(drawn)
     parts = {name: frames.select(rows) for name, rows in chosen.items()}
     for name, kind in kinds.items():
@@ -113,6 +121,10 @@ def resolve_splits(options: DataOptions, seed: int, progress: Progress | None = 
     description = ", ".join(
         [f"{len(train)}{of} to train", *(f"{len(parts[name])} to {name} ({kinds[name]})" for name in parts)]
     )
+    if rare:
+        description += (
+            f"; drawn so that {', '.join(rare)}, held by few frames, {'is' if len(rare) == 1 else 'are'} in training"
+        )
     empty = FrameTable([])
     return Splits(train, parts.get("val", empty), parts.get("test", empty), description)
 
@@ -147,18 +159,33 @@ def _read(spec: Any, options: DataOptions, progress: Progress | None, fields: Fi
 
 
 def _draw(
-    frames: FrameTable, pool: np.ndarray, wanted: dict[str, Any], kinds: dict[str, str], seed: int
-) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Take random parts off the pool. Single atoms stay in training: they are reference points, not structures."""
+    frames: FrameTable,
+    pool: np.ndarray,
+    wanted: dict[str, Any],
+    kinds: dict[str, str],
+    seed: int,
+    *,
+    keep_species: bool,
+) -> tuple[np.ndarray, dict[str, np.ndarray], list[str]]:
+    """Take random parts off the pool. Single atoms stay in training: they are reference points, not structures.
+
+    keep_species: every species stays in training. Returns what is left, what was drawn, and the species for whose sake other
+    frames were drawn.
+    """
     sizes = {name: wanted[name] for name, kind in kinds.items() if kind == "random"}
     if not sizes:
-        return pool, {}
+        return pool, {}, []
     structures = pool[frames.n_atoms[pool] > 1]
     candidates = structures if len(structures) else pool
     _, val, test = split_frames(len(candidates), sizes.get("val", 0), sizes.get("test", 0), seed)
-    drawn = {"val": candidates[val], "test": candidates[test]}
-    left = _without(_without(pool, drawn["val"], len(frames)), drawn["test"], len(frames))
-    return left, {name: rows for name, rows in drawn.items() if name in sizes}
+    numbers = {1: "val", 2: "test"}
+    part, rare = np.full(len(frames), -1, dtype=np.int8), []
+    part[pool], part[candidates[val]], part[candidates[test]] = TRAIN, 1, 2
+    if keep_species:
+        part, rare = keep_species_in_training(frames, part, candidates, seed)
+        refuse_empty(part, {number: name for number, name in numbers.items() if name in sizes}, rare)
+    drawn = {name: np.flatnonzero(part == number) for number, name in numbers.items() if name in sizes}
+    return np.flatnonzero(part == TRAIN), drawn, rare
 
 
 def _without(rows: np.ndarray, gone: np.ndarray, n: int) -> np.ndarray:

@@ -18,7 +18,7 @@ import numpy as np
 
 from forgefield.config.schema import DataOptions
 from forgefield.data.dataset import GraphDataset
-from forgefield.data.graphs.edges import build_block, read_geometry
+from forgefield.data.graphs.edges import build_block, geometry_of, read_geometry
 from forgefield.data.graphs.graph import same_graph
 from forgefield.data.readers import plain
 from forgefield.data.references import (
@@ -36,10 +36,12 @@ from forgefield.data.storage.table import FrameTable
 from forgefield.errors import ForgefieldError
 from forgefield.files import write_whole
 
-FORMAT = 2
+FORMAT = 3
 """Raised whenever the meaning of a stored number changes."""
 FITTED = 20_000
 """Frames, evenly spaced, that the fit which finds wrong energies looks at."""
+LOOKED_AT, ATOMS_LOOKED_AT = 256, 20_000
+"""Frames, and atoms in them, among which those without neighbours are counted."""
 SAMPLED = 1000
 """Frames of which neighbours are counted, where no neighbour list is at hand."""
 
@@ -62,7 +64,7 @@ class Statistics:
     reference_kind: str
     reference_note: str
     energy_residual_mean: float | None
-    """Energy less the reference energies, eV/atom, averaged over frames."""
+    """Energy less the reference energies, eV/atom, averaged over frames of several atoms."""
     energy_residual_std: float | None
     forces_rms: float | None
     """Root mean square of all force components."""
@@ -72,6 +74,8 @@ class Statistics:
     """Largest force component in size."""
     min_distance: float | None
     """Closest pair within the cutoff."""
+    lone_share: float = 0.0
+    """Share of the atoms without any neighbour, in frames of several atoms; from a sample of them."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
@@ -190,6 +194,7 @@ def _measure(dataset: GraphDataset, setting: Any) -> Statistics:
         },
         max_force=float(np.nanmax(table.column("max_force"))) if force_atoms.any() else None,
         min_distance=float(closest) if np.isfinite(closest) else None,
+        lone_share=_lone_share(dataset),
     )
 
 
@@ -214,6 +219,23 @@ def _surroundings(
     return neighbours, atoms, closest, "" if n == len(dataset) else f"from {n} frames drawn at random"
 
 
+def _lone_share(dataset: GraphDataset) -> float:
+    """Share of the atoms of some frames, evenly spaced, that have no neighbour; frames of one atom do not count."""
+    rows = np.flatnonzero(dataset.frames.n_atoms > 1)
+    rows = rows[:: -(-len(rows) // LOOKED_AT)] if len(rows) else rows
+    rows = rows[: max(1, int(np.searchsorted(dataset.frames.n_atoms[rows].cumsum(), ATOMS_LOOKED_AT)))]
+    lone = atoms = 0
+    for begin in range(0, len(rows), 64):
+        chosen = rows[begin : begin + 64]
+        found = dataset.frames.find(chosen)
+        geometry = geometry_of(found)
+        block = dataset.edges.read(found, geometry)
+        if block is None:
+            block, _ = build_block(geometry, dataset.graph, partial(_where, dataset.frames, chosen))
+        lone, atoms = lone + int((np.asarray(block.degree) == 0).sum()), atoms + len(block.degree)
+    return lone / max(atoms, 1)
+
+
 def _where(table: FrameTable, rows: np.ndarray, i: int) -> str:
     return table.where(int(rows[i]))
 
@@ -233,10 +255,16 @@ def _is_bound(dataset: GraphDataset, rows: np.ndarray) -> np.ndarray:
 
 
 def _residuals(table: FrameTable, species: SpeciesTable, references: References) -> np.ndarray:
-    """(energy less references) per atom of the frames that carry an energy, eV/atom."""
+    """(energy less references) per atom of the frames that carry an energy, eV/atom.
+
+    Isolated atoms are left out, unless there is nothing else: they are references, and say nothing about the energies of
+    structures.
+    """
     energies = np.array([references.energies[symbol] for symbol in species.symbols])
     residuals = (table.column("energy") - energy_by_composition(table, species, energies)) / table.n_atoms
-    return residuals[~np.isnan(residuals)]
+    known = ~np.isnan(residuals)
+    structures = known & (table.n_atoms > 1)
+    return residuals[structures if structures.any() else known]
 
 
 def _check_residuals(dataset: GraphDataset, statistics: Statistics, limit: float) -> None:

@@ -51,7 +51,16 @@ class FramesSubject(Subject):
     def prepare(self) -> None:
         config, ranks, journal = self.config, self.party.ranks, self.party.journal
         whose = None if self.initial is None else self.initial.known.whose
-        self.data = DataModule(config.data, config.seed, rank=ranks.rank, world_size=ranks.world_size, species_of=whose)
+        # A run that was started when splits could leave a species out of training keeps its split.
+        old = ranks.is_first and has_begun(self.run) and not self.run.info.get("keep_species", False)
+        self.data = DataModule(
+            config.data,
+            config.seed,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            species_of=whose,
+            keep_species=not ranks.share(old),
+        )
         self.data.prepare(converting=_conversion_report(journal.say))
         self._resolve()
         self.model = build_model(
@@ -166,6 +175,7 @@ class FramesSubject(Subject):
             "cutoff": float(self.config.data.cutoff),
             "statistics": asdict(self.data.statistics),
             "initial_model": self.initial.record if self.initial is not None else None,
+            "keep_species": self.data.keep_species,
         }
 
     def batch_row(self) -> str:

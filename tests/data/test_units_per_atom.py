@@ -58,7 +58,7 @@ def test_blocks_of_frames_and_stores_are_alike(tmp_path):
 
 
 def test_npz_that_states_energies_per_atom_must_be_read_so(tmp_path):
-    arrays = dict(z=np.full(4, 29), R=np.arange(24.0).reshape(2, 4, 3), E=np.array([-3.0, -4.0]))
+    arrays = {"z": np.full(4, 29), "R": np.arange(24.0).reshape(2, 4, 3), "E": np.array([-3.0, -4.0])}
     np.savez(tmp_path / "a.npz", **arrays, e_unit="eV/atom")
     with pytest.raises(ForgefieldError, match=r"set data.units.energy=eV/atom"):
         read_frames(tmp_path / "a.npz")

@@ -27,6 +27,20 @@ SWITCH_START = 0.7
 """Share of the cutoff up to which a neighbour counts fully for the coordination of an atom."""
 
 
+LARGEST_CUTOFF = 100.0
+"""A. Nobody means more, and neighbour lists of crystals would not fit into any memory."""
+
+
+def check_cutoff(value: float, setting: str) -> None:
+    """Refuse what cannot be meant as the radius of a neighbour list."""
+    if not 0 < value < math.inf:
+        raise ForgefieldError(f"{setting} is {value}; it should be a positive length in A")
+    if value > LARGEST_CUTOFF:
+        raise ForgefieldError(
+            f"{setting} is {value:g}; it is a length in A, {LARGEST_CUTOFF:g} at most, and most models use 4 to 8"
+        )
+
+
 @dataclass(frozen=True)
 class GraphOptions:
     """What makes two atoms neighbours."""
@@ -41,8 +55,7 @@ class GraphOptions:
     """Only so many nearest neighbours of each atom."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.cutoff < math.inf:
-            raise ForgefieldError(f"data.cutoff is {self.cutoff}; it should be a positive length in A")
+        check_cutoff(self.cutoff, "data.cutoff")
         if self.neighbours not in BACKENDS:
             raise ForgefieldError(
                 f"data.neighbours={self.neighbours} is not known; choose one of {', '.join(BACKENDS)}"

@@ -16,6 +16,7 @@ from ase.data import atomic_numbers, chemical_symbols
 from forgefield.config.starter import LARGE_FORCES
 from forgefield.data.frame import Frame
 from forgefield.data.inspection.survey import Progress, Survey, row_blocks, survey_table
+from forgefield.data.inspection.suspicions import label_doubts, lone_atoms, named
 from forgefield.data.references import unit_suspicion
 from forgefield.data.species import SpeciesTable
 from forgefield.data.statistics import energy_deviations, robust_energies
@@ -24,8 +25,6 @@ from forgefield.data.storage.table import FrameTable
 from forgefield.errors import ForgefieldError
 from forgefield.physics.units import EV_PER_A3_TO_GPA
 
-SHOWN = 5
-"""How many frames a remark names."""
 COMPARED = 200_000
 """Most frames among which repeated ones are looked for."""
 LARGE_SCATTER = 2.0
@@ -74,13 +73,15 @@ def inspect_table(table: FrameTable, cutoff: float = 5.0, progress: Progress | N
     survey = survey_table(table, cutoff, _within(progress, 0.0, 0.5))
     labels, repeated, relabelled = _read_all(table, _within(progress, 0.5, 1.0))
     remarks = [
-        *_named(table, survey.too_close, "with atoms closer than half the sum of their covalent radii"),
-        *_named(table, repeated, "that repeat an earlier one"),
-        *_named(table, relabelled, "with the structure of an earlier one but other labels"),
+        *named(table, survey.too_close, "with atoms closer than half the sum of their covalent radii"),
+        *named(table, repeated, "that repeat an earlier one"),
+        *named(table, relabelled, "with the structure of an earlier one but other labels"),
         *_force_outliers(table),
         *_energy_outliers(table),
         *_partial_labels(table),
         *_unit_doubts(table, survey),
+        *label_doubts(table),
+        *lone_atoms(survey.lone_share, cutoff),
     ]
     systems = _systems(table)
     return Inspection(
@@ -207,14 +208,6 @@ def _digests(table: FrameTable, rows: np.ndarray, block: dict[str, np.ndarray]) 
 # ---- what looks wrong
 
 
-def _named(table: FrameTable, rows: np.ndarray, what: str) -> list[str]:
-    if not len(rows):
-        return []
-    shown = "; ".join(table.where(int(row)) for row in rows[:SHOWN]) + (" ..." if len(rows) > SHOWN else "")
-    noun = "frame" if len(rows) == 1 else "frames"
-    return [f"{len(rows)} {noun} {what}: {shown}"]
-
-
 def _largest_first(values: np.ndarray, limit: float) -> np.ndarray:
     """Places of the values above the limit, the largest first."""
     above = np.flatnonzero(values > limit)
@@ -228,7 +221,7 @@ def _force_outliers(table: FrameTable) -> list[str]:
     if len(known) < 3:
         return []
     limit = max(10.0, 20 * float(np.median(known)))
-    return _named(table, _largest_first(largest, limit), f"with a force component above {limit:.0f} eV/A")
+    return named(table, _largest_first(largest, limit), f"with a force component above {limit:.0f} eV/A")
 
 
 def _energy_outliers(table: FrameTable) -> list[str]:
@@ -243,7 +236,7 @@ def _energy_outliers(table: FrameTable) -> list[str]:
     limit = max(1.0, 20 * median)
     worst = _largest_first(deviations, limit)
     what = f"with an energy more than {limit:.1f} eV/atom off the fit by composition"
-    remarks = _named(labelled, worst, what)
+    remarks = named(labelled, worst, what)
     if remarks:
         energy = float(labelled.column("energy", worst[:1])[0])
         remarks[0] += unit_suspicion(energy, float(expected[worst[0]]))
@@ -260,7 +253,7 @@ def _partial_labels(table: FrameTable) -> list[str]:
     for name in ("energy", "forces", "stress", *table.fields):
         without = np.flatnonzero(~table.carries(name))
         if 0 < len(without) < len(table):
-            remarks += _named(table, without, f"without {name}")
+            remarks += named(table, without, f"without {name}")
     return remarks
 
 

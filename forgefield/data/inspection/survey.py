@@ -43,6 +43,8 @@ class Survey:
     """Frames with atoms closer than half the sum of their covalent radii."""
     nearest: np.ndarray
     """Distance of each atom to its nearest neighbour, A, of the atoms that have one."""
+    lone_share: float
+    """Share of the atoms without any neighbour, in frames of several atoms."""
     typical_bond: float | None
     """Median over atoms: distance to the nearest neighbour over the sum of the two covalent radii."""
 
@@ -78,12 +80,15 @@ def survey_table(table: FrameTable, cutoff: float, progress: Progress | None = N
     """Surroundings within `cutoff`, A, in up to 5000 frames."""
     rows = np.union1d(even_rows(table, FRAMES, ATOMS), _known_closest(table))
     fewest, most, edges, atoms = np.inf, 0, 0, 0
+    lone, with_others = 0, 0
     best: tuple[float, str] | None = None
     too_close, nearest, bonds = [], [], []
     for places in row_blocks(table.n_atoms[rows]):
         for row, found in zip(rows[places], _block(table, rows[places], cutoff)):
             fewest, most = min(fewest, found.degree.min()), max(most, found.degree.max())
             edges, atoms = edges + int(found.degree.sum()), atoms + len(found.degree)
+            if len(found.degree) > 1:
+                lone, with_others = lone + int((found.degree == 0).sum()), with_others + len(found.degree)
             nearest.append(found.nearest)
             bonds.append(found.bond)
             if found.bond.min(initial=np.inf) < TOO_CLOSE:
@@ -100,6 +105,7 @@ def survey_table(table: FrameTable, cutoff: float, progress: Progress | None = N
         closest=best,
         too_close=np.array(too_close, dtype=np.int64),
         nearest=distances,
+        lone_share=lone / max(with_others, 1),
         typical_bond=float(np.median(ratios)) if len(ratios) else None,
     )
 
