@@ -5,16 +5,16 @@ Units come from the settings; where the file states its own (`e_unit`, `r_unit`)
 
 from __future__ import annotations
 
-import math
 import struct
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
 from forgefield.config.schema import UnitOptions
+from forgefield.data.expansion import check_expansion
+from forgefield.data.npy import read_npy_header
 from forgefield.data.readers.blocks import RawBlock, block_ranges
 from forgefield.errors import ForgefieldError
 from forgefield.physics.units import label_energy_factor, length_factor
@@ -32,7 +32,7 @@ def read_npz(path: Path, units: UnitOptions, start: int = 0, stop: int | None = 
     numbers = _one_of(data, NUMBER_KEYS, path, "atomic numbers")
     positions = _one_of(data, POSITION_KEYS, path, "positions")
     _check_stated_units(data, path, units)
-    if positions.ndim != 3 or positions.shape[2] != 3:
+    if positions.ndim != 3 or positions.shape[2] != 3 or 0 in positions.shape:
         raise ForgefieldError(f"{path}: positions have shape {positions.shape}; it should be (frames, atoms, 3)")
     n_frames, n_atoms = positions.shape[:2]
     if numbers.shape not in ((n_atoms,), (n_frames, n_atoms)):
@@ -44,15 +44,15 @@ def read_npz(path: Path, units: UnitOptions, start: int = 0, stop: int | None = 
     per_frame = {
         key: array
         for key, array in data.items()
-        if key not in used and array.ndim and len(array) == n_frames and array.dtype.kind in "fiub"
+        if key not in used and array.ndim and len(array) == n_frames and array.dtype.kind in "fiubc"
     }
     _check_lengths(data, path, n_frames)
     for a, b in block_ranges(start, n_frames if stop is None else min(stop, n_frames), n_atoms):
         values = {key: array[a:b] for key, array in per_frame.items()}
         yield RawBlock(
             positions=positions[a:b],
-            numbers=numbers.astype(np.int64) if numbers.shape == (n_atoms,) else numbers[a:b].astype(np.int64),
-            cell=cells[a:b].astype(np.float64),
+            numbers=numbers if numbers.shape == (n_atoms,) else numbers[a:b],
+            cell=cells[a:b],
             pbc=periodic[a:b],
             source=str(path),
             start=a,
@@ -73,17 +73,9 @@ def count_npz(path: Path) -> int | None:
 def _load(path: Path, *, check: bool) -> dict[str, np.ndarray]:
     """Arrays by name. `check`: compare what is there with the checksums of the file."""
     try:
-        with np.load(path, allow_pickle=False) as archive, zipfile.ZipFile(path) as members:
-            arrays = {}
-            for key in archive.files:
-                if key == "name":
-                    continue
-                member = members.NameToInfo.get(f"{key}.npy")
-                mapped = None if member is None else _mapped(path, member)
-                arrays[key] = archive[key] if mapped is None else mapped
-                if mapped is not None and check:
-                    _compare_checksum(members, f"{key}.npy")
-            return arrays
+        with zipfile.ZipFile(path) as archive:
+            members = _members(path, archive)
+            return {name: _array(path, archive, member, check) for name, member in members.items()}
     except ForgefieldError:
         raise
     except Exception as error:  # zipfile, zlib and numpy each have their own
@@ -93,39 +85,54 @@ def _load(path: Path, *, check: bool) -> dict[str, np.ndarray]:
         raise ForgefieldError(f"{path}: it could not be read as npz; it is damaged or truncated ({reason})") from error
 
 
-def _mapped(path: Path, member: zipfile.ZipInfo) -> np.ndarray | None:
-    """An array stored as it is within the zip file, memory-mapped; None where it has to be unpacked, or is small."""
-    if member.compress_type != zipfile.ZIP_STORED or member.file_size <= SMALL or member.flag_bits & 1:
-        return None
+def _members(path: Path, archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
+    """Arrays of the archive by name, none twice, which together are of a plausible size."""
+    members: dict[str, zipfile.ZipInfo] = {}
+    for member in archive.infolist():
+        name = member.filename.removesuffix(".npy")
+        if name in members:
+            raise ForgefieldError(f"{path}: it holds the array {name!r} twice; write it again with one of them")
+        if member.filename.endswith(".npy") and name != "name":
+            members[name] = member
+    declared = sum(member.file_size for member in members.values())
+    check_expansion(declared, path.stat().st_size, str(path), "write it with np.savez, which does not compress")
+    return members
+
+
+def _array(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo, check: bool) -> np.ndarray:
+    """One array: mapped where it is stored as it is and not small, else unpacked."""
+    name = f"{path}, array {member.filename.removesuffix('.npy')!r}"
+    stored = member.compress_type == zipfile.ZIP_STORED and not member.flag_bits & 1
+    if stored and member.file_size > SMALL:
+        mapped = _mapped(path, member, name)
+        if check:
+            _compare_checksum(archive, member)
+        return mapped
+    with archive.open(member) as stream:
+        header = read_npy_header(stream, member.file_size, name)
+        values = bytearray(stream.read())  # the checksum is compared at the end
+    if len(values) != header.n_bytes:
+        raise ForgefieldError(f"{name}: it has {len(values)} of {header.n_bytes} bytes; the file is damaged")
+    return np.frombuffer(values, header.dtype).reshape(header.shape, order=header.order)
+
+
+def _mapped(path: Path, member: zipfile.ZipInfo, name: str) -> np.ndarray:
+    """An array stored as it is within the zip file, memory-mapped: nothing beyond the member can be reached."""
     with path.open("rb") as stream:
         stream.seek(member.header_offset + 26)
         name_length, extra_length = struct.unpack("<HH", stream.read(4))
         begin = member.header_offset + 30 + name_length + extra_length
+        if member.compress_size != member.file_size or begin + member.file_size > path.stat().st_size:
+            raise ForgefieldError(f"{name}: it reaches beyond the end of the file, which is damaged or truncated")
         stream.seek(begin)
-        version = np.lib.format.read_magic(stream)
-        if version not in ((1, 0), (2, 0)):
-            return None
-        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, fortran, dtype = read(stream)
-        if dtype.hasobject:
-            return None  # numpy refuses it, in words of its own
-        order: Literal["C", "F"] = "F" if fortran else "C"
-        _check_size(path, member, stream.tell() - begin, shape, dtype)
-        return np.memmap(path, dtype, "r", stream.tell(), shape, order)
+        header = read_npy_header(stream, member.file_size, name)
+        if header.n_bytes == 0:
+            return np.empty(header.shape, header.dtype)
+        return np.memmap(path, header.dtype, "r", stream.tell(), header.shape, header.order)
 
 
-def _check_size(path: Path, member: zipfile.ZipInfo, header: int, shape: tuple[int, ...], dtype: np.dtype) -> None:
-    """A mapping knows no end of the member: what is beyond it would be read as numbers."""
-    expected = header + math.prod(shape) * dtype.itemsize
-    if min(shape, default=0) < 0 or not expected == member.file_size == member.compress_size:
-        raise ForgefieldError(
-            f"{path}: array {member.filename.removesuffix('.npy')!r} should take {expected} bytes by its shape {shape} and "
-            f"type {dtype}, but {member.file_size} are there; the file is damaged, write it again"
-        )
-
-
-def _compare_checksum(members: zipfile.ZipFile, name: str) -> None:
-    with members.open(name) as stream:  # raises at the end of a member whose checksum is another
+def _compare_checksum(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> None:
+    with archive.open(member) as stream:  # raises at the end of a member whose checksum is another
         while stream.read(1 << 20):
             pass
 
@@ -165,7 +172,7 @@ def _cells(data: dict[str, np.ndarray], path: Path, n_frames: int) -> tuple[np.n
     try:
         return (
             np.broadcast_to(cell.reshape(-1, 3, 3), (n_frames, 3, 3)),
-            np.broadcast_to(pbc.reshape(-1, pbc.shape[-1] if pbc.ndim else 1), (n_frames, 3)).astype(bool),
+            np.broadcast_to(pbc.reshape(-1, pbc.shape[-1] if pbc.ndim else 1), (n_frames, 3)),
         )
     except ValueError:
         raise ForgefieldError(
