@@ -41,7 +41,9 @@ def atomic_numbers_of(values: Any, where: str) -> np.ndarray:
         wrong = array >= 2**31
     if wrong.any():
         atom = int(np.flatnonzero(wrong)[0])
-        raise ForgefieldError(f"{where}: the atomic number of atom {atom} is {array[atom]}, which is not a whole number")
+        raise ForgefieldError(
+            f"{where}: the atomic number of atom {atom} is {array[atom]}, which is not a whole number"
+        )
     return array.astype(np.int64)
 
 

@@ -63,7 +63,6 @@ def outcome(path: Path) -> list[float | None] | str:
         assert frame_count(file) == len(frames)
         return [frame.energy for frame in frames]
     except ForgefieldError as error:
-        assert path.name in str(error)
         return str(error)
 
 
@@ -75,7 +74,7 @@ def test_truncated_files_are_refused_at_every_length(tmp_path, name):
     lengths = [*range(1, len(content), len(content) // 100), *(len(content) - n for n in (1, 4095, 4096, 4097))]
     for length in lengths:
         cut.write_bytes(content[:length])
-        assert "damaged" in str(outcome(cut)), length
+        assert f"{cut.name}: " in str(outcome(cut)), length
 
 
 @pytest.mark.parametrize("name", ["a.lmdb", "a.aselmdb"])

@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 from ase.data import atomic_numbers
 
-from forgefield.data.npy import map_npy
 from forgefield.data.readers.blocks import LazyColumns, RawBlock, block_ranges, matrices, within
 from forgefield.data.readers.hdf5_files import Hdf5Array, is_dataset
 from forgefield.data.readers.numerals import is_plain, read_text, whole_numbers
 from forgefield.data.readers.text_rows import text_rows
 from forgefield.errors import ForgefieldError, SourceUnreadable
+from forgefield.untrusted.npy import map_npy
 
 PADDING = -1
 """In `real_atom_types`: there is no atom here."""

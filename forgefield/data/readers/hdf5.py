@@ -20,13 +20,13 @@ import numpy as np
 from ase.data import atomic_numbers
 
 from forgefield.config.schema import UnitOptions
-from forgefield.data.expansion import check_expansion
 from forgefield.data.raw_values import atomic_numbers_of, is_logical, real_numbers
 from forgefield.data.readers.blocks import LazyColumns, RawBlock, block_ranges, within
 from forgefield.data.readers.deepmd import open_group, read_system
 from forgefield.data.readers.hdf5_columns import EXTRA_NAMES, label_datasets, stated_factor
 from forgefield.data.readers.hdf5_files import REMEDY, Hdf5Array, is_dataset, open_hdf5, reading_hdf5
 from forgefield.errors import ForgefieldError
+from forgefield.untrusted.expansion import FRAME_BYTES, check_expansion
 
 NUMBER_NAMES = ("atomic_numbers", "numbers", "species", "nuclear_charges", "z", "Z", "elements", "symbols")
 POSITION_NAMES = ("positions", "coordinates", "conformations", "coords", "pos", "cart_coords", "xyz", "R")
@@ -44,8 +44,8 @@ class Entry:
 
     @property
     def n_bytes(self) -> int:
-        """Of its positions."""
-        return self.n_frames * self.n_atoms * 24
+        """What its frames take in memory with their positions alone, about."""
+        return self.n_frames * (FRAME_BYTES + 24 * self.n_atoms)
 
 
 def read_hdf5(

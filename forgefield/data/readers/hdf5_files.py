@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from forgefield.data.expansion import check_expansion
 from forgefield.errors import ForgefieldError
+from forgefield.untrusted.expansion import check_expansion
 
 REMEDY = "write it with less compression, or divide it into several files"
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -63,7 +64,7 @@ class LmdbFile:
 
     @property
     def keys(self) -> np.ndarray:
-        """(n_frames,) keys that are whole numbers, in the order of these numbers; others (`length`, `metadata`) are left out."""
+        """(n_frames,) keys that are whole numbers, in the order of these numbers; others (`length`) are left out."""
         return self._index.keys
 
     def value(self, position: int) -> bytes:
@@ -136,7 +137,7 @@ class _Tree:
                 raise self._damaged(f"it should have {sum(self._counts)} pages of data and has {sum(self._visited)}")
         if len(found) != self._entries:
             raise self._damaged(f"it should have {self._entries} entries and has {len(found)}")
-        if self._flags == 0 and any(one[0] >= two[0] for one, two in zip(found, found[1:])):
+        if self._flags == 0 and any(one[0] >= two[0] for one, two in pairwise(found)):
             raise self._damaged("its keys are not in order")
         return found
 
@@ -201,7 +202,9 @@ class _Tree:
             raise self._damaged(f"page {number} has an entry that reaches beyond the page")
         key = page[node + _NODE.size : start]
         if flags & (_SUBTREE | _DUPLICATES) and key.isdigit():
-            raise ForgefieldError(f"{self.path}: the key {key.decode()} holds several values; one for each frame is read")
+            raise ForgefieldError(
+                f"{self.path}: the key {key.decode()} holds several values; one for each frame is read"
+            )
         if not flags & _BIG_VALUE:
             return key, number * self._page_size + start, size
         (first,) = struct.unpack_from("<Q", page, start)

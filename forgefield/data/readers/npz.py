@@ -5,36 +5,34 @@ Units come from the settings; where the file states its own (`e_unit`, `r_unit`)
 
 from __future__ import annotations
 
-import struct
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
 from forgefield.config.schema import UnitOptions
-from forgefield.data.expansion import check_expansion
-from forgefield.data.npy import read_npy_header
 from forgefield.data.readers.blocks import RawBlock, block_ranges
 from forgefield.errors import ForgefieldError
 from forgefield.physics.units import label_energy_factor, length_factor
+from forgefield.untrusted.archives import MAPPED_ABOVE, npz_arrays
+from forgefield.untrusted.expansion import FRAME_BYTES, check_expansion
 
 NUMBER_KEYS = ("nuclear_charges", "atomic_numbers", "numbers", "z", "Z")
 POSITION_KEYS = ("coords", "positions", "R", "pos")
-SMALL = 1 << 16
-"""Arrays up to this many bytes are read rather than mapped."""
+REMEDY = "write it with np.savez, which does not compress"
 EXTRA_NAMES = {"energy": ("energies", "E"), "forces": ("F",)}
 
 
 def read_npz(path: Path, units: UnitOptions, start: int = 0, stop: int | None = None) -> Iterator[RawBlock]:
     """Frames start to stop of `path`, in blocks. Arrays stored without compression are mapped, not read."""
-    data = _load(path, check=start == 0)
+    data = npz_arrays(path, verify=start == 0, leave_out=("name",))
     numbers = _one_of(data, NUMBER_KEYS, path, "atomic numbers")
     positions = _one_of(data, POSITION_KEYS, path, "positions")
     _check_stated_units(data, path, units)
     if positions.ndim != 3 or positions.shape[2] != 3 or 0 in positions.shape:
         raise ForgefieldError(f"{path}: positions have shape {positions.shape}; it should be (frames, atoms, 3)")
     n_frames, n_atoms = positions.shape[:2]
+    check_expansion(n_frames * (FRAME_BYTES + 24 * n_atoms), path.stat().st_size, str(path), REMEDY)
     if numbers.shape not in ((n_atoms,), (n_frames, n_atoms)):
         raise ForgefieldError(
             f"{path}: atomic numbers have shape {numbers.shape}; it should be ({n_atoms},) or ({n_frames}, {n_atoms})"
@@ -64,77 +62,10 @@ def read_npz(path: Path, units: UnitOptions, start: int = 0, stop: int | None = 
 
 def count_npz(path: Path) -> int | None:
     """Number of frames; None where arrays are compressed, so that each part would have to unpack all of it."""
-    data = _load(path, check=False)
-    if any(not isinstance(array, np.memmap) for array in data.values() if array.nbytes > SMALL):
+    data = npz_arrays(path, verify=False, leave_out=("name",))
+    if any(not isinstance(array, np.memmap) for array in data.values() if array.nbytes > MAPPED_ABOVE):
         return None
     return len(_one_of(data, POSITION_KEYS, path, "positions"))
-
-
-def _load(path: Path, *, check: bool) -> dict[str, np.ndarray]:
-    """Arrays by name. `check`: compare what is there with the checksums of the file."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            members = _members(path, archive)
-            return {name: _array(path, archive, member, check) for name, member in members.items()}
-    except ForgefieldError:
-        raise
-    except Exception as error:  # zipfile, zlib and numpy each have their own
-        if isinstance(error, OSError) and error.errno:  # the system cannot read it, whatever it holds
-            raise
-        reason = f"{type(error).__name__}: {error}".splitlines()[0][:160]
-        raise ForgefieldError(f"{path}: it could not be read as npz; it is damaged or truncated ({reason})") from error
-
-
-def _members(path: Path, archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
-    """Arrays of the archive by name, none twice, which together are of a plausible size."""
-    members: dict[str, zipfile.ZipInfo] = {}
-    for member in archive.infolist():
-        name = member.filename.removesuffix(".npy")
-        if name in members:
-            raise ForgefieldError(f"{path}: it holds the array {name!r} twice; write it again with one of them")
-        if member.filename.endswith(".npy") and name != "name":
-            members[name] = member
-    declared = sum(member.file_size for member in members.values())
-    check_expansion(declared, path.stat().st_size, str(path), "write it with np.savez, which does not compress")
-    return members
-
-
-def _array(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo, check: bool) -> np.ndarray:
-    """One array: mapped where it is stored as it is and not small, else unpacked."""
-    name = f"{path}, array {member.filename.removesuffix('.npy')!r}"
-    stored = member.compress_type == zipfile.ZIP_STORED and not member.flag_bits & 1
-    if stored and member.file_size > SMALL:
-        mapped = _mapped(path, member, name)
-        if check:
-            _compare_checksum(archive, member)
-        return mapped
-    with archive.open(member) as stream:
-        header = read_npy_header(stream, member.file_size, name)
-        values = bytearray(stream.read())  # the checksum is compared at the end
-    if len(values) != header.n_bytes:
-        raise ForgefieldError(f"{name}: it has {len(values)} of {header.n_bytes} bytes; the file is damaged")
-    return np.frombuffer(values, header.dtype).reshape(header.shape, order=header.order)
-
-
-def _mapped(path: Path, member: zipfile.ZipInfo, name: str) -> np.ndarray:
-    """An array stored as it is within the zip file, memory-mapped: nothing beyond the member can be reached."""
-    with path.open("rb") as stream:
-        stream.seek(member.header_offset + 26)
-        name_length, extra_length = struct.unpack("<HH", stream.read(4))
-        begin = member.header_offset + 30 + name_length + extra_length
-        if member.compress_size != member.file_size or begin + member.file_size > path.stat().st_size:
-            raise ForgefieldError(f"{name}: it reaches beyond the end of the file, which is damaged or truncated")
-        stream.seek(begin)
-        header = read_npy_header(stream, member.file_size, name)
-        if header.n_bytes == 0:
-            return np.empty(header.shape, header.dtype)
-        return np.memmap(path, header.dtype, "r", stream.tell(), header.shape, header.order)
-
-
-def _compare_checksum(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> None:
-    with archive.open(member) as stream:  # raises at the end of a member whose checksum is another
-        while stream.read(1 << 20):
-            pass
 
 
 def _one_of(data: dict[str, np.ndarray], keys: tuple[str, ...], path: Path, what: str) -> np.ndarray:

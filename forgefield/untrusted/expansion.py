@@ -11,6 +11,8 @@ FREE_BYTES = 256 * 2**20
 """Content up to this size is unpacked however small the file is."""
 LARGEST_RATIO = 100
 """Larger content may be this many times the size of the file. Compressed coordinates and forces stay below 10."""
+FRAME_BYTES = 400
+"""What a frame takes in memory in addition to its numbers, about."""
 
 
 def check_expansion(declared: int, stored: int, name: str, remedy: str) -> None:
