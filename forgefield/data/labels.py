@@ -18,6 +18,7 @@ from forgefield.config.schema import LabelOptions, UnitOptions
 from forgefield.data.field_values import frame_field
 from forgefield.data.fields import Field, fields_from
 from forgefield.data.frame import Frame, RawFrame, check_frame
+from forgefield.data.raw_values import atomic_numbers_of, periodicity, real_numbers
 from forgefield.errors import ForgefieldError
 from forgefield.physics import units as unit_table
 
@@ -63,7 +64,7 @@ class LabelReader:
     def frame(self, raw: RawFrame) -> Frame:
         """`raw` with its labels chosen, in eV and A, checked."""
         self._available.update(raw.info, raw.arrays, raw.results)
-        cell = np.asarray(raw.cell, dtype=np.float64) * self.length
+        cell = real_numbers(raw.cell, raw.where, "the cell") * self.length
         energy = self._find(raw, "energy")
         scale = self.energy * len(raw.numbers) if self.energy_per_atom else self.energy
         forces = self._find(raw, "forces")
@@ -71,10 +72,10 @@ class LabelReader:
         fields = self._find_fields(raw) if self.fields else {}
         return check_frame(
             Frame(
-                positions=np.asarray(raw.positions, dtype=np.float64) * self.length,
-                numbers=np.asarray(raw.numbers, dtype=np.int64),
+                positions=real_numbers(raw.positions, raw.where, "positions") * self.length,
+                numbers=atomic_numbers_of(raw.numbers, raw.where),
                 cell=cell,
-                pbc=np.asarray(raw.pbc, dtype=bool),
+                pbc=periodicity(raw.pbc, raw.where),
                 energy=None if energy is None else _scalar(raw, "energy", energy) * scale,
                 forces=None if forces is None else forces * self.forces,
                 stress=self._find_stress(raw, cell),
@@ -275,7 +276,7 @@ def _numbers(raw: RawFrame, name: str, value: Any) -> np.ndarray:
         array = np.asarray(value)
         if array.dtype.kind in "fiuO":
             return array.astype(np.float64)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         pass
     raise ForgefieldError(f"{raw.where}: {name}={value!r:.60} is not a number or an array of numbers")
 

@@ -11,7 +11,6 @@ import json
 import math
 import os
 import shlex
-import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ import yaml
 from forgefield.config.trust import code_of_model
 from forgefield.diagnosis.record import read_records
 from forgefield.errors import ForgefieldError
+from forgefield.untrusted.archives import npz_arrays
 
 SPLITS = ("test", "val")
 OF_POINTS = {
@@ -170,9 +170,8 @@ def predictions_from_npz(file: str | os.PathLike[str]) -> Predictions:
     """Read and check one predictions file; raises ForgefieldError that names the array that does not fit."""
     file = Path(file)
     try:
-        with np.load(file, allow_pickle=False) as stored:
-            arrays = {key: stored[key] for key in stored.files}
-    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile) as error:
+        arrays = npz_arrays(file)
+    except (OSError, ForgefieldError) as error:
         reason = type(error).__name__
         raise ForgefieldError(f"{file.name} cannot be read ({reason}); it is cut off or damaged") from error
     if "n_atoms" not in arrays:

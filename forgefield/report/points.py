@@ -5,13 +5,13 @@ Read from `predictions/SPLIT-points.npz`, which may be absent or damaged; that i
 
 from __future__ import annotations
 
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
 
+from forgefield.errors import ForgefieldError
 from forgefield.report.analysis import Pairs, Quantity
 from forgefield.report.canvas import COLOURS, house_style, linear_ticks, new_figure, to_svg
 from forgefield.report.figures import parity_figure
@@ -19,6 +19,7 @@ from forgefield.report.folder import SPLIT_NAMES, SPLITS, RunData
 from forgefield.report.markup import Child, Html, join, table, tag
 from forgefield.report.numbers import shorten, significant
 from forgefield.report.sections import card, section
+from forgefield.untrusted.archives import npz_arrays
 
 SHOWN = 4
 """Snapshots of a split that get figures."""
@@ -43,13 +44,12 @@ class PointPredictions:
 def read_points(path: Path) -> PointPredictions | None:
     """The predictions of a split; None where there are none that can be read."""
     try:
-        with np.load(path, allow_pickle=False) as stored:
-            arrays = {key: stored[key] for key in stored.files}
+        arrays = npz_arrays(path)
         n, levels = len(arrays["names"]), len(arrays["energies"])
         fit = all(arrays[f"dos_{kind}"].shape == (n, levels) for kind in ("pred", "ref"))
         fit = fit and all(arrays[key].shape == (n,) for key in arrays if key.startswith("error_"))
         return PointPredictions(arrays) if fit and n else None
-    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile):
+    except (OSError, ForgefieldError, KeyError, TypeError):
         return None
 
 

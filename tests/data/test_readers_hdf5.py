@@ -183,7 +183,7 @@ def good(file):
     [
         ("positions", np.zeros((3, 2, 2)), r"#/a: positions has shape \(3, 2, 2\)"),
         ("numbers", [1, 8, 1], r"#/a: numbers has shape \(3,\), but there are positions of 2 atoms"),
-        ("numbers", [1.5, 8], "should hold atomic numbers"),
+        ("numbers", [1.5, 8], r"the atomic number of atom 0 is 1\.5"),
         ("numbers", [b"H", b"Qq"], "'Qq' in numbers is not a chemical element"),
         ("energy", np.zeros(2), r"#/a: energy has shape \(2,\), but there are 3 frames"),
         ("forces", np.zeros((3, 3, 3)), r"#/a: forces has shape \(3, 3, 3\), but there are 2 atoms"),

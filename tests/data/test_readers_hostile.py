@@ -209,7 +209,7 @@ def test_an_array_in_npz_ends_where_its_header_says(tmp_path, rows):
     pair = np.array([[0.0, 0, 0], [0, 0, 1]])
     assert len(read_frames(write_npz(tmp_path / "good.npz", array_file(np.tile(pair, (N, 1, 1)))))) == N
     path = write_npz(tmp_path / "bad.npz", array_file(np.tile(pair, (rows, 1, 1)), (N, 2, 3)))
-    message = rf"bad\.npz: array 'R' should take \d+ bytes by its shape \({N}, 2, 3\) .* but \d+ are there"
+    message = rf"bad\.npz, array 'R' is .*: shape \({N}, 2, 3\) and type float64 take \d+ bytes, but \d+ are there"
     with pytest.raises(ForgefieldError, match=message):
         read_frames(path)
     (file,) = source_files(path)
@@ -219,7 +219,7 @@ def test_an_array_in_npz_ends_where_its_header_says(tmp_path, rows):
 
 def test_negative_shapes_in_npz_are_refused(tmp_path):
     path = write_npz(tmp_path / "bad.npz", array_file(np.zeros((N, 2, 3)), (-N, -2, 3)))
-    with pytest.raises(ForgefieldError, match=r"bad\.npz: array 'R'"):
+    with pytest.raises(ForgefieldError, match=r"bad\.npz, array 'R': its header states the impossible shape"):
         read_frames(path)
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from forgefield.config.nearest import did_you_mean
 from forgefield.errors import ForgefieldError
+from forgefield.untrusted.npy import read_npy_header
 
 HDF5_SUFFIXES = (".h5", ".hdf5")
 _scratch = threading.local()
@@ -87,9 +88,6 @@ class NumpyRows:
         if self.n_rows == 0 or self.n_columns == 0:
             raise ForgefieldError(f"{path} has shape {shape}: there is nothing in it")
         self._row_bytes = self.n_columns * self.dtype.itemsize
-        expected, found = self._offset + self.n_rows * self._row_bytes, path.stat().st_size
-        if found < expected:
-            raise ForgefieldError(f"{path} is cut off: it has {found} bytes, its header promises {expected}")
         self._file: int | None = None
         self._opening = threading.Lock()
 
@@ -129,26 +127,22 @@ class NumpyRows:
 
 
 def _header(path: Path) -> tuple[tuple[int, ...], np.dtype, int]:
-    """Shape, type and place of the first value of a .npy file."""
-    formats = np.lib.format
+    """Shape, type and offset of the first value of a .npy file, which has exactly the bytes that these say."""
     try:
         with path.open("rb") as file:
-            version = formats.read_magic(file)
-            read = formats.read_array_header_1_0 if version == (1, 0) else formats.read_array_header_2_0
-            shape, fortran, dtype = read(file)
-            offset = file.tell()
+            header = read_npy_header(file, path.stat().st_size, str(path))
     except OSError as error:
         raise ForgefieldError(f"{path}: cannot be read ({error.strerror})") from None
-    except ValueError as error:
-        raise ForgefieldError(f"{path} is not a .npy file: {error}") from None
-    if dtype.kind != "f":
-        raise ForgefieldError(f"{path} holds values of type {dtype}; real numbers are needed (float32 or float64)")
-    if fortran and len(shape) > 1:
+    if header.dtype.kind != "f":
+        raise ForgefieldError(
+            f"{path} holds values of type {header.dtype}; real numbers are needed (float32 or float64)"
+        )
+    if header.order == "F" and len(header.shape) > 1:
         raise ForgefieldError(
             f"{path} is stored in Fortran order, in which the values of a point lie far apart; write it again with "
             "np.save(path, np.ascontiguousarray(array))"
         )
-    return tuple(int(n) for n in shape), dtype, offset
+    return header.shape, header.dtype, header.offset
 
 
 def _scratch_rows(n: int, columns: int, dtype: np.dtype) -> np.ndarray:

@@ -200,10 +200,10 @@ def _count(file: SourceFile) -> int | None:
 
         return count_hdf5(path, group=file.group, type_map=file.type_map)
     if kind == "lmdb":
-        from forgefield.data.readers.lmdb_files import frame_keys, open_lmdb
+        from forgefield.data.readers.lmdb_files import open_lmdb
 
-        with open_lmdb(path) as transaction:
-            return len(frame_keys(path, transaction))
+        with open_lmdb(path) as lmdb_file:
+            return len(lmdb_file.keys)
     if kind == "aselmdb":
         from forgefield.data.readers.aselmdb import count_aselmdb
 

@@ -18,7 +18,7 @@ import numpy as np
 from ase.calculators.calculator import all_properties
 
 from forgefield.data.frame import RawFrame
-from forgefield.data.readers.lmdb_files import file_state, frame_keys, open_lmdb
+from forgefield.data.readers.lmdb_files import LmdbFile, open_lmdb
 from forgefield.errors import ForgefieldError
 
 LARGEST_VALUE = 256 * 2**20
@@ -28,10 +28,10 @@ _NUMBER_TYPE = re.compile(r"(bool|u?int\d+|float\d+|complex\d+|[<>|=]?[biufc]\d+
 
 def read_aselmdb(path: Path, start: int = 0, stop: int | None = None) -> Iterator[RawFrame]:
     """Frames start to stop; key-value pairs and data of a row count as its info, calculator results as results."""
-    with open_lmdb(path) as transaction:
-        for index, row_id in enumerate(_ids(path, transaction)[start:stop].tolist(), start):
-            where = f"{path}, frame {index} (id {row_id})"
-            row = _decode(transaction.get(str(row_id).encode()), where)
+    with open_lmdb(path) as file:
+        for index, place in enumerate(_places(file)[start:stop].tolist(), start):
+            where = f"{path}, frame {index} (id {file.keys[place].decode()})"
+            row = _decode(file.value(place), where)
             try:
                 yield _frame(row, str(path), index)
             except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -41,31 +41,33 @@ def read_aselmdb(path: Path, start: int = 0, stop: int | None = None) -> Iterato
 
 def count_aselmdb(path: Path) -> int:
     """Number of rows that are not deleted."""
-    with open_lmdb(path) as transaction:
-        return len(_ids(path, transaction))
+    with open_lmdb(path) as file:
+        return len(_places(file))
 
 
-def _ids(path: Path, transaction: Any) -> np.ndarray:
-    return _listed(path, *file_state(path, transaction))
+def _places(file: LmdbFile) -> np.ndarray:
+    return _listed(file.path, *file.state)
 
 
 @lru_cache(maxsize=4)
 def _listed(path: Path, *_: str | int) -> np.ndarray:
-    """(n_frames,) ids in ascending order, remembered while the file stays as it is."""
-    with open_lmdb(path) as transaction:
-        present = set(map(int, frame_keys(path, transaction).tolist()))
-        deleted, following = transaction.get(b"deleted_ids"), transaction.get(b"nextid")
+    """(n_frames,) positions in the keys of the file, by ascending id, remembered while the file stays as it is."""
+    with open_lmdb(path) as file:
+        keys, deleted, following = file.keys, file.other(b"deleted_ids"), file.other(b"nextid")
     gone = set(
         _whole_numbers([] if deleted is None else _decode(deleted, f"{path}, deleted_ids"), f"{path}, deleted_ids")
     )
+    ids = [int(key) for key in keys.tolist()]
+    present = set(ids)
+    if len(present) < len(ids):
+        raise ForgefieldError(f"{path}: two rows have the same id; the file is damaged")
     if following is not None:
         (end,) = _whole_numbers([_decode(following, f"{path}, nextid")], f"{path}, nextid")
         _refuse_missing(path, present | gone, end)
         present = {i for i in present if 1 <= i < end}
-    try:
-        return np.array(sorted(present - gone), dtype=np.int64)
-    except OverflowError:
-        raise ForgefieldError(f"{path}: the id of a row should be below 2**63; the file is damaged") from None
+    if ids and ids[-1] >= 2**63:
+        raise ForgefieldError(f"{path}: the id of a row should be below 2**63; the file is damaged")
+    return np.array([place for place, i in enumerate(ids) if i in present and i not in gone], dtype=np.int64)
 
 
 def _refuse_missing(path: Path, known: set[int], end: int) -> None:
@@ -115,13 +117,12 @@ def _plain(item: dict[str, Any]) -> Any:
 
 
 def _frame(row: dict[str, Any], source: str, index: int) -> RawFrame:
-    numbers = np.asarray(row["numbers"]).astype(np.int64)
-    cell = np.asarray(row.get("cell", np.zeros((3, 3))), dtype=np.float64)
+    cell = np.asarray(row.get("cell", np.zeros((3, 3))))
     return RawFrame(
-        positions=np.asarray(row["positions"], dtype=np.float64),
-        numbers=numbers,
+        positions=np.asarray(row["positions"]),
+        numbers=np.asarray(row["numbers"]),
         cell=np.diag(cell) if cell.shape == (3,) else cell.reshape(3, 3),
-        pbc=np.asarray(row.get("pbc", np.zeros(3))).astype(bool),
+        pbc=np.asarray(row.get("pbc", np.zeros(3))),
         source=source,
         index=index,
         info={**(row.get("data") or {}), **(row.get("key_value_pairs") or {})},

@@ -13,11 +13,14 @@ import numpy as np
 from forgefield.data.field_values import block_field
 from forgefield.data.frame import FLATTEST_CELL, Frame
 from forgefield.data.labels import FALLBACK_NAMES, USUAL_NAMES, LabelReader, is_none
+from forgefield.data.raw_values import REAL_KINDS
 from forgefield.data.readers.blocks import RawBlock
 
 
 def block_frames(block: RawBlock, reader: LabelReader) -> list[Frame] | None:
     """The frames of `block` in eV and A, checked; None where the plain way must look at each."""
+    if not _plain_structure(block):
+        return None
     n_frames, n_atoms = block.positions.shape[:2]
     columns = _Columns(block, reader)
     cell = block.cell * reader.length
@@ -115,6 +118,13 @@ class _Columns:
         if names and label in FALLBACK_NAMES:
             self.energy = fallback, names[0]
         return names
+
+
+def _plain_structure(block: RawBlock) -> bool:
+    """Whether positions and cells are real numbers, atomic numbers integers and pbc truth values."""
+    kinds = [np.asarray(values).dtype.kind for values in (block.positions, block.cell)]
+    whole = np.asarray(block.numbers).dtype.kind in "iu"
+    return whole and np.asarray(block.pbc).dtype.kind == "b" and all(kind in REAL_KINDS for kind in kinds)
 
 
 def _known(numbers: np.ndarray, n_atoms: int) -> bool:

@@ -18,9 +18,11 @@ import numpy as np
 from ase.data import atomic_numbers
 
 from forgefield.data.readers.blocks import LazyColumns, RawBlock, block_ranges, matrices, within
+from forgefield.data.readers.hdf5_files import Hdf5Array, is_dataset
 from forgefield.data.readers.numerals import is_plain, read_text, whole_numbers
 from forgefield.data.readers.text_rows import text_rows
 from forgefield.errors import ForgefieldError, SourceUnreadable
+from forgefield.untrusted.npy import map_npy
 
 PADDING = -1
 """In `real_atom_types`: there is no atom here."""
@@ -68,9 +70,9 @@ def open_group(group: Any, name: str, type_map: tuple[str, ...] | None = None) -
     sets = tuple(group[key] for key in sorted(group) if key.startswith("set."))
     names = None
     if "type_map.raw" in group:
-        stored = np.ravel(group["type_map.raw"][()])
+        stored = np.ravel(Hdf5Array(group["type_map.raw"])[()])
         names = [item.decode() if isinstance(item, bytes) else str(item) for item in stored]
-    types = [str(item) for item in np.ravel(group["type.raw"][()])]
+    types = [str(item) for item in np.ravel(Hdf5Array(group["type.raw"])[()])]
     if not sets:
         raise ForgefieldError(f"{name}: a DeePMD system needs groups set.* with coord.npy")
     return _system(name, types, names, type_map, "nopbc" not in group and "nopbc" not in group.attrs, sets)
@@ -215,21 +217,14 @@ def _folder_arrays(place: Path) -> dict[str, Any]:
 
 
 def _group_arrays(group: Any) -> dict[str, Any]:
-    return {key.removesuffix(".npy"): value for key, value in group.items() if hasattr(value, "shape")}
+    return {key.removesuffix(".npy"): Hdf5Array(value) for key, value in group.items() if is_dataset(value)}
 
 
 def _memory_mapped(file: Path) -> np.ndarray:
     try:
-        if file.stat().st_size == 0:
-            raise ValueError("the file is empty")
-        return np.load(file, mmap_mode="r", allow_pickle=False)
+        return map_npy(file)
     except PermissionError:
         raise SourceUnreadable(f"{file}: no permission to read this file") from None
-    except Exception as error:  # numpy says it in several ways
-        if isinstance(error, OSError) and error.errno:  # the system cannot read it, whatever it holds
-            raise
-        reason = f"{type(error).__name__}: {error}".splitlines()[0][:160]
-        raise ForgefieldError(f"{file}: it could not be read as an array of numbers ({reason})") from error
 
 
 def _name_of(place: Any) -> str:

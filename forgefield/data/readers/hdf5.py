@@ -20,10 +20,13 @@ import numpy as np
 from ase.data import atomic_numbers
 
 from forgefield.config.schema import UnitOptions
+from forgefield.data.raw_values import atomic_numbers_of, is_logical, real_numbers
 from forgefield.data.readers.blocks import LazyColumns, RawBlock, block_ranges, within
 from forgefield.data.readers.deepmd import open_group, read_system
 from forgefield.data.readers.hdf5_columns import EXTRA_NAMES, label_datasets, stated_factor
+from forgefield.data.readers.hdf5_files import REMEDY, Hdf5Array, is_dataset, open_hdf5, reading_hdf5
 from forgefield.errors import ForgefieldError
+from forgefield.untrusted.expansion import FRAME_BYTES, check_expansion
 
 NUMBER_NAMES = ("atomic_numbers", "numbers", "species", "nuclear_charges", "z", "Z", "elements", "symbols")
 POSITION_NAMES = ("positions", "coordinates", "conformations", "coords", "pos", "cart_coords", "xyz", "R")
@@ -37,6 +40,12 @@ class Entry:
     group: str
     deepmd: bool
     n_frames: int
+    n_atoms: int
+
+    @property
+    def n_bytes(self) -> int:
+        """What its frames take in memory with their positions alone, about."""
+        return self.n_frames * (FRAME_BYTES + 24 * self.n_atoms)
 
 
 def read_hdf5(
@@ -53,7 +62,7 @@ def read_hdf5(
     source = str(path) if group is None else f"{path}#{group}"
     entries = _entries(path, group, type_map)
     ends = list(accumulate(entry.n_frames for entry in entries))
-    with _open(path) as file:
+    with open_hdf5(path) as file, reading_hdf5(source):
         for at in range(bisect.bisect_right(ends, start), len(entries)):
             entry, first = entries[at], ends[at] - entries[at].n_frames
             if stop is not None and first >= stop:
@@ -72,23 +81,6 @@ def count_hdf5(path: Path, *, group: str | None = None, type_map: tuple[str, ...
     return sum(entry.n_frames for entry in _entries(path, group, type_map))
 
 
-def _open(path: Path) -> Any:
-    try:
-        import h5py
-    except ImportError:
-        raise ForgefieldError(f"{path}: HDF5 files need the package h5py: pip install h5py") from None
-    if not os.access(path, os.R_OK):
-        raise PermissionError(str(path))
-    try:
-        return h5py.File(path, "r", locking="best-effort")
-    except OSError as error:
-        if error.errno:  # the system cannot read it, whatever it holds
-            raise
-        raise ForgefieldError(
-            f"{path}: it could not be opened as HDF5; it is damaged or truncated ({error})"
-        ) from error
-
-
 def _entries(path: Path, group: str | None, type_map: tuple[str, ...] | None) -> tuple[Entry, ...]:
     status = os.stat(path)
     return _catalogue(path.resolve(), group, type_map, status.st_size, status.st_mtime_ns)
@@ -99,7 +91,7 @@ def _catalogue(
     path: Path, group: str | None, type_map: tuple[str, ...] | None, size: int, mtime_ns: int
 ) -> tuple[Entry, ...]:
     """All systems of a file, remembered while the file stays as it is."""
-    with _open(path) as file:
+    with open_hdf5(path) as file, reading_hdf5(str(path)):
         if group is not None and group not in file:
             inside = ", ".join(list(file)[:8]) or "nothing"
             raise ForgefieldError(f"{path}#{group}: there is no such group in the file; it holds {inside}")
@@ -107,6 +99,7 @@ def _catalogue(
         if not hasattr(top, "keys"):
             raise ForgefieldError(f"{path}#{group}: this is a dataset, not a group")
         entries = tuple(_search(top, path, type_map))
+    check_expansion(sum(entry.n_bytes for entry in entries), size, str(path), REMEDY)
     if not entries:
         raise ForgefieldError(
             f"{path}{'#' + group if group else ''}: no group holds positions ({', '.join(POSITION_NAMES)}) and atomic "
@@ -154,7 +147,8 @@ def _groups_in(group: Any) -> Iterator[Any]:
 def _entry(group: Any, place: str, type_map: tuple[str, ...] | None) -> Entry | None:
     """The system this group is; None where it is none."""
     if "type.raw" in group:
-        return Entry(group.name, True, sum(open_group(group, place, type_map).lengths()))
+        system = open_group(group, place, type_map)
+        return Entry(group.name, True, sum(system.lengths()), len(system.types))
     positions = _dataset(group, POSITION_NAMES)
     if positions is None or _dataset(group, NUMBER_NAMES) is None:
         return None
@@ -164,7 +158,9 @@ def _entry(group: Any, place: str, type_map: tuple[str, ...] | None) -> Entry | 
         raise ForgefieldError(
             f"{place}: {_leaf(positions)} has shape {positions.shape}; it should be (atoms, 3) or (frames, atoms, 3)"
         )
-    return Entry(group.name, False, 1 if positions.ndim == 2 else positions.shape[0])
+    if positions.shape[-2] == 0:
+        raise ForgefieldError(f"{place}: {_leaf(positions)} has shape {positions.shape}, so there are no atoms")
+    return Entry(group.name, False, 1 if positions.ndim == 2 else positions.shape[0], positions.shape[-2])
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:
@@ -172,22 +168,26 @@ def _natural(name: str) -> list[tuple[int, int, str]]:
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in parts if part]
 
 
-def _leaf(dataset: Any) -> str:
+def _leaf(dataset: Hdf5Array) -> str:
     return dataset.name.rpartition("/")[2]
 
 
-def _dataset(group: Any, names: tuple[str, ...]) -> Any:
+def _dataset(group: Any, names: tuple[str, ...]) -> Hdf5Array | None:
     """The dataset of the group under the first of these names that it has."""
+    return next(iter(_datasets(group, names)), None)
+
+
+def _datasets(group: Any, names: tuple[str, ...]) -> Iterator[Hdf5Array]:
     for name in names:
-        if name in group and hasattr(group[name], "shape"):
-            return group[name]
-    return None
+        if name in group and is_dataset(group[name]):
+            yield Hdf5Array(group[name])
 
 
 def _read_group(
     group: Any, place: str, units: UnitOptions, fields: frozenset[str], start: int, stop: int, source: str, first: int
 ) -> Iterator[RawBlock]:
     positions = _dataset(group, POSITION_NAMES)
+    assert positions is not None  # else it would not be an entry
     _refuse_second(group, POSITION_NAMES, place, "positions")
     many = positions.ndim == 3
     n_frames, n_atoms = positions.shape[:2] if many else (1, positions.shape[0])
@@ -196,7 +196,8 @@ def _read_group(
     factor = stated_factor(positions, units, "length")
     found = label_datasets(group, place, units, n_frames if many else None, n_atoms, fields)
     for a, b in block_ranges(start, stop, n_atoms):
-        coordinates = np.asarray(positions[a:b] if many else positions[()][None], dtype=np.float64) * factor
+        coordinates = np.asarray(positions[a:b] if many else positions[()][None])
+        coordinates = coordinates if factor == 1.0 else coordinates * np.float64(factor)
         columns = LazyColumns({name: partial(column.values, a, b) for name, column in found.items()})
         yield RawBlock(
             positions=coordinates,
@@ -212,7 +213,7 @@ def _read_group(
 
 
 def _refuse_second(group: Any, names: tuple[str, ...], place: str, what: str) -> None:
-    present = [group[name] for name in names if name in group and hasattr(group[name], "shape")]
+    present = list(_datasets(group, names))
     for other in present[1:]:
         if other.shape != present[0].shape or not np.array_equal(other[()], present[0][()]):
             raise ForgefieldError(
@@ -222,6 +223,7 @@ def _refuse_second(group: Any, names: tuple[str, ...], place: str, what: str) ->
 
 def _numbers(group: Any, place: str, n_frames: int, n_atoms: int) -> np.ndarray:
     dataset = _dataset(group, NUMBER_NAMES)
+    assert dataset is not None
     values = np.asarray(dataset[()])
     if values.dtype.kind in "OSU":
         words = [word.decode() if isinstance(word, bytes) else str(word) for word in values.reshape(-1)]
@@ -234,38 +236,40 @@ def _numbers(group: Any, place: str, n_frames: int, n_atoms: int) -> np.ndarray:
             f"{place}: {_leaf(dataset)} has shape {values.shape}, but there are positions of {n_atoms} atoms in "
             f"{n_frames} frames"
         )
-    if values.dtype.kind == "f" and not (values == np.round(values)).all():
-        raise ForgefieldError(f"{place}: {_leaf(dataset)} should hold atomic numbers, whole ones")
-    return values.astype(np.int64)
+    return atomic_numbers_of(values.reshape(-1), f"{place}, {_leaf(dataset)}").reshape(values.shape)
 
 
 def _cells(group: Any, place: str, units: UnitOptions, n_frames: int) -> tuple[np.ndarray, np.ndarray]:
     """(n_frames, 3, 3) and (n_frames, 3). One cell for all frames may be (3, 3), (9,), or the three edges of a box."""
     dataset = _dataset(group, CELL_NAMES)
-    if dataset is not None and dataset.dtype.kind not in "fiu":
+    if dataset is not None and dataset.dtype.kind in "SUO":
         dataset = None  # the text None is written for none
     if dataset is None and "lattice_parameters" in group:
         raise ForgefieldError(f"{place}: its lattice is given by lattice_parameters only; add a lattice_matrix, in A")
     cell: np.ndarray = np.zeros((3, 3))
     if dataset is not None:
-        cell = np.asarray(dataset[()], dtype=np.float64) * stated_factor(dataset, units, "length")
+        cell = real_numbers(dataset[()], place, _leaf(dataset)) * stated_factor(dataset, units, "length")
         if cell.shape == (3,):
             cell = np.diag(cell)
         if cell.size not in (9, 9 * n_frames) or (cell.shape[-1] not in (3, 9)):
             raise ForgefieldError(
                 f"{place}: {_leaf(dataset)} has shape {cell.shape}; it should be (3, 3), or ({n_frames}, 3, 3)"
             )
-    pbc = _periodic(group, dataset is not None)
+    pbc = _periodic(group, place, dataset is not None)
     if pbc.size not in (1, 3, 3 * n_frames):
         raise ForgefieldError(f"{place}: pbc has shape {pbc.shape}; it should be (3,), or ({n_frames}, 3)")
     rows = pbc.reshape(-1, 3) if pbc.size > 1 else np.full((1, 3), bool(pbc.reshape(-1)[0]))
     return np.broadcast_to(cell.reshape(-1, 3, 3), (n_frames, 3, 3)), np.broadcast_to(rows, (n_frames, 3))
 
 
-def _periodic(group: Any, has_cell: bool) -> np.ndarray:
+def _periodic(group: Any, place: str, has_cell: bool) -> np.ndarray:
     pbc = group.get("pbc")
-    if pbc is None or (hasattr(pbc, "dtype") and pbc.dtype.kind not in "fiub"):
+    if pbc is not None and hasattr(pbc, "keys"):
+        values = np.array([Hdf5Array(pbc[axis])[()] for axis in "xyz"])
+    elif pbc is None or Hdf5Array(pbc).dtype.kind in "SUO":  # the text None is written for none
         return np.array(has_cell)
-    if hasattr(pbc, "keys"):
-        return np.array([bool(pbc[axis][()]) for axis in "xyz"])
-    return np.asarray(pbc[()]).astype(bool)
+    else:
+        values = np.asarray(Hdf5Array(pbc)[()])
+    if not is_logical(values):
+        raise ForgefieldError(f"{place}: pbc should hold truth values (or 0 and 1), not {values.reshape(-1)[:3]}")
+    return values.astype(bool)

@@ -14,6 +14,7 @@ import numpy as np
 
 from forgefield.config.schema import UnitOptions
 from forgefield.data.labels import FALLBACK_NAMES, USUAL_NAMES
+from forgefield.data.readers.hdf5_files import Hdf5Array, is_dataset
 from forgefield.errors import ForgefieldError
 from forgefield.physics.units import force_factor, label_energy_factor, length_factor, split_per_atom, stress_factor
 
@@ -39,7 +40,7 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class Column:
-    dataset: Any
+    dataset: Hdf5Array
     factor: float
     many: bool
     """Whether its first axis runs over frames; else it belongs to the one frame there is."""
@@ -66,9 +67,12 @@ def label_datasets(
     for home in (group, group.get("properties")):
         if home is None or not hasattr(home, "keys"):
             continue
-        for name, dataset in home.items():
-            kinds = "fiub" if name in fields else "fiu"
-            if not hasattr(dataset, "shape") or dataset.dtype.kind not in kinds or _weightless(group, name):
+        for name, item in home.items():
+            if not is_dataset(item):
+                continue
+            dataset = Hdf5Array(item)
+            kinds = "fiucb" if name in fields else "fiuc"
+            if dataset.dtype.kind not in kinds or _weightless(group, name):
                 continue
             label = _label_of(name)
             if label is not None:
@@ -83,7 +87,7 @@ def label_datasets(
     return columns
 
 
-def stated_factor(dataset: Any, units: UnitOptions, kind: str) -> float:
+def stated_factor(dataset: Hdf5Array, units: UnitOptions, kind: str) -> float:
     """What turns the numbers of `dataset` into the unit of the settings: 1 where it states none."""
     text = _stated_unit(dataset)
     if text is None:
@@ -93,11 +97,11 @@ def stated_factor(dataset: Any, units: UnitOptions, kind: str) -> float:
             kind
         ](text)
     except ForgefieldError as error:
-        raise ForgefieldError(f"{dataset.file.filename}#{dataset.name}: its attribute units: {error}") from None
+        raise ForgefieldError(f"{dataset.place}: its attribute units: {error}") from None
     asked = _asked(units, kind)
     if abs(asked - _asked(UnitOptions(), kind)) > 1e-9 * asked and abs(own / asked - 1) > 1e-6:
         raise ForgefieldError(
-            f"{dataset.file.filename}#{dataset.name}: it says its unit is {text}, which contradicts data.units; set "
+            f"{dataset.place}: it says its unit is {text}, which contradicts data.units; set "
             f"data.units.{kind}={text}, or leave data.units out and the file decides"
         )
     return own / asked
@@ -160,7 +164,7 @@ def _label_of(name: str) -> str | None:
     return None
 
 
-def _factor(dataset: Any, name: str, units: UnitOptions, label: str | None) -> float | None:
+def _factor(dataset: Hdf5Array, name: str, units: UnitOptions, label: str | None) -> float | None:
     """None for a quantity of another kind in a unit of its own: it is left out rather than misread."""
     sign = -1.0 if name in GRADIENTS else 1.0
     if label is not None:
@@ -189,13 +193,13 @@ def _is_energy(dataset: Any) -> bool:
 def _weightless(group: Any, name: str) -> bool:
     for home, key in ((group, f"{name}_weight"), (group.get("property_weights"), name)):
         if home is not None and hasattr(home, "keys") and key in home:
-            weight = home[key][()]
-            if np.ndim(weight) == 0 and not isinstance(weight, (bytes, str)) and float(weight) == 0:
+            weight = Hdf5Array(home[key])[()] if is_dataset(home[key]) else None
+            if np.ndim(weight) == 0 and isinstance(weight, (int, float, np.number)) and weight == 0:
                 return True
     return False
 
 
-def _check_shape(dataset: Any, name: str, place: str, label: str, n_frames: int | None, n_atoms: int) -> None:
+def _check_shape(dataset: Hdf5Array, name: str, place: str, label: str, n_frames: int | None, n_atoms: int) -> None:
     shape = dataset.shape if n_frames is None else dataset.shape[1:]
     if n_frames is not None and (not dataset.ndim or len(dataset) != n_frames):
         raise ForgefieldError(f"{place}: {name} has shape {dataset.shape}, but there are {n_frames} frames")

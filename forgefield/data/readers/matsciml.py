@@ -15,7 +15,8 @@ import numpy as np
 from ase.data import atomic_numbers, covalent_radii
 
 from forgefield.data.frame import RawFrame
-from forgefield.data.readers.lmdb_files import frame_keys, open_lmdb
+from forgefield.data.raw_values import atomic_numbers_of, periodicity, real_numbers
+from forgefield.data.readers.lmdb_files import open_lmdb
 from forgefield.data.readers.safe_pickle import RefusedPickle, safe_loads
 from forgefield.errors import ForgefieldError
 
@@ -29,11 +30,11 @@ EXTRA_NAMES = {"energy": ("energy_total",)}
 
 def read_matsciml(path: Path, start: int = 0, stop: int | None = None) -> Iterator[RawFrame]:
     """Frames start to stop of an LMDB file, by ascending key."""
-    with open_lmdb(path) as transaction:
-        for index, key in enumerate(frame_keys(path, transaction)[start:stop].tolist(), start):
+    with open_lmdb(path) as file:
+        for index, key in enumerate(file.keys[start:stop].tolist(), start):
             where = f"{path}, frame {index} (key {key.decode()})"
             try:
-                sample = safe_loads(transaction.get(key))
+                sample = safe_loads(file.value(index))
             except RefusedPickle as error:
                 raise ForgefieldError(f"{where}: its value is refused: {error}") from None
             if not isinstance(sample, dict):
@@ -52,7 +53,7 @@ def _frame(sample: dict[str, Any], source: str, index: int, where: str) -> RawFr
     else:
         positions, numbers, cell, pbc = _arrays(sample, where)
         used = (*POSITION_KEYS, *NUMBER_KEYS, *CELL_KEYS, "pbc")
-    if "natoms" in sample and int(sample["natoms"]) != len(numbers):
+    if "natoms" in sample and (np.size(sample["natoms"]) != 1 or np.asarray(sample["natoms"]).item() != len(numbers)):
         raise ForgefieldError(f"{where}: natoms is {sample['natoms']}, but there are {len(numbers)} atoms")
     if "volume" in sample:
         _check_volume(cell, float(sample["volume"]), where)
@@ -87,7 +88,7 @@ def _targets(groups: Any) -> dict[str, Any]:
 def _pymatgen(structure: Mapping[str, Any], where: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Positions, numbers, cell and pbc of a structure as pymatgen writes it into dictionaries."""
     lattice, sites = structure["lattice"], structure["sites"]
-    cell = np.asarray(lattice["matrix"], dtype=np.float64).reshape(3, 3)
+    cell = real_numbers(lattice["matrix"], where, "the lattice").reshape(3, 3)
     _check_volume(cell, float(lattice.get("volume", abs(np.linalg.det(cell)))), where)
     numbers = np.zeros(len(sites), dtype=np.int64)
     for i, site in enumerate(sites):
@@ -95,13 +96,13 @@ def _pymatgen(structure: Mapping[str, Any], where: str) -> tuple[np.ndarray, np.
         if len(species) != 1 or abs(float(species[0].get("occu", 1)) - 1) > 1e-6:
             raise ForgefieldError(f"{where}: site {i} is not one whole atom; disordered structures cannot be read")
         numbers[i] = atomic_numbers[species[0]["element"]]
-    positions = np.array([site["abc"] for site in sites], dtype=np.float64).reshape(-1, 3) @ cell
+    positions = real_numbers([site["abc"] for site in sites], where, "the sites").reshape(-1, 3) @ cell
     if sites and "xyz" in sites[0]:
         stored = np.array([site["xyz"] for site in sites], dtype=np.float64)
         if not np.allclose(stored, positions, atol=1e-3):
             raise ForgefieldError(f"{where}: the fractional and the Cartesian coordinates of its sites disagree")
         positions = stored
-    return positions, numbers, cell, np.array(lattice.get("pbc", (True, True, True)), dtype=bool)
+    return positions, numbers, cell, periodicity(lattice.get("pbc", (True, True, True)), where)
 
 
 def _arrays(sample: dict[str, Any], where: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -113,13 +114,13 @@ def _arrays(sample: dict[str, Any], where: str) -> tuple[np.ndarray, np.ndarray,
             f"{where}: no positions and atomic numbers (looked for {', '.join((*POSITION_KEYS, *NUMBER_KEYS))}); "
             f"the sample has {', '.join(map(str, sample))}"
         )
-    positions = np.asarray(sample[name], dtype=np.float64)
-    numbers = np.asarray(charges).astype(np.int64)
+    positions = real_numbers(sample[name], where, name)
+    numbers = atomic_numbers_of(charges, where)
     if positions.shape != (len(numbers), 3):
         raise ForgefieldError(f"{where}: {name} has shape {positions.shape}, but there are {len(numbers)} atoms")
     stored = next((sample[key] for key in CELL_KEYS if sample.get(key) is not None), None)
-    cell = np.zeros((3, 3)) if stored is None else np.asarray(stored, dtype=np.float64).reshape(3, 3)
-    pbc = np.broadcast_to(np.asarray(sample.get("pbc", stored is not None)).astype(bool), 3).copy()
+    cell = np.zeros((3, 3)) if stored is None else real_numbers(stored, where, "the cell").reshape(3, 3)
+    pbc = periodicity(np.broadcast_to(np.asarray(sample.get("pbc", stored is not None)), 3), where)
     if name == "cart_coords" and _fractional(positions, numbers, sample.get("sites")):
         if stored is None:
             raise ForgefieldError(f"{where}: its {name} are fractional, but there is no cell to go with them")

@@ -5,12 +5,8 @@ Units come from the settings; where the file states its own (`e_unit`, `r_unit`)
 
 from __future__ import annotations
 
-import math
-import struct
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
@@ -18,23 +14,25 @@ from forgefield.config.schema import UnitOptions
 from forgefield.data.readers.blocks import RawBlock, block_ranges
 from forgefield.errors import ForgefieldError
 from forgefield.physics.units import label_energy_factor, length_factor
+from forgefield.untrusted.archives import MAPPED_ABOVE, npz_arrays
+from forgefield.untrusted.expansion import FRAME_BYTES, check_expansion
 
 NUMBER_KEYS = ("nuclear_charges", "atomic_numbers", "numbers", "z", "Z")
 POSITION_KEYS = ("coords", "positions", "R", "pos")
-SMALL = 1 << 16
-"""Arrays up to this many bytes are read rather than mapped."""
+REMEDY = "write it with np.savez, which does not compress"
 EXTRA_NAMES = {"energy": ("energies", "E"), "forces": ("F",)}
 
 
 def read_npz(path: Path, units: UnitOptions, start: int = 0, stop: int | None = None) -> Iterator[RawBlock]:
     """Frames start to stop of `path`, in blocks. Arrays stored without compression are mapped, not read."""
-    data = _load(path, check=start == 0)
+    data = npz_arrays(path, verify=start == 0, leave_out=("name",))
     numbers = _one_of(data, NUMBER_KEYS, path, "atomic numbers")
     positions = _one_of(data, POSITION_KEYS, path, "positions")
     _check_stated_units(data, path, units)
-    if positions.ndim != 3 or positions.shape[2] != 3:
+    if positions.ndim != 3 or positions.shape[2] != 3 or 0 in positions.shape:
         raise ForgefieldError(f"{path}: positions have shape {positions.shape}; it should be (frames, atoms, 3)")
     n_frames, n_atoms = positions.shape[:2]
+    check_expansion(n_frames * (FRAME_BYTES + 24 * n_atoms), path.stat().st_size, str(path), REMEDY)
     if numbers.shape not in ((n_atoms,), (n_frames, n_atoms)):
         raise ForgefieldError(
             f"{path}: atomic numbers have shape {numbers.shape}; it should be ({n_atoms},) or ({n_frames}, {n_atoms})"
@@ -44,15 +42,15 @@ def read_npz(path: Path, units: UnitOptions, start: int = 0, stop: int | None = 
     per_frame = {
         key: array
         for key, array in data.items()
-        if key not in used and array.ndim and len(array) == n_frames and array.dtype.kind in "fiub"
+        if key not in used and array.ndim and len(array) == n_frames and array.dtype.kind in "fiubc"
     }
     _check_lengths(data, path, n_frames)
     for a, b in block_ranges(start, n_frames if stop is None else min(stop, n_frames), n_atoms):
         values = {key: array[a:b] for key, array in per_frame.items()}
         yield RawBlock(
             positions=positions[a:b],
-            numbers=numbers.astype(np.int64) if numbers.shape == (n_atoms,) else numbers[a:b].astype(np.int64),
-            cell=cells[a:b].astype(np.float64),
+            numbers=numbers if numbers.shape == (n_atoms,) else numbers[a:b],
+            cell=cells[a:b],
             pbc=periodic[a:b],
             source=str(path),
             start=a,
@@ -64,70 +62,10 @@ def read_npz(path: Path, units: UnitOptions, start: int = 0, stop: int | None = 
 
 def count_npz(path: Path) -> int | None:
     """Number of frames; None where arrays are compressed, so that each part would have to unpack all of it."""
-    data = _load(path, check=False)
-    if any(not isinstance(array, np.memmap) for array in data.values() if array.nbytes > SMALL):
+    data = npz_arrays(path, verify=False, leave_out=("name",))
+    if any(not isinstance(array, np.memmap) for array in data.values() if array.nbytes > MAPPED_ABOVE):
         return None
     return len(_one_of(data, POSITION_KEYS, path, "positions"))
-
-
-def _load(path: Path, *, check: bool) -> dict[str, np.ndarray]:
-    """Arrays by name. `check`: compare what is there with the checksums of the file."""
-    try:
-        with np.load(path, allow_pickle=False) as archive, zipfile.ZipFile(path) as members:
-            arrays = {}
-            for key in archive.files:
-                if key == "name":
-                    continue
-                member = members.NameToInfo.get(f"{key}.npy")
-                mapped = None if member is None else _mapped(path, member)
-                arrays[key] = archive[key] if mapped is None else mapped
-                if mapped is not None and check:
-                    _compare_checksum(members, f"{key}.npy")
-            return arrays
-    except ForgefieldError:
-        raise
-    except Exception as error:  # zipfile, zlib and numpy each have their own
-        if isinstance(error, OSError) and error.errno:  # the system cannot read it, whatever it holds
-            raise
-        reason = f"{type(error).__name__}: {error}".splitlines()[0][:160]
-        raise ForgefieldError(f"{path}: it could not be read as npz; it is damaged or truncated ({reason})") from error
-
-
-def _mapped(path: Path, member: zipfile.ZipInfo) -> np.ndarray | None:
-    """An array stored as it is within the zip file, memory-mapped; None where it has to be unpacked, or is small."""
-    if member.compress_type != zipfile.ZIP_STORED or member.file_size <= SMALL or member.flag_bits & 1:
-        return None
-    with path.open("rb") as stream:
-        stream.seek(member.header_offset + 26)
-        name_length, extra_length = struct.unpack("<HH", stream.read(4))
-        begin = member.header_offset + 30 + name_length + extra_length
-        stream.seek(begin)
-        version = np.lib.format.read_magic(stream)
-        if version not in ((1, 0), (2, 0)):
-            return None
-        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, fortran, dtype = read(stream)
-        if dtype.hasobject:
-            return None  # numpy refuses it, in words of its own
-        order: Literal["C", "F"] = "F" if fortran else "C"
-        _check_size(path, member, stream.tell() - begin, shape, dtype)
-        return np.memmap(path, dtype, "r", stream.tell(), shape, order)
-
-
-def _check_size(path: Path, member: zipfile.ZipInfo, header: int, shape: tuple[int, ...], dtype: np.dtype) -> None:
-    """A mapping knows no end of the member: what is beyond it would be read as numbers."""
-    expected = header + math.prod(shape) * dtype.itemsize
-    if min(shape, default=0) < 0 or not expected == member.file_size == member.compress_size:
-        raise ForgefieldError(
-            f"{path}: array {member.filename.removesuffix('.npy')!r} should take {expected} bytes by its shape {shape} and "
-            f"type {dtype}, but {member.file_size} are there; the file is damaged, write it again"
-        )
-
-
-def _compare_checksum(members: zipfile.ZipFile, name: str) -> None:
-    with members.open(name) as stream:  # raises at the end of a member whose checksum is another
-        while stream.read(1 << 20):
-            pass
 
 
 def _one_of(data: dict[str, np.ndarray], keys: tuple[str, ...], path: Path, what: str) -> np.ndarray:
@@ -165,7 +103,7 @@ def _cells(data: dict[str, np.ndarray], path: Path, n_frames: int) -> tuple[np.n
     try:
         return (
             np.broadcast_to(cell.reshape(-1, 3, 3), (n_frames, 3, 3)),
-            np.broadcast_to(pbc.reshape(-1, pbc.shape[-1] if pbc.ndim else 1), (n_frames, 3)).astype(bool),
+            np.broadcast_to(pbc.reshape(-1, pbc.shape[-1] if pbc.ndim else 1), (n_frames, 3)),
         )
     except ValueError:
         raise ForgefieldError(

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from ase.data import atomic_numbers
 from torch import Tensor
@@ -22,6 +21,7 @@ from torch import Tensor
 from forgefield.errors import ForgefieldError
 from forgefield.models.importers.torch_file import Foreign, read_torch_file
 from forgefield.models.registry import build_model, resolve_model
+from forgefield.untrusted.archives import npz_arrays
 
 SHARED_OPTIONS = {
     "num_layers": "num_layers",
@@ -242,10 +242,10 @@ def _translate_pair_potential(path: Path, value: Any, species: list[str]) -> Any
 
 def _read_npz(path: Path) -> dict[str, Tensor]:
     try:
-        with np.load(path, allow_pickle=False) as data:
-            prefixed = [key for key in data.files if key.startswith("weight/")]
-            return {key: torch.from_numpy(data[key].copy()) for key in prefixed or data.files}
-    except (OSError, ValueError) as error:
+        arrays = npz_arrays(path)
+        prefixed = [key for key in arrays if key.startswith("weight/")]
+        return {key: torch.from_numpy(arrays[key].copy()) for key in prefixed or arrays}
+    except (OSError, TypeError) as error:
         raise ForgefieldError(f"{path} cannot be read: {error}.") from error
 
 

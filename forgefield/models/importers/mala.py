@@ -9,9 +9,7 @@ from __future__ import annotations
 import io
 import json
 import os
-import pickle
 import re
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -26,7 +24,13 @@ from forgefield.errors import ForgefieldError
 from forgefield.models.ldos import ACTIVATIONS, LinearScale, PointFacts, resolve
 from forgefield.physics.descriptors import DescriptorOptions
 from forgefield.physics.energy_grid import EnergyGrid
+from forgefield.untrusted.archives import open_archive
+from forgefield.untrusted.expansion import check_expansion
 
+MEMBERS = ("params.json", "iscaler.json", "oscaler.json", "network.pth", "info.json")
+"""Files of an archive that are read, after the name of the model."""
+OLD_MEMBERS = ("iscaler.pkl", "oscaler.pkl", "params.pkl")
+REMEDY = "load and save the model with MALA 1.4 once, which writes a plain archive"
 NEGATIVE = {"zero_out_negative": "zero", "absolute_values": "absolute", None: "keep"}
 """Their `restrict_targets`, and our word for it."""
 
@@ -52,7 +56,7 @@ def read_mala(path: str | os.PathLike[str]) -> ImportedNetwork:
     archive = _Archive.read(path)
     try:
         return _assemble(path, archive)
-    except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, IndexError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
         raise ForgefieldError(f"{path} is not a model as MALA 1.4 writes them: {error!r}.") from error
 
 
@@ -65,14 +69,18 @@ class _Archive:
 
     @classmethod
     def read(cls, path: Path) -> _Archive:
-        try:
-            with zipfile.ZipFile(path) as archive:
-                files = {name.rpartition("/")[2].partition(".")[2]: archive.read(name) for name in archive.namelist()}
-        except FileNotFoundError as error:
-            raise ForgefieldError(f"{path} does not exist.") from error
-        except (zipfile.BadZipFile, OSError, RuntimeError) as error:
-            raise ForgefieldError(f"{path} is not a zip archive as MALA's save_run writes it: {error}.") from error
-        files = {_kind(name): content for name, content in files.items()}
+        if not path.is_file():
+            raise ForgefieldError(f"{path} does not exist.")
+        with open_archive(path, str(path), "a zip archive as MALA's save_run writes it", REMEDY) as archive:
+            files: dict[str, bytes] = {}
+            for name in archive.namelist():
+                kind = _kind(name)
+                if kind in files:
+                    raise ForgefieldError(f"{path} holds two files NAME.{kind}; give an archive of one model.")
+                if kind in MEMBERS:
+                    files[kind] = archive.read(name)
+                elif kind in OLD_MEMBERS:
+                    files[kind] = b""
         _refuse_pickles(path, files)
         for name in ("params.json", "iscaler.json", "oscaler.json", "network.pth"):
             if name not in files:
@@ -86,12 +94,12 @@ class _Archive:
 
 
 def _kind(name: str) -> str:
-    """The last two parts of a name: names of runs may have dots, too."""
-    return ".".join(name.split(".")[-2:])
+    """The last two parts of a file name: names of runs may have dots, too."""
+    return ".".join(name.rpartition("/")[2].split(".")[-2:])
 
 
 def _refuse_pickles(path: Path, files: Mapping[str, bytes]) -> None:
-    for name in ("iscaler.pkl", "oscaler.pkl", "params.pkl"):
+    for name in OLD_MEMBERS:
         if name in files and name.replace(".pkl", ".json") not in files:
             raise ForgefieldError(
                 f"{path} holds NAME.{name}, a pickle of an old version, which could do anything when it is read; load and "
@@ -102,7 +110,7 @@ def _refuse_pickles(path: Path, files: Mapping[str, bytes]) -> None:
 def _json(path: Path, content: bytes) -> dict[str, Any]:
     try:
         found = json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ForgefieldError(f"{path}: a JSON file in it cannot be read ({error}).") from error
     if not isinstance(found, dict):
         raise ForgefieldError(f"{path}: a JSON file in it is no mapping.")
@@ -111,13 +119,20 @@ def _json(path: Path, content: bytes) -> dict[str, Any]:
 
 def _weights(path: Path, content: bytes) -> dict[str, Tensor]:
     """Tensors by name. torch's own reader of nothing but tensors knows the old format that MALA writes."""
+    name = f"{path}: its network.pth"
     try:
+        if content.startswith(b"PK"):
+            with open_archive(content, name, "a file of weights", REMEDY):
+                pass
         found = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+    except ForgefieldError:
+        raise
+    except Exception as error:  # torch, pickle and struct each have their own
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ForgefieldError(f"{path}: its network.pth is not a file of weights: {reason}") from error
+        raise ForgefieldError(f"{name} is not a file of weights: {reason}") from error
     if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
         raise ForgefieldError(f"{path}: its network.pth holds something else than weights by name.")
+    check_expansion(sum(value.numel() * value.element_size() for value in found.values()), len(content), name, REMEDY)
     return dict(found)
 
 

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import collections
 import io
+import math
 import os
 import pickle
 import zipfile
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from forgefield.errors import ForgefieldError
+from forgefield.untrusted.archives import open_archive
 
 _DTYPES = {
     "DoubleStorage": torch.float64,
@@ -49,13 +52,12 @@ class Foreign:
 
 def read_torch_file(path: str | os.PathLike[str]) -> Any:
     """The object in a file of `torch.save` (zip format): dicts, lists, numbers, strings, tensors on the CPU."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            return _read_archive(archive)
-    except FileNotFoundError as error:
-        raise ForgefieldError(f"{path} does not exist.") from error
-    except (zipfile.BadZipFile, KeyError, EOFError, pickle.UnpicklingError, ValueError, TypeError, IndexError) as error:
-        raise ForgefieldError(f"{path} is not a readable torch checkpoint: {error}.") from error
+    if not Path(path).is_file():
+        raise ForgefieldError(f"{path} does not exist.")
+    with open_archive(
+        Path(path), str(path), "a torch checkpoint", "save it with torch.save, which does not compress"
+    ) as archive:
+        return _read_archive(archive)
 
 
 def _read_archive(archive: zipfile.ZipFile) -> Any:
@@ -102,9 +104,11 @@ class _Reader(pickle.Unpickler):
 
 
 def _rebuild_tensor(storage: Tensor, offset: int, size: tuple, stride: tuple, *_: Any) -> Tensor:
-    last = offset + sum((n - 1) * step for n, step in zip(size, stride))
-    if all(size) and not 0 <= last < storage.numel():
+    last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    if min((offset, *size, *stride)) < 0 or (all(size) and last >= storage.numel()):
         raise pickle.UnpicklingError("a tensor reaches beyond its storage")
+    if math.prod(size) > storage.numel():
+        raise pickle.UnpicklingError("a tensor repeats its numbers; store it with .contiguous()")
     return torch.as_strided(storage, size, stride, offset) if all(size) else storage.new_empty(size)
 
 
