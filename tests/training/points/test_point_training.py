@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from forgefield import api
 from forgefield.cli import main
@@ -234,23 +236,21 @@ def test_snapshots_that_contradict_themselves_are_named_before_the_first_step(ca
 
 
 @pytest.mark.skipif(not BE.is_dir(), reason="the Be snapshots are not here")
-def test_beryllium_is_learnt_at_least_as_well_as_by_mala(tmp_path):
-    """MALA 1.4.0, same network and settings: squared LDOS error 2.6e-7, 49 meV/atom band energy error, 1.8 % density error."""
-    config = {
-        "name": "be",
-        "out": str(tmp_path),
-        "seed": 1,
-        "data": {
-            "train": [str(BE / f"Be_snapshot{n}.in.npy") for n in (0, 1)],
-            "val": str(BE / "Be_snapshot2.in.npy"),
-            "batch": {"points": 486},
-            "points": {"energies": {"first": -5.0, "spacing": 2.5, "levels": 11}},
-        },
-        "model": {"name": "ldos", "hidden": [100], "activation": "relu", "output_activation": "relu"},
-        "training": {"lr": 1e-3, "ema": None, "tensorboard": 0},
-        "trainer": {"max_epochs": 20, "enable_progress_bar": False, "accelerator": "cpu"},
-    }
-    last = train_only(config).metrics()[-1]
-    assert last["val/band_energy_mae"] <= 49
-    assert last["val/density_mae"] <= 1.8
-    assert last["val/ldos_rmse"] ** 2 <= 2.6e-7
+def test_the_config_of_the_page_learns_beryllium_as_well_as_mala(tmp_path):
+    """be.yaml of docs/ldos.md without averaged weights, after the last epoch, against MALA 1.4.0 with its default settings.
+
+    MALA reaches an LDOS MSE of 1.94e-7 with a standard deviation of 0.17e-7 over four seeds, and densities to 1.4 %
+    (benchmarks/ldos_accuracy.py). The band energy of one snapshot depends too much on the seed to be compared.
+    """
+    page = (Path(__file__).parents[3] / "docs" / "ldos.md").read_text(encoding="utf-8")
+    config = yaml.safe_load(page.split("`be.yaml`:")[1].split("Then:")[0])
+    config["data"]["train"] = [str(BE / name) for name in config["data"]["train"]]
+    config["data"]["val"] = str(BE / config["data"]["val"])
+    config["training"] |= {"ema": None, "tensorboard": 0}
+    config["trainer"] |= {"enable_progress_bar": False, "accelerator": "cpu"}
+    rows = [
+        train_only({"name": f"be-{seed}", "out": str(tmp_path), "seed": seed, **config}).metrics()[-1]
+        for seed in (0, 1)
+    ]
+    assert np.mean([row["val/ldos_rmse"] ** 2 for row in rows]) <= 1.94e-7 + 2 * 0.17e-7
+    assert np.mean([row["val/density_mae"] for row in rows]) <= 2.0
