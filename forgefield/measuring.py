@@ -87,7 +87,8 @@ def measure(fitted: Fitted, config: DictConfig, journal: Journal, ranks: Ranks) 
         *([f"forgefield predict {run.path} structures.extxyz -o predicted.extxyz{flag}"] if has_outputs(run) else []),
         f"report: {run.path / 'report.html'}",
     ]
-    journal.show(lambda console: end_summary(console, run.path, results, hints, units=run.units))
+    statistics = run.info.get("statistics")
+    journal.show(lambda console: end_summary(console, run.path, results, hints, units=run.units, statistics=statistics))
 
 
 def _measure_points(run: Run, config: DictConfig, data: Any, journal: Journal, ranks: Ranks) -> None:

@@ -87,6 +87,7 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
         {"test": errors},
         [*hints, f"report: {opened.path / 'report.html'}"],
         units=opened.units | (OBSERVABLE_UNITS if opened.of_points else {}),
+        statistics=opened.info.get("statistics"),
     )
     return 0
 

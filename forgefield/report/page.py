@@ -17,13 +17,14 @@ from forgefield.files import write_whole
 from forgefield.report.analysis import QUANTITIES, pairs
 from forgefield.report.canvas import house_style
 from forgefield.report.figures import parity_row
-from forgefield.report.folder import SPLITS, Note, RunData, predictions_from_npz, read_run
-from forgefield.report.headline import headline, title_block
+from forgefield.report.folder import SPLIT_NAMES, SPLITS, Note, RunData, predictions_from_npz, read_run
+from forgefield.report.headline import headline, known_errors, title_block
 from forgefield.report.markup import Html, join, tag, text
 from forgefield.report.points import points_section
 from forgefield.report.sections import config_section, data_and_model, learning_section, timing_section, use_section
 from forgefield.report.sections_diagnosis import diagnosis_section
 from forgefield.report.sections_errors import errors_section
+from forgefield.tasks.plausibility import ADVICE, implausible_errors
 
 _SCRIPT = (
     "const root=document.documentElement;"
@@ -89,7 +90,7 @@ def report_html(run: RunData) -> Html:
     )
     main = tag(
         "main",
-        tag("section", headline(run), notices(run), id="results"),
+        tag("section", headline(run), unusable(run), notices(run), id="results"),
         learning_section(run),
         points_section(run) if run.of_points else errors_section(run),
         timing_section(run),
@@ -102,6 +103,23 @@ def report_html(run: RunData) -> Html:
     footer = tag("footer", tag("div", "Made by Forgefield from the run folder alone.", class_="wrap"))
     body = tag("body", title_block(run), _navigation(run), main, footer, tag("script", Html(_SCRIPT)))
     return Html(f"<!doctype html>\n{tag('html', head, body, lang='en')}\n")
+
+
+def unusable(run: RunData) -> Html | None:
+    """A box that says which errors are those of a model that learnt nothing."""
+    statistics = run.info.get("statistics")
+    by_split = known_errors(run)
+    if isinstance(stored := run.test.get("errors"), dict):  # as written, infinite ones too
+        by_split["test"] = by_split.get("test", {}) | {k: v for k, v in stored.items() if isinstance(v, float)}
+    found = [
+        f"{SPLIT_NAMES.get(split, split)}: {sentence}"
+        for split, errors in by_split.items()
+        for sentence in implausible_errors(errors, statistics if isinstance(statistics, dict) else {})
+    ]
+    if not found:
+        return None
+    items = [tag("li", sentence) for sentence in found]
+    return tag("div", tag("h3", "These errors are too large"), tag("ul", *items), tag("p", ADVICE), class_="notices")
 
 
 def notices(run: RunData) -> Html | None:

@@ -87,7 +87,7 @@ class ErrorMetrics:
                 values = self._values_on(target, batch[label].device)
                 added += class_sums(outputs[label].detach(), batch[label], values)
                 continue
-            error = self._of_branch(name, outputs[label].detach() - batch[label], batch)
+            error = self._of_branch(name, _errors(outputs[label].detach(), batch[label]), batch)
             if target == "energy":
                 added += [_moments(error / batch["n_atoms"]), _moments(error)]
             elif target == "forces":
@@ -151,6 +151,11 @@ class ErrorMetrics:
 
     def reset(self) -> None:
         self.sums = torch.zeros_like(self.sums)
+
+
+def _errors(predicted: Tensor, labels: Tensor) -> Tensor:
+    """NaN where there is no label; infinite, not missing, where the prediction is NaN."""
+    return torch.where(predicted.isnan(), float("inf"), predicted) - labels
 
 
 def _moments(error: Tensor) -> Tensor:

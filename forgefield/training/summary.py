@@ -23,6 +23,7 @@ from torch import nn
 
 from forgefield._version import __version__
 from forgefield.tasks.metrics import UNITS
+from forgefield.tasks.plausibility import ADVICE, implausible_errors
 
 Rows = list[tuple[str, str]]
 SPLIT_TITLES = {"train": "training", "val": "validation", "test": "test"}
@@ -83,8 +84,10 @@ def end_summary(
     hints: Iterable[str],
     *,
     units: Mapping[str, str] | None = None,
+    statistics: Mapping[str, Any] | None = None,
 ) -> None:
-    """Errors in physical units and how to use the model. units: of further quantities.
+    """Errors in physical units and how to use the model. units: of further quantities. statistics: of the training data; errors
+    far above the spread of its labels are pointed out.
 
     results: errors by split, {"test": {"forces_mae": 41.0, ...}, "val": {...}}; or the errors of the test alone.
     hints: lines to copy, commands or Python.
@@ -99,6 +102,10 @@ def end_summary(
             parts.append(classes_table(by_split))
     else:
         parts.append(Text("No errors were measured: there are no labelled validation or test frames."))
+    problems = {sentence for errors in by_split.values() for sentence in implausible_errors(errors, statistics or {})}
+    if problems:
+        parts += [Text(f"WARNING: {sentence}", style="bold red") for sentence in sorted(problems)]
+        parts.append(Text(ADVICE, style="red"))
     parts.append(Text.assemble(("run folder  ", "dim"), str(run_path)))
     console.print(_panel(Group(*parts), "Result"))
     for hint in hints:

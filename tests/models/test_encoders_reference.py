@@ -124,8 +124,12 @@ def ssp(x: Tensor) -> Tensor:
 def painn(model: Any, x: list[Tensor], around: list[list[tuple[int, Tensor]]]) -> list[Tensor]:
     n, width = len(x), 4
     v = [torch.zeros(3, width, dtype=torch.float64) for _ in range(n)]
+
+    def read(features: Tensor) -> Tensor:
+        return features / (1 + features.square().sum() / width).sqrt() if model.options.normalise else features
+
     for layer in model.layers:
-        phi = [network(layer.message, row, silu) for row in x]
+        phi = [network(layer.message, read(row), silu) for row in x]
         dx, dv = [torch.zeros(width, dtype=torch.float64) for _ in range(n)], [torch.zeros_like(v[0]) for _ in range(n)]
         for i in range(n):
             for j, vector in around[i]:
@@ -133,13 +137,13 @@ def painn(model: Any, x: list[Tensor], around: list[list[tuple[int, Tensor]]]) -
                 sines = [torch.sin(k * math.pi * r / CUTOFF) / (r / CUTOFF) for k in range(1, 6)]
                 parts = (phi[j] * network(layer.filter, torch.stack(sines), silu) * envelope(r)).split(width)
                 dx[i] = dx[i] + parts[0]
-                dv[i] = dv[i] + torch.outer(vector / r, parts[1]) + (v[j] * parts[2] if len(parts) == 3 else 0)
+                dv[i] = dv[i] + torch.outer(vector / r, parts[1]) + (read(v[j]) * parts[2] if len(parts) == 3 else 0)
         x = [a + b / math.sqrt(NEIGHBOURS) for a, b in zip(x, dx)]
         v = [a + b / math.sqrt(NEIGHBOURS) for a, b in zip(v, dv)]
         for i in range(n):
-            u, w = v[i] @ layer.mix[:, :width], v[i] @ layer.mix[:, width:]
+            u, w = read(v[i]) @ layer.mix[:, :width], read(v[i]) @ layer.mix[:, width:]
             length = (w.square().sum(0) + 1e-4).sqrt()
-            a_vv, a_sv, a_ss = network(layer.update, torch.cat([x[i], length]), silu).split(width)
+            a_vv, a_sv, a_ss = network(layer.update, torch.cat([read(x[i]), length]), silu).split(width)
             x[i], v[i] = x[i] + a_ss + a_sv * (u * w).sum(0), v[i] + a_vv * u
     return x
 
@@ -179,7 +183,12 @@ def cgcnn(model: Any, x: list[Tensor], around: list[list[tuple[int, Tensor]]]) -
 
 @pytest.mark.parametrize(
     ("oracle", "options", "act"),
-    [(painn, {"num_bessels": 5}, silu), (egnn, {}, silu), (cgcnn, {"num_gaussians": 5}, ssp)],
+    [
+        (painn, {"num_bessels": 5}, silu),
+        (painn, {"num_bessels": 5, "normalise": False}, silu),
+        (egnn, {}, silu),
+        (cgcnn, {"num_gaussians": 5}, ssp),
+    ],
 )
 @pytest.mark.parametrize("periodic", [True, False], ids=["periodic", "open"])
 def test_atomic_energies_follow_the_formulas(oracle, options, act, periodic):

@@ -338,3 +338,15 @@ def test_parity_png_without_predictions_says_how_to_make_them(run: Path) -> None
         write_parity_png(run, "test")
     with pytest.raises(ForgefieldError, match="no split `train`"):
         write_parity_png(run, "train")
+
+
+@pytest.mark.parametrize(("error", "shown"), [(9e16, "forces RMSE 9e+16 meV/A"), (float("inf"), "forces_rmse is inf")])
+def test_errors_of_a_model_that_learnt_nothing_are_pointed_out(run: Path, error: float, shown: str) -> None:
+    assert "too large" not in Page(write_report(run).read_text()).text
+    stored = json.loads((run / "test.json").read_text())
+    stored["errors"]["forces_rmse"] = error
+    (run / "test.json").write_text(json.dumps(stored))
+    text = Page(write_report(run).read_text()).text
+    assert "These errors are too large" in text
+    assert shown in text
+    assert "not usable" in text

@@ -55,3 +55,15 @@ def test_what_no_frame_is_labelled_for_is_absent_not_zero():
 )
 def test_units_are_known_for_every_name(metric, unit):
     assert unit_of(metric) == unit
+
+
+def test_a_prediction_that_is_nan_is_an_infinite_error_not_a_missing_label():
+    batch, outputs = random_batch([2, 2], seed=8, missing=0.0)
+    outputs = {name: value.detach().clone() for name, value in outputs.items()}
+    outputs["energy"][0] = outputs["forces"][1] = float("nan")
+    metrics = ErrorMetrics(TARGETS, SPECIES)
+    metrics.update(outputs, batch)
+    values = metrics.compute()
+    assert values["energy_mae"] == float("inf")
+    assert not np.isfinite(values["forces_rmse"])
+    assert np.isfinite(values["stress_rmse"])

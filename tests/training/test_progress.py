@@ -284,3 +284,16 @@ def test_the_end_takes_the_errors_of_a_test_alone() -> None:
     console = log_console()
     end_summary(console, Path("runs/x"), {"test/stress_mae": 0.5, "test/stress_rmse": 0.7}, [])
     assert re.search(r"stress +0\.500 +0\.700 +GPa", written(console))
+
+
+def test_the_end_points_out_errors_far_above_the_spread_of_the_labels() -> None:
+    console = Console(file=io.StringIO(), width=140, highlight=False)
+    statistics = {"energy_residual_std": 0.02, "forces_rms": 1.2}
+    absurd = {"val": {"forces_mae": 1e17, "forces_rmse": 1.2e17}}
+    end_summary(console, Path("runs/x"), absurd, [], statistics=statistics)
+    shown = " ".join(written(console).split())
+    assert "WARNING: forces RMSE 1.2e+17 meV/A is 1e+14 times that of predicting zero forces" in shown
+    assert "not usable" in shown
+    usual = Console(file=io.StringIO(), width=140, highlight=False)
+    end_summary(usual, Path("runs/x"), {"val": {"forces_mae": 40.0, "forces_rmse": 60.0}}, [], statistics=statistics)
+    assert "WARNING" not in written(usual)
