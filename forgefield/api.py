@@ -18,7 +18,8 @@ from forgefield.config.loading import load_config, require_training_data
 from forgefield.config.schema import DataOptions
 from forgefield.config.template import commented_yaml
 from forgefield.data.dataset import GraphDataset
-from forgefield.data.reading import read_table
+from forgefield.data.labels import LabelReader
+from forgefield.data.reading import label_settings, read_table, unit_settings
 from forgefield.data.sampling.batching import evaluation_budget
 from forgefield.data.species import SpeciesTable
 from forgefield.data.splits import is_lazy
@@ -211,12 +212,16 @@ def test(
         settings: Any = options if options is not None else _data_options(run)
         if run.of_points:
             return evaluate_snapshots(run, data, settings, which=which, device=device, ranks=ranks)
-        frames = read_table(data, settings.labels, settings.units, lazy=is_lazy(settings), required=labels_required)
+        labels, units = label_settings(settings.labels), unit_settings(settings.units)
+        reader = LabelReader(labels, units)
+        frames = read_table(data, labels, units, lazy=is_lazy(settings), required=labels_required, reader=reader)
         require_same_data(frames.fingerprint, ranks)
         dataset = GraphDataset(frames, SpeciesTable(run.species), run.graph)
         batch = evaluation_budget(settings)
         name = name_of_test(run, data)
-        errors = evaluate(run, dataset, name, which=which, device=device, batch=batch, ranks=ranks, head=head)
+        errors = evaluate(
+            run, dataset, name, which=which, device=device, batch=batch, ranks=ranks, head=head, hints=reader.hints()
+        )
         if ranks.is_first:
             write_test(run, errors, name=name, source=str(data), which=which, frames=len(frames))
             if any("_mae" in error for error in errors):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -166,8 +166,12 @@ def evaluate(
     batch: Budget,
     ranks: Ranks,
     head: str | None = None,
+    hints: Mapping[str, str] | None = None,
 ) -> dict[str, float]:
-    """Predict a data set, keep the predictions in the run, give the errors (on rank 0; the others only predict)."""
+    """Predict a data set, keep the predictions in the run, give the errors (on rank 0; the others only predict).
+
+    hints: for labels that may be missing, a sentence on values of other names.
+    """
     potential: Any = load_shared(run, which, device, ranks, head)
     ours = [name for name in dict.fromkeys(LABELS.values()) if potential.has_energy or name == "forces"]
     ours = ours if potential.has_energy or potential.forces_are_direct else []
@@ -176,9 +180,10 @@ def evaluate(
         raise ForgefieldError(ONLY_NOISE.format(run.name))
     labels = [name for name in outputs if name in _labels_of(dataset) and dataset.frames.carries(name).any()]
     if not labels:
+        seen = "".join(f"{hint}, or " for name, hint in (hints or {}).items() if name in outputs)
         raise ForgefieldError(
             f"None of these frames carries {', '.join(outputs[:-1])}{' or ' if outputs[1:] else ''}{outputs[-1]}, so there "
-            "is nothing to compare with; use forgefield predict."
+            f"is nothing to compare with; {seen}use forgefield predict."
         )
     loader = FrameLoader(dataset, batch, rank=ranks.rank, world_size=ranks.world_size)
     parts = predict_batches(

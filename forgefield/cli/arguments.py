@@ -10,6 +10,8 @@ from forgefield.config.nearest import did_you_mean
 from forgefield.errors import ForgefieldError
 
 CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
+DATA_FORMATS = ("extxyz", "npz", "hdf5", "lmdb", "aselmdb", "db", "deepmd", "store", "traj", "cif", "vasp", "vasp-xml")
+"""What a user may give in the place of a config by mistake; some other formats of ASE end in .cfg or .in, as configs do."""
 READING = ("data.labels", "data.units")
 """Settings that say how a file is read."""
 
@@ -23,6 +25,7 @@ def split_config(words: Sequence[str]) -> tuple[str | None, list[str]]:
     """The config file among `words`, if any, and the overrides."""
     configs, overrides = [], []
     for word in words:
+        _refuse_data(word)
         if Path(word).is_file() or (word.endswith(CONFIG_SUFFIXES) and "=" not in word):
             configs.append(word)
         elif is_override(word):
@@ -31,10 +34,26 @@ def split_config(words: Sequence[str]) -> tuple[str | None, list[str]]:
             here = [path.name for path in Path.cwd().iterdir() if path.suffix in CONFIG_SUFFIXES]
             raise ForgefieldError(
                 f"'{word}' is neither a config file nor an override (key=value).{did_you_mean(word, here)}"
+                " If it names data, `forgefield init DATA` writes a config for it."
             )
     if len(configs) > 1:
         raise ForgefieldError(f"one config at a time, not {' and '.join(configs)}.")
     return (configs[0] if configs else None), overrides
+
+
+def _refuse_data(word: str) -> None:
+    """Refuse a data file, or a folder that is one source of data, in the place of a config."""
+    from forgefield.data.readers.sources import file_format
+
+    path = Path(word)
+    if path.suffix in CONFIG_SUFFIXES or not path.exists():
+        return
+    if file_format(path) in DATA_FORMATS:
+        config = f"{path.stem or 'config'}.yaml"
+        raise ForgefieldError(
+            f"'{word}' is data, not a config; write a config for it with `forgefield init {word}`, then train with "
+            f"`forgefield train {config}`."
+        )
 
 
 def refuse_files(words: Sequence[str]) -> list[str]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,7 +66,9 @@ def run(args: argparse.Namespace) -> int:
     with progress_bar("looking", speed=False) as report:
         found = inspect_table(table, args.cutoff, report)
     console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDE)
-    print_inspection(found, console, stores, verified=not args.no_verify, others=reader.other_names())
+    print_inspection(
+        found, console, stores, verified=not args.no_verify, others=reader.other_names(), hints=reader.hints()
+    )
     if args.figure is not None:
         from forgefield.report.data_figure import histogram_figure
 
@@ -156,9 +159,18 @@ def _stores(args: argparse.Namespace) -> list[Store]:
 
 
 def print_inspection(
-    found: Inspection, console: Console, stores: list[Store], *, verified: bool, others: list[str]
+    found: Inspection,
+    console: Console,
+    stores: list[Store],
+    *,
+    verified: bool,
+    others: list[str],
+    hints: Mapping[str, str],
 ) -> None:
-    """The inspection as a table, then what looks wrong. others: names of values in the files that are no label."""
+    """The inspection as a table, then what looks wrong.
+
+    others: names of values in the files that are no label. hints: for labels, a sentence on which of these may be them.
+    """
     from rich.markup import escape
     from rich.table import Table
 
@@ -179,6 +191,9 @@ def print_inspection(
         table.add_row(label.name, f"{span}, {label.frames} of {found.n_frames} frames")
     if not found.labels:
         table.add_row("labels", "none found")
+    for name, hint in hints.items():
+        if name not in [label.name for label in found.labels]:
+            table.add_row(name, escape(f"not found; {hint} (--{name}-key)"))
     if others:
         more = f" and {len(others) - NAMED} more" if len(others) > NAMED else ""
         table.add_row("other values", escape(", ".join(others[:NAMED])) + more)

@@ -6,6 +6,7 @@ import argparse
 import os
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
     print(f"{', '.join(files)}: {describe(facts)}")
     if "?" in unit_note(facts):
         print(unit_note(facts))
+    for doubt in facts.doubts:
+        print(f"worth a look: {doubt}")
     print(f"wrote {out}; train with: forgefield train {out}")
     return 0
 
@@ -66,17 +69,24 @@ def propose(files: list[str], overrides: Sequence[str], *, out: Path, name: str)
 
     from forgefield.config.loading import load_config, override_keys
     from forgefield.config.starter import starter_config, starter_yaml
+    from forgefield.data.inspection.suspicions import label_doubts
+    from forgefield.data.labels import LabelReader
     from forgefield.data.readers import read_frames
+    from forgefield.data.storage.table import FrameTable
 
     settings = load_config({"name": name}, overrides)
     spec: Any = files[0] if len(files) == 1 else files
-    frames = read_frames(spec, settings.data.labels, settings.data.units)
+    reader = LabelReader(settings.data.labels, settings.data.units)
+    frames = read_frames(spec, settings.data.labels, settings.data.units, reader=reader)
     facts = survey(frames, _portable(files, out))
     if not any(facts.labels.values()):
+        seen = "; ".join(reader.hints().values()) or "name the labels, as in data.labels.energy=my_energy"
         raise ForgefieldError(
             f"{', '.join(files)}: no frame carries energy, forces or stress under their usual names, so there is "
-            "nothing to train on; name the labels, as in data.labels.energy=my_energy."
+            f"nothing to train on; {seen}."
         )
+    missing = [f"no frame carries {label}; {hint}" for label, hint in reader.hints().items() if not facts.labels[label]]
+    facts = replace(facts, doubts=[*missing, *label_doubts(FrameTable.from_frames(frames))])
     values, notes = starter_config(facts, name=name)
     config = OmegaConf.create(values)
     for key in override_keys(overrides):

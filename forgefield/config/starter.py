@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from forgefield.config.template import yaml_with_comments
@@ -37,6 +37,8 @@ class DataFacts:
     """eV/A."""
     mean_neighbours: dict[float, float]
     """Cutoff, A -> mean neighbours per atom."""
+    doubts: list[str] = field(default_factory=list)
+    """What is suspicious about the data, and what may be labels that were not found; each a sentence."""
 
 
 def starter_config(facts: DataFacts, *, name: str) -> tuple[dict[str, Any], dict[str, str]]:

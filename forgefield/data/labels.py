@@ -18,6 +18,7 @@ from forgefield.config.schema import LabelOptions, UnitOptions
 from forgefield.data.field_values import frame_field
 from forgefield.data.fields import Field, fields_from
 from forgefield.data.frame import Frame, RawFrame, check_frame
+from forgefield.data.label_candidates import SeenValues
 from forgefield.data.raw_values import atomic_numbers_of, periodicity, real_numbers
 from forgefield.errors import ForgefieldError
 from forgefield.physics import units as unit_table
@@ -50,6 +51,8 @@ class LabelReader:
         """The same as columns; None: what stores hold."""
         self._found: set[str] = set()
         self._available: set[str] = set()
+        self.seen = SeenValues()
+        """Sizes of the values met, for hints on labels of other names."""
         self._quantity: dict[str, tuple[bool, str, str]] = {}
         """For labels with a fallback: whether it was taken, under which name, and in which frame first."""
         self.length = unit_table.length_factor(units.length)
@@ -63,7 +66,9 @@ class LabelReader:
 
     def frame(self, raw: RawFrame) -> Frame:
         """`raw` with its labels chosen, in eV and A, checked."""
-        self._available.update(raw.info, raw.arrays, raw.results)
+        if not self._available.issuperset([*raw.info, *raw.arrays, *raw.results]):
+            self.seen.note(raw)
+            self._available.update(raw.info, raw.arrays, raw.results)
         cell = real_numbers(raw.cell, raw.where, "the cell") * self.length
         energy = self._find(raw, "energy")
         scale = self.energy * len(raw.numbers) if self.energy_per_atom else self.energy
@@ -107,9 +112,18 @@ class LabelReader:
 
     def other_names(self) -> list[str]:
         """Names of values that were met and are no label, in alphabetical order."""
+        return sorted(self._available - self._known_names())
+
+    def hints(self) -> dict[str, str]:
+        """For labels of which nothing was met: a sentence on values that may be them, where there are any."""
+        known = self._known_names()
+        hints = {label: self.seen.hint(label, known) for label in ("energy", "forces", "stress")}
+        return {label: text for label, text in hints.items() if text and not is_none(self.names[label] or "")}
+
+    def _known_names(self) -> set[str]:
         known = {name for names in (*USUAL_NAMES.values(), *FALLBACK_NAMES.values()) for name in names}
         known |= {said.key or name for name, said in self.fields.items()}
-        return sorted(self._available - known - {name for name in self.names.values() if name})
+        return known | {name for name in self.names.values() if name}
 
     def notes(self) -> dict[str, Any]:
         """What was met so far, for `merge` in another process; plain containers only."""

@@ -44,6 +44,8 @@ class DataModule(lightning.LightningDataModule):
     species: SpeciesTable
     statistics: Statistics
     split_description: str
+    label_hints: dict[str, str]
+    """For labels: a sentence on values of the training files that may be them under another name."""
     warnings: list[str]
     """What is suspicious about the training data, each a sentence."""
 
@@ -75,7 +77,7 @@ class DataModule(lightning.LightningDataModule):
             return
         training_budget(self.options), evaluation_budget(self.options)  # refused before data is read
         splits = resolve_splits(self.options, self.seed, converting, keep_species=self.keep_species)
-        self.split_description = splits.description
+        self.split_description, self.label_hints = splits.description, splits.label_hints
         if len(splits.train) == 0:
             raise ForgefieldError("data.train holds no frame")
         names = plain(self.options.species)

@@ -54,7 +54,7 @@ def read_table(
     the same labels and units, where the caller wants to know what else was met in files.
     The table has the fields that `labels` names, or those that the stores hold where it says nothing about fields.
     """
-    labels, units = label_settings(labels), UnitOptions(**_settings(units))
+    labels, units = label_settings(labels), unit_settings(units)
     reader = reader or LabelReader(labels, units)
     table = FrameTable([])
     hidden = frozenset(
@@ -117,6 +117,11 @@ def label_settings(labels: Any, fields: Fields | None = None) -> LabelOptions:
             name: {"per": field.per, "shape": list(field.shape), "unit": field.unit} for name, field in fields.items()
         }
     return settings
+
+
+def unit_settings(units: Any) -> UnitOptions:
+    """`data.units` as plain values."""
+    return UnitOptions(**_settings(units))
 
 
 def _settings(section: Any) -> dict[str, Any]:

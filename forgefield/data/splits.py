@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,11 @@ from forgefield.config.schema import DataOptions
 from forgefield.data.devset import representative_rows
 from forgefield.data.fields import Fields
 from forgefield.data.graphs.graph import GraphOptions
+from forgefield.data.labels import LabelReader
 from forgefield.data.rare_species import TRAIN, keep_species_in_training, refuse_empty
 from forgefield.data.readers import plain, source_files
 from forgefield.data.readers.numerals import read_text, whole_number, whole_numbers
-from forgefield.data.reading import Progress, label_settings, read_table
+from forgefield.data.reading import Progress, label_settings, read_table, unit_settings
 from forgefield.data.sampling.order import seeded_permutation
 from forgefield.data.storage.table import FrameTable
 from forgefield.errors import ForgefieldError
@@ -31,6 +32,8 @@ class Splits:
     val: FrameTable
     test: FrameTable
     description: str
+    label_hints: dict[str, str] = field(default_factory=dict)
+    """For labels: a sentence on values of the training files that may be them under another name."""
 
 
 def split_frames(n: int, val: float | int, test: float | int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -93,7 +96,8 @@ def resolve_splits(
     wanted = {name: plain(getattr(options, name)) for name in ("val", "test")}
     kinds = {name: _kind(value, name) for name, value in wanted.items()}
     _refuse_shared_files(options, wanted, kinds)
-    frames = _read(options.train, options, progress)
+    reader = LabelReader(label_settings(options.labels), unit_settings(options.units))
+    frames = _read(options.train, options, progress, reader=reader)
     pool = np.arange(len(frames))
     if plain(options.indices) is not None:
         pool = np.sort(parse_indices(options.indices, len(frames), "data.indices"))
@@ -126,7 +130,7 @@ def resolve_splits(
             f"; drawn so that {', '.join(rare)}, held by few frames, {'is' if len(rare) == 1 else 'are'} in training"
         )
     empty = FrameTable([])
-    return Splits(train, parts.get("val", empty), parts.get("test", empty), description)
+    return Splits(train, parts.get("val", empty), parts.get("test", empty), description, reader.hints())
 
 
 def graph_options(options: DataOptions) -> GraphOptions:
@@ -146,8 +150,14 @@ def is_lazy(options: DataOptions) -> bool | None:
     raise ForgefieldError(f"data.lazy={options.lazy!r} should be auto, true or false")
 
 
-def _read(spec: Any, options: DataOptions, progress: Progress | None, fields: Fields | None = None) -> FrameTable:
-    """fields: those of the training data, which the others need as well."""
+def _read(
+    spec: Any,
+    options: DataOptions,
+    progress: Progress | None,
+    fields: Fields | None = None,
+    reader: LabelReader | None = None,
+) -> FrameTable:
+    """fields: those of the training data, which the others need as well. reader: as `read_table` takes it."""
     return read_table(
         spec,
         label_settings(options.labels, fields),
@@ -155,6 +165,7 @@ def _read(spec: Any, options: DataOptions, progress: Progress | None, fields: Fi
         lazy=is_lazy(options),
         graph=graph_options(options),
         progress=progress,
+        reader=reader,
     )
 
 

@@ -257,22 +257,29 @@ class Task:
         return [(target.name, _describe_target(target)) for target in self.targets]
 
 
-def default_task(labels: dict[str, int]) -> TaskOptions:
-    """Energy, and forces where the data has them. `labels`: how many frames carry each label."""
+def default_task(labels: dict[str, int], hints: Mapping[str, str] | None = None) -> TaskOptions:
+    """Energy, and forces where the data has them. labels: how many frames carry each label. hints: as in `require_labels`."""
     options = TaskOptions(
         energy=TargetOptions() if labels.get("energy") else None,
         forces=TargetOptions() if labels.get("forces") else None,
     )
     if options.energy is None and options.forces is None:
+        seen = [hint for name in ("energy", "forces") if (hint := (hints or {}).get(name))]
+        advice = "; ".join(seen) or "if they go by unusual names, set data.labels.energy and data.labels.forces"
         raise ForgefieldError(
-            "The training data carries neither energies nor forces, so there is nothing to learn; "
-            "if they go by unusual names, set data.labels.energy and data.labels.forces."
+            f"The training data carries neither energies nor forces, so there is nothing to learn; {advice}."
         )
     return options
 
 
-def require_labels(targets: Iterable[str], labels: Mapping[str, int], where: str) -> None:
-    """Refuse a target that no frame is labelled for. labels: how many frames carry each label and each field there is."""
+def require_labels(
+    targets: Iterable[str], labels: Mapping[str, int], where: str, hints: Mapping[str, str] | None = None
+) -> None:
+    """Refuse a target that no frame is labelled for.
+
+    labels: how many frames carry each label and each field there is. hints: for labels, a sentence on values of other names
+    that may be them.
+    """
     for name in targets:
         if name == DENOISE:
             continue
@@ -281,9 +288,10 @@ def require_labels(targets: Iterable[str], labels: Mapping[str, int], where: str
             _refuse_field(name, labels, where)
         if not labels.get(label):
             also = "" if quantity(name) == label else f" or {quantity(name)}"
+            seen = (hints or {}).get(label)
             raise ForgefieldError(
                 f"task.{name} is on, but no {where} frame carries {label}{also}; remove task.{name} "
-                f"or name the label with data.labels.{quantity(name)}."
+                f"or name the label with data.labels.{quantity(name)}{f' ({seen})' if seen else ''}."
             )
 
 

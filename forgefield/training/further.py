@@ -52,7 +52,7 @@ def has_energy(task: Any) -> bool:
 def head_facts(task: Any, data: DataModule) -> dict[str, dict[str, Any]]:
     """For each target that a head gives what the head is made for (`models.heads.HeadOptions`)."""
     targets, given = field_targets(task), given_targets(task)
-    require_labels(targets, data.statistics.labels, "training")
+    require_labels(targets, data.statistics.labels, "training", data.label_hints)
     facts = {name: _facts(name, options, data) for name, options in targets.items()}
     neighbours = float(data.statistics.mean_neighbours)
     vector = {"per": "atom", "shape": [3], "kind": "vector", "neighbours": neighbours}
@@ -84,7 +84,7 @@ def own_units(outputs: Mapping[str, Any], task: Any, data: DataModule) -> dict[s
                 raise ForgefieldError(
                     f"task.{name}.{key} does not apply: it is part of model.fitting_net; leave it out."
                 )
-    require_labels(targets, data.statistics.labels, "training")
+    require_labels(targets, data.statistics.labels, "training", data.label_hints)
     for name in targets:
         field, facts = data.train.fields[name], outputs[name]
         if (field.per, list(field.shape)) != (facts.per, list(facts.shape)):

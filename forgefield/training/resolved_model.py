@@ -78,8 +78,8 @@ def resolved_model(config: DictConfig, data: DataModule) -> dict[str, Any]:
 
 def wanted_task(config: DictConfig, data: DataModule) -> TaskOptions | Any:
     """What the config says is trained, or what the labels suggest; all of it is there to be learnt from."""
-    options = config.task if config.task is not None else default_task(data.statistics.labels)
-    require_labels(given_targets(options), data.statistics.labels, "training")
+    options = config.task if config.task is not None else default_task(data.statistics.labels, data.label_hints)
+    require_labels(given_targets(options), data.statistics.labels, "training", data.label_hints)
     targets = given_targets(options)
     data.learn(targets)
     if DENOISE in targets:

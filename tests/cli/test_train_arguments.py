@@ -74,6 +74,20 @@ def test_unclear_command_lines_are_refused(words, sentence):
     assert sentence in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["a.xyz", "b.extxyz", "c.npz", "d.traj", "system", "store.h5"])
+@pytest.mark.parametrize("verb", ["train", "bench", "tune"])
+def test_data_in_the_place_of_a_config_points_to_init(folder, name, verb, capsys):
+    if name == "system":
+        (folder / name).mkdir()
+        (folder / name / "type.raw").write_text("0\n")
+    else:
+        (folder / name).write_text("1\nenergy=1\nHe 0 0 0\n")
+    assert main([verb, name]) == 2
+    error = capsys.readouterr().err
+    assert f"'{name}' is data, not a config; write a config for it with `forgefield init {name}`" in error
+    assert f"`forgefield train {Path(name).stem}.yaml`" in error
+
+
 def test_every_run_verb_takes_options_in_any_order():
     from forgefield.cli import predict
     from forgefield.cli import test as test_verb

@@ -48,7 +48,6 @@ def npy_header(shape: tuple[int, ...], order: bool = False) -> bytes:
     return stream.getvalue()
 
 
-
 def zeros(archive: zipfile.ZipFile, name: str, size: int, start: bytes = b"") -> None:
     """A compressed member: `start` and `size` zero bytes."""
     info = zipfile.ZipInfo(name)

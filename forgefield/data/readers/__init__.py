@@ -42,15 +42,21 @@ Raw = Iterator[RawFrame | RawBlock] | Iterator[RawFrame] | Iterator[RawBlock]
 
 
 def read_frames(
-    spec: Any, labels: LabelOptions | None = None, units: UnitOptions | None = None, *, required: bool = True
+    spec: Any,
+    labels: LabelOptions | None = None,
+    units: UnitOptions | None = None,
+    *,
+    required: bool = True,
+    reader: LabelReader | None = None,
 ) -> list[Frame]:
     """All frames `spec` names: a path, folder, glob, {path, weight}, or a list of these. In eV and A, checked.
 
     required: a label that `labels` names must be in at least one frame. False where a model is used: labels named for
-    its training may be missing then.
+    its training may be missing then. reader: made of the same labels and units, where the caller wants to know what else was
+    met.
     """
     labels, units = labels or LabelOptions(), units or UnitOptions()
-    reader = LabelReader(labels, units)
+    reader = reader or LabelReader(labels, units)
     frames: list[Frame] = []
     for file in source_files(spec):
         frames.extend(frames_of(file, reader, units))

@@ -47,6 +47,8 @@ def block_frames(block: RawBlock, reader: LabelReader) -> list[Frame] | None:
     fields = _fields(block, reader)
     if fields is None:
         return None
+    if not reader.seen:
+        reader.seen.note(next(block.frames()))
     reader.note(f"{block.source}, frame {block.start}", [*block.info, *block.arrays], columns.energy, fields)
     per_atom = reader.per_atom(fields)
     return [
