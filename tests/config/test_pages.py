@@ -169,11 +169,26 @@ def test_scripts_have_the_options_they_are_shown_with(page):
             assert {option, option[2:].replace("-", "_")} & declared, f"{script} {option}"
 
 
+def require_imports(source: str) -> None:
+    """Every name that Python code imports from Forgefield exists."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "forgefield":
+            module = importlib.import_module(str(node.module))
+            for name in (alias.name for alias in node.names if alias.name != "*"):
+                assert hasattr(module, name) or importlib.util.find_spec(f"{node.module}.{name}"), name
+        elif isinstance(node, ast.Import):
+            for name in (alias.name for alias in node.names if alias.name.split(".")[0] == "forgefield"):
+                importlib.import_module(name)
+
+
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
 def test_scripts_import_names_that_exist(script):
     """Benchmarks and examples are run by hand; this notices when something they use is renamed."""
-    for node in ast.walk(ast.parse(read(script))):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "forgefield":
-            module = importlib.import_module(str(node.module))
-            for name in (alias.name for alias in node.names):
-                assert hasattr(module, name) or importlib.util.find_spec(f"{node.module}.{name}"), name
+    require_imports(read(script))
+
+
+@by_page
+def test_python_code_is_valid(page):
+    for block in blocks(read(page)):
+        if re.search(r"^(from|import) \w", block, flags=re.MULTILINE):
+            require_imports(block)
