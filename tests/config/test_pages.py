@@ -1,10 +1,13 @@
-"""What README.md and docs/*.md show can be typed: links lead somewhere, files exist, commands and configs are accepted."""
+"""What README.md and docs/*.md show can be typed: links lead somewhere, files exist, commands and configs are accepted, and the
+scripts that print their numbers can be imported.
+"""
 
 from __future__ import annotations
 
 import ast
 import dataclasses
 import importlib
+import importlib.util
 import re
 import shlex
 from functools import cache
@@ -21,6 +24,7 @@ from forgefield.config.checking import unknown_key
 from forgefield.config.loading import load_config, override_keys
 
 ROOT = Path(__file__).parents[2]
+SCRIPTS = sorted([*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "examples").glob("*.py")])
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 SECTIONS = {field.name for field in dataclasses.fields(schema.RunOptions)}
 LAUNCHERS = r"(?:^|[\s;(])(?:torchrun|srun|mpirun|mpiexec|until|OMP_NUM_THREADS=\d+)\b"
@@ -163,3 +167,28 @@ def test_scripts_have_the_options_they_are_shown_with(page):
         declared = script_words(ROOT / script)
         for option in re.findall(r"(?<=[\s\[])--[a-z][\w-]*", words):
             assert {option, option[2:].replace("-", "_")} & declared, f"{script} {option}"
+
+
+def require_imports(source: str) -> None:
+    """Every name that Python code imports from Forgefield exists."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "forgefield":
+            module = importlib.import_module(str(node.module))
+            for name in (alias.name for alias in node.names if alias.name != "*"):
+                assert hasattr(module, name) or importlib.util.find_spec(f"{node.module}.{name}"), name
+        elif isinstance(node, ast.Import):
+            for name in (alias.name for alias in node.names if alias.name.split(".")[0] == "forgefield"):
+                importlib.import_module(name)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+def test_scripts_import_names_that_exist(script):
+    """Benchmarks and examples are run by hand; this notices when something they use is renamed."""
+    require_imports(read(script))
+
+
+@by_page
+def test_python_code_is_valid(page):
+    for block in blocks(read(page)):
+        if re.search(r"^(from|import) \w", block, flags=re.MULTILINE):
+            require_imports(block)
