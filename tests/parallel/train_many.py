@@ -20,17 +20,18 @@ from forgefield.training.fit import Fitted, fit
 from forgefield.training.journal import Journal
 
 
-def train_only(config: dict, *overrides: str, fresh: bool = False) -> Run:
+def train_only(config: dict, *overrides: str, fresh: bool = False, trust_code: bool = False) -> Run:
     """`forgefield.train` up to the end of the training."""
-    return _fit(config, *overrides, fresh=fresh).run
+    return _fit(config, *overrides, fresh=fresh, trust_code=trust_code).run
 
 
-def _fit(config: dict, *overrides: str, fresh: bool = False) -> Fitted:
+def _fit(config: dict, *overrides: str, fresh: bool = False, trust_code: bool = False) -> Fitted:
     ranks = this_group()
     journal = Journal(ranks=ranks, mode=os.environ.get("LOG_MODE", "master"))
     try:
         with failing_together(ranks):
-            return fit(load_config(config, list(overrides)), fresh=fresh, journal=journal, ranks=ranks)
+            loaded = load_config(config, list(overrides), trust_code=trust_code)
+            return fit(loaded, fresh=fresh, journal=journal, ranks=ranks, trust_code=trust_code)
     finally:
         journal.close()
 

@@ -315,12 +315,12 @@ def test_a_model_of_the_users_own_is_trained_further_but_may_have_no_shifts(plac
     first = train_only(config)
     config = further(place, tmp_path, "nequip", stiffness=0.2)
     config["model"]["from"] = "own"
-    train_only(config)
+    train_only(config, trust_code=True)
     assert_equal(Remember.state, first.load_potential().state_dict())
     with pytest.raises(ForgefieldError, match=r"model.stiffness +0.2 -> 0.3"):
-        train_only(config | {"name": "other", "model": {"from": "own", "stiffness": 0.3}})
+        train_only(config | {"name": "other", "model": {"from": "own", "stiffness": 0.3}}, trust_code=True)
     with pytest.raises(ForgefieldError, match="Springs has no energy shift for each species"):
-        train_only(config | {"name": "other", "model": {"from": "own", "shifts": "fit"}})
+        train_only(config | {"name": "other", "model": {"from": "own", "shifts": "fit"}}, trust_code=True)
 
 
 def test_neighbours_are_those_of_the_model(place, tmp_path):
