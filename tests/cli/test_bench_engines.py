@@ -226,7 +226,9 @@ def test_water_is_the_same_every_time_and_enough_for_full_batches(tmp_path: Path
 def test_water_takes_the_place_of_the_data_of_a_config(tmp_path: Path) -> None:
     content = tiny_config(tmp_path, task={"energy": {}, "stress": {}}, data={"test": 2, "batch": {"frames": 3}})
     file = write_config(tmp_path / "mine.yaml", content)
-    args: Any = SimpleNamespace(ranks="1,2", engines=None, precisions=None, derivatives=None, quick=False, peers=False)
+    args: Any = SimpleNamespace(
+        ranks="1,2", engines=None, precisions=None, derivatives=None, quick=False, peers=False, trust_code=False
+    )
     with Water(str(file), ["training.lr=0.5"], alone(), args) as config:
         frames = ase.io.read(config.data.train, ":")
         assert len(frames) >= 6
