@@ -38,7 +38,8 @@ def digest(state: Mapping[str, Tensor]) -> str:
     for name in sorted(state):
         tensor = state[name].detach().cpu().contiguous()
         total.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
-        total.update(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+        values: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+        total.update(values)
     return total.hexdigest()
 
 

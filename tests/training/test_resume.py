@@ -365,7 +365,7 @@ def test_a_run_folder_resumes_with_the_settings_it_was_made_with(tmp_path):
     words = ("forgefield", "train", str(config), "training.lr=0.02", "data.batch.frames=3")
     killed = run_warm(*words, folder=tmp_path, environ={**os.environ, "END_AT": "3", "END_HOW": "kill"})
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    again = ("forgefield", "train", str(tmp_path / "runs" / "again"), "--trust-code")  # it names a callback of the user's
+    again = ("forgefield", "train", str(tmp_path / "runs" / "again"), "--trust-code")  # it names a user's callback
     resumed = run_warm(*again, folder=tmp_path, environ=os.environ)
     assert resumed.returncode == 0, resumed.stderr
     straight = train_only(tiny_config(tmp_path, **changes, name="straight"), *words[3:])
