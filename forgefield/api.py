@@ -7,7 +7,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,17 +41,19 @@ from forgefield.measuring import (
 from forgefield.models.ldos import LDOSNetwork
 from forgefield.models.potential import Potential
 from forgefield.models.registry import build_point_model
-from forgefield.parallel.faults import failing_together
+from forgefield.parallel.faults import failing_together, stop_together
+from forgefield.parallel.group import Ranks
 from forgefield.parallel.launch import detect_launch
 from forgefield.parallel.session import this_group
 from forgefield.parallel.spawn import run_ranks
 from forgefield.report.page import write_parity_png, write_report
 from forgefield.runs import Run, create_run_from_model, run_exists
 from forgefield.tasks.ldos import UNITS
-from forgefield.training.fit import Fitted, fit
+from forgefield.training.fit import Fitted, code_after, fit
+from forgefield.training.folder import config_of_run
 from forgefield.training.journal import Journal
 from forgefield.training.preflight import require_same_data
-from forgefield.training.signals import StopWish
+from forgefield.training.signals import StopNow, StopWish
 from forgefield.training.trainer import processes_wanted
 
 __all__ = [
@@ -78,12 +80,16 @@ def train(
 ) -> Run:
     """Train as a config says and return the run. Calling it again continues the run where it was.
 
-    config: a YAML file, a dictionary or an OmegaConf config. overrides: `key=value` strings, as on the command line.
+    config: a YAML file, a dictionary, an OmegaConf config, or the folder of a run to resume with the settings it was made with.
+    overrides: `key=value` strings, as on the command line.
     fresh: start over even if the run exists; the old one is moved aside. trust_code: whether code may be imported that is named
     by a run (`model.from`, or one that is resumed) and not by the config.
     """
     with failing_together(this_group()):
-        loaded = load_config(config, list(overrides), trust_code=trust_code)
+        if isinstance(config, (str, Path)) and (Path(config) / "run.json").is_file():
+            loaded = config_of_run(Run(Path(config)), overrides, trust_code=trust_code)
+        else:
+            loaded = load_config(config, list(overrides), trust_code=trust_code)
         require_training_data(loaded)
         fitted = train_with_outcome(loaded, fresh=fresh, trust_code=trust_code)
     if fitted.outcome == "failed":
@@ -115,11 +121,27 @@ def train_with_outcome(
     try:
         fitted = fit(config, fresh=fresh, journal=journal, ranks=ranks, trust_code=trust_code)
         if ranks.share(fitted.outcome == "finished" or is_unmeasured(fitted)):
-            with StopWish(None):  # what a batch system asks for now would only have the measurement made again
-                measure(fitted, config, journal, ranks)
+            return _measured(fitted, config, journal, ranks)
         return fitted
     finally:
         journal.close()
+
+
+def _measured(fitted: Fitted, config: DictConfig, journal: Journal, ranks: Ranks) -> Fitted:
+    """Evaluate the best model and write the report. A request to stop ends this at once; the same command does it again."""
+    requeue_exit = config.training.checkpoint.requeue_exit
+    try:
+        with StopWish(None, requeue_exit=requeue_exit) as stop, stop.at_once():
+            measure(fitted, config, journal, ranks)
+    except StopNow as stopped:
+        reason = stopped.request.reason
+        sentence = f"Stopped during the final evaluation: {reason}. Run the same command to finish it."
+        if ranks.is_first:
+            journal.say(sentence)
+        code = code_after(stopped.request, requeue_exit, ranks, journal)
+        stop_together(ranks, sentence, code)
+        return replace(fitted, outcome="stopped", exit_code=code)
+    return fitted
 
 
 def _train_in_processes(

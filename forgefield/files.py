@@ -1,22 +1,102 @@
-"""Files are written whole or not at all: under a temporary name beside the target, flushed to the disk, then renamed."""
+"""Files are written whole or not at all: under a temporary name next to the target, flushed to the disk, then renamed.
+
+Temporary names carry host and process, so that what a crash left behind can be told from what is being written.
+"""
 
 from __future__ import annotations
 
 import os
+import re
+import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 
 from forgefield.errors import ForgefieldError
 
 PARTIAL = ".partial"
 """Part of every temporary name; such a file left behind by a crash can be deleted."""
+READ_ATTEMPTS = 3
+"""How often a file is read before an error of the disk or network counts."""
+_PAUSE_S = 0.2
+_TEMPORARY = re.compile(rf"\..*{re.escape(PARTIAL)}-(?:(?P<host>[A-Za-z0-9_]+)-)?(?P<pid>\d+)(?:\.[^.]*)?")
+_ABANDONED_S = 7 * 24 * 3600.0
+"""A temporary file of another host that has not changed for this long belongs to no process."""
+
+
+def temporary_name(path: Path) -> Path:
+    """A hidden name next to `path`, with its ending, that no other process uses."""
+    return path.with_name(f".{path.stem}{PARTIAL}-{_host()}-{os.getpid()}{path.suffix}")
+
+
+def remove_leftovers(folder: Path) -> list[Path]:
+    """Delete temporary files in `folder` whose processes are gone; returns them.
+
+    A process of another host cannot be asked: its files are deleted when they have not changed for a week.
+    """
+    removed = []
+    try:
+        names = [entry.name for entry in os.scandir(folder) if PARTIAL in entry.name]
+    except OSError:
+        return []
+    for name in names:
+        match, path = _TEMPORARY.fullmatch(name), folder / name
+        with suppress(OSError):
+            if match is not None and path.is_file() and _is_abandoned(match, path):
+                path.unlink()
+                removed.append(path)
+    return removed
+
+
+def _is_abandoned(match: re.Match[str], path: Path) -> bool:
+    if match["host"] == _host():
+        return not _process_is_alive(int(match["pid"]))
+    return time.time() - path.stat().st_mtime > _ABANDONED_S
+
+
+def _process_is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        return True
+    return True
+
+
+@cache
+def _host() -> str:
+    """Where process numbers mean the same: the host and, in a container, its own numbering."""
+    try:
+        numbering = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        numbering = ""
+    return re.sub(r"[^A-Za-z0-9_]", "_", socket.gethostname() + numbering.removeprefix("pid:"))
+
+
+def read_bytes(path: Path) -> bytes:
+    """The content of a file. Errors of the disk or network may pass: the file is read again before they count."""
+    for attempt in range(READ_ATTEMPTS):
+        try:
+            return path.read_bytes()
+        except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
+            raise ForgefieldError(f"{path} cannot be read: {error.strerror}.") from error
+        except OSError as error:
+            if attempt + 1 == READ_ATTEMPTS:
+                raise ForgefieldError(
+                    f"{path} cannot be read: {error.strerror or error} (tried {READ_ATTEMPTS} times). The file was not "
+                    "changed. Check the disk or the network file system, then run the same command again."
+                ) from error
+            time.sleep(_PAUSE_S)
+    raise AssertionError("unreachable")
 
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
     """A temporary name with the ending of `path`; it becomes `path` when the block succeeds and vanishes when not."""
-    partial = path.with_name(f".{path.stem}{PARTIAL}-{os.getpid()}{path.suffix}")  # of our own: others may write it too
+    partial = temporary_name(path)
     try:
         yield partial
         _flush(partial)

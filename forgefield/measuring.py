@@ -38,6 +38,7 @@ from forgefield.tasks.classes import auroc
 from forgefield.tasks.ldos_observables import OBSERVABLE_UNITS
 from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.task import LABELS
+from forgefield.training.evaluation_progress import with_progress
 from forgefield.training.fit import Fitted
 from forgefield.training.journal import Journal
 from forgefield.training.points.data import EVALUATED
@@ -47,11 +48,22 @@ from forgefield.training.summary import end_summary
 
 
 def is_unmeasured(fitted: Fitted) -> bool:
-    """A complete run whose measurement was interrupted, or is asked for with other test data."""
+    """A complete run whose results are missing, were computed with other weights, or are of other test data."""
     if fitted.outcome != "complete" or fitted.data is None:
         return False
-    needs_test = fitted.data.test is not None and not (fitted.run.path / "test.json").exists()
-    return needs_test or not (fitted.run.path / "report.html").exists() or "data.test" in fitted.changed
+    run = fitted.run
+    needs_test = fitted.data.test is not None and not (run.path / "test.json").exists()
+    if needs_test or not (run.path / "report.html").exists():
+        return True
+    info = run.info
+    if "measured" not in info:  # a run of an earlier version, which kept no record
+        return "data.test" in fitted.changed
+    return bool(info["measured"] != _what_is_measured(run, run.config))
+
+
+def _what_is_measured(run: Run, config: DictConfig) -> dict[str, str]:
+    """What the results of a run depend on: the best weights and the test data."""
+    return {"weights_sha256": run.read_weights("best").sha256, "test": str(plain(config.data.test))}
 
 
 def measure(fitted: Fitted, config: DictConfig, journal: Journal, ranks: Ranks) -> None:
@@ -60,13 +72,21 @@ def measure(fitted: Fitted, config: DictConfig, journal: Journal, ranks: Ranks) 
     assert data is not None
     if run.of_points:
         _measure_points(run, config, data, journal, ranks)
-        return
+    else:
+        _measure_frames(run, config, data, journal, ranks)
+    if ranks.is_first:  # last: results count only when all of them are there
+        run.write_info(measured=_what_is_measured(run, config))
+
+
+def _measure_frames(run: Run, config: DictConfig, data: Any, journal: Journal, ranks: Ranks) -> None:
     batch = evaluation_budget(config.data)
     device = evaluation_device(config.trainer.get("accelerator"))
     results: dict[str, dict[str, float]] = {}
     for split, dataset in (("val", data.val), ("test", data.test)):
         if dataset is not None and has_outputs(run):
-            results[split] = evaluate(run, dataset, split, which="best", device=device, batch=batch, ranks=ranks)
+            results[split] = evaluate(
+                run, dataset, split, which="best", device=device, batch=batch, ranks=ranks, journal=journal
+            )
     if not ranks.is_first:
         return
     if "test" in results:
@@ -167,10 +187,11 @@ def evaluate(
     ranks: Ranks,
     head: str | None = None,
     hints: Mapping[str, str] | None = None,
+    journal: Journal | None = None,
 ) -> dict[str, float]:
     """Predict a data set, keep the predictions in the run, give the errors (on rank 0; the others only predict).
 
-    hints: for labels that may be missing, a sentence on values of other names.
+    hints: for labels that may be missing, a sentence on values of other names. journal: where progress is shown.
     """
     potential: Any = load_shared(run, which, device, ranks, head)
     ours = [name for name in dict.fromkeys(LABELS.values()) if potential.has_energy or name == "forces"]
@@ -186,9 +207,10 @@ def evaluate(
             f"is nothing to compare with; {seen}use forgefield predict."
         )
     loader = FrameLoader(dataset, batch, rank=ranks.rank, world_size=ranks.world_size)
+    batches = loader if journal is None else with_progress(loader, len(loader), journal, f"{split} frames")
     parts = predict_batches(
         potential,
-        loader,
+        batches,
         forces="forces" in labels,
         stress="stress" in labels,
         device=device,
@@ -265,5 +287,6 @@ def name_of_test(run: Run, data: Any) -> str:
 def write_test(run: Run, errors: dict[str, float], *, name: str, source: str, which: str, **counts: int) -> None:
     """counts: how many samples there were, by what they are."""
     source = source.replace(f"{Path.cwd()}{os.sep}", "")  # shorter, and no business of a report's reader
-    content = {"source": source, "weights": which, **counts, "errors": errors}
+    sha256 = run.read_weights(which).sha256
+    content = {"source": source, "weights": which, "weights_sha256": sha256, **counts, "errors": errors}
     write_whole(run.path / f"{name}.json", json.dumps(content, indent=1) + "\n")

@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from safetensors.torch import load as safetensors_tensors
-from safetensors.torch import save as safetensors_bytes
 
 from forgefield._version import __version__
 from forgefield.config.nearest import did_you_mean
@@ -29,6 +27,7 @@ from forgefield.models.ldos import LDOSNetwork
 from forgefield.models.potential import Potential
 from forgefield.models.predictor import FORCES, NOISE
 from forgefield.models.registry import HEADS, PREDICTS, branch_names, build_model, build_point_model, is_of_points
+from forgefield.weights import Weights, read_weights, write_weights
 
 WEIGHTS = ("best", "last")
 
@@ -194,15 +193,10 @@ class Run:
             device = torch.device(device)
         except RuntimeError as error:
             raise ForgefieldError(f"'{device}' is not a device of torch; use cpu, cuda or cuda:0.") from error
-        path = self.checkpoints / f"{which}.safetensors"
-        if not path.exists():
-            raise ForgefieldError(
-                f"Run {self.name} has no {which} weights yet ({path} is missing); it gets them at its first validation."
-            )
+        path, state = self.weights_path(which), self.read_weights(which).state
         info = self.info
         resolved = info["model"]
         try:
-            state = safetensors_tensors(path.read_bytes())
             if head is not None:
                 resolved, state = single(resolved, state, head)
             potential = built(resolved, info["precision"], self.trust)
@@ -213,6 +207,18 @@ class Run:
             reason = str(error).splitlines()[0]
             raise ForgefieldError(f"{path} is damaged or belongs to another model: {reason}") from error
         return potential.to(device).eval()
+
+    def weights_path(self, which: str) -> Path:
+        return self.checkpoints / f"{which}.safetensors"
+
+    def read_weights(self, which: str) -> Weights:
+        """The trained weights, verified against their checksum."""
+        path = self.weights_path(which)
+        if not path.exists():
+            raise ForgefieldError(
+                f"Run {self.name} has no {which} weights yet ({path} is missing); they are written at its first validation."
+            )
+        return read_weights(path)
 
 
 def built(resolved: dict[str, Any], precision: str, trust: Trust) -> Potential | LDOSNetwork:
@@ -250,7 +256,7 @@ def create_run_from_model(
     run.checkpoints.mkdir(parents=True)
     state = {key: tensor.detach().cpu().contiguous() for key, tensor in potential.state_dict().items()}
     for which in WEIGHTS:
-        (run.checkpoints / f"{which}.safetensors").write_bytes(safetensors_bytes(state, metadata={"origin": origin}))
+        write_weights(run.weights_path(which), state, {"origin": origin})
     config = {"name": name, "model": resolved, "training": {"precision": precision}, **(settings or {})}
     (path / "config.yaml").write_text(f"# {origin}\n" + OmegaConf.to_yaml(OmegaConf.create(config)))
     run.write_info(

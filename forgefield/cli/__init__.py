@@ -1,7 +1,7 @@
 """The `forgefield` command: one module per verb, imported only when it is used.
 
 A verb's module has `add_arguments(parser)` and `run(args) -> int`. Errors that the user can mend end as one line on
-stderr and exit code 2, an interrupt from the keyboard as exit code 130.
+stderr and exit code 2, an interrupt from the keyboard as exit code 130, SIGTERM as 143.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import NoReturn
 from forgefield._version import __version__
 from forgefield.config.nearest import did_you_mean
 from forgefield.errors import ForgefieldError
+from forgefield.processes import Terminated, terminating
 
 VERBS = {
     "init": ("init", "write a commented config for your data"),
@@ -50,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
     try:
-        return _dispatch(words)
+        with terminating():
+            return _dispatch(words)
     except ForgefieldError as error:
         if debug:
             raise
@@ -61,6 +63,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print("interrupted", file=sys.stderr)
         return 130
+    except Terminated as stopped:
+        if debug:
+            raise
+        print(f"stopped by {stopped}", file=sys.stderr)
+        return stopped.exit_code
     except SystemExit as leave:  # argparse has printed what there is to say
         return leave.code if isinstance(leave.code, int) else int(leave.code is not None)
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forgefield.errors import ForgefieldError
+from forgefield.processes import die_with_parent
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -66,9 +67,7 @@ class Children:
         command += ["--steps", str(self.steps), "--warmup", str(self.warmup), *more]
         command += ["--trust-code"] if self.trust_code else []
         environ = {**environment_of_children(), **QUIET, "OMP_NUM_THREADS": self.threads}
-        code = run_ranks(command, n, environ=environ)
-        if code == 130:
-            raise KeyboardInterrupt
+        code = run_ranks(command, n, environ=environ, disposable=True)
         if not result.exists():
             return Refused(f"its process ended with exit code {code}", code or 1, is_told=code == 2)
         content = json.loads(result.read_text())
@@ -89,7 +88,15 @@ class Children:
         (folder / "job.json").write_text(json.dumps(job))
         command = [python, bench_peers.__file__, "job.json", "result.json"]
         environ = {**os.environ, "OMP_NUM_THREADS": self.threads}
-        done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command,
+            cwd=folder,
+            env=environ,
+            capture_output=True,
+            text=True,
+            check=False,
+            preexec_fn=die_with_parent(),
+        )
         if not (folder / "result.json").exists():
             last = (done.stderr.strip().splitlines() or [""])[-1]
             return {"refusal": f"its process ended with exit code {done.returncode} ({last[:200]})"}

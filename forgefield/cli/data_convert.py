@@ -34,6 +34,7 @@ from forgefield.cli.data_arguments import (
     usable_cores,
 )
 from forgefield.errors import ForgefieldError
+from forgefield.processes import Terminated
 
 if TYPE_CHECKING:
     from forgefield.config.schema import LabelOptions, UnitOptions
@@ -100,9 +101,10 @@ def _to_store(
                 workers=args.workers or usable_cores(),
                 progress=report,
             )
-    except KeyboardInterrupt:
-        print(f"interrupted: the same command goes on; what is done is kept in {target}.partial", file=sys.stderr)
-        return 130
+    except (KeyboardInterrupt, Terminated) as stopped:
+        how, code = ("interrupted", 130) if isinstance(stopped, KeyboardInterrupt) else (f"stopped by {stopped}", 143)
+        print(f"{how}: run the same command to resume; finished parts are kept in {target}.partial", file=sys.stderr)
+        return code
     n_bytes = open_store(target).n_bytes
     print(summary(target, manifest["n_frames"], manifest["n_atoms"], n_bytes, time.monotonic() - begin))
     return 0

@@ -1,4 +1,5 @@
-"""Train as a config says. The same command again continues the run where it was; --fresh starts over.
+"""Train as a config says. The same command again resumes the run; so does the folder of the run instead of the config,
+with the settings it was made with. --fresh starts over.
 
 Without a config the built-in example runs: it makes a small data set, trains on it and writes a report.
 With torchrun, srun or mpirun in front, all processes train one model together.
@@ -23,6 +24,8 @@ examples:
   forgefield train
   forgefield train my.yaml
   forgefield train my.yaml training.lr=3e-3 ++trainer.max_epochs=200 '~task.stress'
+  forgefield train runs/my                           resumes the run
+  forgefield train runs/my trainer.max_epochs=400    trains it longer
   forgefield train -cp configs -cn water --name water-2 --fresh
   forgefield train other.yaml --finetune runs/my
   torchrun --nproc-per-node 4 --no-python forgefield train my.yaml -l train.log -m collect
@@ -33,9 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     parser.add_argument(
         "words",
-        metavar="CONFIG | key=value",
+        metavar="CONFIG | RUN | key=value",
         nargs="*",
-        help="config file (YAML, or an input of DeePMD-kit), and settings that override it",
+        help="config file (YAML, or an input of DeePMD-kit) or run to resume, and settings that override it",
     )
     parser.add_argument("-cn", "--config-name", metavar="NAME", help="config by name, with or without .yaml")
     parser.add_argument("-cp", "--config-path", metavar="DIR", help="folder of the config (default: this one)")
@@ -68,13 +71,22 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace, ranks: Ranks) -> int:
+    folder = _take_run(args)
     config, overrides = config_and_overrides(args)
     with for_good():
         from forgefield import api
     from forgefield.config.components import look_where_the_parent_did
 
     look_where_the_parent_did()
-    if config is None:
+    if folder is not None:
+        from forgefield.config.loading import require_training_data
+        from forgefield.training.folder import config_of_run
+
+        if config is not None:
+            raise ForgefieldError(f"name either the run {folder} or the config {config}, not both.")
+        loaded = config_of_run(api.Run(folder), overrides, trust_code=args.trust_code)
+        require_training_data(loaded, folder / "config.yaml")
+    elif config is None:
         loaded = api.example_config(overrides, make=ranks.is_first)
         ranks.barrier()
     else:
@@ -87,6 +99,15 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     return api.train_with_outcome(
         loaded, fresh=args.fresh, log=args.log, log_mode=args.log_mode, trust_code=args.trust_code
     ).exit_code
+
+
+def _take_run(args: argparse.Namespace) -> Path | None:
+    """Remove the run folder from the words of the command line and give it; None where there is none."""
+    runs = [word for word in args.words if (Path(word) / "run.json").is_file()]
+    if len(runs) > 1:
+        raise ForgefieldError(f"one run at a time, not {' and '.join(runs)}.")
+    args.words = [word for word in args.words if word not in runs]
+    return Path(runs[0]) if runs else None
 
 
 def _print_notes(config: Path) -> None:

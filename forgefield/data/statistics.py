@@ -34,7 +34,7 @@ from forgefield.data.species import SpeciesTable
 from forgefield.data.storage.cache import cache_folder
 from forgefield.data.storage.table import FrameTable
 from forgefield.errors import ForgefieldError
-from forgefield.files import write_whole
+from forgefield.files import remove_leftovers, write_whole
 
 FORMAT = 3
 """Raised whenever the meaning of a stored number changes."""
@@ -312,4 +312,5 @@ def _save(store: Path | None, statistics: Statistics) -> None:
         return
     with suppress(ForgefieldError, OSError):
         store.parent.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(store.parent)
         write_whole(store, statistics.to_json())

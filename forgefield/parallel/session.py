@@ -16,7 +16,10 @@ from forgefield.parallel.faults import failing_together, leave_at_once, on_loss,
 from forgefield.parallel.group import Ranks
 from forgefield.parallel.launch import detect_launch
 from forgefield.parallel.meeting import connect
+from forgefield.processes import Terminated, stop_with_parent
 
+ORPHAN_GRACE_S = 20.0
+"""How long a rank whose launcher was killed may take to save and stop."""
 _joined: Ranks | None = None
 
 
@@ -24,7 +27,10 @@ def this_group() -> Ranks:
     """The group, found by the variables that the launcher has set. The first call meets the other processes."""
     global _joined
     if _joined is None:
-        _joined = connect(detect_launch(os.environ), on_loss=on_loss)
+        launch = detect_launch(os.environ)
+        if launch.launcher in ("torchrun", "forgefield"):  # their processes are children of one that looks after them
+            stop_with_parent(grace=ORPHAN_GRACE_S)
+        _joined = connect(launch, on_loss=on_loss)
         if _joined.world_size > 1:
             atexit.register(_leave)
             sys.excepthook = partial(_end_of_script, _joined)
@@ -44,6 +50,9 @@ def run_as_one(command: Callable[[Ranks], int]) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         leave_at_once(130)
+    except Terminated as stopped:
+        print(f"stopped by {stopped}", file=sys.stderr)
+        leave_at_once(stopped.exit_code)
     except ForgefieldError as error:
         if "--debug" in sys.argv:
             traceback.print_exc()

@@ -5,7 +5,6 @@ No rank is left behind: not when one fails, not when one does not want to end, n
 
 from __future__ import annotations
 
-import ctypes
 import os
 import queue
 import signal
@@ -18,18 +17,23 @@ from contextlib import contextmanager, suppress
 
 from forgefield.errors import ForgefieldError
 from forgefield.parallel.network import free_port
+from forgefield.processes import Terminated, die_with_parent
 
 KILL_AFTER = 5.0
 """Seconds between SIGTERM and SIGKILL for a rank that does not end."""
 PASSED_ON = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
-_PR_SET_PDEATHSIG = 1
 
 
-def run_ranks(command: Sequence[str], n: int, *, environ: Mapping[str, str], grace: float = 20.0) -> int:
+def run_ranks(
+    command: Sequence[str], n: int, *, environ: Mapping[str, str], grace: float = 20.0, disposable: bool = False
+) -> int:
     """Run `command` as ranks 0 to n - 1 and return 0, or the exit code of the rank that failed first (128 + signal).
 
     When one fails the others have `grace` seconds to end by themselves. SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 are passed
     on to every rank, if this is called in the main thread; a signal that this process ignores stays ignored.
+
+    disposable: the ranks have nothing to save. SIGTERM and SIGINT then end them within seconds, and are raised here as
+    `Terminated` and KeyboardInterrupt.
     """
     if n < 1:
         raise ForgefieldError(f"{n} ranks cannot be started: at least one is needed.")
@@ -40,12 +44,11 @@ def run_ranks(command: Sequence[str], n: int, *, environ: Mapping[str, str], gra
             for stream in (sys.stdout, sys.stderr):
                 with suppress(OSError, ValueError, AttributeError):
                     stream.flush()  # what was said before comes before what the ranks say
-            die_with_parent = _die_with_parent()
             for variables in _environments(n, environ):
-                ranks.append(_start(command, variables, die_with_parent))  # noqa: PERF401  the next one may fail
+                ranks.append(_start(command, variables))  # noqa: PERF401  the next one may fail
             for index, rank in enumerate(ranks):
                 threading.Thread(target=_report_end, args=(index, rank.pid, events), daemon=True).start()
-            return _supervise(ranks, events, grace)
+            return _supervise(ranks, events, grace, disposable=disposable)
         finally:
             _end(ranks)
 
@@ -64,38 +67,18 @@ def _environments(n: int, environ: Mapping[str, str]) -> list[dict[str, str]]:
     return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(n)]
 
 
-def _start(
-    command: Sequence[str], environ: dict[str, str], die_with_parent: Callable[[], None] | None
-) -> subprocess.Popen[bytes]:
+def _start(command: Sequence[str], environ: dict[str, str]) -> subprocess.Popen[bytes]:
     try:
         return subprocess.Popen(
             list(command),
             env=environ,
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C in the terminal reaches only this process, which passes it on once
-            preexec_fn=die_with_parent,
+            preexec_fn=die_with_parent(),
         )
     except (OSError, subprocess.SubprocessError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise ForgefieldError(f"Rank {environ['RANK']} could not be started: {command[0]}: {reason}.") from error
-
-
-def _die_with_parent() -> Callable[[], None] | None:
-    """What a new process does before anything else so that it gets SIGTERM when this one dies, however that happens."""
-    if not sys.platform.startswith("linux"):
-        return None
-    prctl, getppid, parent = ctypes.CDLL(None).prctl, os.getppid, os.getpid()
-    death_signal = ctypes.c_ulong(
-        signal.SIGTERM.value
-    )  # made here: between fork and exec as little as possible happens
-    zero = ctypes.c_ulong(0)
-
-    def die_with_parent() -> None:
-        prctl(_PR_SET_PDEATHSIG, death_signal, zero, zero, zero)
-        if getppid() != parent:  # it was dead before we asked
-            os._exit(128 + signal.SIGTERM)
-
-    return die_with_parent
 
 
 @contextmanager
@@ -120,7 +103,13 @@ def _report_end(index: int, pid: int, events: queue.SimpleQueue[tuple[str, int]]
     events.put(("end", index))
 
 
-def _supervise(ranks: list[subprocess.Popen[bytes]], events: queue.SimpleQueue[tuple[str, int]], grace: float) -> int:
+def _supervise(
+    ranks: list[subprocess.Popen[bytes]],
+    events: queue.SimpleQueue[tuple[str, int]],
+    grace: float,
+    *,
+    disposable: bool,
+) -> int:
     living = set(range(len(ranks)))
     first_failure = 0
     last_steps: list[tuple[float, Callable[[subprocess.Popen[bytes]], None]]] = []
@@ -134,6 +123,8 @@ def _supervise(ranks: list[subprocess.Popen[bytes]], events: queue.SimpleQueue[t
                 step(ranks[index])
             continue
         if kind == "signal":
+            if disposable and value in (signal.SIGTERM, signal.SIGINT):
+                raise KeyboardInterrupt if value == signal.SIGINT else Terminated(value)  # `_end` sees to the ranks
             for index in living:
                 ranks[index].send_signal(value)
             continue

@@ -22,6 +22,7 @@ from forgefield.config.trust import code_of_model
 from forgefield.diagnosis.record import read_records
 from forgefield.errors import ForgefieldError
 from forgefield.untrusted.archives import npz_arrays
+from forgefield.weights import read_weights
 
 SPLITS = ("test", "val")
 OF_POINTS = {
@@ -159,11 +160,31 @@ def read_run(path: Path) -> RunData:
         if "epoch" in row:
             row["epoch"] += 1
     run.test = _read_json(run, "test.json", _test_command(run), is_command=True)
+    outdated = _drop_outdated_test(run)
     run.test_errors = _errors_of(run.test)
     for split in SPLITS if not run.of_points else ():
-        _read_predictions(run, split)
+        if not (outdated and split == "test"):
+            _read_predictions(run, split)
     run.diagnosis = read_records(run.path)
     return run
+
+
+def _drop_outdated_test(run: RunData) -> bool:
+    """Leave out test results that were computed with other weights than the run has now; whether there were any."""
+    stored, which = run.test.get("weights_sha256"), run.test.get("weights")
+    if not isinstance(stored, str) or which not in ("best", "last"):
+        return False
+    try:
+        current = read_weights(run.path / "checkpoints" / f"{which}.safetensors").sha256
+    except ForgefieldError:
+        return False
+    if current == stored:
+        return False
+    run.test = {}
+    run.notes.append(
+        Note("test.json", "was computed with earlier weights of this run", _test_command(run), is_command=True)
+    )
+    return True
 
 
 def predictions_from_npz(file: str | os.PathLike[str]) -> Predictions:

@@ -2,7 +2,8 @@
 
 A checkpoint is a torch zip archive of tensors, numbers, strings and containers of them. It is written under a temporary name,
 flushed to the disk and renamed, so that a file with a checkpoint's name is complete. On reading, the archive's own
-checksums are verified first; a damaged file is set aside and the next older one is used.
+checksums are verified first. A file that does not match them is renamed and the next older one is used; any other error (of the
+disk, of memory, of another version) stops the command and leaves the file alone.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from lightning.fabric.plugins import CheckpointIO
 
 from forgefield.errors import ForgefieldError
-from forgefield.files import PARTIAL, write_whole
+from forgefield.files import PARTIAL, read_bytes, write_whole
 from forgefield.parallel.group import Ranks
 
 _NAME = re.compile(r"step-(\d+)\.ckpt")
@@ -33,30 +34,43 @@ def save_checkpoint(path: Path, checkpoint: dict[str, Any]) -> None:
 
 
 def load_checkpoint(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
-    """Read a checkpoint; raises `DamagedCheckpoint` when it is not exactly what was written."""
+    """Read a checkpoint. Raises `DamagedCheckpoint` when it is not what was written, `UnreadableCheckpoint` when it is but
+    cannot be loaded, and ForgefieldError when the file cannot be read."""
+    content = io.BytesIO(read_bytes(path))
     try:
-        with zipfile.ZipFile(path) as archive:
+        with zipfile.ZipFile(content) as archive:
             broken = archive.testzip()
-        if broken is not None:
-            raise DamagedCheckpoint(f"checksum of {broken} does not match")
-        return torch.load(path, map_location=map_location, weights_only=True)
-    except DamagedCheckpoint:
-        raise
-    except FileNotFoundError:
+    except MemoryError:
         raise
     except Exception as error:
         raise DamagedCheckpoint(str(error).split("\n")[0]) from error
+    if broken is not None:
+        raise DamagedCheckpoint(f"checksum of {broken} does not match")
+    content.seek(0)
+    try:
+        return torch.load(content, map_location=map_location, weights_only=True)
+    except MemoryError:
+        raise
+    except Exception as error:
+        reason = str(error).split("\n")[0]
+        if "PytorchStreamReader" in reason:  # torch's reader of archives sees damage that Python's does not
+            raise DamagedCheckpoint(reason) from error
+        raise UnreadableCheckpoint(reason) from error
 
 
 class DamagedCheckpoint(Exception):
-    """The file is not a complete checkpoint."""
+    """The file is not what was written: its checksums do not match, or a part is missing."""
+
+
+class UnreadableCheckpoint(Exception):
+    """The file is what was written, but its content cannot be loaded."""
 
 
 @dataclass(frozen=True)
 class Restart:
     """Where a run goes on: `path` of the checkpoint, optimiser `step`, `epoch`, and how many frames of it were seen.
 
-    rows: rows of metrics written by then.
+    rows: rows of metrics written by then. finished: the limits under which training had ended, None where it had not.
     """
 
     path: Path
@@ -65,6 +79,7 @@ class Restart:
     sample: int
     world_size: int
     rows: int
+    finished: str | None = None
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -86,9 +101,13 @@ def find_restart(folder: Path, say: Callable[[str], None]) -> Restart | None:
     paths = list_checkpoints(folder)
     for path in paths:
         try:
-            checkpoint = load_checkpoint(path)
-            return _restart_from(path, checkpoint)
-        except (DamagedCheckpoint, KeyError) as error:
+            return _restart_from(path, load_checkpoint(path))
+        except (UnreadableCheckpoint, KeyError) as error:
+            raise ForgefieldError(
+                f"Checkpoint {path} is undamaged but cannot be loaded ({error}). It may be of another version of Forgefield or "
+                "torch; use that version, or start over with --fresh (the folder is kept)."
+            ) from error
+        except DamagedCheckpoint as error:
             aside = path.with_suffix(".damaged")
             os.replace(path, aside)
             say(f"Checkpoint {path.name} is damaged ({error}); it was renamed {aside.name}, trying the one before.")
@@ -133,4 +152,5 @@ def _restart_from(path: Path, checkpoint: dict[str, Any]) -> Restart:
         sample=int(place["sample"]),
         world_size=int(place["world_size"]),
         rows=int(checkpoint["callbacks"]["MetricsLog"]["rows"]),
+        finished=place.get("finished"),
     )

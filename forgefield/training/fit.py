@@ -7,6 +7,7 @@ them run it; rank 0 decides and writes, the others are told.
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import Callback
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from forgefield.config.nearest import did_you_mean
 from forgefield.config.template import commented_yaml
@@ -23,6 +24,7 @@ from forgefield.errors import ForgefieldError
 from forgefield.files import write_whole
 from forgefield.parallel.accelerators import settle_accelerator
 from forgefield.parallel.exchange import StepExchange
+from forgefield.parallel.faults import stop_together
 from forgefield.parallel.group import Ranks
 from forgefield.parallel.learning_rate import learning_rate_factor
 from forgefield.runs import Run, versions
@@ -38,7 +40,7 @@ from forgefield.training.journal import Journal
 from forgefield.training.precision import Precision
 from forgefield.training.preflight import check_settings, require_same_settings
 from forgefield.training.requeue import ask_slurm_to_requeue
-from forgefield.training.signals import StopRequested, StopWish
+from forgefield.training.signals import StopNow, StopRequested, StopWish, exit_code
 from forgefield.training.start_summary import summarise
 from forgefield.training.subject import Loader, Party, Subject, subject_of
 from forgefield.training.trainer import (
@@ -51,6 +53,7 @@ from forgefield.training.trainer import (
 )
 
 _LIMITS = ("trainer.max_epochs", "trainer.max_steps", "training.early_stopping")
+"""Settings that say when training ends."""
 
 
 @dataclass(frozen=True)
@@ -131,30 +134,45 @@ def fit(
     if (note := settle_accelerator(options, world_size=ranks.world_size)) is not None:
         journal.say(note)
     agree_with_training(options, config.training)
-    party = Party(ranks, journal, StopWish(take_max_seconds(options)), lr_factor, trust_code)
+    requeue_exit = config.training.checkpoint.requeue_exit
+    stop = StopWish(take_max_seconds(options), requeue_exit=requeue_exit)
+    party = Party(ranks, journal, stop, lr_factor, trust_code)
     if fresh and max(ranks.everyone(ranks.launch.restarts)):  # not every agent of torchrun counts every restart
         journal.say("The job was started again by its launcher: the run goes on, --fresh held for the first start.")
         fresh = False
     quick = bool(options.get("fast_dev_run"))
     with party.stop, run_folder(config, fresh=fresh, quick=quick, journal=journal, ranks=ranks) as run:
         journal.keep_in(run.path)
-        subject = subject_of(run, config, options, party)
-        config = subject.config
-        changed = ranks.share(_changed_settings(run, config, party) if ranks.is_first else None)
-        L.seed_everything(config.seed, verbose=False)
-        subject.prepare()
-        run = Run(run.path, trust_code=True)  # `prepare` has settled that code it names may be imported
-        plan = _Plan(run, config, options, subject, callbacks)
-        restart, status = ranks.share(_where_to_go_on(run, journal) if ranks.is_first else None)
-        limits_changed = any(key.startswith(_LIMITS) for key in changed)
-        if restart is not None and status == "finished" and not limits_changed:
-            journal.say(f"Run {run.name} is complete ({restart.step} steps); start over with --fresh.")
-            plan.write_record(ranks)
-            return Fitted(run, subject.data, "complete", changed=changed)
-        if (stopped := _asked_already(party)) is not None:
-            plan.write_record(ranks)
-            return _stopped(plan, stopped, "Stopped before the first step", party)
-        return _run_lightning(plan, restart, party)
+        try:
+            return _fit_in(run, config, options, callbacks, party)
+        except StopNow as stopped:
+            return _stopped_at_once(run, stopped.request, requeue_exit, party)
+
+
+def _fit_in(
+    run: Run, config: DictConfig, options: dict[str, Any], callbacks: Sequence[Callback], party: Party
+) -> Fitted:
+    """Train in a folder that is ours."""
+    ranks, journal = party.ranks, party.journal
+    subject = subject_of(run, config, options, party)
+    config = subject.config
+    changed = ranks.share(_changed_settings(run, config, party) if ranks.is_first else None)
+    L.seed_everything(config.seed, verbose=False)
+    subject.prepare()
+    run = Run(run.path, trust_code=True)  # `prepare` has settled that code it names may be imported
+    plan = _Plan(run, config, options, subject, callbacks)
+    restart, is_done, has_outputs = ranks.share(_where_to_resume(plan, changed, journal) if ranks.is_first else None)
+    if is_done and has_outputs:
+        longer = "trainer.max_steps" if options.get("max_epochs") in (None, -1) else "trainer.max_epochs"
+        journal.say(
+            f"Run {run.name} is complete ({restart.step} steps); raise {longer} to train longer, or start over with --fresh."
+        )
+        plan.write_record(ranks)
+        return Fitted(run, subject.data, "complete", changed=changed)
+    if (stopped := _asked_already(party)) is not None:
+        plan.write_record(ranks)
+        return _stopped(plan, stopped, "Stopped before the first step", party)
+    return _run_lightning(plan, restart, party, is_done=is_done)
 
 
 def _asked_already(party: Party) -> StopRequested | None:
@@ -173,12 +191,34 @@ def _changed_settings(run: Run, config: DictConfig, party: Party) -> list[str]:
     ]
 
 
-def _where_to_go_on(run: Run, journal: Journal) -> tuple[Restart | None, str | None]:
+def _where_to_resume(plan: _Plan, changed: list[str], journal: Journal) -> tuple[Restart | None, bool, bool]:
+    """The checkpoint to resume from, whether training had ended there, and whether the weights were written then."""
+    run = plan.run
     restart = find_restart(run.checkpoints, journal.say)
-    return restart, run.info.get("status") if run.exists else None
+    if restart is None:
+        return None, False, False
+    if restart.finished is not None:
+        is_done = restart.finished == _limits(plan.config)
+    else:  # a checkpoint of an earlier version does not tell
+        is_done = run.info.get("status") == "finished" and not any(key.startswith(_LIMITS) for key in changed)
+    return restart, is_done, run.info.get("status") == "finished" and _has_weights(run, restart.step)
 
 
-def _run_lightning(plan: _Plan, restart: Restart | None, party: Party) -> Fitted:
+def _has_weights(run: Run, step: int) -> bool:
+    """Whether the weights of the last step were written and are undamaged."""
+    try:
+        return run.read_weights("last").about.get("step") == step and run.weights_path("best").exists()
+    except ForgefieldError:
+        return False
+
+
+def _limits(config: DictConfig) -> str:
+    """The settings that say when training ends, as text."""
+    return json.dumps({key: plain(OmegaConf.select(config, key)) for key in _LIMITS}, sort_keys=True, default=str)
+
+
+def _run_lightning(plan: _Plan, restart: Restart | None, party: Party, *, is_done: bool) -> Fitted:
+    """Train, or, where training had ended (`is_done`) without its last files, restore it and write them."""
     run, config, subject, ranks, journal = plan.run, plan.config, plan.subject, party.ranks, party.journal
     monitor = _monitor(config.training, plan.columns, subject.has_val, journal)
     exchange = StepExchange(party.stop.flags) if ranks.world_size > 1 else None
@@ -190,6 +230,8 @@ def _run_lightning(plan: _Plan, restart: Restart | None, party: Party) -> Fitted
         ranks=ranks,
         exchange=exchange,
         enabled=not plan.quick,
+        limits=_limits(config),
+        is_done=is_done,
     )
     metrics_log = MetricsLog(run.path, plan.columns, module.throughput.columns)
     callbacks = [metrics_log, *_callbacks(plan, monitor, restart.step if restart else 0, party, exchange)]
@@ -211,7 +253,7 @@ def _run_lightning(plan: _Plan, restart: Restart | None, party: Party) -> Fitted
     if restart is not None:
         first.first_batch = _go_on(loader, restart, plan, party)
     summarise(journal, subject, trainer, monitor)
-    _write_status(run, ranks, status="running")
+    _write_status(run, ranks, status="running", measured=None)
     try:
         with lightning_errors("trainer or training"):
             trainer.fit(
@@ -274,25 +316,36 @@ def _go_on(loader: Loader, restart: Restart, plan: _Plan, party: Party) -> int:
 
 def _stopped(plan: _Plan, stopped: StopRequested, when: str, party: Party) -> Fitted:
     _write_status(plan.run, party.ranks, status="stopped")
-    party.journal.say(f"{when}: {stopped.reason}. Run the same command to go on.")
-    code = _exit_code(stopped, plan.config.training.checkpoint.requeue_exit, party)
+    party.journal.say(f"{when}: {stopped.reason}. Run the same command to resume.")
+    code = code_after(stopped, plan.config.training.checkpoint.requeue_exit, party.ranks, party.journal)
     return Fitted(plan.run, plan.subject.data, "stopped", exit_code=code)
+
+
+def _stopped_at_once(run: Run, stopped: StopRequested, requeue_exit: int, party: Party) -> Fitted:
+    """Stopped where there was nothing to save: while data was read or an engine was compiled."""
+    ranks, journal = party.ranks, party.journal
+    has_checkpoint = has_begun(run)
+    when = "Stopped before the next step" if has_checkpoint else "Stopped before the first step"
+    sentence = f"{when}: {stopped.reason}. Run the same command to resume."
+    if ranks.is_first:
+        if run.exists and run.info.get("status") == "running":
+            run.write_info(status="stopped")
+        journal.say(sentence)
+    code = code_after(stopped, requeue_exit, ranks, journal)
+    stop_together(ranks, sentence, code)
+    return Fitted(run, None, "stopped", exit_code=code)
+
+
+def code_after(stopped: StopRequested, requeue_exit: int, ranks: Ranks, journal: Journal) -> int:
+    """The exit code of a training that was stopped. Where the signal asks for it, SLURM is told to start the job again."""
+    if stopped.signal_number == signal.SIGUSR1 and ranks.is_first:
+        ask_slurm_to_requeue(journal.say)
+    return exit_code(stopped, requeue_exit)
 
 
 def _write_status(run: Run, ranks: Ranks, **values: Any) -> None:
     if ranks.is_first:
         run.write_info(**values)
-
-
-def _exit_code(stopped: StopRequested, requeue_exit: int, party: Party) -> int:
-    """A time limit the user set is a success, Ctrl-C is what a shell reports, a batch system gets the code to start again."""
-    if stopped.signal_number is None:
-        return 0
-    if stopped.signal_number == signal.SIGINT:
-        return 128 + signal.SIGINT
-    if stopped.signal_number == signal.SIGUSR1 and party.ranks.is_first:
-        ask_slurm_to_requeue(party.journal.say)
-    return requeue_exit
 
 
 def _monitor(training: Any, columns: list[str], has_val: bool, journal: Journal) -> str:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from omegaconf import DictConfig
 
 from forgefield.config.diff import Change, config_diff, format_diff
+from forgefield.config.loading import load_config, override_keys
 from forgefield.config.point_options import DEFAULT_POINTS
 from forgefield.data.sampling.batching import DEFAULT_FRAMES
 from forgefield.errors import ForgefieldError
+from forgefield.files import remove_leftovers
 from forgefield.parallel.group import Ranks
 from forgefield.runs import Run
 from forgefield.training.journal import Journal
@@ -58,12 +60,35 @@ def _own_folder(config: DictConfig, *, fresh: bool, quick: bool, journal: Journa
             for item in path.iterdir():
                 if item.name != ".lock":
                     shutil.rmtree(item) if item.is_dir() else item.unlink()
+        for folder in (path, path / "checkpoints", path / "predictions"):
+            remove_leftovers(folder)
         try:
             yield Run(path)
         except ForgefieldError:
             if is_new and not _was_started(Run(path)):
                 shutil.rmtree(path, ignore_errors=True)  # a command that was refused leaves nothing behind
             raise
+
+
+def config_of_run(run: Run, overrides: Sequence[str] = (), *, trust_code: bool = False) -> DictConfig:
+    """The settings that a run was made with, checked like those of a config file, with `overrides`; for resuming it.
+
+    trust_code: whether code that the run names may be imported.
+    """
+    if run.info.get("status") == "imported":
+        raise ForgefieldError(
+            f"Run {run.name} was imported and has no training to resume; to train its model, use forgefield train CONFIG "
+            f"--init-model {run.path} --name NAME."
+        )
+    for key in override_keys(overrides):
+        if key in ("name", "out"):
+            raise ForgefieldError(
+                f"'{key}' cannot be changed when run {run.path} is resumed; to train another run with its settings, use "
+                f"forgefield train {run.path / 'config.yaml'} --name NAME."
+            )
+    config = load_config(run.path / "config.yaml", overrides, trust_code=trust_code)
+    config.out, config.name = str(run.path.parent), run.name
+    return config
 
 
 def _was_started(run: Run) -> bool:

@@ -150,6 +150,7 @@ class FramesSubject(Subject):
             say=self.party.journal.say,
             chosen_before=ranks.share(before),
             keep=keep,
+            compiling=self.party.stop.at_once,
         )
 
     def refuse(self, device: torch.device) -> None:

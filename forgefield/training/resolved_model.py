@@ -27,7 +27,7 @@ from forgefield.data.module import DataModule
 from forgefield.data.readers import plain
 from forgefield.data.storage.cache import cache_folder
 from forgefield.errors import ForgefieldError
-from forgefield.files import write_whole
+from forgefield.files import remove_leftovers, write_whole
 from forgefield.models.potential import Potential
 from forgefield.models.registry import branch_names, further_outputs, model_statistics, own_outputs, resolve_model
 from forgefield.tasks.task import Task, default_task, require_labels
@@ -114,6 +114,7 @@ def _measured(config: DictConfig, data: DataModule) -> dict[str, Any]:
     if found and kept is not None:
         with suppress(ForgefieldError, OSError):
             kept.parent.mkdir(parents=True, exist_ok=True)
+            remove_leftovers(kept.parent)
             write_whole(kept, json.dumps(found))
     return found
 

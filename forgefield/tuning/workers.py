@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from forgefield.config.components import environment_of_children
+from forgefield.processes import die_with_parent
 
 
 def run_workers(words: Sequence[str], n: int) -> int:
@@ -22,7 +23,7 @@ def run_workers(words: Sequence[str], n: int) -> int:
         if gpus:
             environ["CUDA_VISIBLE_DEVICES"] = gpus[number % len(gpus)]
         command = [sys.executable, "-m", "forgefield", "tune", *words, "--worker", str(number)]
-        children.append(subprocess.Popen(command, env=environ))
+        children.append(subprocess.Popen(command, env=environ, preexec_fn=die_with_parent()))
 
     def pass_on(number: int, frame: object) -> None:
         for child in children:

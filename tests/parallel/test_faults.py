@@ -94,7 +94,7 @@ def test_a_stop_signal_on_one_rank_stops_all_at_the_same_step_and_saves_once(how
     stopped = two_ranks(tmp_path, config, END_AT="5", END_HOW=how, END_RANKS="1")
     assert stopped.returncode == REQUEUE, stopped.stdout + stopped.stderr
     name = {"term": signal.SIGTERM, "usr1": signal.SIGUSR1}[how].name
-    assert f"Stopped after step 6: {name} was received. Run the same command to go on." in stopped.stdout
+    assert f"Stopped after step 6: {name} was received. Run the same command to resume." in stopped.stdout
     assert stopped.stdout.count("Stopped after") == 1
     assert "Continuing run again after step 6" in two_ranks(tmp_path, config).stdout
     assert_same_run(straight, tmp_path / "runs" / "again")

@@ -157,7 +157,7 @@ def test_a_job_that_slurm_starts_again_ends_as_if_nothing_had_happened(how, slur
     wait_for(lambda: begins_again(slurm, job))
     text = slurm.wait(job, tmp_path, timeout=200)
     name = {"preempted": "SIGTERM", "warned": "SIGUSR1"}[how]
-    assert f"{name} was received. Run the same command to go on." in text
+    assert f"{name} was received. Run the same command to resume." in text
     assert ("SLURM was asked to requeue job" in text) == (how == "warned")
     assert text.count("Continuing run launched after step") == 1
     assert re.search(rf"launcher +srun.*job {job}.*restart 1", text), text

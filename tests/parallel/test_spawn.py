@@ -289,3 +289,57 @@ def test_rank_that_cannot_be_started_takes_those_before_it_along(tmp_path: Path)
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
     assert pids
     assert not any(map(is_alive, pids))
+
+
+DISPOSABLE = """
+import json, os, sys
+from forgefield.cli import main
+import forgefield.cli as cli
+from forgefield.parallel import spawn
+spawn.KILL_AFTER = 0.5
+def run(words):
+    return spawn.run_ranks(json.loads(sys.argv[1]), 2, environ=os.environ, disposable=True)
+cli._dispatch = run
+sys.exit(main([]))
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_disposable_ranks_even_if_they_ignore_it(number: int, code: int, tmp_path: Path) -> None:
+    """As those of `forgefield bench`, which must not take the end of one for a result and start the next."""
+    body = "signal.signal(signal.SIGTERM, signal.SIG_IGN); note(os.getpid()); time.sleep(60)"
+    command = [sys.executable, "-c", DISPOSABLE, json.dumps(rank_script(body, tmp_path))]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    wait_until(lambda: all(notes(tmp_path, rank) for rank in range(2)))
+    process.send_signal(number)
+    _, said = process.communicate(timeout=PATIENCE)
+    assert process.returncode == code, said
+    assert said.splitlines() == ["stopped by SIGTERM" if number == signal.SIGTERM else "interrupted"]
+    assert not any(is_alive(int(notes(tmp_path, rank)[0])) for rank in range(2))
+
+
+LAUNCHED = """
+import os, signal, subprocess, sys, time
+if len(sys.argv) > 2:
+    from forgefield.processes import stop_with_parent
+    if sys.argv[2] == "deaf":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    stop_with_parent(grace=0.5, every=0.05)
+    open(sys.argv[1], "w").write(f"{os.getpid()}\\n")
+    time.sleep(60)
+else:
+    subprocess.Popen([sys.executable, "-c", os.environ["SCRIPT"], sys.argv[1], os.environ["KIND"]]).wait()
+"""
+
+
+@pytest.mark.parametrize("kind", ["plain", "deaf"])
+def test_a_process_of_a_launcher_that_was_killed_ends_within_seconds(kind: str, tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    environ = {**os.environ, "SCRIPT": LAUNCHED, "KIND": kind}
+    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHED, str(file)], env=environ)
+    wait_until(lambda: file.exists() and file.read_text().endswith("\n"))
+    pid = int(file.read_text())
+    assert is_alive(pid)
+    launcher.kill()
+    launcher.wait()
+    wait_until(lambda: not is_alive(pid))

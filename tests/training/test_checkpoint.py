@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import subprocess
@@ -15,6 +16,7 @@ from forgefield.errors import ForgefieldError
 from forgefield.files import write_whole
 from forgefield.training.checkpoint import (
     DamagedCheckpoint,
+    UnreadableCheckpoint,
     checkpoint_path,
     find_restart,
     list_checkpoints,
@@ -56,7 +58,7 @@ def test_code_in_a_checkpoint_is_not_executed(tmp_path, monkeypatch):
     torch.save({"weights": Malicious()}, tmp_path / "a.ckpt")
     (tmp_path / "b.ckpt").write_bytes(pickle.dumps(Malicious()))
     for name in ("a.ckpt", "b.ckpt"):
-        with pytest.raises(DamagedCheckpoint):
+        with pytest.raises((DamagedCheckpoint, UnreadableCheckpoint)):
             load_checkpoint(tmp_path / name)
     assert not (tmp_path / "executed").exists()
 
@@ -120,3 +122,44 @@ def test_no_permission_is_one_sentence(small_disk: Path, tmp_path):
         train({**tiny_config(tmp_path), "out": str(small_disk)})
     with pytest.raises(ForgefieldError, match="Could not write"):
         write_whole(small_disk / "file", b"x")
+
+
+@pytest.mark.parametrize("failures", [2, 100])
+def test_a_disk_that_cannot_be_read_is_not_a_damaged_checkpoint(failures, tmp_path, monkeypatch):
+    """The file is a good one, and stays where it is."""
+    for step in (1, 2):
+        save_checkpoint(checkpoint_path(tmp_path, step), RESTARTABLE | {"global_step": step})
+    read, left = Path.read_bytes, [failures]
+
+    def failing(path: Path) -> bytes:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", failing)
+    if failures == 2:  # it passes
+        restart = find_restart(tmp_path, print)
+        assert restart is not None
+        assert restart.step == 2
+    else:
+        with pytest.raises(ForgefieldError, match="Input/output error .*The file was not changed"):
+            find_restart(tmp_path, print)
+    assert len(list_checkpoints(tmp_path)) == 2
+    assert not list(tmp_path.glob("*.damaged"))
+
+
+def test_a_checkpoint_of_another_version_is_not_a_damaged_one(tmp_path):
+    save_checkpoint(checkpoint_path(tmp_path, 1), RESTARTABLE)
+    save_checkpoint(checkpoint_path(tmp_path, 2), {"global_step": 2})
+    with pytest.raises(ForgefieldError, match="step-00000002.ckpt is undamaged but cannot be loaded"):
+        find_restart(tmp_path, print)
+    assert len(list_checkpoints(tmp_path)) == 2
+
+
+RESTARTABLE = {
+    "global_step": 1,
+    "loops": {"fit_loop": {"epoch_progress": {"current": {"processed": 0}}}},
+    "callbacks": {"MetricsLog": {"rows": 0}},
+    "forgefield_place": {"sample": 0, "world_size": 1},
+}

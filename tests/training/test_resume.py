@@ -15,6 +15,7 @@ import yaml
 from forgefield.api import load_run, run_exists, train
 from forgefield.errors import ForgefieldError
 from forgefield.training.checkpoint import list_checkpoints, load_checkpoint
+from forgefield.training.folder import config_of_run
 from forgefield.training.signals import REQUEUE
 from tests.helpers import tiny_config
 from tests.parallel.train_many import train_only
@@ -179,7 +180,7 @@ def test_sigterm_saves_and_stops_and_nothing_is_lost(tmp_path):
     config = write_config(tmp_path / "again.yaml", tiny_config(tmp_path, **changes, name="again"))
     stopped = run_command(config, tmp_path, END_AT="7", END_HOW="term")
     assert stopped.returncode == REQUEUE, stopped.stderr
-    assert "Stopped after step 7: SIGTERM was received. Run the same command to go on." in stopped.stdout
+    assert "Stopped after step 7: SIGTERM was received. Run the same command to resume." in stopped.stdout
     continued = run_command(config, tmp_path)
     assert "Continuing run again after step 7" in continued.stdout
     straight = train_only(tiny_config(tmp_path, **changes, name="straight"))
@@ -269,7 +270,7 @@ def test_a_stop_signal_while_data_is_read_ends_before_the_first_step(tmp_path):
     config = write_config(tmp_path / "early.yaml", tiny_config(tmp_path, task=LOSS, name="early"))
     stopped = run_command(config, tmp_path, SIGNAL_ON_IMPORT="SIGUSR1")
     assert stopped.returncode == REQUEUE, stopped.stdout + stopped.stderr
-    assert "Stopped before the first step: SIGUSR1 was received. Run the same command to go on." in stopped.stdout
+    assert "Stopped before the first step: SIGUSR1 was received. Run the same command to resume." in stopped.stdout
     assert run_command(config, tmp_path).returncode == 0
 
 
@@ -356,3 +357,25 @@ class TrainsTheSameRun(Callback):
         with pytest.raises(ForgefieldError, match="Another process is training"):
             train(yaml.safe_load(os.environ["NESTED_CONFIG"]), fresh="NESTED_FRESH" in os.environ)
         TrainsTheSameRun.refused += 1
+
+
+def test_a_run_folder_resumes_with_the_settings_it_was_made_with(tmp_path):
+    changes = {"callbacks": [END], "training": {"ema": 0.9, "tensorboard": 0, "checkpoint": {"every_steps": 2}}}
+    config = write_config(tmp_path / "again.yaml", tiny_config(tmp_path, **changes, name="again"))
+    words = ("forgefield", "train", str(config), "training.lr=0.02", "data.batch.frames=3")
+    killed = run_warm(*words, folder=tmp_path, environ={**os.environ, "END_AT": "3", "END_HOW": "kill"})
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    again = ("forgefield", "train", str(tmp_path / "runs" / "again"), "--trust-code")  # it names a user's callback
+    resumed = run_warm(*again, folder=tmp_path, environ=os.environ)
+    assert resumed.returncode == 0, resumed.stderr
+    straight = train_only(tiny_config(tmp_path, **changes, name="straight"), *words[3:])
+    assert_same_run(straight.path, tmp_path / "runs" / "again")
+
+
+def test_a_run_folder_is_trained_longer_and_not_under_another_name(tmp_path):
+    run = train_only(tiny_config(tmp_path), "training.lr=0.02")
+    settings = config_of_run(run, ["trainer.max_epochs=4"])
+    assert (settings.training.lr, settings.trainer.max_epochs) == (0.02, 4)
+    assert (Path(settings.out), settings.name) == (run.path.parent, run.name)
+    with pytest.raises(ForgefieldError, match=r"config.yaml --name NAME"):
+        config_of_run(run, ["name=other"])

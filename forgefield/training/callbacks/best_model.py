@@ -5,16 +5,15 @@ Both hold the averaged weights where there is an average. They are for use; cont
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import Callback
-from safetensors.torch import save as safetensors_bytes
 
-from forgefield.files import write_whole
+from forgefield.errors import ForgefieldError
+from forgefield.weights import digest, read_weights, write_weights
 
 
 class BestModel(Callback):
@@ -24,6 +23,8 @@ class BestModel(Callback):
         self.folder = folder
         self.monitor = monitor
         self.best: float | None = None
+        self._epochs: int | None = None
+        """Whole epochs, once training has ended in this process."""
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking and not self.monitor.startswith("train/"):
@@ -34,8 +35,21 @@ class BestModel(Callback):
             self._judge(trainer, pl_module)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        self._write("last", trainer, pl_module)
-        if trainer.is_global_zero and not (self.folder / "best.safetensors").exists():
+        self._epochs = trainer.current_epoch - (0 if epoch_is_whole(trainer) else 1)
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        """Also called where a finished training was only restored, so that what a crash kept from being written is written."""
+        if not trainer.is_global_zero:
+            return
+        if not _holds(self.folder / "last.safetensors", trainer.global_step, pl_module):
+            self._write("last", trainer, pl_module)
+        if not (self.folder / "best.safetensors").exists():
+            if self.best is not None:
+                raise ForgefieldError(
+                    f"{self.folder / 'best.safetensors'} is missing and cannot be restored, because the last "
+                    "checkpoint does not hold the best weights. Restore it from a backup, or copy last.safetensors to that "
+                    "name to use the last weights as the best ones."
+                )
             self._write("best", trainer, pl_module)
 
     def state_dict(self) -> dict[str, Any]:
@@ -53,10 +67,18 @@ class BestModel(Callback):
     def _write(self, which: str, trainer: L.Trainer, pl_module: Any) -> None:
         if not trainer.is_global_zero:
             return
-        about = {"step": trainer.global_step, "epoch": trainer.current_epoch, self.monitor: self.best}
-        # One entry: with several, safetensors writes them in random order, and equal runs would differ in bytes.
-        content = safetensors_bytes(pl_module.averaged_state(), metadata={"about": json.dumps(about)})
-        write_whole(self.folder / f"{which}.safetensors", content)
+        epoch = trainer.current_epoch if self._epochs is None else self._epochs
+        about = {"step": trainer.global_step, "epoch": epoch, self.monitor: self.best}
+        write_weights(self.folder / f"{which}.safetensors", pl_module.averaged_state(), about)
+
+
+def _holds(path: Path, step: int, pl_module: Any) -> bool:
+    """Whether a file holds the weights of this step, undamaged."""
+    try:
+        stored = read_weights(path)
+    except ForgefieldError:
+        return False
+    return stored.about.get("step") == step and stored.sha256 == digest(pl_module.averaged_state())
 
 
 def epoch_is_whole(trainer: L.Trainer) -> bool:

@@ -26,13 +26,21 @@ from forgefield.parallel.exchange import StepExchange
 from forgefield.parallel.faults import tell_failure
 from forgefield.parallel.group import Ranks, alone
 from forgefield.parallel.strategies import first_rank_that_differs
-from forgefield.training.checkpoint import DamagedCheckpoint, checkpoint_path, load_checkpoint, prune_checkpoints
-from forgefield.training.signals import StopRequested, StopWish
+from forgefield.training.checkpoint import (
+    DamagedCheckpoint,
+    UnreadableCheckpoint,
+    checkpoint_path,
+    load_checkpoint,
+    prune_checkpoints,
+)
+from forgefield.training.signals import StopNow, StopRequested, StopWish
 
 
 class RunCheckpoint(Callback):
     """folder: where checkpoints go. options: the config's `training.checkpoint`. stop: whether to stop. enabled: whether
-    anything is written at all. first_batch: number of the batch that a resumed epoch begins with.
+    anything is written at all. limits: the settings that say when training ends, stored when it has ended under them.
+    is_done: the training that is loaded has ended; it is only restored. first_batch: number of the batch that a resumed epoch
+    begins with.
     """
 
     def __init__(
@@ -44,8 +52,11 @@ class RunCheckpoint(Callback):
         ranks: Ranks | None = None,
         exchange: StepExchange | None = None,
         enabled: bool = True,
+        limits: str = "",
+        is_done: bool = False,
     ) -> None:
         self.enabled = enabled
+        self.limits, self.is_done = limits, is_done
         self.ranks = ranks if ranks is not None else alone()
         self.exchange = exchange
         self.first_batch = 0
@@ -62,12 +73,16 @@ class RunCheckpoint(Callback):
 
     # ---- when
 
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        trainer.should_stop = trainer.should_stop or self.is_done
+
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.stop.can_save_now()
+        self.stop.training_begins()
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        self.stop.can_save_now()
         if self._resumed is not None:
             self._go_on(trainer, self._resumed)
             self._resumed = None
@@ -81,7 +96,7 @@ class RunCheckpoint(Callback):
 
     def on_exception(self, trainer: L.Trainer, pl_module: Any, exception: BaseException) -> None:
         # Before any other callback acts on it: one that saves something would wait for ranks that know of nothing.
-        if not isinstance(exception, (StopRequested, KeyboardInterrupt)):
+        if not isinstance(exception, (StopRequested, StopNow, KeyboardInterrupt)):
             tell_failure(self.ranks, exception)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
@@ -128,7 +143,7 @@ class RunCheckpoint(Callback):
         """Read the first checkpoint back: a state that cannot be loaded must be known now, not at the resume."""
         try:
             load_checkpoint(path)
-        except DamagedCheckpoint as error:
+        except (DamagedCheckpoint, UnreadableCheckpoint) as error:
             path.unlink()
             raise ForgefieldError(
                 f"The state of this run cannot be stored safely: {error}. A callback, scheduler or model of your own keeps "
@@ -147,6 +162,7 @@ class RunCheckpoint(Callback):
         checkpoint["forgefield_place"] = {
             "sample": loader.position(batch) if batch else 0,
             "world_size": self.ranks.world_size,
+            "finished": self.limits if self._finished else None,
         }
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
@@ -212,3 +228,7 @@ def _as_if_next_batch_were_about_to_start(fit: dict[str, Any], n_batches: int) -
     total = batches["total"]["completed"]
     batches["total"].update(ready=total + 1, started=total, processed=total, completed=total)
     batches["current"].update(ready=done + 1, started=done, processed=done, completed=done)
+    if not inside_epoch:
+        optimiser = fit["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]
+        for counted in optimiser.values():
+            counted["current"] = dict.fromkeys(counted["current"], 0)

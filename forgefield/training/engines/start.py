@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -22,6 +23,7 @@ class EngineStarter:
     """options: the config's `training` section. plan: sizes of the batches to come. tolerance: of the precision.
 
     chosen_before: what an earlier start of this run has chosen, if anything. keep: called with the choice, to be stored.
+    compiling: entered where code is generated, which may take minutes; a request to stop ends it.
     """
 
     def __init__(
@@ -34,14 +36,23 @@ class EngineStarter:
         say: Callable[[str], None],
         chosen_before: dict[str, Any] | None = None,
         keep: Callable[[dict[str, Any]], None] = lambda choice: None,
+        compiling: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.options, self.ranks, self.plan, self.tolerance, self.say = options, ranks, plan, tolerance, say
-        self.chosen_before, self.keep = chosen_before, keep
+        self.chosen_before, self.keep, self.compiling = chosen_before, keep, compiling
 
     def start(
         self, function: Callable[[str], StepFunction], batch: Batch, *, steps: int, against_graphs: str | None = None
     ) -> Engine:
         """The engine. steps: of the whole training, -1 without limit. against_graphs: why it cannot be captured, if so."""
+        with self.compiling():
+            chosen, engine = self._start(function, batch, steps=steps, against_graphs=against_graphs)
+        self.keep(asdict(chosen))
+        return engine
+
+    def _start(
+        self, function: Callable[[str], StepFunction], batch: Batch, *, steps: int, against_graphs: str | None
+    ) -> tuple[Choice, Engine]:
         on = Circumstances(
             function=function,
             options=self.options,
@@ -62,9 +73,7 @@ class EngineStarter:
                 choice, engine = measure_and_choose(on, batch)
             choice = self.ranks.share(choice)
         chosen: Choice = choice
-        engine = self._one_after_another(engine, lambda: start(chosen, on, batch))
-        self.keep(asdict(chosen))
-        return engine
+        return chosen, self._one_after_another(engine, lambda: start(chosen, on, batch))
 
     def _takes_kernels(self, on: Circumstances, batch: Batch) -> bool:
         """Whether an engine that can use kernels takes them, where the config leaves it open: as an earlier start did."""
@@ -84,4 +93,5 @@ class EngineStarter:
         """Compare what a validation computes, once."""
         function = engine.function
         if engine.name != "eager" or function.derivative == "kernels" or function.sums_by_kernels:
-            require_equal_evaluation(engine, reference, batch, self.tolerance)
+            with self.compiling():
+                require_equal_evaluation(engine, reference, batch, self.tolerance)

@@ -86,6 +86,10 @@ class EngineMaker:
             raise ForgefieldError(f"training.engine={name}: {reason}")
 
     def __call__(self, module: Any) -> EagerEngine | GraphsEngine:
+        with self.party.stop.at_once():  # compiling may take minutes
+            return self._make(module)
+
+    def _make(self, module: Any) -> EagerEngine | GraphsEngine:
         model, task, ranks = module.model, module.task, self.party.ranks
         name, compiles = self._choice(module)
         of_kernels = self._fuses(model, task) if name == "graphs" and compiles else None

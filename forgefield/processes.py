@@ -1,0 +1,155 @@
+"""Processes end when they should: children with their parent, and everything when it is asked to.
+
+`Terminated` is what SIGTERM raises where there is nothing to save. Python runs signal handlers between two of its own
+instructions only; `hearing_signals` notices them
+while the main thread is in compiled code, so that the process can be ended from another thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+
+STUCK_AFTER_S = 5.0
+"""How long the main thread may take to notice a signal."""
+_PR_SET_PDEATHSIG = 1
+
+
+class Terminated(BaseException):
+    """The process was asked to end by a signal. `number`: which one."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+    @property
+    def exit_code(self) -> int:
+        return 128 + self.number
+
+
+@contextmanager
+def terminating() -> Iterator[None]:
+    """Inside the block SIGTERM raises `Terminated`, so that temporary files are removed and children are ended."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    noticed = threading.Event()
+
+    def end(number: int, frame: FrameType | None) -> None:
+        noticed.set()
+        raise Terminated(number)
+
+    def force(number: int) -> None:
+        is_ours = number == signal.SIGTERM and signal.getsignal(number) is end
+        if is_ours and not noticed.wait(STUCK_AFTER_S):
+            end_process(128 + number, "stopped by SIGTERM")
+
+    signal.signal(signal.SIGTERM, end)
+    try:
+        with hearing_signals(force):
+            yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@contextmanager
+def hearing_signals(tell: Callable[[int], None]) -> Iterator[None]:
+    """Inside the block a thread calls `tell` with every signal that has a handler, even while the main thread is in compiled
+    code and cannot run that handler. Blocks may be nested; the inner one hears. Only in the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+
+    def listen() -> None:
+        while data := os.read(read, 64):
+            for number in data:
+                if number == 0:
+                    os.close(read)
+                    return
+                tell(number)
+
+    threading.Thread(target=listen, daemon=True, name="signals").start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before, warn_on_full_buffer=False)
+        with suppress(BlockingIOError):
+            os.write(write, b"\0")
+        os.close(write)
+
+
+def end_process(code: int, text: str) -> None:
+    """End this process from any thread, with what it has started, and without waiting for the main thread."""
+    with suppress(OSError, ValueError):
+        os.write(2, f"{text}\n".encode())
+    kill(descendants())
+    os._exit(code)
+
+
+# ---- children
+
+
+def die_with_parent() -> Callable[[], None] | None:
+    """A `preexec_fn`: the new process gets SIGTERM when this one dies, however that happens. Linux only."""
+    if not sys.platform.startswith("linux"):
+        return None
+    prctl, getppid, parent = ctypes.CDLL(None).prctl, os.getppid, os.getpid()
+    # Made here: between fork and exec as little as possible happens.
+    death_signal, zero = ctypes.c_ulong(signal.SIGTERM.value), ctypes.c_ulong(0)
+
+    def ask() -> None:
+        prctl(_PR_SET_PDEATHSIG, death_signal, zero, zero, zero)
+        if getppid() != parent:  # it was dead before we asked
+            os._exit(128 + signal.SIGTERM)
+
+    return ask
+
+
+def stop_with_parent(*, grace: float, every: float = 0.5) -> None:
+    """Have this process get SIGTERM when the process that started it is gone, and end `grace` seconds later at the latest.
+
+    For processes of a launcher, which would otherwise outlive a launcher that was killed.
+    """
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(every)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(grace)
+        end_process(128 + signal.SIGTERM, "the process that started this one is gone")
+
+    threading.Thread(target=watch, daemon=True, name="parent").start()
+
+
+def descendants() -> set[int]:
+    """Numbers of all processes that this one has started, directly or not. Empty where /proc does not tell."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError, ValueError, IndexError):
+            parent = int(entry.read_text(errors="replace").rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(entry.parent.name))
+    found: set[int] = set()
+    new = [os.getpid()]
+    while new:
+        new = [child for process in new for child in children.get(process, ()) if child not in found]
+        found.update(new)
+    return found
+
+
+def kill(processes: Iterable[int]) -> None:
+    for process in processes:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(process, signal.SIGKILL)

@@ -1,0 +1,76 @@
+"""Files of trained weights: safetensors with a checksum of the tensors in their metadata, verified whenever they are read.
+
+The checksum is also the identity of the weights: results that were computed with them store it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load as tensors_from
+from safetensors.torch import save as safetensors_bytes
+from torch import Tensor
+
+from forgefield.errors import ForgefieldError
+from forgefield.files import read_bytes, write_whole
+
+_ABOUT, _CHECKSUM = "about", "sha256"
+
+
+@dataclass(frozen=True)
+class Weights:
+    """state: the tensors. about: what the writer noted. sha256: digest of the tensors."""
+
+    state: dict[str, Tensor]
+    about: dict[str, Any]
+    sha256: str
+
+
+def digest(state: Mapping[str, Tensor]) -> str:
+    """SHA-256 of names, types, shapes and values of all tensors, whatever their order."""
+    total = hashlib.sha256()
+    for name in sorted(state):
+        tensor = state[name].detach().cpu().contiguous()
+        total.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
+        values: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+        total.update(values)
+    return total.hexdigest()
+
+
+def write_weights(path: Path, state: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
+    """Write tensors and a note about them; `path` holds either the old or the new file, whatever happens."""
+    # One metadata entry: with several, safetensors writes them in random order, and equal runs would differ in bytes.
+    metadata = {_ABOUT: json.dumps({**about, _CHECKSUM: digest(state)})}
+    write_whole(path, safetensors_bytes(dict(state), metadata=metadata))
+
+
+def read_weights(path: Path) -> Weights:
+    """Read and verify a file of weights. Files of earlier versions have no checksum and are not verified."""
+    content = read_bytes(path)
+    try:
+        state, about = tensors_from(content), _about(content)
+    except Exception as error:
+        raise ForgefieldError(f"{path} is damaged: {str(error).splitlines()[0]}. {_REMEDY}") from error
+    found, stored = digest(state), about.get(_CHECKSUM)
+    if stored is not None and stored != found:
+        raise ForgefieldError(
+            f"{path} is damaged: its tensors do not match the checksum they were written with. {_REMEDY}"
+        )
+    return Weights(state, about, found)
+
+
+_REMEDY = "Restore the file from a backup, or use the other weights of the run (--which last or --which best)."
+
+
+def _about(content: bytes) -> dict[str, Any]:
+    """The note in the header; empty where there is none."""
+    length = int.from_bytes(content[:8], "little")
+    metadata = json.loads(content[8 : 8 + length]).get("__metadata__", {})
+    about = json.loads(metadata.get(_ABOUT, "{}"))
+    return about if isinstance(about, dict) else {}
