@@ -190,7 +190,8 @@ def _draw(
     candidates = structures if len(structures) else pool
     _, val, test = split_frames(len(candidates), sizes.get("val", 0), sizes.get("test", 0), seed)
     numbers = {1: "val", 2: "test"}
-    part, rare = np.full(len(frames), -1, dtype=np.int8), []
+    part = np.full(len(frames), -1, dtype=np.int8)
+    rare: list[str] = []
     part[pool], part[candidates[val]], part[candidates[test]] = TRAIN, 1, 2
     if keep_species:
         part, rare = keep_species_in_training(frames, part, candidates, seed)

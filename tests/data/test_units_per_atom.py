@@ -6,6 +6,7 @@ import h5py
 import numpy as np
 import pytest
 
+from forgefield.cli import main
 from forgefield.config.schema import LabelOptions, UnitOptions
 from forgefield.data.readers import read_frames
 from forgefield.data.reading import read_table
@@ -55,6 +56,21 @@ def test_blocks_of_frames_and_stores_are_alike(tmp_path):
     assert [frame.energy for frame in read_frames(deepmd(tmp_path / "sys"), units=units)] == [-12.0, -16.0]
     convert(str(tmp_path / "sys"), tmp_path / "store", units=units)
     assert read_table(str(tmp_path / "store")).column("energy").tolist() == [-12.0, -16.0]
+
+
+def test_convert_takes_units_per_atom_and_refuses_shifted_lines(tmp_path, capsys):
+    path = xyz(tmp_path / "a.xyz")
+    for target in ("store", "b.extxyz"):
+        assert main(["data", "convert", str(path), str(tmp_path / target), "--energy-unit", "eV/atom"]) == 0
+        assert read_table(str(tmp_path / target)).column("energy").tolist() == pytest.approx([-6.0, -17.5, -12.0])
+    lines = path.read_text().splitlines()
+    lines[2], lines[3] = lines[2] + " 9", lines[3].rpartition(" ")[0]
+    path.write_text("\n".join(lines))
+    for target in ("other", "other.extxyz"):
+        capsys.readouterr()
+        assert main(["data", "convert", str(path), str(tmp_path / target)]) == 2
+        assert f"{path}, frame 0: line 3 has 8 columns instead of 7" in capsys.readouterr().err
+        assert not (tmp_path / target).exists()
 
 
 def test_npz_that_states_energies_per_atom_must_be_read_so(tmp_path):

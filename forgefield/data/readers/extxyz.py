@@ -162,7 +162,7 @@ def _table(
         if kind == "S":
             arrays[name] = [row[0] for row in values] if n == 1 else values
         else:
-            array = np.array(values, dtype=_TYPES[kind])
+            array: np.ndarray = np.array(values, dtype=_TYPES[kind])
             arrays[name] = array[:, 0] if n == 1 else array
         at += n
     return arrays

@@ -112,25 +112,25 @@ def _energy_factor(unit: str) -> float:
     return label_energy_factor(unit)[0]
 
 
-def _atoms_factor(dataset: Any, units: UnitOptions, label: str, n_atoms: int) -> int:
+def _atoms_factor(dataset: Hdf5Array, units: UnitOptions, label: str, n_atoms: int) -> int:
     """What values are multiplied by where the file says that they are per atom and the settings do not."""
     stated, asked = _is_per_atom(dataset), label == "energy" and split_per_atom(units.energy)[1]
     if stated is None or stated == asked:
         return 1
     if label == "energy" and units.energy != UnitOptions().energy:
         raise ForgefieldError(
-            f"{dataset.file.filename}#{dataset.name}: it says its unit is {_stated_unit(dataset)}, which contradicts "
+            f"{dataset.place}: it says its unit is {_stated_unit(dataset)}, which contradicts "
             f"data.units.energy={units.energy}; leave data.units out and the file decides"
         )
     return n_atoms
 
 
-def _is_per_atom(dataset: Any) -> bool | None:
+def _is_per_atom(dataset: Hdf5Array) -> bool | None:
     """Whether the unit that a dataset states is per atom; None where it states none."""
     return None if _stated_unit(dataset) is None else split_per_atom(_stated_unit(dataset) or "")[1]
 
 
-def _stated_unit(dataset: Any) -> str | None:
+def _stated_unit(dataset: Hdf5Array) -> str | None:
     """The attribute `units` in our spelling; None where there is none."""
     stated = dataset.attrs.get("units", dataset.attrs.get("unit"))
     return None if stated is None else _spelled(stated.decode() if isinstance(stated, bytes) else str(stated))
@@ -181,7 +181,7 @@ def _factor(dataset: Hdf5Array, name: str, units: UnitOptions, label: str | None
     return None
 
 
-def _is_energy(dataset: Any) -> bool:
+def _is_energy(dataset: Hdf5Array) -> bool:
     """Whether the unit that a dataset states is one of energy, per atom or not."""
     try:
         _energy_factor(_stated_unit(dataset) or "")
@@ -194,7 +194,7 @@ def _weightless(group: Any, name: str) -> bool:
     for home, key in ((group, f"{name}_weight"), (group.get("property_weights"), name)):
         if home is not None and hasattr(home, "keys") and key in home:
             weight = Hdf5Array(home[key])[()] if is_dataset(home[key]) else None
-            if np.ndim(weight) == 0 and isinstance(weight, (int, float, np.number)) and weight == 0:
+            if isinstance(weight, (int, float, np.number)) and weight == 0:
                 return True
     return False
 

@@ -89,10 +89,10 @@ def _check_stated_units(data: dict[str, np.ndarray], path: Path, units: UnitOpti
             continue
         stated, asked = str(data[key]), getattr(units, setting)
         try:
-            factors = np.array([factor(stated), factor(asked)])
+            in_file, in_settings = np.array(factor(stated)), np.array(factor(asked))
         except ForgefieldError:
             continue
-        if not np.allclose(*factors, rtol=1e-6, atol=0):
+        if not np.allclose(in_file, in_settings, rtol=1e-6, atol=0):
             raise ForgefieldError(f"{path}: it says its {setting} is in {stated}; set data.units.{setting}={stated}")
 
 

@@ -66,8 +66,8 @@ class TextRows:
         if not any(b"_" in word for row in words for word in row):  # NumPy reads 1_0 as 10
             with suppress(ValueError):
                 return np.array(words, dtype=np.float64)
-        row, word = next((i, word) for i, row in enumerate(words) for word in row if not _is_number(word))
-        raise ForgefieldError(f"{self.path}: row {start + row + 1}: {word!r:.40} is not a number")
+        number, word = next((i, word) for i, row in enumerate(words) for word in row if not _is_number(word))
+        raise ForgefieldError(f"{self.path}: row {start + number + 1}: {word!r:.40} is not a number")
 
 
 def _is_number(word: bytes) -> bool:
