@@ -263,21 +263,25 @@ def predict(
     labels_required: bool = False,
     head: str | None = None,
     electrons: ElectronOptions | None = None,
+    overwrite: bool = False,
     say: Callable[[str], None] = lambda text: None,
     trust_code: bool = False,
 ) -> Path:
     """Write the structures of `source` with predicted energies, forces and stress to `out`; of an LDOS run, densities, DOS and
     energies to the new folder `out`.
 
-    options: units and labels of `source`, which needs none; labels that are there are kept beside the predictions.
+    options: units and labels of `source`, which needs none; labels and all other values that are there are kept.
     labels_required: whether every label that `options` names must be there. head: branch of a model that has several.
-    electrons: for an LDOS run, temperature and grid. say: told what an LDOS run predicts. trust_code: as in `load`.
+    electrons: for an LDOS run, temperature and grid. overwrite: replace the file `out` where it exists. say: called with
+    messages about what an LDOS run predicts. trust_code: as in `load`.
     """
     _refuse_company("predict")
     run = Run.open(run, trust_code=trust_code)
     run.require_head(head)
     options = options if options is not None else _data_options(run)
     if run.of_points:
+        if overwrite:
+            raise ForgefieldError(f"--force: run {run.name} is of grid points, and predicts to a new folder only.")
         return _predict_electrons(run, source, out, options, electrons or ElectronOptions(), which, device, say)
     if electrons is not None and (given := electrons.given()):
         raise ForgefieldError(f"{given[0]} is for LDOS runs; run {run.name} is a potential, which knows no electrons.")
@@ -285,7 +289,13 @@ def predict(
         raise ForgefieldError(ONLY_NOISE.format(run.name))
     potential = run.load_potential(which, device, head=head)
     return predict_file(
-        potential, source, Path(out), labels=options.labels, units=options.units, labels_required=labels_required
+        potential,
+        source,
+        Path(out),
+        labels=options.labels,
+        units=options.units,
+        labels_required=labels_required,
+        overwrite=overwrite,
     )
 
 

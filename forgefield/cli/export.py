@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from forgefield.cli.arguments import add_trust
+from forgefield.errors import ForgefieldError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", help="name or folder of a run")
     parser.add_argument("--to", required=True, choices=["deepmd"], help="who is to read it")
     parser.add_argument("-o", "--out", required=True, help="file to write; deepmd: .yaml or .dp")
+    parser.add_argument("--force", "--overwrite", action="store_true", help="overwrite the file OUT if it exists")
     parser.add_argument("--which", choices=["best", "last"], default="best", help="weights (default: best)")
     parser.add_argument("--head", metavar="NAME", help="branch of a model that has several")
     parser.add_argument(
@@ -23,6 +26,8 @@ def run(args: argparse.Namespace) -> int:
     from forgefield.models.exporters.deepmd import write_deepmd
     from forgefield.runs import Run
 
+    if Path(args.out).exists() and not args.force:
+        raise ForgefieldError(f"{args.out} exists already; --force overwrites it, -o FILE names another.")
     opened = Run.open(args.run, trust_code=args.trust_code)
     opened.require_head(args.head)
     written = write_deepmd(opened.load_potential(args.which, head=args.head), args.out, sel=args.sel)

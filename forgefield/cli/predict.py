@@ -24,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--out", metavar="OUT", required=True, help="file to write (.extxyz, .traj, .db); of an LDOS run a folder"
     )
+    parser.add_argument("--force", "--overwrite", action="store_true", help="overwrite the file OUT if it exists")
     group = parser.add_argument_group("LDOS runs")
     group.add_argument("--temperature", type=float, metavar="K", help="of the electrons")
     group.add_argument(
@@ -69,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
             electrons=args.electrons,
             ldos=args.ldos,
         ),
+        overwrite=args.force,
         say=print,
     )
     print(f"wrote {written}")

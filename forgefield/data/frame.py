@@ -6,7 +6,7 @@ Readers hand over a `RawFrame` (names and numbers as they stand in the source); 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,6 +74,10 @@ class RawFrame:
     """Results of an ASE calculator attached to the frame."""
     extra_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Further names, label -> keys, under which this kind of source usually holds a label."""
+    comment: str = ""
+    """The comment line of an xyz file."""
+    constraints: Sequence[Any] = ()
+    """ASE's constraints of the structure."""
 
     @property
     def where(self) -> str:

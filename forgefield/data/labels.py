@@ -8,7 +8,7 @@ stress (virial = -V * stress); units become eV and A here and nowhere else. Fiel
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,9 @@ FALLBACK_NAMES = {"energy": ("free_energy",)}
 """Another quantity that is often stored beside the energy: taken only where no frame of the source has an energy."""
 CALCULATOR = "calculator"
 """As a setting, this name means the result of the attached calculator."""
+PREDICTED_BY = "predicted_by"
+"""Entry of frames written by `forgefield predict`, "forgefield: NAMES" with the names of other outputs than energy, forces and
+stress: the labels of such frames, in eV and A, are those whose names begin with `REF_`."""
 
 
 class LabelReader:
@@ -49,6 +52,8 @@ class LabelReader:
         """What is to be taken along."""
         self.asked: dict[str, Field] | None = None if labels.fields is None else fields_from(self.fields)
         """The same as columns; None: what stores hold."""
+        self._references: LabelReader | None = None
+        """Reads frames that `forgefield predict` wrote."""
         self._found: set[str] = set()
         self._available: set[str] = set()
         self.seen = SeenValues()
@@ -66,6 +71,9 @@ class LabelReader:
 
     def frame(self, raw: RawFrame) -> Frame:
         """`raw` with its labels chosen, in eV and A, checked."""
+        program, _, outputs = str(raw.info.get(PREDICTED_BY, "")).partition(":")
+        if program == "forgefield":
+            return self._predicted(raw, outputs.split())
         if not self._available.issuperset([*raw.info, *raw.arrays, *raw.results]):
             self.seen.note(raw)
             self._available.update(raw.info, raw.arrays, raw.results)
@@ -91,6 +99,25 @@ class LabelReader:
                 per_atom=self.per_atom(fields),
             )
         )
+
+    def _predicted(self, raw: RawFrame, outputs: list[str]) -> Frame:
+        """A frame that `forgefield predict` wrote: predictions are not labels, whatever the settings say of other files.
+
+        outputs: names of the fields that were predicted."""
+        if self._references is None:
+            labels = {
+                name: key if is_none(key or "") or name == "weight" else "none" if name == "virial" else f"REF_{name}"
+                for name, key in self.names.items()
+            }
+            fields = {
+                name: asdict(said) | ({"key": f"REF_{name}", "factor": 1.0, "cumulative": False} if name in outputs else {})
+                for name, said in self.fields.items()
+            }
+            self._references = LabelReader(LabelOptions(**labels, fields=fields or None), UnitOptions())  # type: ignore[arg-type]
+        frame = self._references.frame(replace(raw, info={k: v for k, v in raw.info.items() if k != PREDICTED_BY}))
+        self._found |= self._references._found
+        self._available |= self._references._available
+        return frame
 
     def per_atom(self, names: Iterable[str]) -> frozenset[str]:
         """Which of these fields are values of atoms."""

@@ -12,14 +12,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-import ase.io
 import numpy as np
 from ase import Atoms
 from ase.calculators.singlepoint import SinglePointCalculator
 
 from forgefield.config.schema import LabelOptions, UnitOptions
-from forgefield.data.reading import read_table
+from forgefield.data.labels import PREDICTED_BY, LabelReader
+from forgefield.data.readers import frames_with_values, source_files
 from forgefield.deploy.electrons import ElectronicStructure, ElectronModel
+from forgefield.deploy.predict import keep_labels, keep_values
+from forgefield.deploy.xyz_files import write_extxyz
 from forgefield.errors import ForgefieldError
 from forgefield.files import PARTIAL
 from forgefield.physics.units import BOHR
@@ -44,12 +46,14 @@ def predict_electrons(
     out = Path(out)
     if out.exists():
         raise ForgefieldError(f"{out} exists already; predictions are written to a new folder.")
-    frames = read_table(source, LabelOptions(), units or UnitOptions(), required=False)
+    units = units or UnitOptions()
+    reader = LabelReader(LabelOptions(), units)
+    frames = [pair for file in source_files(source) for pair in frames_with_values(file, reader, units)]
     partial = out.with_name(f".{out.name}{PARTIAL}-{os.getpid()}")
     try:
         partial.mkdir(parents=True)
         rows, images, states = [], [], []
-        for number, frame in enumerate(frames):
+        for number, (frame, raw) in enumerate(frames):
             atoms = Atoms(frame.numbers, frame.positions, cell=frame.cell, pbc=frame.pbc)
             try:
                 found = model(atoms, temperature)
@@ -59,11 +63,14 @@ def predict_electrons(
             write_arrays(found, partial, number, ldos=ldos)
             rows.append({**found.numbers(), "source": frame.source, "frame": frame.index})
             images.append(with_results(found))
+            keep_labels(images[-1], frame)
+            if raw is not None:
+                keep_values(images[-1], raw, reader)
             states += [found.dos.cpu().numpy()] if found.dos is not None else []
             if found.missing is not None and number == 0:
                 say(f"No free energy: {found.missing}.")
         (partial / NUMBERS).write_text(json.dumps(rows, indent=1) + "\n")
-        ase.io.write(partial / "predicted.extxyz", images, format="extxyz")
+        write_extxyz(partial / "predicted.extxyz", images)
         if states:
             assert model.network.energies is not None
             np.save(partial / "dos.npy", np.stack(states))
@@ -102,6 +109,7 @@ def write_cube(file: IO[str], atoms: Atoms, values: np.ndarray, title: str) -> N
 def with_results(found: ElectronicStructure) -> Atoms:
     """The structure, its energy the free energy, further numbers in `info`."""
     atoms = found.atoms.copy()
+    atoms.info[PREDICTED_BY] = "forgefield"
     for name in ("temperature", "fermi_energy", "band_energy", "entropy"):
         value = getattr(found, name)
         if value is not None:

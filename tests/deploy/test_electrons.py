@@ -70,6 +70,7 @@ def test_the_command_writes_what_follows_from_the_network(run, tmp_path, capsys)
     atoms = structure()
     other = structure()
     other.positions[1] += 0.2
+    other.info["snapshot"] = 7
     ase.io.write(tmp_path / "two.xyz", [atoms, other], format="extxyz")
     words = [
         "predict",
@@ -109,6 +110,7 @@ def test_the_command_writes_what_follows_from_the_network(run, tmp_path, capsys)
     np.testing.assert_allclose(cube["atoms"].positions, other.positions, atol=1e-5)
     images = ase.io.read(tmp_path / "o" / "predicted.extxyz", ":")
     assert [image.get_potential_energy() for image in images] == [first["free_energy"], second["free_energy"]]
+    assert images[1].info["snapshot"] == 7
     assert "free energy" in capsys.readouterr().out
     assert main(words) == 2
     assert "exists already" in capsys.readouterr().err

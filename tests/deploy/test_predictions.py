@@ -173,7 +173,7 @@ def test_failed_write_keeps_the_old_file_and_leaves_nothing_else(source, potenti
 
     monkeypatch.setitem(predict._WRITERS, suffix, disk_full)
     with pytest.raises(ForgefieldError, match="No space left"):
-        predict_file(potential, source, out)
+        predict_file(potential, source, out, overwrite=True)
     assert out.read_text() == "precious"
     assert [path.name for path in out.parent.iterdir()] == [out.name]
 
@@ -181,8 +181,8 @@ def test_failed_write_keeps_the_old_file_and_leaves_nothing_else(source, potenti
 def test_existing_file_is_replaced_not_appended_to(source, potential, tmp_path):
     for suffix in WRITTEN:
         out = tmp_path / f"out{suffix}"
-        for _ in range(2):
-            predict_file(potential, source, out)
+        predict_file(potential, source, out)
+        predict_file(potential, source, out, overwrite=True)
         assert len(ase.io.read(out, ":")) == 6, suffix
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from itertools import islice
@@ -33,6 +34,7 @@ __all__ = [
     "frame_count",
     "frames_from_atoms",
     "frames_of",
+    "frames_with_values",
     "plain",
     "read_frames",
     "source_files",
@@ -80,17 +82,42 @@ def frames_of(
 ) -> Iterator[Frame]:
     """Frames start to stop of one source, one after the other. An empty source is an error, an empty part is not."""
     n_frames = 0
-    try:
-        _refuse_empty(file)
+    with _reading(file):
         for frame in _frames(file, reader, units, start, stop):
             n_frames += 1
             yield frame if file.weight == 1.0 else replace(frame, weight=frame.weight * file.weight)
+    if n_frames == 0 and start == 0 and stop is None:
+        raise ForgefieldError(f"{file.name}: there are no frames in this file")
+
+
+def frames_with_values(
+    file: SourceFile, reader: LabelReader, units: UnitOptions
+) -> Iterator[tuple[Frame, RawFrame | None]]:
+    """Every frame of one source together with all values that the file holds for it; None for a store, whose frames hold all
+    there is."""
+    if file_format(file.path) == "store":
+        yield from ((frame, None) for frame in frames_of(file, reader, units))
+        return
+    n_frames = 0
+    with _reading(file):
+        for part in _raw(file, units, _field_keys(reader), 0, None):
+            for raw in [part] if isinstance(part, RawFrame) else part.frames():
+                n_frames += 1
+                yield reader.frame(raw), raw
+    if n_frames == 0:
+        raise ForgefieldError(f"{file.name}: there are no frames in this file")
+
+
+@contextmanager
+def _reading(file: SourceFile) -> Iterator[None]:
+    """Errors of the operating system as one sentence that names the file."""
+    try:
+        _refuse_empty(file)
+        yield
     except PermissionError:
         raise SourceUnreadable(f"{file.name}: no permission to read this file") from None
     except OSError as error:
         raise SourceUnreadable(f"{file.name}: it could not be read ({error.strerror or error})") from error
-    if n_frames == 0 and start == 0 and stop is None:
-        raise ForgefieldError(f"{file.name}: there are no frames in this file")
 
 
 def chunks(file: SourceFile, size: int) -> list[tuple[int, int | None]]:
@@ -106,13 +133,8 @@ def chunks(file: SourceFile, size: int) -> list[tuple[int, int | None]]:
 
 def frame_count(file: SourceFile) -> int | None:
     """Number of frames where it is known quickly and any part can be read by itself; else None."""
-    try:
-        _refuse_empty(file)
+    with _reading(file):
         return _count(file)
-    except PermissionError:
-        raise SourceUnreadable(f"{file.name}: no permission to read this file") from None
-    except OSError as error:
-        raise SourceUnreadable(f"{file.name}: it could not be read ({error.strerror or error})") from error
 
 
 def _refuse_empty(file: SourceFile) -> None:
@@ -129,13 +151,16 @@ def _frames(file: SourceFile, reader: LabelReader, units: UnitOptions, start: in
         chosen_fields(file.path, store.fields, reader.asked, required=False)  # what never comes, `finish` will name
         yield from map(reader.stored, store.table()[start:stop])
         return
-    keys = frozenset(said.key or name for name, said in reader.fields.items()) - set(reader.names.values())
-    for raw in _raw(file, units, keys, start, stop):
+    for raw in _raw(file, units, _field_keys(reader), start, stop):
         if isinstance(raw, RawFrame):
             yield reader.frame(raw)
             continue
         block = block_frames(raw, reader)
         yield from map(reader.frame, raw.frames()) if block is None else block
+
+
+def _field_keys(reader: LabelReader) -> frozenset[str]:
+    return frozenset(said.key or name for name, said in reader.fields.items()) - set(reader.names.values())
 
 
 def _store(path: Path) -> Store:

@@ -64,6 +64,7 @@ def raw_from_atoms(atoms: Atoms, source: str, index: int) -> RawFrame:
         info=dict(atoms.info),
         arrays=arrays,
         results={key: value for key, value in results.items() if value is not None},
+        constraints=list(atoms.constraints),
     )
 
 

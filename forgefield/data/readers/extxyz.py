@@ -114,7 +114,7 @@ def _frame(header: str, body: list[str], source: str, index: int, *, first_line:
     positions = arrays.pop("pos")
     if positions.dtype != np.float64 or positions.shape != (len(body), 3):
         raise ForgefieldError(f"{where}: Properties should declare the positions as pos:R:3, not {layout!r}")
-    return RawFrame(positions, numbers, cell, pbc, source, index, info=info, arrays=arrays)
+    return RawFrame(positions, numbers, cell, pbc, source, index, info=info, arrays=arrays, comment=header)
 
 
 def _is_odd(text: str) -> bool:
