@@ -17,6 +17,7 @@ from forgefield.config.components import environment_of_children
 from forgefield.config.loading import load_config, require_training_data
 from forgefield.config.schema import DataOptions
 from forgefield.config.template import commented_yaml
+from forgefield.config.test_sets import is_named
 from forgefield.data.dataset import GraphDataset
 from forgefield.data.labels import LabelReader
 from forgefield.data.reading import label_settings, read_table, unit_settings
@@ -220,10 +221,11 @@ def test(
     labels_required: bool = False,
     head: str | None = None,
     trust_code: bool = False,
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """Errors of a run's model on labelled frames, in meV/atom, meV/A and GPa, with a parity plot, kept in the run.
 
-    data: a file, folder, glob or list of them. options: labels and units of that data; default: as in training.
+    data: a file, folder, glob or list of them; or several sets by name, {"300K": "a.xyz", "600K": "b.xyz"}, whose errors are
+    then returned by name. options: labels and units of that data; default: as in training.
     labels_required: whether every label that `options` names must be found in the data. head: branch of a model that has
     several. trust_code: as in `load`.
     """
@@ -232,24 +234,46 @@ def test(
         run = Run.open(run, trust_code=trust_code)
         run.require_head(head)
         settings: Any = options if options is not None else _data_options(run)
-        if run.of_points:
-            return evaluate_snapshots(run, data, settings, which=which, device=device, ranks=ranks)
-        labels, units = label_settings(settings.labels), unit_settings(settings.units)
-        reader = LabelReader(labels, units)
-        frames = read_table(data, labels, units, lazy=is_lazy(settings), required=labels_required, reader=reader)
-        require_same_data(frames.fingerprint, ranks)
-        dataset = GraphDataset(frames, SpeciesTable(run.species), run.graph)
-        batch = evaluation_budget(settings)
-        name = name_of_test(run, data)
-        errors = evaluate(
-            run, dataset, name, which=which, device=device, batch=batch, ranks=ranks, head=head, hints=reader.hints()
-        )
+        sets = data if is_named(data) else {"": data}
+        errors = {
+            name: _tested(run, files, settings, which, device, labels_required, head, ranks, name=name)
+            for name, files in sets.items()
+        }
         if ranks.is_first:
-            write_test(run, errors, name=name, source=str(data), which=which, frames=len(frames))
-            if any("_mae" in error for error in errors):
-                write_parity_png(run.path, name)
             write_report(run.path)
-        return ranks.share(errors)
+        return errors if is_named(data) else errors[""]
+
+
+def _tested(
+    run: Run,
+    data: Any,
+    settings: Any,
+    which: str,
+    device: str,
+    labels_required: bool,
+    head: str | None,
+    ranks: Ranks,
+    *,
+    name: str,
+) -> dict[str, float]:
+    """Errors on one set of data. name: of the set, empty where it has none."""
+    result = name_of_test(run, data, which=which, head=head, called=name)
+    if run.of_points:
+        return evaluate_snapshots(run, data, settings, result, which=which, device=device, ranks=ranks)
+    labels, units = label_settings(settings.labels), unit_settings(settings.units)
+    reader = LabelReader(labels, units)
+    frames = read_table(data, labels, units, lazy=is_lazy(settings), required=labels_required, reader=reader)
+    require_same_data(frames.fingerprint, ranks)
+    dataset = GraphDataset(frames, SpeciesTable(run.species), run.graph)
+    batch = evaluation_budget(settings)
+    errors = evaluate(
+        run, dataset, result, which=which, device=device, batch=batch, ranks=ranks, head=head, hints=reader.hints()
+    )
+    if ranks.is_first:
+        write_test(run, errors, name=result, data=data, which=which, head=head, frames=len(frames))
+        if any("_mae" in error for error in errors):
+            write_parity_png(run.path, result)
+    return ranks.share(errors)
 
 
 def predict(

@@ -5,10 +5,13 @@ Every rank predicts a share; rank 0 adds up, writes predictions and errors into 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 from collections.abc import Callable, Mapping
+from datetime import datetime
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
 
+from forgefield.config.test_sets import test_sets
 from forgefield.config.trust import code_of_model
 from forgefield.data.dataset import GraphDataset
 from forgefield.data.points import PointTable, find_snapshots
@@ -52,7 +56,7 @@ def is_unmeasured(fitted: Fitted) -> bool:
     if fitted.outcome != "complete" or fitted.data is None:
         return False
     run = fitted.run
-    needs_test = fitted.data.test is not None and not (run.path / "test.json").exists()
+    needs_test = any(not (run.path / f"{name}.json").exists() for name in fitted.data.tests)
     if needs_test or not (run.path / "report.html").exists():
         return True
     info = run.info
@@ -82,16 +86,16 @@ def _measure_frames(run: Run, config: DictConfig, data: Any, journal: Journal, r
     batch = evaluation_budget(config.data)
     device = evaluation_device(config.trainer.get("accelerator"))
     results: dict[str, dict[str, float]] = {}
-    for split, dataset in (("val", data.val), ("test", data.test)):
-        if dataset is not None and has_outputs(run):
+    for split, dataset in data.splits():
+        if split != "train" and has_outputs(run):
             results[split] = evaluate(
                 run, dataset, split, which="best", device=device, batch=batch, ranks=ranks, journal=journal
             )
     if not ranks.is_first:
         return
-    if "test" in results:
-        assert data.test is not None
-        write_test(run, results["test"], name="test", source=str(config.data.test), which="best", frames=len(data.test))
+    sources = test_sets(plain(config.data.test))
+    for name in data.tests.keys() & results.keys():
+        write_test(run, results[name], name=name, data=sources[name], which="best", frames=len(data.tests[name]))
     write_report(run.path)
     branches = branch_names(run.info["model"])
     head, flag = (f", head={branches[0]!r}", f" --head {branches[0]}") if branches else ("", "")
@@ -126,8 +130,9 @@ def _measure_points(run: Run, config: DictConfig, data: Any, journal: Journal, r
     if not ranks.is_first:
         return
     if data.test is not None:
-        source = str(config.data.test)
-        write_test(run, results["test"], name="test", source=source, which="best", points=len(data.test))
+        write_test(
+            run, results["test"], name="test", data=plain(config.data.test), which="best", points=len(data.test)
+        )
     write_report(run.path)
     hints = [f"forgefield test {run.path} --data SNAPSHOTS", f"report: {run.path / 'report.html'}"]
     units = run.units | OBSERVABLE_UNITS
@@ -135,19 +140,18 @@ def _measure_points(run: Run, config: DictConfig, data: Any, journal: Journal, r
 
 
 def evaluate_snapshots(
-    run: Run, data: Any, settings: Any, *, which: str, device: str, ranks: Ranks
+    run: Run, data: Any, settings: Any, name: str, *, which: str, device: str, ranks: Ranks
 ) -> dict[str, float]:
+    """Errors on whole snapshots, kept in the run under a name."""
     points = settings.points
     table = PointTable(find_snapshots(data, target=points.target, units=points.units, setting="--data"))
     require_same_data(table.fingerprint, ranks)
     model: Any = load_shared(run, which, device, ranks)
-    name = name_of_test(run, data)
     config = OmegaConf.merge(run.config, {"data": {"points": settings.points, "eval_batch": settings.eval_batch}})
     errors, missing = _evaluated_points(run, model, table, name, config, ranks)
     if ranks.is_first:
         _say_missing(missing, print)
-        write_test(run, errors, name=name, source=str(data), which=which, points=table.n_points)
-        write_report(run.path)
+        write_test(run, errors, name=name, data=data, which=which, points=table.n_points)
     return ranks.share(errors)
 
 
@@ -220,13 +224,16 @@ def evaluate(
         return {}
     arrays = in_order([part for of_rank in everyone for part in of_rank], per_atom=outputs_of_atoms(potential))
     arrays["species_symbols"] = np.array(run.species)
+    arrays |= _origins(dataset)
     (run.path / "predictions").mkdir(exist_ok=True)
     with written_whole(run.path / "predictions" / f"{split}.npz") as partial:
         np.savez_compressed(partial, allow_pickle=False, **arrays)
     names = tuple(labels)
     classes = {name: values for name, values in run.classes.items() if name in names}
     metrics = ErrorMetrics(names, run.species, classes=classes, extensive=run.extensive)
-    tensors = {key: torch.from_numpy(np.ascontiguousarray(arrays[key])) for key in arrays if key != "species_symbols"}
+    tensors = {
+        key: torch.from_numpy(np.ascontiguousarray(value)) for key, value in arrays.items() if value.dtype.kind != "U"
+    }
     logits = {name: tensors[f"{name}_prob"].clamp(min=1e-300).log() for name in classes}
     metrics.update(
         {name: tensors[f"{name}_pred"] for name in names} | logits,
@@ -276,17 +283,79 @@ def load_shared(run: Run, which: str, device: str, ranks: Ranks, head: str | Non
     return potential.to(device).eval()
 
 
-def name_of_test(run: Run, data: Any) -> str:
-    """`test` for a run without test frames of its own, so that its report has them; else the name of the file."""
-    if run.config.get("data", {}).get("test") in (None, 0):
-        return "test"
+def _origins(dataset: GraphDataset) -> dict[str, np.ndarray]:
+    """The file of each frame, as an index into a list of files, and the index of the frame in that file."""
+    origins = dataset.frames.origins(np.arange(len(dataset)))
+    files = list(dict.fromkeys(file for file, _ in origins))
+    number = {file: i for i, file in enumerate(files)}
+    return {
+        "files": np.array([_short(file) for file in files], dtype=np.str_),
+        "frame_file": np.array([number[file] for file, _ in origins], dtype=np.int64),
+        "frame_index": np.array([index for _, index in origins], dtype=np.int64),
+    }
+
+
+def name_of_test(run: Run, data: Any, *, which: str, head: str | None = None, called: str = "") -> str:
+    """Name of the results on some data: that of `data.test` where it is the same data, else what the data is called or the name of
+    its first file. Results on other data or with other weights that have this name already are kept: a number is added."""
+    wanted = _identity(data, which, head)
+    own = plain(OmegaConf.select(run.config, "data.test"))
+    names = [name for name, files in test_sets(own).items() if _identity(files, "best", None) == wanted]
+    if names:
+        return names[0]
     first = data[0] if isinstance(data, (list, tuple)) else data
-    return f"test-{re.sub(r'[^A-Za-z0-9_.-]+', '-', Path(str(first)).stem)}"
+    first = first.get("path", first) if isinstance(first, dict) else first
+    words = [called or Path(str(first)).stem, *([head] if head is not None else []), *([which] if which != "best" else [])]
+    stem = "test-" + re.sub(r"[^A-Za-z0-9_.+-]+", "-", "-".join(words))
+    candidates = chain(["test"] if own in (None, 0) and not called else [], [stem], (f"{stem}-{number}" for number in count(2)))
+    return next(name for name in candidates if _is_free(run, name, wanted, data))
 
 
-def write_test(run: Run, errors: dict[str, float], *, name: str, source: str, which: str, **counts: int) -> None:
-    """counts: how many samples there were, by what they are."""
-    source = source.replace(f"{Path.cwd()}{os.sep}", "")  # shorter, and no business of a report's reader
-    sha256 = run.read_weights(which).sha256
-    content = {"source": source, "weights": which, "weights_sha256": sha256, **counts, "errors": errors}
+def _is_free(run: Run, name: str, identity: str, data: Any) -> bool:
+    """Whether results of that name are of the same data and weights, or there are none."""
+    try:
+        stored = json.loads((run.path / f"{name}.json").read_text())
+    except FileNotFoundError:
+        return name not in test_sets(plain(OmegaConf.select(run.config, "data.test"))) or name == "test"
+    except (OSError, ValueError):
+        return True  # nobody can read it
+    if "identity" not in stored:  # written by an earlier version
+        return stored.get("source") == _short(str(data))
+    return stored["identity"] == identity
+
+
+def _identity(data: Any, which: str, head: str | None) -> str:
+    """The same for the same files, weights and branch, wherever they are named from."""
+    words = json.dumps([_absolute(plain(data)), which, head], default=str)
+    return hashlib.blake2b(words.encode(), digest_size=8).hexdigest()
+
+
+def _absolute(data: Any) -> Any:
+    if isinstance(data, (str, os.PathLike)):
+        return os.path.abspath(data)
+    if isinstance(data, (list, tuple)):
+        parts = [_absolute(item) for item in data]
+        return parts[0] if len(parts) == 1 else parts
+    return {key: _absolute(value) for key, value in data.items()} if isinstance(data, dict) else data
+
+
+def _short(text: str) -> str:
+    """Without the folder that this is run in, which tells the reader of a report nothing."""
+    return text.replace(f"{Path.cwd()}{os.sep}", "")
+
+
+def write_test(
+    run: Run, errors: dict[str, float], *, name: str, data: Any, which: str, head: str | None = None, **counts: int
+) -> None:
+    """Write `NAME.json`. counts: how many samples there were, by what they are."""
+    content = {
+        "source": _short(str(data)),
+        "weights": which,
+        "weights_sha256": run.read_weights(which).sha256,
+        **({} if head is None else {"head": head}),
+        **counts,
+        "date": f"{datetime.now():%Y-%m-%d %H:%M}",
+        "identity": _identity(data, which, head),
+        "errors": errors,
+    }
     write_whole(run.path / f"{name}.json", json.dumps(content, indent=1) + "\n")

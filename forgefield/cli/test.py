@@ -58,6 +58,7 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     with for_good():
         from forgefield import api
     from forgefield.config.loading import override_config, override_keys
+    from forgefield.config.test_sets import is_named, test_sets, title
     from forgefield.runs import Run
     from forgefield.tasks.ldos_observables import OBSERVABLE_UNITS
     from forgefield.training.summary import end_summary
@@ -66,7 +67,7 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     takes = OF_POINTS if opened.of_points else TAKES
     options = override_config(opened.config, overrides, allowed=takes, verb="test").data if overrides else None
     data: Any = (files[0] if len(files) == 1 else files) if files else _own_data(opened)
-    sources = files or ([str(source) for source in data] if isinstance(data, list) else [str(data)])
+    sets = {title(name): source for name, source in test_sets(data).items()}
     errors = api.test(
         opened,
         data,
@@ -78,18 +79,24 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     )
     if not ranks.is_first:
         return 0
-    hints = [f"{len(sources)} source{'s' if len(sources) > 1 else ''}: {', '.join(sources)}; {args.which} weights"]
-    if errors.get("energy_mae", 0.0) > SUSPICIOUS:
+    results = {title(f"test-{name}"): found for name, found in errors.items()} if is_named(data) else {"test": errors}
+    hints = [f"{name}: {_in_words(source)}; {args.which} weights" for name, source in sets.items()]
+    if any(found.get("energy_mae", 0.0) > SUSPICIOUS for found in results.values()):
         hints.append("energies are off by more than 20 eV/atom: are units and reference those of the training data?")
     end_summary(
         Console(highlight=False),
         opened.path,
-        {"test": errors},
+        results,
         [*hints, f"report: {opened.path / 'report.html'}"],
         units=opened.units | (OBSERVABLE_UNITS if opened.of_points else {}),
         statistics=opened.info.get("statistics"),
     )
     return 0
+
+
+def _in_words(source: Any) -> str:
+    sources = [str(each) for each in source] if isinstance(source, list) else [str(source)]
+    return f"{len(sources)} source{'s' if len(sources) > 1 else ''}: {', '.join(sources)}"
 
 
 def _own_data(opened: Run) -> Any:

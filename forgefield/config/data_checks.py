@@ -10,8 +10,11 @@ from omegaconf import DictConfig
 from forgefield.config.fields import field_options
 from forgefield.config.refusals import check_choice, wrong
 from forgefield.config.sources import Sources
+from forgefield.config.test_sets import NAME, is_named
 from forgefield.errors import ForgefieldError
 
+_NOT_NAMES = ("index", "paths", "file", "files", "weight", "share", "branch", "type_map")
+"""Names of test sets that are slips for other keys."""
 REFERENCES = ("auto", "isolated", "fit", "none")
 
 
@@ -33,7 +36,9 @@ def check_data(data: DictConfig, sources: Sources) -> None:
             raise wrong(sources, f"data.{key}", value, "a share of train (0.1), a number of frames (50) or a file")
         if isinstance(value, float) and value >= 1 and not value.is_integer():
             raise wrong(sources, f"data.{key}", value, "a share below 1, or a whole number of frames")
-        if data.points is None and isinstance(value, Mapping) and set(value) != {"indices"}:
+        if key == "test" and is_named(value):
+            _check_test_sets(value, data.points is not None, sources)
+        elif data.points is None and isinstance(value, Mapping) and set(value) != {"indices"}:
             raise wrong(sources, f"data.{key}", dict(value), "a share, a number, a file, or {indices: file-or-list}")
     _check_batch(data, sources)
     field_options(data.labels.fields, lambda key: f"{sources.where(key)}: ")
@@ -52,6 +57,28 @@ def check_data(data: DictConfig, sources: Sources) -> None:
     species = data.species
     if species is not None and (not species or len(set(species)) != len(species)):
         raise wrong(sources, "data.species", list(species), "a list of different chemical symbols")
+
+
+def _check_test_sets(sets: Mapping[Any, Any], of_points: bool, sources: Sources) -> None:
+    if of_points:
+        raise ForgefieldError(
+            f"{sources.where('data.test')}: named test sets are for frames; with data.points give one list of snapshots, and "
+            "test others with `forgefield test RUN --data SNAPSHOTS`."
+        )
+    if not sets:
+        raise wrong(sources, "data.test", {}, "a file, or files by name, as in {300K: a.xyz, 600K: b.xyz}")
+    for name, files in sets.items():
+        key = f"data.test.{name}"
+        if name in _NOT_NAMES:
+            raise wrong(sources, "data.test", dict(sets), "a share, a number, a file, or {indices: file-or-list}")
+        if not NAME.fullmatch(str(name)):
+            raise ForgefieldError(
+                f"{sources.where(key)}: '{name}' cannot be the name of a test set; use letters, digits and . _ + -, beginning "
+                "with a letter or digit."
+            )
+        is_source = isinstance(files, Mapping) and "path" in files
+        if not (is_source or (isinstance(files, str) and files) or (isinstance(files, Sequence) and len(files) > 0)):
+            raise wrong(sources, key, files, "a file, folder, pattern or list of them")
 
 
 def _check_batch(data: DictConfig, sources: Sources) -> None:

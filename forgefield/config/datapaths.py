@@ -14,6 +14,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from forgefield.config.test_sets import is_named
+
 SLICE = re.compile(r"^-?\d*:-?\d*(:-?\d*)?$")
 
 
@@ -23,7 +25,10 @@ def absolute_data_paths(data: DictConfig, folders: Sequence[Path]) -> None:
     for key in ("train", "val", "test", "indices"):
         value = data[key]
         plain = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
-        data[key] = absolute(plain, folders)
+        if key == "test" and is_named(plain):
+            data[key] = {name: absolute(files, folders) for name, files in plain.items()}
+        else:
+            data[key] = absolute(plain, folders)
     if data.get("points") is not None and data.points.pseudopotentials is not None:
         data.points.pseudopotentials = find_path(data.points.pseudopotentials, folders)
 

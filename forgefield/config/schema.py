@@ -92,7 +92,7 @@ class DataOptions:
     val: Any = 0.1
     """A share of train (0.1), a number of its frames (50), a file (list, glob), or {indices: file-or-list}."""
     test: Any = None
-    """As `val`. Errors on it are printed at the end of training."""
+    """As `val`, or several sets by name: {300K: a.xyz, 600K: b.xyz}. Errors on them are measured at the end of training."""
     indices: Any = None
     """Use only these frames of `train` (list, file of integers, or 'start:stop'), before val and test are split off."""
     cutoff: Optional[float] = 5.0

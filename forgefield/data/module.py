@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,7 +40,8 @@ class DataModule(lightning.LightningDataModule):
 
     train: GraphDataset
     val: GraphDataset | None
-    test: GraphDataset | None
+    tests: dict[str, GraphDataset]
+    """By the name of their results: `test`, or `test-NAME` for each named set of `data.test`."""
     species: SpeciesTable
     statistics: Statistics
     split_description: str
@@ -84,7 +85,7 @@ class DataModule(lightning.LightningDataModule):
         found = SpeciesTable(names, whose=self.species_of) if names is not None else None
         self.species = found if found is not None else SpeciesTable.from_frames(splits.train)
         self._build_graphs(splits, progress)
-        others = [part for part in (self.val, self.test) if part is not None]
+        others = [part for name, part in self.splits() if name != "train"]
         self.statistics = compute_statistics(self.train, self.options, others)
         self.warnings = self._look_for_faults()
         self._ready = True
@@ -100,7 +101,8 @@ class DataModule(lightning.LightningDataModule):
         return [*label_doubts(self.train.frames), *lone_atoms(share, cutoff), *cutoff_doubts(cutoff)]
 
     def _build_graphs(self, splits: Splits, progress: Progress | None) -> None:
-        total = len(splits.train) + len(splits.val) + len(splits.test)
+        tables = {"train": splits.train, "val": splits.val, **splits.tests}
+        total = sum(map(len, tables.values()))
         done = 0
 
         def count(within: int, _: int) -> None:
@@ -108,19 +110,30 @@ class DataModule(lightning.LightningDataModule):
                 progress(done + within, total)
 
         graph, on_device = graph_options(self.options), self.options.neighbours == ON_DEVICE
-        parts: list[GraphDataset | None] = []
-        for frames in (splits.train, splits.val, splits.test):
-            parts.append(GraphDataset(frames, self.species, graph, count, on_device=on_device) if len(frames) else None)
+        parts: dict[str, GraphDataset] = {}
+        for name, frames in tables.items():
+            if len(frames):
+                parts[name] = GraphDataset(frames, self.species, graph, count, on_device=on_device)
             done += len(frames)
-        train, self.val, self.test = parts
-        assert train is not None
-        self.train = train
+        self.train, self.val = parts.pop("train"), parts.pop("val", None)
+        self.tests = parts
+
+    @property
+    def test(self) -> GraphDataset | None:
+        """The test set that has no name."""
+        return self.tests.get("test")
+
+    def splits(self) -> Iterator[tuple[str, GraphDataset]]:
+        """All data that there is: train, val and the test sets, by the names of their results."""
+        yield "train", self.train
+        if self.val is not None:
+            yield "val", self.val
+        yield from self.tests.items()
 
     def learn(self, targets: Collection[str]) -> None:
         """Which fields are learnt; the others are what the model is given. Called before loaders are asked for."""
-        for part in (self.train, self.val, self.test):
-            if part is not None:
-                part.targets = frozenset(targets) & part.fields.keys()
+        for _, part in self.splits():
+            part.targets = frozenset(targets) & part.fields.keys()
 
     def tell_branches(self, names: Sequence[str]) -> None:
         """Batches say which of these branches of the model a frame is for. Called before loaders are asked for."""
@@ -130,9 +143,8 @@ class DataModule(lightning.LightningDataModule):
                 f"model.branches has {missing[0]}, and no source of data.train is for it; write {{path: ..., branch: "
                 f"{missing[0]}}} there."
             )
-        for part in (self.train, self.val, self.test):
-            if part is not None:
-                part.tell_branches(names)
+        for _, part in self.splits():
+            part.tell_branches(names)
 
     def key_frames(self) -> None:
         """Batches of the training will carry `frame_key`. Called before loaders are asked for."""
@@ -146,9 +158,8 @@ class DataModule(lightning.LightningDataModule):
         """Batches will be copied to a GPU. Called before loaders are asked for."""
         self._on_gpu = True
         if self.options.neighbours == "auto":
-            for part in (self.train, self.val, self.test):
-                if part is not None:
-                    part.leave_edges_to_device()
+            for _, part in self.splits():
+                part.leave_edges_to_device()
 
     def setup(self, stage: str | None = None) -> None:
         self.prepare()

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from forgefield.config.schema import DataOptions
+from forgefield.config.test_sets import test_sets, title
 from forgefield.data.devset import representative_rows
 from forgefield.data.fields import Fields
 from forgefield.data.graphs.graph import GraphOptions
@@ -30,10 +31,16 @@ ON_DEVICE = "device"
 class Splits:
     train: FrameTable
     val: FrameTable
-    test: FrameTable
+    tests: dict[str, FrameTable]
+    """By the name of their results: `test`, or `test-NAME` where they have names."""
     description: str
     label_hints: dict[str, str] = field(default_factory=dict)
     """For labels: a sentence on values of the training files that may be them under another name."""
+
+    @property
+    def test(self) -> FrameTable:
+        """The test set that has no name."""
+        return self.tests.get("test", FrameTable([]))
 
 
 def split_frames(n: int, val: float | int, test: float | int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -93,7 +100,7 @@ def resolve_splits(
     """
     if plain(options.train) is None:
         raise ForgefieldError("data.train is not set; give a file, folder or glob of structures to train on")
-    wanted = {name: plain(getattr(options, name)) for name in ("val", "test")}
+    wanted = {"val": plain(options.val), **test_sets(plain(options.test))}
     kinds = {name: _kind(value, name) for name, value in wanted.items()}
     _refuse_shared_files(options, wanted, kinds)
     reader = LabelReader(label_settings(options.labels), unit_settings(options.units))
@@ -117,20 +124,23 @@ def resolve_splits(
     for name, kind in kinds.items():
         if kind == "files":
             parts[name] = _read(wanted[name], options, progress, frames.fields)
+            if len(parts[name]) == 0:
+                raise ForgefieldError(f"{_setting(name)}={wanted[name]!r:.80} holds no frame")
     if len(pool) == 0:
         raise ForgefieldError("no frame is left to train on: data.val and data.test take all of data.train")
     train, of = frames.select(pool), ""
     if options.devset is not None:
         train, of = train.select(representative_rows(train, options.devset)), f" of {len(train)} (data.devset)"
     description = ", ".join(
-        [f"{len(train)}{of} to train", *(f"{len(parts[name])} to {name} ({kinds[name]})" for name in parts)]
+        [f"{len(train)}{of} to train", *(f"{len(parts[name])} to {title(name)} ({kinds[name]})" for name in parts)]
     )
     if rare:
         description += (
             f"; drawn so that {', '.join(rare)}, held by few frames, {'is' if len(rare) == 1 else 'are'} in training"
         )
-    empty = FrameTable([])
-    return Splits(train, parts.get("val", empty), parts.get("test", empty), description, reader.hints())
+    val = parts.pop("val", FrameTable([]))
+    tests = {name: part for name, part in parts.items() if len(part)}
+    return Splits(train, val, tests, description, reader.hints())
 
 
 def graph_options(options: DataOptions) -> GraphOptions:
@@ -217,7 +227,7 @@ def _kind(value: Any, name: str) -> str:
     if isinstance(value, (str, list, Path)) or (isinstance(value, Mapping) and "path" in value):
         return "files"
     raise ForgefieldError(
-        f"data.{name}={value!r:.80} should be a share below 1, a number of frames, a file (folder, glob, list) "
+        f"{_setting(name)}={value!r:.80} should be a share below 1, a number of frames, a file (folder, glob, list) "
         "or {indices: ...}"
     )
 
@@ -228,11 +238,18 @@ def _refuse_shared_files(options: DataOptions, wanted: dict[str, Any], kinds: di
     for name, spec in specs.items():
         for file in source_files(spec):
             other = owner.setdefault(file.identity, name)
+            if other != name and "train" not in (other, name) and "val" not in (other, name):
+                continue  # test sets may overlap
             if other != name:
                 raise ForgefieldError(
-                    f"{file.name} is in data.{other} and in data.{name}, so errors would be measured on known frames; "
-                    f"use another file, or data.{name}=0.1 to split it"
+                    f"{file.name} is in {_setting(other)} and in {_setting(name)}, so errors would be measured on known "
+                    f"frames; use another file, or data.{name.partition('-')[0]}=0.1 to split it"
                 )
+
+
+def _setting(split: str) -> str:
+    """The setting that gives a split: `data.test.300K` of `test-300K`."""
+    return f"data.{split.replace('-', '.', 1)}"
 
 
 def _slice(text: str, setting: str) -> slice:

@@ -18,9 +18,11 @@ from typing import Any
 import numpy as np
 import yaml
 
+from forgefield.config.test_sets import title
 from forgefield.config.trust import code_of_model
 from forgefield.diagnosis.record import read_records
 from forgefield.errors import ForgefieldError
+from forgefield.report.numbers import shorten
 from forgefield.untrusted.archives import npz_arrays
 from forgefield.weights import read_weights
 
@@ -34,7 +36,6 @@ OF_POINTS = {
     "electrons": "%",
 }
 """Units of the errors of observables."""
-SPLIT_NAMES = {"test": "test", "val": "validation"}
 Row = dict[str, float]
 
 
@@ -67,6 +68,16 @@ class Predictions:
     stress_ref: np.ndarray | None
     further: dict[str, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
     """Prediction and reference of further outputs, by name."""
+    files: tuple[str, ...] = ()
+    frame_file: np.ndarray | None = None
+    frame_index: np.ndarray | None = None
+    """(n_frames,) each: the file of a frame, an index into `files`, and its index in that file."""
+
+    def origin(self, frame: int) -> tuple[str, int]:
+        """File of a frame and its index there; an empty name where only its place among the predictions is known."""
+        if self.frame_file is None or self.frame_index is None:
+            return "", frame
+        return self.files[self.frame_file[frame]], int(self.frame_index[frame])
 
     def frame_of_atom(self) -> np.ndarray:
         return np.repeat(np.arange(len(self.n_atoms)), self.n_atoms)
@@ -81,9 +92,8 @@ class RunData:
     metrics: list[Row] = field(default_factory=list)
     timing: list[Row] = field(default_factory=list)
     predictions: dict[str, Predictions] = field(default_factory=dict)
-    test: dict[str, Any] = field(default_factory=dict)
-    """What `test.json` holds: where the data came from, which weights, and the errors."""
-    test_errors: dict[str, float] = field(default_factory=dict)
+    tests: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """What `test.json` and every `test-NAME.json` hold, by their stem: where the data came from, which weights, the errors."""
     diagnosis: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Records of diagnosis callbacks, by name."""
     notes: list[Note] = field(default_factory=list)
@@ -96,6 +106,15 @@ class RunData:
     def argument(self) -> str:
         """The run as one would name it on the command line."""
         return f"{self.path.parent.name}/{self.path.name}" if self.path.parent.name else self.path.name
+
+    @property
+    def splits(self) -> list[str]:
+        """Data with errors to show: the tests, then validation."""
+        return [*self.tests, *(["test"] if "test" in self.predictions and "test" not in self.tests else []), "val"]
+
+    def test_errors(self, name: str) -> dict[str, float]:
+        """Errors of one test by bare name (`forces_mae`)."""
+        return _errors_of(self.tests.get(name, {}))
 
     @property
     def monitor(self) -> str:
@@ -159,32 +178,40 @@ def read_run(path: Path) -> RunData:
     for row in (*run.metrics, *run.timing):
         if "epoch" in row:
             row["epoch"] += 1
-    run.test = _read_json(run, "test.json", _test_command(run), is_command=True)
-    outdated = _drop_outdated_test(run)
-    run.test_errors = _errors_of(run.test)
-    for split in SPLITS if not run.of_points else ():
-        if not (outdated and split == "test"):
-            _read_predictions(run, split)
+    _read_tests(run)
+    for split in [*run.tests, "val"] if not run.of_points else []:
+        _read_predictions(run, split)
     run.diagnosis = read_records(run.path)
     return run
 
 
-def _drop_outdated_test(run: RunData) -> bool:
-    """Leave out test results that were computed with other weights than the run has now; whether there were any."""
-    stored, which = run.test.get("weights_sha256"), run.test.get("weights")
+def _read_tests(run: RunData) -> None:
+    """Results of all tests that were computed with the weights the run has now; those without a name come first."""
+    named = sorted(path.name for path in run.path.glob("test-*.json"))
+    if (run.path / "test.json").exists() or not named:
+        named.insert(0, "test.json")
+    outdated = False
+    for name in named:
+        content = _read_json(run, name, _test_command(run), is_command=True)
+        if _is_outdated(run, content):
+            outdated = True
+            note = "was computed with earlier weights of this run"
+            run.notes.append(Note(name, note, _test_command(run), is_command=True))
+        elif content or (name == "test.json" and (run.path / "predictions" / "test.npz").exists()):
+            run.tests[name.removesuffix(".json")] = content
+    if not run.tests and not run.of_points and not outdated:
+        _read_predictions(run, "test")
+
+
+def _is_outdated(run: RunData, test: dict[str, Any]) -> bool:
+    """Whether results were computed with other weights than the run has now."""
+    stored, which = test.get("weights_sha256"), test.get("weights")
     if not isinstance(stored, str) or which not in ("best", "last"):
         return False
     try:
-        current = read_weights(run.path / "checkpoints" / f"{which}.safetensors").sha256
+        return read_weights(run.path / "checkpoints" / f"{which}.safetensors").sha256 != stored
     except ForgefieldError:
         return False
-    if current == stored:
-        return False
-    run.test = {}
-    run.notes.append(
-        Note("test.json", "was computed with earlier weights of this run", _test_command(run), is_command=True)
-    )
-    return True
 
 
 def predictions_from_npz(file: str | os.PathLike[str]) -> Predictions:
@@ -216,7 +243,25 @@ def predictions_from_npz(file: str | os.PathLike[str]) -> Predictions:
         if atoms and (species.dtype.kind not in "iu" or species.min() < 0 or species.max() >= len(symbols)):
             raise ForgefieldError(f"{file.name}: `species` does not index the {len(symbols)} `species_symbols`")
     further = _further(file, arrays, known=tuple(shapes), rows=(frames, atoms))
-    return Predictions(n_atoms=n_atoms.astype(np.int64), species=species, symbols=symbols, further=further, **labels)
+    return Predictions(
+        n_atoms=n_atoms.astype(np.int64),
+        species=species,
+        symbols=symbols,
+        further=further,
+        **labels,
+        **_origins(arrays, frames),
+    )
+
+
+def _origins(arrays: dict[str, np.ndarray], frames: int) -> dict[str, Any]:
+    """Where frames come from; nothing where that was not stored, or does not fit."""
+    file, index, names = (arrays.get(key) for key in ("frame_file", "frame_index", "files"))
+    if file is None or index is None or names is None or {file.shape, index.shape} != {(frames,)}:
+        return {}
+    fits = file.dtype.kind in "iu" and index.dtype.kind in "iu" and names.ndim == 1 and names.dtype.kind == "U"
+    if not fits or (frames and not 0 <= file.min() <= file.max() < len(names)):
+        return {}
+    return {"files": tuple(map(str, names)), "frame_file": file, "frame_index": index}
 
 
 def _further(
@@ -241,6 +286,12 @@ def _further(
     return found
 
 
+def split_title(split: str, *, first: bool = False) -> str:
+    """How the page names data: `test`, `test 300K`, `validation`. first: as the first word of a line, `Test 300K`."""
+    words = "validation" if split == "val" else shorten(title(split), 60)
+    return words[:1].upper() + words[1:] if first else words
+
+
 def _test_command(run: RunData) -> str:
     return f"forgefield test {shlex.quote(run.argument)} --data FILE"
 
@@ -253,7 +304,7 @@ def _checked(file: Path, key: str, array: np.ndarray, shape: tuple[int, ...]) ->
 
 def _read_predictions(run: RunData, split: str) -> None:
     name = f"predictions/{split}.npz"
-    if split == "test":
+    if split.startswith("test"):
         remedy = Note(name, "is not there", _test_command(run), is_command=True)
     else:
         remedy = Note(name, "is not there", "`forgefield train` writes it when the training ends")

@@ -8,9 +8,13 @@ from statistics import median
 from typing import Any
 
 from forgefield.report.analysis import Quantity, errors, quantities
-from forgefield.report.folder import SPLIT_NAMES, Row, RunData, as_number
+from forgefield.report.folder import Row, RunData, as_number, split_title
 from forgefield.report.markup import Child, Html, join, tag
 from forgefield.report.numbers import NOTHING, count, duration, short_count, shorten, significant
+
+
+OTHERS = 3
+"""How many other sets of data a card shows an error of."""
 
 
 def title_block(run: RunData) -> Html:
@@ -49,8 +53,10 @@ def headline(run: RunData) -> Html:
 def known_errors(run: RunData) -> dict[str, dict[str, float]]:
     """Errors of each split by bare name: as stored by the test, else from the predictions, else from the best row."""
     found = {split: errors(predictions) for split, predictions in run.predictions.items()}
-    if run.test_errors:
-        found["test"] = {**found.get("test", {}), **run.test_errors}
+    for name in run.tests:
+        if stored := run.test_errors(name):
+            found[name] = {**found.get(name, {}), **stored}
+    found = {split: found[split] for split in run.splits if split in found}
     best = best_row(run)
     if best is not None:
         row = {key.removeprefix("val/"): value for key, value in best.items() if key.startswith("val/")}
@@ -105,14 +111,15 @@ def _count_in_weights(file: Path) -> float | None:
 
 def _error_card(quantity: Quantity, by_split: dict[str, dict[str, float]]) -> Html | None:
     name = quantity.name
-    available = [split for split in ("test", "val") if f"{name}_mae" in by_split.get(split, {})]
+    available = [split for split in by_split if f"{name}_mae" in by_split[split]]
     if not available:
         return None
     first = by_split[available[0]]
     rmse = first.get(f"{name}_rmse")
     extra = [] if rmse is None else [f"RMSE {significant(rmse)}"]
-    extra += [f"{SPLIT_NAMES[split]} {significant(by_split[split][f'{name}_mae'])}" for split in available[1:]]
-    title = f"{quantity.title} MAE, {SPLIT_NAMES[available[0]]}"
+    others = available[1:] if len(available) <= OTHERS + 1 else [*available[1:OTHERS], available[-1]]
+    extra += [f"{split_title(split)} MAE {significant(by_split[split][f'{name}_mae'])}" for split in others]
+    title = f"{quantity.title} MAE, {split_title(available[0])}"
     return _stat(title, significant(first[f"{name}_mae"]), quantity.error_unit, "\n".join(extra), main=True)
 
 
@@ -121,13 +128,13 @@ def _class_cards(by_split: dict[str, dict[str, float]]) -> list[Html]:
     cards = []
     names = [key.removesuffix("_accuracy") for e in by_split.values() for key in e if key.endswith("_accuracy")]
     for name in dict.fromkeys(names):
-        split = next(split for split in ("test", "val") if f"{name}_accuracy" in by_split.get(split, {}))
+        split = next(split for split in by_split if f"{name}_accuracy" in by_split[split])
         found = by_split[split]
         extra = [f"F1 {significant(found.get(f'{name}_f1'))}"]
         extra += [f"AUROC {significant(found[f'{name}_auroc'])}"] if f"{name}_auroc" in found else []
         value = significant(100 * found[f"{name}_accuracy"])
         cards.append(
-            _stat(f"{shorten(name, 40)} accuracy, {SPLIT_NAMES[split]}", value, "%", "\n".join(extra), main=True)
+            _stat(f"{shorten(name, 40)} accuracy, {split_title(split)}", value, "%", "\n".join(extra), main=True)
         )
     return cards
 

@@ -15,10 +15,11 @@ from forgefield.errors import ForgefieldError
 from forgefield.report.analysis import Pairs, Quantity
 from forgefield.report.canvas import COLOURS, house_style, linear_ticks, new_figure, to_svg
 from forgefield.report.figures import parity_figure
-from forgefield.report.folder import SPLIT_NAMES, SPLITS, RunData
+from forgefield.report.folder import SPLITS, RunData, split_title
 from forgefield.report.markup import Child, Html, join, table, tag
 from forgefield.report.numbers import shorten, significant
-from forgefield.report.sections import card, section
+from forgefield.report.sections import card, section, tabbed
+from forgefield.report.sections_errors import tests_table
 from forgefield.untrusted.archives import npz_arrays
 
 SHOWN = 4
@@ -55,7 +56,8 @@ def read_points(path: Path) -> PointPredictions | None:
 
 def points_section(run: RunData) -> Html:
     lead = "Observables of the predicted LDOS of whole snapshots against those of the LDOS they should have."
-    found = {split: read_points(run.path / "predictions" / f"{split}-points.npz") for split in SPLITS}
+    splits = run.splits if run.tests else SPLITS
+    found = {split: read_points(run.path / "predictions" / f"{split}-points.npz") for split in splits}
     available = {split: predictions for split, predictions in found.items() if predictions is not None}
     if not available:
         words = (
@@ -63,14 +65,12 @@ def points_section(run: RunData) -> Html:
             "need the temperature, the number of electrons and the cell of a snapshot."
         )
         return section("errors", "Errors", lead, tag("div", tag("p", words), class_="card empty"))
-    tabs: list[Child] = []
-    for number, (split, predictions) in enumerate(available.items()):
-        tabs.append(tag("input", type="radio", name="split", id=f"tab-{split}", checked=number == 0))
+    panels = []
+    for split, predictions in available.items():
         count = len(predictions.names)
-        text = f"{SPLIT_NAMES[split].capitalize()} · {count} snapshot{'' if count == 1 else 's'}"
-        tabs.append(tag("label", text, for_=f"tab-{split}"))
-    panels = [tag("div", _panel(run, *item), class_=f"panel panel-{item[0]}") for item in available.items()]
-    return section("errors", "Errors", lead, tag("div", *tabs, *panels, class_="tabs"))
+        title = f"{split_title(split, first=True)} · {count} snapshot{'' if count == 1 else 's'}"
+        panels.append((title, _panel(run, split, predictions)))
+    return section("errors", "Errors", lead, tests_table(run), tabbed(panels))
 
 
 def _panel(run: RunData, split: str, predictions: PointPredictions) -> Html:

@@ -82,6 +82,20 @@ def _kept_card(best: Row, x_key: str, n_before: int, shown: dict[str, Quantity])
     return tag("div", tag("h3", f"The kept model, {when}"), *content, class_=f"card {width}")
 
 
+TABS = 8
+"""How many panels a page has room for; the style sheet numbers as many."""
+
+
+def tabbed(panels: list[tuple[str, Html]]) -> Html:
+    """Panels of which one is shown, with a tab for each, (title, content)."""
+    buttons: list[Child] = []
+    for number, (title, _) in enumerate(panels[:TABS]):
+        buttons.append(tag("input", type="radio", name="split", id=f"tab-{number}", checked=number == 0))
+        buttons.append(tag("label", title, for_=f"tab-{number}"))
+    shown = [tag("div", content, class_=f"panel panel-{number}") for number, (_, content) in enumerate(panels[:TABS])]
+    return tag("div", *buttons, *shown, class_="tabs")
+
+
 def stacks(*columns: list[Html | None]) -> Html:
     """Cards in columns of their own, so that short and long ones leave no holes."""
     return tag("div", *[tag("div", *column, class_="stack") for column in columns if any(column)], class_="grid two")

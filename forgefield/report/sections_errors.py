@@ -11,36 +11,58 @@ from forgefield.report.analysis import (
     errors_by_magnitude,
     errors_by_species,
     pairs,
+    quantities,
     worst_frames,
 )
 from forgefield.report.canvas import to_svg
 from forgefield.report.figures import distribution_figure, magnitude_figure, parity_figure, species_figure
-from forgefield.report.folder import SPLIT_NAMES, SPLITS, Predictions, RunData
+from forgefield.report.folder import SPLITS, Predictions, RunData, as_number, split_title
+from forgefield.report.headline import known_errors
 from forgefield.report.markup import Child, Html, join, table, tag
-from forgefield.report.numbers import count, shorten, significant, with_unit
-from forgefield.report.sections import card, empty_card, section, stacks
+from forgefield.report.numbers import NOTHING, count, shorten, significant, with_unit
+from forgefield.report.sections import TABS, card, empty_card, section, stacks, tabbed
 
 _QUANTILES = (0.5, 0.9, 0.95, 0.99, 1.0)
 
 
 def errors_section(run: RunData) -> Html:
-    lead = "Predictions of the kept model against the reference; every labelled value is counted once."
-    if run.test.get("source"):
-        source, weights = shorten(run.test["source"], 120), shorten(run.test.get("weights", "best"), 20)
-        lead += f" Test data: {source}, {weights} weights."
-    available = [split for split in SPLITS if split in run.predictions]
+    lead = "Predictions against the reference; every labelled value is counted once."
+    available = [split for split in run.splits if split in run.predictions]
     if not available:
-        titles = {split: f"Errors on {SPLIT_NAMES[split]} data" for split in SPLITS}
+        titles = {split: f"Errors on {split_title(split)} data" for split in SPLITS}
         missing = [empty_card(run, f"predictions/{split}.npz", title) for split, title in titles.items()]
         return section("errors", "Errors", lead, tag("div", *missing, class_="grid"))
-    tabs: list[Child] = []
+    if len(available) > TABS:  # validation keeps its panel
+        available = [*available[: TABS - 1], available[-1]]
+    panels = []
     for split in available:
-        chosen = split == available[0]
-        tabs.append(tag("input", type="radio", name="split", id=f"tab-{split}", checked=chosen))
         frames = count(len(run.predictions[split].n_atoms))
-        tabs.append(tag("label", f"{SPLIT_NAMES[split].capitalize()} · {frames} frames", for_=f"tab-{split}"))
-    panels = [tag("div", _panel(run, s), class_=f"panel panel-{s}") for s in available]
-    return section("errors", "Errors", lead, tag("div", *tabs, *panels, class_="tabs"))
+        panels.append((f"{split_title(split, first=True)} · {frames} frames", _panel(run, split)))
+    return section("errors", "Errors", lead, tests_table(run), tabbed(panels))
+
+
+def tests_table(run: RunData) -> Html | None:
+    """Errors on all test data, with where it came from; None where there is none."""
+    if not run.tests:
+        return None
+    by_split, shown = known_errors(run), quantities(run.heads)
+    names = [name for name in shown if any(f"{name}_mae" in found for found in by_split.values())]
+    header: list[Child] = ["Data", "From", "Frames" if not run.of_points else "Points", "Weights"]
+    for name in names:
+        unit = shown[name].error_unit
+        header += [with_unit(f"{shown[name].title} {kind}", unit) for kind in ("MAE", "RMSE")]
+    rows: list[list[Child]] = []
+    for split in [split for split in run.splits if split in by_split]:
+        stored = run.tests.get(split, {})
+        number = as_number(stored.get("frames", stored.get("points")))
+        if number is None and split in run.predictions:
+            number = len(run.predictions[split].n_atoms)
+        source = shorten(stored.get("source", "data.val" if split == "val" else NOTHING), 120)
+        found = [significant(by_split[split].get(f"{name}_{kind}")) for name in names for kind in ("mae", "rmse")]
+        rows.append(
+            [split_title(split), source, count(number), shorten(stored.get("weights", "best"), 20), *found]
+        )
+    return tag("div", card("All data", table(header, rows)), class_="grid")
 
 
 def _panel(run: RunData, split: str) -> Html:
@@ -119,11 +141,16 @@ def _worst_table(predictions: Predictions) -> Html | None:
     frames = worst_frames(predictions)
     if not frames:
         return None
-    rows: list[list[Child]] = [
-        [count(frame.index), count(frame.n_atoms), significant(frame.energy), significant(frame.forces)]
-        for frame in frames
-    ]
-    content = table(["Frame", "Atoms", "Energy error, meV/atom", "Force RMSE, meV/Å"], rows)
-    words = "Frames are counted from 0 in the order of the split. Outliers are often unconverged references."
+    known = predictions.frame_index is not None
+    rows: list[list[Child]] = []
+    for frame in frames:
+        file, index = predictions.origin(frame.index)
+        origin: list[Child] = [shorten(file or "in memory", 120)] if known else []
+        errors = (significant(frame.energy), significant(frame.forces))
+        rows.append([*origin, count(index), count(frame.n_atoms), *errors])
+    header: list[Child] = [*(["File"] if known else []), "Frame", "Atoms", "Energy error, meV/atom", "Force RMSE, meV/Å"]
+    content = table(header, rows)
+    place = "within their file" if known else "in the order of the split"
+    words = f"Frames are counted from 0 {place}. Outliers are often unconverged references."
     hint = tag("p", words, class_="note")
     return card("Frames with the largest errors", join([content, hint]))

@@ -80,12 +80,13 @@ class FramesSubject(Subject):
         data.statistics = ranks.share(data.statistics)
         tell_branches(self.config, data, None if self.initial is None else self.initial.known.resolved)
         options = wanted_task(self.config, data)
-        for name, dataset in (("val", data.val), ("test", data.test)):
-            require_any_label(options, name, dataset)
+        for name, dataset in data.splits():
+            if name != "train":
+                require_any_label(options, name, dataset)
         self.fingerprint = " ".join(part.frames.fingerprint for part in (data.train, data.val) if part is not None)
         require_same_data(self.fingerprint, ranks)
-        if data.test is not None:
-            require_same_data(data.test.frames.fingerprint, ranks)
+        for dataset in data.tests.values():
+            require_same_data(dataset.frames.fingerprint, ranks)
         resolved: dict[str, Any] = {}
         change: Transfer | None = None
         if ranks.is_first:

@@ -130,8 +130,8 @@ def _require_shape(name: str, kind: str, field: Field, data: DataModule) -> None
         )
     if kind != "symmetric":
         return
-    for split, part in (("train", data.train), ("val", data.val), ("test", data.test)):
-        if part is None or name not in part.fields:
+    for split, part in data.splits():
+        if name not in part.fields:
             continue
         labels = _labelled(part.frames, name)
         skew = np.abs(labels - labels.swapaxes(1, 2)).max(initial=0.0)
@@ -156,8 +156,8 @@ def _class_facts(name: str, options: Any, field: Field, data: DataModule) -> dic
         )
     table = data.train.frames
     classes = _classes(plain(options.classes), table, name)
-    for part in (data.train, data.val, data.test):
-        if part is not None and name in part.fields:
+    for _, part in data.splits():
+        if name in part.fields:
             _refuse_other_classes(name, classes, part.frames)
     counts = np.array([(_labels(table, name) == value).sum() for value in classes], dtype=float)
     shares = (counts + 1) / (counts.sum() + len(classes))

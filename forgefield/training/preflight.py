@@ -88,9 +88,7 @@ def _require_same(what: str, text: str, ranks: Ranks) -> None:
 def require_inputs(potential: Potential, data: DataModule) -> None:
     """Refuse frames without a value that the model reads: it would be computed with as if it were a number."""
     for name in potential.required_inputs:
-        for split, dataset in (("train", data.train), ("val", data.val), ("test", data.test)):
-            if dataset is None:
-                continue
+        for split, dataset in data.splits():
             missing = np.flatnonzero(~dataset.frames.carries(name)) if name in dataset.fields else [0]
             if len(missing):
                 raise ForgefieldError(
@@ -105,10 +103,12 @@ def require_any_label(task: Any, split: str, dataset: GraphDataset | None) -> No
     names = tuple(dict.fromkeys(LABELS.get(name, name) for name in given))
     if not names:
         return
-    if split == "test" and has_energy(task):
+    if split.startswith("test") and has_energy(task):
         names = tuple(dict.fromkeys([*LABELS.values(), *names]))
     if dataset is not None and not any(dataset.frames.carries(name).any() for name in names):
+        setting = f"data.{split.replace('-', '.', 1)}"
+        instead = f"{setting}=0" if "-" not in split else "leave this set out"
         raise ForgefieldError(
-            f"None of the frames of data.{split} carries {', '.join(names)}, so nothing could be measured on them; "
-            f"give labelled frames or data.{split}=0."
+            f"None of the frames of {setting} carries {', '.join(names)}, so nothing could be measured on them; "
+            f"give labelled frames or {instead}."
         )

@@ -22,10 +22,13 @@ from rich.text import Text
 from torch import nn
 
 from forgefield._version import __version__
+from forgefield.config.test_sets import title
 from forgefield.tasks.metrics import UNITS
 from forgefield.tasks.plausibility import ADVICE, implausible_errors
 
 Rows = list[tuple[str, str]]
+SIDE_BY_SIDE = 3
+"""How many splits have columns of a table."""
 SPLIT_TITLES = {"train": "training", "val": "validation", "test": "test"}
 
 
@@ -117,10 +120,12 @@ def errors_table(by_split: dict[str, dict[str, float]], units: Mapping[str, str]
     """One row per quantity (and species), MAE and RMSE of each split, with units. units: of further quantities."""
     units = UNITS | dict(units or {})
     table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="dim")
+    if len(by_split) > SIDE_BY_SIDE:
+        return _long_errors_table(table, by_split, units)
     table.add_column("error", no_wrap=True)
     for split in by_split:
         for kind in ("MAE", "RMSE"):
-            table.add_column(f"{SPLIT_TITLES.get(split, split)}\n{kind}", justify="right", no_wrap=True)
+            table.add_column(f"{SPLIT_TITLES.get(split, title(split))}\n{kind}", justify="right", no_wrap=True)
     table.add_column("unit", style="dim", no_wrap=True)
     for quantity, species in _rows_of(by_split, units):
         suffix = f"/{species}" if species else ""
@@ -132,6 +137,24 @@ def errors_table(by_split: dict[str, dict[str, float]], units: Mapping[str, str]
     return table
 
 
+def _long_errors_table(table: Table, by_split: dict[str, dict[str, float]], units: Mapping[str, str]) -> Table:
+    """One row per quantity and split, where there are too many splits for columns; without species."""
+    for heading in ("error", "data"):
+        table.add_column(heading, no_wrap=True)
+    for kind in ("MAE", "RMSE"):
+        table.add_column(kind, justify="right", no_wrap=True)
+    table.add_column("unit", style="dim", no_wrap=True)
+    for quantity in dict.fromkeys(quantity for quantity, species in _rows_of(by_split, units) if not species):
+        name = quantity.replace("_", ", ") if quantity in UNITS else quantity
+        for split, errors in by_split.items():
+            values = [errors.get(f"{quantity}_{kind}") for kind in ("mae", "rmse")]
+            if values != [None, None]:
+                cells = [Text(digits(value), style="bold") for value in values]
+                table.add_row(name, SPLIT_TITLES.get(split, title(split)), *cells, Text(units.get(quantity, "")))
+                name = ""
+    return table
+
+
 def classes_table(by_split: dict[str, dict[str, float]]) -> Table:
     """One row per target that is a class: what was measured of each split, shares between 0 and 1."""
     kinds = [kind for kind in _CLASS_TITLES if any(key.endswith(f"_{kind}") for e in by_split.values() for key in e)]
@@ -139,7 +162,7 @@ def classes_table(by_split: dict[str, dict[str, float]]) -> Table:
     table.add_column("class", no_wrap=True)
     for split in by_split:
         for kind in kinds:
-            table.add_column(f"{SPLIT_TITLES.get(split, split)}\n{_CLASS_TITLES[kind]}", justify="right", no_wrap=True)
+            table.add_column(f"{SPLIT_TITLES.get(split, title(split))}\n{_CLASS_TITLES[kind]}", justify="right", no_wrap=True)
     names = [key.removesuffix("_accuracy") for e in by_split.values() for key in e if key.endswith("_accuracy")]
     for name in dict.fromkeys(names):
         cells = [

@@ -143,6 +143,11 @@ class PointData:
         self.train = Part(table, selections["train"])
         self.val, self.test = others["val"], others["test"]
 
+    @property
+    def tests(self) -> dict[str, Part]:
+        """The test set, by the name of its results."""
+        return {} if self.test is None else {"test": self.test}
+
     def find(self, spec: Any, setting: str) -> list[Any]:
         """Snapshots that a setting names."""
         return find_snapshots(spec, target=self.points.target, units=self.points.units, setting=setting)
