@@ -12,6 +12,8 @@ from typing import Any
 
 from forgefield.config.template import yaml_with_comments
 
+MODEL = {"name": "nequip", "preset": "S"}
+"""The model of a first run."""
 STEPS = 5000
 """Optimiser steps of a first run."""
 ATOMS_PER_BATCH = 128
@@ -62,7 +64,7 @@ def starter_config(facts: DataFacts, *, name: str) -> tuple[dict[str, Any], dict
             "units": {"energy": "eV", "length": "A"},
             "reference_energies": "auto",
         },
-        "model": {"name": "nequip", "preset": "S"},
+        "model": dict(MODEL),
         "task": propose_task(facts.labels),
         "training": {"lr": 0.01, "ema": 0.99, "precision": "float32", "scheduler": None},
         "trainer": {"max_epochs": epochs},

@@ -100,6 +100,8 @@ class InitialModel:
         config.data.species = [*known.species, *strange]
         for name in GRAPH:
             config.data[name] = self._of_model(name, config.data[name])
+        if config.model.pop("preset", None) is not None and self.state is not None:
+            say(f"The model is that of {known.whose}; model.preset of the config is not used.")
         OmegaConf.update(config, "model.name", known.resolved["name"], force_add=True)
         return config
 
@@ -108,8 +110,8 @@ class InitialModel:
         if given is not None and (of_model is None or not math.isclose(given, of_model, rel_tol=1e-12)):
             shown = "none" if of_model is None else f"{of_model:g}"
             raise ForgefieldError(
-                f"data.{name} is {given:g}, and the model of {self.known.whose} was made for {shown}; leave it out: it comes "
-                "with the model."
+                f"data.{name} is {given:g}, and the model of {self.known.whose} was made for {shown}; leave it out, or set "
+                f"data.{name}=null: it comes with the model."
             )
         return of_model
 

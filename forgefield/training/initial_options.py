@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from forgefield.config.diff import ABSENT, Change, format_diff
+from forgefield.config.starter import MODEL
 from forgefield.config.trust import NO_CODE, Trust
 from forgefield.errors import ForgefieldError
 from forgefield.models.registry import BUILT_IN, HEADS, MODULE_FOLDER, PREDICTS, check_model, model_class
@@ -48,10 +49,13 @@ class KnownModel:
 
 
 def require_same_options(model: Mapping[str, Any], known: KnownModel, species: Sequence[str] | None) -> None:
-    """Raise where the section `model` names another value than the run has. species: what its numbers mean, if not the same
+    """Raise where the section `model` names another value than the run has. What `forgefield init` writes there is a proposal for
+    a new model and contradicts nothing. species: what its numbers mean, if not the same
     as in the run."""
     ours = STARTING if HEADS in known.resolved else (*STARTING, HEADS)  # heads follow the task, see `transfer.py`
     given = _plain({key: value for key, value in model.items() if key not in ours})
+    if given == MODEL:
+        return
     name = known.resolved["name"]
     if given.setdefault("name", name) != name:
         raise ForgefieldError(

@@ -206,7 +206,7 @@ REFUSED = {
         r"data.reference_energies .* energy shifts",
     ),
     "another option": ({"num_layers": 3}, r"model.num_layers +2 -> 3"),
-    "a preset": ({"preset": "S"}, r"! model.num_features +\[4, 4\] -> \[128, 64\]"),
+    "a preset": ({"preset": "S", "l_max": 1}, r"! model.num_features +\[4, 4\] -> \[128, 64\]"),
     "another model": ({"name": "allegro"}, r"model.name is allegro, and run nequip holds a nequip"),
     "a misspelt option": ({"num_layer": 2}, r"model.num_layer is not an option.*num_layers"),
     "a misspelt choice": ({"shifts": "fitted"}, r"'model.shifts' is keep or fit, not 'fitted'"),
@@ -227,6 +227,26 @@ def test_what_agrees_with_the_model_may_be_said(place, tmp_path):
     model = tiny_config(place)["model"] | {"num_features": [4, 4], "parity": True, "energy_shifts": None}
     train_only(further(place, tmp_path, "nequip", data={"cutoff": 3.5, "reference_energies": "auto"}, **model))
     assert_equal(Remember.state, state_of(place, "nequip"))
+
+
+def test_a_config_of_init_is_fine_tuned(place, tmp_path, monkeypatch, capsys):
+    """The model that `init` proposes is not a contradiction; one that the user chose is."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", str(place / "frames.extxyz"), "-o", "new.yaml"]) == 0
+    assert "preset: S" in (tmp_path / "new.yaml").read_text()
+    words = ["train", "new.yaml", "--finetune", str(place / "runs" / "nequip"), "trainer.max_steps=1", "data.test=null"]
+    assert main(words) == 2
+    assert "data.cutoff is" in (error := capsys.readouterr().err)
+    assert "data.cutoff=null" in error
+    assert main([*words, "data.cutoff=null", "model.preset=M"]) == 2
+    assert "model.num_features" in capsys.readouterr().err
+    assert main([*words, "data.cutoff=null"]) == 0
+    assert "The model is that of run nequip; model.preset of the config is not used." in capsys.readouterr().out
+    fine_tuned, first = Run(tmp_path / "runs" / "new"), Run(place / "runs" / "nequip")
+    assert fine_tuned.info["model"]["num_features"] == first.info["model"]["num_features"]
+    assert "preset" not in fine_tuned.config.model
+    assert main([*words, "data.cutoff=null"]) == 0  # complete: nothing has changed
+    assert "is complete" in capsys.readouterr().out
 
 
 def test_options_that_number_species_are_compared_by_symbol(place, tmp_path):
