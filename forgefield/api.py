@@ -288,6 +288,7 @@ def predict(
     head: str | None = None,
     electrons: ElectronOptions | None = None,
     overwrite: bool = False,
+    batch: int | None = None,
     say: Callable[[str], None] = lambda text: None,
     trust_code: bool = False,
 ) -> Path:
@@ -296,8 +297,8 @@ def predict(
 
     options: units and labels of `source`, which needs none; labels and all other values that are there are kept.
     labels_required: whether every label that `options` names must be there. head: branch of a model that has several.
-    electrons: for an LDOS run, temperature and grid. overwrite: replace the file `out` where it exists. say: called with
-    messages about what an LDOS run predicts. trust_code: as in `load`.
+    electrons: for an LDOS run, temperature and grid. overwrite: replace the file `out` where it exists. batch: frames
+    predicted together. say: called with messages about what an LDOS run predicts. trust_code: as in `load`.
     """
     _refuse_company("predict")
     run = Run.open(run, trust_code=trust_code)
@@ -306,6 +307,10 @@ def predict(
     if run.of_points:
         if overwrite:
             raise ForgefieldError(f"--force: run {run.name} is of grid points, and predicts to a new folder only.")
+        if batch is not None:
+            raise ForgefieldError(
+                f"data.batch.frames: run {run.name} is of grid points, and predicts one structure at a time."
+            )
         return _predict_electrons(run, source, out, options, electrons or ElectronOptions(), which, device, say)
     if electrons is not None and (given := electrons.given()):
         raise ForgefieldError(f"{given[0]} is for LDOS runs; run {run.name} is a potential, which knows no electrons.")
@@ -316,6 +321,7 @@ def predict(
         potential,
         source,
         Path(out),
+        batch or 16,
         labels=options.labels,
         units=options.units,
         labels_required=labels_required,

@@ -130,9 +130,7 @@ def _measure_points(run: Run, config: DictConfig, data: Any, journal: Journal, r
     if not ranks.is_first:
         return
     if data.test is not None:
-        write_test(
-            run, results["test"], name="test", data=plain(config.data.test), which="best", points=len(data.test)
-        )
+        write_test(run, results["test"], name="test", data=plain(config.data.test), which="best", points=len(data.test))
     write_report(run.path)
     hints = [f"forgefield test {run.path} --data SNAPSHOTS", f"report: {run.path / 'report.html'}"]
     units = run.units | OBSERVABLE_UNITS
@@ -296,8 +294,9 @@ def _origins(dataset: GraphDataset) -> dict[str, np.ndarray]:
 
 
 def name_of_test(run: Run, data: Any, *, which: str, head: str | None = None, called: str = "") -> str:
-    """Name of the results on some data: that of `data.test` where it is the same data, else what the data is called or the name of
-    its first file. Results on other data or with other weights that have this name already are kept: a number is added."""
+    """Name of the results on some data: that of `data.test` where it is the same data, else what the data is called or the
+    name of its first file. Results on other data or with other weights that have this name already are kept: a number is
+    added."""
     wanted = _identity(data, which, head)
     own = plain(OmegaConf.select(run.config, "data.test"))
     names = [name for name, files in test_sets(own).items() if _identity(files, "best", None) == wanted]
@@ -305,9 +304,15 @@ def name_of_test(run: Run, data: Any, *, which: str, head: str | None = None, ca
         return names[0]
     first = data[0] if isinstance(data, (list, tuple)) else data
     first = first.get("path", first) if isinstance(first, dict) else first
-    words = [called or Path(str(first)).stem, *([head] if head is not None else []), *([which] if which != "best" else [])]
+    words = [
+        called or Path(str(first)).stem,
+        *([head] if head is not None else []),
+        *([which] if which != "best" else []),
+    ]
     stem = "test-" + re.sub(r"[^A-Za-z0-9_.+-]+", "-", "-".join(words))
-    candidates = chain(["test"] if own in (None, 0) and not called else [], [stem], (f"{stem}-{number}" for number in count(2)))
+    candidates = chain(
+        ["test"] if own in (None, 0) and not called else [], [stem], (f"{stem}-{number}" for number in count(2))
+    )
     return next(name for name in candidates if _is_free(run, name, wanted, data))
 
 

@@ -14,8 +14,10 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from forgefield._version import __version__
+from forgefield.cli.arguments import is_override
 from forgefield.config.nearest import did_you_mean
-from forgefield.errors import ForgefieldError
+from forgefield.config.peer_terms import option_hint
+from forgefield.errors import ForgefieldError, missing_package
 from forgefield.processes import Terminated, terminating
 
 VERBS = {
@@ -58,6 +60,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except ImportError as error:
+        sentence = missing_package(error)
+        if debug or sentence is None:
+            raise
+        print(f"error: {sentence}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         if debug:
             raise
@@ -89,7 +97,8 @@ def _dispatch(words: list[str]) -> int:
     module = importlib.import_module(f"forgefield.cli.{name}")
     parser = Parser(prog=f"forgefield {verb}", description=module.__doc__ or description)
     module.add_arguments(parser)
-    return module.run(parser.parse(words[1:]))
+    parse = getattr(module, "parse", Parser.parse)
+    return module.run(parse(parser, words[1:]))
 
 
 TOGETHER = ("train", "test", "bench")
@@ -134,5 +143,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         unknown = message.partition("unrecognized arguments: ")[2].split()
         options = [option for action in self._actions for option in action.option_strings]
-        hint = did_you_mean(unknown[0], options) if unknown else ""
+        if unknown and is_override(unknown[0]) and not unknown[0].startswith("-"):
+            message = f"'{unknown[0]}': {self.prog} takes no settings (key=value)"
+        hint = option_hint(unknown[0]) or did_you_mean(unknown[0], options) if unknown else ""
         self.exit(2, f"error: {message}.{hint}\n{self.format_usage()}")

@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import argparse
 
-from forgefield.cli import data_convert, data_cubes, data_descriptors, data_info, data_sample, data_shuffle
+from forgefield.cli import Parser, data_convert, data_cubes, data_descriptors, data_info, data_sample, data_shuffle
+from forgefield.cli.data_arguments import take_settings, without_settings
 
 _VERBS = {
     "info": data_info,
@@ -31,6 +32,14 @@ _VERBS = {
     "descriptors": data_descriptors,
     "shuffle": data_shuffle,
 }
+
+
+def parse(parser: Parser, words: list[str]) -> argparse.Namespace:
+    """Settings may stand anywhere among the files."""
+    words, settings = without_settings(words)
+    args = parser.parse(words)
+    args.settings = settings
+    return args
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,4 +55,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    take_settings(args, args.settings)
     return _VERBS[args.data_verb].run(args)

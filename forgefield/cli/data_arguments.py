@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -49,6 +50,35 @@ def add_graph(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--cutoff", type=float, metavar="R", help="data.cutoff of the training, A")
     group.add_argument("--adaptive-cutoff", type=float, metavar="R", help="data.adaptive_cutoff of the training, A")
     group.add_argument("--max-neighbours", type=int, metavar="N", help="data.max_neighbours of the training")
+
+
+SETTING = re.compile(r"(\+\+?|~)?(data|model|task|training|trainer)\.[\w.]+(=.*)?")
+
+
+def without_settings(words: list[str]) -> tuple[list[str], list[str]]:
+    """The words of a command, and the settings (`data.units.energy=kcal/mol`) that were among them."""
+    settings = [word for word in words if SETTING.fullmatch(word) and not Path(word).exists()]
+    return [word for word in words if word not in settings], settings
+
+
+def take_settings(args: argparse.Namespace, settings: list[str]) -> None:
+    """Set the options that mean the same as these settings."""
+    if not settings:
+        return
+    from omegaconf import OmegaConf
+
+    from forgefield.config.loading import override_config, override_keys
+
+    options = {f"data.units.{name}": f"{name}_unit" for name in UNITS}
+    options |= {f"data.labels.{name}": f"{name}_key" for name in LABELS}
+    options |= {f"data.{name}": name for name in ("cutoff", "adaptive_cutoff", "max_neighbours")}
+    options = {key: name for key, name in options.items() if hasattr(args, name)}
+    verb = f"data {args.data_verb}"
+    if not options:
+        raise ForgefieldError(f"'{settings[0]}': forgefield {verb} takes no settings (key=value).")
+    config = override_config(OmegaConf.create({"name": "data"}), settings, allowed=list(options), verb=verb)
+    for key in override_keys(settings):
+        setattr(args, options[key], OmegaConf.select(config, key))
 
 
 def spec_of(paths: list[str]) -> Any:

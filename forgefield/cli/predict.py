@@ -10,6 +10,7 @@ import argparse
 from forgefield.cli.arguments import READING, add_overrides, add_run_arguments, device_name, refuse_files
 from forgefield.cli.importing import for_good
 
+TAKES = (*READING, "data.batch.frames")
 EXAMPLES = """\
 examples:
   forgefield predict runs/water new.extxyz -o out.extxyz
@@ -40,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--electrons", type=float, metavar="N", help="in the cell (default: of the pseudopotentials)")
     group.add_argument("--ldos", action="store_true", help="write the LDOS itself, too")
-    add_overrides(parser, READING)
+    add_overrides(parser, TAKES)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -51,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     from forgefield.runs import Run
 
     opened = Run.open(args.run, trust_code=args.trust_code)
-    options = override_config(opened.config, overrides, allowed=READING, verb="predict").data if overrides else None
+    options = override_config(opened.config, overrides, allowed=TAKES, verb="predict").data if overrides else None
     device = device_name(args.device)
     written = api.predict(
         opened,
@@ -62,6 +63,7 @@ def run(args: argparse.Namespace) -> int:
         head=args.head,
         device=device,
         labels_required=any(key.startswith("data.labels") for key in override_keys(overrides)),
+        batch=None if options is None or "data.batch.frames" not in override_keys(overrides) else options.batch.frames,
         electrons=api.ElectronOptions(
             temperature=args.temperature,
             grid=args.grid,

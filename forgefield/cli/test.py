@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 SUSPICIOUS = 20_000.0
 """Energy error, meV/atom, that no model makes and a wrong unit does."""
-TAKES = (*READING, "data.eval_batch", "data.neighbours")
-OF_POINTS = ("data.points.units", "data.points.pseudopotentials", "data.eval_batch")
+TAKES = (*READING, "data.test", "data.eval_batch", "data.batch", "data.neighbours", "data.lazy")
+OF_POINTS = ("data.test", "data.points.units", "data.points.pseudopotentials", "data.eval_batch")
 
 EXAMPLES = """\
 examples:
@@ -25,6 +25,7 @@ examples:
   forgefield test runs/water --which last            # on the data.test of its config
   forgefield test water --data a.extxyz b.extxyz --which last
   forgefield test ethanol --data test.npz data.units.energy=kcal/mol
+  forgefield test water data.batch.frames=4 'data.test={300K: a.xyz, 600K: b.xyz}'
   forgefield test be --data Be_snapshot3.in.npy
 """
 
@@ -53,6 +54,7 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     words = args.data or []
     files = [word for word in words if Path(word).exists() or not is_override(word)]
     overrides = refuse_files([*(word for word in words if word not in files), *args.overrides])
+    from omegaconf import OmegaConf
     from rich.console import Console
 
     with for_good():
@@ -66,7 +68,10 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     opened = Run.open(args.run, trust_code=args.trust_code)
     takes = OF_POINTS if opened.of_points else TAKES
     options = override_config(opened.config, overrides, allowed=takes, verb="test").data if overrides else None
-    data: Any = (files[0] if len(files) == 1 else files) if files else _own_data(opened)
+    if files and "data.test" in override_keys(overrides):
+        raise ForgefieldError("--data and data.test both say what to test on; leave one of them out.")
+    named = options.test if options is not None else OmegaConf.select(opened.config, "data.test")
+    data: Any = (files[0] if len(files) == 1 else files) if files else _own_data(opened, named)
     sets = {title(name): source for name, source in test_sets(data).items()}
     errors = api.test(
         opened,
@@ -99,13 +104,11 @@ def _in_words(source: Any) -> str:
     return f"{len(sources)} source{'s' if len(sources) > 1 else ''}: {', '.join(sources)}"
 
 
-def _own_data(opened: Run) -> Any:
-    """What the run's `data.test` names."""
-    from omegaconf import OmegaConf
-
+def _own_data(opened: Run, named: Any) -> Any:
+    """What `data.test` of the run, or of the command line, names."""
     from forgefield.data.readers import plain
 
-    named = plain(OmegaConf.select(opened.config, "data.test"))
+    named = plain(named)
     instead = f"name {'snapshots with --data SNAPSHOTS' if opened.of_points else 'files with --data FILE'}."
     if named is None or named == []:
         raise ForgefieldError(f"Run {opened.name} has no data.test; {instead}")

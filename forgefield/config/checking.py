@@ -22,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from forgefield.config import schema
 from forgefield.config.data_checks import check_data
 from forgefield.config.nearest import nearest
+from forgefield.config.peer_terms import KEYS
 from forgefield.config.point_checks import check_frames_only, check_points
 from forgefield.config.point_options import PointTaskOptions
 from forgefield.config.refusals import check_choice, wrong
@@ -69,39 +70,6 @@ POSITIVE = (
 )
 
 # What other programs call our settings.
-OTHER_NAMES = {
-    "learning_rate": "training.lr",
-    "start_lr": "training.lr",
-    "optimiser": "training.optimizer",
-    "lr_scheduler": "training.scheduler",
-    "ema_decay": "training.ema",
-    "gradient_clip_val": "training.clip_norm",
-    "batch_size": "data.batch.frames",
-    "r_max": "data.cutoff",
-    "cutoff_radius": "data.cutoff",
-    "rcut": "data.cutoff",
-    "chemical_species": "data.species",
-    "chemical_symbols": "data.species",
-    "type_names": "data.species",
-    "type_map": "data.species",
-    "compile_mode": "training.engine",
-    "epochs": "trainer.max_epochs",
-    "numb_steps": "trainer.max_steps",
-    "loss": "task",
-    "mini_batch_size": "data.batch.points",
-    "max_number_epochs": "trainer.max_epochs",
-    "use_fast_tensor_data_set": "data.fast",
-    "use_graphs": "training.engine",
-    "use_mixed_precision": "training.precision",
-    "layer_activations": "model.activation",
-    "ldos_gridsize": "data.points.energies.levels",
-    "ldos_gridspacing_ev": "data.points.energies.spacing",
-    "ldos_gridoffset_ev": "data.points.energies.first",
-    "input_rescaling_type": "data.points.scaling.inputs",
-    "output_rescaling_type": "data.points.scaling.outputs",
-    "logging_metrics": "task.observables.metrics",
-    "validation_metric": "training.monitor",
-}
 
 EXPECTED = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
@@ -275,8 +243,8 @@ def _hint(parts: list[str], depth: int, siblings: list[str]) -> str:
     elsewhere = [key for key in schema_keys() if key.rpartition(".")[2] == word]
     if close is not None and close.lower() == word.lower():
         found = prefix + close
-    elif word in OTHER_NAMES:
-        found = OTHER_NAMES[word]
+    elif word in KEYS:
+        found = KEYS[word]
     elif len(elsewhere) == 1:
         found = elsewhere[0]
     elif close is not None:

@@ -25,7 +25,7 @@ def absolute_data_paths(data: DictConfig, folders: Sequence[Path]) -> None:
     for key in ("train", "val", "test", "indices"):
         value = data[key]
         plain = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
-        if key == "test" and is_named(plain):
+        if key == "test" and isinstance(plain, dict) and is_named(plain):
             data[key] = {name: absolute(files, folders) for name, files in plain.items()}
         else:
             data[key] = absolute(plain, folders)

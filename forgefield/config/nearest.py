@@ -9,6 +9,13 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+NEAR = 0.75
+"""How alike two words are where one may be a slip for the other, from 0 to 1: `num_layer` and `num_layers` (0.95) are,
+`log_path` and `config_path` (0.74) are not."""
+
+SHORT, NEAR_SHORT = 4, 0.66
+"""In a word of up to four letters one letter may be wrong."""
+
 
 def nearest(word: str, candidates: Iterable[str]) -> str | None:
     """The candidate that looks most like `word`, whatever the case, or None where nothing comes close."""
@@ -16,7 +23,8 @@ def nearest(word: str, candidates: Iterable[str]) -> str | None:
     folded = [_fold(name) for name in names]
     if _fold(word) in folded:
         return names[folded.index(_fold(word))]
-    close = difflib.get_close_matches(_fold(word), folded, n=1, cutoff=0.6)
+    cutoff = NEAR if len(_fold(word)) > SHORT else NEAR_SHORT
+    close = difflib.get_close_matches(_fold(word), folded, n=1, cutoff=cutoff)
     return names[folded.index(close[0])] if close else None
 
 
@@ -27,4 +35,4 @@ def did_you_mean(word: str, candidates: Iterable[str]) -> str:
 
 
 def _fold(word: str) -> str:
-    return str(word).lower().replace("-", "_")
+    return str(word).lower().lstrip("-").replace("-", "_")

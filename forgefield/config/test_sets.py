@@ -1,7 +1,7 @@
 """Several test sets: `data.test: {300K: a.xyz, 600K: b.xyz}`.
 
-Results of an unnamed test set are in `test.json` and `predictions/test.npz` of a run, those of a set NAME in `test-NAME.json` and
-`predictions/test-NAME.npz`.
+Results of an unnamed test set are in `test.json` and `predictions/test.npz` of a run, those of a set NAME in `test-NAME.json`
+and `predictions/test-NAME.npz`.
 """
 
 from __future__ import annotations

@@ -110,7 +110,8 @@ class LabelReader:
                 for name, key in self.names.items()
             }
             fields = {
-                name: asdict(said) | ({"key": f"REF_{name}", "factor": 1.0, "cumulative": False} if name in outputs else {})
+                name: asdict(said)
+                | ({"key": f"REF_{name}", "factor": 1.0, "cumulative": False} if name in outputs else {})
                 for name, said in self.fields.items()
             }
             self._references = LabelReader(LabelOptions(**labels, fields=fields or None), UnitOptions())  # type: ignore[arg-type]

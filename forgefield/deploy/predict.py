@@ -1,9 +1,10 @@
 """Predictions for the structures of a source, written to a file that ASE and Forgefield read.
 
-Predicted energy, forces and stress are the calculator results of a structure; other outputs of the model are stored in `info` or
-`arrays` under their names. Labels of the source are kept as `REF_energy`, `REF_forces`, `REF_NAME`, in eV and A. Everything else
-the source holds is kept as it is; a value whose name is needed for a prediction or a label is kept as `input_NAME`. The entry
-`predicted_by` in `info` tells readers of Forgefield that the results are predictions, and that the labels are those with `REF_`.
+Predicted energy, forces and stress are the calculator results of a structure; other outputs of the model are stored in `info`
+or `arrays` under their names. Labels of the source are kept as `REF_energy`, `REF_forces`, `REF_NAME`, in eV and A.
+Everything else the source holds is kept as it is; a value whose name is needed for a prediction or a label is kept as
+`input_NAME`. The entry `predicted_by` in `info` tells readers of Forgefield that the results are predictions, and that the
+labels are those with `REF_`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Structures with their results as extended xyz, every number with all its digits.
 
-`ase.io.write` rounds columns to eight decimals, which turns small values into zero; files written here give back the same numbers.
+`ase.io.write` rounds columns to eight decimals, which turns small values into zero; files written here give back the same
+numbers.
 """
 
 from __future__ import annotations

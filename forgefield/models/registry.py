@@ -21,6 +21,7 @@ from torch import nn
 
 from forgefield.config.components import import_class, own_class, own_folder
 from forgefield.config.nearest import did_you_mean
+from forgefield.config.peer_terms import KEYS
 from forgefield.config.trust import NO_CODE, Trust, code_of_model
 from forgefield.errors import ForgefieldError
 from forgefield.models import ldos
@@ -312,7 +313,8 @@ def check_keys(options: type, given: Mapping[str, Any], *, where: str, what: str
     hints = typing.get_type_hints(options)
     for key, value in given.items():
         if key not in known:
-            raise ForgefieldError(f"{where}.{key} is not an option of {what}.{did_you_mean(key, [*known, *also])}")
+            hint = f" Did you mean '{KEYS[key]}'?" if key in KEYS else did_you_mean(key, [*known, *also])
+            raise ForgefieldError(f"{where}.{key} is not an option of {what}.{hint}")
         if not _matches(value, hints[key]):
             raise ForgefieldError(f"{where}.{key} is {value!r}; it must be {_in_words(hints[key])}.")
 

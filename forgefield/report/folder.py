@@ -229,7 +229,7 @@ def predictions_from_npz(file: str | os.PathLike[str]) -> Predictions:
         raise ForgefieldError(f"{file.name}: `n_atoms` is not a list of whole numbers")
     frames, atoms = len(n_atoms), int(n_atoms.sum())
     shapes = {"energy": (frames,), "forces": (atoms, 3), "stress": (frames, 3, 3)}
-    labels: dict[str, np.ndarray | None] = {}
+    labels: dict[str, Any] = {}
     for quantity, shape in shapes.items():
         for kind in ("pred", "ref"):
             key = f"{quantity}_{kind}"

@@ -12,7 +12,6 @@ from forgefield.report.folder import Row, RunData, as_number, split_title
 from forgefield.report.markup import Child, Html, join, tag
 from forgefield.report.numbers import NOTHING, count, duration, short_count, shorten, significant
 
-
 OTHERS = 3
 """How many other sets of data a card shows an error of."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from datetime import datetime
 from typing import Any
 
 from forgefield.report.analysis import Quantity, quantities
@@ -39,7 +40,11 @@ def empty_card(run: RunData, file: str, title: str) -> Html:
 
 
 def learning_section(run: RunData) -> Html:
-    lead = "Errors are in physical units, independent of loss weights. The dotted line marks the model that was kept."
+    lead = "Errors are in physical units, independent of loss weights. The dotted line marks the best model, which is deployed."
+    if uses_average(run):
+        lead += (
+            " Training curves are of the weights as they are trained, validation curves of their moving average (EMA)."
+        )
     x_key = _x_axis(run.metrics)
     best = best_row(run)
     at = best.get(x_key) if best else None
@@ -56,16 +61,22 @@ def learning_section(run: RunData) -> Html:
         if curves:
             figure = learning_figure(curves, x_label=x_key, y_label=with_unit("MAE", quantity.error_unit), best=at)
             drawing = to_svg(figure, f"curve-{quantity.name}", f"{quantity.title} MAE over training")
-            cards.append(card(f"{quantity.title} error", drawing))
+            cards.append(card(f"{quantity.title} MAE", drawing))
     if cards and best is not None:
-        cards.append(_kept_card(best, x_key, len(cards), shown))
+        cards.append(_kept_card(run, best, x_key, len(cards), shown))
     if not cards:
         name = "metrics.jsonl" if run.note("metrics.jsonl") else "metrics.csv"
         cards = [empty_card(run, name, "Learning curves")]
     return section("learning", "Learning", lead, tag("div", *cards, class_="grid"))
 
 
-def _kept_card(best: Row, x_key: str, n_before: int, shown: dict[str, Quantity]) -> Html:
+def uses_average(run: RunData) -> bool:
+    """Whether validation is with averaged weights, and training with those of the moment."""
+    training = run.config.get("training")
+    return isinstance(training, dict) and bool(training.get("ema"))
+
+
+def _kept_card(run: RunData, best: Row, x_key: str, n_before: int, shown: dict[str, Quantity]) -> Html:
     """Errors of training and validation at the kept model; as wide as the row of figures leaves room for."""
     rows: list[list[Child]] = []
     for quantity in shown.values():
@@ -78,8 +89,10 @@ def _kept_card(best: Row, x_key: str, n_before: int, shown: dict[str, Quantity])
     when = f"{x_key} {count(best.get(x_key))}" if x_key in best else "the best row"
     width = {0: "whole-row", 1: "two-cells"}.get(n_before % 3, "")
     note = "Training errors are averages over the epoch while the weights still move."
+    if uses_average(run):
+        note += " Validation uses the exponential moving average of the weights (EMA)."
     content = (table(["", "Train", "Validation"], rows), tag("p", note, class_="note"))
-    return tag("div", tag("h3", f"The kept model, {when}"), *content, class_=f"card {width}")
+    return tag("div", tag("h3", f"The best model, {when}"), *content, class_=f"card {width}")
 
 
 TABS = 8
@@ -114,9 +127,47 @@ def timing_section(run: RunData) -> Html:
             figure = timing_figure(curve, y_label=label, x_label=x_key)
             cards.append(card(title, to_svg(figure, f"timing-{key}", f"{title} over training")))
     if not cards:
-        return section("timing", "Timing", lead, tag("div", empty_card(run, "timing.csv", "Timing"), class_="grid"))
+        rows = _hardware_rows(run)
+        about = card("Date and hardware", key_values(rows)) if rows else None
+        missing = empty_card(run, "timing.csv", "Timing")
+        return section("timing", "Timing", lead, tag("div", missing, about, class_="grid"))
     cards.append(card("In numbers", key_values(_timing_rows(run))))
+    if rows := _hardware_rows(run):
+        cards.append(card("Date and hardware", key_values(rows)))
     return section("timing", "Timing", lead, tag("div", *cards, class_="grid"))
+
+
+def _hardware_rows(run: RunData) -> list[tuple[str, Child]]:
+    """Dates, devices and versions, as far as the run recorded them."""
+    stored, versions = run.info.get("hardware"), run.info.get("versions")
+    found = stored if isinstance(stored, dict) else {}
+    started, finished = (_moment(run.info.get(key)) for key in ("started", "finished"))
+    rows: list[tuple[str, Child]] = []
+    for title, moment in (("Started", started), ("Finished", finished)):
+        if moment is not None:
+            rows.append((title, f"{moment:%Y-%m-%d %H:%M}"))
+    if started is not None and finished is not None and finished >= started:
+        rows.append(("From start to finish", duration((finished - started).total_seconds())))
+    for key, title in (("cuda", "GPU"), ("xpu", "XPU"), ("mps", "GPU"), ("cpu", "CPU")):
+        if found.get(key):
+            rows.append((title, shorten(found[key], 80)))
+    processes = as_number(found.get("processes", run.info.get("world_size")))
+    if processes is not None:
+        rows.append(("Processes (ranks)", count(processes)))
+    if as_number(found.get("threads")) is not None:
+        rows.append(("Threads of each", count(as_number(found["threads"]))))
+    if found.get("cuda_version"):
+        rows.append(("CUDA", shorten(found["cuda_version"], 20)))
+    known = versions if isinstance(versions, dict) else {}
+    packages = [name for name in ("forgefield", "torch", "lightning", "python") if known.get(name)]
+    return [*rows, *((name, shorten(known[name], 40)) for name in packages)]
+
+
+def _moment(value: Any) -> datetime | None:
+    try:
+        return datetime.fromisoformat(value) if isinstance(value, str) else None
+    except ValueError:
+        return None
 
 
 def _timing_rows(run: RunData) -> list[tuple[str, Child]]:

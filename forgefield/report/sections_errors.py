@@ -59,9 +59,7 @@ def tests_table(run: RunData) -> Html | None:
             number = len(run.predictions[split].n_atoms)
         source = shorten(stored.get("source", "data.val" if split == "val" else NOTHING), 120)
         found = [significant(by_split[split].get(f"{name}_{kind}")) for name in names for kind in ("mae", "rmse")]
-        rows.append(
-            [split_title(split), source, count(number), shorten(stored.get("weights", "best"), 20), *found]
-        )
+        rows.append([split_title(split), source, count(number), shorten(stored.get("weights", "best"), 20), *found])
     return tag("div", card("All data", table(header, rows)), class_="grid")
 
 
@@ -148,7 +146,13 @@ def _worst_table(predictions: Predictions) -> Html | None:
         origin: list[Child] = [shorten(file or "in memory", 120)] if known else []
         errors = (significant(frame.energy), significant(frame.forces))
         rows.append([*origin, count(index), count(frame.n_atoms), *errors])
-    header: list[Child] = [*(["File"] if known else []), "Frame", "Atoms", "Energy error, meV/atom", "Force RMSE, meV/Å"]
+    header: list[Child] = [
+        *(["File"] if known else []),
+        "Frame",
+        "Atoms",
+        "Energy error, meV/atom",
+        "Force RMSE, meV/Å",
+    ]
     content = table(header, rows)
     place = "within their file" if known else "in the order of the split"
     words = f"Frames are counted from 0 {place}. Outliers are often unconverged references."

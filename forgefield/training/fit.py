@@ -43,6 +43,7 @@ from forgefield.training.requeue import ask_slurm_to_requeue
 from forgefield.training.signals import StopNow, StopRequested, StopWish, exit_code
 from forgefield.training.start_summary import summarise
 from forgefield.training.subject import Loader, Party, Subject, subject_of
+from forgefield.training.summary import hardware, now
 from forgefield.training.trainer import (
     agree_with_training,
     build_trainer,
@@ -112,6 +113,7 @@ class _Plan:
             data=[list(row) for row in subject.data.describe()],
             data_fingerprint=subject.fingerprint,
             world_size=ranks.world_size,
+            started=(run.info.get("started") if run.exists else None) or now(),
             **subject.facts(),
         )
 
@@ -233,7 +235,7 @@ def _run_lightning(plan: _Plan, restart: Restart | None, party: Party, *, is_don
         limits=_limits(config),
         is_done=is_done,
     )
-    metrics_log = MetricsLog(run.path, plan.columns, module.throughput.columns)
+    metrics_log = MetricsLog(run.path, plan.columns, module.throughput.columns, note=journal.note, units=subject.units)
     callbacks = [metrics_log, *_callbacks(plan, monitor, restart.step if restart else 0, party, exchange)]
     trainer = build_trainer(plan.options, folder=run.path, first=first, callbacks=callbacks, ranks=ranks)
     if restart is not None and trainer.max_epochs not in (None, -1) and restart.epoch > trainer.max_epochs:
@@ -253,7 +255,7 @@ def _run_lightning(plan: _Plan, restart: Restart | None, party: Party, *, is_don
     if restart is not None:
         first.first_batch = _go_on(loader, restart, plan, party)
     summarise(journal, subject, trainer, monitor)
-    _write_status(run, ranks, status="running", measured=None)
+    _write_status(run, ranks, status="running", measured=None, hardware=hardware(device, ranks.world_size))
     try:
         with lightning_errors("trainer or training"):
             trainer.fit(
@@ -267,7 +269,9 @@ def _run_lightning(plan: _Plan, restart: Restart | None, party: Party, *, is_don
         return _stopped(plan, stopped, f"Stopped after step {trainer.global_step}", party)
     if plan.quick:
         return Fitted(run, subject.data, "quick")
-    _write_status(run, ranks, status="finished", steps=trainer.global_step, epochs=trainer.current_epoch)
+    _write_status(
+        run, ranks, status="finished", steps=trainer.global_step, epochs=trainer.current_epoch, finished=now()
+    )
     return Fitted(run, subject.data, "finished")
 
 

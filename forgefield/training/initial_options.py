@@ -49,8 +49,8 @@ class KnownModel:
 
 
 def require_same_options(model: Mapping[str, Any], known: KnownModel, species: Sequence[str] | None) -> None:
-    """Raise where the section `model` names another value than the run has. What `forgefield init` writes there is a proposal for
-    a new model and contradicts nothing. species: what its numbers mean, if not the same
+    """Raise where the section `model` names another value than the run has. What `forgefield init` writes there is a
+    proposal for a new model and contradicts nothing. species: what its numbers mean, if not the same
     as in the run."""
     ours = STARTING if HEADS in known.resolved else (*STARTING, HEADS)  # heads follow the task, see `transfer.py`
     given = _plain({key: value for key, value in model.items() if key not in ours})

@@ -12,6 +12,7 @@ import logging
 import os
 import threading
 import warnings
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
@@ -22,6 +23,8 @@ from forgefield.errors import ForgefieldError
 from forgefield.parallel.group import Ranks, alone
 
 MODES = ("master", "collect", "workers")
+OTHERS = "warnings.txt"
+"""Warnings of Lightning and torch about themselves."""
 _LOGGERS = ("lightning.pytorch", "lightning.fabric", "py.warnings")
 
 
@@ -48,6 +51,7 @@ class Journal:
         self._files: list[TextIO] = []
         self._writing = threading.Lock()
         self._handler: logging.Handler | None = None
+        self._others: Path | None = None
         if file is not None and (self.ranks.is_first or mode == "workers"):
             self._open(own_name(file, self.ranks.rank) if mode == "workers" else file)
         if mode == "collect" and self.ranks.is_first:
@@ -56,6 +60,10 @@ class Journal:
     def say(self, text: str) -> None:
         """One sentence for the user."""
         self.console.print(text, markup=False, soft_wrap=True)
+        self._record(text)
+
+    def note(self, text: str) -> None:
+        """One line for the files alone, where the terminal shows the same in another way."""
         self._record(text)
 
     def show(self, render: Any) -> None:
@@ -69,6 +77,7 @@ class Journal:
         """From now on also write `log.txt` in the run folder, everything said so far included."""
         if self.ranks.is_first:
             self._open(folder / "log.txt").write("".join(self._early))
+            self._others = folder / OTHERS
         elif self.mode == "workers" and not self._files:
             self._open(own_name(folder / "log.txt", self.ranks.rank)).write("".join(self._early))
         self._early.clear()
@@ -115,8 +124,16 @@ class Journal:
                     file.write(text)
                     file.flush()
 
+    def _remark(self, text: str, *, of_libraries: bool) -> None:
+        """A warning. Those of Lightning and torch about themselves are kept in a file of their own."""
+        if not of_libraries:
+            self._record(text)
+        elif self._others is not None:
+            with self._writing, suppress(OSError), open(self._others, "a") as file:
+                file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} {text.rstrip()}\n")
+
     def _quiet_terminal(self) -> None:
-        """Lightning's remarks about itself go to the file only; ours say what matters to the user."""
+        """Lightning's messages about itself do not reach the terminal; Forgefield says what matters to the user."""
         for name in ("lightning.pytorch", "lightning.fabric"):
             for handler in logging.getLogger(name).handlers:
                 if handler is not self._handler:
@@ -126,7 +143,7 @@ class Journal:
 
 
 class _Remarks(logging.Handler):
-    """Takes Lightning's remarks and Python's warnings into the journal's files."""
+    """Takes Lightning's messages and Python's warnings into the journal's files."""
 
     def __init__(self, journal: Journal) -> None:
         super().__init__()
@@ -134,9 +151,20 @@ class _Remarks(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            self._journal._record(f"{record.name}: {record.getMessage()}")
+            message = record.getMessage()
+            of_libraries = record.levelno < logging.ERROR and is_of_libraries(record.name, message)
+            self._journal._remark(f"{record.name}: {message}", of_libraries=of_libraries)
         except Exception:
             self.handleError(record)
+
+
+def is_of_libraries(logger: str, message: str) -> bool:
+    """Whether a message is one of Lightning or torch about themselves: by its logger, or by the file that a warning names."""
+    place = message.partition(": ")[0].replace("\\", "/")
+    return logger.startswith("lightning") or any(
+        f"/site-packages/{package}/" in place
+        for package in ("torch", "lightning", "lightning_fabric", "pytorch_lightning")
+    )
 
 
 def own_name(path: Path, rank: int) -> Path:

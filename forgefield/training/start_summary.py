@@ -111,7 +111,7 @@ def schedule_rows(scheduler: Any, world_size: int) -> Rows:
 def _average(training: Any) -> str:
     if training.swa is not None:
         return f"SWA from {training.swa.start:g} on"
-    return f"EMA {training.ema:g}" if training.ema else "none"
+    return f"EMA {training.ema:g}; validation and test use the averaged weights" if training.ema else "none"
 
 
 def process_rows(trainer: L.Trainer, ranks: Ranks) -> Rows:

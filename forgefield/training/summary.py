@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from rich.text import Text
 from torch import nn
 
 from forgefield._version import __version__
-from forgefield.config.test_sets import title
+from forgefield.config import test_sets
 from forgefield.tasks.metrics import UNITS
 from forgefield.tasks.plausibility import ADVICE, implausible_errors
 
@@ -80,6 +81,21 @@ def device_name(device: torch.device) -> str:
     return next((name for name in names if name), "") or platform.processor() or platform.machine()
 
 
+def hardware(device: torch.device, world_size: int) -> dict[str, Any]:
+    """What a training runs on: processor, GPU, numbers of processes and threads, and the CUDA version."""
+    found: dict[str, Any] = {"cpu": device_name(torch.device("cpu"))}
+    if device.type != "cpu":
+        found[device.type] = device_name(device)
+    if device.type == "cuda":
+        found["cuda_version"] = torch.version.cuda
+    return found | {"processes": world_size, "threads": torch.get_num_threads()}
+
+
+def now() -> str:
+    """Date and time with the zone, for records."""
+    return datetime.now().astimezone().isoformat(timespec="seconds")
+
+
 def end_summary(
     console: Console,
     run_path: Path,
@@ -125,7 +141,9 @@ def errors_table(by_split: dict[str, dict[str, float]], units: Mapping[str, str]
     table.add_column("error", no_wrap=True)
     for split in by_split:
         for kind in ("MAE", "RMSE"):
-            table.add_column(f"{SPLIT_TITLES.get(split, title(split))}\n{kind}", justify="right", no_wrap=True)
+            table.add_column(
+                f"{SPLIT_TITLES.get(split, test_sets.title(split))}\n{kind}", justify="right", no_wrap=True
+            )
     table.add_column("unit", style="dim", no_wrap=True)
     for quantity, species in _rows_of(by_split, units):
         suffix = f"/{species}" if species else ""
@@ -150,7 +168,9 @@ def _long_errors_table(table: Table, by_split: dict[str, dict[str, float]], unit
             values = [errors.get(f"{quantity}_{kind}") for kind in ("mae", "rmse")]
             if values != [None, None]:
                 cells = [Text(digits(value), style="bold") for value in values]
-                table.add_row(name, SPLIT_TITLES.get(split, title(split)), *cells, Text(units.get(quantity, "")))
+                table.add_row(
+                    name, SPLIT_TITLES.get(split, test_sets.title(split)), *cells, Text(units.get(quantity, ""))
+                )
                 name = ""
     return table
 
@@ -162,7 +182,11 @@ def classes_table(by_split: dict[str, dict[str, float]]) -> Table:
     table.add_column("class", no_wrap=True)
     for split in by_split:
         for kind in kinds:
-            table.add_column(f"{SPLIT_TITLES.get(split, title(split))}\n{_CLASS_TITLES[kind]}", justify="right", no_wrap=True)
+            table.add_column(
+                f"{SPLIT_TITLES.get(split, test_sets.title(split))}\n{_CLASS_TITLES[kind]}",
+                justify="right",
+                no_wrap=True,
+            )
     names = [key.removesuffix("_accuracy") for e in by_split.values() for key in e if key.endswith("_accuracy")]
     for name in dict.fromkeys(names):
         cells = [

@@ -30,7 +30,7 @@ from omegaconf import DictConfig, OmegaConf
 from forgefield.config.components import check_signature, import_class
 from forgefield.config.training_checks import PRECISIONS
 from forgefield.config.trust import CONFIG, TRAINER_OBJECTS
-from forgefield.errors import ForgefieldError
+from forgefield.errors import ForgefieldError, missing_package
 from forgefield.parallel.accelerators import device_count, settle_accelerator
 from forgefield.parallel.environment import LaunchedEnvironment
 from forgefield.parallel.group import Ranks
@@ -283,7 +283,12 @@ def _build(value: Any, where: str) -> Any:
     else:
         cls = import_class(name, _KINDS[kind], where=where, trust=CONFIG)
     check_signature(cls, arguments, where=where)
-    return cls(**arguments)
+    try:
+        return cls(**arguments)
+    except ImportError as error:
+        if (sentence := missing_package(error)) is None:
+            raise
+        raise ForgefieldError(f"{where}={name}: {sentence}") from error
 
 
 def _agree(options: dict[str, Any], key: str, ours: Any, name: str) -> None:

@@ -102,14 +102,24 @@ def test_results_on_other_files_of_the_same_name_are_kept(plain_run, folder, no_
     assert stored(run, "test-same-last")["errors"] == fourth
     again = api.test(run, str(folder / "a" / "same.extxyz"))
     assert again == first
-    assert sorted(path.stem for path in run.path.glob("test*.json")) == ["test", "test-hot", "test-same", "test-same-last"]
+    assert sorted(path.stem for path in run.path.glob("test*.json")) == [
+        "test",
+        "test-hot",
+        "test-same",
+        "test-same-last",
+    ]
 
 
 def test_results_of_an_earlier_version_are_read_and_kept(plain_run, folder):
     path = plain_run.path / "test.json"
     for result in plain_run.path.glob("test-*.json"):
         result.unlink()
-    old = {"source": "elsewhere.extxyz", "weights": "best", "frames": 2, "errors": {"energy_mae": 1.0, "forces_mae": 2.0}}
+    old = {
+        "source": "elsewhere.extxyz",
+        "weights": "best",
+        "frames": 2,
+        "errors": {"energy_mae": 1.0, "forces_mae": 2.0},
+    }
     path.write_text(json.dumps(old))
     api.test(plain_run, str(folder / "cold.extxyz"))
     page = (plain_run.path / "report.html").read_text()

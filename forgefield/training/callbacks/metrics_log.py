@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +19,28 @@ from lightning.pytorch.callbacks import Callback
 
 from forgefield.errors import ForgefieldError
 from forgefield.files import write_whole
+from forgefield.tasks.metrics import UNITS
 from forgefield.training.callbacks.best_model import epoch_is_whole
+from forgefield.training.summary import digits
 
 _TIMING = ("seconds", "frames", "atoms", "frames_per_second", "atoms_per_second")
 
 
 class MetricsLog(Callback):
-    """folder: the run. columns: every metric a row may hold, in order. timing: of `timing.csv`. All ranks keep count of the
-    rows; rank 0 writes them."""
+    """folder: the run. columns: every metric a row may hold, in order. timing: of `timing.csv`. note: called with a line about
+    each row, for the log. units: of further quantities. All ranks keep count of the rows; rank 0 writes them."""
 
-    def __init__(self, folder: Path, columns: list[str], timing: Sequence[str] = _TIMING) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        columns: list[str],
+        timing: Sequence[str] = _TIMING,
+        *,
+        note: Callable[[str], None] = lambda text: None,
+        units: Mapping[str, str] | None = None,
+    ) -> None:
         self.folder = folder
+        self.note, self.units = note, UNITS | dict(units or {})
         self.timing = ["epoch", "step", *timing]
         self.columns = ["epoch", "step", "lr", *columns]
         self._rows = 0
@@ -80,9 +91,28 @@ class MetricsLog(Callback):
         _append(self.folder / "metrics.csv", _csv_line([row.get(name) for name in self.columns]))
         _append(self.folder / "metrics.jsonl", json.dumps({k: row[k] for k in self.columns if k in row}) + "\n")
         _append(self.folder / "timing.csv", _csv_line([timing[name] for name in self.timing]))
+        self.note(row_in_words(row, self.units))
         for logger in trainer.loggers:
             logger.log_metrics({key: float(value) for key, value in row.items()}, step=trainer.global_step)
             logger.save()
+
+
+def row_in_words(row: Mapping[str, Any], units: Mapping[str, str]) -> str:
+    """A row of metrics as a line of the log: losses, errors with their kind and unit, accuracies. Epochs count from one."""
+    parts = [f"epoch {int(row['epoch']) + 1}  step {row['step']}  lr {float(row['lr']):.3g}"]
+    for split, title in (("train", "train"), ("val", "validation")):
+        words = [f"loss {digits(float(row[f'{split}/loss']))}"] if f"{split}/loss" in row else []
+        for key, value in row.items():
+            name, _, kind = key.removeprefix(f"{split}/").rpartition("_")
+            if not key.startswith(f"{split}/") or "/" in name or "/" in kind or value is None:
+                continue
+            if kind in ("mae", "rmse"):
+                words.append(f"{name} {kind.upper()} {digits(float(value))} {units.get(name, '')}".rstrip())
+            elif kind == "accuracy":
+                words.append(f"{name} accuracy {digits(float(value))}")
+        if words:
+            parts.append(f"{title}: {', '.join(words)}")
+    return "  ".join(parts)
 
 
 def _append(path: Path, text: str) -> None:

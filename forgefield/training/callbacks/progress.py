@@ -264,7 +264,7 @@ class RunProgress(ProgressBar):
         for name, unit in self._shown.items():
             value = self._values.get(f"{split}/{name}_mae")
             if value is not None:
-                parts.append(f"{split} {name} {digits(value)} {unit}".rstrip())
+                parts.append(f"{split} {name} MAE {digits(value)} {unit}".rstrip())
         for key, value in self._values.items():
             if key.startswith(f"{split}/") and key.endswith("_accuracy"):
                 parts.append(
@@ -381,7 +381,7 @@ def _error_cells(values: dict[str, float], prefix: str, quantities: dict[str, st
     cells = [Text(f"loss {digits(values[f'{prefix}loss'])}") if f"{prefix}loss" in values else Text()]
     for name, unit in quantities.items():
         value = values.get(f"{prefix}{name}_mae")
-        error = (f"{name} ", (digits(value), "bold"), (f" {unit}".rstrip(), "dim"))
+        error = (f"{name} MAE ", (digits(value), "bold"), (f" {unit}".rstrip(), "dim"))
         cells.append(Text.assemble(*error) if value is not None else Text())
     return cells
 
