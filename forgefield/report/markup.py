@@ -45,14 +45,16 @@ def tag(name: str, /, *children: Child, **attributes: object) -> Html:
     return Html(f"<{name}{written}>{join(children)}</{name}>")
 
 
-def table(header: Sequence[Child], rows: Sequence[Sequence[Child]], *, caption: str | None = None) -> Html:
-    """A table whose first column is words and whose other columns are numbers, aligned to the right.
+def table(
+    header: Sequence[Child], rows: Sequence[Sequence[Child]], *, caption: str | None = None, words: int = 1
+) -> Html:
+    """A table whose first `words` columns are words and whose other columns are numbers, aligned to the right.
 
     A unit in the header (`MAE, meV/A`) and a short word are never broken over two lines.
     """
-    names = [tag("th", _with_unit(cell), class_="num" if column else None) for column, cell in enumerate(header)]
+    names = [tag("th", _with_unit(cell), class_="num" if column >= words else None) for column, cell in enumerate(header)]
     body = [
-        tag("tr", *[tag("td", cell, class_=_cell_class(column, cell)) for column, cell in enumerate(row)])
+        tag("tr", *[tag("td", cell, class_=_cell_class(column - words + 1, cell)) for column, cell in enumerate(row)])
         for row in rows
     ]
     title = tag("caption", caption) if caption else None
@@ -65,7 +67,7 @@ def _with_unit(header: Child) -> Child:
 
 
 def _cell_class(column: int, cell: Child) -> str | None:
-    if column:
+    if column > 0:
         return "num"
     return "unbroken" if cell is not None and len(str(cell)) <= 12 else None
 

@@ -133,7 +133,7 @@ def timing_section(run: RunData) -> Html:
         return section("timing", "Timing", lead, tag("div", missing, about, class_="grid"))
     cards.append(card("In numbers", key_values(_timing_rows(run))))
     if rows := _hardware_rows(run):
-        cards.append(card("Date and hardware", key_values(rows)))
+        cards.append(tag("div", tag("h3", "Date and hardware"), key_values(rows), class_="card whole-row wide-pairs"))
     return section("timing", "Timing", lead, tag("div", *cards, class_="grid"))
 
 

@@ -60,7 +60,7 @@ def tests_table(run: RunData) -> Html | None:
         source = shorten(stored.get("source", "data.val" if split == "val" else NOTHING), 120)
         found = [significant(by_split[split].get(f"{name}_{kind}")) for name in names for kind in ("mae", "rmse")]
         rows.append([split_title(split), source, count(number), shorten(stored.get("weights", "best"), 20), *found])
-    return tag("div", card("All data", table(header, rows)), class_="grid")
+    return tag("div", card("All data", table(header, rows, words=2)), class_="grid")
 
 
 def _panel(run: RunData, split: str) -> Html:
@@ -153,7 +153,7 @@ def _worst_table(predictions: Predictions) -> Html | None:
         "Energy error, meV/atom",
         "Force RMSE, meV/Å",
     ]
-    content = table(header, rows)
+    content = table(header, rows, words=1)
     place = "within their file" if known else "in the order of the split"
     words = f"Frames are counted from 0 {place}. Outliers are often unconverged references."
     hint = tag("p", words, class_="note")

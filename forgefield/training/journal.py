@@ -45,7 +45,7 @@ class Journal:
         self.mode = mode
         if console is None:
             silent = None if self.ranks.is_first else open(os.devnull, "w")  # noqa: SIM115  as long as the process
-            console = Console(highlight=False, file=silent)
+            console = Console(highlight=False, file=silent, force_jupyter=None if silent is None else False)
         self.console = console
         self._early: list[str] = []
         self._files: list[TextIO] = []
@@ -70,7 +70,11 @@ class Journal:
         """`render(console)` prints something larger, a table for instance, to the terminal and to the files."""
         render(self.console)
         copy = io.StringIO()
-        render(Console(file=copy, width=120, highlight=False, force_terminal=False, no_color=True))
+        # In a notebook rich shows everything as output of the cell, also what is meant for a file.
+        plain = Console(
+            file=copy, width=120, highlight=False, force_terminal=False, force_jupyter=False, no_color=True
+        )
+        render(plain)
         self._record(copy.getvalue().rstrip("\n"), stamp=False)
 
     def keep_in(self, folder: Path) -> None:

@@ -184,7 +184,7 @@ class _Worker:
         optuna = require_optuna()
         watching = ReportTrial(trial, self.search.monitor, may_end=repeat == 0)
         with open(os.devnull, "w") as nowhere:
-            journal = Journal(Console(file=nowhere))
+            journal = Journal(Console(file=nowhere, force_jupyter=False))
             try:
                 config = self.search.config(values, folder, repeat)
                 fitted = fit(

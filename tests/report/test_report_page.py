@@ -110,7 +110,7 @@ def test_without_a_test_the_headline_shows_validation_and_says_so(run: Path) -> 
     best = min(rows, key=lambda row: row["val/loss"])
     text = page_of(run).text
     assert f"Forces MAE, validation {best['val/forces_mae']:.1f} meV/Å" in text
-    assert f"The kept model, epoch {best['epoch'] + 1}" in text
+    assert f"The best model, epoch {best['epoch'] + 1}" in text
 
 
 def test_the_kept_model_is_chosen_by_the_monitor_of_the_config(run: Path) -> None:

@@ -92,7 +92,7 @@ def test_a_log_gets_one_line_per_epoch_with_units() -> None:
     lines = written(console).splitlines()
     assert len(lines) == 3
     expected = (
-        r"epoch 2/3  step 8  loss 0\.250  val energy 3\.21 meV/atom  val forces 42\.0 meV/A  lr 0\.01"
+        r"epoch 2/3  step 8  loss 0\.250  val energy MAE 3\.21 meV/atom  val forces MAE 42\.0 meV/A  lr 0\.01"
         r"  8\.1k atoms/s  left \d+s"
     )
     assert re.fullmatch(expected, lines[1]), lines[1]
@@ -157,12 +157,12 @@ def test_a_terminal_shows_bar_errors_speed_and_best() -> None:
     assert "epoch 5" not in written(console)
     last = written(console).split("epoch 4/4")[-1]
     assert "4/4" in last
-    assert "energy 3.21 meV/atom" in last
-    assert "forces 44.0 meV/A" in last
+    assert "energy MAE 3.21 meV/atom" in last
+    assert "forces MAE 44.0 meV/A" in last
     assert "8.1k atoms/s" in last
     assert "341 frames/s" in last
     assert "lr 0.01" in last
-    assert re.search(r"best .*forces 43\.0 meV/A +epoch 3", last)
+    assert re.search(r"best .*forces MAE 43\.0 meV/A +epoch 3", last)
 
 
 def test_the_terminal_is_given_back_at_the_end_and_after_an_error() -> None:
