@@ -130,8 +130,8 @@ def test_a_report_leaves_out_test_results_of_earlier_weights(tmp_path):
     results = {"weights": "best", "weights_sha256": digest(STATE), "errors": {"energy_mae": 1.0}}
     path = tmp_path / "run" / "test.json"
     path.write_text(json.dumps(results))
-    assert read_run(tmp_path / "run").test == results
+    assert read_run(tmp_path / "run").tests == {"test": results}
     path.write_text(json.dumps(results | {"weights_sha256": digest({"a": STATE["a"]})}))
     run = read_run(tmp_path / "run")
-    assert run.test == {}
+    assert run.tests == {}
     assert any(note.file == "test.json" and "earlier weights" in note.problem for note in run.notes)

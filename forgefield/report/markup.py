@@ -52,7 +52,9 @@ def table(
 
     A unit in the header (`MAE, meV/A`) and a short word are never broken over two lines.
     """
-    names = [tag("th", _with_unit(cell), class_="num" if column >= words else None) for column, cell in enumerate(header)]
+    names = [
+        tag("th", _with_unit(cell), class_="num" if column >= words else None) for column, cell in enumerate(header)
+    ]
     body = [
         tag("tr", *[tag("td", cell, class_=_cell_class(column - words + 1, cell)) for column, cell in enumerate(row)])
         for row in rows

@@ -17,7 +17,7 @@ from forgefield.files import write_whole
 from forgefield.report.analysis import QUANTITIES, pairs
 from forgefield.report.canvas import house_style
 from forgefield.report.figures import parity_row
-from forgefield.report.folder import SPLIT_NAMES, SPLITS, Note, RunData, predictions_from_npz, read_run
+from forgefield.report.folder import SPLITS, Note, RunData, predictions_from_npz, read_run, split_title
 from forgefield.report.headline import headline, known_errors, title_block
 from forgefield.report.markup import Html, join, tag, text
 from forgefield.report.points import points_section
@@ -109,10 +109,11 @@ def unusable(run: RunData) -> Html | None:
     """A box that says which errors are those of a model that learnt nothing."""
     statistics = run.info.get("statistics")
     by_split = known_errors(run)
-    if isinstance(stored := run.test.get("errors"), dict):  # as written, infinite ones too
-        by_split["test"] = by_split.get("test", {}) | {k: v for k, v in stored.items() if isinstance(v, float)}
+    for name, test in run.tests.items():
+        if isinstance(stored := test.get("errors"), dict):  # as written, infinite ones too
+            by_split[name] = by_split.get(name, {}) | {k: v for k, v in stored.items() if isinstance(v, float)}
     found = [
-        f"{SPLIT_NAMES.get(split, split)}: {sentence}"
+        f"{split_title(split)}: {sentence}"
         for split, errors in by_split.items()
         for sentence in implausible_errors(errors, statistics if isinstance(statistics, dict) else {})
     ]
