@@ -111,8 +111,17 @@ def _measure_frames(run: Run, config: DictConfig, data: Any, journal: Journal, r
         *([f"forgefield predict {run.path} structures.extxyz -o predicted.extxyz{flag}"] if has_outputs(run) else []),
         f"report: {run.path / 'report.html'}",
     ]
-    statistics = run.info.get("statistics")
-    journal.show(lambda console: end_summary(console, run.path, results, hints, units=run.units, statistics=statistics))
+    journal.show(
+        lambda console: end_summary(
+            console,
+            run.path,
+            results,
+            hints,
+            units=run.units,
+            statistics=run.info.get("statistics"),
+            note=run.info.get("stopped_early"),
+        )
+    )
 
 
 def _measure_points(run: Run, config: DictConfig, data: Any, journal: Journal, ranks: Ranks) -> None:
@@ -133,8 +142,8 @@ def _measure_points(run: Run, config: DictConfig, data: Any, journal: Journal, r
         write_test(run, results["test"], name="test", data=plain(config.data.test), which="best", points=len(data.test))
     write_report(run.path)
     hints = [f"forgefield test {run.path} --data SNAPSHOTS", f"report: {run.path / 'report.html'}"]
-    units = run.units | OBSERVABLE_UNITS
-    journal.show(lambda console: end_summary(console, run.path, results, hints, units=units))
+    units, note = run.units | OBSERVABLE_UNITS, run.info.get("stopped_early")
+    journal.show(lambda console: end_summary(console, run.path, results, hints, units=units, note=note))
 
 
 def evaluate_snapshots(

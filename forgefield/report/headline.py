@@ -35,6 +35,7 @@ def title_block(run: RunData) -> Html:
         tag("div", "Forgefield report", class_="eyebrow"),
         tag("div", tag("h1", shorten(run.name)), pill, class_="title-row"),
         tag("p", " · ".join(part for part in parts if part), class_="subtitle"),
+        tag("p", str(ended), class_="subtitle") if (ended := run.info.get("stopped_early")) else None,
         class_="top wrap",
     )
 

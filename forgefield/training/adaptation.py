@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -38,6 +38,19 @@ def require_trained(module: nn.Module) -> None:
         raise ForgefieldError(
             "training.freeze matches every parameter, so nothing would be trained; leave out what is to learn, such as heads.*."
         )
+
+
+def choose_trained(module: nn.Module, training: Any, say: Callable[[str], None] = lambda text: None) -> None:
+    """Apply `training.freeze` and `training.lora` to a model, and say how much of it is trained. training: that section."""
+    lora = training.lora
+    frozen = freeze(module, training.freeze) if training.freeze else []
+    if lora is not None:
+        changed = add_low_rank(module, rank=lora.rank, alpha=lora.alpha, targets=lora.targets)
+        say(f"training.lora: changes of rank {lora.rank} of {len(changed)} matrices are trained, the matrices are not.")
+    if training.freeze or lora is not None:
+        require_trained(module)
+        counts = [p.numel() for p in module.parameters() if p.requires_grad]
+        say(f"{sum(counts)} parameters are trained; frozen: {len(frozen)} tensors, named by training.freeze.")
 
 
 def parameter_groups(module: nn.Module, factors: Mapping[str, float], lr: float) -> list[dict[str, Any]]:

@@ -1,12 +1,14 @@
 """One training step of a config without Lightning around it, for what is measured on a single step: its work, its memory.
 
-Model, task, optimiser, average and engine are those that a training of the same config would have.
+Model, task, optimiser, average and engine are those that a training of the same config would have; so is what of the model is
+trained (`training.freeze`, `lora`, `lr_groups`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,15 +22,21 @@ from forgefield.data.module import DataModule
 from forgefield.data.readers import plain
 from forgefield.models.potential import Potential
 from forgefield.models.registry import build_model
+from forgefield.parallel.group import alone
+from forgefield.runs import Run
 from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.task import Task
-from forgefield.training.ema import WeightAverage
+from forgefield.training.adaptation import choose_trained, parameter_groups
+from forgefield.training.ema import StochasticAverage, WeightAverage, weight_average
 from forgefield.training.engines.choose import knots_wanted
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.step import StepFunction
+from forgefield.training.folder import has_begun
+from forgefield.training.initial_model import initial_model
 from forgefield.training.optimisers import build_optimiser
 from forgefield.training.precision import Precision
 from forgefield.training.resolved_model import built_task, key_frames, resolved_model, tell_branches, wanted_task
+from forgefield.training.transfer import transfer
 
 
 @dataclass
@@ -79,11 +87,15 @@ class BareStep:
 
     def run(self, engine: Engine, batch: Batch) -> None:
         """One whole step, in the order in which Lightning does it."""
-        with self.precision.applied(self.precision.start):
-            loss = engine.step(batch).loss
-            self.optimiser.zero_grad()
-            loss.backward()
-        self.optimiser.step()
+
+        def evaluate() -> Tensor:
+            with self.precision.applied(self.precision.start):
+                loss = engine.step(batch).loss
+                self.optimiser.zero_grad()
+                loss.backward()
+            return loss
+
+        self.optimiser.step(evaluate)  # type: ignore[arg-type]  # some optimisers evaluate a batch several times
         if self.average is not None:
             self.average.update()
 
@@ -97,23 +109,36 @@ class BareStep:
 
 def bare_step(config: DictConfig, *, precision: str | None = None, data: DataModule | None = None) -> BareStep:
     """precision: another than the config's. data: prepared before, for the same data section."""
+    run = Run(Path(config.out) / config.name)
+    initial = initial_model(run, config, alone())
+    if initial is not None:
+        config = initial.settle(config, lambda text: None)
     if data is None:
-        data = DataModule(config.data, seed=config.seed)
+        data = DataModule(config.data, seed=config.seed, species_of=None if initial is None else initial.known.whose)
         data.prepare()
-        tell_branches(config, data)
+        tell_branches(config, data, None if initial is None else initial.known.resolved)
     device = training_device(config)
     arithmetic = Precision(precision if precision is not None else first_precision(config))
     arithmetic.require_device(device)
-    resolved = resolved_model(config, data)
-    task = built_task(wanted_task(config, data), resolved)
-    potential = build_model(resolved, precision=arithmetic.weights, seed=config.seed, trust=CONFIG)
+    options, trust = wanted_task(config, data), CONFIG if initial is None else initial.known.trust
+    if initial is None:
+        resolved = resolved_model(config, data)
+    else:
+        known = initial.known.resolved if has_begun(run) else initial.options(config, data)
+        resolved = transfer(known, initial.known.section, config, options, data, trust=trust).resolved
+    task = built_task(options, resolved)
+    potential = build_model(resolved, precision=arithmetic.weights, seed=config.seed, trust=trust)
     key_frames(potential, data)
+    training = config.training
+    choose_trained(potential, training)
     potential.train().to(device)
-    parameters = [p for p in potential.parameters() if p.requires_grad]
-    optimiser = build_optimiser(config.training.optimizer, parameters, lr=config.training.lr)
-    average = WeightAverage(potential, config.training.ema) if config.training.ema else None
+    groups = parameter_groups(potential, training.lr_groups or {}, training.lr)
+    optimiser = build_optimiser(training.optimizer, groups, lr=training.lr)
+    average = weight_average(potential, training)
     if average is not None:
         average.to(device)
+    if isinstance(average, StochasticAverage):
+        average.plan(steps=1, steps_of_epoch=1, quick=True)
     kernels = config.training.kernels
     kept = (knots_wanted(config.training), kernels.storage, kernels.edges)
     return BareStep(data, potential, task, optimiser, average, device, resolved, arithmetic, *kept)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -124,3 +125,10 @@ class StochasticAverage(WeightAverage):
     def load_state_dict(self, state: dict) -> None:
         super().load_state_dict(state)
         self.first_step, self.stride = int(state["first_step"]), int(state["stride"])
+
+
+def weight_average(module: nn.Module, training: Any) -> WeightAverage | None:
+    """The average that `training.swa` or `training.ema` asks for, None where neither does. training: that section."""
+    if (swa := getattr(training, "swa", None)) is not None:
+        return StochasticAverage(module, start=swa.start, every=swa.every)
+    return WeightAverage(module, training.ema) if training.ema else None

@@ -29,10 +29,12 @@ from forgefield.parallel.group import Ranks
 from forgefield.parallel.learning_rate import learning_rate_factor
 from forgefield.runs import Run, versions
 from forgefield.training.callbacks.best_model import BestModel
+from forgefield.training.callbacks.early_stop import EarlyStop
 from forgefield.training.callbacks.metrics_log import MetricsLog
 from forgefield.training.callbacks.pace import Pace
 from forgefield.training.callbacks.progress import RunProgress
 from forgefield.training.callbacks.run_checkpoint import RunCheckpoint
+from forgefield.training.callbacks.step_log import StepLog
 from forgefield.training.callbacks.tensorboard import TensorBoardLog
 from forgefield.training.checkpoint import Restart, find_restart
 from forgefield.training.folder import compare_with_stored_config, has_begun, run_folder
@@ -47,7 +49,6 @@ from forgefield.training.summary import hardware, now
 from forgefield.training.trainer import (
     agree_with_training,
     build_trainer,
-    early_stopping,
     lightning_errors,
     take_max_seconds,
     user_callbacks,
@@ -269,8 +270,15 @@ def _run_lightning(plan: _Plan, restart: Restart | None, party: Party, *, is_don
         return _stopped(plan, stopped, f"Stopped after step {trainer.global_step}", party)
     if plan.quick:
         return Fitted(run, subject.data, "quick")
+    stopped_early = next((callback.reason for callback in callbacks if isinstance(callback, EarlyStop)), None)
     _write_status(
-        run, ranks, status="finished", steps=trainer.global_step, epochs=trainer.current_epoch, finished=now()
+        run,
+        ranks,
+        status="finished",
+        steps=trainer.global_step,
+        epochs=trainer.current_epoch,
+        finished=now(),
+        stopped_early=stopped_early,
     )
     return Fitted(run, subject.data, "finished")
 
@@ -284,7 +292,8 @@ def _callbacks(plan: _Plan, monitor: str, step: int, party: Party, exchange: Ste
     return [
         *([] if plan.quick else [BestModel(run.checkpoints, monitor)]),
         *([TensorBoardLog(run.path / "tensorboard", training.tensorboard, step)] if training.tensorboard else []),
-        *([early] if (early := early_stopping(training.early_stopping, monitor)) else []),
+        StepLog(plain(plan.config), tensorboard=bool(training.tensorboard), from_step=step),
+        *([_early_stop(training.early_stopping, monitor, party)] if training.early_stopping is not None else []),
         *([Pace(ranks, party.journal, exchange)] if ranks.world_size > 1 else []),
         *(
             [
@@ -301,6 +310,15 @@ def _callbacks(plan: _Plan, monitor: str, step: int, party: Party, exchange: Ste
         *user_callbacks(plan.config.callbacks),
         *plan.callbacks,
     ]
+
+
+def _early_stop(options: Any, monitor: str, party: Party) -> EarlyStop:
+    return EarlyStop(
+        options.monitor or monitor,
+        patience=options.patience,
+        min_delta=options.min_delta,
+        say=party.journal.say,
+    )
 
 
 def _go_on(loader: Loader, restart: Restart, plan: _Plan, party: Party) -> int:

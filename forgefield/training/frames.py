@@ -20,7 +20,7 @@ from forgefield.parallel.accelerators import evaluation_device
 from forgefield.parallel.exchange import StepExchange
 from forgefield.runs import Run
 from forgefield.tasks.task import Task
-from forgefield.training.adaptation import add_low_rank, freeze, require_trained
+from forgefield.training.adaptation import choose_trained
 from forgefield.training.checkpoint import Restart
 from forgefield.training.engines.choose import refuse_engine
 from forgefield.training.engines.size_plan import plan_sizes
@@ -70,7 +70,7 @@ class FramesSubject(Subject):
             trust=CONFIG if self.initial is None else self.initial.known.trust,
         )
         self._start_from_initial()
-        _choose_trained(self.model, config.training, journal.say)
+        choose_trained(self.model, config.training, journal.say)
         require_inputs(self.model, self.data)
         key_frames(self.model, self.data)
 
@@ -187,20 +187,6 @@ class FramesSubject(Subject):
     @property
     def units(self) -> dict[str, str]:
         return self.task.units
-
-
-def _choose_trained(potential: Potential, training: Any, say: Callable[[str], None]) -> None:
-    """Freeze what is not to be trained, and say how much is."""
-    lora = training.lora
-    changed = []
-    frozen = freeze(potential, training.freeze) if training.freeze else []
-    if lora is not None:
-        changed = add_low_rank(potential, rank=lora.rank, alpha=lora.alpha, targets=lora.targets)
-        say(f"training.lora: changes of rank {lora.rank} of {len(changed)} matrices are trained, the matrices are not.")
-    if training.freeze or lora is not None:
-        require_trained(potential)
-        counts = [p.numel() for p in potential.parameters() if p.requires_grad]
-        say(f"{sum(counts)} parameters are trained; frozen: {len(frozen)} tensors, named by training.freeze.")
 
 
 def _conversion_report(say: Callable[[str], None]) -> Callable[[int, int | None], None]:

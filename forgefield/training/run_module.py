@@ -17,7 +17,7 @@ from forgefield.errors import ForgefieldError
 from forgefield.parallel.exchange import StepExchange
 from forgefield.parallel.group import Ranks, alone
 from forgefield.tasks.weights import Moment
-from forgefield.training.ema import StochasticAverage, WeightAverage
+from forgefield.training.ema import weight_average
 from forgefield.training.engines.captured_update import portable_optimiser_states
 from forgefield.training.epoch_length import epochs_of_fit, fit_epoch_length, steps_of_fit
 from forgefield.training.optimisers import build_optimiser, build_scheduler, fit_length, rescale_learning_rates
@@ -94,7 +94,7 @@ class RunModule(L.LightningModule, ABC):
         self.ranks = ranks if ranks is not None else alone()
         self.exchange = exchange
         self.lr_factor = lr_factor
-        self.ema = _weight_average(trained, options)
+        self.ema = weight_average(trained, options)
         self.train_loss, self.val_loss = LossMeter(task), LossMeter(task)
         self.train_errors, self.val_errors = train_errors, val_errors
         self.precision = Precision(options.precision)
@@ -295,12 +295,6 @@ class RunModule(L.LightningModule, ABC):
     def plain_state(self) -> dict[str, Tensor]:
         """The model's state as others read it."""
         return self.trained.state_dict()
-
-
-def _weight_average(trained: nn.Module, options: Any) -> WeightAverage | None:
-    if (swa := getattr(options, "swa", None)) is not None:
-        return StochasticAverage(trained, start=swa.start, every=swa.every)
-    return WeightAverage(trained, options.ema) if options.ema else None
 
 
 def own_sums(stored: list[dict[str, Tensor]], ranks: Ranks) -> dict[str, Tensor]:

@@ -104,9 +104,10 @@ def end_summary(
     *,
     units: Mapping[str, str] | None = None,
     statistics: Mapping[str, Any] | None = None,
+    note: str | None = None,
 ) -> None:
     """Errors in physical units and how to use the model. units: of further quantities. statistics: of the training data; errors
-    far above the spread of its labels are pointed out.
+    far above the spread of its labels are pointed out. note: on how the training ended.
 
     results: errors by split, {"test": {"forces_mae": 41.0, ...}, "val": {...}}; or the errors of the test alone.
     hints: lines to copy, commands or Python.
@@ -125,6 +126,8 @@ def end_summary(
     if problems:
         parts += [Text(f"WARNING: {sentence}", style="bold red") for sentence in sorted(problems)]
         parts.append(Text(ADVICE, style="red"))
+    if note:
+        parts.append(Text(note))
     parts.append(Text.assemble(("run folder  ", "dim"), str(run_path)))
     console.print(_panel(Group(*parts), "Result"))
     for hint in hints:

@@ -12,7 +12,6 @@ import lightning as L
 from lightning.pytorch.callbacks import (
     Callback,
     Checkpoint,
-    EarlyStopping,
     StochasticWeightAveraging,
     Timer,
     WeightAveraging,
@@ -231,20 +230,6 @@ def _refuse(options: dict[str, Any]) -> None:
         raise ForgefieldError("trainer.limit_train_batches=0 leaves nothing to train on.")
     if options.get("barebones"):
         raise ForgefieldError("trainer.barebones=true turns off what makes a run (metrics, checkpoints); leave it out.")
-
-
-class _Patience(EarlyStopping):
-    """Lightning's early stopping; a resume takes over the count so far, but patience from the present config."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict({**state_dict, "patience": self.patience})
-
-
-def early_stopping(options: Any, monitor: str) -> EarlyStopping | None:
-    if options is None:
-        return None
-    monitor = options.monitor or monitor
-    return _Patience(monitor, patience=options.patience, min_delta=options.min_delta, mode="min", check_finite=True)
 
 
 def user_callbacks(specs: Any) -> list[Callback]:

@@ -6,6 +6,7 @@ together, so that ranks agree. Losses are reported with the task's own weights a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -62,8 +63,10 @@ def weighting_options(given: Any) -> SoftAdaptOptions | UncertaintyOptions | Non
             raise ForgefieldError(f"{WHERE}.{key} is not an option of {name}.{hint}")
         whole = known[key].type == "int"
         right = isinstance(value, int) if whole else isinstance(value, (int, float))
-        if not right or isinstance(value, bool) or (key != "beta" and not value > 0):
-            raise ForgefieldError(f"{WHERE}.{key} is {value!r}; it is a {'positive whole ' if whole else ''}number.")
+        if not right or isinstance(value, bool) or not math.isfinite(value) or (key != "beta" and not value > 0):
+            raise ForgefieldError(
+                f"{WHERE}.{key} is {value!r}; it is a {'positive whole' if whole else 'finite'} number."
+            )
     return OPTIONS[name](**rest)
 
 

@@ -108,6 +108,14 @@ def test_without_validation_there_is_a_row_every_so_many_steps(tmp_path: Path) -
     assert np.mean(rows[:, 2] ** 2) == pytest.approx(np.mean(np.square(of_epochs)), rel=1e-2)
 
 
+def test_a_curve_of_accumulated_batches_has_a_row_for_steps_only(tmp_path: Path) -> None:
+    """Seven batches and so three steps an epoch; no row at step 0, where the first batch ends."""
+    trainer = {"max_epochs": 2, "accumulate_grad_batches": 3}
+    config = curve_config(tmp_path, curve={"every": 2}, data={"val": 0}, trainer=trainer)
+    rows = np.loadtxt(train_only(config).path / "lcurve.out", ndmin=2)
+    assert rows[:, 0].tolist() == [2, 4, 6]
+
+
 @pytest.mark.parametrize("validates", [True, False])
 def test_an_interrupted_curve_is_the_curve_of_a_run_that_was_not(
     validates: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -15,6 +15,7 @@ from forgefield.cli import main
 from forgefield.config.loading import load_config
 from forgefield.errors import ForgefieldError
 from forgefield.training.bench_step import BareStep, bare_step
+from forgefield.training.checkpoint import list_checkpoints, load_checkpoint
 from forgefield.training.engines.engine import Engine
 from forgefield.training.memory_plan import (
     FILLED,
@@ -31,6 +32,7 @@ from forgefield.training.memory_plan import (
 )
 from tests.helpers import tiny_config
 from tests.parallel.launching import write_config
+from tests.parallel.train_many import train_only
 
 CPU = torch.device("cpu")
 
@@ -125,6 +127,52 @@ def test_lasting_memory_is_weights_gradients_state_and_average(tmp_path: Path) -
     floats = sum(t.numel() for t in step.lasting_tensors() if t.dtype == torch.float32 and t.dim() > 0)
     buffers = sum(b.numel() for b in step.potential.buffers() if b.dtype == torch.float32 and b.dim() > 0)
     assert floats - buffers == 5 * n  # weights, gradients, two moments, average
+
+
+@pytest.mark.parametrize(
+    "training",
+    [
+        {"swa": {"start": 0.5}, "ema": None},
+        {"freeze": ["model.layers.*"], "ema": 0.9},
+        {"lora": {"rank": 1}, "freeze": ["model.readout"], "ema": 0.9},
+        {"lr_groups": {"model.layers.*": 0.1}, "ema": 0.9, "freeze": ["model.type_embedding"]},
+    ],
+    ids=["swa", "freeze", "lora", "lr_groups"],
+)
+def test_lasting_memory_is_that_of_what_is_trained(training: dict[str, Any], tmp_path: Path) -> None:
+    """Gradients, two moments and an average of the parameters that a training of the same config trains."""
+    config = tiny_config(tmp_path, training=training)
+    config["trainer"] = {**config["trainer"], "max_epochs": 1, "limit_train_batches": 1, "limit_val_batches": 1}
+    if "lora" in training:
+        first = train_only({**config, "name": "first", "training": {}})
+        config["model"] = {"from": str(first.path)}
+    step = bare_step(load_config(config))
+    step.run(Engine(step.function("double")), step.batch([0]))
+    (tmp_path / "real").mkdir()
+    run = train_only({**config, "out": str(tmp_path / "real"), "training": {**config["training"], **training}})
+    stored = load_checkpoint(list_checkpoints(run.path / "checkpoints")[0])
+    trained = sum(t.numel() for t in stored["forgefield"]["ema"]["average"].values())
+    groups = stored["optimizer_states"][0]["param_groups"]
+    assert [group["lr"] for group in step.optimiser.param_groups] == [group["lr"] for group in groups]
+    assert sum(p.numel() for p in step.potential.parameters() if p.requires_grad) == trained
+    every = sum(p.numel() for p in step.potential.parameters())
+    floats = sum(t.numel() for t in step.lasting_tensors() if t.dtype == torch.float32 and t.dim() > 0)
+    buffers = sum(b.numel() for b in step.potential.buffers() if b.dtype == torch.float32 and b.dim() > 0)
+    assert floats - buffers == every + 4 * trained
+
+
+def test_patterns_that_match_nothing_are_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    for training in ({"freeze": ["modle.*"]}, {"lr_groups": {"modle.*": 0.1}}):
+        with pytest.raises(ForgefieldError, match="no trained parameter of the model matches 'modle"):
+            plan_memory(load_config(tiny_config(tmp_path, training=training)))
+
+
+def test_an_optimiser_that_evaluates_several_times_is_planned_for(tmp_path: Path) -> None:
+    optimiser = {"name": "lbfgs", "max_iter": 2, "history_size": 3}
+    step = bare_step(load_config(tiny_config(tmp_path, training={"optimizer": optimiser})))
+    step.run(Engine(step.function("double")), step.batch([0]))
+    n = sum(p.numel() for p in step.potential.parameters())
+    assert sum(t.numel() for t in step.lasting_tensors()) > 4 * n
 
 
 def test_command_says_what_the_function_finds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ import ase.io
 import numpy as np
 import pytest
 import torch
+import yaml
 from lightning.pytorch.callbacks import Callback
 from torch import nn
 
@@ -136,10 +137,27 @@ def test_without_validation_frames_the_training_loss_picks_the_best(tmp_path, ca
     load(run)
 
 
-def test_early_stopping_stops(tmp_path):
+def test_early_stopping_says_why_in_log_panel_and_report(tmp_path, capsys):
     config = with_training(tiny_config(tmp_path), early_stopping={"patience": 2, "min_delta": 1e9})
-    run = train_only(with_trainer(config, max_epochs=50))
-    assert len(run.metrics()) == 3
+    run = train(with_trainer(config, max_epochs=50))
+    rows = run.metrics()
+    assert len(rows) == 3
+    text = (
+        f"Stopped early after epoch 3: val/loss has not improved by more than 1e+09 in the last 2 validations "
+        f"(training.early_stopping.patience=2); it is {rows[-1]['val/loss']:.6g}. Its best value was "
+        f"{rows[0]['val/loss']:.6g} in epoch 1."
+    )
+    log = (run.path / "log.txt").read_text()
+    printed = capsys.readouterr().out
+    assert text in log
+    assert text in printed
+    panel = " ".join(printed[printed.index("Result") :].replace("│", " ").split())
+    assert text in panel
+    assert text in (run.path / "report.html").read_text()
+    extended = train(with_trainer(with_training(tiny_config(tmp_path), early_stopping={"patience": 9}), max_epochs=5))
+    assert len(extended.metrics()) == 5
+    assert extended.info["stopped_early"] is None
+    assert "Stopped early" not in (run.path / "report.html").read_text()
 
 
 def test_fast_dev_run_leaves_the_run_alone(tmp_path):
@@ -262,8 +280,27 @@ def test_lightning_loggers_get_the_rows(tmp_path):
     logger = {"name": "lightning.pytorch.loggers.CSVLogger", "save_dir": str(tmp_path / "logs")}
     run = train_only(with_trainer(tiny_config(tmp_path), logger=logger))
     (written,) = (tmp_path / "logs").rglob("metrics.csv")
-    rows = list(csv.DictReader(written.open()))
+    rows = [row for row in csv.DictReader(written.open()) if row["val/loss"]]
     assert [float(row["val/loss"]) for row in rows] == [row["val/loss"] for row in run.metrics()]
+
+
+@pytest.mark.parametrize("every", [2, 7])
+def test_lightning_loggers_get_every_nth_step_and_the_settings(every, tmp_path):
+    """Of 15 steps; also where the run is made longer, from where it was."""
+    logger = {"name": "lightning.pytorch.loggers.CSVLogger", "save_dir": str(tmp_path / "logs")}
+    config = with_trainer(tiny_config(tmp_path), logger=logger, log_every_n_steps=every)
+    train_only(config)
+    train_only(with_trainer(config, max_epochs=5))
+    seen = []
+    for written in sorted((tmp_path / "logs").rglob("metrics.csv")):
+        rows = [row for row in csv.DictReader(written.open()) if row["step/loss"]]
+        assert all(float(row["step/loss"]) > 0 and float(row["step/lr"]) > 0 for row in rows)
+        seen += [int(float(row["step"])) for row in rows]
+        settings = yaml.safe_load(written.with_name("hparams.yaml").read_text())
+        assert settings["training"]["lr"] == config["training"]["lr"]
+        assert settings["model"]["name"] == "nequip"
+        assert settings["task"]["forces"]["weight"] == 1.0
+    assert seen == list(range(every, 26, every))
 
 
 def test_a_users_model_checkpoint_works_beside_ours(tmp_path):

@@ -18,7 +18,13 @@ from forgefield.training.callbacks.loss_scaling import (
     SigmoidScalingSchedule,
 )
 from forgefield.training.checkpoint import list_checkpoints, load_checkpoint
-from forgefield.training.weighting import SoftAdapt, SoftAdaptOptions, Uncertainty, UncertaintyOptions
+from forgefield.training.weighting import (
+    SoftAdapt,
+    SoftAdaptOptions,
+    Uncertainty,
+    UncertaintyOptions,
+    weighting_options,
+)
 from tests.helpers import PROPERTIES, property_frames, tiny_config, write_properties
 from tests.parallel.launching import ranks, weights, write_config
 from tests.parallel.test_equality import make_config
@@ -88,6 +94,14 @@ def test_values_by_epoch_change_with_epochs_and_a_resumed_training_goes_on(tmp_p
     assert straight[-1][1] == 9.0
     by_epoch = fit(tmp_path, LinearScalingSchedule("fit", 1.0, 3.0), max_steps=8, max_epochs=-1).seen
     assert (by_epoch[0][1], by_epoch[-1][1]) == (1.0, 3.0)
+
+
+@pytest.mark.parametrize("given", [{"beta": math.inf}, {"beta": math.nan}, {"every": 0}])
+def test_options_of_weightings_are_finite(given):
+    with pytest.raises(ForgefieldError, match="it is a (finite|positive whole) number"):
+        weighting_options({"name": "softadapt", **given})
+    with pytest.raises(ForgefieldError, match="it is a finite number"):
+        weighting_options({"name": "uncertainty", "lr": math.inf})
 
 
 @pytest.mark.parametrize("curvature", [5e-324, 1e-300, 5e-7, 1 - 2**-53])

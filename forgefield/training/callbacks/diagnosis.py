@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import Callback
 
 from forgefield.diagnosis.figures import FIGURES, image_of
 from forgefield.diagnosis.record import FOLDER, Finding, as_rows, write_record
-from forgefield.training.callbacks.tensorboard import TensorBoardLog
+from forgefield.training.callbacks.tensorboard import tensorboard_writers
 
 FIRST_FIGURE = 600.0
 """Seconds after which a figure is drawn for the first time; at the end of a training it is drawn always."""
@@ -103,7 +103,7 @@ class Diagnosis(Callback):
         """A number for TensorBoard and Lightning's loggers."""
         if not trainer.is_global_zero:
             return
-        for writer in _writers(trainer):
+        for writer in tensorboard_writers(trainer):
             writer.add_scalar(f"diagnosis/{name}", value, trainer.global_step)
         for logger in trainer.loggers:
             logger.log_metrics({f"diagnosis/{name}": value}, step=trainer.global_step)
@@ -125,15 +125,9 @@ def worth_saying(count: int) -> bool:
     return count <= 5 or count & (count - 1) == 0
 
 
-def _writers(trainer: L.Trainer) -> list[Any]:
-    """TensorBoard's writers of our own callback."""
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    return [c.writer for c in callbacks if isinstance(c, TensorBoardLog) and c.writer is not None]
-
-
 def _image_sinks(trainer: L.Trainer) -> Any:
     """Everything that takes pictures: called with a name, pixels (height, width, 3) and the step."""
-    for writer in _writers(trainer):
+    for writer in tensorboard_writers(trainer):
         yield _to_tensorboard(writer)
     for logger in trainer.loggers:
         experiment = logger.experiment if hasattr(logger, "experiment") else None

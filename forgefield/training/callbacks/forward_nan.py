@@ -18,7 +18,7 @@ from forgefield.errors import ForgefieldError
 from forgefield.training.callbacks.diagnosis import Diagnosis
 from forgefield.training.callbacks.probing import (
     frames_of,
-    labels_in_batches,
+    labels_in,
     listed,
     loss_of,
     outputs_of_modules,
@@ -45,12 +45,12 @@ class ForwardNaNDetection(Diagnosis):
         self._losses: list[tuple[Tensor, Any, int]] = []
         """Loss, batch and number of each batch of the optimiser step under way."""
         self._batch: tuple[Any, int] = (None, 0)
-        self._labels: set[str] = set()
+        self._labels: set[int] = set()
         self._hooks: Any = None
         self._flags: list[tuple[str, Tensor]] = []
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        self._batch, self._labels = (batch, batch_idx), labels_in_batches(pl_module)
+        self._batch, self._labels = (batch, batch_idx), labels_in(batch, pl_module)
         if batch_idx % trainer.accumulate_grad_batches == 0:
             self._losses = []
         if self.always and self._calls_modules(pl_module):
@@ -114,7 +114,7 @@ class ForwardNaNDetection(Diagnosis):
 def first_bad_module(module: Any, batch: Any, batch_idx: int) -> str:
     """Where NaN or Inf arises: the first module whose inputs are finite and whose output is not, and the parameters that are
     not finite themselves, if any. Labels that are missing (NaN in batches of Forgefield's) are not inputs."""
-    labels = labels_in_batches(module)
+    labels = labels_in(batch, module)
     found: list[tuple[str, nn.Module, bool]] = []
 
     def look(name: str, sub: nn.Module, inputs_finite: bool, output: Any) -> None:
@@ -148,5 +148,5 @@ def first_bad_module(module: Any, batch: Any, batch_idx: int) -> str:
     )
 
 
-def _all_finite(value: Any, without: Collection[str] = ()) -> bool:
+def _all_finite(value: Any, without: Collection[int] = ()) -> bool:
     return all(bool(tensor.detach().isfinite().all()) for tensor in tensors_in(value, without))

@@ -92,7 +92,8 @@ class LearningCurve(Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         step = trainer.global_step
-        if not trainer.enable_validation and step % self.every == 0 and step != self._row_step:
+        is_due = step > 0 and step % self.every == 0 and step != self._row_step  # several batches may be one step
+        if not trainer.enable_validation and is_due:
             self._write(trainer, _values(self._take(pl_module), pl_module))
         if trainer.is_last_batch:
             self._before, self._epoch_is_over = self._take(pl_module), True

@@ -98,10 +98,10 @@ class _Removing(nullcontext):
             handle.remove()
 
 
-def tensors_in(value: Any, without: Collection[str] = (), depth: int = 4) -> Iterator[Tensor]:
-    """All tensors of floating numbers inside nested containers. without: keys of mappings that are left out."""
+def tensors_in(value: Any, without: Collection[int] = (), depth: int = 4) -> Iterator[Tensor]:
+    """All tensors of floating numbers inside nested containers. without: addresses of tensors that are left out."""
     if isinstance(value, Tensor):
-        if value.is_floating_point():
+        if value.is_floating_point() and (not without or value.data_ptr() not in without):
             yield value
         return
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -109,19 +109,22 @@ def tensors_in(value: Any, without: Collection[str] = (), depth: int = 4) -> Ite
     elif hasattr(value, "to_dict") and not isinstance(value, Mapping):  # of PyTorch Geometric
         value = value.to_dict()
     if depth and isinstance(value, Mapping):
-        for key, item in value.items():
-            if key not in without:
-                yield from tensors_in(item, without, depth - 1)
+        for item in value.values():
+            yield from tensors_in(item, without, depth - 1)
     elif depth and isinstance(value, (list, tuple)):
         for item in value:
             yield from tensors_in(item, without, depth - 1)
 
 
-def labels_in_batches(module: Any) -> set[str]:
-    """Keys of labels in batches of Forgefield's modules, where NaN means that a label is missing; none for other modules."""
-    if not hasattr(module, "eager_loss"):
+def labels_in(batch: Any, module: Any) -> set[int]:
+    """Addresses of the labels in a batch of Forgefield's modules, where NaN means that a label is missing; none for others.
+
+    They are told by address: a model's own output may have the name of a label.
+    """
+    if not hasattr(module, "eager_loss") or not isinstance(batch, Mapping):
         return set()
-    return {"energy", "forces", "stress", *(target.label for target in module.task.targets)}
+    names = {"energy", "forces", "stress", *(target.label for target in module.task.targets)}
+    return {batch[name].data_ptr() for name in names if name in batch}
 
 
 def frames_of(trainer: Any, module: Any, batch: Any, batch_idx: int) -> list[tuple[str, Any]] | None:

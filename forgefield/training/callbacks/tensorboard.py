@@ -18,7 +18,6 @@ class TensorBoardLog(Callback):
         self.level = level
         self.from_step = from_step
         self._writer: Any = None
-        self._seen = from_step
         self._gradients: dict[str, torch.Tensor] = {}
 
     @property
@@ -34,16 +33,6 @@ class TensorBoardLog(Callback):
         self._writer = SummaryWriter(str(self.folder), purge_step=self.from_step + 1 if self.from_step else None)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        step = trainer.global_step
-        every = getattr(trainer, "log_every_n_steps", 0)
-        before, self._seen = self._seen, step
-        if every and step // every > before // every and outputs is not None:  # a batch may be many steps
-            # Lightning gives the share of this batch in an accumulation, and each rank has its share of the whole.
-            loss = trainer.strategy.reduce(outputs["loss"] * trainer.accumulate_grad_batches, reduce_op="mean")
-            if self._writer is not None:
-                self._writer.add_scalar("step/loss", float(loss), step)
-                self._writer.add_scalar("step/lr", trainer.optimizers[0].param_groups[0]["lr"], step)
-
         if not pl_module.automatic_optimization:  # the gradients of the last step are still there
             self.on_before_optimizer_step(trainer, pl_module, None)
 
@@ -78,3 +67,9 @@ class TensorBoardLog(Callback):
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+
+
+def tensorboard_writers(trainer: L.Trainer) -> list[Any]:
+    """The writers of the run's TensorBoard events: one on rank 0 while it trains, else none."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    return [c.writer for c in callbacks if isinstance(c, TensorBoardLog) and c.writer is not None]

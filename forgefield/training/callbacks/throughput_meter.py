@@ -41,10 +41,13 @@ class ThroughputMeter(Diagnosis):
         self._steps: list[float] = []
         self._data = 0.0
         self._since: float | None = None
+        self._row_step = 0
+        """Step of the last row. A batch may be many steps, and with accumulation many batches are one."""
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         self.numbers["device"] = str(pl_module.device)
         self._throughput, self._steps, self._data = Throughput(), [], 0.0
+        self._row_step = trainer.global_step
         _reset_peak(pl_module.device)
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: Any) -> None:
@@ -62,7 +65,7 @@ class ThroughputMeter(Diagnosis):
         self._throughput.count(frames=n_frames, atoms=n_atoms)
         self._since = time.perf_counter()
         self._steps.append(self._since - self._begin)
-        if trainer.global_step % self.every == 0 or len(self._steps) >= self.every:
+        if trainer.global_step // self.every > self._row_step // self.every:
             self._row(trainer, pl_module)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: Any) -> None:
@@ -100,6 +103,7 @@ class ThroughputMeter(Diagnosis):
             if name != "step" and value is not None:
                 self.scalar(trainer, name, float(value))
         self._steps, self._data = [], 0.0
+        self._row_step = trainer.global_step
         if min(self.numbers["rows"]["data_share"][-3:]) > self.waiting and len(self.numbers["rows"]["step"]) > 3:
             self.find(
                 trainer,

@@ -35,6 +35,13 @@ def test_what_is_not_installed_is_said():
         EnergyMeter(source="codecarbon", country="DEU")
 
 
+def test_batches_that_are_accumulated_are_one_step(tmp_path):
+    """24 batches, three to a step: eight steps, with a row every four of them and none at step 0."""
+    meter = ThroughputMeter(every=4)
+    fit(Net(), meter, folder=tmp_path, data=samples(192), max_epochs=1, accumulate_grad_batches=3)
+    assert meter.numbers["rows"]["step"] == [4, 8]
+
+
 def test_a_plain_script_has_throughput_memory_figures_and_numbers_in_its_logger(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from types import SimpleNamespace
 
 import lightning as L
 import pytest
@@ -12,7 +13,7 @@ import torch
 from forgefield.diagnosis.record import FOLDER, findings_of, read_records
 from forgefield.errors import ForgefieldError
 from forgefield.training.callbacks.autocorrelation import ModelAutocorrelation, autocorrelation
-from forgefield.training.callbacks.forward_nan import ForwardNaNDetection
+from forgefield.training.callbacks.forward_nan import ForwardNaNDetection, first_bad_module
 from forgefield.training.callbacks.gradient_check import GradientCheck
 from forgefield.training.callbacks.loss_spike import LossSpike
 from forgefield.training.callbacks.sam import SAM
@@ -331,6 +332,29 @@ class Parameter(Net):
 def test_inputs_are_blamed_only_where_they_are_not_finite(module, text, tmp_path):
     with pytest.raises(ForgefieldError, match=text):
         fit(module(), ForwardNaNDetection(), folder=tmp_path)
+
+
+class ReadsBatches(Net):
+    """As modules of Forgefield do: batches are dictionaries in which a label that is missing is NaN."""
+
+    task = SimpleNamespace(targets=[SimpleNamespace(label="gap")])
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_of = Overwrites()
+
+    def eager_loss(self, batch):
+        return self.log_of(dict(batch))["energy"].mean()
+
+
+def test_missing_labels_are_not_inputs():
+    missing = torch.full((4,), math.nan)
+    batch = {"x": torch.ones(4), "energy": missing, "gap": missing}
+    assert "module log_of (Overwrites) is the first that gave NaN or Inf, though" in first_bad_module(
+        ReadsBatches(), batch, 0
+    )
+    batch["x"] = missing.clone()
+    assert "the batch itself holds NaN or Inf" in first_bad_module(ReadsBatches(), batch, 0)
 
 
 def test_a_batch_that_is_not_finite_is_blamed(tmp_path):
