@@ -7,7 +7,6 @@ while the main thread is in compiled code, so that the process can be ended from
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
@@ -105,6 +104,8 @@ def die_with_parent() -> Callable[[], None] | None:
     """A `preexec_fn`: the new process gets SIGTERM when this one dies, however that happens. Linux only."""
     if not sys.platform.startswith("linux"):
         return None
+    import ctypes  # here: every command imports this module
+
     prctl, getppid, parent = ctypes.CDLL(None).prctl, os.getppid, os.getpid()
     # Made here: between fork and exec as little as possible happens.
     death_signal, zero = ctypes.c_ulong(signal.SIGTERM.value), ctypes.c_ulong(0)
