@@ -78,6 +78,11 @@ def test_a_line_too_long_followed_by_one_too_short_is_refused(tmp_path):
         (text_of(count="9" * 9000), "line 1 should hold its number of atoms"),
         (text_of(count="99999999999999"), "announces 99999999999999 atoms, and the file has only"),
         (text_of(header=HEADER + ' name="x'), "line 2: the value of name begins with \" which is never closed"),
+        (text_of(header="'" + HEADER), "line 2: a quote, bracket or = stands where none is expected"),
+        (text_of(header=HEADER.replace("Properties", "Prop{erties")), "line 2: a quote, bracket or ="),
+        (text_of(header=HEADER.replace("forces:R", "forces[:R")), "line 2: a quote, bracket or ="),
+        (text_of(header=HEADER.replace('pbc="T T T"', "pbc==T")), "pbc"),
+        (text_of(count="\r3"), "line 1 should hold its number of atoms"),
         (text_of(header=HEADER.replace("forces:R:3", "forces:S:3")), "forces"),
         (text_of().encode("utf-16"), "line 1 should hold its number of atoms"),
         (text_of().encode("utf-8-sig"), "byte order mark"),
@@ -138,6 +143,7 @@ def test_what_is_read_is_what_ase_reads(tmp_path, content):
         "stress energy forces virial weight",
         "step=3 energy -76.126",
         " i =        5, time =        2.500, E =       -17.1646447508",
+        "5'-AMP, conformer 3, E = -17.16",
     ],
 )
 def test_words_of_a_comment_are_not_labels(tmp_path, comment):

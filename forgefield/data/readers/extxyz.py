@@ -32,7 +32,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "S": str,
 }
 _TYPES = {"R": np.float64, "I": np.int64, "L": np.bool_}
-_COUNT = re.compile(r"\s*\+?[0-9]{1,18}\s*", re.ASCII)
+_COUNT = re.compile(r"[ \t]*\+?[0-9]{1,18}[ \t]*", re.ASCII)
 _WIDTH = re.compile(r"[1-9][0-9]{0,5}", re.ASCII)
 _NUMBER_COLUMNS = ("Z", "numbers")
 _SHORTEST_LINE = 2

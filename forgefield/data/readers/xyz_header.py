@@ -23,6 +23,8 @@ _ITEM = re.compile(
 )
 _NEEDED = ("Properties", "Lattice", "pbc")
 """Keys that say how the frame is to be read: without a value they are a mistake, not prose."""
+_TELLING = re.compile("|".join((*_NEEDED, "energ", "forc", "stress", "virial", "weight")), re.IGNORECASE)
+"""Keys that are labels or say how the frame is to be read: a line that has one must be read right."""
 
 
 def parse_header(header: str, where: str) -> dict[str, Any]:
@@ -33,8 +35,12 @@ def parse_header(header: str, where: str) -> dict[str, Any]:
     texts: dict[str, str | None] = {}
     if "=" not in header:
         return {}
+    end, stray = 0, False
     for match in _ITEM.finditer(header):
         kind, key = match.lastgroup or "key", match["key"]
+        glued = match.start() == end > 0 or header[end : match.start()].strip()
+        stray = bool(stray or glued or "{" in key or "[" in key or (kind == "bare" and _is_stray(match[kind])))
+        end = match.end()
         text = None if kind == "key" else match[kind]
         if text is None and key in _NEEDED:
             raise ForgefieldError(f"{where}: {key} has no value; write {key}=...")
@@ -44,7 +50,19 @@ def parse_header(header: str, where: str) -> dict[str, Any]:
             raise ForgefieldError(
                 f"{where}: {key} is given twice, as {texts[key]!r:.40} and as {text!r:.40}; keep one of them"
             )
+    if stray or header[end:].strip():
+        told = next((key for key in texts if _TELLING.search(key)), None)
+        if told is not None:  # else it is prose, with an apostrophe perhaps
+            raise ForgefieldError(
+                f"{where}: a quote, bracket or = stands where none is expected, so that {told} cannot be read with certainty; "
+                'write values with blanks as key="a b"'
+            )
     return {key: True if text is None else _value(text) for key, text in texts.items()}
+
+
+def _is_stray(word: str) -> bool:
+    """Whether a value without quotes holds a quote, or a bracket that opens and does not close."""
+    return '"' in word or "'" in word or any(word.count(a) != word.count(b) for a, b in ("[]", "{}"))
 
 
 def _value(text: str) -> Any:
