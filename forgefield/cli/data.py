@@ -55,5 +55,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    take_settings(args, args.settings)
+    take_settings(args, getattr(args, "settings", []))
     return _VERBS[args.data_verb].run(args)
