@@ -6,7 +6,6 @@ None; `require` names it when it is needed.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from forgefield.errors import ForgefieldError
+from forgefield.untrusted.documents import load_json
 
 ENERGIES = {
     "total": "total_energy_dft_calculation",
@@ -133,7 +133,7 @@ def read_info(path: Path) -> SnapshotInfo:
 
 def _from_json(path: Path) -> SnapshotInfo:
     try:
-        found = json.loads(path.read_text())
+        found = load_json(path.read_text())
     except ValueError as error:
         raise ForgefieldError(f"{path} is not the .info.json of a snapshot: {error}") from None
     return info_from(found, str(path))
