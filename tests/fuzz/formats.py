@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import tempfile
 import warnings
 import zipfile
 import zlib
@@ -230,8 +231,6 @@ def inner_lmdb(packed: bool) -> Callable[[bytes, np.random.Generator], bytes]:
         values = {str(i + packed).encode(): zlib.compress(row) if packed else row for i, row in enumerate(rows)}
         if packed:
             values[b"nextid"] = zlib.compress(str(N + 1).encode())
-        import tempfile
-
         with tempfile.TemporaryDirectory() as folder:
             _write_lmdb(Path(folder) / "a", values)
             return (Path(folder) / "a").read_bytes()

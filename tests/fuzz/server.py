@@ -6,6 +6,7 @@ goes on after it. Limits of a case: processor time (SIGPROF ends the child), pea
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import resource
@@ -15,7 +16,8 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,7 +58,8 @@ def run_cases(name: str, cases: Iterable[int], seed: int) -> Iterator[Result]:
             waiting = waiting[done:]
 
 
-def _child(kind: Format, cases: list[int], seed: int, folder: Path) -> Iterator[Result]:
+def _child(kind: Format, cases: list[int], seed: int, folder: Path) -> Generator[Result, None, int]:
+    """Results of as many of these cases as one process lives through, the one that ends it included. Returns how many."""
     reading, writing = os.pipe()
     process = os.fork()
     if process == 0:
@@ -91,6 +94,7 @@ def _work(kind: Format, cases: list[int], seed: int, folder: Path, writing: int)
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)
     os.dup2(quiet, 2)
+    faulthandler.disable()
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     room = _status("VmSize") + 4 * MEBIBYTES
     resource.setrlimit(resource.RLIMIT_AS, (room * 2**20, room * 2**20))
@@ -135,10 +139,8 @@ def _read(kind: Format, place: Path) -> tuple[str, str]:
 
 def _reset_peak() -> int:
     """MiB in use now; peak memory is counted from here on."""
-    try:
+    with suppress(OSError):  # not everywhere: the peak is then that of all cases of this child
         Path("/proc/self/clear_refs").write_text("5")
-    except OSError:  # not everywhere: the peak is then that of all cases of this child
-        pass
     return _status("VmRSS")
 
 
