@@ -1,4 +1,4 @@
-"""Configs and run folders that are wrong in unusual ways: one sentence that names the file, never a traceback or a long wait."""
+"""Configs and run folders that are wrong in unusual ways: one sentence that names the file, no traceback and no long wait."""
 
 from __future__ import annotations
 
