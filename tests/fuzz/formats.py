@@ -20,6 +20,7 @@ from typing import Any
 
 import ase.io
 import ase.io.cube
+import ase.io.xsf
 import h5py
 import lmdb
 import numpy as np
@@ -283,6 +284,11 @@ def write_cube(folder: Path) -> None:
         ase.io.cube.write_cube(file, emt_frames(1, 0)[0], np.random.default_rng(0).random((3, 4, 5)))
 
 
+def write_xsf(folder: Path) -> None:
+    with (folder / "a.xsf").open("w") as file:
+        ase.io.xsf.write_xsf(file, emt_frames(1, 0)[:1], np.random.default_rng(0).random((3, 4, 5)))
+
+
 def _grid(folder: Path) -> list[Any]:
     (path,) = folder.iterdir()
     grid = read_grid_file(path)
@@ -411,6 +417,7 @@ FORMATS = {
         Format("hdf5-deepmd", write_hdf5_deepmd, frames_of_folder),
         Format("store", write_store, frames_of_folder, exact=True),
         Format("cube", write_cube, _grid),
+        Format("xsf", write_xsf, _grid),
         Format("rows", write_rows, _rows),
         Format("openpmd", write_openpmd, _rows),
         Format("info", write_info, _info),
