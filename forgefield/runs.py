@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, ClassVar
@@ -233,6 +234,7 @@ class Run:
         try:
             if head is not None:
                 resolved, state = single(resolved, state, head)
+            _refuse_impossible_sizes(resolved, state, self.path / "run.json")
             potential = built(resolved, info["precision"], self.trust)
             potential.load_state_dict(state)
         except ForgefieldError:
@@ -253,6 +255,24 @@ class Run:
                 f"Run {self.name} has no {which} weights yet ({path} is missing); they are written at its first validation."
             )
         return read_weights(path)
+
+
+def _refuse_impossible_sizes(resolved: Any, state: Mapping[str, torch.Tensor], file: Path, name: str = "model") -> None:
+    """Refuse options of a model that is far larger than its weights: building it could take all memory, or forever."""
+    if isinstance(resolved, Mapping):
+        for key, value in resolved.items():
+            _refuse_impossible_sizes(value, state, file, f"{name}.{key}")
+    elif isinstance(resolved, list):
+        for value in resolved:
+            _refuse_impossible_sizes(value, state, file, name)
+    elif type(resolved) is int and "seed" not in name:
+        values = sum(tensor.numel() for tensor in state.values())
+        most = max(100, len(state)) if name.endswith("num_layers") else max(1000, values)
+        if resolved > most:
+            raise ForgefieldError(
+                f"{file}: '{name}' is {resolved}, too large for the {values} numbers in the weights; one of the two files was "
+                "changed. Take the run from a copy."
+            )
 
 
 def built(resolved: dict[str, Any], precision: str, trust: Trust) -> Potential | LDOSNetwork:

@@ -84,6 +84,11 @@ GOOD = {"model": {"name": "nequip", "species": ["Cu"]}, "species": ["Cu"], "cuto
         ({**GOOD, "cutoff": "4"}, "'cutoff' should be a number"),
         ({**GOOD, "precision": 32}, "'precision' should be text"),
         ({key: value for key, value in GOOD.items() if key != "precision"}, "has no 'precision'"),
+        ({**GOOD, "model": {**GOOD["model"], "num_layers": 10**11}}, r"'model\.num_layers' is 100000000000, too large"),
+        (
+            {**GOOD, "model": {**GOOD["model"], "num_features": 10**9}},
+            r"'model\.num_features' is 1000000000, too large",
+        ),
         ({**GOOD, "model": {**GOOD["model"], "predicts": 3}}, "should describe heads"),
         ({**GOOD, "model": {**GOOD["model"], "predicts": {"heads": {"a": 1}}}}, "should describe heads"),
     ],
