@@ -9,15 +9,17 @@ from __future__ import annotations
 import json
 import os
 import platform
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from omegaconf import DictConfig, OmegaConf
 
 from forgefield._version import __version__
 from forgefield.config.nearest import did_you_mean
+from forgefield.config.sources import read_yaml
 from forgefield.config.trust import Trust, refuse_interpolations
 from forgefield.data.graphs.graph import GraphOptions
 from forgefield.errors import ForgefieldError
@@ -27,9 +29,42 @@ from forgefield.models.ldos import LDOSNetwork
 from forgefield.models.potential import Potential
 from forgefield.models.predictor import FORCES, NOISE
 from forgefield.models.registry import HEADS, PREDICTS, branch_names, build_model, build_point_model, is_of_points
+from forgefield.untrusted.documents import load_json
 from forgefield.weights import Weights, read_weights, write_weights
 
 WEIGHTS = ("best", "last")
+
+
+class RunInfo(dict[str, Any]):
+    """Content of a `run.json`, whose entries have the right types; a missing one is an error when it is asked for."""
+
+    TYPES: ClassVar[dict[str, tuple[type | tuple[type, ...], str]]] = {
+        "model": (dict, "a mapping of options"),
+        "species": (list, "a list of elements"),
+        "cutoff": ((int, float), "a number"),
+        "precision": (str, "text"),
+        "status": (str, "text"),
+    }
+
+    def __init__(self, path: Path, content: Any) -> None:
+        self._path = path
+        if not isinstance(content, dict):
+            raise ForgefieldError(f"{path} is not the record of a run: it should hold a mapping.")
+        for name, (kind, expected) in self.TYPES.items():
+            value = content.get(name)
+            if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+                raise ForgefieldError(f"{path} is damaged: '{name}' should be {expected}, not {value!r:.60}.")
+        predicts = (content.get("model") or {}).get(PREDICTS, {})
+        heads = predicts.get(HEADS, {}) if isinstance(predicts, dict) else None
+        if not isinstance(heads, dict) or not all(isinstance(head, dict) for head in heads.values()):
+            raise ForgefieldError(f"{path} is damaged: 'model.{PREDICTS}' should describe heads by name.")
+        super().__init__({key: value for key, value in content.items() if value is not None or key not in self.TYPES})
+
+    def __missing__(self, key: str) -> Any:
+        raise ForgefieldError(
+            f"{self._path} has no '{key}': the training has not come that far, or the file was changed. Train on, or take the "
+            "run from a copy."
+        )
 
 
 class Run:
@@ -76,8 +111,7 @@ class Run:
     @property
     def config(self) -> DictConfig:
         """The settings the run was made with."""
-        config = OmegaConf.load(self.path / "config.yaml")
-        assert isinstance(config, DictConfig)
+        config = OmegaConf.create(read_yaml(self.path / "config.yaml"))
         refuse_interpolations(OmegaConf.to_container(config, resolve=False), self.path / "config.yaml")
         return config
 
@@ -89,10 +123,11 @@ class Run:
     @property
     def info(self) -> dict[str, Any]:
         """What is in `run.json`: versions, species, model options with every number explicit, statistics, status."""
+        path = self.path / "run.json"
         try:
-            return json.loads((self.path / "run.json").read_text())
+            return RunInfo(path, load_json(path.read_text()))
         except (OSError, ValueError) as error:
-            raise ForgefieldError(f"{self.path / 'run.json'} cannot be read: {error}.") from error
+            raise ForgefieldError(f"{path} cannot be read: {error}.") from error
 
     @property
     def species(self) -> tuple[str, ...]:
@@ -199,6 +234,7 @@ class Run:
         try:
             if head is not None:
                 resolved, state = single(resolved, state, head)
+            _refuse_impossible_sizes(resolved, state, self.path / "run.json")
             potential = built(resolved, info["precision"], self.trust)
             potential.load_state_dict(state)
         except ForgefieldError:
@@ -219,6 +255,24 @@ class Run:
                 f"Run {self.name} has no {which} weights yet ({path} is missing); they are written at its first validation."
             )
         return read_weights(path)
+
+
+def _refuse_impossible_sizes(resolved: Any, state: Mapping[str, torch.Tensor], file: Path, name: str = "model") -> None:
+    """Refuse options of a model that is far larger than its weights: building it could take all memory, or forever."""
+    if isinstance(resolved, Mapping):
+        for key, value in resolved.items():
+            _refuse_impossible_sizes(value, state, file, f"{name}.{key}")
+    elif isinstance(resolved, list):
+        for value in resolved:
+            _refuse_impossible_sizes(value, state, file, name)
+    elif type(resolved) is int and "seed" not in name:
+        values = sum(tensor.numel() for tensor in state.values())
+        most = max(100, len(state)) if name.endswith("num_layers") else max(1000, values)
+        if resolved > most:
+            raise ForgefieldError(
+                f"{file}: '{name}' is {resolved}, too large for the {values} numbers in the weights; one of the two files was "
+                "changed. Take the run from a copy."
+            )
 
 
 def built(resolved: dict[str, Any], precision: str, trust: Trust) -> Potential | LDOSNetwork:

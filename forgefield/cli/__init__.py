@@ -9,8 +9,12 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 from typing import NoReturn
 
 from forgefield._version import __version__
@@ -52,32 +56,47 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
+    with _noticing_interrupts() as interrupted:
+        try:
+            with terminating():
+                return _dispatch(words)
+        except SystemExit as leave:  # argparse has printed what there is to say
+            return leave.code if isinstance(leave.code, int) else int(leave.code is not None)
+        except (Exception, KeyboardInterrupt, Terminated) as error:
+            if debug:
+                raise
+            if isinstance(error, Terminated):
+                print(f"stopped by {error}", file=sys.stderr)
+                return error.exit_code
+            if interrupted.is_set() or isinstance(error, KeyboardInterrupt):
+                print("interrupted", file=sys.stderr)
+                return 130
+            sentence = missing_package(error) if isinstance(error, ImportError) else None
+            if sentence is None and not isinstance(error, ForgefieldError):
+                raise
+            print(f"error: {sentence or error}", file=sys.stderr)
+            return 2
+
+
+@contextmanager
+def _noticing_interrupts() -> Iterator[threading.Event]:
+    """An event that is set when Ctrl-C was pressed: an interrupted import may fail with an error of any other type."""
+    interrupted = threading.Event()
+
+    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+        interrupted.set()
+        raise KeyboardInterrupt
+
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler or (
+        threading.current_thread() is not threading.main_thread()
+    ):
+        yield interrupted
+        return
+    signal.signal(signal.SIGINT, interrupt)
     try:
-        with terminating():
-            return _dispatch(words)
-    except ForgefieldError as error:
-        if debug:
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except ImportError as error:
-        sentence = missing_package(error)
-        if debug or sentence is None:
-            raise
-        print(f"error: {sentence}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        if debug:
-            raise
-        print("interrupted", file=sys.stderr)
-        return 130
-    except Terminated as stopped:
-        if debug:
-            raise
-        print(f"stopped by {stopped}", file=sys.stderr)
-        return stopped.exit_code
-    except SystemExit as leave:  # argparse has printed what there is to say
-        return leave.code if isinstance(leave.code, int) else int(leave.code is not None)
+        yield interrupted
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _dispatch(words: list[str]) -> int:

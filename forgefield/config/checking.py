@@ -159,6 +159,10 @@ def check_values(config: DictConfig, sources: Sources) -> None:
         value = OmegaConf.select(config, key)
         if value is not None and not value > 0:
             raise wrong(sources, key, value, "a positive number")
+    for key in ("seed", "data.split_seed"):
+        value = OmegaConf.select(config, key)
+        if value is not None and not 0 <= value < 2**32:
+            raise wrong(sources, key, value, "a whole number from 0 to 4294967295")
     check_training(config, sources)
     _check_name(config, sources)
     check_data(config.data, sources)

@@ -214,7 +214,7 @@ def _compose(content: dict[str, Any], overrides: list[str], sources: Sources, fo
             composed = OmegaConf.to_container(compose(ENTRY, lines), resolve=False)
         except yaml.YAMLError as error:
             raise _yaml_error(error) from error
-        except (HydraException, OmegaConfBaseException) as error:
+        except (HydraException, OmegaConfBaseException, ValueError, RecursionError) as error:
             raise _composition_error(error, overrides, sources) from error
     replaced = [key for item in parsed for key in _replaced(item)]
     for key in sources.missing:

@@ -16,6 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from forgefield.config.nearest import did_you_mean
 from forgefield.errors import ForgefieldError
+from forgefield.untrusted.documents import compose_yaml_node
 
 YAML_SUFFIXES = (".yaml", ".yml")
 
@@ -128,7 +129,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise ForgefieldError(f"{path}: a config is a mapping of sections (data: ..., training: ...), not a {root.id}.")
     try:
         content = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
-    except (OmegaConfBaseException, yaml.YAMLError) as error:
+    except (OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError) as error:
         raise ForgefieldError(f"{path}: {first_line(error)}.") from error
     assert isinstance(content, dict)
     return {str(key): value for key, value in content.items()}
@@ -137,7 +138,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 def compose_yaml(text: str, file: Path) -> yaml.Node | None:
     """The YAML node tree with its line marks; refuses bad syntax and keys given twice."""
     try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        root = compose_yaml_node(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark is not None else ""

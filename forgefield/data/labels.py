@@ -71,6 +71,7 @@ class LabelReader:
 
     def frame(self, raw: RawFrame) -> Frame:
         """`raw` with its labels chosen, in eV and A, checked."""
+        numbers = atomic_numbers_of(raw.numbers, raw.where)  # first: everything else counts atoms
         program, _, outputs = str(raw.info.get(PREDICTED_BY, "")).partition(":")
         if program == "forgefield":
             return self._predicted(raw, outputs.split())
@@ -79,14 +80,14 @@ class LabelReader:
             self._available.update(raw.info, raw.arrays, raw.results)
         cell = real_numbers(raw.cell, raw.where, "the cell") * self.length
         energy = self._find(raw, "energy")
-        scale = self.energy * len(raw.numbers) if self.energy_per_atom else self.energy
+        scale = self.energy * len(numbers) if self.energy_per_atom else self.energy
         forces = self._find(raw, "forces")
         weight = self._find(raw, "weight")
         fields = self._find_fields(raw) if self.fields else {}
         return check_frame(
             Frame(
                 positions=real_numbers(raw.positions, raw.where, "positions") * self.length,
-                numbers=atomic_numbers_of(raw.numbers, raw.where),
+                numbers=numbers,
                 cell=cell,
                 pbc=periodicity(raw.pbc, raw.where),
                 energy=None if energy is None else _scalar(raw, "energy", energy) * scale,

@@ -153,7 +153,6 @@ def _kept_on_disk(
     settings = [VERSION, names, said, asdict(units), None if graph is None else asdict(same_graph(graph))]
     key = hashlib.blake2b(json.dumps(settings, default=str).encode(), digest_size=16).hexdigest()
     folder = cache_folder() / "stores" / key
-    folder.parent.mkdir(parents=True, exist_ok=True)
     with _one_at_a_time(folder.with_suffix(".lock")):
         if not is_store(folder):
             log.info("data.lazy: the data is converted once, to %s (FORGEFIELD_CACHE sets another place)", folder)
@@ -165,6 +164,7 @@ def _kept_on_disk(
 def _one_at_a_time(path: Path) -> Iterator[None]:
     """Hold a lock that other processes wait for."""
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         stream = path.open("w")
     except OSError as error:
         raise ForgefieldError(

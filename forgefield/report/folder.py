@@ -24,6 +24,7 @@ from forgefield.diagnosis.record import read_records
 from forgefield.errors import ForgefieldError
 from forgefield.report.numbers import shorten
 from forgefield.untrusted.archives import npz_arrays
+from forgefield.untrusted.documents import load_yaml
 from forgefield.weights import read_weights
 
 SPLITS = ("test", "val")
@@ -346,8 +347,8 @@ def _read_config(run: RunData) -> None:
     if run.config_text is None:
         return
     try:
-        value = yaml.safe_load(run.config_text)
-    except (yaml.YAMLError, RecursionError):
+        value = load_yaml(run.config_text)
+    except yaml.YAMLError:
         run.notes.append(Note("config.yaml", "is not valid YAML; it is shown below as it is", "mend the file by hand"))
         return
     run.config = value if isinstance(value, dict) else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import struct
@@ -12,12 +13,17 @@ from pathlib import Path
 
 import numpy as np
 
-from forgefield.errors import ForgefieldError
+from forgefield.errors import ForgefieldError, SourceUnreadable
 from forgefield.untrusted.expansion import check_expansion
 from forgefield.untrusted.npy import read_npy_header
 
 MAPPED_ABOVE = 1 << 16
 """Arrays of more bytes than this are mapped where they are not compressed."""
+
+
+def is_system_error(error: Exception) -> bool:
+    """Whether the system cannot read a file, whatever it holds. Impossible offsets (EINVAL) are the fault of the content."""
+    return isinstance(error, OSError) and bool(error.errno) and error.errno != errno.EINVAL
 
 
 @contextmanager
@@ -40,8 +46,8 @@ def open_archive(source: Path | bytes, name: str, kind: str, remedy: str) -> Ite
     except ForgefieldError:
         raise
     except Exception as error:  # zipfile, zlib, struct, numpy and pickle each have their own
-        if isinstance(error, OSError) and error.errno:  # the system cannot read it, whatever it holds
-            raise
+        if is_system_error(error):
+            raise SourceUnreadable(f"{name}: it could not be read ({error})") from error
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:160]
         raise ForgefieldError(
             f"{name}: it could not be read as {kind}; it is damaged or truncated ({reason})"

@@ -69,6 +69,7 @@ BAD = {
     "number NaN": ("numbers", np.array([np.nan, 6.0])),
     "truth values as numbers": ("numbers", np.array([True, True])),
     "complex numbers": ("numbers", np.array([29 + 1j, 6])),
+    "one number for all atoms": ("numbers", np.array(29)),
     "huge number": ("numbers", np.array([1e300, 6.0])),
     "complex positions": ("positions", GOOD["positions"] + 1j),
     "positions NaN": ("positions", GOOD["positions"] * np.nan),

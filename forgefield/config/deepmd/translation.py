@@ -29,6 +29,7 @@ from forgefield.config.deepmd.section import Section
 from forgefield.config.deepmd.several import Branches
 from forgefield.config.sources import read_text, read_yaml
 from forgefield.errors import ForgefieldError
+from forgefield.untrusted.documents import load_json
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,8 @@ def read_input(file: Path) -> Any:
         return dict(pairs)
 
     try:
-        return json.loads(read_text(file), object_pairs_hook=once)
+        return load_json(read_text(file), object_pairs_hook=once)
     except json.JSONDecodeError as error:
         raise ForgefieldError(f"{file}, line {error.lineno}: this is not valid JSON: {error.msg}.") from error
+    except ValueError as error:
+        raise ForgefieldError(f"{file}: this is not valid JSON: {error}.") from error

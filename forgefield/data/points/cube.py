@@ -7,6 +7,8 @@ of the numbers in their names, however these are padded.
 from __future__ import annotations
 
 import glob
+import math
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -43,7 +45,7 @@ def read_grid_file(path: Path) -> GridFile:
             return _read_xsf(file, path) if path.suffix == ".xsf" else _read_cube(file, path)
     except OSError as error:
         raise ForgefieldError(f"{path}: cannot be read ({error.strerror})") from None
-    except (ValueError, IndexError, UnicodeDecodeError):
+    except (ValueError, IndexError, KeyError, OverflowError, MemoryError):
         raise ForgefieldError(f"{path} is not a {path.suffix[1:] or 'cube'} file, or it is cut off") from None
 
 
@@ -54,12 +56,12 @@ def _read_cube(file: IO[bytes], path: Path) -> GridFile:
     shape = tuple(abs(int(axis[0])) for axis in axes)
     length = BOHR if int(axes[0][0]) > 0 else 1.0  # a negative number of points says that lengths are in A
     cell = np.array([[float(x) for x in axis[1:4]] for axis in axes]) * np.array(shape)[:, None] * length
-    atoms = [file.readline().split() for _ in range(abs(n_atoms))]
+    atoms = _lines(file, abs(n_atoms), path)
     if n_atoms < 0:
         file.readline()  # numbers of orbitals; one is all that fits the array
     numbers = np.array([int(atom[0]) for atom in atoms], dtype=np.int64)
     positions = np.array([[float(x) for x in atom[2:5]] for atom in atoms]).reshape(-1, 3) * length
-    return GridFile(_numbers(file, int(np.prod(shape)), path).reshape(shape), cell, numbers, positions)
+    return _grid(_numbers(file, math.prod(shape), path).reshape(shape), cell, numbers, positions)
 
 
 def _read_xsf(file: IO[bytes], path: Path) -> GridFile:
@@ -80,13 +82,33 @@ def _read_xsf(file: IO[bytes], path: Path) -> GridFile:
     n = tuple(int(word) for word in file.readline().split())
     for _ in range(4):  # origin and vectors of the grid
         file.readline()
-    values = _numbers(file, int(np.prod(n)), path).reshape(n[::-1]).transpose(2, 1, 0)
+    if len(n) != 3 or min(n) < 1:
+        raise ValueError("the size of the grid is not three numbers")
+    values = _numbers(file, math.prod(n), path).reshape(n[::-1]).transpose(2, 1, 0)
     for axis in range(3):
         if n[axis] > 1 and np.array_equal(values.take(0, axis), values.take(-1, axis)):
             values = np.delete(values, -1, axis)
-    return GridFile(
+    return _grid(
         np.ascontiguousarray(values), cell, np.array(numbers, dtype=np.int64), np.array(positions).reshape(-1, 3)
     )
+
+
+def _grid(values: np.ndarray, cell: np.ndarray, numbers: np.ndarray, positions: np.ndarray) -> GridFile:
+    if values.size == 0 or len(positions) != len(numbers):
+        raise ValueError("the grid is empty, or atoms lack coordinates")
+    if not (np.isfinite(cell).all() and np.isfinite(positions).all()):
+        raise ValueError("lengths are not finite")
+    return GridFile(values, cell, numbers, positions)
+
+
+def _lines(file: IO[bytes], n: int, path: Path) -> list[list[bytes]]:
+    """The words of the next n lines, all of which must be there."""
+    if n < 0 or n > os.fstat(file.fileno()).st_size:
+        raise ForgefieldError(f"{path} says that it has {n} atoms, more than fit into the file; it is damaged")
+    lines = [file.readline().split() for _ in range(n)]
+    if n and not lines[-1]:
+        raise ForgefieldError(f"{path} is cut off: it says that it has {n} atoms")
+    return lines
 
 
 def _numbers(file: IO[bytes], n: int, path: Path) -> np.ndarray:

@@ -6,14 +6,16 @@ None; `require` names it when it is needed.
 
 from __future__ import annotations
 
-import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from forgefield.data.raw_values import atomic_numbers_of, real_numbers
 from forgefield.errors import ForgefieldError
+from forgefield.untrusted.documents import load_json
 
 ENERGIES = {
     "total": "total_energy_dft_calculation",
@@ -133,7 +135,7 @@ def read_info(path: Path) -> SnapshotInfo:
 
 def _from_json(path: Path) -> SnapshotInfo:
     try:
-        found = json.loads(path.read_text())
+        found = load_json(path.read_text())
     except ValueError as error:
         raise ForgefieldError(f"{path} is not the .info.json of a snapshot: {error}") from None
     return info_from(found, str(path))
@@ -148,7 +150,7 @@ def info_from(found: dict[str, Any], source: str) -> SnapshotInfo:
             temperature=_number(found, "temperature"),
             electrons=_number(found, "number_of_electrons_exact"),
             ecutrho=_number(found, "ecutrho"),
-            energies={name: float(found[key]) for name, key in ENERGIES.items() if found.get(key) is not None},
+            energies={name: value for name, key in ENERGIES.items() if (value := _number(found, key)) is not None},
             pseudopotentials={str(key): Path(name).name for key, name in (found.get("pseudopotentials") or {}).items()},
             coordinates=found.get("coordinates_in_inputs"),
             units=found.get("target_units"),
@@ -161,21 +163,32 @@ def info_from(found: dict[str, Any], source: str) -> SnapshotInfo:
 
 def _number(found: dict[str, Any], key: str) -> float | None:
     value = found.get(key)
-    return None if value is None else float(value)
+    if value is None:
+        return None
+    if isinstance(value, (bool, str)) or not math.isfinite(value):
+        raise ValueError(f"{key} is {value!r:.40}; it should be a number")
+    return float(value)
 
 
 def _add_geometry(info: SnapshotInfo, found: dict[str, Any]) -> None:
     grid, atoms, voxel = found.get("grid_dimensions"), found.get("atoms"), found.get("voxel")
     if grid is not None:
-        nx, ny, nz = (int(n) for n in grid)
-        info.grid_shape = (nx, ny, nz)
+        if not isinstance(grid, list) or len(grid) != 3 or any(type(n) is not int or n < 1 for n in grid):
+            raise ValueError(f"grid_dimensions is {grid!r:.60}; it should be three numbers of points")
+        info.grid_shape = (grid[0], grid[1], grid[2])
     if atoms is not None:
-        info.numbers = np.array(_plain(atoms["numbers"]), dtype=np.int64)
-        info.positions = np.array(_plain(atoms["positions"]), dtype=np.float64).reshape(-1, 3)
-        info.cell = np.array(_plain(atoms["cell"]), dtype=np.float64).reshape(3, 3)
+        info.numbers = atomic_numbers_of(_plain(atoms["numbers"]), info.source)
+        info.positions = _finite(atoms["positions"], "positions", (len(info.numbers), 3), info.source)
+        info.cell = _finite(atoms["cell"], "cell", (3, 3), info.source)
     elif voxel is not None and info.grid_shape is not None:
-        steps = np.array(_plain(voxel), dtype=np.float64).reshape(3, 3)
-        info.cell = steps * np.array(info.grid_shape)[:, None]
+        info.cell = _finite(voxel, "voxel", (3, 3), info.source) * np.array(info.grid_shape)[:, None]
+
+
+def _finite(value: Any, name: str, shape: tuple[int, ...], source: str) -> np.ndarray:
+    values = real_numbers(_plain(value), source, name)
+    if values.size != math.prod(shape) or not np.isfinite(values).all():
+        raise ValueError(f"{name} should be finite numbers of shape {shape}")
+    return values.reshape(shape)
 
 
 def _plain(value: Any) -> Any:

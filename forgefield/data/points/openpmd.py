@@ -5,13 +5,16 @@ A block of points is read as a stretch of each component. The unit that the file
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from forgefield.data.readers.hdf5_files import REMEDY, open_hdf5, reading_hdf5
 from forgefield.errors import ForgefieldError
+from forgefield.untrusted.expansion import check_expansion
 
 
 class OpenPmdRows:
@@ -22,7 +25,7 @@ class OpenPmdRows:
         self._lock = threading.Lock()
         self._file: Any = None
         self._names: list[str] = []
-        with self._lock:
+        with self._lock, reading_hdf5(str(path)):
             mesh = self._mesh(self._open())
             self._names = [f"{mesh.name}/{name}" for name in _in_order(mesh)] if _is_group(mesh) else [mesh.name]
             if not self._names:
@@ -32,13 +35,9 @@ class OpenPmdRows:
     def _open(self) -> Any:
         if self._file is None:
             try:
-                import h5py
-            except ImportError:
-                raise ForgefieldError(f"{self.path}: HDF5 files need the package h5py: pip install h5py") from None
-            try:
-                self._file = h5py.File(self.path, "r")
+                self._file = open_hdf5(self.path)
             except OSError as error:
-                raise ForgefieldError(f"{self.path}: cannot be read as HDF5 ({error})") from None
+                raise ForgefieldError(f"{self.path}: cannot be read ({error.strerror or error})") from None
         return self._file
 
     def _mesh(self, file: Any) -> Any:
@@ -58,7 +57,7 @@ class OpenPmdRows:
     def _take_shape(self, mesh: Any) -> None:
         components = [self._file[name] for name in self._names]
         for component in components:
-            if _is_group(component) or component.ndim != 3 or component.shape != components[0].shape:
+            if _is_group(component) or len(component.shape or ()) != 3 or component.shape != components[0].shape:
                 raise ForgefieldError(
                     f"{self.path}: the component {component.name} is not an array on the grid of {components[0].name}"
                 )
@@ -72,6 +71,15 @@ class OpenPmdRows:
         self.grid_shape: tuple[int, int, int] | None = (nx, ny, nz)
         self.n_rows, self.n_columns = nx * ny * nz, len(components)
         self.dtype = np.result_type(*(component.dtype for component in components))
+        if self.n_rows == 0 or self.dtype.kind != "f":
+            raise ForgefieldError(
+                f"{self.path}: {mesh.name} has shape {components[0].shape} and type {self.dtype}; "
+                "real numbers on a grid are needed"
+            )
+        if any(component.external or component.is_virtual for component in components):
+            raise ForgefieldError(f"{self.path}: its values are in other files; copy them into this one")
+        declared, stored = self.n_rows * self.n_columns * self.dtype.itemsize, os.stat(self.path).st_size
+        check_expansion(declared, stored, str(self.path), REMEDY)
         self.unit_si: float | None = units.pop()
 
     def read(self, start: int, stop: int) -> np.ndarray:
@@ -79,7 +87,7 @@ class OpenPmdRows:
         _, ny, nz = self.grid_shape
         first, last = start // nz, -(-stop // nz)  # lines along z
         out = np.empty((stop - start, self.n_columns), dtype=self.dtype)
-        with self._lock:
+        with self._lock, reading_hdf5(str(self.path)):
             file = self._open()
             for column, name in enumerate(self._names):
                 lines = _lines(file[name], first, last, ny)

@@ -110,7 +110,7 @@ def _catalogue(
 
 def _search(top: Any, path: Path, type_map: tuple[str, ...] | None) -> Iterator[Entry]:
     """Systems in `top`, at any depth. A group that has several names, or contains itself, is visited once."""
-    seen: set[tuple[int, int]] = set()
+    seen: set[tuple[Any, Any]] = set()
     waiting = [iter([top])]
     while waiting:
         group = next(waiting[-1], None)
@@ -128,12 +128,14 @@ def _search(top: Any, path: Path, type_map: tuple[str, ...] | None) -> Iterator[
             yield entry
 
 
-def _address(group: Any) -> tuple[int, int]:
+def _address(group: Any) -> tuple[Any, Any]:
     """Where a group stands: the same under all of its names."""
     import h5py
 
-    about = h5py.h5o.get_info(group.id)
-    return about.fileno, about.addr
+    about = h5py.h5g.get_objinfo(
+        group.id
+    )  # h5o.get_info measures all that belongs to it, and never ends where that is damaged
+    return about.fileno, about.objno
 
 
 def _groups_in(group: Any) -> Iterator[Any]:

@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from forgefield.errors import ForgefieldError
+from forgefield.errors import ForgefieldError, SourceUnreadable
+from forgefield.untrusted.archives import is_system_error
 from forgefield.untrusted.expansion import check_expansion
 
 REMEDY = "write it with less compression, or divide it into several files"
@@ -32,7 +33,7 @@ def open_hdf5(path: Path) -> Any:
     try:
         return h5py.File(path, "r", locking="best-effort")
     except OSError as error:
-        if error.errno:  # the system cannot read it, whatever it holds
+        if is_system_error(error):
             raise
         raise ForgefieldError(
             f"{path}: it could not be opened as HDF5; it is damaged or truncated ({error})"
@@ -47,8 +48,8 @@ def reading_hdf5(place: str) -> Iterator[None]:
     except ForgefieldError:
         raise
     except Exception as error:
-        if isinstance(error, OSError) and error.errno:  # the system cannot read it, whatever it holds
-            raise
+        if is_system_error(error):
+            raise SourceUnreadable(f"{place}: it could not be read ({error})") from error
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:160]
         raise ForgefieldError(f"{place}: it could not be read; the HDF5 file is damaged ({reason})") from error
 

@@ -29,6 +29,7 @@ from forgefield.data.graphs.graph import GraphOptions, same_graph
 from forgefield.data.storage.columns import EDGE_FIELDS, FIELDS, OPTIONAL, Columns
 from forgefield.data.storage.table import FrameTable, Part
 from forgefield.errors import ForgefieldError
+from forgefield.untrusted.documents import load_json
 
 T = TypeVar("T")
 MANIFEST = "manifest.json"
@@ -261,7 +262,7 @@ def open_store(path: str | Path) -> Store:
     folder = Path(path)
     file = folder / MANIFEST
     try:
-        manifest = json.loads(file.read_text(encoding="utf-8"))
+        manifest = load_json(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ForgefieldError(f"{folder}: this is no store: {MANIFEST} cannot be read ({error.strerror})") from None
     except ValueError:

@@ -5,7 +5,6 @@ The tree is the one that backend-free files hold; of a checkpoint one with the s
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -22,6 +21,8 @@ from forgefield.models.deeppot.options import EnergyFittingOptions, SeE2AOptions
 from forgefield.models.deeppot.parts import fitting_part
 from forgefield.models.deeppot.se_atten_options import SeAttenOptions, SeAttenV2Options
 from forgefield.models.importers.torch_file import read_torch_file
+from forgefield.untrusted.documents import load_json, load_yaml
+from forgefield.untrusted.expansion import check_expansion
 
 Tree = dict[str, Any]
 
@@ -47,10 +48,10 @@ def read_tree(path: Path, head: str | None = None) -> Tree:
 
 def _read_yaml(path: Path) -> Tree:
     try:
-        content = yaml.load(path.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        content = load_yaml(path.read_text())
+        return _with_arrays(content, lambda value: value)
+    except (yaml.YAMLError, ValueError, TypeError, KeyError) as error:
         raise ForgefieldError(f"{path} is not readable YAML: {error}") from error
-    return _with_arrays(content, lambda value: value)
 
 
 def _read_hdf5(path: Path) -> Tree:
@@ -58,10 +59,18 @@ def _read_hdf5(path: Path) -> Tree:
 
     try:
         with h5py.File(path, "r") as file:
-            content = json.loads(file.attrs["json"])
-            return _with_arrays(content, lambda name: np.asarray(file[name]))
-    except (OSError, KeyError, ValueError) as error:
+            content = load_json(file.attrs["json"])
+            return _with_arrays(content, lambda name: _fetched(path, file[name]))
+    except ForgefieldError:
+        raise
+    except Exception as error:  # the HDF5 library has errors of all types
         raise ForgefieldError(f"{path} is not a readable .dp file: {error}.") from error
+
+
+def _fetched(path: Path, dataset: Any) -> np.ndarray:
+    remedy = "write it again with `dp convert-backend`"
+    check_expansion(dataset.size * dataset.dtype.itemsize, path.stat().st_size, f"{path}#{dataset.name}", remedy)
+    return np.asarray(dataset)
 
 
 def _with_arrays(node: Any, fetch: Callable[[Any], Any], inside: bool = False) -> Any:

@@ -6,7 +6,6 @@ here. What has no counterpart among our models is refused, never dropped. Nothin
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -22,6 +21,7 @@ from forgefield.errors import ForgefieldError
 from forgefield.models.importers.torch_file import Foreign, read_torch_file
 from forgefield.models.registry import build_model, resolve_model
 from forgefield.untrusted.archives import npz_arrays
+from forgefield.untrusted.documents import load_json
 
 SHARED_OPTIONS = {
     "num_layers": "num_layers",
@@ -252,7 +252,7 @@ def _read_npz(path: Path) -> dict[str, Tensor]:
 def _read_options(kind: Architecture, path: Path, options: str | os.PathLike[str] | None) -> Mapping[str, Any]:
     where = path.with_suffix(".json") if options is None else Path(options)
     try:
-        settings = json.loads(where.read_text())
+        settings = load_json(where.read_text())
     except FileNotFoundError as error:
         raise ForgefieldError(
             f"{path} holds weights alone; write {kind.title}'s model section as JSON to {where} "
@@ -260,7 +260,10 @@ def _read_options(kind: Architecture, path: Path, options: str | os.PathLike[str
         ) from error
     except (OSError, ValueError) as error:
         raise ForgefieldError(f"{where} cannot be read: {error}.") from error
-    return _unwrapped(settings.get("model", settings))
+    model = settings.get("model", settings) if isinstance(settings, Mapping) else None
+    if not isinstance(model, Mapping):
+        raise ForgefieldError(f"{where} should hold {kind.title}'s model section, a mapping of options.")
+    return _unwrapped(model)
 
 
 def _unwrapped(settings: Mapping[str, Any]) -> Mapping[str, Any]:

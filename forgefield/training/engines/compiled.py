@@ -23,7 +23,7 @@ from torch.fx import Graph, Node
 from torch.utils._sympy.printers import PythonPrinter
 
 from forgefield.data.batch import SHAPES, Shapes
-from forgefield.data.storage.cache import cache_folder
+from forgefield.data.storage.cache import cache_folder, can_keep
 from forgefield.training.engines.blank import sizes
 from forgefield.training.engines.step import StepFunction
 from forgefield.training.engines.traced_engine import Flat, TracedEngine
@@ -162,6 +162,7 @@ def _what_it_computes(node: Node) -> Any:
 @contextmanager
 def _kept_cache():
     """Code is kept where our other caches are, unless the user has said where."""
-    if CACHE_VARIABLE not in os.environ:
-        os.environ[CACHE_VARIABLE] = str(cache_folder() / "inductor")
+    folder = cache_folder() / "inductor"
+    if CACHE_VARIABLE not in os.environ and can_keep(folder):  # else torch keeps it where it usually does
+        os.environ[CACHE_VARIABLE] = str(folder)
     yield
