@@ -71,9 +71,7 @@ class Journal:
         render(self.console)
         copy = io.StringIO()
         # In a notebook rich shows everything as output of the cell, also what is meant for a file.
-        plain = Console(
-            file=copy, width=120, highlight=False, force_terminal=False, force_jupyter=False, no_color=True
-        )
+        plain = Console(file=copy, width=120, highlight=False, force_terminal=False, force_jupyter=False, no_color=True)
         render(plain)
         self._record(copy.getvalue().rstrip("\n"), stamp=False)
 
