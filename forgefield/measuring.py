@@ -237,7 +237,8 @@ def evaluate(
         np.savez_compressed(partial, allow_pickle=False, **arrays)
     names = tuple(labels)
     classes = {name: values for name, values in run.classes.items() if name in names}
-    metrics = ErrorMetrics(names, run.species, classes=classes, extensive=run.extensive)
+    uncounted = {name: head.get("uncounted") or () for name, head in run.heads.items()}
+    metrics = ErrorMetrics(names, run.species, classes=classes, extensive=run.extensive, uncounted=uncounted)
     tensors = {
         key: torch.from_numpy(np.ascontiguousarray(value)) for key, value in arrays.items() if value.dtype.kind != "U"
     }

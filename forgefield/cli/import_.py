@@ -13,6 +13,12 @@ if TYPE_CHECKING:
     from forgefield.models.importers.framework import ImportedModel
 
 
+SHAPES_ONLY = (
+    "weights, layers and scalings have the shapes that the file's parameters say, and all of them are used; the file holds no "
+    "predictions to compare with."
+)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("program", choices=["nequip", "allegro", "deepmd", "mala", "ase"], help="kind of model")
     parser.add_argument(
@@ -54,6 +60,8 @@ def run(args: argparse.Namespace) -> int:
         precision=imported.precision,
     )
     print(f"{created.path}: {imported.origin}, species {' '.join(potential.species)}, cutoff {potential.cutoff:g} A")
+    if imported.checked:
+        print(imported.checked)
     return 0
 
 
@@ -67,6 +75,7 @@ def _run_mala(args: argparse.Namespace) -> int:
     described = info["model"]["points"]["descriptors"]
     species = " ".join(info["species"]) or "unknown: there is no info.json in the archive"
     print(f"{created.path}: {info['origin']}, species {species}")
+    print(f"Checked: {SHAPES_ONLY}")
     if described is None:
         print("Its descriptors cannot be made here: it is tested and trained with descriptor files only.")
     return 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,6 +27,8 @@ class OwnOutput:
     """Given whether or not it is trained."""
     per_atom_errors: bool = False
     """Errors of frames are also measured per atom."""
+    uncounted: list[int] = field(default_factory=list)
+    """Numbers of the species whose atoms have no value: errors per atom are divided by the number of the other atoms."""
 
 
 class OwnOutputs(Potential):

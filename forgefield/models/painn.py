@@ -4,8 +4,8 @@ Messages carry scalars and vectors between neighbours, filtered by the distance;
 the lengths and products of its vectors. Energies are invariant; vectors are equivariant under rotations and reflections.
 
 The update multiplies three quantities that all grow with the vectors, so the published form grows like a power of 4 with every
-layer and overflows where bonds are short. With `normalise`, messages and updates read bounded copies of the features (`bounded`)
-and each layer adds terms of order one, at any depth and during training too.
+layer and overflows where bonds are short. With `normalise`, messages and updates read bounded copies of the features and each
+layer adds terms of order one, at any depth and during training too.
 """
 
 from __future__ import annotations
@@ -57,9 +57,7 @@ class PaiNN(MessagePassing):
     presets = sizes(S=(3, 64), M=(3, 128), L=(5, 256))
 
     @staticmethod
-    def complete_options(
-        options: Options, species: tuple[str, ...], cutoff: float, statistics: Mapping[str, Any]
-    ) -> Options:
+    def complete_options(options: Any, species: tuple[str, ...], cutoff: float, statistics: Mapping[str, Any]) -> Any:
         normalise = True if options.normalise is None else options.normalise
         return replace(complete_options(options, species, cutoff, statistics), normalise=normalise)
 

@@ -65,11 +65,18 @@ class Potential(nn.Module):
     has_energy = True
     forces_are_direct = False
     """Whether forces are an output of their own and not the derivative of the energy."""
+    reference_energies: Tensor | None
+    """(n_species,) eV, added to the model's energies; None for models that have shifts themselves."""
 
     def __init__(self, model: nn.Module, *, max_neighbours: int | None = None) -> None:
         super().__init__()
         self.model = model
         self.max_neighbours = max_neighbours
+        self.register_buffer("reference_energies", None, persistent=False)  # resolved options hold them
+
+    def add_reference_energies(self, energies: Mapping[str, float]) -> None:
+        """Add an energy for each atom, by species, eV, to those of the model: for models that have no shifts themselves."""
+        self.reference_energies = torch.tensor([float(energies[s]) for s in self.species], dtype=torch.float64)
 
     @property
     def further(self) -> Mapping[str, FurtherOutput]:
@@ -123,7 +130,14 @@ class Potential(nn.Module):
 
     def _encode(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
         """Atomic energies (n_atoms,), eV, float64; and features of atoms where further outputs are made of them."""
-        return self.model(batch).reshape(-1).double(), None
+        return self._referenced(self.model(batch), batch), None
+
+    def _referenced(self, atomic: Tensor, batch: dict[str, Any]) -> Tensor:
+        """Energies of the model (n_atoms,), with the reference energies if there are any; float64."""
+        atomic = atomic.reshape(-1).double()
+        if self.reference_energies is None:
+            return atomic
+        return atomic + gather(self.reference_energies, Segments(batch["species"], len(self.species)))
 
     def _further(self, features: Tensor | None, batch: Batch) -> dict[str, Tensor]:
         """Outputs beside energies and their derivatives, by name."""

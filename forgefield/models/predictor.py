@@ -97,7 +97,7 @@ class Predictor(Potential):
     def _encode(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
         features, energies = self._features(batch, energies=True)
         assert energies is not None
-        return energies.reshape(-1).double(), features
+        return self._referenced(energies, batch), features
 
     def _features(self, batch: dict[str, Any], *, energies: bool) -> tuple[Tensor, Tensor | None]:
         if hasattr(self.model, "encode"):

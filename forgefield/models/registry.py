@@ -52,6 +52,8 @@ MODULE_FOLDER = "module_folder"
 PREDICTS = "predicts"
 """Resolved options of a model with further outputs: `energy`, whether it has one, and `heads`, options of each in full; with
 `own` these are what is said of outputs that the model gives by itself."""
+REFERENCES = "reference_energies"
+"""Resolved options of a user's own model that knows nothing of the data's energies: what is added for each species, eV."""
 OWN = "own"
 HEADS = "heads"
 _GIVEN_BY_US = ("species", "cutoff", "adaptive_cutoff", "max_neighbours", "statistics")
@@ -158,7 +160,7 @@ def resolve_model(
         own = _own_outputs(found, full)
         return full | ({PREDICTS: _described(own, units or {})} if own else {})
     folder = own_folder(name)
-    own = _resolve_own(found, name, given, facts)
+    own = _resolve_own(found, name, given, facts, has_energy)
     return resolved | own | ({} if folder is None else {MODULE_FOLDER: str(folder)})
 
 
@@ -265,6 +267,7 @@ def build_model(resolved: Mapping[str, Any], *, precision: str, seed: int, trust
     folder = options.pop(MODULE_FOLDER, None)
     found = model_class(options.pop("name"), folder, trust=trust)
     max_neighbours, predicts = options.get("max_neighbours"), options.pop(PREDICTS, None)
+    references = None
     if resolved["name"] in BUILT_IN:
         options.pop("max_neighbours", None)
         told = {key: options.pop(key) for key in _GIVEN_BY_US if key in options}
@@ -277,7 +280,19 @@ def build_model(resolved: Mapping[str, Any], *, precision: str, seed: int, trust
             generator=torch.Generator().manual_seed(seed),
         )
     else:
+        if REFERENCES not in inspect.signature(found.__init__).parameters:
+            references = options.pop(REFERENCES, None)
         model = _build_own(found, options, PRECISIONS[precision], seed)
+    potential = _around(model, resolved, predicts, max_neighbours, PRECISIONS[precision], seed)
+    if references is not None:
+        potential.add_reference_energies(references)
+    return potential
+
+
+def _around(
+    model: Any, resolved: Mapping[str, Any], predicts: Any, max_neighbours: int | None, dtype: torch.dtype, seed: int
+) -> Potential:
+    """The potential or predictor around a model. predicts: `PREDICTS` of the resolved options."""
     if predicts is None:
         make = getattr(model, "make_potential", None) or partial(Potential, model)
         return make(max_neighbours=max_neighbours)
@@ -288,7 +303,7 @@ def build_model(resolved: Mapping[str, Any], *, precision: str, seed: int, trust
         head_options(predicts[HEADS]),
         has_energy=predicts["energy"],
         max_neighbours=max_neighbours,
-        dtype=PRECISIONS[precision],
+        dtype=dtype,
         seed=seed,
     )
 
@@ -341,7 +356,10 @@ def _resolve_built_in(
     return _plain(asdict(found.complete(options, species=species, statistics=facts, **told)))
 
 
-def _resolve_own(found: Any, name: str, given: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
+def _resolve_own(
+    found: Any, name: str, given: dict[str, Any], facts: dict[str, Any], has_energy: bool
+) -> dict[str, Any]:
+    """Options of a user's own class. Reference energies are added for it unless it asks for them or for the statistics."""
     parameters = list(inspect.signature(found.__init__).parameters.values())[1:]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
@@ -349,9 +367,14 @@ def _resolve_own(found: Any, name: str, given: dict[str, Any], facts: dict[str, 
         if key not in named and not takes_any:
             raise ForgefieldError(f"model.{key} is not an argument of {name}.{did_you_mean(key, named)}")
     for key, parameter in named.items():
-        if parameter.default is parameter.empty and key not in given and key not in _GIVEN_BY_US:
+        if parameter.default is parameter.empty and key not in given and key not in (*_GIVEN_BY_US, REFERENCES):
             raise ForgefieldError(f"model.{key} is missing: {name} has no default for it.")
-    return given | ({"statistics": facts} if "statistics" in named else {})
+    if "statistics" in named:
+        return given | {"statistics": facts}
+    references = facts.get("reference_energies") or {}
+    if REFERENCES in named:
+        return ({REFERENCES: references} if references else {}) | given
+    return given | ({REFERENCES: references} if has_energy and any(references.values()) else {})
 
 
 def _build_own(found: Any, options: dict[str, Any], dtype: torch.dtype, seed: int) -> nn.Module:

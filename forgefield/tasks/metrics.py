@@ -35,7 +35,8 @@ class ErrorMetrics:
     targets: what is measured: energy, forces, stress, virial, or fields by their names. species: symbols, in the order of the
     batch's indices. classes: labels of those targets that are classes; what is summed of them is in `classes.py`.
 
-    extensive: targets of frames that are also measured per atom, as `NAME_per_atom`. branches: of the model; a target
+    extensive: targets of frames that are also measured per atom, as `NAME_per_atom`. uncounted: of these, numbers of the
+    species whose atoms do not count, as DeePMD-kit 3.2 leaves out excluded ones. branches: of the model; a target
     `water.energy` is measured on frames of the branch water.
     """
 
@@ -48,10 +49,12 @@ class ErrorMetrics:
         classes: Mapping[str, Sequence[float]] | None = None,
         extensive: Sequence[str] = (),
         branches: Sequence[str] = (),
+        uncounted: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         self.targets = targets
         self.branches = tuple(branches)
         self.extensive = frozenset(extensive)
+        self.uncounted = {name: tuple(numbers) for name, numbers in (uncounted or {}).items() if numbers}
         self.species = species
         self.classes = dict(classes or {})
         self._values: dict[tuple[str, torch.device], Tensor] = {}
@@ -98,8 +101,8 @@ class ErrorMetrics:
             else:
                 added.append(_moments(error))
                 if target in self.extensive:
-                    n_atoms = batch["n_atoms"].view(-1, *[1] * (error.dim() - 1))
-                    added.append(_moments(error / n_atoms))
+                    n_atoms = _counted(batch, self.uncounted.get(target, ()))
+                    added.append(_moments(error / n_atoms.view(-1, *[1] * (error.dim() - 1))))
         return torch.stack(added)
 
     def _of_branch(self, name: str, error: Tensor, batch: dict[str, Tensor]) -> Tensor:
@@ -151,6 +154,21 @@ class ErrorMetrics:
 
     def reset(self) -> None:
         self.sums = torch.zeros_like(self.sums)
+
+
+def _counted(batch: dict[str, Tensor], uncounted: Sequence[int]) -> Tensor:
+    """(n_frames,): atoms of each frame that are not of these species; at least 1."""
+    n_atoms, species = batch["n_atoms"], batch["species"]
+    if not uncounted:
+        return n_atoms
+    frame = batch.get("frame")
+    if frame is None:
+        frame = torch.repeat_interleave(n_atoms, output_size=species.shape[0])
+    counts = torch.ones_like(species, dtype=torch.float64)
+    for number in uncounted:
+        counts = torch.where(species == number, 0.0, counts)
+    found = torch.zeros_like(n_atoms, dtype=torch.float64).index_add(0, frame, counts)
+    return found.clamp(min=1)
 
 
 def _errors(predicted: Tensor, labels: Tensor) -> Tensor:

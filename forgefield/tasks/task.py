@@ -61,6 +61,8 @@ class Target:
     """Labels of the classes, where the target is one of them; the output then has a logit for each."""
     per_atom_errors: bool = False
     """Errors of frames are also measured per atom."""
+    uncounted: tuple[int, ...] = ()
+    """Numbers of the species that do not count as atoms there."""
     branch: int | None = None
     """The branch of the model whose frames count; None: all do."""
     kind: str = "values"
@@ -167,7 +169,14 @@ class Task:
 
     def error_metrics(self, species: tuple[str, ...]) -> ErrorMetrics:
         """Accumulators of its targets' errors."""
-        return ErrorMetrics(self.names, species, classes=self.classes, extensive=self.extensive, branches=self.branches)
+        return ErrorMetrics(
+            self.names,
+            species,
+            classes=self.classes,
+            extensive=self.extensive,
+            branches=self.branches,
+            uncounted={target.name: target.uncounted for target in self.targets if target.uncounted},
+        )
 
     def follow(self, moment: Moment) -> None:
         """Take the weights of this moment. Tensors are changed in place, without waiting for their device."""
@@ -334,6 +343,7 @@ def _build_field_target(name: str, options: Any, further: Mapping[str, FurtherOu
         reduce=output.reduce if output.per == "frame" else None,
         classes=None if output.classes is None else tuple(output.classes),
         per_atom_errors=getattr(output, "per_atom_errors", False),
+        uncounted=tuple(getattr(output, "uncounted", ())),
         kind=output.kind,
     )
 

@@ -30,7 +30,14 @@ from forgefield.training.initial_model import initial_model
 from forgefield.training.module import TrainingModule
 from forgefield.training.precision import Precision
 from forgefield.training.preflight import require_any_label, require_inputs, require_same_data
-from forgefield.training.resolved_model import built_task, key_frames, resolved_model, tell_branches, wanted_task
+from forgefield.training.resolved_model import (
+    built_task,
+    key_frames,
+    resolved_model,
+    show_fitted_shifts,
+    tell_branches,
+    wanted_task,
+)
 from forgefield.training.start_summary import effective_batch
 from forgefield.training.subject import Party, Subject
 from forgefield.training.transfer import Transfer, transfer
@@ -99,6 +106,8 @@ class FramesSubject(Subject):
                 resolved = resolved_model(self.config, data) if change is None else change.resolved
         self.change = ranks.share(change)
         self.resolved = self.kept_model(resolved)
+        if self.initial is None:
+            show_fitted_shifts(self.config, data, self.resolved)
         self.task = built_task(options, self.resolved)
 
     def _start_from_initial(self) -> None:

@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,17 @@ from forgefield.data.storage.cache import cache_folder
 from forgefield.errors import ForgefieldError
 from forgefield.files import remove_leftovers, write_whole
 from forgefield.models.potential import Potential
-from forgefield.models.registry import branch_names, further_outputs, model_statistics, own_outputs, resolve_model
+from forgefield.models.registry import (
+    BUILT_IN,
+    branch_names,
+    further_outputs,
+    model_statistics,
+    own_outputs,
+    resolve_model,
+)
 from forgefield.tasks.task import Task, default_task, require_labels
 from forgefield.training.further import has_energy, head_facts, own_units
+from forgefield.training.repulsion import ZBL, less_repulsion, statistics_without_repulsion
 
 EDGES_AT_ONCE = 2_000_000
 MOST_FRAMES = 20_000
@@ -68,7 +76,7 @@ def resolved_model(config: DictConfig, data: DataModule) -> dict[str, Any]:
         cutoff=config.data.cutoff,
         adaptive_cutoff=config.data.adaptive_cutoff,
         max_neighbours=config.data.max_neighbours,
-        statistics=asdict(data.statistics) | _measured(config, data),
+        statistics=asdict(data.statistics) | _without_repulsion(config, data) | _measured(config, data),
         heads={} if task is None or own else head_facts(task, data),
         has_energy=task is None or has_energy(task),
         units=own_units(own, task, data) if own else None,
@@ -106,7 +114,7 @@ def _measured(config: DictConfig, data: DataModule) -> dict[str, Any]:
     rows = spread(len(data.train), MOST_FRAMES)
     found = model_statistics(
         model,
-        lambda: measured_batches(data.train, rows, cutoff),
+        lambda: _batches(config, data, rows),
         species=species,
         cutoff=cutoff,
         trust=CONFIG,
@@ -119,9 +127,43 @@ def _measured(config: DictConfig, data: DataModule) -> dict[str, Any]:
     return found
 
 
+def _repulsion(config: DictConfig, data: DataModule) -> Potential | None:
+    """The ZBL term that the config's model adds, if it does."""
+    model = plain(config.model)
+    if model.get("name") not in BUILT_IN or not model.get("zbl"):
+        return None
+    adaptive = config.data.adaptive_cutoff
+    return Potential(ZBL(model, data.species.symbols, float(config.data.cutoff), adaptive))
+
+
+def _batches(config: DictConfig, data: DataModule, rows: np.ndarray) -> Iterator[Batch]:
+    """Training frames with edges; energies and forces are what the model has to give besides its ZBL term."""
+    batches = measured_batches(data.train, rows, float(config.data.cutoff))
+    repulsion = _repulsion(config, data)
+    return batches if repulsion is None else less_repulsion(batches, repulsion)
+
+
+def _without_repulsion(config: DictConfig, data: DataModule) -> dict[str, Any]:
+    """Statistics that replace those of the data where the model adds ZBL; none otherwise."""
+    if _repulsion(config, data) is None:
+        return {}
+    rows = spread(len(data.train), MOST_FRAMES)
+    return statistics_without_repulsion(_batches(config, data, rows), data.statistics)
+
+
+def show_fitted_shifts(config: DictConfig, data: DataModule, resolved: Mapping[str, Any]) -> None:
+    """Let the data's description show the reference energies that the model was given, where ZBL changed the fit."""
+    shifts, found = resolved.get("energy_shifts"), data.statistics
+    if not resolved.get("zbl") or found.reference_kind != "fit" or not isinstance(shifts, Mapping):
+        return
+    if config.model.get("energy_shifts") is None and dict(shifts) != found.reference_energies:
+        note = "; ".join(part for part in ("fitted to energies less ZBL", found.reference_note) if part)
+        data.statistics = replace(found, reference_energies=dict(shifts), reference_note=note)
+
+
 def _place(config: DictConfig, data: DataModule) -> Path:
     settings = {
-        "format": 1,
+        "format": 2 if plain(config.model).get("zbl") else 1,
         "frames": data.train.frames.fingerprint,
         "model": plain(config.model),
         "species": data.species.symbols,

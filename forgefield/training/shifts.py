@@ -17,6 +17,7 @@ from torch import Tensor
 from forgefield.data.dataset import GraphDataset
 from forgefield.errors import ForgefieldError
 from forgefield.models.potential import Potential
+from forgefield.models.registry import REFERENCES
 from forgefield.training.resolved_model import measured_batches, spread
 
 MOST_FRAMES = 2000
@@ -57,6 +58,8 @@ def shifts_of(potential: Potential) -> Tensor:
         found = getattr(potential.model, name, None)
         if isinstance(found, Tensor) and found.shape == (len(potential.species),):
             return found
+    if potential.reference_energies is not None:
+        return potential.reference_energies
     branches = getattr(getattr(potential.model, "options", None), "branches", None)
     if branches:
         raise ForgefieldError(
@@ -99,6 +102,8 @@ def set_shifts(potential: Potential, resolved: dict[str, Any], values: Sequence[
         resolved["out_bias"] = list(values)
     elif "energy_shifts" in resolved:
         resolved["energy_shifts"] = dict(zip(potential.species, values))
+    elif REFERENCES in resolved:
+        resolved[REFERENCES] = dict(zip(potential.species, values))
 
 
 @torch.no_grad()

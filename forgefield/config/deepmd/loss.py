@@ -11,6 +11,7 @@ DeePMD-kit's terms of an energy loss, N atoms in a frame, means over frames and 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from forgefield.config.deepmd.outputs import OutputTask, dos_task, property_task, tensor_task
@@ -28,8 +29,15 @@ OTHER_LOSSES = ("ener_spin", "dens", "denoise", "population")
 LOSS_OF_FITTING = {"ener": "ener", "property": "property", "dos": "dos", "dipole": "tensor", "polar": "tensor"}
 
 
-def translate_loss(section: Section, fitting: dict[str, Any], species: list[str], batch: dict[str, Any]) -> OutputTask:
-    """Our `task` section and what belongs to it. fitting: what the network is fitted to. batch: our `data.batch`."""
+def translate_loss(
+    section: Section,
+    fitting: dict[str, Any],
+    species: list[str],
+    batch: dict[str, Any],
+    excluded: Sequence[int] = (),
+) -> OutputTask:
+    """Forgefield's `task` section and what belongs to it. fitting: what the network is fitted to. batch: its `data.batch`.
+    excluded: numbers of the species that have no value (`atom_exclude_types`)."""
     kind = section.take("type", LOSS_OF_FITTING[fitting["type"]])
     kind = "ener" if kind == "ener_hess" else kind
     if kind in OTHER_LOSSES:
@@ -41,9 +49,14 @@ def translate_loss(section: Section, fitting: dict[str, Any], species: list[str]
             "type", kind, f"{LOSS_OF_FITTING[fitting['type']]} where 'model.fitting_net.type' is {fitting['type']}"
         )
     if kind == "tensor":
-        return tensor_task(section, fitting, species)
+        return tensor_task(section, fitting, species, excluded)
     if kind == "dos":
-        return dos_task(section, fitting)
+        return dos_task(section, fitting, species, excluded)
+    if kind == "ener" and excluded:
+        section.notes["model.atom_exclude_types"] = (
+            "the loss of energies, forces and virials averages over all atoms; DeePMD-kit 3.2 averages over those that are not "
+            "excluded."
+        )
     return property_task(section, fitting, batch) if kind == "property" else OutputTask(_energy(section))
 
 

@@ -10,6 +10,7 @@ DeePMD-kit's terms, N atoms in a frame; means are over frames (atoms) and compon
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,8 +34,10 @@ class OutputTask:
     columns: dict[str, str] = field(default_factory=dict)
 
 
-def tensor_task(section: Section, fitting: dict[str, Any], species: list[str]) -> OutputTask:
-    """Dipoles and polarisabilities, of frames and of atoms."""
+def tensor_task(
+    section: Section, fitting: dict[str, Any], species: list[str], excluded: Sequence[int] = ()
+) -> OutputTask:
+    """Dipoles and polarisabilities, of frames and of atoms. excluded: `atom_exclude_types`."""
     label, shape, column = TENSORS[fitting["type"]]
     weights = [float(section.number(name, MISSING, at_least=0)) for name in ("pref", "pref_atomic")]
     section.only("enable_atomic_weight", False, "atoms are not weighted one by one")
@@ -49,22 +52,23 @@ def tensor_task(section: Section, fitting: dict[str, Any], species: list[str]) -
     if weights[1]:
         name = f"atomic_{label}"
         found.task[name] = {"weight": weights[1], "loss": "mse"}
-        found.fields[name] = {"per": "atom", "shape": shape, **_of_selected(fitting, species)}
+        found.fields[name] = {"per": "atom", "shape": shape, **_of_selected(fitting, species, excluded)}
         found.columns[f"rmse_local_{column}"] = f"{name}_rmse"
     return found
 
 
-def _of_selected(fitting: dict[str, Any], species: list[str]) -> dict[str, Any]:
-    """Labels of atoms are there for selected species alone."""
+def _of_selected(fitting: dict[str, Any], species: list[str], excluded: Sequence[int]) -> dict[str, Any]:
+    """Labels of atoms count for selected species alone, and not for excluded ones: means are over the remaining atoms."""
     chosen = fitting.get("sel_type")
     chosen = [chosen] if isinstance(chosen, int) else chosen
-    if not chosen or any(not 0 <= number < len(species) for number in chosen):
-        return {}
-    return {"species": [species[number] for number in chosen]}
+    if any(not 0 <= number < len(species) for number in (*(chosen or ()), *excluded)):
+        return {}  # refused where the model is completed
+    remaining = [number for number in chosen or range(len(species)) if number not in excluded]
+    return {"species": [species[number] for number in remaining]} if chosen or excluded else {}
 
 
-def dos_task(section: Section, fitting: dict[str, Any]) -> OutputTask:
-    """Densities of states and their running sums."""
+def dos_task(section: Section, fitting: dict[str, Any], species: list[str], excluded: Sequence[int] = ()) -> OutputTask:
+    """Densities of states and their running sums. excluded: `atom_exclude_types`."""
     shape, found = [fitting.get("numb_dos", NUMB_DOS)], OutputTask({})
     for short, (name, default) in DENSITIES.items():
         first = float(section.number(f"start_pref_{short}", default, at_least=0))
@@ -75,7 +79,8 @@ def dos_task(section: Section, fitting: dict[str, Any]) -> OutputTask:
         schedule = {} if first == last else {"schedule": {"kind": "lr", "to": last}}
         found.task[name] = {"weight": first, "loss": "mse", **schedule}
         found.task[name] |= {} if of_atoms else {"reduce": "sum", "per_atom": False}
-        found.fields[name] = {"shape": shape} | ({"per": "atom"} if of_atoms else {})
+        of_species = {"per": "atom", **_of_selected({}, species, excluded)}
+        found.fields[name] = {"shape": shape} | (of_species if of_atoms else {})
         if kind == "cdf":
             found.fields[name] |= {"key": "atom_dos" if of_atoms else "dos", "cumulative": True}
         place, metric = ("local", name) if of_atoms else ("global", f"{name}_per_atom")

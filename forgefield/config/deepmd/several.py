@@ -129,7 +129,9 @@ class Branches:
         losses = _by_branch(self.whole, "loss_dict", self.names, required=False)
         for name, model in self.models.items():
             section = Section(losses.get(name, {}), self.file, f"loss_dict.{name}", self.whole.notes)
-            found[name] = translate_loss(section, model.fitting, model.species, {}).task
+            found[name] = translate_loss(
+                section, model.fitting, model.species, {}, model.options.get("atom_exclude_types", ())
+            ).task
         return {"branches": found}
 
     def data(self) -> dict[str, Any]:

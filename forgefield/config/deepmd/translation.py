@@ -98,7 +98,9 @@ def _parts(whole: Section, model_section: Section, training: Section) -> tuple[M
     data |= {"reference_energies": "fit"} if model.fitting["type"] == "ener" else {}
     data |= translate_data(training, model.species)
     loss = whole.below("loss") or Section({}, whole.file, "loss", whole.notes)
-    learnt = translate_loss(loss, model.fitting, model.species, data["batch"])
+    learnt = translate_loss(
+        loss, model.fitting, model.species, data["batch"], model.options.get("atom_exclude_types", ())
+    )
     if model.fields or learnt.fields:
         data["labels"] = {"fields": {**model.fields, **learnt.fields}}
     return model, data, learnt

@@ -144,7 +144,9 @@ class DeepPot(nn.Module):
         options: the `model` section, resolved or not.
         """
         kind, of_fitting = fitting_part(options.get("fitting_net", {}))
-        return kind.facts(of_fitting) if issubclass(kind, TensorFitting) else {}
+        facts = kind.facts(of_fitting) if issubclass(kind, TensorFitting) else {}
+        excluded = list(options.get("atom_exclude_types") or ())
+        return {name: dataclasses.replace(output, uncounted=excluded) for name, output in facts.items()}
 
     def energy_parameters(self) -> Iterator[nn.Parameter]:
         """What energies depend on and features do not."""

@@ -64,7 +64,14 @@ def _assemble(path: Path, tree: Tree) -> ImportedModel:
     precision = "float64" if "float64" in (of_descriptor["precision"], of_fitting["precision"]) else "float32"
     state = _fill(path, build_model(resolved, precision=precision, seed=0).state_dict(), weights | more)
     version = tree.get("version", "of unknown version")
-    return ImportedModel(resolved, state, precision, f"{path.name}: {tree.get('software', 'deepmd-kit')} {version}")
+    return ImportedModel(
+        resolved,
+        state,
+        precision,
+        origin=f"{path.name}: {tree.get('software', 'deepmd-kit')} {version}",
+        checked="Checked: every weight has the shape that the file's options say, and none is missing; the file holds no "
+        "predictions to compare with.",
+    )
 
 
 def _energy_bias(model: Tree, fitting: Tree, n_species: int) -> list[float]:

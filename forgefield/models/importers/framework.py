@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,14 @@ from ase.data import atomic_numbers
 from torch import Tensor
 
 from forgefield.errors import ForgefieldError
+from forgefield.models.importers.framework_checks import (
+    CUTOFF,
+    apply_modifiers,
+    check_constants,
+    cutoff_in_file,
+    describe_checks,
+    match_averages,
+)
 from forgefield.models.importers.torch_file import Foreign, read_torch_file
 from forgefield.models.registry import build_model, resolve_model
 from forgefield.untrusted.archives import npz_arrays
@@ -78,6 +86,8 @@ class ImportedModel:
     state: dict[str, Tensor]
     precision: str
     origin: str
+    checked: str = ""
+    """What of the file was verified, as a sentence for the user."""
 
 
 def read_model(
@@ -113,31 +123,20 @@ def _from_checkpoint(kind: Architecture, path: Path, content: Mapping[str, Any],
     settings = hyper.get("model")
     if not isinstance(settings, Mapping):
         raise ForgefieldError(f"{path} does not say how its model was built (hyper_parameters.model).")
-    settings = _unwrapped(settings)
+    settings = apply_modifiers(path, settings)
     state = content["state_dict"]
     tensors = _model_tensors(kind, path, state)
     averages = sorted((int(key.rsplit("_", 1)[1]), key) for key in state if key.startswith("ema.ema_weight_"))
     extra = state.get("ema._extra_state", {})
     average_is_apart = not isinstance(extra, Mapping) or extra.get("is_holding_ema_weights", True)
     if averages and average_is_apart == (weights == "ema"):
-        trained = [key for key in tensors if _is_parameter(key, settings)]
-        if len(trained) != len(averages):
-            raise ForgefieldError(f"{path} has {len(averages)} averaged weights for {len(trained)} parameters.")
-        tensors.update({key: state[name].view_as(tensors[key]) for key, (_, name) in zip(trained, averages)})
-    imported = _assemble(kind, path, settings, tensors)
+        averaged = match_averages(path, tensors, [state[name] for _, name in averages], settings)
+    else:
+        averaged = {}
+    imported = _assemble(kind, path, settings, tensors | averaged)
     which = ("averaged" if weights == "ema" else "last") if averages else "last"
     origin = f"{path.name}: {kind.title} {version}, {which} weights"
-    return ImportedModel(imported.resolved, imported.state, imported.precision, origin)
-
-
-def _is_parameter(key: str, settings: Mapping[str, Any]) -> bool:
-    if key.endswith("bessel_encode.bessel_weights"):
-        radial = settings.get("radial_chemical_embed", settings)
-        return bool(radial.get("bessel_trainable", False))
-    for name in ("scales", "shifts"):
-        if key == f"per_type_energy_scale_shift.{name}":
-            return bool(settings.get(f"per_type_energy_{name}_trainable", False))
-    return True
+    return replace(imported, origin=origin)
 
 
 def _model_tensors(kind: Architecture, path: Path, state: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -147,8 +146,11 @@ def _model_tensors(kind: Architecture, path: Path, state: Mapping[str, Any]) -> 
         if not isinstance(value, Tensor) or key.startswith(("ema.", "loss.", "run_stage")) or "metrics" in key:
             continue
         name = re.sub(r"^(weight/)?(model\.)*(sole_model\.)?(model\.)*(func\.)*", "", key)
+        if name == CUTOFF:
+            tensors[name] = value
+            continue
         if kind.derived.fullmatch(name):
-            if value.numel() and name.endswith((".bias", "tp.weight", "mul.weight")):
+            if value.numel() and name.endswith((".bias", "tp.weight", "mul.weight", "multiplier.weight")):
                 raise ForgefieldError(f"{path}: {key} has weights that this kind of model does not have.")
             continue
         if value.numel() or not name.startswith("per_type_energy_scale_shift."):  # empty where there is no such term
@@ -158,13 +160,19 @@ def _model_tensors(kind: Architecture, path: Path, state: Mapping[str, Any]) -> 
     return tensors
 
 
-def _assemble(kind: Architecture, path: Path, settings: Mapping[str, Any], tensors: dict[str, Tensor]) -> ImportedModel:
+def _assemble(
+    kind: Architecture, path: Path, settings: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> ImportedModel:
     given, species, cutoff = translate_options(kind, path, settings)
+    reach = cutoff_in_file(path, tensors, settings)
+    constants = check_constants(path, tensors, settings, species)
     precision = str(settings.get("model_dtype", "float32")).removeprefix("torch.")
     resolved = resolve_model(given, species=species, cutoff=cutoff)
     shapes = build_model(resolved, precision=precision, seed=0).state_dict()
     state = {}
     for name, value in tensors.items():
+        if name == CUTOFF:
+            continue
         ours = kind.our_name(name)
         if ours is None:
             raise ForgefieldError(f"{path}: {name} is not a weight of a {kind.title} model of the versions known here.")
@@ -181,7 +189,8 @@ def _assemble(kind: Architecture, path: Path, settings: Mapping[str, Any], tenso
         if name not in state and name not in _CONSTANTS:
             raise ForgefieldError(f"{path} lacks the weights of {name}.")
         state.setdefault(name, value)
-    return ImportedModel(resolved, state, precision, f"{path.name}: {kind.title} state dict")
+    checked = describe_checks(sum(value.numel() for value in tensors.values()), [*reach, *constants])
+    return ImportedModel(resolved, state, precision, f"{path.name}: {kind.title} state dict", checked)
 
 
 def translate_options(
@@ -260,14 +269,9 @@ def _read_options(kind: Architecture, path: Path, options: str | os.PathLike[str
         ) from error
     except (OSError, ValueError) as error:
         raise ForgefieldError(f"{where} cannot be read: {error}.") from error
-    model = settings.get("model", settings) if isinstance(settings, Mapping) else None
+    model = (
+        settings.get("model", settings) if isinstance(settings, Mapping) and "_target_" not in settings else settings
+    )
     if not isinstance(model, Mapping):
         raise ForgefieldError(f"{where} should hold {kind.title}'s model section, a mapping of options.")
-    return _unwrapped(model)
-
-
-def _unwrapped(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The model's own section inside those of modifiers, which change how it runs or numbers that its state holds."""
-    while str(settings.get("_target_", "")).rsplit(".", 1)[-1] == "modify":
-        settings = settings["model"]
-    return settings
+    return apply_modifiers(path, model)

@@ -23,7 +23,7 @@ _RENAMED = SHARED_OPTIONS | {
     "convnet_nonlinearity_type": "nonlinearity",
 }
 _DERIVED = re.compile(
-    r"_empty|.*\.(output_mask|bias|tp\.weight|mul\.weight)|.*\._w3j_\d+_\d+_\d+|edge_norm\._rmax_recip"
+    r"_empty|.*\.(output_mask|bias|tp\.weight|mul\.weight|scalar_multiplier\.weight)|.*\._w3j_\d+_\d+_\d+|edge_norm\._rmax_recip"
     r"|pair_potential\.(atomic_numbers|_qqr2exesquare)"
 )
 
