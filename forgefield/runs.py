@@ -21,11 +21,11 @@ from forgefield._version import __version__
 from forgefield.config.nearest import did_you_mean
 from forgefield.config.sources import read_yaml
 from forgefield.config.trust import Trust, refuse_interpolations
-from forgefield.data.graphs.graph import GraphOptions
+from forgefield.data.neighbours.graph import GraphOptions
 from forgefield.errors import ForgefieldError
-from forgefield.files import write_whole
+from forgefield.files import write_atomically
+from forgefield.ldos.model import LDOSNetwork
 from forgefield.models.deeppot.branches import single
-from forgefield.models.ldos import LDOSNetwork
 from forgefield.models.potential import Potential
 from forgefield.models.predictor import FORCES, NOISE
 from forgefield.models.registry import HEADS, PREDICTS, branch_names, build_model, build_point_model, is_of_points
@@ -194,7 +194,7 @@ class Run:
         """Change keys of `run.json`, atomically."""
         path = self.path / "run.json"
         info = {**(self.info if path.exists() else {}), **changes}
-        write_whole(path, json.dumps(info, indent=1) + "\n")
+        write_atomically(path, json.dumps(info, indent=1) + "\n")
 
     def require_head(self, head: str | None) -> None:
         """Refuse a branch that the model does not have, and none where it has several."""

@@ -18,7 +18,7 @@ from safetensors.torch import save as safetensors_bytes
 from torch import Tensor
 
 from forgefield.errors import ForgefieldError
-from forgefield.files import read_bytes, write_whole
+from forgefield.files import read_bytes, write_atomically
 
 _ABOUT, _CHECKSUM = "about", "sha256"
 
@@ -47,7 +47,7 @@ def write_weights(path: Path, state: Mapping[str, Tensor], about: Mapping[str, A
     """Write tensors and a note about them; `path` holds either the old or the new file, whatever happens."""
     # One metadata entry: with several, safetensors writes them in random order, and equal runs would differ in bytes.
     metadata = {_ABOUT: json.dumps({**about, _CHECKSUM: digest(state)})}
-    write_whole(path, safetensors_bytes(dict(state), metadata=metadata))
+    write_atomically(path, safetensors_bytes(dict(state), metadata=metadata))
 
 
 def read_weights(path: Path) -> Weights:

@@ -10,7 +10,7 @@ import numpy as np
 from forgefield.data.batch import Batch, assemble, without_labels
 from forgefield.data.fields import Fields
 from forgefield.data.frame import Frame
-from forgefield.data.graphs.edges import (
+from forgefield.data.neighbours.edges import (
     BuiltEdges,
     DeviceEdges,
     MemoryEdges,
@@ -20,10 +20,10 @@ from forgefield.data.graphs.edges import (
     build_block,
     geometry_of,
 )
-from forgefield.data.graphs.graph import GraphOptions
+from forgefield.data.neighbours.graph import GraphOptions
 from forgefield.data.species import SpeciesTable
-from forgefield.data.storage.store import StoreColumns, holds_graph
-from forgefield.data.storage.table import FrameTable
+from forgefield.data.store.store import StoreColumns, holds_graph
+from forgefield.data.store.table import FrameTable
 from forgefield.errors import ForgefieldError
 
 
@@ -60,7 +60,7 @@ class GraphDataset:
             )
         self.edges: Neighbourhoods = DeviceEdges() if on_device else _neighbourhoods(self.frames, self.graph, progress)
 
-    def tell_branches(self, names: Sequence[str]) -> None:
+    def set_branches(self, names: Sequence[str]) -> None:
         """From now on batches say which branch of the model each frame belongs to, by its place in `names`."""
         self._branch = self.frames.branch_of_frame(names)
         strange = np.flatnonzero(self._branch < 0)

@@ -11,8 +11,8 @@ import lightning
 from forgefield.config.schema import DataOptions
 from forgefield.config.starter import LARGE_FORCES
 from forgefield.data.dataset import GraphDataset
-from forgefield.data.graphs.edges import Progress
 from forgefield.data.inspection.suspicions import cutoff_doubts, label_doubts, lone_atoms
+from forgefield.data.neighbours.edges import Progress
 from forgefield.data.noise import Noise
 from forgefield.data.readers import plain
 from forgefield.data.reading import Progress as ConversionProgress
@@ -24,7 +24,7 @@ from forgefield.data.sampling.plan import Budget
 from forgefield.data.species import SpeciesTable
 from forgefield.data.splits import ON_DEVICE, Splits, graph_options, resolve_splits
 from forgefield.data.statistics import Statistics, compute_statistics
-from forgefield.data.storage.store import StoreColumns
+from forgefield.data.store.store import StoreColumns
 from forgefield.errors import ForgefieldError
 
 SHOWN = 6
@@ -135,7 +135,7 @@ class DataModule(lightning.LightningDataModule):
         for _, part in self.splits():
             part.targets = frozenset(targets) & part.fields.keys()
 
-    def tell_branches(self, names: Sequence[str]) -> None:
+    def set_branches(self, names: Sequence[str]) -> None:
         """Batches say which of these branches of the model a frame is for. Called before loaders are asked for."""
         missing = [name for name in names if name not in self.train.frames.branches]
         if missing:
@@ -144,7 +144,7 @@ class DataModule(lightning.LightningDataModule):
                 f"{missing[0]}}} there."
             )
         for _, part in self.splits():
-            part.tell_branches(names)
+            part.set_branches(names)
 
     def key_frames(self) -> None:
         """Batches of the training will carry `frame_key`. Called before loaders are asked for."""

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forgefield.ops.kernels.segments import pointers_by_kernel
-from forgefield.ops.kernels.setting import use_kernels
+from forgefield.kernels.core.switches import use_kernels
+from forgefield.kernels.edges.segments import pointers_by_kernel
 from forgefield.ops.segment_sum import sum_by_pointers
 
 

@@ -67,7 +67,7 @@ class Predictions:
     forces_ref: np.ndarray | None
     stress_pred: np.ndarray | None
     stress_ref: np.ndarray | None
-    further: dict[str, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
+    extra_outputs: dict[str, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
     """Prediction and reference of further outputs, by name."""
     files: tuple[str, ...] = ()
     frame_file: np.ndarray | None = None
@@ -243,12 +243,12 @@ def predictions_from_npz(file: str | os.PathLike[str]) -> Predictions:
         _checked(file, "species", species, (atoms,))
         if atoms and (species.dtype.kind not in "iu" or species.min() < 0 or species.max() >= len(symbols)):
             raise ForgefieldError(f"{file.name}: `species` does not index the {len(symbols)} `species_symbols`")
-    further = _further(file, arrays, known=tuple(shapes), rows=(frames, atoms))
+    extra_outputs = _extra_outputs(file, arrays, known=tuple(shapes), rows=(frames, atoms))
     return Predictions(
         n_atoms=n_atoms.astype(np.int64),
         species=species,
         symbols=symbols,
-        further=further,
+        extra_outputs=extra_outputs,
         **labels,
         **_origins(arrays, frames),
     )
@@ -265,7 +265,7 @@ def _origins(arrays: dict[str, np.ndarray], frames: int) -> dict[str, Any]:
     return {"files": tuple(map(str, names)), "frame_file": file, "frame_index": index}
 
 
-def _further(
+def _extra_outputs(
     file: Path, arrays: dict[str, np.ndarray], *, known: tuple[str, ...], rows: tuple[int, int]
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Pairs of arrays `NAME_pred` and `NAME_ref` beside the known ones; rows: numbers of frames and atoms."""

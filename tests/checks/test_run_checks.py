@@ -18,12 +18,12 @@ from forgefield.checks.probe import float64_copy
 from forgefield.checks.symmetry import random_orthogonal
 from forgefield.data.batch import batch_from_frames
 from forgefield.data.frame import Frame
-from forgefield.data.graphs.graph import GraphOptions
+from forgefield.data.neighbours.graph import GraphOptions
 from forgefield.data.species import SpeciesTable
 from forgefield.errors import ForgefieldError
 from forgefield.models.potential import Potential
 from forgefield.models.registry import build_model, resolve_model
-from tests.checks import toy_models as toys
+from tests.support import toy_models as toys
 
 SPECIES = SpeciesTable(("Cu", "Au"))
 

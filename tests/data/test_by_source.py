@@ -26,8 +26,8 @@ from forgefield.data.sampling.loader import FrameLoader
 from forgefield.data.sampling.order import system_probabilities
 from forgefield.data.sampling.plan import Budget
 from forgefield.data.species import SpeciesTable
-from forgefield.data.storage.export import write_frames
-from forgefield.data.storage.table import FrameTable
+from forgefield.data.store.export import write_frames
+from forgefield.data.store.table import FrameTable
 from forgefield.errors import ForgefieldError
 
 SPECIES = SpeciesTable(["Cu"])

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from forgefield.data.graphs.neighbours import edge_vectors, neighbour_list
+from forgefield.data.neighbours.lists import edge_vectors, neighbour_list
 from forgefield.errors import ForgefieldError
 
 BACKENDS = ["vesin", "matscipy"]

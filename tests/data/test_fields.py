@@ -19,19 +19,19 @@ from forgefield.data.batch import SHAPES, batch_from_frames, batch_shapes, witho
 from forgefield.data.dataset import GraphDataset
 from forgefield.data.fields import Field
 from forgefield.data.frame import Frame, check_frame
-from forgefield.data.graphs.interop import to_pyg
 from forgefield.data.inspection.inspect import inspect_frames, inspect_table
 from forgefield.data.module import DataModule
+from forgefield.data.neighbours.interop import to_pyg
 from forgefield.data.readers import read_frames
 from forgefield.data.reading import read_table
 from forgefield.data.sampling.loader import FrameLoader
 from forgefield.data.species import SpeciesTable
 from forgefield.data.splits import resolve_splits
-from forgefield.data.storage.columns import frame_digest
-from forgefield.data.storage.convert import convert, store_frames
-from forgefield.data.storage.export import write_frames
-from forgefield.data.storage.store import manifest_hash, open_store
-from forgefield.data.storage.table import FrameTable
+from forgefield.data.store.columns import frame_digest
+from forgefield.data.store.convert import convert, store_frames
+from forgefield.data.store.export import write_frames
+from forgefield.data.store.store import manifest_hash, open_store
+from forgefield.data.store.table import FrameTable
 from forgefield.errors import ForgefieldError
 
 SPECIES = SpeciesTable(["H", "O"])

@@ -12,8 +12,8 @@ from forgefield.config.schema import DataOptions
 from forgefield.data.module import DataModule
 from forgefield.data.splits import resolve_splits
 from forgefield.errors import ForgefieldError
-from tests.helpers import tiny_config
-from tests.parallel.train_many import train_only
+from tests.support.helpers import tiny_config
+from tests.support.train_many import train_only
 
 
 def write(path, formulas):

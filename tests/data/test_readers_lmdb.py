@@ -19,8 +19,8 @@ from ase.calculators.singlepoint import SinglePointCalculator
 from ase.data import covalent_radii
 
 from forgefield.config.schema import LabelOptions, UnitOptions
-from forgefield.data.graphs.neighbours import edge_vectors, neighbour_list
 from forgefield.data.labels import LabelReader
+from forgefield.data.neighbours.lists import edge_vectors, neighbour_list
 from forgefield.data.readers import chunks, frames_of, read_frames, source_files
 from forgefield.data.readers.safe_pickle import RefusedPickle, safe_loads
 from forgefield.errors import ForgefieldError

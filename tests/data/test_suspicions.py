@@ -14,8 +14,8 @@ from forgefield.data.inspection.inspect import inspect_table
 from forgefield.data.inspection.suspicions import label_doubts
 from forgefield.data.module import DataModule
 from forgefield.data.reading import read_table
-from forgefield.data.storage.export import write_frames
-from forgefield.data.storage.table import FrameTable
+from forgefield.data.store.export import write_frames
+from forgefield.data.store.table import FrameTable
 from forgefield.errors import ForgefieldError
 from forgefield.physics.units import EV_PER_A3_TO_GPA
 

@@ -7,18 +7,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from forgefield.kernels.convolution import dispatch
+from forgefield.kernels.convolution.dispatch import operators
+from forgefield.kernels.core.switches import has_triton
 from forgefield.models import Potential, build_model, resolve_model
-from forgefield.ops.kernels import dispatch
-from forgefield.ops.kernels.dispatch import operators
-from forgefield.ops.kernels.setting import has_triton
 from forgefield.training.engines.blank import sizes
 from forgefield.training.engines.compiled import CompileEngine
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.graphs import GraphsEngine
 from forgefield.training.engines.size_plan import plan_sizes
 from forgefield.training.engines.verify import largest_difference
-from tests.models.structures import SPECIES, STATISTICS
-from tests.training.engines.cases import labelled, step_function
+from tests.support.engine_cases import labelled, step_function
+from tests.support.structures import SPECIES, STATISTICS
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or not has_triton(), reason="needs a CUDA device and Triton"

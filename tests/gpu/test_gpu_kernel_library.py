@@ -10,17 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from forgefield.bench.water import CUTOFF, water
 from forgefield.data.frame import Frame
-from forgefield.deploy.ase import Calculator
+from forgefield.inference.ase import Calculator
+from forgefield.kernels.convolution import dispatch
+from forgefield.kernels.convolution.dispatch import operators
+from forgefield.kernels.core.switches import has_triton
 from forgefield.models import Potential, build_model, resolve_model
-from forgefield.ops.kernels import dispatch
-from forgefield.ops.kernels.dispatch import operators
-from forgefield.ops.kernels.setting import has_triton
-from forgefield.training.bench_water import CUTOFF, water
 from forgefield.training.engines.compiled import CompiledFunction
 from forgefield.training.engines.exporting import export_evaluation
 from forgefield.training.engines.tracing import trace
-from tests.models.structures import SPECIES, STATISTICS, make_batch, make_frame, make_potential
+from tests.support.structures import SPECIES, STATISTICS, make_batch, make_frame, make_potential
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or not has_triton(), reason="needs a CUDA device and Triton"

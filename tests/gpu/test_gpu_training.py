@@ -12,8 +12,8 @@ from forgefield.data.batch import to_device
 from forgefield.data.module import DataModule
 from forgefield.models.registry import build_model, resolve_model
 from forgefield.tasks.task import Task
-from tests.helpers import tiny_config
-from tests.training.interrupting import Interrupted
+from tests.support.helpers import tiny_config
+from tests.support.interrupting import Interrupted
 from tests.training.test_resume import END, assert_same_run
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

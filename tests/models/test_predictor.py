@@ -14,10 +14,10 @@ from torch import nn
 from forgefield.data.frame import Frame
 from forgefield.errors import ForgefieldError
 from forgefield.models import Potential, build_model, resolve_model
-from forgefield.models.exporters.deepmd import write_deepmd
+from forgefield.models.deeppot.exporter import write_deepmd
 from forgefield.models.predictor import Predictor
-from tests.models.deeppots import section
-from tests.models.structures import SPECIES, STATISTICS, TINY, make_batch, make_frame
+from tests.support.deeppots import section
+from tests.support.structures import SPECIES, STATISTICS, TINY, make_batch, make_frame
 
 FACTS: dict[str, dict[str, Any]] = {
     "gap": {"unit": "eV", "reduce": "mean", "shift": [[1.0], [1.0]], "scale": 0.5},

@@ -18,9 +18,9 @@ from forgefield.data.readers import plain
 from forgefield.data.sampling.order import epoch_permutation
 from forgefield.models.registry import build_model, resolve_model
 from forgefield.tasks.task import Task
-from tests.helpers import emt_frames, tiny_config
-from tests.parallel.launching import average, ranks, weights, write_config
-from tests.parallel.train_many import train_only
+from tests.support.helpers import emt_frames, tiny_config
+from tests.support.launching import average, ranks, weights, write_config
+from tests.support.train_many import train_only
 
 FRAMES_A_STEP = 4
 
@@ -89,7 +89,7 @@ def gradients(folder) -> dict[str, torch.Tensor]:
 def test_gradient_is_that_of_one_process(world_size, strategy, folder, gradients):
     configs = [one_step(folder, loss, world_size, strategy) for loss in LOSSES]
     path = write_config(folder / f"steps-{world_size}-{strategy}.yaml", configs)
-    done = ranks(world_size, "tests.parallel.train_many", str(path), folder=folder, timeout=280)
+    done = ranks(world_size, "tests.support.train_many", str(path), folder=folder, timeout=280)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     distances = {
         loss: float((weights(folder / "runs" / config["name"]) - gradients[loss]).abs().max())
@@ -114,7 +114,7 @@ def test_other_engines_give_the_gradient_of_one_process_too(strategy, folder, gr
         config["name"] = f"{name}-{strategy}"
         config["training"] = {**config["training"], **way}
     path = write_config(folder / f"engines-{strategy}.yaml", configs)
-    done = ranks(2, "tests.parallel.train_many", str(path), folder=folder, timeout=280)
+    done = ranks(2, "tests.support.train_many", str(path), folder=folder, timeout=280)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     for config in configs:
         assert float((weights(folder / "runs" / config["name"]) - gradients[loss]).abs().max()) < 1e-11, config["name"]
@@ -174,7 +174,7 @@ def test_whole_trainings_and_their_metrics_are_those_of_one_process(world_size, 
     for config in configs:
         config["trainer"]["strategy"] = strategy
     path = write_config(folder / f"trainings-{world_size}.yaml", configs)
-    done = ranks(world_size, "tests.parallel.train_many", str(path), folder=folder, timeout=280)
+    done = ranks(world_size, "tests.support.train_many", str(path), folder=folder, timeout=280)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     for n in sizes:
         serial = train_only(training(folder, f"val-{n}-serial-{world_size}", 1, val[n])).path

@@ -14,15 +14,15 @@ import yaml
 
 from forgefield.api import load_run, run_exists, train
 from forgefield.errors import ForgefieldError
-from forgefield.training.checkpoint import list_checkpoints, load_checkpoint
-from forgefield.training.folder import config_of_run
-from forgefield.training.signals import REQUEUE
-from tests.helpers import tiny_config
-from tests.parallel.train_many import train_only
-from tests.training.interrupting import Interrupted
-from tests.warm import ROOT, run_warm
+from forgefield.training.run.checkpoint import list_checkpoints, load_checkpoint
+from forgefield.training.run.folder import config_of_run
+from forgefield.training.run.signals import REQUEUE
+from tests.support.helpers import tiny_config
+from tests.support.interrupting import Interrupted
+from tests.support.train_many import train_only
+from tests.support.warm import ROOT, run_warm
 
-END = "tests.training.interrupting.EndAt"
+END = "tests.support.interrupting.EndAt"
 
 
 def leaves(value, path=""):
@@ -131,7 +131,7 @@ def test_interrupted_run_equals_uninterrupted_run(variant, tmp_path, monkeypatch
     changes = {"callbacks": [END], **VARIANTS[variant]}
     config = tiny_config(tmp_path, **changes)
     config["training"] = {**tiny_config(tmp_path)["training"], **changes.get("training", {})}
-    config["callbacks"] = [END, "tests.training.interrupting.CountsBatchStarts"]
+    config["callbacks"] = [END, "tests.support.interrupting.CountsBatchStarts"]
     monkeypatch.setenv("END_AT", "-1")
     straight = train_only({**config, "name": "straight"}).path
     again = interrupted_run({**config, "name": "again"}, [3, 7], monkeypatch)
@@ -263,7 +263,7 @@ def test_sigterm_before_the_first_step_is_not_taken_for_success(tmp_path):
     assert "SIGTERM was received" in stopped.stdout
 
 
-LOSS = {"energy": {"loss": "tests.training.signal_on_import.squared"}}
+LOSS = {"energy": {"loss": "tests.support.signal_on_import.squared"}}
 
 
 def test_a_stop_signal_while_data_is_read_ends_before_the_first_step(tmp_path):

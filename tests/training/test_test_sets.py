@@ -10,10 +10,10 @@ import pytest
 from forgefield import api
 from forgefield.cli import main
 from forgefield.config.loading import load_config
-from forgefield.deploy.predict import predict_file
 from forgefield.errors import ForgefieldError
+from forgefield.inference.predict import predict_file
 from forgefield.report.folder import predictions_from_npz
-from tests.helpers import tiny_config, write_emt
+from tests.support.helpers import tiny_config, write_emt
 
 
 def stored(run, name):

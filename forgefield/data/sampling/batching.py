@@ -14,7 +14,7 @@ from forgefield.data.readers import plain
 from forgefield.data.sampling.by_source import SourceBatches
 from forgefield.data.sampling.order import EpochOrder, EveryFrameOnce, WeightedDraws, system_probabilities
 from forgefield.data.sampling.plan import KINDS, Budget
-from forgefield.data.storage.table import FrameTable, Systems
+from forgefield.data.store.table import FrameTable, Systems
 from forgefield.errors import ForgefieldError
 
 DEFAULT_FRAMES = 8

@@ -12,7 +12,7 @@ import numpy as np
 
 from forgefield.data.sampling.order import TOGETHER, Chances, drawn_in_turn, seeded_permutation, shuffle_within
 from forgefield.data.sampling.plan import Budget, StepPlan, refuse_oversized
-from forgefield.data.storage.columns import offsets, ranges
+from forgefield.data.store.columns import offsets, ranges
 from forgefield.errors import ForgefieldError
 
 

@@ -13,9 +13,9 @@ from lightning.pytorch.callbacks import EarlyStopping
 class EarlyStop(EarlyStopping):
     """say: takes one sentence for the user. A resume takes over the count so far, but patience from the present config."""
 
-    def __init__(self, monitor: str, *, patience: int, min_delta: float, say: Callable[[str], None]) -> None:
+    def __init__(self, monitor: str, *, patience: int, min_delta: float, notify: Callable[[str], None]) -> None:
         super().__init__(monitor, patience=patience, min_delta=min_delta, mode="min", check_finite=True)
-        self.say = say
+        self.notify = notify
         self.best_epoch: int | None = None
         self.reason: str | None = None
         """Why the training was stopped; None while it is not."""
@@ -42,7 +42,7 @@ class EarlyStop(EarlyStopping):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         if self.reason is not None:
-            self.say(self.reason)
+            self.notify(self.reason)
 
     def _describe(self, trainer: L.Trainer) -> str:
         value, best = float(trainer.callback_metrics[self.monitor]), float(self.best_score)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from forgefield.config.nearest import did_you_mean
 from forgefield.errors import ForgefieldError
-from forgefield.files import write_whole
+from forgefield.files import write_atomically
 from forgefield.tasks.metrics import unit_of
 
 LETTERS = {"energy": "e", "forces": "f", "virial": "v", "stress": "s"}
@@ -80,7 +80,7 @@ class LearningCurve(Callback):
         kept = [line for line in _lines(path) if not line.startswith("#")][: self._rows]
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, self._header(trainer, pl_module) + "".join(line + "\n" for line in kept))
+            write_atomically(path, self._header(trainer, pl_module) + "".join(line + "\n" for line in kept))
         except OSError as error:
             raise ForgefieldError(f"The learning curve {path} cannot be written: {error.strerror}.") from error
 

@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from forgefield.tasks.metrics import UNITS
-from forgefield.training.summary import digits
+from forgefield.training.run.summary import digits
 
 EVERY_LINE_UP_TO = 20
 _SHOWN = ("energy", "forces", "stress")

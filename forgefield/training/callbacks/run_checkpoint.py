@@ -26,14 +26,14 @@ from forgefield.parallel.exchange import StepExchange
 from forgefield.parallel.faults import tell_failure
 from forgefield.parallel.group import Ranks, alone
 from forgefield.parallel.strategies import first_rank_that_differs
-from forgefield.training.checkpoint import (
+from forgefield.training.run.checkpoint import (
     DamagedCheckpoint,
     UnreadableCheckpoint,
     checkpoint_path,
     load_checkpoint,
     prune_checkpoints,
 )
-from forgefield.training.signals import StopNow, StopRequested, StopWish
+from forgefield.training.run.signals import StopControl, StopNow, StopRequested
 
 
 class RunCheckpoint(Callback):
@@ -47,7 +47,7 @@ class RunCheckpoint(Callback):
         self,
         folder: Path,
         options: Any,
-        stop: StopWish,
+        stop: StopControl,
         *,
         ranks: Ranks | None = None,
         exchange: StepExchange | None = None,

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from forgefield.data.batch import SHAPES, Shapes
+from forgefield.kernels.convolution.dispatch import operators, use_edge_operators
+from forgefield.kernels.core.switches import KNOTS, kernels
 from forgefield.models.potential import Potential
-from forgefield.ops.kernels.dispatch import operators, use_edge_operators
-from forgefield.ops.kernels.setting import KNOTS, kernels
 from forgefield.ops.products import lowering_in_force
 from forgefield.tasks.loss_kernels import kernels_know, loss_by_kernels
 from forgefield.tasks.metrics import ErrorMetrics

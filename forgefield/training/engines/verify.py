@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from forgefield.errors import ForgefieldError
-from forgefield.ops.kernels.dispatch import operators
+from forgefield.kernels.convolution.dispatch import operators
 from forgefield.tasks.task import Task
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.step import Differentiated, Measured

@@ -12,8 +12,8 @@ from torch import nn
 
 from forgefield.training.engines.compiled import CompileEngine, ShareEqualNodes
 from forgefield.training.engines.engine import Engine
-from tests.models.structures import make_potential
-from tests.training.engines.cases import difference, labelled, step_function
+from tests.support.engine_cases import difference, labelled, step_function
+from tests.support.structures import make_potential
 
 TINY = {"num_layers": 1, "l_max": 1, "num_features": 2, "radial_mlp_width": 2}
 TARGETS = ("energy", "forces")

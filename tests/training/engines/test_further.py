@@ -12,7 +12,7 @@ from forgefield.config.schema import FieldTargetOptions, TargetOptions, TaskOpti
 from forgefield.data.batch import batch_shapes
 from forgefield.data.fields import Field
 from forgefield.models import build_model, resolve_model
-from forgefield.models.heads import HeadOptions
+from forgefield.models.heads.heads import HeadOptions
 from forgefield.models.predictor import Predictor
 from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.task import Task
@@ -22,8 +22,8 @@ from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.script import ScriptEngine
 from forgefield.training.engines.sparing import cut
 from forgefield.training.engines.step import StepFunction
-from tests.models.structures import SPECIES, STATISTICS, TINY
-from tests.training.engines.cases import ALL, difference, labelled
+from tests.support.engine_cases import ALL, difference, labelled
+from tests.support.structures import SPECIES, STATISTICS, TINY
 
 FACTS = {
     "gap": {"unit": "eV", "reduce": "mean", "shift": [[1.0], [1.0]], "scale": 0.5},
@@ -70,7 +70,7 @@ def predictor(name: str, *, has_energy: bool, **changes: Any) -> Predictor:
 def function(potential: Predictor, targets: tuple[str, ...], **options) -> StepFunction:
     fields = {name: FieldTargetOptions(weight=1.0 + i) for i, name in enumerate(FACTS)}
     ours = {name: TargetOptions(weight=1.5 + i) for i, name in enumerate(targets)}
-    task = Task(TaskOptions(**ours, fields=fields), SPECIES, potential.further)
+    task = Task(TaskOptions(**ours, fields=fields), SPECIES, potential.extra_outputs)
     return StepFunction(potential.train(), task, ErrorMetrics(task.names, SPECIES), shapes=SHAPES, **options)
 
 

@@ -13,8 +13,8 @@ from forgefield.training.engines.compiled import conditions
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.script import ScriptEngine
 from forgefield.training.engines.tracing import trace, where_it_broke
-from tests.models.structures import make_potential
-from tests.training.engines.cases import difference, labelled, step_function
+from tests.support.engine_cases import difference, labelled, step_function
+from tests.support.structures import make_potential
 from tests.training.engines.test_step import potential_of
 
 SIZES = [(1,), (4, 3), (2,), (5, 1, 2, 6), (3, 3, 3)]

@@ -10,8 +10,8 @@ from torch import nn
 
 from forgefield.models import Potential
 from forgefield.training.engines.engine import Engine, with_gradients
-from tests.models.structures import make_potential
-from tests.training.engines.cases import ALL, difference, labelled, step_function
+from tests.support.engine_cases import ALL, difference, labelled, step_function
+from tests.support.structures import make_potential
 
 
 class Angular(nn.Module):
@@ -62,7 +62,7 @@ def potential_of(name: str, precision: str = "float64", **changes: Any) -> Poten
     options = {**MODELS[name], **changes}
     if options.get("name") == "allegro":
         from forgefield.models import build_model, resolve_model
-        from tests.models.structures import STATISTICS
+        from tests.support.structures import STATISTICS
 
         given = {key: value for key, value in options.items() if value is not None}
         return build_model(
