@@ -22,21 +22,13 @@ from forgefield.config.test_sets import title
 from forgefield.config.trust import code_of_model
 from forgefield.diagnosis.record import read_records
 from forgefield.errors import ForgefieldError
+from forgefield.kinds import FRAMES, KINDS, POINTS, SampleKind
 from forgefield.report.numbers import shorten
 from forgefield.untrusted.archives import npz_arrays
 from forgefield.untrusted.documents import load_yaml
 from forgefield.weights import read_weights
 
 SPLITS = ("test", "val")
-OF_POINTS = {
-    "band_energy": "meV/atom",
-    "total_energy": "meV/atom",
-    "fermi_energy": "meV",
-    "density": "%",
-    "dos": "%",
-    "electrons": "%",
-}
-"""Units of the errors of observables."""
 Row = dict[str, float]
 
 
@@ -124,9 +116,14 @@ class RunData:
         return monitor if isinstance(monitor, str) else "val/loss"
 
     @property
+    def kind(self) -> SampleKind:
+        """The kind of samples that it was trained on."""
+        return KINDS.get(str(self.info.get("samples")), FRAMES)
+
+    @property
     def of_points(self) -> bool:
-        """Whether it was trained on points of grids."""
-        return self.info.get("samples") == "points"
+        """Whether it was trained on points of a grid."""
+        return self.kind is POINTS
 
     @property
     def needs_code(self) -> bool:
@@ -141,9 +138,9 @@ class RunData:
     @property
     def heads(self) -> dict[str, str]:
         """Further outputs of the model that are values, and their units; of points, everything that is measured."""
-        if self.of_points:
-            stored = self.info.get("units")
-            return OF_POINTS | {str(k): str(v) for k, v in stored.items()} if isinstance(stored, dict) else OF_POINTS
+        if self.kind.error_units is not None:
+            units, stored = self.kind.error_units.load(), self.info.get("units")
+            return units | ({str(k): str(v) for k, v in stored.items()} if isinstance(stored, dict) else {})
         found = self._predicted("heads")
         if not isinstance(found, dict):
             return {}
