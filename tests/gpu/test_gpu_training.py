@@ -15,7 +15,7 @@ from forgefield.models.registry import build_model, resolve_model
 from forgefield.tasks.task import Task
 from tests.support.helpers import tiny_config
 from tests.support.interrupting import Interrupted
-from tests.training.test_resume import END, assert_same_run
+from tests.support.resuming import END, assert_same_run
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

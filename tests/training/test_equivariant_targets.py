@@ -16,11 +16,11 @@ from forgefield.data.batch_spec import Noise
 from forgefield.data.dataset import GraphDataset
 from forgefield.data.module import read_data
 from forgefield.errors import ForgefieldError
-from tests.parallel.test_equality import make_config
 from tests.support.helpers import emt_frames, property_frames, tiny_config
 from tests.support.launching import ranks, weights, write_config
+from tests.support.parallel_runs import make_config
+from tests.support.resuming import END, assert_same_run, interrupted_run
 from tests.support.train_many import train_only
-from tests.training.test_resume import END, assert_same_run, interrupted_run
 
 FIELDS = {
     "dipole": {"shape": [3], "unit": "e A"},
