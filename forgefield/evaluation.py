@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from forgefield.config.test_sets import test_sets
 from forgefield.config.trust import code_of_model
+from forgefield.data.batch_spec import BatchSpec
 from forgefield.data.dataset import GraphDataset
 from forgefield.data.readers import plain
 from forgefield.data.sampling.batching import evaluation_budget
@@ -85,6 +86,7 @@ def measure(fitted: TrainingResult, config: DictConfig, journal: Journal, ranks:
 def _measure_frames(run: Run, config: DictConfig, data: Any, journal: Journal, ranks: Ranks) -> None:
     batch = evaluation_budget(config.data)
     device = evaluation_device(config.trainer.get("accelerator"))
+    data = data.serve(BatchSpec(on_gpu=device.startswith("cuda"))).data
     results: dict[str, dict[str, float]] = {}
     for split, dataset in data.splits():
         if split != "train" and has_outputs(run):
