@@ -24,6 +24,7 @@ from torch import nn
 from forgefield.config.schema import DataOptions
 from forgefield.config.test_sets import test_sets
 from forgefield.config.trust import code_of_model
+from forgefield.data.batch_spec import BatchSpec
 from forgefield.data.dataset import GraphDataset
 from forgefield.data.labels import LabelReader
 from forgefield.data.readers import plain
@@ -84,6 +85,7 @@ def measure_frames(run: Run, config: DictConfig, data: Any, journal: Journal, ra
     """Errors on validation and test frames, each frame predicted by one rank; rank 0 writes."""
     batch = evaluation_budget(config.data)
     device = evaluation_device(config.trainer.get("accelerator"))
+    data = data.serve(BatchSpec(on_gpu=device.startswith("cuda"))).data
     results: dict[str, dict[str, float]] = {}
     for split, dataset in data.splits():
         if split != "train" and has_outputs(run):

@@ -25,6 +25,7 @@ from forgefield.config.trust import Trust, refuse_interpolations
 from forgefield.data.neighbours.graph import GraphOptions
 from forgefield.errors import ForgefieldError
 from forgefield.files import write_atomically
+from forgefield.formats import VERSION, Format
 from forgefield.kinds import POINTS, SampleKind, kind_of_model
 from forgefield.models.deeppot.branches import single
 from forgefield.models.potential import Potential
@@ -34,6 +35,16 @@ from forgefield.untrusted.documents import load_json
 from forgefield.weights import Weights, read_weights, write_weights
 
 WEIGHTS = ("best", "last")
+
+
+def _explicit_defaults(info: dict[str, Any]) -> dict[str, Any]:
+    """Version 1 of `run.json` to version 2: what the first runs did not record, whose split could
+    leave a species out of training."""
+    return {"keep_species": False, **info}
+
+
+RUN_JSON = Format("the record of a run", (_explicit_defaults,))
+"""The format of `run.json`."""
 
 
 class RunInfo(dict[str, Any]):
@@ -126,9 +137,10 @@ class Run:
         """What is in `run.json`: versions, species, model options with every number explicit, statistics, status."""
         path = self.path / "run.json"
         try:
-            return RunInfo(path, load_json(path.read_text()))
+            content = load_json(path.read_text())
         except (OSError, ValueError) as error:
             raise ForgefieldError(f"{path} cannot be read: {error}.") from error
+        return RunInfo(path, RUN_JSON.upgrade(content, path) if isinstance(content, dict) else content)
 
     @property
     def species(self) -> tuple[str, ...]:
@@ -199,7 +211,7 @@ class Run:
     def write_info(self, **changes: Any) -> None:
         """Change keys of `run.json`, atomically."""
         path = self.path / "run.json"
-        info = {**(self.info if path.exists() else {}), **changes}
+        info = {VERSION: RUN_JSON.version, **(self.info if path.exists() else {}), **changes}
         write_atomically(path, json.dumps(info, indent=1) + "\n")
 
     def require_head(self, head: str | None) -> None:

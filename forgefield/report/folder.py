@@ -24,6 +24,7 @@ from forgefield.diagnosis.record import read_records
 from forgefield.errors import ForgefieldError
 from forgefield.kinds import FRAMES, KINDS, POINTS, SampleKind
 from forgefield.report.numbers import shorten
+from forgefield.runs import RUN_JSON
 from forgefield.untrusted.archives import npz_arrays
 from forgefield.untrusted.documents import load_yaml
 from forgefield.weights import read_weights
@@ -168,7 +169,7 @@ def read_run(path: Path) -> RunData:
     if not path.is_dir():
         raise ForgefieldError(f"{path} is not a run folder; `forgefield train` makes one under `runs/`.")
     run = RunData(path)
-    run.info = _read_json(run, "run.json", "`forgefield train` writes it at its start")
+    run.info = _read_info(run)
     _read_config(run)
     run.metrics = _read_metrics(run)
     run.timing = _read_csv(run, "timing.csv", "`forgefield train` adds a row after every epoch")
@@ -337,6 +338,15 @@ def _read_json(run: RunData, name: str, remedy: str, *, is_command: bool = False
         run.notes.append(Note(name, "is cut off or not JSON, so it was left out", remedy, is_command))
         return {}
     return value
+
+
+def _read_info(run: RunData) -> dict[str, Any]:
+    info = _read_json(run, "run.json", "`forgefield train` writes it at its start")
+    try:
+        return RUN_JSON.upgrade(info, "run.json") if info else info
+    except ForgefieldError as error:
+        run.notes.append(Note("run.json", f"was left out: {error}", "install a newer version of Forgefield"))
+        return {}
 
 
 def _read_config(run: RunData) -> None:

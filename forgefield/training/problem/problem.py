@@ -99,6 +99,10 @@ class Problem(ABC):
     def val_loader(self) -> Any:
         """Validation batches."""
 
+    def describe_data(self) -> Rows:
+        """The data as it is served, for the table at the start; called after `loader`."""
+        return self.data.describe()
+
     @abstractmethod
     def refuse(self, device: torch.device) -> None:
         """Stop where the device does not have what is asked for, before anything is done."""
