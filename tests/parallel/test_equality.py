@@ -12,7 +12,7 @@ import torch
 from ase.calculators.singlepoint import SinglePointCalculator
 
 from forgefield.config.loading import load_config
-from forgefield.data.module import DataModule
+from forgefield.data.module import read_data
 from forgefield.data.readers import plain
 from forgefield.data.sampling.order import epoch_permutation
 from forgefield.models.registry import build_model, resolve_model
@@ -107,8 +107,7 @@ def test_other_engines_give_the_gradient_of_one_process_too(strategy, folder, gr
 def test_the_mean_of_the_ranks_own_means_is_another_gradient(loss, folder):
     """So the frames of these tests can tell a right average from the usual wrong one."""
     config = load_config(one_step(folder, loss, 1, None))
-    data = DataModule(config.data, seed=config.seed)
-    data.prepare()
+    data = read_data(config.data, seed=config.seed)
     task = Task(config.task, data.species.symbols)
     resolved = resolve_model(
         plain(config.model), species=data.species.symbols, cutoff=config.data.cutoff, statistics=data.statistics
