@@ -6,9 +6,9 @@ trained (`training.freeze`, `lora`, `lr_groups`).
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,14 +16,10 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from forgefield.config.trust import CONFIG
 from forgefield.data.batch import Batch, batch_shapes, to_device, with_edges
-from forgefield.data.module import DataModule, FrameData, read_data
+from forgefield.data.module import DataModule, FrameData
 from forgefield.data.readers import plain
 from forgefield.models.potential import Potential
-from forgefield.models.registry import branch_names, build_model
-from forgefield.parallel.group import alone
-from forgefield.runs import Run
 from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.task import Task
 from forgefield.training.engines.choose import knots_wanted
@@ -31,17 +27,9 @@ from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.step import StepFunction
 from forgefield.training.optim.averages import StochasticAverage, WeightAverage, weight_average
 from forgefield.training.optim.optimisers import build_optimiser
-from forgefield.training.optim.trainable import choose_trained, parameter_groups
+from forgefield.training.optim.trainable import parameter_groups
 from forgefield.training.precision import Precision
-from forgefield.training.problem.initial_model import initial_model
-from forgefield.training.problem.model_options import (
-    batch_spec,
-    build_task,
-    requested_task,
-    resolved_model,
-)
-from forgefield.training.problem.transfer import transfer
-from forgefield.training.run.folder import has_begun
+from forgefield.training.problem.frames import build_frames_problem
 
 
 @dataclass
@@ -114,32 +102,13 @@ class BareStep:
 
 
 def bare_step(config: DictConfig, *, precision: str | None = None, data: FrameData | None = None) -> BareStep:
-    """precision: another than the config's. data: prepared before, for the same data section."""
-    run = Run(Path(config.out) / config.name)
-    initial = initial_model(run, config, alone())
-    if initial is not None:
-        config = initial.settle(config, lambda text: None)
-    if data is None:
-        data = read_data(
-            config.data,
-            config.seed,
-            branches=branch_names(plain(config.model) if initial is None else initial.known.resolved),
-            species_of=None if initial is None else initial.known.whose,
-        )
-    device = training_device(config)
-    arithmetic = Precision(precision if precision is not None else first_precision(config))
+    """One training step of a config. precision: replaces that of the config. data: read before, for the same data section."""
+    config = copy.deepcopy(config)
+    config.training.precision = precision if precision is not None else first_precision(config)
+    arithmetic, device = Precision(config.training.precision), training_device(config)
     arithmetic.require_device(device)
-    options, trust = requested_task(config, data), CONFIG if initial is None else initial.known.trust
-    if initial is None:
-        resolved = resolved_model(config, data)
-    else:
-        known = initial.known.resolved if has_begun(run) else initial.options(config, data)
-        resolved = transfer(known, initial.known.section, config, options, data, trust=trust).resolved
-    task = build_task(options, resolved)
-    potential = build_model(resolved, precision=arithmetic.weights, seed=config.seed, trust=trust)
-    batches = data.serve(batch_spec(options, potential, seed=config.seed))
-    training = config.training
-    choose_trained(potential, training)
+    problem = build_frames_problem(config, data)
+    task, potential, training = problem.task, problem.model, config.training
     potential.train().to(device)
     groups = parameter_groups(potential, training.lr_groups or {}, training.lr)
     optimiser = build_optimiser(training.optimizer, groups, lr=training.lr)
@@ -149,8 +118,20 @@ def bare_step(config: DictConfig, *, precision: str | None = None, data: FrameDa
     if isinstance(average, StochasticAverage):
         average.plan(steps=1, steps_of_epoch=1, quick=True)
     kernels = config.training.kernels
-    kept = (knots_wanted(config.training), kernels.storage, kernels.edges)
-    return BareStep(data, batches, potential, task, optimiser, average, device, resolved, arithmetic, *kept)
+    return BareStep(
+        problem.data,
+        problem.serve(),
+        potential,
+        task,
+        optimiser,
+        average,
+        device,
+        problem.resolved,
+        arithmetic,
+        knots_wanted(training),
+        kernels.storage,
+        kernels.edges,
+    )
 
 
 def first_precision(config: DictConfig) -> str:

@@ -171,23 +171,22 @@ def _from_config(args: argparse.Namespace, overrides: list[str]) -> _Checked:
     from forgefield.config.loading import load_config
     from forgefield.config.point_checks import require_frames
     from forgefield.config.trust import CONFIG
-    from forgefield.data.module import read_data
-    from forgefield.data.readers import plain
     from forgefield.data.reading import read_table
     from forgefield.models.deeppot.branches import single
     from forgefield.models.registry import branch_names, build_model
-    from forgefield.training.problem.model_options import resolved_model
+    from forgefield.training.problem.frames import build_frames_problem
 
     config = load_config(args.target, overrides, trust_code=args.trust_code)
     require_frames(config, "check", "their gradients are compared with autograd at the start of a training")
-    data = read_data(config.data, config.seed, branches=branch_names(plain(config.model)))
-    resolved = resolved_model(config, data)
+    config.training.precision, config.training.freeze, config.training.lora = "float64", None, None
+    problem = build_frames_problem(config)
+    potential, resolved = problem.model, problem.resolved
     if args.head is not None or branch_names(resolved):
         resolved, _ = single(resolved, None, args.head)
-    frames = data.train.frames
+        potential = build_model(resolved, precision="float64", seed=config.seed, trust=CONFIG)
+    frames = problem.data.train.frames
     if args.data is not None:
         frames = read_table(args.data, config.data.labels, config.data.units, required=False)
-    potential = build_model(resolved, precision="float64", seed=config.seed, trust=CONFIG)
     return _Checked(potential, frames, resolved, _knots(config))
 
 

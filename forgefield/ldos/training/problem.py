@@ -39,9 +39,11 @@ class PointsProblem(Problem):
     task: PointTask
     model: LDOSNetwork
 
-    def __init__(self, run: Run, config: DictConfig, options: dict[str, Any], session: TrainingSession) -> None:
-        super().__init__(run, config, options, session)
-        self.initial = initial_network(run, config, session.ranks)
+    def __init__(
+        self, run: Run, config: DictConfig, options: dict[str, Any], session: TrainingSession, *, resumes: bool = True
+    ) -> None:
+        super().__init__(run, config, options, session, resumes=resumes)
+        self.initial = initial_network(run, config, session.ranks, begun=self.has_begun)
         if self.initial is not None:
             self.config = self.initial.settle(config)
         algorithm = str(options.pop("gradient_clip_algorithm", None) or "norm").split(".")[-1].lower()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,8 +41,18 @@ from forgefield.training.problem.preflight import require_any_label, require_inp
 from forgefield.training.problem.problem import Problem, TrainingSession
 from forgefield.training.problem.transfer import Transfer, transfer
 from forgefield.training.run.checkpoint import ResumePoint
-from forgefield.training.run.folder import has_begun
 from forgefield.training.run.start_summary import effective_batch
+
+
+def build_frames_problem(config: DictConfig, data: FrameData | None = None) -> FramesProblem:
+    """Data, task and model of a config, built as for a new run but without a run folder, silently and in one process.
+
+    data: read before, for the same `data` section.
+    """
+    run = Run(Path(config.out) / config.name)
+    problem = FramesProblem(run, config, plain(config.trainer), TrainingSession.silent(), resumes=False)
+    problem.prepare(data)
+    return problem
 
 
 class FramesProblem(Problem):
@@ -54,26 +65,19 @@ class FramesProblem(Problem):
     change: Transfer | None
     """What became of the model of another run."""
 
-    def __init__(self, run: Run, config: DictConfig, options: dict[str, Any], session: TrainingSession) -> None:
-        self.initial = initial_model(run, config, session.ranks, trust_code=session.trust_code)
-        settled = config if self.initial is None else self.initial.settle(config, session.journal.notify)
-        super().__init__(run, settled, options, session)
+    def __init__(
+        self, run: Run, config: DictConfig, options: dict[str, Any], session: TrainingSession, *, resumes: bool = True
+    ) -> None:
+        super().__init__(run, config, options, session, resumes=resumes)
+        begun, trust_code = self.has_begun, session.trust_code
+        self.initial = initial_model(run, config, session.ranks, begun=begun, trust_code=trust_code)
+        if self.initial is not None:
+            self.config = self.initial.settle(config, session.journal.notify)
 
-    def prepare(self) -> None:
-        config, ranks, journal = self.config, self.session.ranks, self.session.journal
-        whose = None if self.initial is None else self.initial.known.whose
-        # A run that was started when splits could leave a species out of training keeps its split.
-        old = ranks.is_first and has_begun(self.run) and not self.run.info["keep_species"]
-        self.data = read_data(
-            config.data,
-            config.seed,
-            rank=ranks.rank,
-            world_size=ranks.world_size,
-            branches=branch_names(plain(config.model) if self.initial is None else self.initial.known.resolved),
-            species_of=whose,
-            keep_species=not ranks.broadcast(old),
-            converting=_conversion_report(journal.notify),
-        )
+    def prepare(self, data: FrameData | None = None) -> None:
+        """data: read before, for the same `data` section."""
+        config, journal = self.config, self.session.journal
+        self.data = data if data is not None else self._read()
         self._resolve()
         self.model = build_model(
             self.resolved,
@@ -84,6 +88,21 @@ class FramesProblem(Problem):
         self._start_from_initial()
         choose_trained(self.model, config.training, journal.notify)
         require_inputs(self.model, self.data)
+
+    def _read(self) -> FrameData:
+        config, ranks = self.config, self.session.ranks
+        # A run that was started when splits could leave a species out of training keeps its split.
+        keep_species = not (ranks.is_first and self.has_begun) or bool(self.run.info["keep_species"])
+        return read_data(
+            config.data,
+            config.seed,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            branches=branch_names(plain(config.model) if self.initial is None else self.initial.known.resolved),
+            species_of=None if self.initial is None else self.initial.known.whose,
+            keep_species=ranks.broadcast(keep_species),
+            converting=_conversion_report(self.session.journal.notify),
+        )
 
     def _resolve(self) -> None:
         """Task, model options in full and fingerprint of the data. A run that has begun keeps the options it has."""
@@ -100,7 +119,7 @@ class FramesProblem(Problem):
         resolved: dict[str, Any] = {}
         change: Transfer | None = None
         if ranks.is_first:
-            begun = has_begun(self.run)
+            begun = self.has_begun
             if self.initial is not None:
                 known = self.initial.known.resolved if begun else self.initial.options(self.config, data)
                 trust = self.initial.known.trust
@@ -175,11 +194,13 @@ class FramesProblem(Problem):
             self.session.journal.notify(
                 "trainer.overfit_batches is set: the same frames are used every epoch, without shuffling."
             )
-        spec = batch_spec(
-            self.task_options, self.model, seed=self.config.seed, on_gpu=device.type == "cuda", keep_order=keep_order
-        )
+        return self.serve(on_gpu=device.type == "cuda", keep_order=keep_order).train_dataloader()
+
+    def serve(self, *, on_gpu: bool = False, keep_order: bool = False) -> DataModule:
+        """Batches as the task and the model need them. keep_order: frames are not shuffled."""
+        spec = batch_spec(self.task_options, self.model, seed=self.config.seed, on_gpu=on_gpu, keep_order=keep_order)
         self.batches = self.data.serve(spec)
-        return self.batches.train_dataloader()
+        return self.batches
 
     def val_loader(self) -> Any:
         return self.batches.val_dataloader()
@@ -206,15 +227,15 @@ class FramesProblem(Problem):
 
 
 def _conversion_report(notify: Callable[[str], None]) -> Callable[[int, int | None], None]:
-    """Tells in ten steps how far `data.lazy` is with its one conversion."""
-    told = -1
+    """Reports the progress of the conversion for `data.lazy`, about ten times."""
+    reported = -1
 
     def report(done: int, total: int | None) -> None:
-        nonlocal told
+        nonlocal reported
         step = 10 * done // total if total else done // 50_000
-        if step > told:
-            told = step
+        if step > reported:
+            reported = step
             of = f" of {total}" if total else ""
-            notify(f"data.lazy: the data is converted once ({done}{of} frames); later runs use what is kept.")
+            notify(f"data.lazy: converting the data ({done}{of} frames); later runs use the result.")
 
     return report

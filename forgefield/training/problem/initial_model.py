@@ -31,7 +31,6 @@ from forgefield.training.problem.initial_options import KnownModel, require_same
 from forgefield.training.problem.model_options import MOST_FRAMES, measured_batches, spread
 from forgefield.training.problem.shifts import fit_shifts, set_shifts
 from forgefield.training.problem.transfer import Transfer
-from forgefield.training.run.folder import has_begun
 
 RECORD = "initial_model"
 """Where `run.json` says what a run started from."""
@@ -167,19 +166,22 @@ def refuse_itself(config: DictConfig) -> None:
         )
 
 
-def initial_model(run: Run, config: DictConfig, ranks: Ranks, *, trust_code: bool = False) -> InitialModel | None:
-    """What `model.from` names, read by rank 0 and known to all; None where the config describes a model of its own.
+def initial_model(
+    run: Run, config: DictConfig, ranks: Ranks, *, begun: bool, trust_code: bool = False
+) -> InitialModel | None:
+    """The model that `model.from` names, read by rank 0 and sent to all; None where the config describes a new model.
 
-    trust_code: whether code that the run names may be imported.
+    begun: whether `run` has begun, and so has its own copy of the model. trust_code: whether code that the run names may be
+    imported.
     """
     if not starts_from_run(config):
         return None
-    return ranks.broadcast(_read(run, config, trust_code) if ranks.is_first else None)
+    return ranks.broadcast(_read(run, config, begun, trust_code) if ranks.is_first else None)
 
 
-def _read(run: Run, config: DictConfig, trust_code: bool) -> InitialModel:
+def _read(run: Run, config: DictConfig, begun: bool, trust_code: bool) -> InitialModel:
     model = plain(config.model)
-    if has_begun(run):
+    if begun:
         info = run.info
         record = info.get(RECORD) or {}
         known = KnownModel(
