@@ -12,6 +12,7 @@ import torch
 
 from forgefield.kernels.convolution import passes as convolution
 from forgefield.kernels.core.switches import kernels
+from forgefield.models.edges import StepMemory
 from forgefield.training.precision import Precision
 from tests.support.kernels import DEVICE, needs_kernels
 from tests.support.structures import make_batch, make_frame, make_potential
@@ -59,13 +60,13 @@ def step(potential, given, by_kernels: bool) -> tuple[dict[str, torch.Tensor], l
         "forces": torch.randn(6, 3, dtype=torch.float64, generator=generator).to(DEVICE),
         "stress": torch.randn(3, 3, 3, dtype=torch.float64, generator=generator).to(DEVICE),
     }
-    given = given | {"memory": {}}
+    memory = StepMemory()
     with kernels(enabled=by_kernels):
-        outputs = potential(given, stress=True)  # kernels of the response need what the first pass left
-        values, cotangents = potential.response(given, adjoints)
+        outputs = potential(given, stress=True, memory=memory)  # kernels of the response need what the first pass left
+        values, cotangents = potential.response(given, adjoints, memory)
         weights = [p for p in potential.parameters() if p.requires_grad]
         found = torch.autograd.grad(values, weights, cotangents, allow_unused=True)
-    assert ("network" in given["memory"]) == by_kernels
+    assert (memory.state is not None) == by_kernels
     return outputs, [torch.zeros_like(p) if g is None else g for p, g in zip(weights, found)]
 
 
@@ -150,13 +151,13 @@ def test_forces_alone_are_those_of_a_training():
 
 def test_nothing_of_a_pass_is_left_when_it_is_over():
     potential = make_potential(precision="float64", **CASES["plain"]).to(DEVICE).eval()
-    given = batch() | {"memory": {}}
+    memory = StepMemory()
     gc.disable()
     try:
         with kernels(enabled=True):
-            potential(given)
-        network = weakref.ref(given["memory"]["network"])
-        given["memory"].clear()
+            potential(batch(), memory=memory)
+        network = weakref.ref(memory.state.network)
+        memory.clear()
         assert network() is None
     finally:
         gc.enable()
