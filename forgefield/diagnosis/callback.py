@@ -56,6 +56,11 @@ class Diagnosis(Callback):
 
     # ---- state
 
+    @property
+    def state_key(self) -> str:
+        """The name of its state in checkpoints."""
+        return self.name
+
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {"findings": as_rows(self.findings), "memory": self.memory}
         return state if self.has_clock else {**state, "numbers": self.numbers}

@@ -22,7 +22,7 @@ from forgefield.ops.convolution_plan import Block, ConvolutionPlan, plan_convolu
 from forgefield.ops.graph import EdgeGraph, pair_graph, reverse_edges
 from forgefield.training.engines.exporting import export_evaluation
 from forgefield.training.engines.tracing import trace
-from tests.ops.test_convolution import e3nn_convolution, to_e3nn
+from tests.support.e3nn_oracle import e3nn_convolution, to_e3nn
 from tests.support.kernels import DEVICE, assert_same, draw, needs_kernels
 from tests.support.structures import make_batch, make_frame, make_potential
 

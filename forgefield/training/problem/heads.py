@@ -22,7 +22,7 @@ from forgefield.data.field_statistics import (
     whole,
 )
 from forgefield.data.fields import Field
-from forgefield.data.module import DataModule
+from forgefield.data.module import FrameData
 from forgefield.data.readers import plain
 from forgefield.data.store.table import FrameTable
 from forgefield.errors import ForgefieldError
@@ -49,7 +49,7 @@ def has_energy(task: Any) -> bool:
     return any(quantity(name) in TARGETS and not (name == FORCES and given[name].direct) for name in given)
 
 
-def head_facts(task: Any, data: DataModule) -> dict[str, dict[str, Any]]:
+def head_facts(task: Any, data: FrameData) -> dict[str, dict[str, Any]]:
     """For each target that a head gives what the head is made for (`models.heads.HeadOptions`)."""
     targets, given = field_targets(task), given_targets(task)
     require_labels(targets, data.statistics.labels, "training", data.label_hints)
@@ -64,7 +64,7 @@ def head_facts(task: Any, data: DataModule) -> dict[str, dict[str, Any]]:
     return facts
 
 
-def output_units(outputs: Mapping[str, Any], task: Any, data: DataModule) -> dict[str, str]:
+def output_units(outputs: Mapping[str, Any], task: Any, data: FrameData) -> dict[str, str]:
     """Unit of each target, where the model gives its outputs by itself; raises for what it does not give.
 
     outputs: what it can give (`models.registry.direct_outputs`).
@@ -95,7 +95,7 @@ def output_units(outputs: Mapping[str, Any], task: Any, data: DataModule) -> dic
     return {name: data.train.fields[name].unit for name in targets}
 
 
-def _facts(name: str, options: Any, data: DataModule) -> dict[str, Any]:
+def _facts(name: str, options: Any, data: FrameData) -> dict[str, Any]:
     if name in TAKEN:
         raise ForgefieldError(
             f"task.{name}: a model has an output of that name already; call the field something else."
@@ -121,7 +121,7 @@ def _facts(name: str, options: Any, data: DataModule) -> dict[str, Any]:
     }
 
 
-def _require_shape(name: str, kind: str, field: Field, data: DataModule) -> None:
+def _require_shape(name: str, kind: str, field: Field, data: FrameData) -> None:
     shape = SHAPES[kind]
     if field.shape != shape:
         raise ForgefieldError(
@@ -148,7 +148,7 @@ def _labelled(table: FrameTable, name: str) -> np.ndarray:
     return values[~np.isnan(values.reshape(len(values), -1)).any(axis=1)]
 
 
-def _class_facts(name: str, options: Any, field: Field, data: DataModule) -> dict[str, Any]:
+def _class_facts(name: str, options: Any, field: Field, data: FrameData) -> dict[str, Any]:
     """Logits begin as the logarithms of how often each class occurs in the training data."""
     if field.shape:
         raise ForgefieldError(
@@ -213,7 +213,7 @@ def _labels(table: FrameTable, name: str) -> np.ndarray:
 
 
 def _moments(
-    name: str, normalise: Any, field: Field, reduce: str, kind: str, data: DataModule
+    name: str, normalise: Any, field: Field, reduce: str, kind: str, data: FrameData
 ) -> tuple[np.ndarray, float]:
     """(n_species, *shape) and a positive number."""
     species, table = data.species, data.train.frames

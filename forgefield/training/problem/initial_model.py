@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from forgefield.data.dataset import GraphDataset
-from forgefield.data.module import DataModule
+from forgefield.data.module import FrameData
 from forgefield.data.readers import plain
 from forgefield.errors import ForgefieldError
 from forgefield.models.deeppot.new_species import extended_options, extended_state, require_extensible
@@ -55,7 +55,7 @@ class InitialModel:
     new_species: list[str] = field(default_factory=list)
     """Those of the data that the model does not know yet."""
 
-    def options(self, config: DictConfig, data: DataModule) -> dict[str, Any]:
+    def options(self, config: DictConfig, data: FrameData) -> dict[str, Any]:
         """The model's options in full: those of the run, with what the config says of parts that are trained, and with
         statistics of species that are new to it."""
         resolved = copy.deepcopy(dict(self.known.resolved))

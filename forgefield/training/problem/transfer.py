@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from forgefield.config.trust import NO_CODE, Trust
-from forgefield.data.module import DataModule
+from forgefield.data.module import FrameData
 from forgefield.data.readers import plain
 from forgefield.errors import ForgefieldError
 from forgefield.models.heads.heads import CHOSEN, check_heads, complete_heads
@@ -67,7 +67,7 @@ def transfer(
     section: Mapping[str, Any],
     config: DictConfig,
     task: Any,
-    data: DataModule,
+    data: FrameData,
     *,
     trust: Trust = NO_CODE,
 ) -> Transfer:
@@ -96,7 +96,7 @@ def transfer(
     )
 
 
-def _own(resolved: dict[str, Any], config: DictConfig, data: DataModule) -> Transfer:
+def _own(resolved: dict[str, Any], config: DictConfig, data: FrameData) -> Transfer:
     """For a model that gives its outputs by itself: nothing of it changes, the task chooses among them."""
     outputs = direct_outputs(section_of(resolved))
     if plain(config.model).get(HEADS):
@@ -134,7 +134,7 @@ def _heads(
 
 
 def _energy_terms(
-    resolved: Mapping[str, Any], section: Mapping[str, Any], data: DataModule, trust: Trust
+    resolved: Mapping[str, Any], section: Mapping[str, Any], data: FrameData, trust: Trust
 ) -> dict[str, Any]:
     """Scale and shifts of energies as a new model of this kind would have them; none for models without such options, and
     none for a Deep Potential, whose shifts are fitted when it has its weights (`InitialModel.start`)."""
