@@ -14,7 +14,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
-from forgefield.kernels.core.switches import use_kernels
+from forgefield.kernels.core.availability import use_kernels
 from forgefield.kernels.edges.vectors import vectors_by_kernel
 from forgefield.ops.graph import EdgeGraph, GradientSwitch, Segments, edge_graph, gather, is_traced
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from forgefield.kernels.core.switches import kernels
 from forgefield.models.edges import StepMemory
+from forgefield.ops.execution import execution
 from tests.support.kernels import DEVICE
 from tests.support.structures import make_batch, make_frame
 
@@ -52,7 +52,7 @@ def step(potential, given, by_kernels: bool) -> tuple[dict[str, torch.Tensor], l
         "stress": torch.randn(3, 3, 3, dtype=torch.float64, generator=generator).to(DEVICE),
     }
     memory = StepMemory()
-    with kernels(enabled=by_kernels):
+    with execution(kernels=by_kernels):
         outputs = potential(given, stress=True, memory=memory)  # kernels of the response need what the first pass left
         values, cotangents = potential.response(given, adjoints, memory)
         weights = [p for p in potential.parameters() if p.requires_grad]
