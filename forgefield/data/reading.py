@@ -27,7 +27,8 @@ from forgefield.data.neighbours.graph import GraphOptions, same_graph
 from forgefield.data.readers import SourceFile, frames_of, plain, source_files
 from forgefield.data.store.cache import cache_folder
 from forgefield.data.store.convert import convert
-from forgefield.data.store.store import VERSION, is_store, open_store
+from forgefield.data.store.manifest import VERSION, is_store
+from forgefield.data.store.store import open_store
 from forgefield.data.store.table import FrameTable, Share
 from forgefield.errors import ForgefieldError
 

@@ -31,7 +31,8 @@ from forgefield.data.splits import resolve_splits
 from forgefield.data.store.columns import frame_digest
 from forgefield.data.store.convert import convert, store_frames
 from forgefield.data.store.export import write_frames
-from forgefield.data.store.store import manifest_hash, open_store
+from forgefield.data.store.manifest import manifest_hash
+from forgefield.data.store.store import open_store
 from forgefield.data.store.table import FrameTable
 from forgefield.errors import ForgefieldError
 
