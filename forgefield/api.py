@@ -19,11 +19,11 @@ from forgefield.config.schema import DataOptions
 from forgefield.config.template import commented_yaml
 from forgefield.config.test_sets import is_named
 from forgefield.data.dataset import GraphDataset
-from forgefield.data.labels import LabelReader
+from forgefield.data.labels.label_reader import LabelReader
 from forgefield.data.reading import label_settings, read_table, unit_settings
 from forgefield.data.sampling.batching import evaluation_budget
 from forgefield.data.species import SpeciesTable
-from forgefield.data.splits import is_lazy
+from forgefield.data.splits.splits import is_lazy
 from forgefield.errors import ForgefieldError
 from forgefield.evaluation import (
     ONLY_NOISE,
@@ -43,9 +43,9 @@ from forgefield.ldos.loss import UNITS
 from forgefield.ldos.model import LDOSNetwork
 from forgefield.models.potential import Potential
 from forgefield.models.registry import build_point_model
-from forgefield.parallel.faults import failing_together, stop_together
-from forgefield.parallel.group import Ranks
+from forgefield.parallel.failures import failing_together, stop_together
 from forgefield.parallel.launch import detect_launch
+from forgefield.parallel.ranks import Ranks
 from forgefield.parallel.session import this_group
 from forgefield.parallel.spawn import run_ranks
 from forgefield.report.page import write_parity_png, write_report

@@ -39,7 +39,7 @@ from forgefield.models.deeppot.branches import single
 from forgefield.models.potential import Potential
 from forgefield.models.registry import branch_names
 from forgefield.parallel.accelerators import evaluation_device
-from forgefield.parallel.group import Ranks
+from forgefield.parallel.ranks import Ranks
 from forgefield.report.page import write_report
 from forgefield.runs import Run, built
 from forgefield.tasks.classes import auroc

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from forgefield.data.inspection.inspect import inspect_table
-    from forgefield.data.labels import LabelReader
+    from forgefield.data.labels.label_reader import LabelReader
     from forgefield.data.neighbours.graph import check_cutoff
     from forgefield.data.reading import read_table
 

@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from forgefield.data.sampling.loader import FrameLoader
-from forgefield.data.statistics import energy_deviations, robust_energies
+from forgefield.data.statistics.statistics import energy_deviations, robust_energies
 from forgefield.diagnosis import helper_rules as rules
 
 USUAL_NAMES = ("y", "target", "targets", "label", "labels")

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from forgefield.config.schema import LabelOptions, UnitOptions
 from forgefield.data.frame import Frame, RawFrame
-from forgefield.data.labels import LabelReader
+from forgefield.data.labels.label_reader import LabelReader
 from forgefield.data.readers import SourceFile, chunks, frames_of, read_frames, registry, source_files
 from forgefield.data.readers.base import Reader
 from forgefield.data.readers.block_labels import block_frames

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import ClassVar
 
 from forgefield.config.schema import UnitOptions
-from forgefield.data.fields import Fields
 from forgefield.data.frame import Frame, RawFrame
+from forgefield.data.labels.fields import Fields
 from forgefield.data.readers.blocks import RawBlock
 
 

@@ -19,9 +19,8 @@ from ase.data import atomic_numbers
 
 from forgefield.data.readers.base import Reader, ReadOptions, SourceFile
 from forgefield.data.readers.blocks import LazyColumns, RawBlock, block_ranges, matrices, within
-from forgefield.data.readers.hdf5_files import Hdf5Array, is_dataset
-from forgefield.data.readers.numerals import is_plain, read_text, whole_numbers
-from forgefield.data.readers.text_rows import text_rows
+from forgefield.data.readers.hdf5.files import Hdf5Array, is_dataset
+from forgefield.data.readers.numerals import is_plain, read_text, text_rows, whole_numbers
 from forgefield.errors import ForgefieldError, SourceUnreadable
 from forgefield.untrusted.npy import map_npy
 

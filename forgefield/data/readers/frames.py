@@ -13,7 +13,7 @@ from typing import Any
 
 from forgefield.config.schema import LabelOptions, UnitOptions
 from forgefield.data.frame import Frame, RawFrame
-from forgefield.data.labels import LabelReader
+from forgefield.data.labels.label_reader import LabelReader
 from forgefield.data.readers.ase_files import raw_from_atoms
 from forgefield.data.readers.base import ReadOptions, SourceFile
 from forgefield.data.readers.block_labels import block_frames

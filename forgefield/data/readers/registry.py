@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from forgefield.data.readers.ase_files import AseDatabaseReader, AseReader
-from forgefield.data.readers.aselmdb import AseLmdbReader
 from forgefield.data.readers.base import Reader
 from forgefield.data.readers.deepmd import DeepmdReader
-from forgefield.data.readers.extxyz import ExtxyzReader
-from forgefield.data.readers.hdf5 import Hdf5Reader
-from forgefield.data.readers.matsciml import MatscimlReader
+from forgefield.data.readers.hdf5.reader import Hdf5Reader
+from forgefield.data.readers.lmdb.aselmdb import AseLmdbReader
+from forgefield.data.readers.lmdb.matsciml import MatscimlReader
 from forgefield.data.readers.npz import NpzReader
 from forgefield.data.readers.store_reader import StoreReader
+from forgefield.data.readers.xyz.extxyz import ExtxyzReader
 
 READERS: tuple[Reader, ...] = (
     StoreReader(),

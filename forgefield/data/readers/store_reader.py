@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
-from forgefield.data.fields import chosen_fields
 from forgefield.data.frame import Frame
+from forgefield.data.labels.fields import chosen_fields
 from forgefield.data.readers.base import Reader, ReadOptions, SourceFile
 from forgefield.data.store.manifest import MANIFEST
 from forgefield.data.store.store import Store, open_store

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from forgefield.data.fields import Field, Fields, field_from_manifest
+from forgefield.data.labels.fields import Field, Fields, field_from_manifest
 from forgefield.data.neighbours.graph import GraphOptions, same_graph
 from forgefield.data.store.columns import EDGE_FIELDS, FIELDS, OPTIONAL, Columns
 from forgefield.data.store.manifest import MANIFEST, FieldEntry, Manifest, PartEntry, read_manifest

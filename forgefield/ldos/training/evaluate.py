@@ -20,7 +20,7 @@ from forgefield.ldos.model import LDOSNetwork
 from forgefield.ldos.observables import OBSERVABLE_UNITS, Observables, mean_absolute
 from forgefield.ldos.training.data import EVALUATED
 from forgefield.ldos.training.observing import NEEDED, SnapshotMeasure, density_energies
-from forgefield.parallel.group import Ranks
+from forgefield.parallel.ranks import Ranks
 from forgefield.runs import Run
 
 SAMPLED = 4000

@@ -22,7 +22,7 @@ from lightning.fabric.plugins import CheckpointIO
 
 from forgefield.errors import ForgefieldError
 from forgefield.files import PARTIAL, read_bytes, write_atomically
-from forgefield.parallel.group import Ranks
+from forgefield.parallel.ranks import Ranks
 
 _NAME = re.compile(r"step-(\d+)\.ckpt")
 

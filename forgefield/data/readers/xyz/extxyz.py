@@ -20,8 +20,8 @@ from ase.data import atomic_numbers
 from forgefield.data.frame import RawFrame
 from forgefield.data.readers.base import Reader, ReadOptions, SourceFile
 from forgefield.data.readers.numerals import is_plain, real_number, whole_number
-from forgefield.data.readers.xyz_header import parse_header
-from forgefield.data.readers.xyz_index import text_lines, xyz_index
+from forgefield.data.readers.xyz.header import parse_header
+from forgefield.data.readers.xyz.index import text_lines, xyz_index
 from forgefield.errors import ForgefieldError
 
 _PLAIN = "species:S:1:pos:R:3"

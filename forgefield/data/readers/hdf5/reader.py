@@ -20,12 +20,12 @@ import numpy as np
 from ase.data import atomic_numbers
 
 from forgefield.config.schema import UnitOptions
-from forgefield.data.raw_values import atomic_numbers_of, is_logical, real_numbers
+from forgefield.data.frame import atomic_numbers_of, is_logical, real_numbers
 from forgefield.data.readers.base import Reader, ReadOptions, SourceFile
 from forgefield.data.readers.blocks import LazyColumns, RawBlock, block_ranges, within
 from forgefield.data.readers.deepmd import open_group, read_system
-from forgefield.data.readers.hdf5_columns import EXTRA_NAMES, label_datasets, stated_factor
-from forgefield.data.readers.hdf5_files import REMEDY, Hdf5Array, is_dataset, open_hdf5, reading_hdf5
+from forgefield.data.readers.hdf5.columns import EXTRA_NAMES, label_datasets, stated_factor
+from forgefield.data.readers.hdf5.files import REMEDY, Hdf5Array, is_dataset, open_hdf5, reading_hdf5
 from forgefield.errors import ForgefieldError
 from forgefield.untrusted.expansion import FRAME_BYTES, check_expansion
 

@@ -19,7 +19,7 @@ from ase.calculators.calculator import all_properties
 
 from forgefield.data.frame import RawFrame
 from forgefield.data.readers.base import Reader, ReadOptions, SourceFile
-from forgefield.data.readers.lmdb_files import LmdbFile, open_lmdb
+from forgefield.data.readers.lmdb.files import LmdbFile, open_lmdb
 from forgefield.errors import ForgefieldError
 
 LARGEST_VALUE = 256 * 2**20

@@ -14,12 +14,11 @@ from typing import Any
 import numpy as np
 from ase.data import atomic_numbers, covalent_radii
 
-from forgefield.data.frame import RawFrame
-from forgefield.data.raw_values import atomic_numbers_of, periodicity, real_numbers
+from forgefield.data.frame import RawFrame, atomic_numbers_of, periodicity, real_numbers
 from forgefield.data.readers.base import Reader, ReadOptions, SourceFile
-from forgefield.data.readers.lmdb_files import open_lmdb
-from forgefield.data.readers.safe_pickle import RefusedPickle, safe_loads
+from forgefield.data.readers.lmdb.files import open_lmdb
 from forgefield.errors import ForgefieldError
+from forgefield.untrusted.safe_pickle import RefusedPickle, safe_loads
 
 POSITION_KEYS = ("pos", "positions", "cart_coords")
 NUMBER_KEYS = ("atomic_numbers", "numbers", "z")
