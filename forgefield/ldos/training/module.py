@@ -249,12 +249,12 @@ class PointsModule(RunModule):
         super().on_save_checkpoint(checkpoint)
         checkpoint["forgefield"]["validations"] = self._validations
         chosen = self.engine.choices if isinstance(self.engine, GraphsEngine) else self.choices
-        checkpoint["forgefield"]["own_kernels"] = dict(chosen)
+        checkpoint["forgefield"]["fused_kernels"] = dict(chosen)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
         self._validations = int(checkpoint["forgefield"]["validations"])
-        self.choices = dict(checkpoint["forgefield"].get("own_kernels", {}))
+        self.choices = dict(checkpoint["forgefield"].get("fused_kernels", {}))
 
 
 def _is_plateau(scheduler: Any) -> bool:

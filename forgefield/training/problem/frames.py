@@ -63,7 +63,7 @@ class FramesProblem(Problem):
         config, ranks, journal = self.config, self.session.ranks, self.session.journal
         whose = None if self.initial is None else self.initial.known.whose
         # A run that was started when splits could leave a species out of training keeps its split.
-        old = ranks.is_first and has_begun(self.run) and not self.run.info.get("keep_species", False)
+        old = ranks.is_first and has_begun(self.run) and not self.run.info["keep_species"]
         self.data = read_data(
             config.data,
             config.seed,

@@ -18,6 +18,7 @@ from torch import nn
 from forgefield.config.trust import code_of_model
 from forgefield.data.readers import plain
 from forgefield.errors import ForgefieldError
+from forgefield.kinds import FRAMES, POINTS
 from forgefield.models.registry import MODULE_FOLDER, names_same_code, with_found_folder
 from forgefield.parallel.exchange import StepExchange
 from forgefield.parallel.ranks import Ranks
@@ -145,11 +146,6 @@ class Problem(ABC):
 
 
 def problem_for(run: Run, config: DictConfig, options: dict[str, Any], session: TrainingSession) -> Problem:
-    """The subject that a config is about."""
-    if config.data.points is not None:
-        from forgefield.ldos.training.problem import PointsProblem
-
-        return PointsProblem(run, config, options, session)
-    from forgefield.training.problem.frames import FramesProblem
-
-    return FramesProblem(run, config, options, session)
+    """The training problem that a config describes."""
+    kind = FRAMES if config.data.points is None else POINTS
+    return kind.problem.load()(run, config, options, session)
