@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from forgefield.data.sampling.loader import FrameLoader
-from forgefield.data.statistics import energy_deviations, robust_energies
+from forgefield.data.statistics.statistics import energy_deviations, robust_energies
 from forgefield.diagnosis import rules
 from forgefield.training.probing import ProbedModule
 
