@@ -178,6 +178,7 @@ def _from_config(args: argparse.Namespace, overrides: list[str]) -> _Checked:
 
     config = load_config(args.target, overrides, trust_code=args.trust_code)
     require_frames(config, "check", "their gradients are compared with autograd at the start of a training")
+    knots = _knots(config)
     config.training.precision, config.training.freeze, config.training.lora = "float64", None, None
     problem = build_frames_problem(config)
     potential, resolved = problem.model, problem.resolved
@@ -187,7 +188,7 @@ def _from_config(args: argparse.Namespace, overrides: list[str]) -> _Checked:
     frames = problem.data.train.frames
     if args.data is not None:
         frames = read_table(args.data, config.data.labels, config.data.units, required=False)
-    return _Checked(potential, frames, resolved, _knots(config))
+    return _Checked(potential, frames, resolved, knots)
 
 
 def _knots(config: Any) -> int:
