@@ -22,6 +22,7 @@ from forgefield.tasks.metrics import ErrorMetrics, unit_of
 from forgefield.tasks.task import Task
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.step import StepFunction
+from forgefield.training.optim.learning_rate import replaced_learning_rates
 from forgefield.training.optim.optimisers import build_optimiser
 from forgefield.training.problem.frames import build_frames_problem
 
@@ -78,12 +79,12 @@ def overfit(
     rates = [float(group["lr"]) for group in optimiser.param_groups]
     for step in range(steps):
         share = max(0.0, 2 * step / steps - 1)
-        for group, rate in zip(optimiser.param_groups, rates):
-            group["lr"] = rate * 0.5 * (1 + math.cos(math.pi * share))
+        factor = 0.5 * (1 + math.cos(math.pi * share))
         optimiser.zero_grad()
         loss = engine.step(_with_fresh_keys(batch, step)).loss
         loss.backward()
-        optimiser.step()
+        with replaced_learning_rates(optimiser, [factor * rate for rate in rates]):
+            optimiser.step()
         result.losses.append(float(loss.detach()))
         if (step + 1) % max(steps // 20, 1) == 0 or step + 1 == steps or not math.isfinite(result.losses[-1]):
             now = measure()

@@ -35,7 +35,7 @@ from forgefield.training.callbacks.progress import RunProgress
 from forgefield.training.callbacks.run_checkpoint import RunCheckpoint
 from forgefield.training.callbacks.step_log import StepLog
 from forgefield.training.callbacks.tensorboard import TensorBoardLog
-from forgefield.training.optim.scaling import learning_rate_factor
+from forgefield.training.optim.learning_rate import learning_rate_factor
 from forgefield.training.precision import Precision
 from forgefield.training.problem.preflight import check_settings, require_same_settings
 from forgefield.training.problem.problem import Loader, Problem, TrainingSession, problem_for

@@ -19,8 +19,8 @@ from forgefield.parallel.network import interface_towards
 from forgefield.parallel.ranks import Ranks, alone
 from forgefield.parallel.registry import MPIDDPStrategy, check_strategy, register_strategies
 from forgefield.parallel.rendezvous import usable_threads
+from forgefield.training.optim.learning_rate import learning_rate_factor
 from forgefield.training.optim.optimisers import build_optimiser, build_scheduler, fit_length, rescale_learning_rates
-from forgefield.training.optim.scaling import learning_rate_factor
 from forgefield.training.problem.preflight import check_settings
 from forgefield.training.run.journal import Journal
 from forgefield.training.run.start_summary import effective_batch, learning_rate, schedule_rows

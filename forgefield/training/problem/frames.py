@@ -26,6 +26,7 @@ from forgefield.tasks.task import Task
 from forgefield.training.engines.choose import refuse_engine
 from forgefield.training.engines.size_plan import plan_sizes
 from forgefield.training.engines.start import EngineStarter
+from forgefield.training.frames_executor import FramesExecutor
 from forgefield.training.module import TrainingModule
 from forgefield.training.optim.trainable import choose_trained
 from forgefield.training.precision import Precision
@@ -152,18 +153,15 @@ class FramesProblem(Problem):
     def module(
         self, monitor: str, exchange: StepExchange | None, restart: ResumePoint | None, quick: bool
     ) -> TrainingModule:
-        return TrainingModule(
+        executor = FramesExecutor(
             self.model,
             self.task,
             self.config.training,
             self.data.species.symbols,
-            monitor=monitor,
-            ranks=self.session.ranks,
-            exchange=exchange,
-            lr_factor=self.session.lr_factor,
             starter=self._engine_starter(restart, quick),
             shapes=batch_shapes(self.data.train.fields),
         )
+        return self.module_of(executor, monitor, exchange)
 
     def _engine_starter(self, restart: ResumePoint | None, quick: bool) -> EngineStarter:
         """A resumed run goes on with the engine it was started with, unless the config names another."""

@@ -24,11 +24,12 @@ from forgefield.models.registry import MODULE_FOLDER, names_same_code, with_foun
 from forgefield.parallel.exchange import StepExchange
 from forgefield.parallel.ranks import Ranks, alone
 from forgefield.runs import Run
+from forgefield.training.executor import StepExecutor
+from forgefield.training.module import TrainingModule
 from forgefield.training.run.checkpoint import ResumePoint
 from forgefield.training.run.folder import has_begun
 from forgefield.training.run.journal import Journal
 from forgefield.training.run.signals import StopControl
-from forgefield.training.run_module import RunModule
 
 
 @dataclass(frozen=True)
@@ -124,8 +125,19 @@ class Problem(ABC):
     @abstractmethod
     def module(
         self, monitor: str, exchange: StepExchange | None, restart: ResumePoint | None, quick: bool
-    ) -> RunModule:
+    ) -> TrainingModule:
         """What Lightning trains. quick: a trial run that stores nothing (`trainer.fast_dev_run`)."""
+
+    def module_of(self, executor: StepExecutor, monitor: str, exchange: StepExchange | None) -> TrainingModule:
+        """The module around an executor."""
+        return TrainingModule(
+            executor,
+            self.config.training,
+            monitor=monitor,
+            ranks=self.session.ranks,
+            exchange=exchange,
+            lr_factor=self.session.lr_factor,
+        )
 
     @abstractmethod
     def loader(self, device: torch.device) -> Loader:
