@@ -195,7 +195,7 @@ def _knots(config: Any) -> int:
     """Intervals of the tables that a training with this config reads radial weights from; zero where it reads none."""
     from omegaconf import OmegaConf
 
-    from forgefield.kernels.core.switches import KNOTS
+    from forgefield.ops.execution import KNOTS
 
     exact = OmegaConf.select(config, "training.kernels.radial") == "exact"
     if exact or OmegaConf.select(config, "training.precision") == "float64":

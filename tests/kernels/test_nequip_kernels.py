@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from forgefield.kernels.convolution import passes as convolution
-from forgefield.kernels.core.switches import kernels
+from forgefield.ops.execution import execution
 from forgefield.training.precision import Precision
 from tests.support.kernels import DEVICE, needs_kernels
 from tests.support.nequip_kernel_cases import CASES, batch, step
@@ -68,7 +68,7 @@ def test_gradients_of_rows_stored_in_bfloat16():
     """Rounding by 2^-9 here and there, and no more than that."""
     case, given = CASES["degrees of unequal width"], batch()
     exact, gradients = step(make_potential(precision="float64", **case).to(DEVICE).eval(), given, by_kernels=False)
-    with kernels(storage="bfloat16"):
+    with execution(storage="bfloat16"):
         ours, found = step(make_potential(precision="float32", **case).to(DEVICE).eval(), given, by_kernels=True)
     found, gradients = (torch.cat([g.flatten().double() for g in some]) for some in (found, gradients))
     assert 1e-4 < relative(found, gradients) < 8e-3
@@ -89,7 +89,7 @@ def test_a_step_in_tf32():
 
 def test_forces_alone_are_those_of_a_training():
     potential, given = make_potential(precision="float32", **CASES["plain"]).to(DEVICE).eval(), batch()
-    with kernels(enabled=True):
+    with execution(kernels=True):
         alone = potential(given)
         with torch.no_grad():
             energy = potential(given, forces=False)["energy"]
@@ -104,7 +104,7 @@ def test_nothing_of_a_pass_is_left_when_it_is_over():
     given = batch() | {"memory": {}}
     gc.disable()
     try:
-        with kernels(enabled=True):
+        with execution(kernels=True):
             potential(given)
         network = weakref.ref(given["memory"]["network"])
         given["memory"].clear()
@@ -118,7 +118,7 @@ def test_trained_frequencies_are_never_remembered():
     for parameter in potential.parameters():
         parameter.requires_grad_(False)
     given = batch()
-    with kernels(enabled=True):
+    with execution(kernels=True):
         before = potential(given)["energy"]
         potential.model.bessel_frequencies.data.mul_(1.05)  # as a captured optimiser changes them
         after = potential(given)["energy"]

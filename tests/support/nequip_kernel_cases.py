@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from forgefield.kernels.core.switches import kernels
+from forgefield.ops.execution import execution
 from tests.support.kernels import DEVICE
 from tests.support.structures import make_batch, make_frame
 
@@ -51,7 +51,7 @@ def step(potential, given, by_kernels: bool) -> tuple[dict[str, torch.Tensor], l
         "stress": torch.randn(3, 3, 3, dtype=torch.float64, generator=generator).to(DEVICE),
     }
     given = given | {"memory": {}}
-    with kernels(enabled=by_kernels):
+    with execution(kernels=by_kernels):
         outputs = potential(given, stress=True)  # kernels of the response need what the first pass left
         values, cotangents = potential.response(given, adjoints)
         weights = [p for p in potential.parameters() if p.requires_grad]

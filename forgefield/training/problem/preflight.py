@@ -19,9 +19,9 @@ from forgefield.data.readers import plain
 from forgefield.errors import ForgefieldError
 from forgefield.models.potential import Potential
 from forgefield.models.registry import check_model
-from forgefield.parallel.contradictions import check_trainer_options
 from forgefield.parallel.environment import MPI_LAUNCHERS
-from forgefield.parallel.group import Ranks
+from forgefield.parallel.launch_checks import check_trainer_options
+from forgefield.parallel.ranks import Ranks
 from forgefield.parallel.registry import check_strategy
 from forgefield.tasks.task import LABELS
 from forgefield.training.optim.optimisers import build_optimiser

@@ -15,7 +15,7 @@ from forgefield.ldos.training.engines import EagerEngine, GraphsEngine
 from forgefield.ldos.training.fused import FusedGradient, FusedStep, adam_of, rounded_to_tf32, tiles_for
 from forgefield.ldos.training.gradient import Written
 from forgefield.ldos.training.update import Update
-from forgefield.ops.products import products_in
+from forgefield.ops.execution import products_in
 from forgefield.training.optim.averages import WeightAverage
 from tests.support.fused_points import DEVICE, LOW, RUNS, SMALL, Rows, network
 from tests.support.point_networks import task

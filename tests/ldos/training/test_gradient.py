@@ -15,8 +15,8 @@ from forgefield.ldos.training.engines import EagerEngine, GraphsEngine
 from forgefield.ldos.training.gradient import ByAutograd, Written
 from forgefield.ldos.training.terms import TermGradient
 from forgefield.ldos.training.update import Update
-from forgefield.ops.products import products_in
-from forgefield.parallel.group import alone
+from forgefield.ops.execution import products_in
+from forgefield.parallel.ranks import alone
 from forgefield.training.optim.averages import WeightAverage
 from tests.support.point_networks import DTYPE, network, rows, task
 from tests.support.snapshots import FERMI, GRID, TEMPERATURE

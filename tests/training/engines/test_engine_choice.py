@@ -12,7 +12,7 @@ from torch import nn
 from forgefield.config.schema import TrainingOptions
 from forgefield.errors import ForgefieldError
 from forgefield.models import Potential
-from forgefield.parallel.group import alone
+from forgefield.parallel.ranks import alone
 from forgefield.tasks.losses import mse
 from forgefield.tasks.task import Target
 from forgefield.training.engines.choose import (

@@ -17,8 +17,8 @@ from torch import Tensor
 from forgefield.kernels.convolution.form import Form
 from forgefield.kernels.convolution.passes import Convolution, Motion, Radial, in_manner, writes_much
 from forgefield.kernels.convolution.source import Kind
+from forgefield.kernels.core.availability import interpreted, storage_type, weight_cotangent_type
 from forgefield.kernels.core.fields import Field
-from forgefield.kernels.core.switches import interpreted, setting
 from forgefield.ops.graph import EdgeGraph
 
 _done: set[Any] = set()
@@ -75,7 +75,7 @@ class Planned:
         """What decides which kernels its passes launch."""
         kind = Kind(table=self.radial.in_table, packed=self.radial.packed, still=self.still)
         large = writes_much(self.form, graph.n_edges, harmonics.dtype)
-        stored = (setting().stored_as(harmonics.dtype), setting().held_as(harmonics.dtype))
+        stored = (storage_type(harmonics.dtype), weight_cotangent_type(harmonics.dtype))
         types = (harmonics.dtype, *stored, self.radial.row.dtype, harmonics.device)
         return self.form, in_manner(kind, self.form, graph.n_atoms), large, types
 
