@@ -23,7 +23,7 @@ from forgefield.deploy.electrons import ElectronicStructure, ElectronModel
 from forgefield.deploy.predict import keep_labels, keep_values
 from forgefield.deploy.xyz_files import write_extxyz
 from forgefield.errors import ForgefieldError
-from forgefield.files import PARTIAL
+from forgefield.files import remove_leftovers, temporary_name
 from forgefield.physics.units import BOHR
 
 NUMBERS = "results.json"
@@ -49,7 +49,8 @@ def predict_electrons(
     units = units or UnitOptions()
     reader = LabelReader(LabelOptions(), units)
     frames = [pair for file in source_files(source) for pair in frames_with_values(file, reader, units)]
-    partial = out.with_name(f".{out.name}{PARTIAL}-{os.getpid()}")
+    partial = temporary_name(out)
+    remove_leftovers(out.parent, of=out)
     try:
         partial.mkdir(parents=True)
         rows, images, states = [], [], []
