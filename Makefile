@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 TRITON := $(VENV)/.triton
 # Tests of generated kernels, which run in Triton's interpreter where there is no GPU.
-KERNEL_TESTS := tests/ops/kernels tests/training/points/test_fused.py tests/training/points/test_reference.py \
+KERNEL_TESTS := tests/kernels tests/ldos/training/test_fused.py tests/ldos/training/test_reference.py \
   tests/training/engines/test_graphs_load.py
 
 .PHONY: demo test lint format clean

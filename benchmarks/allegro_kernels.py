@@ -20,9 +20,9 @@ from engines import seconds_of
 from kernels import microseconds
 from torch import Tensor
 
+from forgefield.kernels.edges.environment import edge_pass, environment_by_operator, launch, project_by_operator
+from forgefield.kernels.edges.environment_source import EdgePass
 from forgefield.ops.graph import Segments, cut
-from forgefield.ops.kernels.environment import edge_pass, environment_by_operator, launch, project_by_operator
-from forgefield.ops.kernels.environment_source import EdgePass
 from forgefield.ops.weighted_harmonics import project, sum_weighted
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -13,7 +13,7 @@ from typing import Any
 from allegro.model import AllegroModel
 from nequip_step import COMMON, compare
 
-from forgefield.models.importers.allegro import read_allegro
+from forgefield.models.allegro.importer import read_allegro
 
 
 def settings(l_max: int, layers: int, scalars: int, tensors: int, **more: Any) -> dict[str, Any]:

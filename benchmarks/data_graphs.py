@@ -10,8 +10,8 @@ from ase.neighborlist import neighbor_list
 from data_measure import Settings, Table, best_of, copper, lips, water
 
 from forgefield.data.frame import Frame
-from forgefield.data.graphs.graph import GraphOptions, build_edges
-from forgefield.data.storage.table import FrameTable
+from forgefield.data.neighbours.graph import GraphOptions, build_edges
+from forgefield.data.store.table import FrameTable
 
 CASES: list[tuple[str, Callable[[Settings], FrameTable | None], float]] = [
     ("LiPS", lips, 5.0),

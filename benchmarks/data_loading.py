@@ -16,12 +16,12 @@ from data_measure import Settings, Table, aspirin, best_of, copper, rows_of_batc
 
 from forgefield.data.batch import to_device
 from forgefield.data.dataset import GraphDataset
-from forgefield.data.graphs.graph import GraphOptions
+from forgefield.data.neighbours.graph import GraphOptions
 from forgefield.data.reading import read_table
 from forgefield.data.species import SpeciesTable
-from forgefield.data.storage.convert import store_frames
-from forgefield.data.storage.store import open_store
-from forgefield.data.storage.table import FrameTable
+from forgefield.data.store.convert import store_frames
+from forgefield.data.store.store import open_store
+from forgefield.data.store.table import FrameTable
 
 CASES: dict[str, tuple[Callable[[Settings], FrameTable | None], float]] = {
     "water": (water, 6.0),

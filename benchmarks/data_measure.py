@@ -15,7 +15,7 @@ import numpy as np
 
 from forgefield.config.schema import UnitOptions
 from forgefield.data.reading import read_table
-from forgefield.data.storage.table import FrameTable
+from forgefield.data.store.table import FrameTable
 
 CACHE = "cache"
 """Folder in the scratch folder for what Forgefield keeps between runs."""

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forgefield.physics.descriptors import DescriptorOptions, make_descriptors
+from forgefield.ldos.descriptors import DescriptorOptions, make_descriptors
 
 CELL = np.array([[2.26, 0.0, 0.0], [-1.13, 1.957, 0.0], [0.0, 0.0, 3.57]])
 POSITIONS = np.array([[1.75, 0.32, 2.68], [-0.62, 1.64, 0.89]])

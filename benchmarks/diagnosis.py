@@ -21,12 +21,12 @@ from lightning.pytorch.trainer import call
 
 from forgefield.api import example_config
 from forgefield.diagnosis.figures import FIGURES, image_of
+from forgefield.diagnosis.loss_spike import LossSpike
 from forgefield.diagnosis.record import read_records
 from forgefield.parallel.group import alone
 from forgefield.training import fit as fitting
-from forgefield.training.callbacks.loss_spike import LossSpike
 from forgefield.training.callbacks.names import CALLBACKS
-from forgefield.training.journal import Journal
+from forgefield.training.run.journal import Journal
 from forgefield.training.trainer import user_callbacks
 
 MEASURED = ("gradient_check", "training_helper", "autocorrelation", "loss_spike", "throughput", "energy")

@@ -33,6 +33,7 @@ import torch
 from ase.data import atomic_numbers
 from engines_peers import MODES, Peers
 
+from forgefield.bench.water import water
 from forgefield.config.schema import TargetOptions, TaskOptions
 from forgefield.data.batch import Batch, batch_from_frames, to_device
 from forgefield.data.readers import frames_from_atoms
@@ -42,9 +43,7 @@ from forgefield.models.potential import Potential
 from forgefield.models.registry import build_model, resolve_model
 from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.task import Task
-from forgefield.training.bench_water import water
 from forgefield.training.engines.blank import sizes
-from forgefield.training.engines.captured_update import CapturedUpdate
 from forgefield.training.engines.choose import Choice, why_not_kernels
 from forgefield.training.engines.compiled import CompileEngine
 from forgefield.training.engines.engine import Engine
@@ -53,6 +52,7 @@ from forgefield.training.engines.script import ScriptEngine
 from forgefield.training.engines.size_plan import plan_sizes
 from forgefield.training.engines.step import DERIVATIVES, StepFunction
 from forgefield.training.engines.verify import require_equal
+from forgefield.training.optim.captured_update import CapturedUpdate
 from forgefield.training.precision import TOLERANCES, Precision
 
 SPECIES = ("H", "O")

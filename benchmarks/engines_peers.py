@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from forgefield.bench import peers as bench_peers
 from forgefield.data.batch import Batch
-from forgefield.training import bench_peers
 
 MODES = ("eager", "compile", "oeq", "oeq-compile")
 """How a peer runs. oeq: NequIP with kernels of OpenEquivariance."""

@@ -20,8 +20,8 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.fuzz.formats import FORMATS
-from tests.fuzz.server import CPU_SECONDS, MEBIBYTES, Result, run_cases
+from tests.support.fuzz_formats import FORMATS
+from tests.support.fuzz_server import CPU_SECONDS, MEBIBYTES, Result, run_cases
 
 BLOCK = 500
 """Cases a process takes at a time."""

@@ -32,22 +32,22 @@ from engines import MODELS, SPECIES, Trained, seconds_of, trained, water_batch, 
 from torch import Tensor
 
 from forgefield.data.batch import Batch
-from forgefield.models.nequip import NequIP
-from forgefield.models.nequip_passes import Layer, Network
-from forgefield.models.nequip_tables import radial_tables
+from forgefield.kernels.convolution.form import Form, form_of
+from forgefield.kernels.convolution.passes import Convolution, Motion, Radial, Rows
+from forgefield.kernels.convolution.sums import sum_into_field
+from forgefield.kernels.core import streams as beside
+from forgefield.kernels.core.fields import TANGENT, Field
+from forgefield.kernels.edges.geometry import EdgeGeometry, moved_geometry
+from forgefield.kernels.edges.vectors import forces_by_kernel
+from forgefield.kernels.radial.packing import StoredTable
+from forgefield.kernels.radial.table import CHUNK, Intervals, TableGradient
+from forgefield.models.nequip.model import NequIP
+from forgefield.models.nequip.passes import Layer, Network
+from forgefield.models.nequip.tables import radial_tables
 from forgefield.models.potential import edge_vectors
 from forgefield.models.registry import build_model, resolve_model
+from forgefield.ops.execution import STORAGE, execution
 from forgefield.ops.graph import EdgeGraph, edge_graph
-from forgefield.ops.kernels import beside
-from forgefield.ops.kernels.convolution import Convolution, Motion, Radial, Rows
-from forgefield.ops.kernels.edges import forces_by_kernel
-from forgefield.ops.kernels.fields import TANGENT, Field
-from forgefield.ops.kernels.form import Form, form_of
-from forgefield.ops.kernels.geometry import EdgeGeometry, moved_geometry
-from forgefield.ops.kernels.packing import StoredTable
-from forgefield.ops.kernels.setting import STORAGE, kernels
-from forgefield.ops.kernels.sums import sum_into_field
-from forgefield.ops.kernels.table import CHUNK, Intervals, TableGradient
 from forgefield.training.engines.blank import sizes
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.graphs import GraphsEngine
@@ -384,7 +384,7 @@ def main(words: list[str] | None = None) -> None:
         return
     device, began = torch.device(args.device), time.perf_counter()
     cutoff = 5.0 if args.molecules >= 4 else 3.0
-    with Precision("float32").applied("float32"), kernels(enabled=True, knots=args.knots, storage=args.storage):
+    with Precision("float32").applied("float32"), execution(kernels=True, knots=args.knots, storage=args.storage):
         model = trained(args.preset, cutoff, "float32", device)
         batch = water_batch(args.frames, args.molecules, cutoff, device)
         frames, atoms, edges = sizes(batch)

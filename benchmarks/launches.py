@@ -22,10 +22,10 @@ from engines import MODELS, trained, water_batch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from forgefield.kernels.core.availability import interpreted
+from forgefield.kernels.radial import table
 from forgefield.models import potential
 from forgefield.ops import graph, segment_sum
-from forgefield.ops.kernels import table
-from forgefield.ops.kernels.setting import interpreted
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.step import StepFunction
 from forgefield.training.precision import Precision

@@ -65,7 +65,7 @@ def ours(folder: Path, case: dict[str, Any], columns: list[int], settings: dict[
     from forgefield.config.loading import load_config
     from forgefield.parallel.group import alone
     from forgefield.training.fit import fit
-    from forgefield.training.journal import Journal
+    from forgefield.training.run.journal import Journal
 
     snapshots = {
         name: {

@@ -25,8 +25,8 @@ import torch
 import yaml
 
 from forgefield import api
-from forgefield.physics.energy_grid import EnergyGrid
-from forgefield.physics.fermi import band_energy, density, dos_of_ldos, fermi_energy
+from forgefield.ldos.electronic.energy_grid import EnergyGrid
+from forgefield.ldos.electronic.fermi import band_energy, density, dos_of_ldos, fermi_energy
 
 ROOT = Path(__file__).resolve().parents[1]
 TRAIN, HELD_OUT = ("Be_snapshot0", "Be_snapshot1"), "Be_snapshot2"

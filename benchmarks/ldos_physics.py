@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from ase.build import bulk
 
-from forgefield.physics.density_energies import DensityEnergies
-from forgefield.physics.energy_grid import EnergyGrid
-from forgefield.physics.fermi import band_energy, density, dos_of_ldos, entropy_energy, fermi_energy
+from forgefield.ldos.electronic.density_energies import DensityEnergies
+from forgefield.ldos.electronic.energy_grid import EnergyGrid
+from forgefield.ldos.electronic.fermi import band_energy, density, dos_of_ldos, entropy_energy, fermi_energy
+from forgefield.ldos.electronic.upf import read_pseudopotentials
 from forgefield.physics.units import RYDBERG
-from forgefield.physics.upf import read_pseudopotentials
 
 MALA = {  # Fermi energy, band energy, -TS of MALA 1.4.0, eV
     "Be_snapshot0": (10.240735437, 12.447077139, -6.5515796e-4),

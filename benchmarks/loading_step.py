@@ -18,16 +18,16 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from forgefield.bench.training import measure
 from forgefield.config.loading import load_config
 from forgefield.config.schema import UnitOptions
 from forgefield.data.batch import to_device, with_edges
 from forgefield.data.dataset import GraphDataset
-from forgefield.data.graphs.graph import GraphOptions
+from forgefield.data.neighbours.graph import GraphOptions
 from forgefield.data.readers import read_frames
 from forgefield.data.species import SpeciesTable
-from forgefield.data.storage.convert import convert
+from forgefield.data.store.convert import convert
 from forgefield.parallel.group import alone
-from forgefield.training.bench import measure
 
 SHARED = Path(__file__).parents[1].parent / "shared" / "data"
 UNITS = {"energy": "kcal/mol"}

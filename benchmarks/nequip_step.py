@@ -29,7 +29,7 @@ from nequip.utils.global_state import set_global_state
 from forgefield.data.batch import batch_from_frames
 from forgefield.data.readers import frames_from_atoms
 from forgefield.data.species import SpeciesTable
-from forgefield.models.importers.nequip import read_nequip
+from forgefield.models.nequip.importer import read_nequip
 from forgefield.models.registry import build_model
 
 CUTOFF = 4.5

@@ -19,10 +19,10 @@ import torch
 from engines import MODELS, resolve
 from torch import Tensor
 
-from forgefield.models import nequip_tables
-from forgefield.models.nequip import NequIP
+from forgefield.kernels.radial.packing import pack_by_operations, unpack
+from forgefield.models.nequip import tables as nequip_tables
+from forgefield.models.nequip.model import NequIP
 from forgefield.models.registry import build_model
-from forgefield.ops.kernels.packing import pack_by_operations, unpack
 
 SHORTEST = 0.05
 """Of the cutoff, from where on tables are compared."""

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from forgefield.data.points import (
+from forgefield.ldos.data import (
     PointBlock,
     PointLoader,
     PointTable,
@@ -30,7 +30,7 @@ from forgefield.data.points import (
     find_snapshots,
     measure_points,
 )
-from forgefield.data.points.windows import ShuffledBlocks
+from forgefield.ldos.data.windows import ShuffledBlocks
 
 INPUTS, LEVELS, BATCH = 91, 250, 1000
 

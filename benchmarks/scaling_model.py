@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from forgefield.config.schema import LabelOptions, UnitOptions
-from forgefield.data.graphs.neighbours import neighbour_list
+from forgefield.data.neighbours.lists import neighbour_list
 from forgefield.data.readers import read_frames
 from forgefield.errors import ForgefieldError
 from forgefield.models.registry import build_model, resolve_model

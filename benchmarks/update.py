@@ -22,11 +22,11 @@ import torch
 from engines import BATCHES, MODELS, batch_of, trained
 from torch import Tensor, nn
 
-from forgefield.training.ema import WeightAverage
-from forgefield.training.engines import captured_update
 from forgefield.training.engines.blank import blank_frames, sizes
-from forgefield.training.engines.captured_update import CapturedUpdate
 from forgefield.training.engines.loading import Loader
+from forgefield.training.optim import captured_update
+from forgefield.training.optim.averages import WeightAverage
+from forgefield.training.optim.captured_update import CapturedUpdate
 
 STEPS, MANY, CLIP = 20, 40, 1.0
 """Compared; captured in one graph; largest norm of a gradient."""

@@ -19,9 +19,9 @@ from ase import Atoms
 from ase.build import bulk
 
 from forgefield import api
-from forgefield.data.points.cube import cubes_to_array, level_files
-from forgefield.data.points.info import read_info
-from forgefield.physics.descriptors import DescriptorOptions, make_descriptors
+from forgefield.ldos.data.cube import cubes_to_array, level_files
+from forgefield.ldos.data.info import read_info
+from forgefield.ldos.descriptors import DescriptorOptions, make_descriptors
 
 FIRST, SPACING, LEVELS = -6.0, 0.5, 46
 """Energies of the LDOS, eV."""

@@ -18,43 +18,32 @@ from forgefield.config.loading import load_config, require_training_data
 from forgefield.config.schema import DataOptions
 from forgefield.config.template import commented_yaml
 from forgefield.config.test_sets import is_named
-from forgefield.data.dataset import GraphDataset
-from forgefield.data.labels import LabelReader
-from forgefield.data.reading import label_settings, read_table, unit_settings
-from forgefield.data.sampling.batching import evaluation_budget
-from forgefield.data.species import SpeciesTable
-from forgefield.data.splits import is_lazy
-from forgefield.deploy.ase import Calculator
-from forgefield.deploy.electron_files import predict_electrons
-from forgefield.deploy.electrons import ElectronModel
-from forgefield.deploy.predict import predict_file
 from forgefield.errors import ForgefieldError
-from forgefield.measuring import (
+from forgefield.evaluation import (
     ONLY_NOISE,
-    evaluate,
-    evaluate_snapshots,
     has_outputs,
     is_unmeasured,
     measure,
     name_of_test,
-    write_test,
 )
-from forgefield.models.ldos import LDOSNetwork
+from forgefield.inference.ase import Calculator
+from forgefield.inference.predict import predict_file
+from forgefield.ldos.inference.electrons import ElectronModel
+from forgefield.ldos.inference.files import predict_electrons
+from forgefield.ldos.loss import UNITS
+from forgefield.ldos.model import LDOSNetwork, build_network
 from forgefield.models.potential import Potential
-from forgefield.models.registry import build_point_model
 from forgefield.parallel.faults import failing_together, stop_together
 from forgefield.parallel.group import Ranks
 from forgefield.parallel.launch import detect_launch
 from forgefield.parallel.session import this_group
 from forgefield.parallel.spawn import run_ranks
-from forgefield.report.page import write_parity_png, write_report
+from forgefield.report.page import write_report
 from forgefield.runs import Run, create_run_from_model, run_exists
-from forgefield.tasks.ldos import UNITS
-from forgefield.training.fit import Fitted, code_after, fit
-from forgefield.training.folder import config_of_run
-from forgefield.training.journal import Journal
-from forgefield.training.preflight import require_same_data
-from forgefield.training.signals import StopNow, StopWish
+from forgefield.training.fit import TrainingResult, code_after, fit
+from forgefield.training.run.folder import config_of_run
+from forgefield.training.run.journal import Journal
+from forgefield.training.run.signals import StopControl, StopNow
 from forgefield.training.trainer import processes_wanted
 
 __all__ = [
@@ -107,7 +96,7 @@ def train_with_outcome(
     log: Path | None = None,
     log_mode: str = "master",
     trust_code: bool = False,
-) -> Fitted:
+) -> TrainingResult:
     """Train, measure the best model on validation and test frames, write the report.
 
     Under a launcher (torchrun, srun, mpirun) every process calls this, inside `failing_together`. In one process with
@@ -121,24 +110,24 @@ def train_with_outcome(
     journal = Journal(ranks=ranks, file=log, mode=log_mode)
     try:
         fitted = fit(config, fresh=fresh, journal=journal, ranks=ranks, trust_code=trust_code)
-        if ranks.share(fitted.outcome == "finished" or is_unmeasured(fitted)):
+        if ranks.broadcast(fitted.outcome == "finished" or is_unmeasured(fitted)):
             return _measured(fitted, config, journal, ranks)
         return fitted
     finally:
         journal.close()
 
 
-def _measured(fitted: Fitted, config: DictConfig, journal: Journal, ranks: Ranks) -> Fitted:
+def _measured(fitted: TrainingResult, config: DictConfig, journal: Journal, ranks: Ranks) -> TrainingResult:
     """Evaluate the best model and write the report. A request to stop ends this at once; the same command does it again."""
     requeue_exit = config.training.checkpoint.requeue_exit
     try:
-        with StopWish(None, requeue_exit=requeue_exit) as stop, stop.at_once():
+        with StopControl(None, requeue_exit=requeue_exit) as stop, stop.at_once():
             measure(fitted, config, journal, ranks)
     except StopNow as stopped:
         reason = stopped.request.reason
         sentence = f"Stopped during the final evaluation: {reason}. Run the same command to finish it."
         if ranks.is_first:
-            journal.say(sentence)
+            journal.notify(sentence)
         code = code_after(stopped.request, requeue_exit, ranks, journal)
         stop_together(ranks, sentence, code)
         return replace(fitted, outcome="stopped", exit_code=code)
@@ -147,7 +136,7 @@ def _measured(fitted: Fitted, config: DictConfig, journal: Journal, ranks: Ranks
 
 def _train_in_processes(
     config: DictConfig, n: int, *, fresh: bool, log: Path | None, log_mode: str, trust_code: bool
-) -> Fitted:
+) -> TrainingResult:
     """Start n processes on this machine that train together, and wait for them."""
     with tempfile.TemporaryDirectory(prefix="forgefield-") as folder:
         path = Path(folder) / f"{config.name}.yaml"
@@ -161,12 +150,12 @@ def _train_in_processes(
         Path(config.out) / config.name, trust_code=code == 0
     )  # what it names, the config named or the user allowed
     if code == 0:
-        return Fitted(run, None, "quick" if config.trainer.get("fast_dev_run") else "finished")
+        return TrainingResult(run, None, "quick" if config.trainer.get("fast_dev_run") else "finished")
     stopped = code in (config.training.checkpoint.requeue_exit, 128 + signal.SIGINT)
-    return Fitted(run, None, "stopped" if stopped else "failed", exit_code=code)
+    return TrainingResult(run, None, "stopped" if stopped else "failed", exit_code=code)
 
 
-def train_example(overrides: list[str] | None = None, *, fresh: bool = False) -> Fitted:
+def train_example(overrides: list[str] | None = None, *, fresh: bool = False) -> TrainingResult:
     """The built-in example: make a small data set from real physics and train on it."""
     ranks = this_group()
     with failing_together(ranks):
@@ -203,7 +192,9 @@ def load(
     """
     run = Run.open(run, trust_code=trust_code)
     run.require_head(head)
-    return run.load_model(which, device, head=head)
+    model = run.load_model(which, device, head=head)
+    assert isinstance(model, (Potential, LDOSNetwork)), "there are models of these two kinds"
+    return model
 
 
 def load_run(name: str | os.PathLike[str], *, out: str | os.PathLike[str] = "runs", trust_code: bool = False) -> Run:
@@ -235,45 +226,22 @@ def test(
         run.require_head(head)
         settings: Any = options if options is not None else _data_options(run)
         sets = data if is_named(data) else {"": data}
-        errors = {
-            name: _tested(run, files, settings, which, device, labels_required, head, ranks, name=name)
-            for name, files in sets.items()
-        }
+        test_data, errors = run.kind.test.load(), {}
+        for name, files in sets.items():
+            errors[name] = test_data(
+                run,
+                files,
+                settings,
+                name_of_test(run, files, which=which, head=head, called=name),
+                which=which,
+                device=device,
+                labels_required=labels_required,
+                head=head,
+                ranks=ranks,
+            )
         if ranks.is_first:
             write_report(run.path)
         return errors if is_named(data) else errors[""]
-
-
-def _tested(
-    run: Run,
-    data: Any,
-    settings: Any,
-    which: str,
-    device: str,
-    labels_required: bool,
-    head: str | None,
-    ranks: Ranks,
-    *,
-    name: str,
-) -> dict[str, float]:
-    """Errors on one set of data. name: of the set, empty where it has none."""
-    result = name_of_test(run, data, which=which, head=head, called=name)
-    if run.of_points:
-        return evaluate_snapshots(run, data, settings, result, which=which, device=device, ranks=ranks)
-    labels, units = label_settings(settings.labels), unit_settings(settings.units)
-    reader = LabelReader(labels, units)
-    frames = read_table(data, labels, units, lazy=is_lazy(settings), required=labels_required, reader=reader)
-    require_same_data(frames.fingerprint, ranks)
-    dataset = GraphDataset(frames, SpeciesTable(run.species), run.graph)
-    batch = evaluation_budget(settings)
-    errors = evaluate(
-        run, dataset, result, which=which, device=device, batch=batch, ranks=ranks, head=head, hints=reader.hints()
-    )
-    if ranks.is_first:
-        write_test(run, errors, name=result, data=data, which=which, head=head, frames=len(frames))
-        if any("_mae" in error for error in errors):
-            write_parity_png(run.path, result)
-    return ranks.share(errors)
 
 
 def predict(
@@ -289,7 +257,7 @@ def predict(
     electrons: ElectronOptions | None = None,
     overwrite: bool = False,
     batch: int | None = None,
-    say: Callable[[str], None] = lambda text: None,
+    notify: Callable[[str], None] = lambda text: None,
     trust_code: bool = False,
 ) -> Path:
     """Write the structures of `source` with predicted energies, forces and stress to `out`; of an LDOS run, densities, DOS and
@@ -311,7 +279,7 @@ def predict(
             raise ForgefieldError(
                 f"data.batch.frames: run {run.name} is of grid points, and predicts one structure at a time."
             )
-        return _predict_electrons(run, source, out, options, electrons or ElectronOptions(), which, device, say)
+        return _predict_electrons(run, source, out, options, electrons or ElectronOptions(), which, device, notify)
     if electrons is not None and (given := electrons.given()):
         raise ForgefieldError(f"{given[0]} is for LDOS runs; run {run.name} is a potential, which knows no electrons.")
     if not has_outputs(run):
@@ -347,12 +315,12 @@ class ElectronOptions:
 
 
 def _predict_electrons(
-    run: Run, source: Any, out: Any, options: Any, asked: ElectronOptions, which: str, device: str, say: Any
+    run: Run, source: Any, out: Any, options: Any, asked: ElectronOptions, which: str, device: str, notify: Any
 ) -> Path:
     settings = {name: value for name, value in vars(asked).items() if name not in ("temperature", "ldos")}
     model = ElectronModel(run, which=which, device=device, **settings)
     return predict_electrons(
-        model, source, out, temperature=asked.temperature, ldos=asked.ldos, units=options.units, say=say
+        model, source, out, temperature=asked.temperature, ldos=asked.ldos, units=options.units, notify=notify
     )
 
 
@@ -418,12 +386,12 @@ def tune_with_outcome(
 
 def import_mala(file: str | os.PathLike[str], *, name: str | None = None, out: str | os.PathLike[str] = "runs") -> Run:
     """A run around the model in an archive of MALA's `save_run`. name: default that of the file."""
-    from forgefield.data.points.conditions import calculation_facts
-    from forgefield.data.points.info import info_from
-    from forgefield.models.importers.mala import read_mala
+    from forgefield.ldos.data.conditions import calculation_facts
+    from forgefield.ldos.data.info import info_from
+    from forgefield.ldos.importer import read_mala
 
     found = read_mala(file)
-    network = build_point_model(found.resolved, precision=found.precision, seed=0)
+    network = build_network(found.resolved, precision=found.precision, seed=0)
     network.load_state_dict(found.state)
     info = info_from(found.info, f"{file}: info.json")
     return create_run_from_model(

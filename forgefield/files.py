@@ -122,7 +122,7 @@ def written_whole(path: Path) -> Iterator[Path]:
             partial.unlink()
 
 
-def write_whole(path: Path, content: bytes | str) -> Path:
+def write_atomically(path: Path, content: bytes | str) -> Path:
     """Write `content` so that `path` holds either the old or the new, whatever happens in between."""
     with written_whole(path) as partial:
         partial.write_bytes(content.encode() if isinstance(content, str) else content)

@@ -83,8 +83,8 @@ def derivative(energies: Callable[[np.ndarray], np.ndarray], step: float) -> tup
 
 def _displacements(n_atoms: int, random: np.random.Generator) -> Iterator[np.ndarray]:
     """Unit vectors (n_atoms, 3) in the space of all coordinates: one of all atoms, two of one atom each."""
-    everyone = random.standard_normal((n_atoms, 3))
-    yield everyone / np.linalg.norm(everyone)
+    all_gather = random.standard_normal((n_atoms, 3))
+    yield all_gather / np.linalg.norm(all_gather)
     for _ in range(2):
         alone = np.zeros((n_atoms, 3))
         alone[random.integers(n_atoms)] = random.standard_normal(3)

@@ -1,6 +1,6 @@
 """The laws for outputs beside energies and forces, whatever they are: properties of frames, of atoms, logits of classes.
 
-Every output is compared in units of its own scale. What is expected follows from what is said of it (`FurtherOutput`): whether
+Every output is compared in units of its own scale. What is expected follows from what is said of it (`ExtraOutput`): whether
 frames or atoms have it, whether it grows with the frame, and how it turns with the structure.
 """
 
@@ -18,12 +18,12 @@ from forgefield.checks.probe import CheckResult, Probe, edited, judged, molecule
 from forgefield.checks.smoothness import check_cutoff
 from forgefield.checks.symmetry import random_orthogonal
 from forgefield.data.frame import Frame
-from forgefield.models.potential import FurtherOutput
+from forgefield.models.potential import ExtraOutput
 from forgefield.models.predictor import FORCES, Predictor
 
 Values = dict[str, np.ndarray]
 """Of one frame, in units of the scales: () or (n_atoms,), each with the shape of the output behind it."""
-Expectation = Callable[[str, FurtherOutput, np.ndarray], np.ndarray]
+Expectation = Callable[[str, ExtraOutput, np.ndarray], np.ndarray]
 """From an output's name, what is said of it and its value for a frame to that for the changed frame."""
 TURNING = {"vector": 1, "symmetric": 2, "tensor": 2}
 """Kinds of values that turn with the structure, and along how many of their last axes."""
@@ -45,8 +45,8 @@ class OutputProbe(KeyedProbe):
     """Evaluates the further outputs of a float64 copy of a model, and its direct forces where no energy is beside them."""
 
     @property
-    def said(self) -> Mapping[str, FurtherOutput]:
-        potential, said = self.potential, dict(self.potential.further)
+    def said(self) -> Mapping[str, ExtraOutput]:
+        potential, said = self.potential, dict(self.potential.extra_outputs)
         if isinstance(potential, Predictor) and potential.forces_are_direct and not potential.has_energy:
             said[FORCES] = potential.head(FORCES).options
         return said
@@ -125,7 +125,7 @@ def _permutation(probe: OutputProbe, frames: Sequence[Frame], random: np.random.
 
 
 def _supercell(probe: OutputProbe, frames: Sequence[Frame], random: np.random.Generator) -> CheckResult:
-    def expected(_: str, output: FurtherOutput, value: np.ndarray) -> np.ndarray:
+    def expected(_: str, output: ExtraOutput, value: np.ndarray) -> np.ndarray:
         if output.per == "atom":
             return np.concatenate([value, value])
         return 2 * value if output.reduce == "sum" else value
@@ -170,7 +170,7 @@ def _no_edges(probe: OutputProbe, frames: Sequence[Frame]) -> CheckResult:
     return judged(result.name, float("nan"), result.tolerance, note)
 
 
-def _same(_: str, output: FurtherOutput, value: np.ndarray) -> np.ndarray:
+def _same(_: str, output: ExtraOutput, value: np.ndarray) -> np.ndarray:
     return value
 
 

@@ -16,7 +16,7 @@ import torch
 from forgefield.data.batch import batch_from_frames, to_device
 from forgefield.data.fields import fields_of
 from forgefield.data.frame import Frame
-from forgefield.data.graphs.graph import graph_of
+from forgefield.data.neighbours.graph import graph_of
 from forgefield.data.species import SpeciesTable
 from forgefield.models.potential import Potential
 

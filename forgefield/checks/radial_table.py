@@ -4,8 +4,8 @@ It is no verdict: before its first step a training with kernels is compared with
 
 from __future__ import annotations
 
-from forgefield.models.nequip import NequIP
-from forgefield.models.nequip_tables import Deviation, table_deviation
+from forgefield.models.nequip.model import NequIP
+from forgefield.models.nequip.tables import Deviation, table_deviation
 from forgefield.models.potential import Potential
 
 NOTICEABLE = 10.0

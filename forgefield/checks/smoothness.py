@@ -14,7 +14,7 @@ from ase.data import atomic_numbers
 
 from forgefield.checks.probe import CheckResult, Probe, edited, judged, molecule
 from forgefield.data.frame import Frame
-from forgefield.data.graphs.neighbours import neighbour_list
+from forgefield.data.neighbours.lists import neighbour_list
 
 TOLERANCE = 1e-7
 """Relative to the largest force, at least to 0.1 eV/A."""

@@ -19,9 +19,9 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from forgefield.bench.children import JOBS, be_child
+from forgefield.bench.machine import places, processes, warnings
 from forgefield.cli.arguments import add_trust, split_config
-from forgefield.cli.bench_children import JOBS, be_child
-from forgefield.cli.bench_machine import places, processes, warnings
 from forgefield.config.nearest import did_you_mean
 from forgefield.errors import ForgefieldError
 
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
 
 def check(args: argparse.Namespace) -> None:
     """Whatever can be known to be wrong before any work is done."""
-    from forgefield.cli.bench_figure import SUFFIXES
+    from forgefield.bench.figure import SUFFIXES
 
     if args.steps < 1:
         raise ForgefieldError(f"--steps is {args.steps}; at least one step must be timed.")
@@ -184,12 +184,12 @@ class Water:
     def __init__(self, file: str | None, overrides: list[str], ranks: Ranks, args: argparse.Namespace) -> None:
         self.file, self.overrides, self.ranks, self.args = file, overrides, ranks, args
         name = f"forgefield-water-{os.getpid()}-{os.urandom(4).hex()}"
-        self.folder = Path(tempfile.gettempdir()) / ranks.share(name)
+        self.folder = Path(tempfile.gettempdir()) / ranks.broadcast(name)
         self.writes = ranks.launch.local_rank == 0
 
     def __enter__(self) -> DictConfig:
+        from forgefield.bench.water import frames_for, water_config, write_water
         from forgefield.config.loading import load_config
-        from forgefield.training.bench_water import frames_for, water_config, write_water
 
         path = self.folder / "water.extxyz"
         water = load_config(water_config(path), self.overrides if self.file is None else [])
@@ -216,7 +216,8 @@ class Water:
 
 
 def _dispatch(config: DictConfig, ranks: Ranks, args: argparse.Namespace) -> int:
-    from forgefield.cli import bench_plan, bench_session
+    from forgefield.bench import plan as bench_plan
+    from forgefield.bench import session as bench_session
 
     if args.worker is not None:
         return be_child(config, ranks, args)
@@ -238,17 +239,17 @@ def measure_group(config: DictConfig, ranks: Ranks, args: argparse.Namespace) ->
                 f"{words}: {launch.launcher} has started {processes(ranks.world_size)}, and those are measured; "
                 f"leave --{option} out, or leave out the launcher to measure more on one machine."
             )
-    from forgefield.cli import bench_session as session
-    from forgefield.training.bench import measure
+    from forgefield.bench import session
+    from forgefield.bench.training import measure
 
     console, warned = session.console(), warnings(launch.local_size, *places(config))
     if ranks.is_first:
-        session.say(
+        session.notify(
             console, session.announcement(config, args), *warned, f"{session.doing(ranks.world_size, args)} ..."
         )
     own = tempfile.TemporaryDirectory(prefix="forgefield-bench-") if ranks.is_first else nullcontext("")
     with own as name:
-        folder = Path(ranks.share(name))
+        folder = Path(ranks.broadcast(name))
         measurement, code = measure(
             config, ranks, steps=args.steps, warmup=args.warmup, folder=folder, trust_code=args.trust_code
         )

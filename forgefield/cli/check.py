@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from forgefield.data.frame import Frame
-    from forgefield.data.storage.table import FrameTable
+    from forgefield.data.store.table import FrameTable
     from forgefield.models.potential import Potential
 
 EXAMPLES = """\
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from forgefield.checks import print_checks, radial_table_line, run_checks
-    from forgefield.data.graphs.graph import graph_of
+    from forgefield.data.neighbours.graph import graph_of
     from forgefield.data.species import SpeciesTable
 
     random = np.random.default_rng(args.seed)
@@ -111,9 +111,9 @@ def _overfit(args: argparse.Namespace, overrides: list[str], is_config: bool) ->
     goal = 0.05 if args.goal is None else args.goal
     if steps < 1 or not 0 < goal < 1:
         raise ForgefieldError("--steps is 1 or more, and --goal a share between 0 and 1.")
+    from forgefield.checks.overfit import curve, overfit_config
     from forgefield.config.loading import load_config
     from forgefield.config.point_checks import require_frames
-    from forgefield.training.overfit import curve, overfit_config
 
     config = load_config(args.target, overrides, trust_code=args.trust_code)
     require_frames(config, "check --overfit", "train on a single snapshot (data.train) and see its loss go down")
@@ -171,17 +171,16 @@ def _from_config(args: argparse.Namespace, overrides: list[str]) -> _Checked:
     from forgefield.config.loading import load_config
     from forgefield.config.point_checks import require_frames
     from forgefield.config.trust import CONFIG
-    from forgefield.data.module import DataModule
+    from forgefield.data.module import read_data
+    from forgefield.data.readers import plain
     from forgefield.data.reading import read_table
     from forgefield.models.deeppot.branches import single
     from forgefield.models.registry import branch_names, build_model
-    from forgefield.training.resolved_model import resolved_model, tell_branches
+    from forgefield.training.problem.model_options import resolved_model
 
     config = load_config(args.target, overrides, trust_code=args.trust_code)
     require_frames(config, "check", "their gradients are compared with autograd at the start of a training")
-    data = DataModule(config.data, seed=config.seed)
-    data.prepare()
-    tell_branches(config, data)
+    data = read_data(config.data, config.seed, branches=branch_names(plain(config.model)))
     resolved = resolved_model(config, data)
     if args.head is not None or branch_names(resolved):
         resolved, _ = single(resolved, None, args.head)
@@ -196,7 +195,7 @@ def _knots(config: Any) -> int:
     """Intervals of the tables that a training with this config reads radial weights from; zero where it reads none."""
     from omegaconf import OmegaConf
 
-    from forgefield.ops.kernels.setting import KNOTS
+    from forgefield.ops.execution import KNOTS
 
     exact = OmegaConf.select(config, "training.kernels.radial") == "exact"
     if exact or OmegaConf.select(config, "training.precision") == "float64":

@@ -39,7 +39,7 @@ from forgefield.processes import Terminated
 if TYPE_CHECKING:
     from forgefield.config.schema import LabelOptions, UnitOptions
     from forgefield.data.frame import Frame
-    from forgefield.data.graphs.graph import GraphOptions
+    from forgefield.data.neighbours.graph import GraphOptions
     from forgefield.data.readers import SourceFile
 
 SUMMARY = "from any source to a store (larger than memory, quick to start) or to a structure file"
@@ -67,8 +67,8 @@ def run(args: argparse.Namespace) -> int:
     if to_store:
         return _to_store(args, target, labels, units, graph, begin)
     from forgefield.data.readers import source_files
-    from forgefield.data.storage.convert import frames_in, units_of
-    from forgefield.data.storage.export import write_frames
+    from forgefield.data.store.convert import frames_in, units_of
+    from forgefield.data.store.export import write_frames
 
     files = source_files(spec_of(args.paths))
     with progress_bar("converting") as report:
@@ -87,8 +87,8 @@ def _to_store(
     graph: GraphOptions | None,
     begin: float,
 ) -> int:
-    from forgefield.data.storage.convert import convert
-    from forgefield.data.storage.store import open_store
+    from forgefield.data.store.convert import convert
+    from forgefield.data.store.store import open_store
 
     try:
         with progress_bar("converting") as report:
@@ -114,7 +114,7 @@ def _frames(files: list[SourceFile], what: str, labels: LabelOptions, units: Uni
     """All frames, one after the other; a label that was named and never came is an error at the end."""
     from forgefield.data.labels import LabelReader
     from forgefield.data.readers import frames_of
-    from forgefield.data.storage.store import is_store, open_store
+    from forgefield.data.store.store import is_store, open_store
 
     reader = LabelReader(labels, units)
     for file in files:

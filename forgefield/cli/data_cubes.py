@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     import numpy as np
 
-    from forgefield.data.points.cube import cubes_to_array, level_files
+    from forgefield.ldos.data.cube import cubes_to_array, level_files
 
     begin, out = time.monotonic(), Path(args.out)
     if out.suffix != ".npy":
@@ -67,9 +67,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _information(source: Path, out: Path) -> tuple[Path, str]:
     """Name and content of the .info.json that goes with an array."""
-    from forgefield.data.points.finding import base_name
-    from forgefield.data.points.info import read_info
-    from forgefield.data.points.rows import require_file
+    from forgefield.ldos.data.finding import base_name
+    from forgefield.ldos.data.info import read_info
+    from forgefield.ldos.data.rows import require_file
 
     require_file(source)
     path = out.with_name(f"{base_name(out)}.info.json")

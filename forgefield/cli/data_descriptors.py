@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
 
     from forgefield.cli.arguments import device_name
     from forgefield.files import written_whole
-    from forgefield.physics.descriptors import DescriptorOptions, make_descriptors
+    from forgefield.ldos.descriptors import DescriptorOptions, make_descriptors
 
     begin, out = time.monotonic(), Path(args.out)
     if out.suffix != ".npy":
@@ -80,8 +80,8 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
 
 def _structure(path: Path, grid: list[int] | None) -> tuple[Any, tuple[int, int, int]]:
     """Atoms and grid; a grid that was asked for counts."""
-    from forgefield.data.points.info import read_info
-    from forgefield.data.points.rows import require_file
+    from forgefield.ldos.data.info import read_info
+    from forgefield.ldos.data.rows import require_file
 
     require_file(path)
     known = None

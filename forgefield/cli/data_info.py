@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from forgefield.data.inspection.inspect import Inspection
-    from forgefield.data.points.snapshot import Snapshot
-    from forgefield.data.storage.store import Store
+    from forgefield.data.store.store import Store
+    from forgefield.ldos.data.snapshot import Snapshot
 
 SUMMARY = "what is in files or stores, in which ranges, and what looks wrong"
 SHOWN = 10
@@ -49,9 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from forgefield.data.graphs.graph import check_cutoff
     from forgefield.data.inspection.inspect import inspect_table
     from forgefield.data.labels import LabelReader
+    from forgefield.data.neighbours.graph import check_cutoff
     from forgefield.data.reading import read_table
 
     if all(map(_is_snapshot, args.paths)):
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _is_snapshot(path: str) -> bool:
     """By its name, such as Be_snapshot0.in.npy; also of a pattern."""
-    from forgefield.data.points.finding import SUFFIXES, base_name
+    from forgefield.ldos.data.finding import SUFFIXES, base_name
 
     return Path(path).suffix in SUFFIXES and base_name(Path(path)) != Path(path).stem
 
@@ -90,7 +90,7 @@ def _show_snapshots(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    from forgefield.data.points.finding import TARGETS, base_name, find_snapshots
+    from forgefield.ldos.data.finding import TARGETS, base_name, find_snapshots
 
     parser = argparse.ArgumentParser()
     add_arguments(parser)
@@ -148,7 +148,7 @@ def _check_figure(path: Path) -> None:
 def _stores(args: argparse.Namespace) -> list[Store]:
     """The stores among the sources, compared with their hashes."""
     from forgefield.data.readers import source_files
-    from forgefield.data.storage.store import is_store, open_store
+    from forgefield.data.store.store import is_store, open_store
 
     stores = [open_store(file.path) for file in source_files(spec_of(args.paths)) if is_store(file.path)]
     for store in stores:

@@ -19,7 +19,7 @@ from forgefield.cli.data_arguments import add_graph, add_reading, graph_of, read
 from forgefield.cli.data_convert import summary
 
 if TYPE_CHECKING:
-    from forgefield.data.storage.table import FrameTable
+    from forgefield.data.store.table import FrameTable
 
 SUMMARY = "a small representative set, for quick tries"
 SHOWN = 10
@@ -47,9 +47,9 @@ def _number(word: str) -> int:
 def run(args: argparse.Namespace) -> int:
     from forgefield.data.devset import representative_rows
     from forgefield.data.reading import read_table
-    from forgefield.data.storage.convert import store_frames
-    from forgefield.data.storage.export import write_frames
-    from forgefield.data.storage.store import open_store
+    from forgefield.data.store.convert import store_frames
+    from forgefield.data.store.export import write_frames
+    from forgefield.data.store.store import open_store
 
     begin, graph = time.monotonic(), graph_of(args)
     target = Path(args.out) if args.out is not None else _default_name(args.paths[0], args.number)

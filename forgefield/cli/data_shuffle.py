@@ -34,9 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from forgefield.data.points.finding import find_snapshots
-    from forgefield.data.points.shuffle import shuffle_snapshots
-    from forgefield.data.points.table import PointTable
+    from forgefield.ldos.data.finding import find_snapshots
+    from forgefield.ldos.data.shuffle import shuffle_snapshots
+    from forgefield.ldos.data.table import PointTable
 
     if not args.memory > 0:
         raise ForgefieldError(f"--memory is {args.memory:g}; it should be more than 0")

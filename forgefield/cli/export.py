@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from forgefield.models.exporters.deepmd import write_deepmd
+    from forgefield.models.deeppot.exporter import write_deepmd
     from forgefield.runs import Run
 
     if Path(args.out).exists() and not args.force:

@@ -10,7 +10,7 @@ from forgefield.cli.importing import for_good
 from forgefield.errors import ForgefieldError
 
 if TYPE_CHECKING:
-    from forgefield.models.importers.framework import ImportedModel
+    from forgefield.models.nequip.framework import ImportedModel
 
 
 SHAPES_ONLY = (
@@ -89,7 +89,7 @@ def _refuse_options(args: argparse.Namespace) -> None:
 
 def _read(args: argparse.Namespace) -> ImportedModel:
     if args.program == "ase":
-        from forgefield.models.importers.calculator import read_calculator
+        from forgefield.models.adapters.importer import read_calculator
 
         if args.weights is not None:
             raise ForgefieldError("--weights has no meaning for ase: a calculator has none.")
@@ -97,15 +97,15 @@ def _read(args: argparse.Namespace) -> ImportedModel:
     if args.species is not None:
         raise ForgefieldError("--species is for calculators of ASE; other models know theirs.")
     if args.program == "deepmd":
-        from forgefield.models.importers.deepmd import read_deepmd
+        from forgefield.models.deeppot.importer import read_deepmd
 
         _refuse_options(args)
         return read_deepmd(args.file, head=args.head)
     if args.head is not None:
         raise ForgefieldError(f"--head has no meaning for {args.program}: its files hold one model.")
-    from forgefield.models.importers.allegro import ALLEGRO
-    from forgefield.models.importers.framework import read_model
-    from forgefield.models.importers.nequip import NEQUIP
+    from forgefield.models.allegro.importer import ALLEGRO
+    from forgefield.models.nequip.framework import read_model
+    from forgefield.models.nequip.importer import NEQUIP
 
     kind = {"nequip": NEQUIP, "allegro": ALLEGRO}[args.program]
     return read_model(kind, args.file, options=args.options, weights=args.weights or "ema")

@@ -72,7 +72,7 @@ def propose(files: list[str], overrides: Sequence[str], *, out: Path, name: str)
     from forgefield.data.inspection.suspicions import label_doubts
     from forgefield.data.labels import LabelReader
     from forgefield.data.readers import read_frames
-    from forgefield.data.storage.table import FrameTable
+    from forgefield.data.store.table import FrameTable
 
     settings = load_config({"name": name}, overrides)
     spec: Any = files[0] if len(files) == 1 else files
@@ -127,7 +127,7 @@ def survey(frames: Sequence[Frame], files: list[str]) -> DataFacts:
 
 
 def _mean_neighbours(frames: Sequence[Frame], cutoff: float) -> float:
-    from forgefield.data.graphs.neighbours import neighbour_list
+    from forgefield.data.neighbours.lists import neighbour_list
 
     edges = sum(len(neighbour_list(frame.positions, frame.cell, frame.pbc, cutoff)[0]) for frame in frames)
     return edges / sum(len(frame.numbers) for frame in frames)

@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
             ldos=args.ldos,
         ),
         overwrite=args.force,
-        say=print,
+        notify=print,
     )
     print(f"wrote {written}")
     return 0

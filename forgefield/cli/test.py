@@ -61,9 +61,9 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
         from forgefield import api
     from forgefield.config.loading import override_config, override_keys
     from forgefield.config.test_sets import is_named, test_sets, title
+    from forgefield.ldos.observables import OBSERVABLE_UNITS
     from forgefield.runs import Run
-    from forgefield.tasks.ldos_observables import OBSERVABLE_UNITS
-    from forgefield.training.summary import end_summary
+    from forgefield.training.run.summary import end_summary
 
     opened = Run.open(args.run, trust_code=args.trust_code)
     takes = OF_POINTS if opened.of_points else TAKES

@@ -80,7 +80,7 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     look_where_the_parent_did()
     if folder is not None:
         from forgefield.config.loading import require_training_data
-        from forgefield.training.folder import config_of_run
+        from forgefield.training.run.folder import config_of_run
 
         if config is not None:
             raise ForgefieldError(f"name either the run {folder} or the config {config}, not both.")

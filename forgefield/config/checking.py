@@ -88,8 +88,8 @@ def unknown_key(key: str, fields: Collection[str] | None = None, *, points: bool
         if kind is None and cls is schema.TaskOptions and _may_be_field(part, fields):
             kind = schema.FieldTargetOptions
         if kind is None:
-            further = list(fields or []) if cls is schema.TaskOptions else []
-            return _hint(parts, depth, [*_kinds(cls), *further])
+            extra_outputs = list(fields or []) if cls is schema.TaskOptions else []
+            return _hint(parts, depth, [*_kinds(cls), *extra_outputs])
         if key.startswith("trainer."):
             return None if parts[1] in trainer_keys() else _hint(parts, 1, trainer_keys())
         inner = _section(kind)

@@ -32,6 +32,24 @@ LOOK_IN = "FORGEFIELD_LOOK_IN"
 """Variable by which a process tells those it starts where the modules named in its config are."""
 
 
+MOVED = {
+    "forgefield.training.callbacks.gradient_check.GradientCheck": "forgefield.diagnosis.gradient_check.GradientCheck",
+    "forgefield.training.callbacks.forward_nan.ForwardNaNDetection": "forgefield.diagnosis.forward_nan.ForwardNaNDetection",
+    "forgefield.training.callbacks.training_helper.TrainingHelper": "forgefield.diagnosis.training_helper.TrainingHelper",
+    "forgefield.training.callbacks.autocorrelation.ModelAutocorrelation": (
+        "forgefield.diagnosis.autocorrelation.ModelAutocorrelation"
+    ),
+    "forgefield.training.callbacks.loss_spike.LossSpike": "forgefield.diagnosis.loss_spike.LossSpike",
+    "forgefield.training.callbacks.throughput_meter.ThroughputMeter": "forgefield.diagnosis.throughput_meter.ThroughputMeter",
+    "forgefield.training.callbacks.energy.EnergyMeter": "forgefield.diagnosis.energy.EnergyMeter",
+    "forgefield.training.callbacks.sam.SAM": "forgefield.training.optim.sam.SAM",
+    "forgefield.training.schedules.ExponentialTo": "forgefield.training.optim.schedules.ExponentialTo",
+    "forgefield.training.schedules.CosineTo": "forgefield.training.optim.schedules.CosineTo",
+    "forgefield.training.schedules.WarmupStableDecay": "forgefield.training.optim.schedules.WarmupStableDecay",
+}
+"""Import paths that configs of earlier versions may hold, and where the classes are now."""
+
+
 def also_look_in(folder: str | Path) -> None:
     """From now on, and for the whole process, let `import_class` find modules in `folder` (of a config file) too."""
     folder = Path(folder).absolute()
@@ -101,7 +119,7 @@ def import_function(path: str, *, where: str, trust: Trust) -> Callable[..., Any
     return found
 
 
-def own_class(path: str) -> Any:
+def builtin_class(path: str) -> Any:
     """One of Forgefield's classes by its import path, which is written in Forgefield's code. No user folder is searched."""
     module, _, name = path.rpartition(".")
     assert module.split(".")[0] == "forgefield", path
@@ -113,12 +131,13 @@ def _import(path: str, *, where: str, trust: Trust, folders: Sequence[str | Path
 
     Installed packages are searched first, then the current working directory, then `folders`, then those of `also_look_in`.
     """
-    parts = str(path).split(".")
+    path = MOVED.get(str(path), str(path))
+    parts = path.split(".")
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
         raise ForgefieldError(
             f"{where}: '{path}' is not an import path: write package.module.Name, for example my_model.Net."
         )
-    trust.require(str(path), where, next(iter(folders), None))
+    trust.require(path, where, next(iter(folders), None))
     places = [Path.cwd(), *map(Path, folders), *_FOLDERS]
     try:
         with _searching(places):
@@ -188,7 +207,7 @@ def _is_run(folder: Path) -> bool:
     return (folder / "run.json").is_file() and (folder / "checkpoints").is_dir()
 
 
-def own_folder(path: str) -> Path | None:
+def user_module_folder(path: str) -> Path | None:
     """The folder to search for the module of an imported `path`; None where Python finds it without being told."""
     file = getattr(sys.modules.get(str(path).split(".")[0]), "__file__", None)
     if file is None:

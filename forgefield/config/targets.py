@@ -58,10 +58,10 @@ def given_targets(task: Any) -> dict[str, Any]:
     """Options of every target that is on, of a typed section or a `TaskOptions`: ours in their order, then fields by name, then
     those of branches as `branch.target`, by branch."""
     known = {name: getattr(task, name, None) for name in (*TARGETS, DENOISE)}
-    further = getattr(task, FIELDS, None) or {}
+    extra_outputs = getattr(task, FIELDS, None) or {}
     return (
         {name: value for name, value in known.items() if value is not None}
-        | {str(name): further[name] for name in sorted(further) if further[name] is not None}
+        | {str(name): extra_outputs[name] for name in sorted(extra_outputs) if extra_outputs[name] is not None}
         | _of_branches(getattr(task, BRANCHES, None) or {})
     )
 

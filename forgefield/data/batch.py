@@ -35,10 +35,10 @@ from torch import Tensor
 
 from forgefield.data.fields import Fields, field_values, fields_of
 from forgefield.data.frame import Frame
-from forgefield.data.graphs.edges import EdgeBlock, Geometry, build_block
-from forgefield.data.graphs.graph import GraphOptions
+from forgefield.data.neighbours.edges import EdgeBlock, Geometry, build_block
+from forgefield.data.neighbours.graph import GraphOptions
 from forgefield.data.species import SpeciesTable
-from forgefield.ops.neighbours import batched_neighbours
+from forgefield.ops.neighbour_lists import batched_neighbours
 
 Batch = dict[str, Tensor]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from forgefield.data.storage.table import FrameTable
+from forgefield.data.store.table import FrameTable
 from forgefield.errors import ForgefieldError
 
 

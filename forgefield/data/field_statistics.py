@@ -12,7 +12,7 @@ import numpy as np
 
 from forgefield.data.references import BLOCK, compositions, fit_by_composition
 from forgefield.data.species import SpeciesTable
-from forgefield.data.storage.table import FrameTable
+from forgefield.data.store.table import FrameTable
 
 Moments = tuple[np.ndarray, float]
 Part = Callable[[np.ndarray], np.ndarray]

@@ -9,7 +9,7 @@ import numpy as np
 from ase.data import chemical_symbols
 
 from forgefield.data.sampling.order import seeded_permutation
-from forgefield.data.storage.table import FrameTable
+from forgefield.data.store.table import FrameTable
 from forgefield.errors import ForgefieldError
 
 TRAIN = 0

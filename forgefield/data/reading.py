@@ -22,13 +22,13 @@ from omegaconf import OmegaConf
 from forgefield.config.fields import field_options
 from forgefield.config.schema import FieldOptions, LabelOptions, UnitOptions
 from forgefield.data.fields import Fields, chosen_fields
-from forgefield.data.graphs.graph import GraphOptions, same_graph
 from forgefield.data.labels import USUAL_NAMES, LabelReader, is_none
+from forgefield.data.neighbours.graph import GraphOptions, same_graph
 from forgefield.data.readers import SourceFile, frames_of, plain, source_files
-from forgefield.data.storage.cache import cache_folder
-from forgefield.data.storage.convert import convert
-from forgefield.data.storage.store import VERSION, is_store, open_store
-from forgefield.data.storage.table import FrameTable, Share
+from forgefield.data.store.cache import cache_folder
+from forgefield.data.store.convert import convert
+from forgefield.data.store.store import VERSION, is_store, open_store
+from forgefield.data.store.table import FrameTable, Share
 from forgefield.errors import ForgefieldError
 
 log = logging.getLogger(__name__)

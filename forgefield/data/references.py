@@ -14,7 +14,7 @@ import numpy as np
 from ase.data import chemical_symbols
 
 from forgefield.data.species import SpeciesTable
-from forgefield.data.storage.table import FrameTable
+from forgefield.data.store.table import FrameTable
 from forgefield.errors import ForgefieldError
 
 UNIT_RATIOS = {

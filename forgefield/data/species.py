@@ -8,7 +8,7 @@ import numpy as np
 from ase.data import atomic_numbers, chemical_symbols
 
 from forgefield.data.frame import Frame
-from forgefield.data.storage.table import FrameTable
+from forgefield.data.store.table import FrameTable
 from forgefield.errors import ForgefieldError
 
 

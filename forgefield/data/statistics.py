@@ -18,8 +18,8 @@ import numpy as np
 
 from forgefield.config.schema import DataOptions
 from forgefield.data.dataset import GraphDataset
-from forgefield.data.graphs.edges import build_block, geometry_of, read_geometry
-from forgefield.data.graphs.graph import same_graph
+from forgefield.data.neighbours.edges import build_block, geometry_of, read_geometry
+from forgefield.data.neighbours.graph import same_graph
 from forgefield.data.readers import plain
 from forgefield.data.references import (
     References,
@@ -31,10 +31,10 @@ from forgefield.data.references import (
 )
 from forgefield.data.sampling.order import seeded_permutation
 from forgefield.data.species import SpeciesTable
-from forgefield.data.storage.cache import cache_folder
-from forgefield.data.storage.table import FrameTable
+from forgefield.data.store.cache import cache_folder
+from forgefield.data.store.table import FrameTable
 from forgefield.errors import ForgefieldError
-from forgefield.files import remove_leftovers, write_whole
+from forgefield.files import remove_leftovers, write_atomically
 
 FORMAT = 3
 """Raised whenever the meaning of a stored number changes."""
@@ -313,4 +313,4 @@ def _save(store: Path | None, statistics: Statistics) -> None:
     with suppress(ForgefieldError, OSError):
         store.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(store.parent)
-        write_whole(store, statistics.to_json())
+        write_atomically(store, statistics.to_json())

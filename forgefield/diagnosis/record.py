@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from forgefield.files import write_whole
+from forgefield.files import write_atomically
 
 FOLDER = "diagnosis"
 
@@ -34,7 +34,7 @@ class Finding:
 def write_record(folder: Path, name: str, record: dict[str, Any]) -> Path:
     """Write `NAME.json`, whole or not at all. Numbers that are not finite become null."""
     folder.mkdir(parents=True, exist_ok=True)
-    return write_whole(folder / f"{name}.json", json.dumps(_finite(record), indent=1) + "\n")
+    return write_atomically(folder / f"{name}.json", json.dumps(_finite(record), indent=1) + "\n")
 
 
 def read_records(folder: Path) -> dict[str, dict[str, Any]]:

@@ -13,10 +13,10 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
 
+from forgefield.kernels.core.availability import use_kernels
+from forgefield.kernels.edges.segments import sums_by_kernel
+from forgefield.kernels.edges.vectors import forces_by_kernel, vectors_by_kernel
 from forgefield.ops.graph import EdgeGraph, GradientSwitch, Segments, edge_graph, gather, is_traced, segment_sum
-from forgefield.ops.kernels.edges import forces_by_kernel, vectors_by_kernel
-from forgefield.ops.kernels.segments import sums_by_kernel
-from forgefield.ops.kernels.setting import use_kernels
 
 Batch = dict[str, Tensor]
 
@@ -37,7 +37,7 @@ class EnergyModel(Protocol):
     def forward(self, batch: Batch) -> Tensor: ...
 
 
-class FurtherOutput(Protocol):
+class ExtraOutput(Protocol):
     """What is said of an output beside energy, forces and stress.
 
     per: `frame` or `atom`, what has a value. shape: of one value. unit: of values, in words. reduce: how the value of a frame
@@ -79,7 +79,7 @@ class Potential(nn.Module):
         self.reference_energies = torch.tensor([float(energies[s]) for s in self.species], dtype=torch.float64)
 
     @property
-    def further(self) -> Mapping[str, FurtherOutput]:
+    def extra_outputs(self) -> Mapping[str, ExtraOutput]:
         """What it gives beside energy, forces and stress, by name."""
         return {}
 
@@ -139,13 +139,13 @@ class Potential(nn.Module):
             return atomic
         return atomic + gather(self.reference_energies, Segments(batch["species"], len(self.species)))
 
-    def _further(self, features: Tensor | None, batch: Batch) -> dict[str, Tensor]:
+    def _extra_outputs(self, features: Tensor | None, batch: Batch) -> dict[str, Tensor]:
         """Outputs beside energies and their derivatives, by name."""
         return {}
 
     def _outputs(self, atomic: Tensor, features: Tensor | None, batch: Batch) -> dict[str, Tensor]:
         """All but the derivatives."""
-        return {"energy": _frame_sum(atomic, batch), "atomic_energy": atomic, **self._further(features, batch)}
+        return {"energy": _frame_sum(atomic, batch), "atomic_energy": atomic, **self._extra_outputs(features, batch)}
 
     def _through_edges(self, batch: Batch, forces: bool, stress: bool) -> dict[str, Tensor]:
         """Differentiate in the edge vectors; forces and virial are sums of these edge forces."""
@@ -217,7 +217,7 @@ class Potential(nn.Module):
         terms = [] if slope is None else [(slope, torch.ones_like(slope))]
         if "energy" in adjoints:
             terms.append((energy, adjoints["energy"].index_select(0, batch["frame"])))
-        for name, value in self._further(still, batch).items():
+        for name, value in self._extra_outputs(still, batch).items():
             if name in adjoints:
                 terms.append((value, adjoints[name]))
         terms = [(value, cotangent) for value, cotangent in terms if value.requires_grad]

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from forgefield.errors import ForgefieldError
-from forgefield.models.edge_heads import EdgeGeometry, EdgeHead, edge_geometry
-from forgefield.models.heads import Head, HeadOptions, build_head
+from forgefield.models.heads.equivariant import EdgeGeometry, EdgeHead, edge_geometry
+from forgefield.models.heads.heads import Head, HeadOptions, build_head
 from forgefield.models.potential import Batch, Potential, edge_vectors
 from forgefield.ops.graph import edge_graph
 
@@ -76,7 +76,7 @@ class Predictor(Potential):
                 parameter.requires_grad_(False)
 
     @property
-    def further(self) -> Mapping[str, HeadOptions]:
+    def extra_outputs(self) -> Mapping[str, HeadOptions]:
         return {name: self.head(name).options for name in self._names if name not in (FORCES, NOISE)}
 
     @property
@@ -92,7 +92,7 @@ class Predictor(Potential):
         if self.has_energy:
             return super().forward(batch, forces=forces and not self.forces_are_direct, stress=stress)
         features, _ = self._features(batch | {"edge_vectors": edge_vectors(batch)}, energies=False)
-        return self._further(features, batch)
+        return self._extra_outputs(features, batch)
 
     def _encode(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
         features, energies = self._features(batch, energies=True)
@@ -104,7 +104,7 @@ class Predictor(Potential):
             return self.model.encode(batch, energies=energies)  # type: ignore[operator]
         return self.model(batch), None
 
-    def _further(self, features: Tensor | None, batch: Batch) -> dict[str, Tensor]:
+    def _extra_outputs(self, features: Tensor | None, batch: Batch) -> dict[str, Tensor]:
         assert features is not None
         turning = any(isinstance(self.head(name), EdgeHead) for name in self._names)
         edges = self._edges(batch) if turning else None

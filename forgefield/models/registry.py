@@ -19,33 +19,31 @@ from typing import Any
 import torch
 from torch import nn
 
-from forgefield.config.components import import_class, own_class, own_folder
+from forgefield.config.components import builtin_class, import_class, user_module_folder
 from forgefield.config.nearest import did_you_mean
 from forgefield.config.peer_terms import KEYS
 from forgefield.config.trust import NO_CODE, Trust, code_of_model
 from forgefield.errors import ForgefieldError
-from forgefield.models import ldos
-from forgefield.models.heads import check_heads, complete_heads, head_options
-from forgefield.models.own_outputs import OwnOutput, OwnOutputs
-from forgefield.models.potential import FurtherOutput, Potential
+from forgefield.kinds import FRAMES, POINTS, kind_of_model
+from forgefield.models.heads.direct import DirectOutput, DirectOutputs
+from forgefield.models.heads.heads import check_heads, complete_heads, head_options
+from forgefield.models.potential import ExtraOutput, Potential
 from forgefield.models.predictor import Predictor
 
 BUILT_IN = {
-    "nequip": "forgefield.models.nequip.NequIP",
-    "allegro": "forgefield.models.allegro.Allegro",
+    "nequip": "forgefield.models.nequip.model.NequIP",
+    "allegro": "forgefield.models.allegro.model.Allegro",
     "deeppot": "forgefield.models.deeppot.model.DeepPot",
-    "schnet": "forgefield.models.schnet.SchNet",
-    "painn": "forgefield.models.painn.PaiNN",
-    "egnn": "forgefield.models.egnn.EGNN",
-    "cgcnn": "forgefield.models.cgcnn.CGCNN",
+    "schnet": "forgefield.models.invariant.schnet.SchNet",
+    "painn": "forgefield.models.invariant.painn.PaiNN",
+    "egnn": "forgefield.models.invariant.egnn.EGNN",
+    "cgcnn": "forgefield.models.invariant.cgcnn.CGCNN",
     "pyg": "forgefield.models.adapters.pyg.PyG",
     "mace_like": "forgefield.models.adapters.mace_like.MaceLike",
     "ase_like": "forgefield.models.adapters.ase_like.AseLike",
     "calculator": "forgefield.models.adapters.calculator.CalculatorModel",
 }
 """Models by name; each class has `Options`, `presets` and `complete`, and `check_options` where options have parts."""
-OF_POINTS = {"ldos": ldos.LDOSNetwork}
-"""Models of grid points by name; they are built from what `models.ldos` says."""
 PRECISIONS = {"float32": torch.float32, "float64": torch.float64}
 MODULE_FOLDER = "module_folder"
 """Resolved options of a user's own model: where its module was found, if Python would not find it by itself."""
@@ -61,14 +59,14 @@ _GIVEN_BY_US = ("species", "cutoff", "adaptive_cutoff", "max_neighbours", "stati
 
 def model_class(name: str, folder: str | None = None, *, trust: Trust = NO_CODE) -> Any:
     """Class of a built-in model, or of the user's own by import path; its module may lie in `folder`."""
-    if name in OF_POINTS:
-        return OF_POINTS[name]
+    if name in POINTS.models:
+        return POINTS.models[name].load()
     if name in BUILT_IN:
-        return own_class(BUILT_IN[name])
+        return builtin_class(BUILT_IN[name])
     if "." not in name:
         raise ForgefieldError(
-            f"model.name is '{name}', which is neither a built-in model ({', '.join([*BUILT_IN, *OF_POINTS])}) "
-            f"nor an import path like my_package.MyModel.{did_you_mean(name, [*BUILT_IN, *OF_POINTS])}"
+            f"model.name is '{name}', which is neither a built-in model ({', '.join([*BUILT_IN, *POINTS.models])}) "
+            f"nor an import path like my_package.MyModel.{did_you_mean(name, [*BUILT_IN, *POINTS.models])}"
         )
     return import_class(name, nn.Module, where="model.name", trust=trust, folders=[] if folder is None else [folder])
 
@@ -97,9 +95,9 @@ def check_model(options: Mapping[str, Any], *, trust: Trust = NO_CODE) -> tuple[
     if not isinstance(name, str):
         raise ForgefieldError(f"model.name is missing; built in: {', '.join(BUILT_IN)}.")
     found = model_class(name, trust=trust)
-    if name in OF_POINTS:
-        check_keys(ldos.LDOSOptions, given, where="model", what="this model")
-        ldos.LDOSOptions(**given)
+    if kind_of_model(name) is not FRAMES:
+        check_keys(found.Options, given, where="model", what="this model")
+        found.Options(**given)
         return name, found, given
     for key in _GIVEN_BY_US:
         if key in given:
@@ -138,7 +136,7 @@ def resolve_model(
     `cutoff`, `adaptive_cutoff` (A), `max_neighbours`: as in the data section. `statistics`: of the training data (an
     object or a dict), needed where options leave a number to it. `heads`: further outputs, by name, with what task and data
     say of each (`HeadOptions`). `has_energy`: whether energies, forces or stress are wanted. `units`: of those outputs that are
-    trained and that the model gives by itself (`own_outputs`). `trust`: whether `options` may name code that is not
+    trained and that the model gives by itself (`direct_outputs`). `trust`: whether `options` may name code that is not
     Forgefield's. The result is JSON-able.
     """
     name, found, given = check_model(options, trust=trust)
@@ -157,10 +155,10 @@ def resolve_model(
         resolved[PREDICTS] = {"energy": bool(has_energy), HEADS: _plain(completed)}
     if name in BUILT_IN:
         full = resolved | _resolve_built_in(found, given, resolved, facts, trust)
-        own = _own_outputs(found, full)
+        own = _direct_outputs(found, full)
         return full | ({PREDICTS: _described(own, units or {})} if own else {})
-    folder = own_folder(name)
-    own = _resolve_own(found, name, given, facts, has_energy)
+    folder = user_module_folder(name)
+    own = _resolve_user_model(found, name, given, facts, has_energy)
     return resolved | own | ({} if folder is None else {MODULE_FOLDER: str(folder)})
 
 
@@ -187,7 +185,7 @@ def names_same_code(section: Mapping[str, Any], stored: Mapping[str, Any]) -> bo
 def with_found_folder(stored: Mapping[str, Any]) -> dict[str, Any]:
     """Resolved options with the folder where this process found the module of the config, in place of the stored one."""
     adapts = stored.get("name") in BUILT_IN
-    folder = own_folder(str(stored["module"] if adapts else stored["name"]))
+    folder = user_module_folder(str(stored["module"] if adapts else stored["name"]))
     found = None if folder is None else str(folder)
     kept = {key: value for key, value in stored.items() if key != MODULE_FOLDER}
     return kept | ({MODULE_FOLDER: found} if adapts or found is not None else {})
@@ -206,14 +204,14 @@ def branch_names(options: Mapping[str, Any]) -> list[str]:
     return sorted(options.get("branches") or {}) if options.get("name") == "deeppot" else []
 
 
-def own_outputs(options: Mapping[str, Any], *, trust: Trust = NO_CODE) -> dict[str, Any]:
+def direct_outputs(options: Mapping[str, Any], *, trust: Trust = NO_CODE) -> dict[str, Any]:
     """What the model of this section gives by itself in place of energies, by name; nothing for most models."""
     _, found, given = check_model(options, trust=trust)
-    return _own_outputs(found, given)
+    return _direct_outputs(found, given)
 
 
-def _own_outputs(found: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    return found.own_outputs(options) if hasattr(found, "own_outputs") else {}
+def _direct_outputs(found: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    return found.direct_outputs(options) if hasattr(found, "direct_outputs") else {}
 
 
 def _described(outputs: Mapping[str, Any], units: Mapping[str, str]) -> dict[str, Any]:
@@ -222,12 +220,12 @@ def _described(outputs: Mapping[str, Any], units: Mapping[str, str]) -> dict[str
     return {"energy": False, OWN: True, HEADS: {n: asdict(f) | {"unit": units.get(n, "")} for n, f in chosen.items()}}
 
 
-def further_outputs(resolved: Mapping[str, Any]) -> Mapping[str, FurtherOutput]:
+def extra_outputs_of(resolved: Mapping[str, Any]) -> Mapping[str, ExtraOutput]:
     """What a model with these resolved options gives beside energy, forces and stress, by name."""
     predicts = resolved.get(PREDICTS, {})
     if not predicts.get(OWN):
         return head_options(predicts.get(HEADS, {}))
-    return {name: OwnOutput(**facts) for name, facts in predicts[HEADS].items()}
+    return {name: DirectOutput(**facts) for name, facts in predicts[HEADS].items()}
 
 
 def model_statistics(
@@ -247,16 +245,6 @@ def model_statistics(
     if not hasattr(found, "measure"):
         return {}
     return found.measure(given, batches(), species=tuple(species), cutoff=float(cutoff))
-
-
-def is_of_points(resolved: Mapping[str, Any]) -> bool:
-    """Whether these are options of a model of grid points."""
-    return resolved.get("name") in OF_POINTS
-
-
-def build_point_model(resolved: Mapping[str, Any], *, precision: str, seed: int) -> ldos.LDOSNetwork:
-    """Model of grid points from resolved options (`models.ldos.resolve`)."""
-    return ldos.build(resolved, dtype=PRECISIONS[precision], seed=seed)
 
 
 def build_model(resolved: Mapping[str, Any], *, precision: str, seed: int, trust: Trust = NO_CODE) -> Potential:
@@ -285,7 +273,7 @@ def build_model(resolved: Mapping[str, Any], *, precision: str, seed: int, trust
     else:
         if REFERENCES not in inspect.signature(found.__init__).parameters:
             references = options.pop(REFERENCES, None)
-        model = _build_own(found, options, PRECISIONS[precision], seed)
+        model = _build_user_model(found, options, PRECISIONS[precision], seed)
     potential = _around(model, resolved, predicts, max_neighbours, PRECISIONS[precision], seed)
     if references is not None:
         potential.add_reference_energies(references)
@@ -300,7 +288,7 @@ def _around(
         make = getattr(model, "make_potential", None) or partial(Potential, model)
         return make(max_neighbours=max_neighbours)
     if predicts.get(OWN):
-        return OwnOutputs(model, further_outputs(resolved), max_neighbours=max_neighbours)
+        return DirectOutputs(model, extra_outputs_of(resolved), max_neighbours=max_neighbours)
     return Predictor(
         model,
         head_options(predicts[HEADS]),
@@ -359,7 +347,7 @@ def _resolve_built_in(
     return _plain(asdict(found.complete(options, species=species, statistics=facts, **told)))
 
 
-def _resolve_own(
+def _resolve_user_model(
     found: Any, name: str, given: dict[str, Any], facts: dict[str, Any], has_energy: bool
 ) -> dict[str, Any]:
     """Options of a user's own class. Reference energies are added for it unless it asks for them or for the statistics."""
@@ -380,7 +368,7 @@ def _resolve_own(
     return given | ({REFERENCES: references} if has_energy and any(references.values()) else {})
 
 
-def _build_own(found: Any, options: dict[str, Any], dtype: torch.dtype, seed: int) -> nn.Module:
+def _build_user_model(found: Any, options: dict[str, Any], dtype: torch.dtype, seed: int) -> nn.Module:
     """An instance of the user's class, its weights drawn from a random state of its own."""
     named = inspect.signature(found.__init__).parameters
     options = {"adaptive_cutoff": None, "max_neighbours": None} | options

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from forgefield.errors import ForgefieldError
 from forgefield.models.adaptive import pair_radii
-from forgefield.models.nequip_options import pair_cutoff
+from forgefield.models.nequip.options import pair_cutoff
 from forgefield.ops.graph import EdgeGraph, Segments, gather, segment_sum
 from forgefield.ops.radial import polynomial_cutoff
 from forgefield.physics.zbl import zbl_pair_energy

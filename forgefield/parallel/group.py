@@ -48,7 +48,7 @@ class Ranks:
         dist.all_reduce(total)
         return total
 
-    def share(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """What rank 0 has. The others may pass anything."""
         if self.world_size == 1:
             return value
@@ -64,7 +64,7 @@ class Ranks:
         dist.gather_object(value, boxes, dst=0)
         return boxes or []
 
-    def everyone(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """What every rank has, in the order of ranks, on every rank."""
         if self.world_size == 1:
             return [value]
@@ -74,7 +74,7 @@ class Ranks:
 
     def barrier(self) -> None:
         """Wait until all ranks are here."""
-        self.everyone(None)
+        self.all_gather(None)
 
     def describe(self, rank: int) -> str:
         """`rank 3 on gpu007`."""

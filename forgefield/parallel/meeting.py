@@ -48,7 +48,7 @@ def connect(launch: Launch, *, on_loss: Any) -> Ranks:
         ) from error
     host = socket.gethostname()
     ranks = Ranks(launch, hosts=[host], backend=backend)
-    ranks.hosts = ranks.everyone(host)
+    ranks.hosts = ranks.all_gather(host)
     ranks.watch = start_watch(
         rank=launch.rank,
         world_size=launch.world_size,

@@ -108,12 +108,12 @@ def same_everywhere(module: nn.Module) -> None:
         return
     named = [*module.named_parameters(), *module.named_buffers()]
     outline = [f"{name}: {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in named]
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (len(outline), hashlib.sha256("\n".join(outline).encode()).hexdigest()))
-    odd = [rank for rank, seen in enumerate(everyone) if seen != everyone[0]]
+    outlines: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(outlines, (len(outline), hashlib.sha256("\n".join(outline).encode()).hexdigest()))
+    odd = [rank for rank, seen in enumerate(outlines) if seen != outlines[0]]
     if odd:
         raise ForgefieldError(
-            f"Rank {odd[0]} has built another model than rank 0 ({everyone[odd[0]][0]} tensors against {everyone[0][0]}, or "
+            f"Rank {odd[0]} has built another model than rank 0 ({outlines[odd[0]][0]} tensors against {outlines[0][0]}, or "
             "other shapes): is the config, the data and the version of the code the same on all nodes?"
         )
     for _, tensor in named:
@@ -128,6 +128,6 @@ def first_rank_that_differs(module: nn.Module) -> int | None:
     digest = hashlib.sha256()
     for tensor in (*module.parameters(), *module.buffers()):
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, digest.hexdigest())
-    return next((rank for rank, seen in enumerate(everyone) if seen != everyone[0]), None)
+    outlines: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(outlines, digest.hexdigest())
+    return next((rank for rank, seen in enumerate(outlines) if seen != outlines[0]), None)

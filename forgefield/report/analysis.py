@@ -37,11 +37,11 @@ QUANTITIES = {
 
 def quantities(units: Mapping[str, str]) -> dict[str, Quantity]:
     """How every quantity of a run is shown. units: of its model's further outputs."""
-    further = {
+    extra_outputs = {
         name: Quantity(name, shorten(name, 40), shorten(name, 20), shorten(unit, 20), shorten(unit, 20), 1.0)
         for name, unit in units.items()
     }
-    return QUANTITIES | further
+    return QUANTITIES | extra_outputs
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def pairs(predictions: Predictions, name: str, unit: str = "") -> Pairs | None:
     if name in QUANTITIES:
         predicted, reference = getattr(predictions, f"{name}_pred"), getattr(predictions, f"{name}_ref")
     else:
-        predicted, reference = predictions.further.get(name, (None, None))
+        predicted, reference = predictions.extra_outputs.get(name, (None, None))
     if predicted is None or reference is None:
         return None
     predicted, reference = np.asarray(predicted, np.float64), np.asarray(reference, np.float64)
@@ -105,7 +105,7 @@ def pairs(predictions: Predictions, name: str, unit: str = "") -> Pairs | None:
 def errors(predictions: Predictions) -> dict[str, float]:
     """`{energy_mae: ..., energy_rmse: ..., forces_mae: ...}`, as the training reports them."""
     found: dict[str, float] = {}
-    for name in (*QUANTITIES, *predictions.further):
+    for name in (*QUANTITIES, *predictions.extra_outputs):
         values = pairs(predictions, name)
         if values is not None:
             found[f"{name}_mae"], found[f"{name}_rmse"] = values.mae, values.rmse

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from forgefield.data.inspection.histograms import Histogram, histograms
 from forgefield.data.inspection.survey import Survey, survey_table
-from forgefield.data.storage.table import FrameTable
+from forgefield.data.store.table import FrameTable
 from forgefield.errors import ForgefieldError
 from forgefield.files import written_whole
 from forgefield.report.canvas import COLOURS, house_style, linear_ticks, log_ticks, new_figure, plain

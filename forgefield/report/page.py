@@ -13,17 +13,15 @@ from importlib.resources import files
 from pathlib import Path
 
 from forgefield.errors import ForgefieldError
-from forgefield.files import write_whole
+from forgefield.files import write_atomically
 from forgefield.report.analysis import QUANTITIES, pairs
 from forgefield.report.canvas import house_style
 from forgefield.report.figures import parity_row
 from forgefield.report.folder import SPLITS, Note, RunData, predictions_from_npz, read_run, split_title
 from forgefield.report.headline import headline, known_errors, title_block
 from forgefield.report.markup import Html, join, tag, text
-from forgefield.report.points import points_section
 from forgefield.report.sections import config_section, data_and_model, learning_section, timing_section, use_section
 from forgefield.report.sections_diagnosis import diagnosis_section
-from forgefield.report.sections_errors import errors_section
 from forgefield.tasks.plausibility import ADVICE, implausible_errors
 
 _SCRIPT = (
@@ -47,7 +45,7 @@ _CONTENTS = (
 def write_report(run_path: Path) -> Path:
     """Write `report.html` into the run folder and return its path. The old page, if any, is replaced in one step."""
     run = read_run(Path(run_path))
-    return write_whole(run.path / "report.html", report_html(run).encode("utf-8", errors="replace"))
+    return write_atomically(run.path / "report.html", report_html(run).encode("utf-8", errors="replace"))
 
 
 def write_parity_png(run_path: Path, split: str = "test") -> Path:
@@ -60,7 +58,7 @@ def write_parity_png(run_path: Path, split: str = "test") -> Path:
     if not source.exists():
         raise ForgefieldError(f"{source} is not there; `forgefield test {run_path}` makes predictions.")
     predictions, units = predictions_from_npz(source), read_run(run_path).heads
-    names = [name for name in (*QUANTITIES, *predictions.further) if name in QUANTITIES or name in units]
+    names = [name for name in (*QUANTITIES, *predictions.extra_outputs) if name in QUANTITIES or name in units]
     panels = [panel for name in names if (panel := pairs(predictions, name, units.get(name, ""))) is not None]
     if not panels:
         raise ForgefieldError(f"{source} holds no labelled values to compare with.")
@@ -92,7 +90,7 @@ def report_html(run: RunData) -> Html:
         "main",
         tag("section", headline(run), unusable(run), notices(run), id="results"),
         learning_section(run),
-        points_section(run) if run.of_points else errors_section(run),
+        run.kind.errors_section.load()(run),
         timing_section(run),
         diagnosis_section(run),
         data_and_model(run),

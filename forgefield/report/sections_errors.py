@@ -65,7 +65,7 @@ def tests_table(run: RunData) -> Html | None:
 
 def _panel(run: RunData, split: str) -> Html:
     predictions, units = run.predictions[split], run.heads
-    names = [name for name in (*QUANTITIES, *predictions.further) if name in QUANTITIES or name in units]
+    names = [name for name in (*QUANTITIES, *predictions.extra_outputs) if name in QUANTITIES or name in units]
     compared = [values for name in names if (values := pairs(predictions, name, units.get(name, ""))) is not None]
     if not compared:
         words = "These predictions have no reference values to compare with."

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from forgefield.kernels.core.availability import use_kernels
+from forgefield.kernels.core.modules import module_from
 from forgefield.ops.graph import is_traced
-from forgefield.ops.kernels.build import module_from
-from forgefield.ops.kernels.setting import use_kernels
 from forgefield.tasks.losses import ElementLoss, huber, mae, mse
 from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.task import Target, Task

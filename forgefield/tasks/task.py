@@ -19,11 +19,11 @@ from forgefield.config.nearest import did_you_mean
 from forgefield.config.schema import TargetOptions, TaskOptions
 from forgefield.config.targets import DENOISE, TARGETS, given_targets, quantity
 from forgefield.errors import ForgefieldError
-from forgefield.models.potential import FurtherOutput, volumes
+from forgefield.models.potential import ExtraOutput, volumes
 from forgefield.tasks.classes import cross_entropy, one_hot
 from forgefield.tasks.losses import ElementLoss, element_loss
 from forgefield.tasks.metrics import ErrorMetrics
-from forgefield.tasks.weights import Moment, WeightSchedule
+from forgefield.tasks.weights import StepState, WeightSchedule
 
 LABELS = {"energy": "energy", "forces": "forces", "stress": "stress", "virial": "stress"}
 """The label each of these targets is compared with, which is also the output of the model that it needs. Any other target is a
@@ -103,7 +103,7 @@ class Task:
         self,
         options: TaskOptions | Any,
         species: tuple[str, ...],
-        further: Mapping[str, FurtherOutput] | None = None,
+        extra_outputs: Mapping[str, ExtraOutput] | None = None,
         branches: Sequence[str] = (),
     ) -> None:
         self.branches = tuple(branches)
@@ -112,7 +112,7 @@ class Task:
         self.targets = [
             _build_target(name, given, species, self.branches)
             if quantity(name) in TARGETS
-            else _build_field_target(name, given, further or {})
+            else _build_field_target(name, given, extra_outputs or {})
             for name, given in targets.items()
         ]
         if not self.targets:
@@ -178,7 +178,7 @@ class Task:
             uncounted={target.name: target.uncounted for target in self.targets if target.uncounted},
         )
 
-    def follow(self, moment: Moment) -> None:
+    def follow(self, moment: StepState) -> None:
         """Take the weights of this moment. Tensors are changed in place, without waiting for their device."""
         for i, target in enumerate(self.targets):
             if target.schedule is not None:
@@ -319,10 +319,10 @@ def _refuse_field(name: str, labels: Mapping[str, int], where: str) -> NoReturn:
     )
 
 
-def _build_field_target(name: str, options: Any, further: Mapping[str, FurtherOutput]) -> Target:
-    output = further.get(name)
+def _build_field_target(name: str, options: Any, extra_outputs: Mapping[str, ExtraOutput]) -> Target:
+    output = extra_outputs.get(name)
     if output is None:
-        known = ", ".join(further) or "none"
+        known = ", ".join(extra_outputs) or "none"
         raise ForgefieldError(f"task.{name}: the model has no output of that name; its further outputs: {known}.")
     if options.weight < 0:
         raise ForgefieldError(f"task.{name}.weight must not be negative, it is {options.weight}.")

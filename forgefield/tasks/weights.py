@@ -21,7 +21,7 @@ FLAT = 1e-8
 
 
 @dataclass(frozen=True)
-class Moment:
+class StepState:
     """Where a training stands: number of the step and of the epoch, how many there will be (-1: no end is known), and the
     learning rate over its value at the start."""
 
@@ -61,7 +61,7 @@ class WeightSchedule:
         """Whether it has to know how long the training is."""
         return self.kind not in ("step", "lr") and self.end is None
 
-    def value(self, moment: Moment) -> float:
+    def value(self, moment: StepState) -> float:
         if self.kind == "lr":  # some schedulers raise the rate above its first value; the weight stays in its range
             return self._bounded(self.last + (self.first - self.last) * moment.lr_ratio)
         place, length = (moment.step, moment.steps) if self.unit == "step" else (moment.epoch, moment.epochs)

@@ -1,7 +1,7 @@
 """One training from config to trained weights: open or continue the run folder, prepare data and model, run Lightning.
 
 Read top to bottom, `fit` is the whole story, whatever the samples are: what is particular to frames or points is behind
-`subject.Subject`. Whether a run is new, continued or already complete is decided here, and said. With several processes all of
+`subject.Problem`. Whether a run is new, continued or already complete is decided here, and said. With several processes all of
 them run it; rank 0 decides and writes, the others are told.
 """
 
@@ -21,12 +21,11 @@ from forgefield.config.nearest import did_you_mean
 from forgefield.config.template import commented_yaml
 from forgefield.data.readers import plain
 from forgefield.errors import ForgefieldError
-from forgefield.files import write_whole
+from forgefield.files import write_atomically
 from forgefield.parallel.accelerators import settle_accelerator
 from forgefield.parallel.exchange import StepExchange
 from forgefield.parallel.faults import stop_together
 from forgefield.parallel.group import Ranks
-from forgefield.parallel.learning_rate import learning_rate_factor
 from forgefield.runs import Run, versions
 from forgefield.training.callbacks.best_model import BestModel
 from forgefield.training.callbacks.early_stop import EarlyStop
@@ -36,16 +35,17 @@ from forgefield.training.callbacks.progress import RunProgress
 from forgefield.training.callbacks.run_checkpoint import RunCheckpoint
 from forgefield.training.callbacks.step_log import StepLog
 from forgefield.training.callbacks.tensorboard import TensorBoardLog
-from forgefield.training.checkpoint import Restart, find_restart
-from forgefield.training.folder import compare_with_stored_config, has_begun, run_folder
-from forgefield.training.journal import Journal
+from forgefield.training.optim.scaling import learning_rate_factor
 from forgefield.training.precision import Precision
-from forgefield.training.preflight import check_settings, require_same_settings
-from forgefield.training.requeue import ask_slurm_to_requeue
-from forgefield.training.signals import StopNow, StopRequested, StopWish, exit_code
-from forgefield.training.start_summary import summarise
-from forgefield.training.subject import Loader, Party, Subject, subject_of
-from forgefield.training.summary import hardware, now
+from forgefield.training.problem.preflight import check_settings, require_same_settings
+from forgefield.training.problem.problem import Loader, Problem, TrainingSession, problem_for
+from forgefield.training.run.checkpoint import ResumePoint, find_resume_point
+from forgefield.training.run.folder import compare_with_stored_config, has_begun, run_folder
+from forgefield.training.run.journal import Journal
+from forgefield.training.run.requeue import ask_slurm_to_requeue
+from forgefield.training.run.signals import StopControl, StopNow, StopRequested, exit_code
+from forgefield.training.run.start_summary import summarise
+from forgefield.training.run.summary import hardware, now
 from forgefield.training.trainer import (
     agree_with_training,
     build_trainer,
@@ -59,7 +59,7 @@ _LIMITS = ("trainer.max_epochs", "trainer.max_steps", "training.early_stopping")
 
 
 @dataclass(frozen=True)
-class Fitted:
+class TrainingResult:
     """run: the folder. data: what it was trained on, None where other processes did it. outcome: `finished`, `complete` (it was
     so before), `stopped`, `quick`, or `failed` in other processes.
 
@@ -80,7 +80,7 @@ class _Plan:
     run: Run
     config: DictConfig
     options: dict[str, Any]
-    subject: Subject
+    problem: Problem
     callbacks: Sequence[Callback] = ()
 
     @property
@@ -90,17 +90,17 @@ class _Plan:
     @property
     def columns(self) -> list[str]:
         """Every metric that a row may hold."""
-        splits = ("train", "val") if self.subject.has_val else ("train",)
-        return [f"{split}/{name}" for split in splits for name in self.subject.metric_names(split)]
+        splits = ("train", "val") if self.problem.has_val else ("train",)
+        return [f"{split}/{name}" for split in splits for name in self.problem.metric_names(split)]
 
     def write_record(self, ranks: Ranks) -> None:
         """Store settings and record, when it is certain that they will be used."""
         if not ranks.is_first:
             return
-        run, subject = self.run, self.subject
+        run, problem = self.run, self.problem
         status = run.info["status"] if has_begun(run) else "new"
         setting = plain(self.config.training.precision)
-        write_whole(run.path / "config.yaml", commented_yaml(self.config))
+        write_atomically(run.path / "config.yaml", commented_yaml(self.config))
         run.write_info(
             name=run.name,
             status=status,
@@ -108,14 +108,14 @@ class _Plan:
             precision=Precision(setting).weights,
             training_precision=setting,
             seed=self.config.seed,
-            model=subject.resolved,
-            parameters=sum(p.numel() for p in subject.model.parameters()),
-            task=dict(subject.task.describe()),
-            data=[list(row) for row in subject.data.describe()],
-            data_fingerprint=subject.fingerprint,
+            model=problem.resolved,
+            parameters=sum(p.numel() for p in problem.model.parameters()),
+            task=dict(problem.task.describe()),
+            data=[list(row) for row in problem.data.describe()],
+            data_fingerprint=problem.fingerprint,
             world_size=ranks.world_size,
             started=(run.info.get("started") if run.exists else None) or now(),
-            **subject.facts(),
+            **problem.facts(),
         )
 
 
@@ -127,7 +127,7 @@ def fit(
     ranks: Ranks,
     callbacks: Sequence[Callback] = (),
     trust_code: bool = False,
-) -> Fitted:
+) -> TrainingResult:
     """Train as `config` says. With `fresh` an existing run of that name is moved aside, else it is continued. callbacks: of the
     caller, beside those of the config. trust_code: whether code may be imported that a run names and not the config."""
     options: dict[str, Any] = plain(config.trainer)
@@ -135,69 +135,71 @@ def fit(
     lr_factor = learning_rate_factor(config.training.scale_lr, ranks.world_size)
     check_settings(config, options, ranks)
     if (note := settle_accelerator(options, world_size=ranks.world_size)) is not None:
-        journal.say(note)
+        journal.notify(note)
     agree_with_training(options, config.training)
     requeue_exit = config.training.checkpoint.requeue_exit
-    stop = StopWish(take_max_seconds(options), requeue_exit=requeue_exit)
-    party = Party(ranks, journal, stop, lr_factor, trust_code)
-    if fresh and max(ranks.everyone(ranks.launch.restarts)):  # not every agent of torchrun counts every restart
-        journal.say("The job was started again by its launcher: the run goes on, --fresh held for the first start.")
+    stop = StopControl(take_max_seconds(options), requeue_exit=requeue_exit)
+    session = TrainingSession(ranks, journal, stop, lr_factor, trust_code)
+    if fresh and max(ranks.all_gather(ranks.launch.restarts)):  # not every agent of torchrun counts every restart
+        journal.notify("The job was started again by its launcher: the run goes on, --fresh held for the first start.")
         fresh = False
     quick = bool(options.get("fast_dev_run"))
-    with party.stop, run_folder(config, fresh=fresh, quick=quick, journal=journal, ranks=ranks) as run:
+    with session.stop, run_folder(config, fresh=fresh, quick=quick, journal=journal, ranks=ranks) as run:
         journal.keep_in(run.path)
         try:
-            return _fit_in(run, config, options, callbacks, party)
+            return _fit_in(run, config, options, callbacks, session)
         except StopNow as stopped:
-            return _stopped_at_once(run, stopped.request, requeue_exit, party)
+            return _stopped_at_once(run, stopped.request, requeue_exit, session)
 
 
 def _fit_in(
-    run: Run, config: DictConfig, options: dict[str, Any], callbacks: Sequence[Callback], party: Party
-) -> Fitted:
+    run: Run, config: DictConfig, options: dict[str, Any], callbacks: Sequence[Callback], session: TrainingSession
+) -> TrainingResult:
     """Train in a folder that is ours."""
-    ranks, journal = party.ranks, party.journal
-    subject = subject_of(run, config, options, party)
-    config = subject.config
-    changed = ranks.share(_changed_settings(run, config, party) if ranks.is_first else None)
+    ranks, journal = session.ranks, session.journal
+    problem = problem_for(run, config, options, session)
+    config = problem.config
+    changed = ranks.broadcast(_changed_settings(run, config, session) if ranks.is_first else None)
     L.seed_everything(config.seed, verbose=False)
-    subject.prepare()
+    problem.prepare()
     run = Run(run.path, trust_code=True)  # `prepare` has settled that code it names may be imported
-    plan = _Plan(run, config, options, subject, callbacks)
-    restart, is_done, has_outputs = ranks.share(_where_to_resume(plan, changed, journal) if ranks.is_first else None)
+    plan = _Plan(run, config, options, problem, callbacks)
+    restart, is_done, has_outputs = ranks.broadcast(
+        _where_to_resume(plan, changed, journal) if ranks.is_first else None
+    )
     if is_done and has_outputs:
         longer = "trainer.max_steps" if options.get("max_epochs") in (None, -1) else "trainer.max_epochs"
-        journal.say(
+        journal.notify(
             f"Run {run.name} is complete ({restart.step} steps); raise {longer} to train longer, or start over with --fresh."
         )
         plan.write_record(ranks)
-        return Fitted(run, subject.data, "complete", changed=changed)
-    if (stopped := _asked_already(party)) is not None:
+        return TrainingResult(run, problem.data, "complete", changed=changed)
+    if (stopped := _asked_already(session)) is not None:
         plan.write_record(ranks)
-        return _stopped(plan, stopped, "Stopped before the first step", party)
-    return _run_lightning(plan, restart, party, is_done=is_done)
+        return _stopped(plan, stopped, "Stopped before the first step", session)
+    return _run_lightning(plan, restart, session, is_done=is_done)
 
 
-def _asked_already(party: Party) -> StopRequested | None:
+def _asked_already(session: TrainingSession) -> StopRequested | None:
     """Whether any rank was asked to stop while data was read; the same answer on all."""
-    flags = party.ranks.everyone(party.stop.flags())
-    return party.stop.look_together([sum(column) for column in zip(*flags)])
+    flags = session.ranks.all_gather(session.stop.flags())
+    return session.stop.look_together([sum(column) for column in zip(*flags)])
 
 
-def _changed_settings(run: Run, config: DictConfig, party: Party) -> list[str]:
-    before = int(run.info.get("world_size", 1)) if run.exists else party.ranks.world_size
+def _changed_settings(run: Run, config: DictConfig, session: TrainingSession) -> list[str]:
+    before = int(run.info.get("world_size", 1)) if run.exists else session.ranks.world_size
     return [
         change.key
         for change in compare_with_stored_config(
-            run, config, party.journal, world_sizes=(before, party.ranks.world_size)
+            run, config, session.journal, world_sizes=(before, session.ranks.world_size)
         )
     ]
 
 
-def _where_to_resume(plan: _Plan, changed: list[str], journal: Journal) -> tuple[Restart | None, bool, bool]:
+def _where_to_resume(plan: _Plan, changed: list[str], journal: Journal) -> tuple[ResumePoint | None, bool, bool]:
     """The checkpoint to resume from, whether training had ended there, and whether the weights were written then."""
     run = plan.run
-    restart = find_restart(run.checkpoints, journal.say)
+    restart = find_resume_point(run.checkpoints, journal.notify)
     if restart is None:
         return None, False, False
     if restart.finished is not None:
@@ -220,24 +222,26 @@ def _limits(config: DictConfig) -> str:
     return json.dumps({key: plain(OmegaConf.select(config, key)) for key in _LIMITS}, sort_keys=True, default=str)
 
 
-def _run_lightning(plan: _Plan, restart: Restart | None, party: Party, *, is_done: bool) -> Fitted:
+def _run_lightning(
+    plan: _Plan, restart: ResumePoint | None, session: TrainingSession, *, is_done: bool
+) -> TrainingResult:
     """Train, or, where training had ended (`is_done`) without its last files, restore it and write them."""
-    run, config, subject, ranks, journal = plan.run, plan.config, plan.subject, party.ranks, party.journal
-    monitor = _monitor(config.training, plan.columns, subject.has_val, journal)
-    exchange = StepExchange(party.stop.flags) if ranks.world_size > 1 else None
-    module = subject.module(monitor, exchange, restart, plan.quick)
+    run, config, problem, ranks, journal = plan.run, plan.config, plan.problem, session.ranks, session.journal
+    monitor = _monitor(config.training, plan.columns, problem.has_val, journal)
+    exchange = StepExchange(session.stop.flags) if ranks.world_size > 1 else None
+    module = problem.module(monitor, exchange, restart, plan.quick)
     first = RunCheckpoint(
         run.checkpoints,
         config.training.checkpoint,
-        party.stop,
+        session.stop,
         ranks=ranks,
         exchange=exchange,
         enabled=not plan.quick,
         limits=_limits(config),
         is_done=is_done,
     )
-    metrics_log = MetricsLog(run.path, plan.columns, module.throughput.columns, note=journal.note, units=subject.units)
-    callbacks = [metrics_log, *_callbacks(plan, monitor, restart.step if restart else 0, party, exchange)]
+    metrics_log = MetricsLog(run.path, plan.columns, module.throughput.columns, note=journal.note, units=problem.units)
+    callbacks = [metrics_log, *_callbacks(plan, monitor, restart.step if restart else 0, session, exchange)]
     trainer = build_trainer(plan.options, folder=run.path, first=first, callbacks=callbacks, ranks=ranks)
     if restart is not None and trainer.max_epochs not in (None, -1) and restart.epoch > trainer.max_epochs:
         raise ForgefieldError(
@@ -246,30 +250,30 @@ def _run_lightning(plan: _Plan, restart: Restart | None, party: Party, *, is_don
     device = trainer.strategy.root_device
     precision = Precision(config.training.precision)
     precision.require_device(device)
-    subject.refuse(device)
+    problem.refuse(device)
     if not plan.quick:
         precision.require_end(epochs=trainer.max_epochs, steps=trainer.max_steps)
     plan.write_record(ranks)
     if ranks.is_first:
         metrics_log.start(restart.rows if restart else 0)
-    loader = subject.loader(device)
+    loader = problem.loader(device)
     if restart is not None:
-        first.first_batch = _go_on(loader, restart, plan, party)
-    summarise(journal, subject, trainer, monitor)
+        first.first_batch = _go_on(loader, restart, plan, session)
+    summarise(journal, problem, trainer, monitor)
     _write_status(run, ranks, status="running", measured=None, hardware=hardware(device, ranks.world_size))
     try:
         with lightning_errors("trainer or training"):
             trainer.fit(
                 module,
                 train_dataloaders=loader,
-                val_dataloaders=subject.val_loader() if subject.has_val else None,
+                val_dataloaders=problem.val_loader() if problem.has_val else None,
                 ckpt_path=str(restart.path) if restart else None,
                 weights_only=True,
             )
     except StopRequested as stopped:
-        return _stopped(plan, stopped, f"Stopped after step {trainer.global_step}", party)
+        return _stopped(plan, stopped, f"Stopped after step {trainer.global_step}", session)
     if plan.quick:
-        return Fitted(run, subject.data, "quick")
+        return TrainingResult(run, problem.data, "quick")
     stopped_early = next((callback.reason for callback in callbacks if isinstance(callback, EarlyStop)), None)
     _write_status(
         run,
@@ -280,12 +284,14 @@ def _run_lightning(plan: _Plan, restart: Restart | None, party: Party, *, is_don
         finished=now(),
         stopped_early=stopped_early,
     )
-    return Fitted(run, subject.data, "finished")
+    return TrainingResult(run, problem.data, "finished")
 
 
-def _callbacks(plan: _Plan, monitor: str, step: int, party: Party, exchange: StepExchange | None) -> list[Callback]:
+def _callbacks(
+    plan: _Plan, monitor: str, step: int, session: TrainingSession, exchange: StepExchange | None
+) -> list[Callback]:
     """All but the two that must be there and come first, in the order in which they act. step: where a run goes on."""
-    run, training, ranks = plan.run, plan.config.training, party.ranks
+    run, training, ranks = plan.run, plan.config.training, session.ranks
     shows_progress = ranks.is_first and plan.options.get("enable_progress_bar", True)
     if not ranks.is_first:
         plan.options["enable_progress_bar"] = False
@@ -293,15 +299,15 @@ def _callbacks(plan: _Plan, monitor: str, step: int, party: Party, exchange: Ste
         *([] if plan.quick else [BestModel(run.checkpoints, monitor)]),
         *([TensorBoardLog(run.path / "tensorboard", training.tensorboard, step)] if training.tensorboard else []),
         StepLog(plain(plan.config), tensorboard=bool(training.tensorboard), from_step=step),
-        *([_early_stop(training.early_stopping, monitor, party)] if training.early_stopping is not None else []),
-        *([Pace(ranks, party.journal, exchange)] if ranks.world_size > 1 else []),
+        *([_early_stop(training.early_stopping, monitor, session)] if training.early_stopping is not None else []),
+        *([Pace(ranks, session.journal, exchange)] if ranks.world_size > 1 else []),
         *(
             [
                 RunProgress(
-                    party.journal.console,
+                    session.journal.console,
                     monitor=monitor,
-                    max_seconds=party.stop.seconds_left(),
-                    units=plan.subject.units,
+                    max_seconds=session.stop.seconds_left(),
+                    units=plan.problem.units,
                 )
             ]
             if shows_progress
@@ -312,56 +318,58 @@ def _callbacks(plan: _Plan, monitor: str, step: int, party: Party, exchange: Ste
     ]
 
 
-def _early_stop(options: Any, monitor: str, party: Party) -> EarlyStop:
+def _early_stop(options: Any, monitor: str, session: TrainingSession) -> EarlyStop:
     return EarlyStop(
         options.monitor or monitor,
         patience=options.patience,
         min_delta=options.min_delta,
-        say=party.journal.say,
+        notify=session.journal.notify,
     )
 
 
-def _go_on(loader: Loader, restart: Restart, plan: _Plan, party: Party) -> int:
+def _go_on(loader: Loader, restart: ResumePoint, plan: _Plan, session: TrainingSession) -> int:
     """Let the loader begin where the run was saved. Returns the number of the batch it begins with."""
-    say, n = party.journal.say, party.ranks.world_size
+    notify, n = session.journal.notify, session.ranks.world_size
     loader.set_epoch(restart.epoch)
     first_batch = loader.start_at(restart.sample)
-    say(f"Continuing run {plan.run.name} after step {restart.step} (epoch {restart.epoch + 1}), {restart.path.name}.")
+    notify(
+        f"Continuing run {plan.run.name} after step {restart.step} (epoch {restart.epoch + 1}), {restart.path.name}."
+    )
     if restart.world_size != n:
         rates = " Learning rates follow training.scale_lr." if plan.config.training.scale_lr != "none" else ""
-        say(
+        notify(
             f"It was saved on {restart.world_size} ranks and goes on with {n}: what is left of the epoch is seen exactly "
             f"once.{rates}"
         )
     return first_batch
 
 
-def _stopped(plan: _Plan, stopped: StopRequested, when: str, party: Party) -> Fitted:
-    _write_status(plan.run, party.ranks, status="stopped")
-    party.journal.say(f"{when}: {stopped.reason}. Run the same command to resume.")
-    code = code_after(stopped, plan.config.training.checkpoint.requeue_exit, party.ranks, party.journal)
-    return Fitted(plan.run, plan.subject.data, "stopped", exit_code=code)
+def _stopped(plan: _Plan, stopped: StopRequested, when: str, session: TrainingSession) -> TrainingResult:
+    _write_status(plan.run, session.ranks, status="stopped")
+    session.journal.notify(f"{when}: {stopped.reason}. Run the same command to resume.")
+    code = code_after(stopped, plan.config.training.checkpoint.requeue_exit, session.ranks, session.journal)
+    return TrainingResult(plan.run, plan.problem.data, "stopped", exit_code=code)
 
 
-def _stopped_at_once(run: Run, stopped: StopRequested, requeue_exit: int, party: Party) -> Fitted:
+def _stopped_at_once(run: Run, stopped: StopRequested, requeue_exit: int, session: TrainingSession) -> TrainingResult:
     """Stopped where there was nothing to save: while data was read or an engine was compiled."""
-    ranks, journal = party.ranks, party.journal
+    ranks, journal = session.ranks, session.journal
     has_checkpoint = has_begun(run)
     when = "Stopped before the next step" if has_checkpoint else "Stopped before the first step"
     sentence = f"{when}: {stopped.reason}. Run the same command to resume."
     if ranks.is_first:
         if run.exists and run.info.get("status") == "running":
             run.write_info(status="stopped")
-        journal.say(sentence)
+        journal.notify(sentence)
     code = code_after(stopped, requeue_exit, ranks, journal)
     stop_together(ranks, sentence, code)
-    return Fitted(run, None, "stopped", exit_code=code)
+    return TrainingResult(run, None, "stopped", exit_code=code)
 
 
 def code_after(stopped: StopRequested, requeue_exit: int, ranks: Ranks, journal: Journal) -> int:
     """The exit code of a training that was stopped. Where the signal asks for it, SLURM is told to start the job again."""
     if stopped.signal_number == signal.SIGUSR1 and ranks.is_first:
-        ask_slurm_to_requeue(journal.say)
+        ask_slurm_to_requeue(journal.notify)
     return exit_code(stopped, requeue_exit)
 
 
@@ -375,7 +383,7 @@ def _monitor(training: Any, columns: list[str], has_val: bool, journal: Journal)
     monitor = training.monitor
     if not has_val and monitor == "val/loss":
         monitor = "train/loss"
-        journal.say("There is no validation: the best model is the one with the lowest training loss.")
+        journal.notify("There is no validation: the best model is the one with the lowest training loss.")
     watched = {"training.monitor": monitor}
     if training.early_stopping is not None and training.early_stopping.monitor:
         watched["training.early_stopping.monitor"] = training.early_stopping.monitor

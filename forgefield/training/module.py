@@ -18,16 +18,16 @@ from forgefield.parallel.group import Ranks
 from forgefield.parallel.strategies import SimpleDDPStrategy
 from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.task import Task
-from forgefield.training.adaptation import parameter_groups, plain_state
-from forgefield.training.ema import StochasticAverage, WeightAverage
-from forgefield.training.engines.captured_update import CapturedUpdate, why_not_capturable
 from forgefield.training.engines.choose import knots_wanted
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.graphs import GraphsEngine
 from forgefield.training.engines.sparing import SparingEngine, raise_if_memory
 from forgefield.training.engines.start import EngineStarter
 from forgefield.training.engines.step import Measured, StepFunction
-from forgefield.training.optimisers import build_optimiser
+from forgefield.training.optim.averages import StochasticAverage, WeightAverage
+from forgefield.training.optim.captured_update import CapturedUpdate, why_not_capturable
+from forgefield.training.optim.optimisers import build_optimiser
+from forgefield.training.optim.trainable import parameter_groups, plain_state
 from forgefield.training.run_module import RunModule, own_sums
 from forgefield.training.weighting import SoftAdapt, Uncertainty, build_weighting
 
@@ -115,9 +115,9 @@ class TrainingModule(RunModule):
     def trained(self) -> Potential:
         return self.potential
 
-    def say(self, text: str) -> None:
+    def notify(self, text: str) -> None:
         """One sentence for the user."""
-        (self.starter.say if self.starter else print)(text)
+        (self.starter.notify if self.starter else print)(text)
 
     def forward(self, batch: Batch) -> Batch:
         return self.potential(batch, forces=self.task.needs_forces, stress=self.task.needs_stress)
@@ -230,7 +230,7 @@ class TrainingModule(RunModule):
             optimiser = self.trainer.optimizers[0]
             self._update = CapturedUpdate(optimiser, self.ema, still=lambda: self._gradients_lie_still)
         memory = self.options.memory
-        return SparingEngine(inner, parts=memory.parts, split=memory.split, say=self.say)
+        return SparingEngine(inner, parts=memory.parts, split=memory.split, notify=self.notify)
 
     def _what_speaks_against_graphs(self) -> str | None:
         strategy = self.trainer.strategy

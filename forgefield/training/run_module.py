@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from forgefield.errors import ForgefieldError
 from forgefield.parallel.exchange import StepExchange
 from forgefield.parallel.group import Ranks, alone
-from forgefield.tasks.weights import Moment
-from forgefield.training.ema import weight_average
-from forgefield.training.engines.captured_update import portable_optimiser_states
+from forgefield.tasks.weights import StepState
 from forgefield.training.epoch_length import epochs_of_fit, fit_epoch_length, steps_of_fit
-from forgefield.training.optimisers import build_optimiser, build_scheduler, fit_length, rescale_learning_rates
+from forgefield.training.optim.averages import weight_average
+from forgefield.training.optim.captured_update import portable_optimiser_states
+from forgefield.training.optim.optimisers import build_optimiser, build_scheduler, fit_length, rescale_learning_rates
 from forgefield.training.precision import Precision
 from forgefield.training.throughput import Throughput
 
@@ -143,9 +143,9 @@ class RunModule(L.LightningModule, ABC):
         """Optimiser steps of the whole training, -1 where there is no end."""
         return steps_of_fit(self.trainer)
 
-    def _moment(self) -> Moment:
+    def _moment(self) -> StepState:
         group = self.trainer.optimizers[0].param_groups[0]
-        return Moment(
+        return StepState(
             step=self.trainer.global_step,
             steps=self._steps_in_all,
             epoch=self.current_epoch,

@@ -38,7 +38,7 @@ from forgefield.parallel.meeting import gpu_index
 from forgefield.parallel.network import free_port
 from forgefield.parallel.registry import DEFAULT, register_strategies
 from forgefield.training.callbacks.names import short_callback
-from forgefield.training.checkpoint import AtomicCheckpointIO
+from forgefield.training.run.checkpoint import AtomicCheckpointIO
 
 DEFAULT_EPOCHS = 100
 _OUR_PRECISIONS = {
@@ -116,8 +116,8 @@ def build_trainer(
     _refuse(options)
     own = options.pop("callbacks", None) or []
     plugins = options.pop("plugins", None) or []
-    everyone = [first, *callbacks, *(own if isinstance(own, list) else [own])]
-    _refuse_averages(everyone)
+    all_gather = [first, *callbacks, *(own if isinstance(own, list) else [own])]
+    _refuse_averages(all_gather)
     defaults = {
         "default_root_dir": str(folder),
         "logger": False,
@@ -126,13 +126,13 @@ def build_trainer(
         "log_every_n_steps": 10,
         "inference_mode": False,
         # Our own checkpoints do not go through Lightning's callback; a user's ModelCheckpoint works beside them.
-        "enable_checkpointing": any(isinstance(callback, Checkpoint) for callback in everyone),
+        "enable_checkpointing": any(isinstance(callback, Checkpoint) for callback in all_gather),
     }
     plugins = plugins if isinstance(plugins, list) else [plugins]
     environment = _place_among_ranks(options, ranks.launch)
     plugins = [AtomicCheckpointIO(ranks), environment, *plugins]
     with lightning_errors("trainer", TypeError, ValueError, AssertionError):
-        trainer = L.Trainer(**{**defaults, **options}, callbacks=everyone, plugins=plugins)
+        trainer = L.Trainer(**{**defaults, **options}, callbacks=all_gather, plugins=plugins)
     # Lightning asks rank 0 before every batch whether it got SIGTERM, and has all ranks wait for the answer, the GPU included.
     # Here a wish to stop, of any rank, travels with the message that every batch sends anyway.
     # Its signal handlers send messages too, wherever the process happens to be; ours only take note.

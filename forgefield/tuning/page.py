@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from forgefield.files import write_whole
+from forgefield.files import write_atomically
 from forgefield.tuning.search import Search, short
 from forgefield.tuning.space import Dimension
 from forgefield.tuning.study import require_optuna
@@ -29,7 +29,7 @@ _STYLE = (
 def write_page(search: Search, study: Any) -> Path:
     """`tune.html` and `trials.csv` of a search."""
     trials = [trial for trial in study.trials if trial.state.name in ("COMPLETE", "PRUNED", "FAIL")]
-    write_whole(search.folder / "trials.csv", _csv(search, trials))
+    write_atomically(search.folder / "trials.csv", _csv(search, trials))
     done = sorted((trial for trial in trials if trial.state.name == "COMPLETE"), key=lambda trial: trial.value)
     figures = [_history(search, trials), _importance(study, done), _lines(search, done)]
     shown = "".join(f'<p><img src="data:image/png;base64,{figure}" alt=""></p>' for figure in figures if figure)
@@ -46,7 +46,7 @@ def write_page(search: Search, study: Any) -> Path:
         f"<!doctype html><meta charset=utf-8><title>{title}</title><style>{_STYLE}</style><h1>{title}</h1>"
         f"<p>{words}.</p>{shown}<h2>Best trials</h2><table><tr>{head}</tr>{rows}</table>"
     )
-    return write_whole(search.folder / "tune.html", page)
+    return write_atomically(search.folder / "tune.html", page)
 
 
 _STATES = {"complete": "COMPLETE", "ended early": "PRUNED", "failed": "FAIL"}

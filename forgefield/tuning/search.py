@@ -23,11 +23,11 @@ from rich.console import Console
 
 from forgefield.config.loading import load_config
 from forgefield.errors import ForgefieldError
-from forgefield.files import write_whole
+from forgefield.files import write_atomically
 from forgefield.parallel.group import alone
 from forgefield.runs import Run
 from forgefield.training.fit import fit
-from forgefield.training.journal import Journal
+from forgefield.training.run.journal import Journal
 from forgefield.training.trainer import processes_wanted
 from forgefield.tuning.options import TuneOptions
 from forgefield.tuning.space import Dimension, override, read_space
@@ -131,12 +131,12 @@ def prepare(
     return search
 
 
-def work(search: Search, *, worker: int = 0, say: Callable[[str], None] = print) -> Any:
+def work(search: Search, *, worker: int = 0, notify: Callable[[str], None] = print) -> Any:
     """Train trials until there are enough; returns the study. worker: number of this one among those of a command."""
     study = search.open()
     for number in queue_dead_trials(study):
-        say(f"Trial {number} was left by a process that is gone; its training goes on in another trial.")
-    worker_of_study = _Worker(search, study, say)
+        notify(f"Trial {number} was left by a process that is gone; its training goes on in another trial.")
+    worker_of_study = _Worker(search, study, notify)
     while worker_of_study.is_needed():
         study.sampler = sampler_of(study, search.options, search.space, int(search.base.seed), worker)
         study.optimize(worker_of_study.train, n_trials=1, catch=(TrialFailed,), callbacks=[worker_of_study.told])
@@ -148,8 +148,8 @@ def work(search: Search, *, worker: int = 0, say: Callable[[str], None] = print)
 
 
 class _Worker:
-    def __init__(self, search: Search, study: Any, say: Callable[[str], None]) -> None:
-        self.search, self.study, self.say = search, study, say
+    def __init__(self, search: Search, study: Any, notify: Callable[[str], None]) -> None:
+        self.search, self.study, self.notify = search, study, notify
         self.failed, self.reason, self._began = 0, "", 0.0
 
     def is_needed(self) -> bool:
@@ -166,7 +166,7 @@ class _Worker:
             if len(trials) - len(running) >= self.search.trials or not has_foreign_trials(running):
                 return False
             if not waits:
-                self.say("What is left is being trained on other machines; waiting, in case a trial is lost there.")
+                self.notify("What is left is being trained on other machines; waiting, in case a trial is lost there.")
             waits = True
             time.sleep(HEARTBEAT)
 
@@ -222,7 +222,7 @@ class _Worker:
             self.failed, self.reason = self.failed + 1, trial.user_attrs.get("error", "it was given up")
         else:
             self.failed = 0
-        self.say(line_of(self.search, study, trial, time.monotonic() - self._began))
+        self.notify(line_of(self.search, study, trial, time.monotonic() - self._began))
 
 
 def line_of(search: Search, study: Any, trial: Any, seconds: float) -> str:
@@ -303,7 +303,7 @@ def write_best(search: Search, study: Any) -> Path | None:
     about = (
         f"# trial {trial.number}: {search.monitor} {trial.value:.6g}; its run: trials/{trial.user_attrs['folder']}\n"
     )
-    return write_whole(search.folder / "best.yaml", about + commented_yaml(config))
+    return write_atomically(search.folder / "best.yaml", about + commented_yaml(config))
 
 
 def move_aside(search: Search) -> None:

@@ -12,8 +12,8 @@ from forgefield.data.readers import read_frames
 from forgefield.data.species import SpeciesTable
 from forgefield.models.registry import build_model, resolve_model
 from forgefield.runs import create_run_from_model
-from tests.checks import toy_models as toys
-from tests.helpers import tiny_config, write_emt
+from tests.support import toy_models as toys
+from tests.support.helpers import tiny_config, write_emt
 
 OPTIONS = {"name": "nequip", "num_layers": 2, "l_max": 1, "num_features": 4, "radial_mlp_width": 8}
 
@@ -63,7 +63,7 @@ def test_config_is_checked_with_a_fresh_model(tmp_path, capsys):
 
 
 def test_own_model_that_breaks_a_law_gives_exit_code_1(tmp_path, capsys):
-    model = {"name": "tests.checks.toy_models.HardCutoff"}
+    model = {"name": "tests.support.toy_models.HardCutoff"}
     config = tiny_config(tmp_path, data={"cutoff": 4.0})
     (tmp_path / "own.yaml").write_text(yaml.safe_dump({**config, "model": model}))
     assert main(["check", "own.yaml", "--frames", "1"]) == 1

@@ -12,11 +12,11 @@ from forgefield.checks import CheckResult, run_checks
 from forgefield.cli import main
 from forgefield.errors import ForgefieldError
 from forgefield.models import build_model, resolve_model
-from forgefield.models.heads import HeadOptions
+from forgefield.models.heads.heads import HeadOptions
 from forgefield.models.potential import edge_vectors
 from forgefield.models.predictor import Predictor
-from tests.checks.test_run_checks import SPECIES, structures
-from tests.helpers import PROPERTIES, tiny_config, write_properties
+from tests.support.check_structures import SPECIES, structures
+from tests.support.helpers import PROPERTIES, tiny_config, write_properties
 
 HEADS = {
     "charge": HeadOptions(per="atom", hidden=[4], scale=0.1),

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import yaml
 
+from forgefield.bench.step import bare_step
+from forgefield.checks.overfit import OverfitResult, TargetResult, curve, overfit_config
 from forgefield.cli import main
 from forgefield.config.loading import load_config
-from forgefield.training.bench_step import bare_step
 from forgefield.training.engines.engine import Engine
-from forgefield.training.overfit import OverfitResult, TargetResult, curve, overfit_config
-from tests.helpers import PROPERTIES, tiny_config, write_properties
-from tests.training.deepmd_systems import several_input
+from tests.support.deepmd_systems import several_input
+from tests.support.helpers import PROPERTIES, tiny_config, write_properties
 
 
 def config_file(folder, **changes) -> str:

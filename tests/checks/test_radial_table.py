@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from forgefield.checks import radial_table_line
-from forgefield.models import nequip_tables
-from forgefield.models.nequip_tables import table_deviation
+from forgefield.kernels.radial.packing import pack_by_operations
+from forgefield.models.nequip import tables as nequip_tables
+from forgefield.models.nequip.tables import table_deviation
 from forgefield.models.potential import Potential
-from forgefield.ops.kernels.packing import pack_by_operations
-from tests.checks import toy_models as toys
-from tests.models.structures import make_potential
+from tests.support import toy_models as toys
+from tests.support.structures import make_potential
 
 WIDE = {"radial_mlp_width": 64, "num_features": 8}
 

@@ -12,7 +12,7 @@ from ase import Atoms
 from ase.calculators.singlepoint import SinglePointCalculator
 
 from forgefield.cli import main
-from tests.helpers import emt_frames, tiny_config
+from tests.support.helpers import emt_frames, tiny_config
 
 
 @pytest.fixture

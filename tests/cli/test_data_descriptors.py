@@ -8,9 +8,9 @@ from ase import Atoms
 from ase.io import write
 
 from forgefield.cli import main
-from forgefield.data.points import find_snapshots
-from forgefield.physics.descriptors import DescriptorOptions, make_descriptors
-from tests.training.points.snapshots import write_snapshot
+from forgefield.ldos.data import find_snapshots
+from forgefield.ldos.descriptors import DescriptorOptions, make_descriptors
+from tests.support.snapshots import write_snapshot
 
 
 def test_a_snapshot_gets_its_inputs(tmp_path, capsys):

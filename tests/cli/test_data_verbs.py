@@ -17,8 +17,8 @@ from PIL import Image
 
 from forgefield.cli import main
 from forgefield.data.reading import read_table
-from forgefield.data.storage.store import HEADER, open_store
-from tests.helpers import SHARED_DATA, emt_frames, write_emt
+from forgefield.data.store.store import HEADER, open_store
+from tests.support.helpers import SHARED_DATA, emt_frames, write_emt
 
 ROOT = Path(__file__).parents[2]
 FIELDS = ("positions", "numbers", "cell", "pbc", "energy", "forces", "stress", "weight")
@@ -343,7 +343,7 @@ def test_a_damaged_store_is_refused(source, capsys, file, damage, piece):
 
 
 def test_a_large_store_is_compared_with_its_hashes_unless_told_otherwise(source, capsys, monkeypatch):
-    monkeypatch.setattr("forgefield.data.storage.store.VERIFIED_BELOW", 0)
+    monkeypatch.setattr("forgefield.data.store.store.VERIFIED_BELOW", 0)
     done(capsys, "convert", "cu.extxyz", "cu")
     flip_a_byte(Path("cu/part-00000/positions.npy"))
     assert "does not match the hash" in refused(capsys, "info", "cu")

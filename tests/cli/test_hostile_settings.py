@@ -13,7 +13,7 @@ from forgefield.data.reading import read_table
 from forgefield.errors import ForgefieldError
 from forgefield.runs import Run
 from forgefield.untrusted.documents import load_yaml
-from tests.helpers import write_properties
+from tests.support.helpers import write_properties
 
 BASE = "data: {train: a.extxyz, cutoff: 4}\n"
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(

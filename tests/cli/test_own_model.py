@@ -9,8 +9,8 @@ import ase.io
 import pytest
 import yaml
 
-from tests.helpers import tiny_config
-from tests.warm import run_warm
+from tests.support.helpers import tiny_config
+from tests.support.warm import run_warm
 
 MODEL = """
 import torch

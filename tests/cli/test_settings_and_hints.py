@@ -10,7 +10,7 @@ import pytest
 
 from forgefield import api
 from forgefield.cli import main
-from tests.helpers import tiny_config, write_emt
+from tests.support.helpers import tiny_config, write_emt
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from forgefield.cli import main
 from forgefield.errors import ForgefieldError
 from forgefield.models import build_model, resolve_model
 from forgefield.runs import Run, create_run_from_model
-from tests.helpers import tiny_config, write_emt
+from tests.support.helpers import tiny_config, write_emt
 
 ROOT = Path(__file__).parents[2]
 MODULE = """

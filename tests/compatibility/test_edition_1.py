@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 
 import forgefield
 from forgefield import api
-from forgefield.data.storage.store import open_store
+from forgefield.data.store.store import open_store
 from tests.fixtures.make_edition_1 import FINISHED, KILLED_AT, values_of
 
 ARCHIVE = Path(__file__).parents[1] / "fixtures" / "edition_1.tar.gz"

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from forgefield.config.components import _import, also_look_in, check_signature, own_folder
+from forgefield.config.components import _import, also_look_in, check_signature, user_module_folder
 from forgefield.config.loading import load_config
 from forgefield.config.trust import CONFIG
 from forgefield.errors import ForgefieldError
@@ -83,9 +83,9 @@ def test_the_folder_of_an_own_module_or_package_is_known(here):
     (here / "own_package" / "part.py").write_text("x = 1\n")
     for path in ("own_single.x", "own_package.part.x"):
         import_path(path)
-        assert own_folder(path) == here
-    assert own_folder("inspect.Signature") is None
-    assert own_folder("sys.path") is None
+        assert user_module_folder(path) == here
+    assert user_module_folder("inspect.Signature") is None
+    assert user_module_folder("sys.path") is None
 
 
 def test_missing_module_names_the_nearest_file(here):

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from forgefield.cli import main
 from forgefield.config.loading import load_config
-from tests.config.deepmd_inputs import WATER, changed
+from tests.support.deepmd_inputs import WATER, changed
 
 INPUTS: dict[str, dict[str, Any]] = {
     "water": WATER,

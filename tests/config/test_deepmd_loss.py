@@ -16,7 +16,7 @@ import torch
 from forgefield.config.checking import typed_config
 from forgefield.config.sources import Sources
 from forgefield.tasks.task import Task
-from tests.config.deepmd_inputs import translated
+from tests.support.deepmd_inputs import translated
 
 ATOMS = 5
 LOSSES: dict[str, dict[str, Any]] = {

@@ -10,7 +10,7 @@ import pytest
 from forgefield.config.deepmd import translate
 from forgefield.config.loading import load_config
 from forgefield.errors import ForgefieldError
-from tests.config.deepmd_inputs import changed
+from tests.support.deepmd_inputs import changed
 
 SINGLE = {"model.descriptor.precision": "float32", "model.fitting_net.precision": "float32"}
 REFUSED: list[tuple[dict[str, Any], str, str]] = [

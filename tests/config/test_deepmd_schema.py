@@ -16,7 +16,7 @@ import pytest
 from forgefield.config.deepmd import translate
 from forgefield.errors import ForgefieldError
 from forgefield.models.registry import check_model
-from tests.config.deepmd_inputs import WATER, changed
+from tests.support.deepmd_inputs import WATER, changed
 
 SCRIPT = """
 import json, sys

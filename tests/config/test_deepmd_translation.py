@@ -16,8 +16,8 @@ from omegaconf import OmegaConf
 from forgefield.config.checking import unknown_key
 from forgefield.config.deepmd import is_deepmd_input, translate
 from forgefield.config.loading import load_config
-from forgefield.training.optimisers import build_scheduler
-from tests.config.deepmd_inputs import WATER, both, changed, translated
+from forgefield.training.optim.optimisers import build_scheduler
+from tests.support.deepmd_inputs import WATER, both, changed, translated
 
 AUTO = {"bound": "lower", "by_source": True}
 

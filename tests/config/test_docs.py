@@ -12,7 +12,7 @@ import yaml
 from forgefield.config import schema
 from forgefield.config.loading import load_config
 from forgefield.config.resolvers import RESOLVERS
-from tests.helpers import tiny_config
+from tests.support.helpers import tiny_config
 
 PAGE = (Path(__file__).parents[2] / "docs" / "config.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.DOTALL)

@@ -17,10 +17,10 @@ DATA = "data: {train: a.xyz, labels: {fields: {band_gap: {unit: eV}, energy_abov
 
 def test_the_examples_of_the_docs_load(load):
     page = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text(encoding="utf-8")
-    first, turning, further = (load(text) for text in re.findall(r"```yaml\n(.*?)```", page, flags=re.DOTALL))
+    first, turning, extra_outputs = (load(text) for text in re.findall(r"```yaml\n(.*?)```", page, flags=re.DOTALL))
     assert list(given_targets(first.task)) == ["band_gap", "charge", "dos", "formation_energy", "space_group"]
     assert [target.kind for target in given_targets(turning.task).values()] == ["vector", "symmetric"]
-    assert further.training.lr_groups == {"model.*": 0.1}
+    assert extra_outputs.training.lr_groups == {"model.*": 0.1}
 
 
 def test_a_field_is_a_target_by_its_own_name(load):

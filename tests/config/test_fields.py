@@ -5,8 +5,8 @@ import pytest
 from forgefield.config.fields import FIELDS, RESERVED, field_options
 from forgefield.config.schema import FieldOptions
 from forgefield.data.batch import SHAPES
-from forgefield.data.storage.columns import EDGE_FIELDS
-from forgefield.data.storage.columns import FIELDS as COLUMNS
+from forgefield.data.store.columns import EDGE_FIELDS
+from forgefield.data.store.columns import FIELDS as COLUMNS
 from forgefield.errors import ForgefieldError
 
 

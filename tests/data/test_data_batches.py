@@ -14,7 +14,7 @@ from forgefield.data.sampling.loader import FrameLoader
 from forgefield.data.sampling.order import epoch_permutation
 from forgefield.data.species import SpeciesTable
 from forgefield.errors import ForgefieldError
-from tests.data.collating import collate
+from tests.support.collating import collate
 
 SPECIES = SpeciesTable(["H", "O", "Cu"])
 

@@ -21,7 +21,7 @@ from forgefield.data.frame import Frame
 from forgefield.data.references import fit_by_composition, robust_fit
 from forgefield.data.species import SpeciesTable
 from forgefield.data.statistics import Statistics, compute_statistics
-from forgefield.data.storage.table import FrameTable
+from forgefield.data.store.table import FrameTable
 from forgefield.errors import ForgefieldError
 
 ENERGY = {1: -13.6, 6: -1029.49, 8: -2041.98}

@@ -11,9 +11,9 @@ from forgefield.config.schema import DataOptions
 from forgefield.data.devset import representative_rows
 from forgefield.data.frame import Frame
 from forgefield.data.splits import resolve_splits
-from forgefield.data.storage.table import FrameTable
+from forgefield.data.store.table import FrameTable
 from forgefield.errors import ForgefieldError
-from tests.helpers import write_emt
+from tests.support.helpers import write_emt
 
 
 def table(compositions: list[list[int]], energies: list[float | None]) -> FrameTable:

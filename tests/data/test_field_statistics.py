@@ -10,7 +10,7 @@ from forgefield.data import field_statistics, references
 from forgefield.data.field_statistics import atom_moments, extensive_moments, intensive_moments, largest
 from forgefield.data.frame import Frame
 from forgefield.data.species import SpeciesTable
-from forgefield.data.storage.table import FrameTable
+from forgefield.data.store.table import FrameTable
 
 SPECIES = SpeciesTable(("Cu", "Au", "Ag"))
 NUMBERS = {"Cu": 29, "Au": 79}

@@ -11,8 +11,8 @@ from ase.io import write
 from forgefield.config.schema import DataOptions
 from forgefield.data.reading import read_table
 from forgefield.data.splits import resolve_splits
-from forgefield.data.storage.convert import convert
-from forgefield.data.storage.table import FrameTable
+from forgefield.data.store.convert import convert
+from forgefield.data.store.table import FrameTable
 
 
 def _write(path, first, count):

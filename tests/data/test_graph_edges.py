@@ -11,8 +11,8 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from forgefield.data.graphs.graph import Edges, GraphOptions, build_edges
-from forgefield.data.graphs.neighbours import Pairs, both_directions, edge_vectors, neighbour_list
+from forgefield.data.neighbours.graph import Edges, GraphOptions, build_edges
+from forgefield.data.neighbours.lists import Pairs, both_directions, edge_vectors, neighbour_list
 from forgefield.errors import ForgefieldError
 from forgefield.ops.graph import reverse_edges
 

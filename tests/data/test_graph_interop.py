@@ -12,8 +12,8 @@ from ase.neighborlist import neighbor_list
 
 from forgefield.data.batch import batch_from_frames
 from forgefield.data.frame import Frame
-from forgefield.data.graphs.graph import GraphOptions
-from forgefield.data.graphs.interop import from_pyg, graph_from_point_clouds, point_clouds, to_dgl, to_pyg
+from forgefield.data.neighbours.graph import GraphOptions
+from forgefield.data.neighbours.interop import from_pyg, graph_from_point_clouds, point_clouds, to_dgl, to_pyg
 from forgefield.data.species import SpeciesTable
 from forgefield.errors import ForgefieldError
 

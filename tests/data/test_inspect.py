@@ -7,20 +7,20 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from forgefield.data.graphs.graph import GraphOptions
-from forgefield.data.graphs.neighbours import edge_vectors, neighbour_list
 from forgefield.data.inspection import inspect as inspecting
 from forgefield.data.inspection import survey as surveying
 from forgefield.data.inspection.inspect import inspect_table
 from forgefield.data.inspection.survey import row_blocks
+from forgefield.data.neighbours.graph import GraphOptions
+from forgefield.data.neighbours.lists import edge_vectors, neighbour_list
 from forgefield.data.reading import read_table
-from forgefield.data.storage.convert import convert, store_frames
-from forgefield.data.storage.export import write_frames
-from forgefield.data.storage.store import open_store
-from forgefield.data.storage.table import FrameTable
+from forgefield.data.store.convert import convert, store_frames
+from forgefield.data.store.export import write_frames
+from forgefield.data.store.store import open_store
+from forgefield.data.store.table import FrameTable
 from forgefield.errors import ForgefieldError
 from forgefield.physics.units import EV_PER_A3_TO_GPA
-from tests.helpers import write_emt
+from tests.support.helpers import write_emt
 
 
 @pytest.fixture

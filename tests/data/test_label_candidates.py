@@ -11,8 +11,8 @@ from forgefield.config.schema import LabelOptions, UnitOptions
 from forgefield.data.labels import LabelReader
 from forgefield.data.readers import read_frames
 from forgefield.errors import ForgefieldError
-from tests.helpers import tiny_config
-from tests.parallel.train_many import train_only
+from tests.support.helpers import tiny_config
+from tests.support.train_many import train_only
 
 HEADER = 'Lattice="9 0 0 0 9 0 0 0 9" Properties=species:S:1:pos:R:3:q:R:1:my_frc:R:3'
 

@@ -18,7 +18,7 @@ from forgefield.data.sampling.batching import batch_threads, evaluation_budget, 
 from forgefield.data.sampling.loader import FrameLoader, prepared_ahead
 from forgefield.data.sampling.plan import Budget
 from forgefield.data.species import SpeciesTable
-from forgefield.data.storage.table import FrameTable
+from forgefield.data.store.table import FrameTable
 from forgefield.errors import ForgefieldError
 
 SPECIES = SpeciesTable(["Cu"])

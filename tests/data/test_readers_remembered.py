@@ -20,8 +20,8 @@ from forgefield.config.schema import LabelOptions, UnitOptions
 from forgefield.data.labels import LabelReader
 from forgefield.data.readers import SourceFile, aselmdb, chunks, frame_count, frames_of, lmdb_files, source_files
 from forgefield.data.readers.text_rows import TextRows
-from forgefield.data.storage.convert import convert
-from forgefield.data.storage.store import Store
+from forgefield.data.store.convert import convert
+from forgefield.data.store.store import Store
 from forgefield.errors import ForgefieldError, SourceUnreadable
 
 N = 20

@@ -23,7 +23,7 @@ from forgefield.data.readers import SourceFile, chunks, frames_of, read_frames, 
 from forgefield.data.readers.block_labels import block_frames
 from forgefield.data.readers.blocks import RawBlock, even_ranges
 from forgefield.data.readers.sources import file_format
-from forgefield.data.storage.convert import convert
+from forgefield.data.store.convert import convert
 from forgefield.errors import ForgefieldError
 
 

@@ -22,16 +22,16 @@ from omegaconf import OmegaConf
 from forgefield.config.schema import DataOptions, LabelOptions, UnitOptions
 from forgefield.data.dataset import GraphDataset
 from forgefield.data.frame import Frame
-from forgefield.data.graphs.graph import GraphOptions
+from forgefield.data.neighbours.graph import GraphOptions
 from forgefield.data.readers import read_frames
 from forgefield.data.reading import read_table
 from forgefield.data.sampling.batching import training_order
 from forgefield.data.species import SpeciesTable
-from forgefield.data.storage import convert as convert_module
-from forgefield.data.storage.convert import convert, store_frames
-from forgefield.data.storage.store import StoreColumns, manifest_hash, open_store
-from forgefield.data.storage.table import FrameTable, Part
-from forgefield.data.storage.writer import PartWriter
+from forgefield.data.store import convert as convert_module
+from forgefield.data.store.convert import convert, store_frames
+from forgefield.data.store.store import StoreColumns, manifest_hash, open_store
+from forgefield.data.store.table import FrameTable, Part
+from forgefield.data.store.writer import PartWriter
 from forgefield.errors import ForgefieldError
 
 SPECIES = SpeciesTable(["H", "C", "O", "Cu"])
@@ -165,7 +165,7 @@ def test_lists_of_another_cutoff_are_not_used(source, tmp_path):
 
 def test_opening_reads_the_manifest_and_no_column(source, tmp_path):
     convert(str(source), tmp_path / "store")
-    with patch("forgefield.data.storage.store.VERIFIED_BELOW", 0):
+    with patch("forgefield.data.store.store.VERIFIED_BELOW", 0):
         store = open_store(tmp_path / "store")
     table = store.table()
     assert len(table) == 60

@@ -10,7 +10,7 @@ from forgefield.cli import main
 from forgefield.config.schema import LabelOptions, UnitOptions
 from forgefield.data.readers import read_frames
 from forgefield.data.reading import read_table
-from forgefield.data.storage.convert import convert
+from forgefield.data.store.convert import convert
 from forgefield.errors import ForgefieldError
 from forgefield.physics.units import label_energy_factor
 

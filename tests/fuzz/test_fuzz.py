@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from forgefield.errors import ForgefieldError
-from tests.fuzz import formats, server
-from tests.fuzz.formats import FORMATS, Format
+from tests.support import fuzz_formats as formats
+from tests.support import fuzz_server as server
+from tests.support.fuzz_formats import FORMATS, Format
 
 CASES = 40
 

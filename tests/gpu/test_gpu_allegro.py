@@ -7,18 +7,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from forgefield.kernels.convolution import dispatch
+from forgefield.kernels.core.availability import has_triton
 from forgefield.models import Potential, build_model, resolve_model
-from forgefield.ops.kernels import dispatch
-from forgefield.ops.kernels.dispatch import operators
-from forgefield.ops.kernels.setting import has_triton
+from forgefield.ops.execution import execution
 from forgefield.training.engines.blank import sizes
 from forgefield.training.engines.compiled import CompileEngine
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.graphs import GraphsEngine
 from forgefield.training.engines.size_plan import plan_sizes
 from forgefield.training.engines.verify import largest_difference
-from tests.models.structures import SPECIES, STATISTICS
-from tests.training.engines.cases import labelled, step_function
+from tests.support.engine_cases import labelled, step_function
+from tests.support.structures import SPECIES, STATISTICS
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or not has_triton(), reason="needs a CUDA device and Triton"
@@ -41,7 +41,7 @@ def batch(*atoms: int) -> dict[str, Tensor]:
 
 
 def difference_from_plain(engine: Engine, given: dict[str, Tensor], reference: Engine | None = None) -> float:
-    with operators(False):
+    with execution(operators=False):
         expected = (reference or Engine(engine.function)).differentiate(given)
     found = engine.differentiate(given)
     return largest_difference(found, expected, engine.function.trained)[0]
@@ -65,7 +65,7 @@ def test_steps_are_the_same_bits_on_repetition():
 def test_float32_is_as_near_to_float64_as_plain_operations_are():
     given = batch(6, 5, 9)
     single, double = (Engine(step_function(allegro(precision))) for precision in ("float32", "float64"))
-    with operators(False):
+    with execution(operators=False):
         exact, plain = double.differentiate(given), single.differentiate(given)
     names = single.function.trained
     by_plain, _ = largest_difference(plain, exact, names)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from forgefield.errors import ForgefieldError
-from forgefield.physics.descriptors import DescriptorOptions, make_descriptors
+from forgefield.ldos.descriptors import DescriptorOptions, make_descriptors
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

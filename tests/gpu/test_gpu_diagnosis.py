@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from forgefield.diagnosis.record import read_records
-from tests.helpers import emt_frames, tiny_config
-from tests.parallel.launching import average, final_state, weights
-from tests.parallel.train_many import train_only
+from tests.support.helpers import emt_frames, tiny_config
+from tests.support.launching import average, final_state, weights
+from tests.support.train_many import train_only
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-LOSS = "tests.training.diagnosis.planting.root_loss"
+LOSS = "tests.support.planted_defects.root_loss"
 
 
 def trained(folder, name: str, callbacks: list, **training):

@@ -8,26 +8,21 @@ import pytest
 import torch
 
 from forgefield.api import train
-from forgefield.training.ema import WeightAverage
-from forgefield.training.engines import captured_update
-from forgefield.training.engines.captured_update import CapturedUpdate
 from forgefield.training.engines.compiled import CompileEngine
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.graphs import GraphsEngine
 from forgefield.training.engines.size_plan import Size, SizePlan
 from forgefield.training.engines.verify import largest_difference
+from forgefield.training.optim import captured_update
+from forgefield.training.optim.averages import WeightAverage
+from forgefield.training.optim.captured_update import CapturedUpdate
 from forgefield.training.precision import Precision
-from tests.helpers import tiny_config
-from tests.models.structures import make_potential
-from tests.training.engines.cases import labelled, step_function
-from tests.training.engines.test_step import potential_of
+from tests.support.engine_cases import labelled, potential_of, step_function
+from tests.support.gpu_batches import SIZES, on_gpu
+from tests.support.helpers import tiny_config
+from tests.support.structures import make_potential
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-SIZES = [(5, 4), (1,), (6, 1, 3), (20, 30, 20)]
-
-
-def on_gpu(*atoms: int, seed: int = 0):
-    return {key: tensor.cuda() for key, tensor in labelled(*atoms, seed=seed, box=6.0).items()}
 
 
 @pytest.mark.parametrize("form", ["double", "tangent"])

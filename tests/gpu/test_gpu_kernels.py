@@ -8,17 +8,18 @@ import pytest
 import torch
 
 from forgefield.api import train
-from forgefield.models import nequip_passes
-from forgefield.ops.kernels import compiling, convolution
-from forgefield.ops.kernels.setting import has_triton
+from forgefield.kernels.convolution import compiling
+from forgefield.kernels.convolution import passes as convolution
+from forgefield.kernels.core.availability import has_triton
+from forgefield.models.nequip import passes as nequip_passes
 from forgefield.training.engines.blank import sizes
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.graphs import GraphsEngine
 from forgefield.training.engines.size_plan import plan_sizes
 from forgefield.training.precision import Precision
-from tests.helpers import tiny_config
-from tests.models.structures import make_potential
-from tests.training.engines.cases import labelled, step_function
+from tests.support.engine_cases import labelled, step_function
+from tests.support.helpers import tiny_config
+from tests.support.structures import make_potential
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or not has_triton(), reason="needs a CUDA device and Triton"

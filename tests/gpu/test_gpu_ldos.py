@@ -5,19 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from forgefield.training.ema import WeightAverage
-from forgefield.training.points.blocks import Block
-from forgefield.training.points.data import RowLayout
-from forgefield.training.points.engines import EagerEngine, GraphsEngine
-from forgefield.training.points.fused import FusedGradient, FusedStep
-from forgefield.training.points.gradient import Written
-from forgefield.training.points.update import Update
-from tests.parallel.launching import average, weights
-from tests.parallel.train_many import train_only
-from tests.training.interrupting import Interrupted
-from tests.training.points.snapshots import point_config
-from tests.training.points.test_gradient import network, rows, task
-from tests.training.test_resume import END, assert_same_run
+from forgefield.ldos.training.blocks import Block
+from forgefield.ldos.training.data import RowLayout
+from forgefield.ldos.training.engines import EagerEngine, GraphsEngine
+from forgefield.ldos.training.fused import FusedGradient, FusedStep
+from forgefield.ldos.training.gradient import Written
+from forgefield.ldos.training.update import Update
+from forgefield.training.optim.averages import WeightAverage
+from tests.support.interrupting import Interrupted
+from tests.support.launching import average, weights
+from tests.support.point_networks import network, rows, task
+from tests.support.resuming import END, assert_same_run
+from tests.support.snapshots import point_config
+from tests.support.train_many import train_only
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from forgefield.ops.graph import reverse_edges
-from tests.models.structures import make_batch, make_frame, make_potential
+from tests.support.structures import make_batch, make_frame, make_potential
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no accelerator")
 VARIANTS = [

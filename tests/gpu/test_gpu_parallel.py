@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from forgefield.parallel.buckets import GradientBuckets
 from forgefield.parallel.exchange import StepExchange
-from tests.helpers import tiny_config
-from tests.parallel.launching import start, torchrun, train_command, weights, write_config
-from tests.parallel.train_many import train_only
+from tests.support.helpers import tiny_config
+from tests.support.launching import start, torchrun, train_command, weights, write_config
+from tests.support.train_many import train_only
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 

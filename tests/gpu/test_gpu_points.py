@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from forgefield.data.points import PointLoader, PointTable, StreamLoader, find_snapshots, load_points, split_points
-from forgefield.data.points.permutation import Permutation
-from tests.data.points.conftest import write_snapshot
+from forgefield.ldos.data import PointLoader, PointTable, StreamLoader, find_snapshots, load_points, split_points
+from forgefield.ldos.data.permutation import Permutation
+from tests.support.numbered_snapshots import write_snapshot
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

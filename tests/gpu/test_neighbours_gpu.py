@@ -11,7 +11,7 @@ from forgefield.data.dataset import GraphDataset
 from forgefield.data.frame import Frame
 from forgefield.data.sampling.loader import FrameLoader
 from forgefield.data.species import SpeciesTable
-from tests.data.batched_edges import as_tensors, assert_same_edges, random_frame
+from tests.support.batched_edges import as_tensors, assert_same_edges, random_frame
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -42,7 +42,7 @@ def test_pairs_at_the_very_cutoff_are_in_or_out_as_on_the_host():
 
 
 def test_memory_is_bounded_by_the_number_of_candidates_at_a_time():
-    from forgefield.ops.neighbours import batched_neighbours
+    from forgefield.ops.neighbour_lists import batched_neighbours
 
     rng = np.random.default_rng(1)
     arguments = as_tensors([(rng.uniform(0, 40, (6400, 3)), 40 * np.eye(3), np.full(3, True))], "cuda")

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from torch import nn
 
 from forgefield.data.frame import Frame
-from forgefield.data.graphs import graph as numpy_graph
-from forgefield.data.graphs.graph import GraphOptions, build_edges
+from forgefield.data.neighbours import graph as numpy_graph
+from forgefield.data.neighbours.graph import GraphOptions, build_edges
 from forgefield.data.species import SpeciesTable
 from forgefield.errors import ForgefieldError
 from forgefield.models import Potential, adaptive, build_model, resolve_model
 from forgefield.models.adaptive import adaptive_bessel_basis, pair_radii
 from forgefield.ops.graph import EdgeGraph
 from forgefield.ops.radial import bessel_basis, polynomial_cutoff
-from tests.models.structures import SPECIES, STATISTICS, TINY, make_frame
+from tests.support.structures import SPECIES, STATISTICS, TINY, make_frame
 
 CUTOFF, LIMIT = 2.0, 3.4
 OPTIONS = GraphOptions(CUTOFF, adaptive_cutoff=LIMIT)

@@ -8,7 +8,7 @@ from torch import nn
 
 from forgefield.data.frame import Frame
 from forgefield.models import Potential
-from tests.models.structures import make_batch, make_frame, make_potential
+from tests.support.structures import make_batch, make_frame, make_potential
 
 VARIANTS = {
     "plain": {},

@@ -11,10 +11,10 @@ from forgefield.config.loading import load_config
 from forgefield.config.trust import CONFIG
 from forgefield.errors import ForgefieldError
 from forgefield.models import build_model, model_class, resolve_model
-from forgefield.models.nequip import NequIP
-from tests.models.structures import STATISTICS, make_batch, make_frame
+from forgefield.models.nequip.model import NequIP
+from tests.support.structures import STATISTICS, make_batch, make_frame
 
-OWN = "tests.models.own_model.Springs"
+OWN = "tests.support.own_model.Springs"
 
 
 def resolve(options, **changes):
@@ -79,9 +79,9 @@ def test_given_numbers_need_no_data():
         ({"name": "nequip", "cutoff": 4.0}, ["model.cutoff", "data"]),
         ({"name": OWN, "stifness": 2.0}, ["model.stifness", "'stiffness'"]),
         ({"name": OWN}, ["model.stiffness", "missing"]),
-        ({"name": "tests.models.own_model.Spring"}, ["model.name", "Spring"]),
+        ({"name": "tests.support.own_model.Spring"}, ["model.name", "Spring"]),
         ({"name": "no_such_package.Model"}, ["model.name", "no_such_package"]),
-        ({"name": "tests.models.own_model.NotAModel"}, ["model.name", "torch.nn.Module"]),
+        ({"name": "tests.support.own_model.NotAModel"}, ["model.name", "torch.nn.Module"]),
     ],
 )
 def test_what_is_wrong_is_named(options, words):

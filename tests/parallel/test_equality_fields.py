@@ -10,10 +10,10 @@ import ase.io
 import pytest
 import torch
 
-from tests.helpers import PROPERTIES, property_frames
-from tests.parallel.launching import average, ranks, weights, write_config
-from tests.parallel.test_equality import FRAMES_A_STEP, assert_same_rows, make_config
-from tests.parallel.train_many import train_only
+from tests.support.helpers import PROPERTIES, property_frames
+from tests.support.launching import average, ranks, weights, write_config
+from tests.support.parallel_runs import FRAMES_A_STEP, assert_same_rows, make_config
+from tests.support.train_many import train_only
 
 TASKS: dict[str, dict[str, Any]] = {
     "one value": {"gap": {}},
@@ -70,7 +70,7 @@ def gradients(folder) -> dict[str, torch.Tensor]:
 def test_gradient_is_that_of_one_process(world_size, strategy, folder, gradients):
     configs = [one_step(folder, task, world_size, strategy) for task in TASKS]
     path = write_config(folder / f"steps-{world_size}-{strategy}.yaml", configs)
-    done = ranks(world_size, "tests.parallel.train_many", str(path), folder=folder, timeout=280)
+    done = ranks(world_size, "tests.support.train_many", str(path), folder=folder, timeout=280)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     distances = {
         task: float((weights(folder / "runs" / config["name"]) - gradients[task]).abs().max())
@@ -105,7 +105,7 @@ def test_a_training_and_its_metrics_are_those_of_one_process(task, folder):
     assert FRAMES_A_STEP == 4
     config = training(folder, task, f"four-{task[:3]}", 4)
     path = write_config(folder / f"training-{task[:3]}.yaml", [config])
-    done = ranks(4, "tests.parallel.train_many", str(path), folder=folder, timeout=280)
+    done = ranks(4, "tests.support.train_many", str(path), folder=folder, timeout=280)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     serial, parallel = (
         train_only(training(folder, task, f"serial-{task[:3]}", 1)).path,

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from forgefield.parallel.network import free_port
-from forgefield.training.signals import REQUEUE
-from tests.helpers import tiny_config, write_emt
-from tests.parallel.launching import clean_environment, ranks, start, train_command, write_config
-from tests.training.test_resume import END, assert_same_run
+from forgefield.training.run.signals import REQUEUE
+from tests.support.helpers import tiny_config, write_emt
+from tests.support.launching import clean_environment, ranks, start, train_command, write_config
+from tests.support.resuming import END, assert_same_run
 
-RECORD = "tests.training.interrupting.RecordsFrames"
+RECORD = "tests.support.interrupting.RecordsFrames"
 
 
 def parallel_config(folder: Path, name: str, **trainer: Any) -> Path:
@@ -31,12 +31,12 @@ def parallel_config(folder: Path, name: str, **trainer: Any) -> Path:
 
 def own_processes(folder: Path, config: Path, **environment: str):
     """Two ranks without any launcher, started as the command does it, without the report at the end."""
-    return start([sys.executable, "-m", "tests.parallel.ranks", "2", str(config)], folder, **environment)
+    return start([sys.executable, "-m", "tests.support.ranks", "2", str(config)], folder, **environment)
 
 
 def two_ranks(folder: Path, config: Path, **environment: str):
     """The same for what the ranks do by themselves: nobody ends one that stays behind."""
-    return ranks(2, "tests.parallel.train_many", str(config), folder=folder, **environment)
+    return ranks(2, "tests.support.train_many", str(config), folder=folder, **environment)
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +135,7 @@ def test_an_elastic_restart_ends_as_if_nothing_had_happened(tmp_path, straight):
 
 def test_a_signal_on_one_rank_while_data_is_read_stops_all_before_the_first_step(tmp_path):
     config = parallel_config(tmp_path, "early")
-    text = config.read_text().replace("energy:\n", "energy:\n    loss: tests.training.signal_on_import.squared\n")
+    text = config.read_text().replace("energy:\n", "energy:\n    loss: tests.support.signal_on_import.squared\n")
     config.write_text(text)
     stopped = two_ranks(tmp_path, config, SIGNAL_ON_IMPORT="SIGTERM", SIGNAL_RANK="1")
     assert stopped.returncode == REQUEUE, stopped.stdout + stopped.stderr
@@ -160,7 +160,7 @@ def test_resumed_on_another_number_of_ranks_every_frame_is_seen_once(before, aft
     per_epoch = -(-10 // (2 * before))
     at = per_epoch + 1
     stop = {"END_AT": str(at), "END_HOW": "term", "END_RANKS": "0"}
-    many = ("tests.parallel.train_many", str(config))
+    many = ("tests.support.train_many", str(config))
     stopped = ranks(before, *many, folder=tmp_path, **stop)
     assert "Stopped after" in stopped.stdout, stopped.stdout + stopped.stderr
     continued = ranks(after, *many, folder=tmp_path)
@@ -196,6 +196,6 @@ def test_ranks_that_read_other_test_data_are_refused(tmp_path):
         node.mkdir()
         write_emt(node / "test.extxyz", 3 + rank)
     config.write_text(config.read_text().replace("data:\n", "data:\n  test: /proc/self/cwd/test.extxyz\n"))
-    done = ranks(2, "tests.parallel.train_many", str(config), folder=nodes)
+    done = ranks(2, "tests.support.train_many", str(config), folder=nodes)
     assert done.returncode != 0
     assert "does not have the same data" in done.stderr, done.stderr

@@ -10,7 +10,7 @@ import pytest
 
 from forgefield.errors import ForgefieldError
 from forgefield.parallel.launch import detect_launch
-from tests.parallel.recorded_environments import (
+from tests.support.recorded_environments import (
     BY_HAND,
     DOCUMENTED,
     HYDRA,

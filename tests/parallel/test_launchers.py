@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from forgefield import api
-from tests.helpers import tiny_config, write_emt
-from tests.parallel.launching import clean_environment, ranks, start, torchrun, weights, write_config
-from tests.parallel.train_many import train_only
+from tests.support.helpers import tiny_config, write_emt
+from tests.support.launching import clean_environment, ranks, start, torchrun, weights, write_config
+from tests.support.train_many import train_only
 
-SLOW = "tests.training.interrupting.Slow"
+SLOW = "tests.support.interrupting.Slow"
 
 
 def make(folder: Path, name: str, frames: int, **trainer) -> dict:
@@ -42,7 +42,7 @@ def assert_same_training(folder: Path, serial: Path, name: str = "launched") -> 
 
 def train_many(config: Path) -> list[str]:
     """The training alone: what comes after it is looked at under torchrun and srun."""
-    return ["-m", "tests.parallel.train_many", str(config)]
+    return ["-m", "tests.support.train_many", str(config)]
 
 
 def need(program: str) -> str:
@@ -55,7 +55,7 @@ def need(program: str) -> str:
 def test_torchrun_and_all_that_is_said(tmp_path, serial):
     """Through the installed command, with a log of all ranks, a metric of the user's own and a rank that falls behind."""
     settings = make(tmp_path, "launched", 2)
-    settings["callbacks"].append("tests.training.interrupting.LogsTogether")
+    settings["callbacks"].append("tests.support.interrupting.LogsTogether")
     settings["training"]["tensorboard"] = 1
     config = write_config(tmp_path / "launched.yaml", settings)
     command = [*torchrun(2, "--no-python"), str(Path(sys.executable).with_name("forgefield")), "train", str(config)]

@@ -14,10 +14,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.helpers import tiny_config
-from tests.parallel.launching import clean_environment, torchrun, train_command
-from tests.parallel.test_spawn import is_alive
-from tests.warm import ROOT
+from tests.support.helpers import tiny_config
+from tests.support.launching import clean_environment, is_alive, torchrun, train_command
+from tests.support.warm import ROOT
 
 PATIENCE = 100.0
 ENVIRON = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -65,7 +64,7 @@ def test_sigterm_ends_a_bench_and_what_it_has_started(tmp_path):
 
 
 def test_ranks_of_torchrun_save_and_end_when_their_agent_is_killed(tmp_path):
-    slow = {"callbacks": ["tests.training.interrupting.Slow"]}
+    slow = {"callbacks": ["tests.support.interrupting.Slow"]}
     config = write_config(tmp_path, **slow, trainer={"max_epochs": 10000, "accelerator": "cpu"})
     command = [*torchrun(2), *train_command(config, "training.engine=eager")]
     with open(tmp_path / "said", "w") as said:

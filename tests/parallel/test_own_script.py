@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.parallel.launching import clean_environment, start
-from tests.warm import run_warm
+from tests.support.launching import clean_environment, start
+from tests.support.warm import run_warm
 
-SCRIPT = Path(__file__).with_name("own_script.py")
+SCRIPT = Path(__file__).parents[1] / "support" / "own_script.py"
 
 
 def final_weights(done: subprocess.CompletedProcess[str]) -> torch.Tensor:
@@ -26,7 +26,7 @@ def final_weights(done: subprocess.CompletedProcess[str]) -> torch.Tensor:
 @pytest.mark.parametrize(("strategy", "accumulate"), [("small buckets", "3")])
 def test_two_processes_train_as_one(strategy, accumulate, tmp_path):
     """Equal batches, so that the mean over ranks is the mean over frames; a parameter that nothing uses stays as it is."""
-    words = ("tests.parallel.own_script", "1", "auto", accumulate)
+    words = ("tests.support.own_script", "1", "auto", accumulate)
     alone = final_weights(run_warm(*words, folder=tmp_path, environ=clean_environment()))
     together = final_weights(start([sys.executable, str(SCRIPT), "2", strategy, accumulate], tmp_path))
     assert float((alone - together).abs().max()) < 1e-14

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from forgefield.parallel.launch import Launch
-from tests.parallel.recorded_environments import (
+from tests.support.recorded_environments import (
     ALONE,
     TWO_NODES_OF_TWO,
     WITHOUT_SRUN,

@@ -16,16 +16,16 @@ from forgefield.config.loading import load_config
 from forgefield.data.sampling.plan import Budget
 from forgefield.errors import ForgefieldError
 from forgefield.parallel.group import Ranks, alone
-from forgefield.parallel.learning_rate import learning_rate_factor
 from forgefield.parallel.meeting import usable_threads
 from forgefield.parallel.network import interface_towards
 from forgefield.parallel.registry import MPIDDPStrategy, check_strategy, register_strategies
-from forgefield.training.journal import Journal
-from forgefield.training.optimisers import build_optimiser, build_scheduler, fit_length, rescale_learning_rates
-from forgefield.training.preflight import check_settings
-from forgefield.training.start_summary import effective_batch, learning_rate, schedule_rows
+from forgefield.training.optim.optimisers import build_optimiser, build_scheduler, fit_length, rescale_learning_rates
+from forgefield.training.optim.scaling import learning_rate_factor
+from forgefield.training.problem.preflight import check_settings
+from forgefield.training.run.journal import Journal
+from forgefield.training.run.start_summary import effective_batch, learning_rate, schedule_rows
 from forgefield.training.trainer import _place_among_ranks, _require_togetherness, processes_wanted
-from tests.helpers import tiny_config
+from tests.support.helpers import tiny_config
 
 # ---- learning rate
 
@@ -217,10 +217,10 @@ def test_the_interface_towards_this_machine_is_its_loopback():
 
 def test_a_journal_writes_the_file_that_was_asked_for(tmp_path):
     journal = Journal(file=tmp_path / "train.log")
-    journal.say("before the folder")
+    journal.notify("before the folder")
     (tmp_path / "run").mkdir()
     journal.keep_in(tmp_path / "run")
-    journal.say("after it")
+    journal.notify("after it")
     logging.getLogger("lightning.pytorch").info("a remark")
     logging.getLogger("lightning.pytorch").warning("a warning")
     journal.close()

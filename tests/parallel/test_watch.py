@@ -19,7 +19,7 @@ import pytest
 from forgefield.errors import ForgefieldError
 from forgefield.parallel.watch import KEY, start_watch
 from forgefield.parallel.watch_thread import Loss, Watch
-from tests.parallel.watched import PATIENCE, Process, StoreServer
+from tests.support.watched import PATIENCE, Process, StoreServer
 
 on_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
 

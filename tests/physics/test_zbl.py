@@ -6,7 +6,7 @@ import torch
 
 from forgefield.ops.radial import polynomial_cutoff
 from forgefield.physics.zbl import zbl_pair_energy
-from tests.models.structures import make_batch, make_frame, make_potential
+from tests.support.structures import make_batch, make_frame, make_potential
 
 
 def lammps_zbl(r: float, zi: float, zj: float) -> float:

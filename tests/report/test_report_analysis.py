@@ -13,7 +13,7 @@ from forgefield.report.canvas import log_tick_values, to_svg
 from forgefield.report.folder import Predictions, predictions_from_npz
 from forgefield.report.numbers import count, duration, short_count, significant
 from forgefield.tasks.metrics import ErrorMetrics
-from tests.report.example_run import make_predictions
+from tests.support.example_run import make_predictions
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from forgefield.errors import ForgefieldError
 from forgefield.report.folder import read_run
 from forgefield.report.headline import best_row
 from forgefield.report.page import write_parity_png, write_report
-from tests.report.example_run import make_predictions, write_example_run
+from tests.support.example_run import make_predictions, write_example_run
 
 VOID = {"meta", "input", "hr", "br"}
 FILES = (

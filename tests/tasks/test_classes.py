@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forgefield.config.schema import FieldTargetOptions, TaskOptions
-from forgefield.models.heads import HeadOptions
+from forgefield.models.heads.heads import HeadOptions
 from forgefield.tasks.classes import auroc
 from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.task import Task

@@ -8,7 +8,7 @@ import torch
 
 from forgefield.config.schema import FieldTargetOptions, ScheduleOptions, TargetOptions, TaskOptions
 from forgefield.errors import ForgefieldError
-from forgefield.models.heads import HeadOptions
+from forgefield.models.heads.heads import HeadOptions
 from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.task import Task, require_labels
 

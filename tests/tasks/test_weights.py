@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from forgefield.config.schema import ScheduleOptions, TargetOptions, TaskOptions
 from forgefield.errors import ForgefieldError
 from forgefield.tasks.task import Task
-from forgefield.tasks.weights import Moment, WeightSchedule
-from tests.helpers import tiny_config
-from tests.parallel.train_many import train_only
-from tests.training.test_resume import END, assert_same_run, interrupted_run
+from forgefield.tasks.weights import StepState, WeightSchedule
+from tests.support.helpers import tiny_config
+from tests.support.resuming import END, assert_same_run, interrupted_run
+from tests.support.train_many import train_only
 
 
-def at(step: int, steps: int = 11, **more) -> Moment:
-    return Moment(**{"step": step, "steps": steps, "epoch": 0, "epochs": 1, **more})
+def at(step: int, steps: int = 11, **more) -> StepState:
+    return StepState(**{"step": step, "steps": steps, "epoch": 0, "epochs": 1, **more})
 
 
 @given(

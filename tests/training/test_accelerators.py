@@ -10,8 +10,8 @@ from forgefield.parallel import accelerators
 from forgefield.parallel.accelerators import device_count, evaluation_device, settle_accelerator
 from forgefield.parallel.xpu import XPUAccelerator
 from forgefield.training.trainer import processes_wanted
-from tests.helpers import tiny_config
-from tests.parallel.train_many import train_only
+from tests.support.helpers import tiny_config
+from tests.support.train_many import train_only
 
 
 @pytest.fixture

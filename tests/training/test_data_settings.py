@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tests.helpers import tiny_config
-from tests.parallel.train_many import train_only
+from tests.support.helpers import tiny_config
+from tests.support.train_many import train_only
 
 QUICK = {"max_epochs": 1, "enable_progress_bar": False, "accelerator": "cpu"}
 

@@ -15,24 +15,24 @@ import pytest
 import torch
 
 from forgefield import Calculator, api, load
+from forgefield.bench.step import bare_step
 from forgefield.cli import main
 from forgefield.config.deepmd import translation
 from forgefield.config.loading import load_config
-from forgefield.data.module import DataModule
+from forgefield.data.module import read_data
 from forgefield.errors import ForgefieldError
-from forgefield.models.importers.deepmd import read_deepmd
+from forgefield.models.deeppot.importer import read_deepmd
 from forgefield.models.registry import build_model
 from forgefield.runs import Run
-from forgefield.training.bench_step import bare_step
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.script import ScriptEngine
 from forgefield.training.engines.step import StepFunction
-from forgefield.training.resolved_model import built_task
-from forgefield.training.shifts import shifts_of
-from tests.parallel.launching import ranks, weights
-from tests.parallel.train_many import train_only
-from tests.training.deepmd_systems import several_input
-from tests.training.engines.cases import difference
+from forgefield.training.problem.model_options import build_task
+from forgefield.training.problem.shifts import shifts_of
+from tests.support.deepmd_systems import several_input
+from tests.support.engine_cases import difference
+from tests.support.launching import ranks, weights
+from tests.support.train_many import train_only
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +43,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def frames_of(run: Run, rows: list[int]) -> dict[str, torch.Tensor]:
     """Of the training data: five of wet, then four of dry."""
-    data = DataModule(load_config(run.path.parents[1] / "several.json").data, 0)
-    data.prepare()
-    data.tell_branches(["dry", "wet"])
+    data = read_data(load_config(run.path.parents[1] / "several.json").data, 0, branches=["dry", "wet"])
     return data.train.batch(rows)
 
 
@@ -132,7 +130,7 @@ def test_a_bare_step_knows_branches(trained):
 
 def test_the_loss_of_a_mixed_batch_is_that_of_each_branch_on_its_frames(trained):
     config = load_config(trained.path.parents[1] / "several.json")
-    task = built_task(config.task, trained.info["model"])
+    task = build_task(config.task, trained.info["model"])
     whole = trained.load_potential("last").train()
     batches = [frames_of(trained, rows) for rows in ([0, 6, 7, 3], [0, 3], [6, 7])]
     losses = [float(task.loss(whole(batch), batch).total.detach()) for batch in batches]
@@ -144,7 +142,7 @@ def test_the_loss_of_a_mixed_batch_is_that_of_each_branch_on_its_frames(trained)
 @pytest.mark.parametrize("form", ["tangent"])
 def test_a_traced_step_equals_an_eager_one_for_any_mixture_of_branches(form, trained):
     config = load_config(trained.path.parents[1] / "several.json")
-    task = built_task(config.task, trained.info["model"])
+    task = build_task(config.task, trained.info["model"])
     potential = trained.load_potential("last").train()
 
     def function(derivative: str) -> StepFunction:

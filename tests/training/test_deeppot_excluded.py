@@ -15,11 +15,11 @@ import pytest
 
 from forgefield.config.deepmd import translation
 from forgefield.config.loading import load_config
-from forgefield.data.module import DataModule
+from forgefield.data.module import read_data
 from forgefield.models.registry import build_model
-from forgefield.training.resolved_model import built_task, resolved_model, wanted_task
-from tests.helpers import SHARED_DATA
-from tests.training.deepmd_systems import write_input
+from forgefield.training.problem.model_options import build_task, requested_task, resolved_model
+from tests.support.deepmd_systems import write_input
+from tests.support.helpers import SHARED_DATA
 
 EXAMPLES = SHARED_DATA / "peer_configs" / "deepmd"
 
@@ -35,11 +35,10 @@ def excluding_hydrogen(folder: Path, kind: str) -> Path:
 def measured(path: Path) -> tuple[dict[str, float], dict[str, float], dict[str, Any], dict[str, Any]]:
     """Of an untrained model on one frame: mean squares of the loss, metrics, predictions and the batch, as arrays."""
     config = load_config(path, ["data.cache=false"])
-    data = DataModule(config.data, 0)
-    data.prepare()
-    options = wanted_task(config, data)
+    data = read_data(config.data, 0)
+    options = requested_task(config, data)
     resolved = resolved_model(config, data)
-    task, potential = built_task(options, resolved), build_model(resolved, precision="float64", seed=0)
+    task, potential = build_task(options, resolved), build_model(resolved, precision="float64", seed=0)
     batch = data.train.batch([0])
     outputs = potential.eval()(batch)
     loss, metrics = task.loss(outputs, batch), task.error_metrics(data.species.symbols)

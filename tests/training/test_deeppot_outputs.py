@@ -19,19 +19,19 @@ from forgefield import Calculator, api, load, train
 from forgefield.config.deepmd import translation
 from forgefield.config.loading import load_config
 from forgefield.data.batch import batch_shapes
-from forgefield.data.module import DataModule
+from forgefield.data.module import read_data
 from forgefield.errors import ForgefieldError
-from forgefield.models.exporters.deepmd import write_deepmd
-from forgefield.models.importers.deepmd import read_deepmd
-from forgefield.models.registry import build_model, further_outputs
+from forgefield.models.deeppot.exporter import write_deepmd
+from forgefield.models.deeppot.importer import read_deepmd
+from forgefield.models.registry import build_model, extra_outputs_of
 from forgefield.runs import Run
 from forgefield.tasks.task import Task
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.script import ScriptEngine
 from forgefield.training.engines.step import StepFunction
-from tests.parallel.train_many import train_only
-from tests.training.deepmd_systems import COLUMNS, FITTINGS, LOSSES, N_DOS, write_input, write_system
-from tests.training.engines.cases import difference
+from tests.support.deepmd_systems import COLUMNS, FITTINGS, LOSSES, N_DOS, write_input, write_system
+from tests.support.engine_cases import difference
+from tests.support.train_many import train_only
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +50,7 @@ def run_of(place: Path, kind: str) -> Run:
 def frames_of(place: Path, kind: str, rows: list[int]) -> dict[str, torch.Tensor]:
     """Frames of the second training system, as a batch."""
     config = load_config(place / f"{kind}.json", [f"data.train={place}/b", "data.val=null"])
-    data = DataModule(config.data, 0)
-    data.prepare()
+    data = read_data(config.data, 0)
     return data.train.batch(rows)
 
 
@@ -61,7 +60,7 @@ def loss_of(place: Path, kind: str, rows: list[int]) -> float:
     batch = frames_of(place, kind, rows)
     section = translation(json.loads((place / f"{kind}.json").read_text()), place / f"{kind}.json").config["task"]
     options = load_config(place / f"{kind}.json").task
-    task = Task(options, run.species, further_outputs(run.info["model"]))
+    task = Task(options, run.species, extra_outputs_of(run.info["model"]))
     outputs = run.load_potential("last").train()(batch)
     sums, counts = task.sums(outputs, batch)
     weights = []
@@ -148,10 +147,9 @@ def test_losses_are_the_formulas(place):
 @pytest.mark.parametrize("kind", ["polar", "dos", "intensive"])
 def test_a_traced_step_equals_an_eager_one(kind, place):
     run = run_of(place, kind)
-    task = Task(load_config(place / f"{kind}.json").task, run.species, further_outputs(run.info["model"]))
+    task = Task(load_config(place / f"{kind}.json").task, run.species, extra_outputs_of(run.info["model"]))
     config = load_config(place / f"{kind}.json")
-    data = DataModule(config.data, 0)
-    data.prepare()
+    data = read_data(config.data, 0)
     shapes = batch_shapes(data.train.fields)
     function = StepFunction(run.load_potential("last").train(), task, task.error_metrics(run.species), shapes=shapes)
     traced, eager = ScriptEngine(function), Engine(function)
@@ -288,7 +286,7 @@ def test_statistics_predictions_and_losses_are_those_of_deepmd_kit(place, tmp_pa
             case | {name: str(tmp_path / f"{kind}.{end}") for name, end in (("checkpoint", "pt"), ("results", "npz"))}
         )
     (tmp_path / "job.json").write_text(json.dumps(cases))
-    script = Path(__file__).with_name("deepmd_outputs_oracle.py")
+    script = Path(__file__).parents[1] / "support" / "deepmd_outputs_oracle.py"
     done = subprocess.run(
         [str(deepmd_python()), str(script), str(tmp_path / "job.json")], capture_output=True, text=True
     )

@@ -19,9 +19,9 @@ from ase.calculators.emt import EMT
 from forgefield import Calculator, train
 from forgefield.cli import main
 from forgefield.errors import ForgefieldError
-from tests.helpers import emt_frames, tiny_config
-from tests.parallel.launching import ranks, weights
-from tests.parallel.train_many import train_only
+from tests.support.helpers import emt_frames, tiny_config
+from tests.support.launching import ranks, weights
+from tests.support.train_many import train_only
 
 DESCRIPTOR = {"type": "se_e2_a", "neuron": [4, 8], "axis_neuron": 3, "rcut_smth": 1.0, "seed": 1}
 FITTING = {"neuron": [8, 8], "resnet_dt": True, "seed": 1}

@@ -14,12 +14,12 @@ import yaml
 
 from forgefield.api import Run
 from forgefield.errors import ForgefieldError
-from forgefield.training.checkpoint import list_checkpoints
+from forgefield.training.run.checkpoint import list_checkpoints
 from forgefield.weights import read_weights
-from tests.helpers import tiny_config
-from tests.parallel.train_many import train_only
-from tests.training.test_resume import assert_same_run
-from tests.warm import run_warm
+from tests.support.helpers import tiny_config
+from tests.support.resuming import assert_same_run
+from tests.support.train_many import train_only
+from tests.support.warm import run_warm
 
 LIMITS = {
     "epochs": ({"max_epochs": 2}, {}),
@@ -43,14 +43,14 @@ def command(folder: Path, config: dict, **environ: str) -> subprocess.CompletedP
 
 def training_alone(folder: Path, config: dict, **environ: str) -> subprocess.CompletedProcess[str]:
     """Without the evaluation and the report that follow it."""
-    return _process(folder, config, "tests.parallel.train_many", **environ)
+    return _process(folder, config, "tests.support.train_many", **environ)
 
 
 def _process(folder: Path, config: dict, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
     path = folder / f"{config['name']}.yaml"
     path.write_text(yaml.safe_dump(config))
     environ = {**os.environ, "FAIL_HOW": "kill", **environ}
-    return run_warm("tests.training.failing_files", *words, str(path), folder=folder, environ=environ)
+    return run_warm("tests.support.failing_files", *words, str(path), folder=folder, environ=environ)
 
 
 @pytest.fixture(scope="module")

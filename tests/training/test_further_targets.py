@@ -13,12 +13,12 @@ import pytest
 from forgefield import Calculator, api
 from forgefield.cli import main
 from forgefield.config.schema import LabelOptions
-from forgefield.data.storage.convert import convert
+from forgefield.data.store.convert import convert
 from forgefield.errors import ForgefieldError
 from forgefield.report.folder import predictions_from_npz
-from tests.helpers import PROPERTIES, tiny_config, write_properties
-from tests.parallel.train_many import train_only
-from tests.training.test_resume import END, assert_same_run, interrupted_run
+from tests.support.helpers import PROPERTIES, tiny_config, write_properties
+from tests.support.resuming import END, assert_same_run, interrupted_run
+from tests.support.train_many import train_only
 
 ALL: dict[str, Any] = {
     "gap": {"loss": "mae"},
@@ -83,7 +83,7 @@ def test_all_that_a_run_writes_has_the_targets_in_their_units(tmp_path, capsys):
     page = (run.path / "report.html").read_text()
     assert "gap MAE, validation" in page
     assert "parity" not in page or "cohesion, predicted against reference" in page
-    assert predictions_from_npz(run.path / "predictions" / "val.npz").further.keys() == ALL.keys()
+    assert predictions_from_npz(run.path / "predictions" / "val.npz").extra_outputs.keys() == ALL.keys()
     heads = json.loads((run.path / "run.json").read_text())["model"]["predicts"]["heads"]
     assert (heads["moduli"]["scale"], heads["moduli"]["shift"][0]) == (3.0, [0.5, 14.0, 7.0])
 

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from forgefield.data.storage.store import is_store
-from tests.training.large_store import write_large_store
-from tests.warm import run_warm, run_warm_ranks
+from forgefield.data.store.store import is_store
+from tests.support.large_store import write_large_store
+from tests.support.warm import run_warm, run_warm_ranks
 
 MB = 2**20
 LIMIT = 420 * MB
@@ -101,7 +101,7 @@ def config(folder: Path, store: Path) -> Path:
 
 def train(group: Path, path: Path, *overrides: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
     """`forgefield train` in one or more processes that are in `group` before they begin."""
-    words = ("tests.training.limited", str(group), "forgefield", "train", str(path), *overrides)
+    words = ("tests.support.limited", str(group), "forgefield", "train", str(path), *overrides)
     if ranks == 1:
         return run_warm(*words, folder=path.parent, environ=os.environ, timeout=240)
     return run_warm_ranks(ranks, *words, folder=path.parent, environ=os.environ, timeout=240)

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from forgefield.errors import ForgefieldError
-from tests.helpers import tiny_config
-from tests.parallel.launching import ranks, write_config
-from tests.parallel.train_many import train_only
-from tests.training.interrupting import Interrupted
+from tests.support.helpers import tiny_config
+from tests.support.interrupting import Interrupted
+from tests.support.launching import ranks, write_config
+from tests.support.train_many import train_only
 
 CURVE = "forgefield.training.callbacks.lcurve.LearningCurve"
-END = "tests.training.interrupting.EndAt"
+END = "tests.support.interrupting.EndAt"
 BY_STEPS = {
     "enable_progress_bar": False,
     "accelerator": "cpu",
@@ -153,7 +153,7 @@ def test_two_ranks_write_the_curve_of_one(validates: bool, tmp_path: Path) -> No
     one = train_only(config).path
     two = {**config, "name": "two", "data": {**config["data"], "batch": {"frames": 1}}}
     path = write_config(tmp_path / "two.yaml", two)
-    done = ranks(2, "tests.parallel.train_many", str(path), folder=tmp_path)
+    done = ranks(2, "tests.support.train_many", str(path), folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "runs" / "two" / "lcurve.out").read_text() == (one / "lcurve.out").read_text()
 

@@ -9,8 +9,8 @@ import warnings
 import torch
 
 from forgefield import api
-from forgefield.training.journal import is_of_libraries
-from tests.helpers import tiny_config
+from forgefield.training.run.journal import is_of_libraries
+from tests.support.helpers import tiny_config
 
 
 def test_epochs_are_in_the_log_with_kind_and_unit_of_errors(tmp_path):

@@ -9,7 +9,7 @@ from ase.data import chemical_symbols
 from forgefield import api
 from forgefield.config.schema import LabelOptions, UnitOptions
 from forgefield.data.reading import read_table
-from tests.helpers import SHARED_DATA
+from tests.support.helpers import SHARED_DATA
 
 SOURCE = SHARED_DATA / "matsciml_lmdb" / "oqmd"
 

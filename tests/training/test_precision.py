@@ -13,10 +13,10 @@ from forgefield.config.loading import load_config
 from forgefield.errors import ForgefieldError
 from forgefield.ops.products import product
 from forgefield.training.precision import TOLERANCES, Precision
-from tests.helpers import tiny_config
-from tests.models.structures import make_batch, make_frame, make_potential
-from tests.parallel.train_many import train_only
-from tests.training.interrupting import Interrupted
+from tests.support.helpers import tiny_config
+from tests.support.interrupting import Interrupted
+from tests.support.structures import make_batch, make_frame, make_potential
+from tests.support.train_many import train_only
 
 CPU = torch.device("cpu")
 LATE = {"start": "bf16-mixed", "finish": "float32", "finish_epochs": 1}
@@ -202,7 +202,7 @@ def test_a_mixed_training_learns_with_weights_and_optimiser_in_float32(tmp_path)
 
 def test_a_schedule_changes_at_its_epoch_also_across_a_resume(tmp_path, monkeypatch):
     """Five steps an epoch: two epochs lowered, the last one not; validation is never lowered."""
-    config = config_of(tmp_path, LATE, model="Layered", callbacks=["tests.training.interrupting.EndAt"])
+    config = config_of(tmp_path, LATE, model="Layered", callbacks=["tests.support.interrupting.EndAt"])
     monkeypatch.setattr(Layered, "lowered", [])
     whole = train_only({**config, "name": "whole"})
     assert Layered.lowered == [True] * 10 + [False] * 5

@@ -14,8 +14,8 @@ from rich.console import Console
 
 from forgefield.parallel.group import alone
 from forgefield.training.callbacks.progress import RunProgress, clock, line_is_due, short
-from forgefield.training.start_summary import process_rows
-from forgefield.training.summary import digits, end_summary, model_rows, print_summary
+from forgefield.training.run.start_summary import process_rows
+from forgefield.training.run.summary import digits, end_summary, model_rows, print_summary
 
 SHOW_CURSOR, HIDE_CURSOR = "\x1b[?25h", "\x1b[?25l"
 

@@ -11,19 +11,19 @@ import pytest
 import yaml
 
 from forgefield.runs import Run
-from forgefield.training.signals import REQUEUE
-from tests.helpers import tiny_config, write_emt
-from tests.warm import run_warm
+from forgefield.training.run.signals import REQUEUE
+from tests.support.helpers import tiny_config, write_emt
+from tests.support.warm import run_warm
 
 CODES = {"SIGTERM": REQUEUE, "SIGINT": 128 + signal.SIGINT}
-EVALUATION = "forgefield.measuring:predict_batches"
+EVALUATION = "forgefield.evaluation:predict_batches"
 COMPILATION = "forgefield.training.engines.compiled:CompiledFunction._compile"
 
 
 def train(folder: Path, config: dict, **environ: str) -> subprocess.CompletedProcess[str]:
     path = folder / f"{config['name']}.yaml"
     path.write_text(yaml.safe_dump(config))
-    words = ("tests.training.stopping", "forgefield", "train", str(path))
+    words = ("tests.support.stopping", "forgefield", "train", str(path))
     return run_warm(*words, folder=folder, environ={**os.environ, **environ}, timeout=120)
 
 
@@ -74,7 +74,7 @@ def test_a_signal_ends_compilation_and_is_not_taken_for_an_engine_that_does_not_
 @pytest.mark.parametrize("how", ["python", "native"])
 def test_a_signal_stops_the_reading_of_data(how, tmp_path):
     """A huge cutoff, for instance: neighbour lists are made by compiled code that takes minutes."""
-    place = "forgefield.data.graphs.edges:build_edges"
+    place = "forgefield.data.neighbours.edges:build_edges"
     stopped = train(tmp_path, tiny_config(tmp_path), STOP_IN=place, STOP_BY="SIGTERM", STOP_HOW=how)
     assert stopped.returncode == REQUEUE, stopped.stdout + stopped.stderr
     assert "Run the same command to resume" in stopped.stdout + stopped.stderr
@@ -83,8 +83,8 @@ def test_a_signal_stops_the_reading_of_data(how, tmp_path):
 @pytest.mark.parametrize("how", ["python", "native"])
 def test_sigterm_ends_a_conversion_with_a_sentence_and_the_same_command_resumes(how, tmp_path):
     write_emt(tmp_path / "frames.extxyz", 6)
-    words = ("tests.training.stopping", "forgefield", "data", "convert", "frames.extxyz", "store", "--workers", "1")
-    environ = {"STOP_IN": "forgefield.data.storage.convert:_finish", "STOP_BY": "SIGTERM", "STOP_HOW": how}
+    words = ("tests.support.stopping", "forgefield", "data", "convert", "frames.extxyz", "store", "--workers", "1")
+    environ = {"STOP_IN": "forgefield.data.store.convert:_finish", "STOP_BY": "SIGTERM", "STOP_HOW": how}
     stopped = run_warm(*words, folder=tmp_path, environ={**os.environ, **environ}, timeout=120)
     assert stopped.returncode == 128 + signal.SIGTERM, stopped.stderr
     assert "stopped by SIGTERM" in stopped.stderr

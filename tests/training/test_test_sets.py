@@ -12,11 +12,11 @@ from rich.console import Console
 from forgefield import api
 from forgefield.cli import main
 from forgefield.config.loading import load_config
-from forgefield.deploy.predict import predict_file
 from forgefield.errors import ForgefieldError
+from forgefield.inference.predict import predict_file
 from forgefield.report.folder import predictions_from_npz
-from forgefield.training.summary import end_summary
-from tests.helpers import tiny_config, write_emt
+from forgefield.training.run.summary import end_summary
+from tests.support.helpers import tiny_config, write_emt
 
 
 def stored(run, name):

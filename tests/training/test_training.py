@@ -19,8 +19,8 @@ import forgefield
 from forgefield import api
 from forgefield.api import load, load_run, train
 from forgefield.errors import ForgefieldError
-from tests.helpers import emt_frames, tiny_config, write_emt
-from tests.parallel.train_many import train_only
+from tests.support.helpers import emt_frames, tiny_config, write_emt
+from tests.support.train_many import train_only
 
 
 def with_trainer(config: dict, **options) -> dict:

@@ -17,7 +17,7 @@ from forgefield.training.callbacks.loss_scaling import (
     LossScalingScheduler,
     SigmoidScalingSchedule,
 )
-from forgefield.training.checkpoint import list_checkpoints, load_checkpoint
+from forgefield.training.run.checkpoint import list_checkpoints, load_checkpoint
 from forgefield.training.weighting import (
     SoftAdapt,
     SoftAdaptOptions,
@@ -25,11 +25,11 @@ from forgefield.training.weighting import (
     UncertaintyOptions,
     weighting_options,
 )
-from tests.helpers import PROPERTIES, property_frames, tiny_config, write_properties
-from tests.parallel.launching import ranks, weights, write_config
-from tests.parallel.test_equality import make_config
-from tests.parallel.train_many import train_only
-from tests.training.test_resume import END, assert_same_run, interrupted_run
+from tests.support.helpers import PROPERTIES, property_frames, tiny_config, write_properties
+from tests.support.launching import ranks, weights, write_config
+from tests.support.parallel_runs import make_config
+from tests.support.resuming import END, assert_same_run, interrupted_run
+from tests.support.train_many import train_only
 
 
 class Plain(L.LightningModule):
@@ -271,7 +271,7 @@ def test_two_ranks_find_the_same_weights_as_one(tmp_path):
             configs.append(made)
     serial = {made["name"][0]: weights(train_only(made).path) for made in configs[::2]}
     path = write_config(tmp_path / "two.yaml", configs[1::2])
-    done = ranks(2, "tests.parallel.train_many", str(path), folder=tmp_path, timeout=280)
+    done = ranks(2, "tests.support.train_many", str(path), folder=tmp_path, timeout=280)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     for name, expected in serial.items():
         assert float((weights(tmp_path / "runs" / f"{name}2") - expected).abs().max()) < 1e-12, name

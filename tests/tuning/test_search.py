@@ -18,14 +18,14 @@ from forgefield.cli import main
 from forgefield.config.loading import load_config
 from forgefield.errors import ForgefieldError
 from forgefield.runs import Run
-from tests.helpers import emt_frames
-from tests.training.points.snapshots import point_config
-from tests.training.test_resume import assert_same_run
-from tests.warm import ROOT, run_warm
+from tests.support.helpers import emt_frames
+from tests.support.resuming import assert_same_run
+from tests.support.snapshots import point_config
+from tests.support.warm import ROOT, run_warm
 
 pytest.importorskip("optuna")
 
-END = "tests.training.interrupting.EndAt"
+END = "tests.support.interrupting.EndAt"
 SPACE = {"training.lr": {"log": [1e-4, 1e-2]}, "model.hidden": [[4], [8, 8]], "training.ema": [None, 0.9]}
 
 
@@ -131,7 +131,7 @@ def test_a_trial_that_another_machine_lost_is_trained_here(straight, monkeypatch
     lost.set_user_attr("worker", {"host": "elsewhere", "pid": 1, "born": None})
     lost.set_user_attr("folder", "0000")
     said: list[str] = []
-    trials = search.work(prepared, say=said.append).trials
+    trials = search.work(prepared, notify=said.append).trials
     assert [(trial.state.name, trial.user_attrs["folder"]) for trial in trials] == [
         ("FAIL", "0000"),
         ("COMPLETE", "0000"),

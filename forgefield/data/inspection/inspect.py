@@ -20,8 +20,8 @@ from forgefield.data.inspection.suspicions import label_doubts, lone_atoms, name
 from forgefield.data.references import unit_suspicion
 from forgefield.data.species import SpeciesTable
 from forgefield.data.statistics import energy_deviations, robust_energies
-from forgefield.data.storage.moments import Moments
-from forgefield.data.storage.table import FrameTable
+from forgefield.data.store.moments import Moments
+from forgefield.data.store.table import FrameTable
 from forgefield.errors import ForgefieldError
 from forgefield.physics.units import EV_PER_A3_TO_GPA
 

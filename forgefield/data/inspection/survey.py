@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from ase.data import chemical_symbols, covalent_radii
 
-from forgefield.data.graphs.neighbours import neighbour_pairs
-from forgefield.data.storage.table import FrameTable
+from forgefield.data.neighbours.lists import neighbour_pairs
+from forgefield.data.store.table import FrameTable
 
 FRAMES = 5000
 """Most frames that are looked at."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from forgefield.data.references import compositions
 from forgefield.data.species import SpeciesTable
-from forgefield.data.storage.table import FrameTable
+from forgefield.data.store.table import FrameTable
 from forgefield.physics.units import EV_PER_A3_TO_GPA
 
 SHOWN = 5

@@ -26,7 +26,7 @@ from forgefield.data.readers.sources import SourceFile, file_format, plain, sour
 from forgefield.errors import ForgefieldError, SourceUnreadable
 
 if TYPE_CHECKING:
-    from forgefield.data.storage.store import Store
+    from forgefield.data.store.store import Store
 
 __all__ = [
     "SourceFile",
@@ -165,7 +165,7 @@ def _field_keys(reader: LabelReader) -> frozenset[str]:
 
 def _store(path: Path) -> Store:
     """The store in a folder, opened and verified once, and kept open while its manifest stays as it is."""
-    from forgefield.data.storage.store import MANIFEST
+    from forgefield.data.store.store import MANIFEST
 
     status = os.stat(path / MANIFEST)
     return _opened(path, str(path.resolve()), status.st_mtime_ns, status.st_ino, status.st_size)
@@ -173,7 +173,7 @@ def _store(path: Path) -> Store:
 
 @lru_cache(maxsize=1)  # an open store has as many open files as columns
 def _opened(path: Path, *_: str | int) -> Store:
-    from forgefield.data.storage.store import open_store
+    from forgefield.data.store.store import open_store
 
     atexit.unregister(_opened.cache_clear)
     atexit.register(_opened.cache_clear)  # its files are closed before the interpreter is taken apart

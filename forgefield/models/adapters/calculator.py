@@ -13,7 +13,7 @@ from ase.calculators.calculator import BaseCalculator, PropertyNotImplementedErr
 from ase.data import atomic_numbers
 from torch import Tensor, nn
 
-from forgefield.config.components import own_folder
+from forgefield.config.components import user_module_folder
 from forgefield.errors import ForgefieldError
 from forgefield.models.adapters.foreign import check_arguments
 from forgefield.models.potential import Batch, Potential
@@ -70,7 +70,7 @@ class CalculatorModel(nn.Module):
     def complete(
         cls, options: Any, *, species: Any, cutoff: float, statistics: Mapping[str, Any], make: Callable[..., Any]
     ) -> Any:
-        folder = own_folder(str(options.module))
+        folder = user_module_folder(str(options.module))
         return replace(options, module_folder=None if folder is None else str(folder))
 
     def make_potential(self, *, max_neighbours: int | None) -> Potential:

@@ -19,10 +19,10 @@ import torch
 from ase.data import atomic_numbers
 from torch import Tensor, nn
 
-from forgefield.config.components import own_folder
+from forgefield.config.components import user_module_folder
 from forgefield.config.nearest import did_you_mean
 from forgefield.errors import ForgefieldError
-from forgefield.models.nequip_options import check_per_species, from_statistics
+from forgefield.models.nequip.options import check_per_species, from_statistics
 from forgefield.ops.graph import Segments, gather
 
 
@@ -121,7 +121,7 @@ class Foreign(nn.Module, ABC):
                     f"model.options.{key} is {given[key]} and data.cutoff is {cutoff:g}; the edges of the data are those "
                     f"that the model sees, so leave model.options.{key} out."
                 )
-        folder = own_folder(str(options.module))
+        folder = user_module_folder(str(options.module))
         filled: dict[str, Any] = {"options": given, "module_folder": None if folder is None else str(folder)}
         if options.energy_scales is None:
             filled["energy_scales"] = statistics.get("forces_rms") or statistics.get("energy_residual_std") or 1.0

@@ -25,7 +25,7 @@ from forgefield.models.deeppot.parts import check_parts, descriptor_part, fittin
 from forgefield.models.deeppot.short_range import PairTable, complete_short_range, zbl_energies
 from forgefield.models.deeppot.statistics import environment_statistics
 from forgefield.models.deeppot.tensor_fitting import TensorFitting
-from forgefield.models.own_outputs import OwnOutput
+from forgefield.models.heads.direct import DirectOutput
 from forgefield.ops.graph import EdgeGraph, Segments, edge_graph, gather, join
 
 
@@ -138,7 +138,7 @@ class DeepPot(nn.Module):
         return self.descriptor.dim_out + len(self.species)
 
     @staticmethod
-    def own_outputs(options: Mapping[str, Any]) -> dict[str, OwnOutput]:
+    def direct_outputs(options: Mapping[str, Any]) -> dict[str, DirectOutput]:
         """What the model gives by itself in place of energies, by name; nothing with a fitting network of energies.
 
         options: the `model` section, resolved or not.
@@ -159,7 +159,7 @@ class DeepPot(nn.Module):
         return energies
 
     def values(self, batch: dict[str, Any], names: Iterable[str]) -> dict[str, Tensor]:
-        """Outputs of these names (`own_outputs`), (n_frames, *shape) or (n_atoms, *shape) float64."""
+        """Outputs of these names (`direct_outputs`), (n_frames, *shape) or (n_atoms, *shape) float64."""
         assert isinstance(self.fitting, TensorFitting)
         batch, graph, _, _ = self._neighbours(batch)
         (output,) = self.fitting.outputs

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from forgefield.errors import ForgefieldError
 from forgefield.models.deeppot.fitting import Fitting
 from forgefield.models.deeppot.tensor_options import DipoleOptions, DosOptions, PolarOptions, PropertyOptions
-from forgefield.models.own_outputs import OwnOutput
+from forgefield.models.heads.direct import DirectOutput
 from forgefield.ops.graph import Segments, segment_sum
 
 REDUCTIONS = ("sum", "mean")
@@ -89,15 +89,15 @@ class TensorFitting(nn.Module, ABC):
         """What it gives of an atom."""
 
     @classmethod
-    def facts(cls, options: Any) -> dict[str, OwnOutput]:
+    def facts(cls, options: Any) -> dict[str, DirectOutput]:
         """What a model gives of frames and atoms, by name. options: resolved."""
         output = cls.output(options)
         shape, scale = list(output.shape), cls.scale_of(options)
         return {
-            output.name: OwnOutput(
+            output.name: DirectOutput(
                 "frame", shape, output.reduction, cls.kind, scale, per_atom_errors=output.reduction == "sum"
             ),
-            f"{cls.atom_prefix}{output.name}": OwnOutput("atom", shape, output.reduction, cls.kind, scale),
+            f"{cls.atom_prefix}{output.name}": DirectOutput("atom", shape, output.reduction, cls.kind, scale),
         }
 
     @classmethod
@@ -227,12 +227,12 @@ class DosFitting(TensorFitting):
         return Output("dos", (options.numb_dos,))
 
     @classmethod
-    def facts(cls, options: DosOptions) -> dict[str, OwnOutput]:
+    def facts(cls, options: DosOptions) -> dict[str, DirectOutput]:
         """Beside the density its running sum, the number of states, where it is trained."""
         found = super().facts(options)
         for name, per in (("cdf", "frame"), ("atom_cdf", "atom")):
             by_atom = per == "frame"
-            found[name] = OwnOutput(
+            found[name] = DirectOutput(
                 per, [options.numb_dos], "sum", cumulative=True, always=False, per_atom_errors=by_atom
             )
         return found

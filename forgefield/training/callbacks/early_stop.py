@@ -9,21 +9,22 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.callbacks import EarlyStopping
 
+from forgefield.training.run.formats import early_stopping_key
+
 
 class EarlyStop(EarlyStopping):
-    """say: takes one sentence for the user. A resume takes over the count so far, but patience from the present config."""
+    """notify: takes one sentence for the user. A resume takes over the count so far, but patience from the present config."""
 
-    def __init__(self, monitor: str, *, patience: int, min_delta: float, say: Callable[[str], None]) -> None:
+    def __init__(self, monitor: str, *, patience: int, min_delta: float, notify: Callable[[str], None]) -> None:
         super().__init__(monitor, patience=patience, min_delta=min_delta, mode="min", check_finite=True)
-        self.say = say
+        self.notify = notify
         self.best_epoch: int | None = None
         self.reason: str | None = None
         """Why the training was stopped; None while it is not."""
 
     @property
     def state_key(self) -> str:
-        """The key of this callback in all checkpoints so far, whatever the class is called."""
-        return f"_Patience{ {'monitor': self.monitor, 'mode': self.mode}!r}"
+        return early_stopping_key(self.monitor)
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "best_epoch": self.best_epoch}
@@ -42,7 +43,7 @@ class EarlyStop(EarlyStopping):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         if self.reason is not None:
-            self.say(self.reason)
+            self.notify(self.reason)
 
     def _describe(self, trainer: L.Trainer) -> str:
         value, best = float(trainer.callback_metrics[self.monitor]), float(self.best_score)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from forgefield.config.nearest import did_you_mean
 from forgefield.errors import ForgefieldError
-from forgefield.files import write_whole
+from forgefield.files import write_atomically
 from forgefield.tasks.metrics import unit_of
 
 LETTERS = {"energy": "e", "forces": "f", "virial": "v", "stress": "s"}
@@ -32,6 +32,8 @@ class LearningCurve(Callback):
     nothing is validated. errors: rmse or mae, what is written for each target. columns: in place of these, the name of each
     column and its metric, such as {rmse_global_dipole: dipole_per_atom_rmse}.
     """
+
+    state_key = "learning_curve"
 
     def __init__(
         self,
@@ -80,7 +82,7 @@ class LearningCurve(Callback):
         kept = [line for line in _lines(path) if not line.startswith("#")][: self._rows]
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, self._header(trainer, pl_module) + "".join(line + "\n" for line in kept))
+            write_atomically(path, self._header(trainer, pl_module) + "".join(line + "\n" for line in kept))
         except OSError as error:
             raise ForgefieldError(f"The learning curve {path} cannot be written: {error.strerror}.") from error
 

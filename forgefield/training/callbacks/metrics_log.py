@@ -18,10 +18,10 @@ import lightning as L
 from lightning.pytorch.callbacks import Callback
 
 from forgefield.errors import ForgefieldError
-from forgefield.files import write_whole
+from forgefield.files import write_atomically
 from forgefield.tasks.metrics import UNITS
 from forgefield.training.callbacks.best_model import epoch_is_whole
-from forgefield.training.summary import digits
+from forgefield.training.run.summary import digits
 
 _TIMING = ("seconds", "frames", "atoms", "frames_per_second", "atoms_per_second")
 
@@ -29,6 +29,8 @@ _TIMING = ("seconds", "frames", "atoms", "frames_per_second", "atoms_per_second"
 class MetricsLog(Callback):
     """folder: the run. columns: every metric a row may hold, in order. timing: of `timing.csv`. note: called with a line about
     each row, for the log. units: of further quantities. All ranks keep count of the rows; rank 0 writes them."""
+
+    state_key = "metrics_log"
 
     def __init__(
         self,
@@ -50,9 +52,9 @@ class MetricsLog(Callback):
         """Begin new files, or keep of the old ones the rows that had been written when the checkpoint was taken."""
         for name, header in (("metrics.csv", self.columns), ("timing.csv", self.timing)):
             kept = _lines(self.folder / name)[1 : rows + 1]
-            write_whole(self.folder / name, _csv_line(header) + "".join(line + "\n" for line in kept))
+            write_atomically(self.folder / name, _csv_line(header) + "".join(line + "\n" for line in kept))
         path = self.folder / "metrics.jsonl"
-        write_whole(path, "".join(line + "\n" for line in _lines(path)[:rows]))
+        write_atomically(path, "".join(line + "\n" for line in _lines(path)[:rows]))
 
     def state_dict(self) -> dict[str, Any]:
         return {"rows": self._rows, "row_step": self._row_step}

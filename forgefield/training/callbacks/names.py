@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from forgefield.config.components import own_class
+from forgefield.config.components import builtin_class
 from forgefield.config.nearest import did_you_mean
 from forgefield.errors import ForgefieldError
 
-_HERE = "forgefield.training.callbacks"
 CALLBACKS = {
-    "gradient_check": f"{_HERE}.gradient_check.GradientCheck",
-    "forward_nan": f"{_HERE}.forward_nan.ForwardNaNDetection",
-    "training_helper": f"{_HERE}.training_helper.TrainingHelper",
-    "autocorrelation": f"{_HERE}.autocorrelation.ModelAutocorrelation",
-    "loss_spike": f"{_HERE}.loss_spike.LossSpike",
-    "throughput": f"{_HERE}.throughput_meter.ThroughputMeter",
-    "energy": f"{_HERE}.energy.EnergyMeter",
-    "sam": f"{_HERE}.sam.SAM",
-    "learning_curve": f"{_HERE}.lcurve.LearningCurve",
+    "gradient_check": "forgefield.diagnosis.gradient_check.GradientCheck",
+    "forward_nan": "forgefield.diagnosis.forward_nan.ForwardNaNDetection",
+    "training_helper": "forgefield.diagnosis.training_helper.TrainingHelper",
+    "autocorrelation": "forgefield.diagnosis.autocorrelation.ModelAutocorrelation",
+    "loss_spike": "forgefield.diagnosis.loss_spike.LossSpike",
+    "throughput": "forgefield.diagnosis.throughput_meter.ThroughputMeter",
+    "energy": "forgefield.diagnosis.energy.EnergyMeter",
+    "sam": "forgefield.training.optim.sam.SAM",
+    "learning_curve": "forgefield.training.callbacks.lcurve.LearningCurve",
 }
 
 
@@ -29,4 +28,4 @@ def short_callback(name: str) -> Any:
             f"callbacks: there is no '{name}'; there are {', '.join(CALLBACKS)}, and import paths such as "
             f"my_callbacks.Announce.{did_you_mean(str(name), CALLBACKS)}"
         )
-    return own_class(CALLBACKS[name])
+    return builtin_class(CALLBACKS[name])

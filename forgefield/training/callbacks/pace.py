@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import Callback
 from forgefield.parallel.exchange import StepExchange
 from forgefield.parallel.group import Ranks
 from forgefield.parallel.strategies import SimpleDDPStrategy
-from forgefield.training.journal import Journal
+from forgefield.training.run.journal import Journal
 
 BEHIND = 1.3
 """A rank is named when its own work takes this many times as long as that of the middle rank."""
@@ -124,7 +124,7 @@ class Pace(Callback):
 
     def _compare(self) -> None:
         times = self.take()
-        own = self.ranks.everyone(times.own if times is not None else None)
+        own = self.ranks.all_gather(times.own if times is not None else None)
         known = sorted(value for value in own if value is not None)
         if not self.ranks.is_first or len(known) < 2:
             return
@@ -135,7 +135,7 @@ class Pace(Callback):
             ratio = value / middle
             if ratio > 1.5 * self._told.get(rank, 0.0):  # once, and again when it has become much worse
                 self._told[rank] = ratio
-                self.journal.say(
+                self.journal.notify(
                     f"{self.ranks.describe(rank)} falls behind: its own work takes {1000 * value:.0f} ms a step, "
                     f"{ratio:.1f} times as long as the middle rank's; all others wait for it."
                 )

@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from forgefield.tasks.metrics import UNITS
-from forgefield.training.summary import digits
+from forgefield.training.run.summary import digits
 
 EVERY_LINE_UP_TO = 20
 _SHOWN = ("energy", "forces", "stress")
@@ -33,6 +33,8 @@ class RunProgress(ProgressBar):
     max_lines: about how many lines a log gets for the whole training. monitor: what `best` goes by.
     max_seconds: wall-clock limit of the training, for the time left. units: of further quantities whose errors are shown.
     """
+
+    state_key = "progress"
 
     def __init__(
         self,

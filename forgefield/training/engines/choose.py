@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from forgefield.errors import ForgefieldError
-from forgefield.ops.kernels.setting import has_triton, interpreted
+from forgefield.kernels.core.availability import has_triton, interpreted
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.graphs import GraphsEngine
 from forgefield.training.engines.size_plan import SizePlan
@@ -41,7 +41,7 @@ class Circumstances:
     steps: int | None
     plan: Callable[[], SizePlan]
     tolerance: float
-    say: Callable[[str], None]
+    notify: Callable[[str], None]
     given_denominators: bool = False
     against_graphs: str | None = None
     """Why this training cannot be captured, if it cannot."""
@@ -83,9 +83,9 @@ def build(choice: Choice, on: Circumstances, device: torch.device) -> Engine:
         from forgefield.training.engines.compiled import CompileEngine
 
         options = inductor_options(on.options)
-        engine = CompileEngine(function, world_size=on.world_size, options=options, say=on.say)
+        engine = CompileEngine(function, world_size=on.world_size, options=options, notify=on.notify)
     if choice.name == "graphs":
-        engine = GraphsEngine(engine, plan=on.plan(), say=on.say)
+        engine = GraphsEngine(engine, plan=on.plan(), notify=on.notify)
     engine.given_denominators = on.given_denominators
     return engine
 
@@ -214,10 +214,12 @@ def start(choice: Choice, on: Circumstances, batch: Batch) -> Engine:
             f"use {remedy(engine)}."
         ) from error
     if compared.difference is None:
-        on.say(f"Engine {choice}: the model is random in training, so it could not be compared with the eager engine.")
+        on.notify(
+            f"Engine {choice}: the model is random in training, so it could not be compared with the eager engine."
+        )
     else:
         kernels = ", sums over edges by kernels" if engine.function.sums_by_kernels else ""
-        on.say(
+        on.notify(
             f"Engine {choice}{kernels}: loss, errors and all gradients equal those of {plain_way(engine)} to "
             f"{compared.difference:.1e}.{compared.describe()}"
         )
@@ -259,9 +261,9 @@ def measure_and_choose(on: Circumstances, batch: Batch) -> tuple[Choice, Engine]
         except ForgefieldError as error:
             rows.append((choice, None, str(error)))
     for choice, taken, reason in rows:
-        on.say(f"  {choice}: {reason}" if taken is None else f"  {choice}: {1000 * taken:.3g} ms a step")
+        on.notify(f"  {choice}: {reason}" if taken is None else f"  {choice}: {1000 * taken:.3g} ms a step")
     best = min((row for row in rows if row[1] is not None), key=lambda row: row[1] or 0.0)[0]
-    on.say(f"Engine auto: {best}.")
+    on.notify(f"Engine auto: {best}.")
     return best, engines[best]
 
 
@@ -274,11 +276,11 @@ def _for_a_short_training(
     if batch["positions"].is_cuda:
         try:
             engine = start(captured, on, batch)
-            on.say(f"Engine auto: {captured}; eager would take {said}.")
+            on.notify(f"Engine auto: {captured}; eager would take {said}.")
             return captured, engine
         except ForgefieldError as error:
-            on.say(f"Engine auto: not graphs, because {error}")
-    on.say(f"Engine auto: eager, {said}.")
+            on.notify(f"Engine auto: not graphs, because {error}")
+    on.notify(f"Engine auto: eager, {said}.")
     return eager, engine
 
 

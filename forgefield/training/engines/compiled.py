@@ -23,7 +23,7 @@ from torch.fx import Graph, Node
 from torch.utils._sympy.printers import PythonPrinter
 
 from forgefield.data.batch import SHAPES, Shapes
-from forgefield.data.storage.cache import cache_folder, can_keep
+from forgefield.data.store.cache import cache_folder, can_keep
 from forgefield.training.engines.blank import sizes
 from forgefield.training.engines.step import StepFunction
 from forgefield.training.engines.traced_engine import Flat, TracedEngine
@@ -46,13 +46,13 @@ class CompileEngine(TracedEngine):
         *,
         world_size: int = 1,
         options: dict[str, Any] | None = None,
-        say: Callable[[str], None] = lambda text: None,
+        notify: Callable[[str], None] = lambda text: None,
     ) -> None:
         def make(flat: Flat, what: str) -> CompiledFunction:
             return CompiledFunction(
                 flat,
                 options or {},
-                lambda: say(f"Compiling the {what}; later starts find the code on disk ..."),
+                lambda: notify(f"Compiling the {what}; later starts find the code on disk ..."),
                 function.shapes,
             )
 

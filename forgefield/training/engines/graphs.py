@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from forgefield.errors import ForgefieldError
-from forgefield.ops.kernels.beside import joined
+from forgefield.kernels.core.streams import joined
 from forgefield.training.engines.blank import blank_frames, sizes
 from forgefield.training.engines.engine import Denominators, Engine, Step
 from forgefield.training.engines.loading import Loader
@@ -41,9 +41,9 @@ class GraphsEngine(Engine):
 
     name = "graphs"
 
-    def __init__(self, inner: Engine, *, plan: SizePlan, say: Callable[[str], None] = lambda text: None) -> None:
+    def __init__(self, inner: Engine, *, plan: SizePlan, notify: Callable[[str], None] = lambda text: None) -> None:
         super().__init__(inner.function, world_size=inner.world_size)
-        self.inner, self.plan, self.say = inner, plan, say
+        self.inner, self.plan, self.notify = inner, plan, notify
         self.reach = inner.function.potential.adaptive_cutoff or inner.function.potential.cutoff
         self._captured: dict[Size, _Captured] = {}
         self._latest: Differentiated | None = None
@@ -92,7 +92,7 @@ class GraphsEngine(Engine):
         return result._replace(gradients=gradients)
 
     def _capture(self, size: Size, like: Batch, known: Tensor | None) -> _Captured:
-        self.say(f"Capturing the step for {size.frames} frames, {size.atoms} atoms, {size.edges} edges.")
+        self.notify(f"Capturing the step for {size.frames} frames, {size.atoms} atoms, {size.edges} edges.")
         blank = blank_frames(
             like,
             frames=size.frames,

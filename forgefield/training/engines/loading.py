@@ -11,8 +11,8 @@ from itertools import compress
 import torch
 from torch import Tensor
 
-from forgefield.ops.kernels.copies import Copies
-from forgefield.ops.kernels.setting import can_launch
+from forgefield.kernels.core.availability import can_launch
+from forgefield.kernels.step.copies import Copies
 
 Batch = dict[str, Tensor]
 _IN_ROWS = "edge_index"

@@ -26,10 +26,10 @@ class SparingEngine(Engine):
     """inner: does the work. parts: into which every batch is cut. split: whether a batch that does not fit is cut further."""
 
     def __init__(
-        self, inner: Engine, *, parts: int = 1, split: bool, say: Callable[[str], None] = lambda text: None
+        self, inner: Engine, *, parts: int = 1, split: bool, notify: Callable[[str], None] = lambda text: None
     ) -> None:
         super().__init__(inner.function, world_size=inner.world_size)
-        self.inner, self.parts, self.split, self.say = inner, parts, split, say
+        self.inner, self.parts, self.split, self.notify = inner, parts, split, notify
         self.name = inner.name
         self.most_edges: int | None = None
         """Batches with more edges than this have not fitted."""
@@ -84,7 +84,7 @@ class SparingEngine(Engine):
         _give_back_memory()
         if self.most_edges is None or n_edges < self.most_edges:
             self.most_edges = n_edges
-            self.say(
+            self.notify(
                 f"A batch of {describe(batch)} does not fit into memory: it is computed in parts, with the same gradients."
             )
         first, second = (self._in_parts(part, known) for part in halves(batch, self.function.shapes))

@@ -33,12 +33,12 @@ class EngineStarter:
         *,
         plan: Callable[[], SizePlan],
         tolerance: float,
-        say: Callable[[str], None],
+        notify: Callable[[str], None],
         chosen_before: dict[str, Any] | None = None,
         keep: Callable[[dict[str, Any]], None] = lambda choice: None,
         compiling: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self.options, self.ranks, self.plan, self.tolerance, self.say = options, ranks, plan, tolerance, say
+        self.options, self.ranks, self.plan, self.tolerance, self.notify = options, ranks, plan, tolerance, notify
         self.chosen_before, self.keep, self.compiling = chosen_before, keep, compiling
 
     def start(
@@ -60,7 +60,7 @@ class EngineStarter:
             steps=steps if steps > 0 else None,
             plan=self.plan,
             tolerance=self.tolerance,
-            say=self.say,
+            notify=self.notify,
             against_graphs=against_graphs,
             given_denominators=self.ranks.world_size > 1 or self.options.memory.split or self.options.memory.parts > 1,
         )
@@ -71,7 +71,7 @@ class EngineStarter:
         if choice is None:
             if self.ranks.is_first:
                 choice, engine = measure_and_choose(on, batch)
-            choice = self.ranks.share(choice)
+            choice = self.ranks.broadcast(choice)
         chosen: Choice = choice
         return chosen, self._one_after_another(engine, lambda: start(chosen, on, batch))
 
@@ -80,13 +80,13 @@ class EngineStarter:
         before = self.chosen_before
         if before is not None and before["name"] == self.options.engine:
             return bool(before["derivative"] == "kernels")
-        return self.ranks.share(can_use_kernels(on, batch["positions"].device))
+        return self.ranks.broadcast(can_use_kernels(on, batch["positions"].device))
 
     def _one_after_another(self, engine: Engine | None, build: Callable[[], Engine]) -> Engine:
         """The first process of each node compiles, the others find its code on disk. engine: where there is one already."""
         if engine is None and self.ranks.launch.local_rank == 0:
             engine = build()
-        self.ranks.everyone(None)
+        self.ranks.all_gather(None)
         return engine if engine is not None else build()
 
     def check_evaluation(self, engine: Engine, reference: Engine, batch: Batch) -> None:

@@ -168,10 +168,14 @@ def where_it_broke(error: BaseException) -> str:
 
 def _last_place(frames: Sequence[traceback.FrameSummary]) -> str:
     """The last place inside the user's own model, or of ours where there is none."""
-    torch_folder, own_folder, here = Path(torch.__file__).parent, Path(__file__).parents[2], Path(__file__).parent
+    torch_folder, user_module_folder, here = (
+        Path(torch.__file__).parent,
+        Path(__file__).parents[2],
+        Path(__file__).parent,
+    )
     outside = [frame for frame in frames if not {torch_folder, here} & set(Path(frame.filename).parents)]
     entered = max((i for i, frame in enumerate(outside) if Path(frame.filename).name == "potential.py"), default=-1)
-    users = [frame for frame in outside[entered + 1 :] if own_folder not in Path(frame.filename).parents]
-    ours = [frame for frame in outside if own_folder in Path(frame.filename).parents]
+    users = [frame for frame in outside[entered + 1 :] if user_module_folder not in Path(frame.filename).parents]
+    ours = [frame for frame in outside if user_module_folder in Path(frame.filename).parents]
     chosen = (users if entered >= 0 and users else ours or list(frames))[-1]
     return f"{chosen.filename}:{chosen.lineno}: {(chosen.line or '').strip()}"

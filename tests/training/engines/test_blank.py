@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from forgefield.training.engines.blank import LEAST, blank_frames, join_batches, not_too_small, sizes
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.size_plan import Size, SizePlan, plan_sizes
-from tests.models.structures import make_potential
-from tests.training.engines.cases import labelled, step_function
+from tests.support.engine_cases import labelled, step_function
+from tests.support.structures import make_potential
 
 
 def filled(batch, frames, atoms, edges):

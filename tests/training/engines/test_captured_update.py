@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from forgefield.errors import ForgefieldError
-from forgefield.training.engines.captured_update import CapturedUpdate
+from forgefield.training.optim.captured_update import CapturedUpdate
 
 
 def test_groups_added_later_are_refused_in_words():

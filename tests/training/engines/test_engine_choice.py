@@ -15,7 +15,6 @@ from forgefield.models import Potential
 from forgefield.parallel.group import alone
 from forgefield.tasks.losses import mse
 from forgefield.tasks.task import Target
-from forgefield.training.engines.captured_update import portable_optimiser_states, why_not_capturable
 from forgefield.training.engines.choose import (
     Choice,
     Circumstances,
@@ -34,9 +33,9 @@ from forgefield.training.engines.sparing import SparingEngine, cut, halves
 from forgefield.training.engines.start import EngineStarter
 from forgefield.training.engines.step import StepFunction
 from forgefield.training.engines.verify import largest_difference, moved_labels, require_equal, require_equal_evaluation
-from tests.models.structures import make_potential
-from tests.training.engines.cases import difference, labelled, learnt, step_function
-from tests.training.engines.test_script import ReadsAValue
+from forgefield.training.optim.captured_update import portable_optimiser_states, why_not_capturable
+from tests.support.engine_cases import ReadsAValue, difference, labelled, learnt, step_function
+from tests.support.structures import make_potential
 
 CPU = torch.device("cpu")
 
@@ -56,7 +55,7 @@ def circumstances(potential, said: list[str], **changes) -> Circumstances:
         steps=100,
         plan=lambda: SizePlan(()),
         tolerance=1e-9,
-        say=said.append,
+        notify=said.append,
     )
     return replace(on, **changes)
 
@@ -115,7 +114,7 @@ def test_a_resume_goes_on_with_the_form_it_had(before, now, monkeypatch):
     chosen = None if before is None else {"name": "graphs", "derivative": before, "captured": "eager"}
     options = settings(engine="graphs")
     starter = EngineStarter(
-        options, alone(), plan=lambda: SizePlan(()), tolerance=1e-9, say=print, chosen_before=chosen
+        options, alone(), plan=lambda: SizePlan(()), tolerance=1e-9, notify=print, chosen_before=chosen
     )
     assert starter._takes_kernels(circumstances(make_potential(), []), labelled(3)) is now
 
@@ -156,7 +155,7 @@ def test_an_engine_is_compared_before_it_is_used_and_the_number_is_said():
 
 def test_a_users_model_that_cannot_be_traced_is_named_with_its_line():
     on = circumstances(Potential(ReadsAValue("value")), [])
-    with pytest.raises(ForgefieldError, match=r"cannot be scripted because of .*test_script.py:\d+: .*item\(\)"):
+    with pytest.raises(ForgefieldError, match=r"cannot be scripted because of .*engine_cases.py:\d+: .*item\(\)"):
         start(Choice("script", "double"), on, labelled(4, 3))
 
 
@@ -394,7 +393,7 @@ def test_on_request_a_batch_that_does_not_fit_is_split_with_the_same_gradients()
     most = int(torch.bincount(batch["frame"][batch["edge_index"][1]]).max())
     said: list[str] = []
     sparing = SparingEngine(
-        Engine(step_function(Potential(Hungry(most)), ("energy", "forces"))), split=True, say=said.append
+        Engine(step_function(Potential(Hungry(most)), ("energy", "forces"))), split=True, notify=said.append
     )
     plenty = Engine(step_function(Potential(Hungry(10**9)), ("energy", "forces")))
     found, expected = sparing.differentiate(batch), plenty.differentiate(batch)

@@ -7,7 +7,7 @@ import torch
 
 from forgefield.training.engines.blank import blank_frames, sizes
 from forgefield.training.engines.loading import Loader
-from tests.training.engines.cases import labelled
+from tests.support.engine_cases import labelled
 
 
 def assert_loaded(loader, batch, blank):

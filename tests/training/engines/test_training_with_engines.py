@@ -7,8 +7,8 @@ import torch
 
 from forgefield.api import load_run
 from forgefield.errors import ForgefieldError
-from tests.helpers import tiny_config
-from tests.parallel.train_many import train_only
+from tests.support.helpers import tiny_config
+from tests.support.train_many import train_only
 
 LOSS = "val/loss"
 

@@ -1,0 +1,200 @@
+"""Processes that `forgefield bench` starts: each does one job with one config and leaves its result in a file.
+
+A job that fails in a single process leaves its reason there instead, so that whoever asked can make a line of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from forgefield.errors import ForgefieldError
+from forgefield.processes import die_with_parent
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from forgefield.bench.roofline import Work
+    from forgefield.bench.step import BareStep
+    from forgefield.data.batch import Batch
+    from forgefield.parallel.group import Ranks
+
+JOBS = ("measure", "work", "plan")
+QUIET = {"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+"""What keeps torch's profiler from talking."""
+STRUCTURES = "structures.npz"
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Why a job has no result. is_told: whether the process has said it already. of_memory: whether there was too little."""
+
+    reason: str
+    code: int
+    is_told: bool = False
+    of_memory: bool = False
+
+
+@dataclass(frozen=True)
+class Children:
+    """folder: for their files. threads: of each process. steps, warmup: of a measurement. trust_code: as in `fit`."""
+
+    folder: Path
+    threads: str
+    steps: int
+    warmup: int
+    trust_code: bool = False
+
+    def run(self, config: DictConfig, job: str, n: int = 1, more: Sequence[str] = ()) -> dict[str, Any] | Refused:
+        """Let n processes do a job of `JOBS`."""
+        from forgefield.config.components import environment_of_children
+        from forgefield.config.template import commented_yaml
+        from forgefield.parallel.spawn import run_ranks
+
+        folder = self.folder / f"job-{len(list(self.folder.iterdir()))}"
+        folder.mkdir()
+        path, result = folder / "config.yaml", folder / "result.json"
+        path.write_text(commented_yaml(config))
+        command = [sys.executable, "-m", "forgefield", "bench", str(path), "--worker", str(result), "--job", job]
+        command += ["--steps", str(self.steps), "--warmup", str(self.warmup), *more]
+        command += ["--trust-code"] if self.trust_code else []
+        environ = {**environment_of_children(), **QUIET, "OMP_NUM_THREADS": self.threads}
+        code = run_ranks(command, n, environ=environ, disposable=True)
+        if not result.exists():
+            return Refused(f"its process ended with exit code {code}", code or 1, is_told=code == 2)
+        content = json.loads(result.read_text())
+        if "refusal" in content:
+            return Refused(content["refusal"], code or 2, of_memory=content["of_memory"])
+        return {**content, "folder": str(folder)}
+
+    def run_peer(self, job: dict[str, Any], pythons: Sequence[str]) -> dict[str, Any]:
+        """Let the first interpreter that has the program measure it."""
+        from forgefield.bench import peers as bench_peers
+
+        module, package = bench_peers.PEERS[job["name"]]
+        python = next((python for python in pythons if _has(python, module)), None)
+        if python is None:
+            return {"refusal": f"{package} is not installed"}
+        folder = self.folder / f"peer-{job['name'].replace(' ', '-')}"
+        folder.mkdir()
+        (folder / "job.json").write_text(json.dumps(job))
+        command = [python, bench_peers.__file__, "job.json", "result.json"]
+        environ = {**os.environ, "OMP_NUM_THREADS": self.threads}
+        done = subprocess.run(
+            command,
+            cwd=folder,
+            env=environ,
+            capture_output=True,
+            text=True,
+            check=False,
+            preexec_fn=die_with_parent(),
+        )
+        if not (folder / "result.json").exists():
+            last = (done.stderr.strip().splitlines() or [""])[-1]
+            return {"refusal": f"its process ended with exit code {done.returncode} ({last[:200]})"}
+        return json.loads((folder / "result.json").read_text())
+
+
+def _has(python: str, module: str) -> bool:
+    """Whether an interpreter would find a module, without importing it."""
+    code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
+    try:
+        return subprocess.run([python, "-c", code], capture_output=True, check=False).returncode == 0
+    except OSError as error:
+        raise ForgefieldError(f"--peer-python {python}: it cannot be started ({error.strerror}).") from error
+
+
+# ---- what a child does
+
+
+def be_child(config: DictConfig, ranks: Ranks, args: argparse.Namespace) -> int:
+    """Do the job and write its result, or the reason why not."""
+    if ranks.world_size > 1:
+        return _measure(config, ranks, args)
+    try:
+        return {"measure": _measure, "work": _work, "plan": _plan}[args.job](config, ranks, args)
+    except Exception as error:
+        from forgefield.training.engines.sparing import is_memory_error
+
+        known = isinstance(error, ForgefieldError)
+        of_memory = is_memory_error(error) or is_memory_error(error.__cause__ or error)
+        if not known and not of_memory:
+            traceback.print_exc()
+        line = (str(error).strip().splitlines() or [""])[0]
+        content = {"refusal": str(error) if known else f"{type(error).__name__}: {line}", "of_memory": of_memory}
+        args.worker.write_text(json.dumps(content))
+        return 2 if known else 1
+
+
+def _measure(config: DictConfig, ranks: Ranks, args: argparse.Namespace) -> int:
+    from forgefield.bench.training import measure
+
+    measurement, code = measure(
+        config, ranks, steps=args.steps, warmup=args.warmup, folder=args.worker.parent, trust_code=args.trust_code
+    )
+    if measurement is not None:
+        args.worker.write_text(json.dumps(measurement.as_dict()))
+    return code
+
+
+def _work(config: DictConfig, ranks: Ranks, args: argparse.Namespace) -> int:
+    """Limits of the device, work of a step in each precision, and the structures of the first batch for peers."""
+    from forgefield.bench.roofline import measure_limits
+    from forgefield.bench.step import bare_step
+    from forgefield.training.engines.blank import sizes
+
+    content: dict[str, Any] = {"work": {}}
+    refusals, data = [], None
+    for precision in args.precisions.split(","):
+        try:
+            step = bare_step(config, precision=precision, data=data)
+        except ForgefieldError as error:
+            refusals.append(error)
+            continue
+        batch = step.first_batch()
+        if data is None:
+            _save_structures(args.worker.parent / STRUCTURES, batch, step.data.species.symbols)
+            _, atoms, edges = sizes(batch)
+            content |= {"model": step.resolved, "device": str(step.device), "atoms": atoms, "edges": edges}
+        data, device = step.data, step.device
+        content["work"][precision] = _work_that_fits(step, batch).as_dict()
+    if not content["work"]:
+        raise refusals[0]
+    args.worker.write_text(json.dumps({**content, "limits": asdict(measure_limits(device, list(content["work"])))}))
+    return 0
+
+
+def _work_that_fits(step: BareStep, batch: Batch) -> Work:
+    """Counted on the batch, or, if the eager engine has not enough memory for it, on one frame."""
+    from forgefield.bench.roofline import count_work
+    from forgefield.training.engines.sparing import is_memory_error
+
+    try:
+        return count_work(step, batch)
+    except Exception as error:
+        if not is_memory_error(error):
+            raise
+    return count_work(step, step.batch([0]))
+
+
+def _save_structures(path: Path, batch: Batch, species: Sequence[str]) -> None:
+    import numpy as np
+    from ase.data import atomic_numbers
+
+    arrays: dict[str, Any] = {key: tensor.cpu().numpy() for key, tensor in batch.items()}
+    np.savez(path, numbers=np.array([atomic_numbers[symbol] for symbol in species]), **arrays)
+
+
+def _plan(config: DictConfig, ranks: Ranks, args: argparse.Namespace) -> int:
+    from forgefield.bench.memory import plan_memory
+
+    args.worker.write_text(json.dumps(plan_memory(config).as_dict()))
+    return 0

@@ -1,0 +1,250 @@
+"""How much memory training will need, before it starts: real steps on a few small batches, and what they say of larger ones.
+
+Memory of a step is a constant (weights, gradients, optimiser state, workspaces) and parts that grow with atoms and with edges.
+The three numbers are fitted to the peaks of steps on one, two and four frames. On a GPU the peak is what torch's allocator
+counts; on a CPU it is the sum of all tensors alive at a time, from the profiler's record of every allocation.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from omegaconf import DictConfig
+from scipy.optimize import nnls
+from torch import Tensor
+
+from forgefield.bench.step import BareStep, bare_step
+from forgefield.data.batch import Batch
+from forgefield.data.sampling.loader import FrameLoader
+from forgefield.errors import ForgefieldError
+from forgefield.training.engines.blank import sizes
+from forgefield.training.engines.choose import ENGINES, Choice, Circumstances, build, wanted
+from forgefield.training.engines.engine import Engine
+from forgefield.training.engines.size_plan import SizePlan
+from forgefield.training.engines.sparing import is_memory_error
+
+SMALL_BATCHES = (1, 2, 4)
+"""Frames of the batches that are measured."""
+FILLED = 0.9
+"""Share of the memory that a training may fill; allocators need some room."""
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Most memory in use during a step on a batch of this size."""
+
+    frames: int
+    atoms: int
+    edges: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class MemoryModel:
+    """bytes = fixed + per_atom * atoms + per_edge * edges."""
+
+    fixed: float
+    per_atom: float
+    per_edge: float
+
+    def bytes(self, atoms: float, edges: float) -> float:
+        return self.fixed + self.per_atom * atoms + self.per_edge * edges
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """model: fitted to `measured`. largest: the largest batch of the first epochs, (frames, atoms, edges). needed: its memory.
+
+    available: bytes that a training can have on the device, what others use taken off. fits: the batch that fills `FILLED`
+    of it, by each way to count. engine, device: what was measured.
+    """
+
+    measured: list[Peak]
+    model: MemoryModel
+    largest: tuple[int, int, int]
+    needed: float
+    available: int
+    fits: dict[str, int]
+    setting: str
+    engine: str
+    device: str
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def plan_memory(config: DictConfig, notify: Callable[[str], None] = lambda text: None) -> MemoryPlan:
+    """Measure small batches of the config's own data and extend to its configured batch. say: what is being done."""
+    step = bare_step(config)
+    choice = planned_choice(config, step.device)
+    engine = _engine(step, choice, config, notify)
+    loader = step.batches.train_dataloader()
+    rows = np.random.default_rng(config.seed).permutation(len(step.data.train))
+    peaks = []
+    for n in SMALL_BATCHES:
+        batch = step.batch(np.resize(rows, n))
+        peaks.append(peak_of_step(step, engine, batch))
+        del batch
+    model = fit_memory(peaks)
+    atoms_per_frame, edges_per_atom = _means(step, peaks)
+    batches = batch_sizes(loader, edges_per_atom)
+    largest = max(batches, key=lambda size: model.bytes(size[1], size[2]))
+    available = available_bytes(step.device)
+    return MemoryPlan(
+        measured=peaks,
+        model=model,
+        largest=largest,
+        needed=model.bytes(largest[1], largest[2]),
+        available=available,
+        fits=largest_batch(model, FILLED * available, atoms_per_frame, edges_per_atom),
+        setting=loader.budget.kind,
+        engine=str(choice),
+        device=str(step.device),
+    )
+
+
+def planned_choice(config: DictConfig, device: torch.device) -> Choice:
+    """The engine that is measured: the configured one; for graphs the step that would be captured; for auto eager."""
+    name = config.training.engine or "eager"
+    if name not in (*ENGINES, "auto"):
+        raise ForgefieldError(f"training.engine is '{name}'; choose one of {', '.join((*ENGINES, 'auto'))}.")
+    choice = wanted(config.training)
+    if choice is None:
+        derivative = config.training.derivative
+        return Choice("eager", "double" if derivative == "auto" else derivative)
+    if choice.name == "graphs":
+        return Choice("compile" if choice.captured == "compiled" else "eager", choice.derivative)
+    return choice
+
+
+def _engine(step: BareStep, choice: Choice, config: DictConfig, notify: Callable[[str], None]) -> Engine:
+    circumstances = Circumstances(
+        function=step.function,
+        options=config.training,
+        world_size=1,
+        steps=None,
+        plan=lambda: SizePlan(()),
+        tolerance=0.0,
+        notify=notify,
+    )
+    return build(choice, circumstances, step.device)
+
+
+# ---- one step
+
+
+def peak_of_step(step: BareStep, engine: Engine, batch: Batch) -> Peak:
+    """Measured on the second of two steps: the first makes what stays, such as the optimiser's state."""
+    try:
+        step.run(engine, batch)
+        measure = _peak_on_gpu if step.device.type == "cuda" else _peak_on_cpu
+        return Peak(*sizes(batch), measure(step, engine, batch))
+    except Exception as error:
+        if not is_memory_error(error):
+            raise
+        frames, atoms, edges = sizes(batch)
+        raise ForgefieldError(
+            f"Already {frames} frame{'s' if frames > 1 else ''} of the training data ({atoms} atoms, {edges} edges) exceed the "
+            "memory; use a smaller model, a smaller data.cutoff, or training.memory.recompute=true."
+        ) from error
+
+
+def _peak_on_gpu(step: BareStep, engine: Engine, batch: Batch) -> int:
+    torch.cuda.synchronize(step.device)
+    torch.cuda.reset_peak_memory_stats(step.device)
+    step.run(engine, batch)
+    torch.cuda.synchronize(step.device)
+    return torch.cuda.max_memory_allocated(step.device)
+
+
+def _peak_on_cpu(step: BareStep, engine: Engine, batch: Batch) -> int:
+    lasting = _storage_bytes([*step.lasting_tensors(), *batch.values()])
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step.run(engine, batch)
+    recorded: Any = profiler.profiler
+    events = [event for event in recorded.kineto_results.events() if event.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    in_use = np.cumsum([0, *(event.nbytes() for event in events)])
+    return lasting + int(in_use.max())
+
+
+def _storage_bytes(tensors: list[Tensor]) -> int:
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+# ---- from small batches to large ones
+
+
+def fit_memory(peaks: list[Peak]) -> MemoryModel:
+    """Least squares with nothing negative: no atom and no edge gives memory back.
+
+    Where every atom has equally many edges, all that grows is put down to edges.
+    """
+    columns = np.array([[1.0, peak.atoms, peak.edges] for peak in peaks])
+    needed = np.array([peak.bytes for peak in peaks], dtype=np.float64)
+    scale = columns.max(axis=0).clip(min=1.0)
+    ratios = columns[:, 2] / columns[:, 1]
+    if ratios.min() > 0.99 * ratios.max() > 0:  # alike in all of them: what is due to which cannot be told
+        columns[:, 1] = 0.0
+    found, _ = nnls(columns / scale / needed[:, None], np.ones(len(needed)))  # relative errors count alike
+    return MemoryModel(*(float(value) for value in found / scale))
+
+
+def largest_batch(model: MemoryModel, room: float, atoms_per_frame: float, edges_per_atom: float) -> dict[str, int]:
+    """Frames, atoms and edges of the batch that needs `room` bytes, if frames are like the average; at least nothing."""
+    per_atom = model.per_atom + model.per_edge * edges_per_atom
+    atoms = max(0.0, room - model.fixed) / max(per_atom, 1e-9)
+    return {"frames": int(atoms / atoms_per_frame), "atoms": int(atoms), "edges": int(atoms * edges_per_atom)}
+
+
+def batch_sizes(loader: FrameLoader, edges_per_atom: float) -> list[tuple[int, int, int]]:
+    """Frames, atoms and edges of the batches to come; edges follow from atoms where lists are made on the device."""
+    known = loader.batch_sizes()
+    if len(known):
+        return [(int(frames), int(atoms), int(edges)) for frames, atoms, edges in known]
+    numbers = [(len(batch["n_atoms"]), len(batch["positions"])) for batch in loader]
+    return [(frames, atoms, round(atoms * edges_per_atom)) for frames, atoms in numbers]
+
+
+def _means(step: BareStep, peaks: list[Peak]) -> tuple[float, float]:
+    """Atoms of a frame and edges of an atom, over the training data where they are known."""
+    data = step.data.train
+    atoms = float(data.n_atoms.sum())
+    if data.n_edges is not None:
+        return atoms / len(data), float(data.n_edges.sum()) / atoms
+    return atoms / len(data), sum(peak.edges for peak in peaks) / sum(peak.atoms for peak in peaks)
+
+
+# ---- what there is
+
+
+def available_bytes(device: torch.device) -> int:
+    """Memory that this process can have: what is free and what it holds already."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device)
+    free = _free_on_host()
+    limit, used = (_number(Path("/sys/fs/cgroup") / name) for name in ("memory.max", "memory.current"))
+    return free if limit is None else min(free, limit - (used or 0))
+
+
+def _free_on_host() -> int:
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        values = dict(line.split(":") for line in meminfo.read_text().splitlines() if ":" in line)
+        return 1024 * int(values["MemAvailable"].split()[0])
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None

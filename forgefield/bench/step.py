@@ -1,0 +1,176 @@
+"""One training step of a config without Lightning around it, for what is measured on a single step: its work, its memory.
+
+Model, task, optimiser, average and engine are those that a training of the same config would have; so is what of the model is
+trained (`training.freeze`, `lora`, `lr_groups`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from omegaconf import DictConfig
+from torch import Tensor
+
+from forgefield.config.trust import CONFIG
+from forgefield.data.batch import Batch, batch_shapes, to_device, with_edges
+from forgefield.data.module import DataModule, FrameData, read_data
+from forgefield.data.readers import plain
+from forgefield.models.potential import Potential
+from forgefield.models.registry import branch_names, build_model
+from forgefield.parallel.group import alone
+from forgefield.runs import Run
+from forgefield.tasks.metrics import ErrorMetrics
+from forgefield.tasks.task import Task
+from forgefield.training.engines.choose import knots_wanted
+from forgefield.training.engines.engine import Engine
+from forgefield.training.engines.step import StepFunction
+from forgefield.training.optim.averages import StochasticAverage, WeightAverage, weight_average
+from forgefield.training.optim.optimisers import build_optimiser
+from forgefield.training.optim.trainable import choose_trained, parameter_groups
+from forgefield.training.precision import Precision
+from forgefield.training.problem.initial_model import initial_model
+from forgefield.training.problem.model_options import (
+    batch_spec,
+    build_task,
+    requested_task,
+    resolved_model,
+)
+from forgefield.training.problem.transfer import transfer
+from forgefield.training.run.folder import has_begun
+
+
+@dataclass
+class BareStep:
+    """batches: of `data`, as the task and the model need them. average: of the weights, where the config asks for one.
+    resolved: options of the model in full. knots: of the tables that kernels read, zero for none. storage: what kernels store
+    rows in. edge_kernels: whether sums over edges may go through kernels."""
+
+    data: FrameData
+    batches: DataModule
+    potential: Potential
+    task: Task
+    optimiser: torch.optim.Optimizer
+    average: WeightAverage | None
+    device: torch.device
+    resolved: dict[str, Any]
+    precision: Precision
+    knots: int
+    storage: str
+    edge_kernels: bool
+    errors: ErrorMetrics = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.errors = self.task.error_metrics(self.data.species.symbols)
+
+    def function(self, derivative: str) -> StepFunction:
+        shapes = batch_shapes(self.data.train.fields)
+        return StepFunction(
+            self.potential,
+            self.task,
+            self.errors,
+            derivative=derivative,
+            knots=self.knots,
+            storage=self.storage,
+            edge_kernels=self.edge_kernels,
+            shapes=shapes,
+        )
+
+    def batch(self, rows: Sequence[int] | np.ndarray) -> Batch:
+        """These frames of the training data, on the device."""
+        return self.on_device(self.data.train.batch(np.asarray(rows)))
+
+    def first_batch(self) -> Batch:
+        """What a training begins with."""
+        return self.on_device(next(iter(self.batches.train_dataloader())))
+
+    def on_device(self, batch: Batch) -> Batch:
+        return with_edges(to_device(batch, self.device), self.potential.cutoff)
+
+    def run(self, engine: Engine, batch: Batch) -> None:
+        """One whole step, in the order in which Lightning does it."""
+
+        def evaluate() -> Tensor:
+            with self.precision.applied(self.precision.start):
+                loss = engine.step(batch).loss
+                self.optimiser.zero_grad()
+                loss.backward()
+            return loss
+
+        self.optimiser.step(evaluate)  # type: ignore[arg-type]  # some optimisers evaluate a batch several times
+        if self.average is not None:
+            self.average.update()
+
+    def lasting_tensors(self) -> list[Tensor]:
+        """What stays from step to step: weights, gradients, optimiser state and average."""
+        parameters = list(self.potential.parameters())
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        average = [] if self.average is None else list(self.average.average.values())
+        return [*parameters, *self.potential.buffers(), *gradients, *_tensors(self.optimiser.state), *average]
+
+
+def bare_step(config: DictConfig, *, precision: str | None = None, data: FrameData | None = None) -> BareStep:
+    """precision: another than the config's. data: prepared before, for the same data section."""
+    run = Run(Path(config.out) / config.name)
+    initial = initial_model(run, config, alone())
+    if initial is not None:
+        config = initial.settle(config, lambda text: None)
+    if data is None:
+        data = read_data(
+            config.data,
+            config.seed,
+            branches=branch_names(plain(config.model) if initial is None else initial.known.resolved),
+            species_of=None if initial is None else initial.known.whose,
+        )
+    device = training_device(config)
+    arithmetic = Precision(precision if precision is not None else first_precision(config))
+    arithmetic.require_device(device)
+    options, trust = requested_task(config, data), CONFIG if initial is None else initial.known.trust
+    if initial is None:
+        resolved = resolved_model(config, data)
+    else:
+        known = initial.known.resolved if has_begun(run) else initial.options(config, data)
+        resolved = transfer(known, initial.known.section, config, options, data, trust=trust).resolved
+    task = build_task(options, resolved)
+    potential = build_model(resolved, precision=arithmetic.weights, seed=config.seed, trust=trust)
+    batches = data.serve(batch_spec(options, potential, seed=config.seed))
+    training = config.training
+    choose_trained(potential, training)
+    potential.train().to(device)
+    groups = parameter_groups(potential, training.lr_groups or {}, training.lr)
+    optimiser = build_optimiser(training.optimizer, groups, lr=training.lr)
+    average = weight_average(potential, training)
+    if average is not None:
+        average.to(device)
+    if isinstance(average, StochasticAverage):
+        average.plan(steps=1, steps_of_epoch=1, quick=True)
+    kernels = config.training.kernels
+    kept = (knots_wanted(config.training), kernels.storage, kernels.edges)
+    return BareStep(data, batches, potential, task, optimiser, average, device, resolved, arithmetic, *kept)
+
+
+def first_precision(config: DictConfig) -> str:
+    """The precision that a training begins with."""
+    return Precision(plain(config.training.precision)).start
+
+
+def training_device(config: DictConfig) -> torch.device:
+    """Where a process that trains alone does so."""
+    if (config.trainer.get("accelerator") or "auto") == "cpu" or not torch.accelerator.is_available():
+        return torch.device("cpu")
+    devices: Any = plain(config.trainer.get("devices"))
+    kind = torch.accelerator.current_accelerator() or torch.device("cpu")
+    return torch.device(kind.type, devices[0] if isinstance(devices, list) and devices else 0)
+
+
+def synchronised(device: torch.device) -> Callable[[], None]:
+    """What waits until the device has done all it was given."""
+    return (lambda: None) if device.type == "cpu" else (lambda: torch.accelerator.synchronize(device))
+
+
+def _tensors(state: Any) -> list[Tensor]:
+    return [item for item in torch.utils._pytree.tree_leaves(dict(state)) if isinstance(item, Tensor)]

@@ -1,0 +1,323 @@
+"""The stopwatch of `forgefield bench`: a Lightning callback that times steps and their parts, and what it writes down."""
+
+from __future__ import annotations
+
+import json
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, astuple, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from forgefield.files import write_atomically
+from forgefield.parallel.strategies import SimpleDDPStrategy
+from forgefield.training.callbacks.pace import StepTimes
+from forgefield.training.engines.graphs import GraphsEngine
+from forgefield.training.engines.sparing import SparingEngine
+from forgefield.training.run.summary import device_name
+
+PARTS = tuple(field.name for field in fields(StepTimes))
+"""Where the time of a step goes: data, compute, communication, update."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Times of `steps` optimiser steps of `ranks` processes. Counts are over all ranks; times of parts are in ms per step.
+
+    seconds: of all steps, on the slowest rank. mean_ms, max_ms: by part, over ranks. waiting_ms: how much of the communication
+    is waiting for the rank that comes last, mean over ranks. marks_synchronised: whether the parts were timed in steps of their
+    own, see `StepTimer`. message_bytes: gradients of one step. full_batches: whether every rank had as many frames in a step as
+    the config asks for. core_share: processor time over time of own work, of the rank that has the least; below one, others
+    were at work on its cores; None with a GPU. memory_bytes: most memory of tensors on the GPU of rank 0. resident_bytes: most
+    memory of the process of rank 0. first_step_seconds: from when the first batch is there until its step is done, with
+    everything that the engine does for it, on the slowest rank. engine, derivative: those in use, whatever was
+    asked for. captured: the engine whose step is replayed, for graphs.
+    """
+
+    ranks: int
+    steps: int
+    seconds: float
+    samples: int
+    atoms: int
+    edges: int
+    mean_ms: dict[str, float]
+    max_ms: dict[str, float]
+    waiting_ms: float
+    communication_in_compute: bool
+    marks_synchronised: bool
+    message_bytes: int
+    parameters: int
+    frames_per_rank: int
+    accumulate: int
+    full_batches: bool
+    strategy: str
+    backend: str
+    threads: int
+    device: str
+    nodes: int
+    core_share: float | None
+    memory_bytes: int | None
+    resident_bytes: int
+    first_step_seconds: float
+    engine: str
+    captured: str | None
+    derivative: str
+    precision: str
+
+    @property
+    def step_ms(self) -> float:
+        return 1000 * self.seconds / self.steps
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.samples / self.seconds
+
+    @property
+    def atoms_per_second(self) -> float:
+        return self.atoms / self.seconds
+
+    @property
+    def edges_per_second(self) -> float:
+        return self.edges / self.seconds
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, with the rates, as JSON takes it."""
+        return {
+            **asdict(self),
+            "step_ms": self.step_ms,
+            "samples_per_second": self.samples_per_second,
+            "atoms_per_second": self.atoms_per_second,
+            "edges_per_second": self.edges_per_second,
+            "seconds_per_100_samples": 100 / self.samples_per_second,
+        }
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Measurement:
+        return cls(**{field.name: values[field.name] for field in fields(cls)})
+
+
+class StepTimer(Callback):
+    """Times `steps` steps after `warmup` others, ends the training, and has rank 0 write the measurement to `file`.
+
+    The host runs ahead of a GPU, so that a moment on its clock says nothing about the device. There, steps are first timed as a
+    whole, undisturbed, and then as many again with the device brought to a halt at each mark, to see the parts. On a CPU one
+    pass gives both.
+    """
+
+    def __init__(self, file: str, steps: int, warmup: int) -> None:
+        self.file = Path(file)
+        self.steps, self.warmup = steps, warmup
+        self.on_cpu = True
+        self.full_batches = True
+        self.seconds = self.processor_seconds = 0.0
+        self.n_timed = self.frames = self.atoms = self.edges = 0
+        self.parts: list[StepTimes] = []
+        self.message_bytes = 0
+        self.first_step_seconds: float | None = None
+        self._ready: float | None = None
+        self._n_warm = 0
+        self._is_timed = self._is_marked = False
+        self._since: tuple[float, float] | None = None
+        self._mark = 0.0
+        self._present = StepTimes(0.0, 0.0, 0.0, 0.0)
+
+    # ---- marks
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        strategy = trainer.strategy
+        self.on_cpu = strategy.root_device.type == "cpu"
+        self.full_batches = _is_full(trainer, 0)
+        sources: list[Any] = [strategy, getattr(pl_module, "exchange", None)]
+        for source in sources:
+            if hasattr(source, "mark"):
+                source.mark = _both(source.mark, self._at)
+        # The module's hook comes behind those of callbacks, and what it does (the average of weights) is part of the update.
+        own_end = pl_module.on_train_batch_end
+
+        def and_then_look(outputs: Any, batch: Any, batch_idx: int) -> None:
+            own_end(outputs, batch, batch_idx)
+            self._end_batch(trainer, batch, batch_idx)
+
+        pl_module.on_train_batch_end = and_then_look  # type: ignore[method-assign]
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        ranks: Any = pl_module.ranks
+        ranks.barrier()  # a rank that has written files must not look slow in its next step
+        self._begin_step(trainer, 0)
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self._ready is None:
+            self._ready = self._now()
+        self._charge("data")
+
+    def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._charge("compute")
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
+        if not self.message_bytes:
+            gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
+            self.message_bytes = sum(gradient.numel() * gradient.element_size() for gradient in gradients)
+
+    def _at(self, moment: str) -> None:
+        """A moment that the strategy or the exchange tells of: what it ends is communication, what it begins ends compute."""
+        self._charge("communication" if moment.endswith("ends") else "compute")
+
+    def _charge(self, part: str) -> None:
+        """Count the time since the last mark as this part of the step."""
+        if not self._is_marked:
+            return
+        now = self._now()
+        self._present = replace(self._present, **{part: getattr(self._present, part) + now - self._mark})
+        self._mark = now
+
+    def _now(self) -> float:
+        """The time when the device has done all it was given."""
+        if not self.on_cpu:
+            torch.accelerator.synchronize()
+        return time.perf_counter()
+
+    # ---- steps
+
+    def _begin_step(self, trainer: L.Trainer, batch: int) -> None:
+        """Decide what is measured of the step that begins with this batch of the epoch."""
+        is_due = self._n_warm >= self.warmup and (not self.full_batches or _is_full(trainer, batch))
+        self._is_timed = is_due and self.n_timed < self.steps
+        self._is_marked = is_due and (self._is_timed if self.on_cpu else not self._is_timed)
+        if not self._is_timed:
+            self._stop_clock()
+        elif self._since is None:
+            self._since = self._now(), time.process_time()
+        if self._is_marked:
+            self._present = StepTimes(0.0, 0.0, 0.0, 0.0)
+            self._mark = self._now()
+
+    def _end_batch(self, trainer: L.Trainer, batch: Any, batch_idx: int) -> None:
+        self._charge("update")
+        if self._is_timed:
+            n_frames = _loader(trainer).own_frames(batch_idx)
+            self.frames += n_frames
+            self.atoms += batch["positions"].shape[0] if n_frames else 0
+            self.edges += batch["edge_index"].shape[1] if n_frames else 0
+        epoch_ends = trainer.is_last_batch
+        if (batch_idx + 1) % trainer.accumulate_grad_batches and not epoch_ends:
+            return
+        if self.first_step_seconds is None and self._ready is not None:
+            self.first_step_seconds = self._now() - self._ready
+        self._n_warm += self._n_warm < self.warmup
+        self.n_timed += self._is_timed
+        if self._is_marked:
+            self.parts.append(self._present)
+        if len(self.parts) == self.steps:
+            trainer.should_stop = True
+        if trainer.should_stop or epoch_ends:
+            self._stop_clock()
+        else:
+            self._begin_step(trainer, batch_idx + 1)
+
+    def _stop_clock(self) -> None:
+        if self._since is not None:
+            self.seconds += self._now() - self._since[0]
+            self.processor_seconds += time.process_time() - self._since[1]
+            self._since = None
+
+    # ---- result
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        ranks: Any = pl_module.ranks
+        counts = (self.frames, self.atoms, self.edges)
+        own_work = sum(times.total - times.communication for times in self.parts)
+        parts = [astuple(times) for times in self.parts]
+        share = self.processor_seconds / own_work
+        all_gather = ranks.gather((self.seconds, counts, parts, share, self.first_step_seconds))
+        if ranks.is_first:
+            measurement = self._measurement(trainer, pl_module, all_gather)
+            write_atomically(self.file, json.dumps(measurement.as_dict(), indent=1) + "\n")
+
+    def _measurement(self, trainer: L.Trainer, pl_module: Any, all_gather: Sequence[Any]) -> Measurement:
+        """everyone: what each rank has counted, (seconds, (frames, atoms, edges), parts of each step, share of a core,
+        seconds of the first step)."""
+        strategy, ranks = trainer.strategy, pl_module.ranks
+        device = strategy.root_device
+        seconds, counts, steps, shares, first_steps = zip(*all_gather)
+        engine = pl_module.engine
+        engine = (
+            engine.inner if isinstance(engine, SparingEngine) else engine
+        )  # without the wrapper that watches memory
+        frames, atoms, edges = (sum(column) for column in zip(*counts))
+        by_rank = [[1000 * statistics.fmean(column) for column in zip(*parts)] for parts in steps]
+        exchanges = [[step[PARTS.index("communication")] for step in parts] for parts in steps]
+        averages_itself = ranks.world_size > 1 and not isinstance(strategy, SimpleDDPStrategy)
+        kinds = dict(kind.split(":") for kind in ranks.backend.split(",") if ":" in kind)
+        return Measurement(
+            ranks=ranks.world_size,
+            steps=self.n_timed,
+            seconds=max(seconds),
+            samples=frames,
+            atoms=atoms,
+            edges=edges,
+            mean_ms={part: statistics.fmean(row[i] for row in by_rank) for i, part in enumerate(PARTS)},
+            max_ms={part: max(row[i] for row in by_rank) for i, part in enumerate(PARTS)},
+            waiting_ms=1000 * _waiting(exchanges),
+            communication_in_compute=averages_itself,
+            marks_synchronised=not self.on_cpu,
+            message_bytes=self.message_bytes,
+            parameters=sum(p.numel() for p in pl_module.potential.parameters()),
+            frames_per_rank=_loader(trainer).frames_per_rank,
+            accumulate=trainer.accumulate_grad_batches,
+            full_batches=self.full_batches,
+            strategy=type(strategy).__name__,
+            backend=kinds.get(device.type, ranks.backend),
+            threads=torch.get_num_threads(),
+            device=device_name(device),
+            nodes=len(ranks.nodes),
+            core_share=min(shares) if self.on_cpu else None,
+            memory_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+            resident_bytes=resident_bytes(),
+            first_step_seconds=max(first_steps),
+            engine=engine.name,
+            captured=engine.inner.name if isinstance(engine, GraphsEngine) else None,
+            derivative=engine.function.derivative,
+            precision=str(pl_module.options.precision),
+        )
+
+
+def resident_bytes() -> int:
+    """Most memory that this process has had so far."""
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else 1024 * most
+
+
+def _waiting(communication: Sequence[Sequence[float]]) -> float:
+    """Mean over ranks and steps of the time that a rank was in the exchange before the last one came.
+
+    communication: (ranks, steps). The rank that comes last finds all others there and is in it for the shortest time.
+    """
+    return statistics.fmean(statistics.fmean(step) - min(step) for step in zip(*communication))
+
+
+def _both(first: Callable[[str], None], second: Callable[[str], None]) -> Callable[[str], None]:
+    def both(moment: str) -> None:
+        first(moment)
+        second(moment)
+
+    return both
+
+
+def _loader(trainer: L.Trainer) -> Any:
+    return trainer.train_dataloader
+
+
+def _is_full(trainer: L.Trainer, batch: int) -> bool:
+    """Whether all ranks have as many frames as the config asks for, in every batch of the step that begins with this one."""
+    loader, accumulate = _loader(trainer), trainer.accumulate_grad_batches
+    steps = range(batch, batch + accumulate)
+    return steps[-1] < len(loader) and all(loader.is_full(step) for step in steps)

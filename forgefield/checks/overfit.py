@@ -1,0 +1,192 @@
+"""Can the model learn one batch? A batch is trained on alone until its errors are near zero, or until it is clear that not.
+
+A model, loss and data that belong together can always drive the error of a few frames far down. Where they cannot, something is
+wrong that no longer training mends: labels that do not belong to the frames, a target without weight, a part that gets no
+gradient, a cutoff without neighbours.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor
+
+from forgefield.config.trust import CONFIG
+from forgefield.data.batch import batch_shapes, with_edges
+from forgefield.data.module import read_data
+from forgefield.data.readers import plain
+from forgefield.errors import ForgefieldError
+from forgefield.models.registry import branch_names, build_model
+from forgefield.ops.keyed import combined
+from forgefield.tasks.metrics import ErrorMetrics, unit_of
+from forgefield.tasks.task import Task
+from forgefield.training.engines.engine import Engine
+from forgefield.training.engines.step import StepFunction
+from forgefield.training.optim.optimisers import build_optimiser
+from forgefield.training.precision import Precision
+from forgefield.training.problem.model_options import (
+    batch_spec,
+    build_task,
+    requested_task,
+    resolved_model,
+)
+from forgefield.training.problem.preflight import require_inputs
+
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class TargetResult:
+    """error: root mean square at the end. before: at the beginning. spread: of the labels in all training data; all in `unit`,
+    or of classes the share that is wrong."""
+
+    name: str
+    before: float
+    error: float
+    spread: float
+    unit: str
+
+    @property
+    def remaining(self) -> float:
+        """What is left of the first error; where that was small by chance, of a tenth of the spread."""
+        scale = max(self.before, self.spread / 10)
+        return self.error / scale if scale > 0 else 0.0
+
+
+@dataclass
+class OverfitResult:
+    """losses: of every step. goal: share of error that may remain."""
+
+    goal: float
+    targets: list[TargetResult] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        return bool(self.targets) and all(target.remaining <= self.goal for target in self.targets)
+
+
+def overfit(
+    engine: Engine,
+    optimiser: torch.optim.Optimizer,
+    batch: Batch,
+    *,
+    steps: int,
+    goal: float,
+    measure: Callable[[], dict[str, tuple[float, str]]],
+    spreads: dict[str, float],
+) -> OverfitResult:
+    """Train on one batch. The learning rate falls to nothing over the last half, as a cosine; it ends when the goal is reached.
+
+    measure: errors of each target now, and their units. spreads: of the labels.
+    """
+    result = OverfitResult(goal)
+    before = measure()
+    rates = [float(group["lr"]) for group in optimiser.param_groups]
+    for step in range(steps):
+        share = max(0.0, 2 * step / steps - 1)
+        for group, rate in zip(optimiser.param_groups, rates):
+            group["lr"] = rate * 0.5 * (1 + math.cos(math.pi * share))
+        optimiser.zero_grad()
+        loss = engine.step(_with_fresh_keys(batch, step)).loss
+        loss.backward()
+        optimiser.step()
+        result.losses.append(float(loss.detach()))
+        if (step + 1) % max(steps // 20, 1) == 0 or step + 1 == steps or not math.isfinite(result.losses[-1]):
+            now = measure()
+            result.targets = [
+                TargetResult(name, before[name][0], value, spreads.get(name, 0.0), unit)
+                for name, (value, unit) in now.items()
+            ]
+            if result.passed or not math.isfinite(result.losses[-1]):
+                break
+    return result
+
+
+def _with_fresh_keys(batch: Batch, step: int) -> Batch:
+    """Where heads drop values, others in every step, as in a training: what is learnt is to hold without dropping any."""
+    if "frame_key" not in batch:
+        return batch
+    keys = batch["frame_key"]
+    return batch | {"frame_key": combined(keys, torch.full_like(keys, step))}
+
+
+def errors_of(
+    engine: Engine, errors: ErrorMetrics, task: Task, batch: Batch, units: dict[str, str]
+) -> dict[str, tuple[float, str]]:
+    """Root mean square error of each target on the batch, in the units of metrics; of classes, the share that is wrong."""
+    found = errors.compute(engine.evaluate(batch).errors)
+    values: dict[str, tuple[float, str]] = {}
+    for target in task.targets:
+        if target.classes is not None:
+            values[target.name] = (1.0 - found[f"{target.name}_accuracy"], "wrong")
+        elif f"{target.name}_rmse" in found:
+            values[target.name] = (found[f"{target.name}_rmse"], units.get(target.name, ""))
+    return values
+
+
+def curve(losses: list[float], width: int = 64, height: int = 10) -> list[str]:
+    """The losses as lines of text, logarithmic, the largest above."""
+    shown = [math.log10(loss) for loss in losses if loss > 0 and math.isfinite(loss)]
+    if len(shown) < 2:
+        return []
+    columns = min(width, len(shown))
+    middle = [sorted(part)[len(part) // 2] for i in range(columns) if (part := _part(shown, i, columns))]
+    low, high = min(middle), max(middle)
+    step = (high - low) / (height - 1) or 1.0
+    rows = [round((value - low) / step) for value in middle]
+    lines = []
+    for row in range(height - 1, -1, -1):
+        label = f"{10 ** (low + row * step):8.1e}" if row in (0, height // 2, height - 1) else " " * 8
+        lines.append(f"{label} |" + "".join("*" if value == row else " " for value in rows).rstrip())
+    return [*lines, " " * 9 + "+" + "-" * columns, f"{'step 1':>15}{len(losses):>{max(columns - 5, 6)}}"]
+
+
+def _part(values: list[float], i: int, parts: int) -> list[float]:
+    return values[i * len(values) // parts : (i + 1) * len(values) // parts]
+
+
+def overfit_config(config: DictConfig, *, steps: int, goal: float) -> OverfitResult:
+    """The model of a config, with fresh weights, on the first batch of its data, with its loss, optimiser and learning rate."""
+    data = read_data(config.data, config.seed, branches=branch_names(plain(config.model)))
+    resolved = resolved_model(config, data)
+    options = requested_task(config, data)
+    task = build_task(options, resolved)
+    precision = Precision(config.training.precision)
+    potential = build_model(resolved, precision=precision.weights, seed=config.seed, trust=CONFIG)
+    require_inputs(potential, data)
+    spec = batch_spec(options, potential, seed=config.seed, keep_order=True)
+    batch = with_edges(next(iter(data.serve(spec).train_dataloader())), potential.cutoff)
+    errors = task.error_metrics(data.species.symbols)
+    edges = config.training.kernels.edges
+    engine = Engine(StepFunction(potential, task, errors, shapes=batch_shapes(data.train.fields), edge_kernels=edges))
+    parameters = [p for p in potential.parameters() if p.requires_grad]
+    optimiser = build_optimiser(config.training.optimizer, parameters, lr=config.training.lr)
+    if isinstance(optimiser, torch.optim.LBFGS):
+        raise ForgefieldError(
+            "check --overfit: LBFGS evaluates a step as often as it likes; name another training.optimizer."
+        )
+    units = {name: unit_of(f"train/{name}_rmse") for name in task.names} | task.units
+    found = data.statistics
+    scales = {
+        target.name: max(target.scale) if isinstance(target.scale, tuple) else target.scale for target in task.targets
+    }
+    spreads = {name: scale for name, scale in scales.items() if scale != 1.0}
+    spreads |= {
+        name: 1000 * value
+        for name, value in (("energy", found.energy_residual_std), ("forces", found.forces_rms))
+        if value is not None
+    }
+    return overfit(
+        engine,
+        optimiser,
+        batch,
+        steps=steps,
+        goal=goal,
+        measure=lambda: errors_of(engine, errors, task, batch, units),
+        spreads=spreads,
+    )

@@ -1,0 +1,235 @@
+"""Batches for other libraries and back: PyTorch Geometric, DGL, and padded point clouds.
+
+Every export carries the image shift of each edge, as integers and in A, so that a model written for the other library
+gets periodic distances right: edge vector = pos[source] + shift_vec - pos[destination]. The libraries are imported only
+where they are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forgefield.data.batch import Batch
+from forgefield.data.fields import Fields
+from forgefield.data.species import SpeciesTable
+from forgefield.errors import ForgefieldError
+from forgefield.ops.graph import reverse_edges
+from forgefield.ops.neighbour_lists import batched_neighbours
+
+PADDING = -1
+"""Species of a place in a point cloud that holds no atom."""
+_LABELS = {"energy": (), "forces": (3,), "stress": (3, 3)}
+
+
+def to_pyg(batch: Batch, species: SpeciesTable, fields: Fields | None = None) -> Any:
+    """A `torch_geometric.data.Batch` with one graph per frame. fields: those of the batch, which go along by their names.
+
+    Per atom: z (atomic numbers), pos, species, forces. Per edge: edge_index (row 0 neighbour, row 1 centre, as PyG's
+    source_to_target flow has it), edge_shift (images, integers), shift_vec (the same in A), edge_vec (from centre to
+    neighbour, A), edge_weight (length, A). Per frame: cell (rows are lattice vectors, A), pbc, natoms, energy, stress, weight,
+    frame_id. NaN marks a label that a frame does not carry.
+    """
+    try:
+        from torch_geometric.data import Batch as GeometricBatch
+        from torch_geometric.data import Data
+    except ImportError as error:
+        raise ForgefieldError("PyTorch Geometric is not installed; pip install torch-geometric") from error
+    atoms, edges, frames = _columns(batch, species, fields)
+    n_atoms = batch["n_atoms"].tolist()
+    n_edges = _edges_per_frame(batch)
+    atoms_of, edges_of = _cut(atoms, n_atoms), _cut(edges, n_edges)
+    index_of = batch["edge_index"].split(n_edges, dim=1)
+    graphs, first = [], 0
+    for i, n in enumerate(n_atoms):
+        per_frame = {name: column[i : i + 1] for name, column in frames.items()}
+        graphs.append(Data(edge_index=index_of[i] - first, natoms=n, **atoms_of[i], **edges_of[i], **per_frame))
+        first += n
+    return GeometricBatch.from_data_list(graphs)
+
+
+def from_pyg(data: Any, species: SpeciesTable) -> Batch:
+    """A batch from a PyG `Data` or `Batch` with z, pos and edge_index (row 0 neighbour, row 1 centre).
+
+    Periodic graphs need cell and edge_shift (images, integers); energy, forces and stress are taken where they are. Without
+    pbc, a graph is periodic along the lattice vectors that it has.
+    Edges are sorted into our order.
+    """
+    for name in ("z", "pos", "edge_index"):
+        if getattr(data, name, None) is None:
+            raise ForgefieldError(f"the PyG graph has no {name}; it should have z, pos and edge_index")
+    n, device = data.pos.shape[0], data.pos.device
+    frame = getattr(data, "batch", None)
+    frame = torch.zeros(n, dtype=torch.int64, device=device) if frame is None else frame
+    n_frames = int(getattr(data, "num_graphs", 0) or (int(frame.max()) + 1 if n else 0))
+    n_edges = data.edge_index.shape[1]
+    cell, shift = getattr(data, "cell", None), getattr(data, "edge_shift", None)
+    if shift is None and cell is not None and bool((cell != 0).any()):
+        raise ForgefieldError(
+            "the PyG graph has a cell but no edge_shift; without image shifts its distances are wrong"
+        )
+    zeros = torch.zeros(n_frames, 3, 3, dtype=torch.float64, device=device)
+    shift = torch.zeros(n_edges, 3, dtype=torch.float64, device=device) if shift is None else shift.double()
+    numbers = data.z.cpu().numpy()
+    batch = {
+        "positions": data.pos.double(),
+        "species": torch.from_numpy(species.index(numbers, "the PyG graph").copy()).to(device),
+        "frame": frame,
+        "n_atoms": torch.bincount(frame, minlength=n_frames),
+        "cell": zeros if cell is None else cell.double().reshape(n_frames, 3, 3),
+        **_sorted_edges(data.edge_index, shift, n),
+    }
+    pbc = getattr(data, "pbc", None)
+    batch["pbc"] = (batch["cell"] != 0).any(2) if pbc is None else pbc.bool().reshape(n_frames, 3)
+    given = {name: getattr(data, name, None) for name in (*_LABELS, "weight", "frame_id")}
+    return batch | _labels(given, n, n_frames, device)
+
+
+def to_dgl(batch: Batch, species: SpeciesTable, fields: Fields | None = None) -> tuple[Any, dict[str, Tensor]]:
+    """A batched `dgl.DGLGraph` and what belongs to whole frames: cell, pbc, energy, stress, weight, frame_id. fields: as above.
+
+    Node data: z, pos, species, forces; edge data: edge_shift, shift_vec, edge_vec, distance, as in `to_pyg`. Edges lead
+    from the neighbour to the centre, so messages are summed at the centre.
+    """
+    try:
+        import dgl
+    except ImportError as error:
+        raise ForgefieldError("DGL is not installed (or not for this torch); see https://www.dgl.ai") from error
+    atoms, edges, frames = _columns(batch, species, fields)
+    source, destination = batch["edge_index"]
+    graph = dgl.graph((source, destination), num_nodes=batch["species"].shape[0])
+    edges["distance"] = edges.pop("edge_weight")
+    graph.ndata.update(atoms)
+    graph.edata.update(edges)
+    graph.set_batch_num_nodes(batch["n_atoms"])
+    graph.set_batch_num_edges(torch.tensor(_edges_per_frame(batch), device=source.device))
+    return graph, frames
+
+
+def point_clouds(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """Padded clouds: positions (n_frames, most, 3), A, species (n_frames, most) and mask, true where there is an atom.
+
+    Places without an atom have position zero and species -1. Positions keep their gradient.
+    """
+    n_atoms, frame = batch["n_atoms"], batch["frame"]
+    n_frames, most = n_atoms.shape[0], int(n_atoms.max()) if n_atoms.numel() else 0
+    place = torch.arange(frame.shape[0], device=frame.device) - (n_atoms.cumsum(0) - n_atoms).index_select(0, frame)
+    positions = batch["positions"].new_zeros(n_frames, most, 3).index_put((frame, place), batch["positions"])
+    species = batch["species"].new_full((n_frames, most), PADDING).index_put((frame, place), batch["species"])
+    mask = torch.arange(most, device=frame.device) < n_atoms.unsqueeze(1)
+    return positions, species, mask
+
+
+def graph_from_point_clouds(
+    positions: Tensor,
+    species: Tensor,
+    mask: Tensor,
+    cell: Tensor | None = None,
+    pbc: Tensor | None = None,
+    *,
+    cutoff: float,
+) -> Batch:
+    """The batch, with its edges within `cutoff` (A), of padded clouds as `point_clouds` makes them.
+
+    positions: (n_frames, most, 3), A; species: (n_frames, most) rows of the species table; mask: (n_frames, most) bool,
+    atoms may stand anywhere among the places; cell: (n_frames, 3, 3), A, and pbc: (n_frames, 3) bool, or None for
+    molecules. Works on the device of the positions; labels are missing.
+    """
+    n_frames, device = positions.shape[0], positions.device
+    if positions.shape != (*mask.shape, 3) or species.shape != mask.shape:
+        raise ForgefieldError(
+            f"point clouds of shapes {tuple(positions.shape)}, {tuple(species.shape)} and {tuple(mask.shape)} do not "
+            "belong together; they should be (frames, places, 3), (frames, places) and (frames, places)"
+        )
+    mask = mask.bool()
+    if bool((species[mask] < 0).any()):
+        raise ForgefieldError("a place of a point cloud that the mask calls an atom has no species")
+    if cell is None and pbc is not None and bool(pbc.any()):
+        raise ForgefieldError("the point clouds are periodic but have no cell")
+    cell = torch.zeros(n_frames, 3, 3, dtype=torch.float64, device=device) if cell is None else cell.double()
+    pbc = torch.zeros(n_frames, 3, dtype=torch.bool, device=device) if pbc is None else pbc.bool()
+    n_atoms, where = mask.sum(1), positions[mask].double()
+    edge_index, edge_shift, edge_reverse = batched_neighbours(where, n_atoms, cell, pbc, cutoff)
+    batch = {
+        "positions": where,
+        "species": species[mask],
+        "frame": torch.repeat_interleave(n_atoms, output_size=where.shape[0]),
+        "n_atoms": n_atoms,
+        "cell": cell,
+        "pbc": pbc,
+        "edge_index": edge_index,
+        "edge_shift": edge_shift.double(),
+        "edge_reverse": edge_reverse,
+    }
+    return batch | _labels({}, where.shape[0], n_frames, device)
+
+
+def _columns(
+    batch: Batch, species: SpeciesTable, fields: Fields | None
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """What other libraries get of each atom, edge and frame."""
+    if "edge_index" not in batch:
+        raise ForgefieldError("the batch has no edges yet; make them with forgefield.data.batch.with_edges")
+    source, destination = batch["edge_index"]
+    positions = batch["positions"]
+    cells = batch["cell"].index_select(0, batch["frame"].index_select(0, destination))
+    shift_vec = (batch["edge_shift"].to(cells.dtype).unsqueeze(1) @ cells).squeeze(1)
+    vectors = positions.index_select(0, source) + shift_vec - positions.index_select(0, destination)
+    numbers = torch.from_numpy(species.numbers).to(positions.device)
+    atoms = {"z": numbers.index_select(0, batch["species"]), "pos": positions, "species": batch["species"]}
+    if "forces" in batch:
+        atoms["forces"] = batch["forces"]
+    edges = {
+        "edge_shift": batch["edge_shift"],
+        "shift_vec": shift_vec,
+        "edge_vec": vectors,
+        "edge_weight": torch.linalg.vector_norm(vectors, dim=1),
+    }
+    frames: dict[str, Tensor] = {}
+    for name in ("cell", "pbc", "energy", "stress", "weight", "frame_id"):
+        if name in batch:
+            frames[name] = batch[name]
+    for name, field in (fields or {}).items():
+        (atoms if field.per == "atom" else frames)[name] = batch[name]
+    return atoms, edges, frames
+
+
+def _edges_per_frame(batch: Batch) -> list[int]:
+    frames = batch["frame"].index_select(0, batch["edge_index"][1])
+    return torch.bincount(frames, minlength=batch["n_atoms"].shape[0]).tolist()
+
+
+def _cut(columns: Mapping[str, Tensor], counts: Sequence[int]) -> list[dict[str, Tensor]]:
+    parts = {name: column.split(list(counts)) for name, column in columns.items()}
+    return [{name: part[i] for name, part in parts.items()} for i in range(len(counts))]
+
+
+def _sorted_edges(edge_index: Tensor, shift: Tensor, n_atoms: int) -> Batch:
+    """In our order; with the reverse of each edge where every edge has one."""
+    order = torch.arange(edge_index.shape[1], device=edge_index.device)
+    for key in (shift[:, 2], shift[:, 1], shift[:, 0], edge_index[1] * n_atoms + edge_index[0]):
+        order = order.index_select(0, torch.argsort(key.index_select(0, order), stable=True))
+    edges = {"edge_index": edge_index[:, order], "edge_shift": shift.index_select(0, order)}
+    try:
+        return edges | {"edge_reverse": reverse_edges(edges["edge_index"], edges["edge_shift"])}
+    except ValueError:
+        return edges
+
+
+def _labels(given: Mapping[str, Any], n_atoms: int, n_frames: int, device: torch.device) -> Batch:
+    """Labels where they are given, NaN where not; weight 1 and consecutive numbers likewise."""
+    found: Batch = {}
+    for name, tail in _LABELS.items():
+        shape = (n_atoms if name == "forces" else n_frames, *tail)
+        value = given.get(name)
+        missing = torch.full(shape, torch.nan, dtype=torch.float64, device=device)
+        found[name] = missing if value is None else value.double().reshape(shape)
+    weight, frame_id = given.get("weight"), given.get("frame_id")
+    ones = torch.ones(n_frames, dtype=torch.float64, device=device)
+    found["weight"] = ones if weight is None else weight.double().reshape(n_frames)
+    numbers = torch.arange(n_frames, device=device)
+    found["frame_id"] = numbers if frame_id is None else frame_id.reshape(n_frames)
+    return found

@@ -1,0 +1,269 @@
+"""A trained model as an ASE calculator: energy, energies per atom, forces and stress for any structure of its species.
+
+Neighbours are found once within the cutoff plus a skin and reused until an atom has moved by half the skin. Of those,
+only pairs within the cutoff reach the model, so that results do not depend on the skin, to the last bit.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from ase import Atoms
+from ase.calculators.calculator import Calculator as AseCalculator
+from ase.calculators.calculator import PropertyNotImplementedError, all_changes
+from ase.stress import full_3x3_to_voigt_6_stress
+from torch import nn
+
+from forgefield.data.frame import Frame, check_frame
+from forgefield.data.neighbours.edges import CLOSEST_PAIR, refuse_coinciding_atoms
+from forgefield.data.neighbours.graph import GraphOptions, build_edges, graph_of
+from forgefield.data.neighbours.lists import edge_vectors, neighbour_list, squared_lengths
+from forgefield.data.species import SpeciesTable
+from forgefield.errors import ForgefieldError
+from forgefield.inference.evaluate import further_answers, outputs_of_atoms
+from forgefield.kernels.convolution.dispatch import evaluation
+from forgefield.kinds import FRAMES
+from forgefield.models.deeppot.branches import single
+from forgefield.models.potential import Potential
+from forgefield.models.registry import build_model
+from forgefield.runs import Run
+
+
+class VerletList:
+    """Edges of `graph`, found again only when an atom moved more than half of `skin` (A).
+
+    A graph that is not simply all pairs within the cutoff is made anew each time.
+    """
+
+    def __init__(self, graph: GraphOptions, skin: float) -> None:
+        if not skin >= 0:
+            raise ForgefieldError(f"The skin of the neighbour list is {skin}; it should be 0 or more, in A.")
+        self.graph, self.cutoff = graph, graph.cutoff
+        self.skin = float(skin)
+        self.builds = 0
+        """How often the list has been built."""
+        self._frame: Frame | None = None
+
+    def edges(self, frame: Frame) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Source and destination atoms (n_edges,) and image shifts (n_edges, 3) of all pairs within the cutoff."""
+        if self.graph.adaptive_cutoff is not None or self.graph.max_neighbours is not None:
+            self.builds += 1
+            edges = build_edges(frame.positions, frame.cell, frame.pbc, self.graph)
+            if edges.shortest < CLOSEST_PAIR:
+                refuse_coinciding_atoms(frame.positions, frame.cell, edges, frame.where)
+            return edges.source, edges.destination, edges.shifts
+        if not self._still_valid(frame):
+            self._edges = neighbour_list(frame.positions, frame.cell, frame.pbc, self.cutoff + self.skin)
+            self._frame = frame
+            self.builds += 1
+        source, destination, shifts = self._edges
+        # the formula of neighbour_list, so that a pair at the very cutoff is in or out as in a list without a skin
+        squares = squared_lengths(edge_vectors(frame.positions, frame.cell, source, destination, shifts))
+        if len(squares) and squares.min() < CLOSEST_PAIR**2:
+            worst = int(squares.argmin())
+            i, j = sorted((int(source[worst]), int(destination[worst])))
+            raise ForgefieldError(f"{frame.where}: atoms {i} and {j} are at the same place; remove one")
+        near = squares <= self.cutoff**2
+        return source[near], destination[near], shifts[near]
+
+    def _still_valid(self, frame: Frame) -> bool:
+        old = self._frame
+        if old is None or not np.array_equal(old.numbers, frame.numbers):
+            return False
+        if not (np.array_equal(old.cell, frame.cell) and np.array_equal(old.pbc, frame.pbc)):
+            return False
+        moved = frame.positions - old.positions
+        return bool(np.max(np.einsum("ij,ij->i", moved, moved)) <= (self.skin / 2) ** 2)
+
+
+RESPONSES = {"dipole", "polarizability"}
+"""Outputs that make a calculator of a model without an energy."""
+
+
+class Calculator(AseCalculator):
+    """ASE calculator of a run, or of a `Potential`.
+
+    Arguments:
+        run: name of a run, path of its folder, a `Run`, or a `Potential`
+        which: weights of the run, `best` or `last`
+        device: where the model runs, `cpu` or `cuda`
+        head: branch of a model that has several
+        dtype: arithmetic inside the network, `float32` or `float64`, for a run; default: as trained
+        skin: how far beyond the cutoff neighbours are remembered, A
+        trust_code: whether code that the run names, such as a user's model, may be imported
+
+    Results: energy and free_energy (eV), energies (n_atoms,), forces (n_atoms, 3) (eV/A), and for cells with a
+    volume stress (6,) (eV/A^3, Voigt order xx yy zz yz xz xy). Further outputs of the model are in `results` by their names,
+    probabilities of classes as `NAME_prob`. A model of dipoles or polarisabilities without an energy gives these alone:
+    `atoms.get_dipole_moment()`.
+    A model trained with `task.forces.direct` gives forces by a head of its own: they
+    are not the derivative of the energy, so dynamics with them does not conserve it; `forces_are_direct` says so.
+    """
+
+    name = "forgefield"
+    implemented_properties = ["energy", "free_energy", "energies", "forces", "stress"]
+    ignored_changes = {"initial_charges", "initial_magmoms"}
+
+    def __new__(cls, run: Any = None, **settings: Any) -> Any:
+        """The calculator of this run's kind: an LDOS run has one of its own (`LDOSCalculator`), with a temperature."""
+        if cls is Calculator and isinstance(run, (str, os.PathLike, Run)):
+            opened = Run.open(run, trust_code=bool(settings.get("trust_code")))
+            if opened.kind is not FRAMES:
+                return opened.kind.calculator.load()(opened, **settings)
+            if "temperature" in settings:
+                raise ForgefieldError(f"temperature is an option of LDOS runs; run {opened.name} is a potential.")
+        return super().__new__(cls)
+
+    def __init__(
+        self,
+        run: str | os.PathLike[str] | Run | Potential,
+        *,
+        which: str = "best",
+        device: str | torch.device = "cpu",
+        dtype: str | torch.dtype | None = None,
+        skin: float = 0.5,
+        head: str | None = None,
+        trust_code: bool = False,
+    ) -> None:
+        super().__init__()
+        self.device = torch.device(device)
+        if isinstance(run, (str, os.PathLike, Run)):
+            run = Run.open(run, trust_code=trust_code)
+        self.potential = _potential(run, which, self.device, dtype, head)
+        self.forces_are_direct = self.potential.forces_are_direct
+        responses = RESPONSES & set(self.potential.extra_outputs)
+        if not self.potential.has_energy and not self.forces_are_direct and not responses:
+            raise ForgefieldError(
+                f"This model predicts {', '.join(self.potential.extra_outputs) or 'noise'} and no energy, so it is not a "
+                "calculator; forgefield predict writes what it predicts."
+            )
+        if self.forces_are_direct:
+            warnings.warn(
+                "Forces of this model come from a head of their own (task.forces.direct) and are not the derivative of an "
+                "energy: energy is not conserved in dynamics.",
+                stacklevel=2,
+            )
+        known = type(self).implemented_properties if self.potential.has_energy else []
+        known = ["forces"] if self.forces_are_direct and not known else known
+        self.implemented_properties = [*known, *self.potential.extra_outputs]
+        self.species = SpeciesTable(self.potential.species)
+        self.neighbours = VerletList(graph_of(self.potential), skin)
+
+    def calculate(
+        self,
+        atoms: Atoms | None = None,
+        properties: Sequence[str] = ("energy",),
+        system_changes: Sequence[str] = all_changes,
+    ) -> None:
+        """Evaluate the model. Forces and stress come together; energies alone are cheaper."""
+        super().calculate(atoms, list(properties), list(system_changes))
+        frame = check_frame(_frame(self.atoms))
+        has_volume = frame.volume > 0
+        if "stress" in properties and not has_volume:
+            raise PropertyNotImplementedError("stress needs a cell with a volume; this structure has none")
+        gradients = self.potential.has_energy and any(name in properties for name in ("forces", "stress"))
+        # Derivatives come together; direct forces have none, so that a stress is made only where it is asked for.
+        stressed = gradients and has_volume and (not self.forces_are_direct or "stress" in properties)
+        batch = self._batch(frame) | self._inputs(self.atoms)
+        with evaluation():
+            out = self.potential(batch, forces=gradients, stress=stressed)
+        answers = {name: value.cpu().numpy() for name, value in further_answers(self.potential, out).items()}
+        out = {name: value.detach().cpu().numpy() for name, value in out.items()}
+        self.results = {}
+        if self.potential.has_energy:
+            energy = float(out["energy"][0])
+            self.results = {"energy": energy, "free_energy": energy, "energies": out["atomic_energy"]}
+        of_atoms = outputs_of_atoms(self.potential)
+        for name, value in answers.items():
+            self.results[name] = value if name.removesuffix("_prob") in of_atoms or name in of_atoms else value[0]
+        if gradients or "forces" in out:
+            self.results["forces"] = out["forces"]
+            if "stress" in out:
+                self.results["stress"] = full_3x3_to_voigt_6_stress(out["stress"][0])
+
+    def check_state(self, atoms: Atoms, tol: float = 1e-15) -> list[str]:
+        """What has changed since the last calculation; ASE does not look at parameters by itself."""
+        changes = super().check_state(atoms, tol=tol)
+        if self.potential.inputs and self.atoms is not None:
+            before, now = (_parameters(structure, self.potential) for structure in (self.atoms, atoms))
+            changes += [name for name in now if not np.array_equal(now[name], before.get(name, np.nan))]
+        return changes
+
+    def _inputs(self, atoms: Atoms) -> dict[str, torch.Tensor]:
+        found = _parameters(atoms, self.potential)
+        return {name: torch.from_numpy(values).to(self.device) for name, values in found.items()}
+
+    def _batch(self, frame: Frame) -> dict[str, torch.Tensor]:
+        source, destination, shifts = self.neighbours.edges(frame)
+        species = self.species.index(frame.numbers, where=frame.where)
+        batch = {
+            "positions": torch.from_numpy(frame.positions),
+            "species": torch.from_numpy(species),
+            "frame": torch.zeros(len(frame), dtype=torch.int64),
+            "n_atoms": torch.tensor([len(frame)]),
+            "pbc": torch.from_numpy(np.asarray(frame.pbc, dtype=bool))[None],
+            "cell": torch.from_numpy(frame.cell)[None],
+            "edge_index": torch.from_numpy(np.stack([source, destination])),
+            "edge_shift": torch.from_numpy(shifts.astype(np.float64)),
+        }
+        return {name: tensor.to(self.device) for name, tensor in batch.items()}
+
+
+def _parameters(atoms: Atoms, potential: Potential) -> dict[str, np.ndarray]:
+    """What the model reads beside the structure: of the frame from `atoms.info`, of atoms from `atoms.arrays`."""
+    found = {}
+    for name, (per, count) in potential.inputs.items():
+        given = (atoms.info if per == "frame" else atoms.arrays).get(name)
+        if given is None:
+            continue
+        rows = 1 if per == "frame" else len(atoms)
+        values = np.array(given, dtype=np.float64)
+        if values.size != rows * count:
+            where = f"atoms.info['{name}']" if per == "frame" else f"atoms.arrays['{name}']"
+            raise ForgefieldError(f"{where} has {values.size} numbers; the model reads {rows * count}.")
+        found[name] = values.reshape(rows, count)
+    return found
+
+
+def _frame(atoms: Atoms) -> Frame:
+    return Frame(
+        positions=np.array(atoms.positions, dtype=np.float64),
+        numbers=np.array(atoms.numbers, dtype=np.int64),
+        cell=np.array(atoms.cell, dtype=np.float64),
+        pbc=np.array(atoms.pbc, dtype=bool),
+        source=f"structure {atoms.get_chemical_formula()}",
+    )
+
+
+def _potential(
+    run: Run | Potential,
+    which: str,
+    device: torch.device,
+    dtype: str | torch.dtype | None,
+    head: str | None,
+) -> Potential:
+    """A copy of our own, in evaluation mode, whose weights ask for no gradients."""
+    if isinstance(run, nn.Module):
+        if head is not None:
+            raise ForgefieldError("head can be chosen for a run; a Potential is used as it is.")
+        if dtype is not None:
+            raise ForgefieldError(
+                "dtype can be chosen for a run; a Potential is used in the precision it was built with."
+            )
+        potential = copy.deepcopy(run)
+    else:
+        run.require_head(head)
+        potential = run.load_potential(which, device, head=head)
+        if dtype is not None:
+            weights = potential.state_dict()
+            resolved = run.info["model"] if head is None else single(run.info["model"], None, head)[0]
+            precision = str(dtype).removeprefix("torch.")
+            potential = build_model(resolved, precision=precision, seed=0, trust=run.trust)
+            potential.load_state_dict(weights)
+    return potential.to(device).eval().requires_grad_(False)

@@ -1,0 +1,153 @@
+"""Predictions of a model on a data set as plain arrays beside the labels: each frame once, in the data set's order."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import chain
+
+import numpy as np
+import torch
+from torch import nn
+
+from forgefield.data.batch import SHAPES, to_device, with_edges
+from forgefield.data.dataset import GraphDataset
+from forgefield.data.parts import halves, is_memory_error
+from forgefield.kernels.convolution.dispatch import evaluation
+from forgefield.models.potential import Potential
+
+Batch = dict[str, torch.Tensor]
+
+
+def predict_dataset(
+    potential: Potential,
+    loader_or_dataset: GraphDataset | Iterable[Batch],
+    *,
+    forces: bool = True,
+    stress: bool = False,
+    device: str | torch.device | None = None,
+    batch: int = 16,
+) -> dict[str, np.ndarray]:
+    """Predict all frames of a data set, `batch` at a time, or all batches of a loader.
+
+    device: where to compute; default: where the model is.
+
+    Returns (NaN where a label is missing or was not predicted):
+        energy_pred, energy_ref: (n_frames,), eV; n_atoms: (n_frames,)
+        forces_pred, forces_ref: (sum of n_atoms, 3), eV/A; species: (sum of n_atoms,), index into species_symbols
+        stress_pred, stress_ref: (n_frames, 3, 3), eV/A^3
+        NAME_pred, NAME_ref: of every further output of the model, (n_frames, *shape) or (sum of n_atoms, *shape); of classes
+        the label of the likeliest one, and NAME_prob: (..., n_classes), the probabilities of all
+        species_symbols: (n_species,)
+    A model without an energy gives its further outputs alone.
+    """
+    batches = _batches(loader_or_dataset, batch) if isinstance(loader_or_dataset, GraphDataset) else loader_or_dataset
+    parts = predict_batches(potential, batches, forces=forces, stress=stress, device=device)
+    merged = in_order(parts, per_atom=outputs_of_atoms(potential))
+    merged["species_symbols"] = np.array(potential.species)
+    return merged
+
+
+def predict_batches(
+    potential: Potential,
+    batches: Iterable[Batch],
+    *,
+    forces: bool,
+    stress: bool,
+    device: str | torch.device | None = None,
+) -> list[dict[str, np.ndarray]]:
+    """Predictions beside labels, batch by batch; `in_order` makes one of them, also of those of several processes."""
+    with evaluating(potential, device) as place:
+        here = (with_edges(to_device(part, place), potential.cutoff) for part in batches)
+        return [found for part in here for found in _predict_in_parts(potential, part, forces=forces, stress=stress)]
+
+
+@contextmanager
+def evaluating(potential: nn.Module, device: str | torch.device | None) -> Iterator[torch.device]:
+    """The model in evaluation mode on `device` (None: where it is); yields that device and restores the mode."""
+    was_training = potential.training
+    place = device_of(potential) if device is None else torch.device(device)
+    potential.to(place).eval()
+    try:
+        yield place
+    finally:
+        potential.train(was_training)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the weights are; a model without any is on the CPU."""
+    return next((tensor.device for tensor in chain(model.parameters(), model.buffers())), torch.device("cpu"))
+
+
+def _batches(dataset: GraphDataset, frames: int) -> Iterator[Batch]:
+    for start in range(0, len(dataset), frames):
+        yield dataset.batch(range(start, min(start + frames, len(dataset))))
+
+
+def _predict_in_parts(potential: Potential, batch: Batch, *, forces: bool, stress: bool) -> list[dict[str, np.ndarray]]:
+    """Of the whole batch, or of halves of it where memory runs out."""
+    try:
+        return [_predict_batch(potential, batch, forces=forces, stress=stress)]
+    except Exception as error:
+        if not is_memory_error(error) or len(batch["n_atoms"]) == 1:
+            raise
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    # Further fields have a row for each frame or each atom; where there are as many of both, these are cut alike.
+    shapes = {
+        key: SHAPES.get(key, ("frames" if value.shape[0] == len(batch["n_atoms"]) else "atoms",))
+        for key, value in batch.items()
+    }
+    parts = halves(batch, shapes)
+    return [found for part in parts for found in _predict_in_parts(potential, part, forces=forces, stress=stress)]
+
+
+def _predict_batch(potential: Potential, batch: Batch, *, forces: bool, stress: bool) -> dict[str, np.ndarray]:
+    with evaluation():
+        out = potential(batch, forces=forces, stress=stress)
+    n_frames, n_atoms = len(batch["n_atoms"]), len(batch["species"])
+    predicted = {}
+    if potential.has_energy:
+        predicted["energy"] = out["energy"]
+        predicted["stress"] = out["stress"] if stress else torch.full((n_frames, 3, 3), torch.nan)
+    if potential.has_energy or potential.forces_are_direct:
+        predicted["forces"] = out["forces"] if "forces" in out else torch.full((n_atoms, 3), torch.nan)
+    answers = further_answers(potential, out)
+    predicted |= {name: answers[name] for name in potential.extra_outputs}
+    part = {f"{name}_pred": value for name, value in predicted.items()}
+    part |= {name: value for name, value in answers.items() if name not in potential.extra_outputs}
+    part |= {f"{name}_ref": batch.get(name, torch.full_like(value, torch.nan)) for name, value in predicted.items()}
+    part |= {name: batch[name] for name in ("n_atoms", "species", "frame_id")}
+    return {name: value.detach().cpu().numpy() for name, value in part.items()}
+
+
+def further_answers(potential: Potential, outputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Further outputs by name as a user wants them: values; of classes the label of the likeliest and all probabilities, the
+    latter as `NAME_prob`."""
+    found = {}
+    for name, output in potential.extra_outputs.items():
+        found[name] = outputs[name].detach()
+        if output.classes is not None:
+            found[f"{name}_prob"] = torch.softmax(found[name], 1)
+            found[name] = found[name].new_tensor(output.classes)[found[name].argmax(1)]
+    return found
+
+
+def outputs_of_atoms(potential: Potential) -> list[str]:
+    """Names of the further outputs that atoms have."""
+    return [name for name, output in potential.extra_outputs.items() if output.per == "atom"]
+
+
+def in_order(parts: list[dict[str, np.ndarray]], *, per_atom: Collection[str] = ()) -> dict[str, np.ndarray]:
+    """Join the batches and sort frames, and their atoms with them, by `frame_id`; blank frames are dropped.
+
+    per_atom: names of the further outputs that atoms have.
+    """
+    joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    frame_id = joined.pop("frame_id")
+    of_atom = np.repeat(frame_id, joined["n_atoms"])
+    blank_frames, blank_atoms = int((frame_id < 0).sum()), int((of_atom < 0).sum())
+    frames = np.argsort(frame_id, kind="stable")[blank_frames:]
+    atoms = np.argsort(of_atom, kind="stable")[blank_atoms:]
+    of_atoms = {"species", *(f"{name}_{kind}" for name in ("forces", *per_atom) for kind in ("pred", "ref", "prob"))}
+    return {name: value[atoms if name in of_atoms else frames] for name, value in joined.items()}

@@ -1,0 +1,155 @@
+"""Sums into fields: of what is written for every edge, over the edges that an atom is the source of, and of what programs that
+share the edges of an atom have each written. All in a fixed order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forgefield.kernels.convolution.form import Form
+from forgefield.kernels.core.fields import Field
+from forgefield.ops.graph import Segments
+
+ROWS, COLUMNS = 2, 128
+"""Of an atom's edges, and of what is written for each, that a sum reads at once."""
+
+
+def sum_into_field(rows: Tensor, segments: Segments, field: Field, place: int, first: int = 0) -> None:
+    """Sums of rows (n_rows, dim) over segments, one for each atom, in a fixed order, into a place of the field. Rows are
+    those of all its blocks, or of some that follow each other, from number `first` of an atom on."""
+    columns = rows.shape[1]
+    block = min(COLUMNS, max(32, 1 << (columns - 1).bit_length()))
+    where = _columns(field.shape.blocks, rows.device)
+    grid = (field.n_atoms, -(-columns // block))
+    if field.n_atoms:
+        _sum_kernel()[grid](
+            rows,
+            segments.order,
+            segments.pointers,
+            field.flat,
+            where,
+            field.n_atoms,
+            columns,
+            first,
+            field.shape.dim,
+            place,
+            block,
+            ROWS,
+            num_warps=1,
+        )
+
+
+def add_shares(parts: Tensor, form: Form, out: Field, place: int) -> None:
+    """Sums of parts (n_shares, as many as a field of outputs has), in a fixed order, where paths write, into the field."""
+    where = _written(form, parts.device)
+    n_columns = where.shape[1]
+    block = min(256, max(32, 1 << (n_columns - 1).bit_length()))
+    grid = (out.n_atoms, -(-n_columns // block))
+    if out.n_atoms:
+        _shares_kernel()[grid](
+            parts, out.flat, where, parts.shape[1], out.n_atoms, n_columns, place, parts.shape[0], block, num_warps=2
+        )
+
+
+@cache  # never given back: captured graphs read it
+def _written(form: Form, device: torch.device) -> Tensor:
+    """(3, n) int64: of every number of an atom that a path writes, where its block begins, how long that is, and where it lies
+    in the block."""
+    found = []
+    for path, channels in ((path, block.channels) for block in form.blocks for path in block.paths):
+        for k in range(path.n_out):
+            first = k * path.width + path.column
+            found += [(path.start, path.n_out * path.width, first + c) for c in range(channels)]
+    return torch.tensor(sorted(found), device=device).t().contiguous()
+
+
+@cache
+def _shares_kernel() -> Any:
+    import triton
+    import triton.language as tl
+
+    @triton.jit(do_not_specialize=["stride", "n_atoms"])
+    def sum_shares(
+        parts,
+        out,
+        where,
+        stride,
+        n_atoms,
+        n_columns,
+        place: tl.constexpr,
+        shares: tl.constexpr,
+        block: tl.constexpr,
+    ):
+        atom = tl.program_id(0).to(tl.int64)
+        number = tl.program_id(1) * block + tl.arange(0, block)
+        inside = number < n_columns
+        start = tl.load(where + number, mask=inside, other=0)
+        length = tl.load(where + n_columns + number, mask=inside, other=0)
+        line = n_atoms * (2 * start + place * length) + atom * length
+        line += tl.load(where + 2 * n_columns + number, mask=inside, other=0)
+        total = tl.load(parts + line, mask=inside, other=0.0)
+        for share in tl.static_range(1, shares):
+            total += tl.load(parts + share * stride.to(tl.int64) + line, mask=inside, other=0.0)
+        tl.store(out + line, total, mask=inside)
+
+    return sum_shares
+
+
+@cache  # never given back: captured graphs read it
+def _columns(blocks: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
+    """(2, dim) int64: of every number of an atom, where its block begins and how long that is."""
+    starts, lengths, begin = [], [], 0
+    for components, channels in blocks:
+        length = components * channels
+        starts += [begin] * length
+        lengths += [length] * length
+        begin += length
+    return torch.tensor([starts, lengths], device=device)
+
+
+@cache
+def _sum_kernel() -> Any:
+    import triton
+    import triton.language as tl
+
+    @triton.jit(do_not_specialize=["n_atoms", "first"])
+    def sum_rows(
+        rows,
+        order,
+        pointers,
+        out,
+        where,
+        n_atoms,
+        columns,
+        first,
+        dim,
+        place: tl.constexpr,
+        block: tl.constexpr,
+        some: tl.constexpr,
+    ):
+        atom = tl.program_id(0).to(tl.int64)
+        column = tl.program_id(1) * block + tl.arange(0, block)
+        inside = column < columns
+        begin = tl.load(pointers + atom)
+        end = tl.load(pointers + atom + 1)
+        total = tl.zeros([block], out.dtype.element_ty)
+        for next in range(begin, end, some):
+            for number in tl.static_range(some):
+                known = next + number < end
+                row = tl.load(order + next + number, mask=known, other=0).to(tl.int64)
+                found = tl.load(
+                    rows + row * columns + column, mask=inside & known, other=0.0, eviction_policy="evict_first"
+                )
+                total += found.to(out.dtype.element_ty)
+        column += first
+        start = tl.load(where + column, mask=inside, other=0)
+        length = tl.load(where + dim + column, mask=inside, other=0)
+        line = n_atoms * (2 * start + place * length) + atom * length + column - start
+        tl.store(out + line, total, mask=inside)
+
+    return sum_rows

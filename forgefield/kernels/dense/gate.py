@@ -1,0 +1,246 @@
+"""The nonlinearity between layers in the four passes of a training, on fields: by kernels written for a gate, or by autograd
+for any other.
+
+With f the activation, a gated component is h = f(s) a and moves by h' = f(s) a' + f'(s) s' a. Given cotangents h and p of
+these,
+    to_a = f h + f' s' p,    to_s = sum over components of f' a h + (f' a' + f'' s' a) p,
+and those of a lone scalar are to_a = f' h + f'' a' p.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch import Tensor
+
+from forgefield.kernels.core.fields import TANGENT, VALUE, Field, Shape
+from forgefield.kernels.core.modules import module_from
+from forgefield.ops.linear import Gate
+
+WIDEST = 128
+"""Channels that one program takes at most."""
+
+
+class Nonlinearity:
+    """Any function of blocks; its derivatives come from autograd. a: fields before it, h: after it."""
+
+    def __init__(self, function: Callable[[list[Tensor]], list[Tensor]]) -> None:
+        self.function = function
+
+    def values(self, a: Field, h: Field) -> None:
+        h.fill(VALUE, self.function(a.blocks(VALUE)))
+
+    def tangents(self, a: Field, h: Field) -> None:
+        with forward_ad._set_fwd_grad_enabled(True), forward_ad.dual_level():
+            made = self._moved(a.blocks(VALUE), a.blocks(TANGENT))
+        h.fill(TANGENT, made)
+
+    def forces(self, a: Field, to_h: Field, to_a: Field) -> None:
+        """Cotangents of the tangents, which are those of a total of the values."""
+        with torch.enable_grad():
+            blocks = [block.detach().requires_grad_(True) for block in a.blocks(VALUE)]
+            made = self.function(blocks)
+        to_a.fill(TANGENT, torch.autograd.grad(made, blocks, to_h.blocks(TANGENT)))
+
+    def back(self, a: Field, to_h: Field, to_a: Field) -> None:
+        """Cotangents of the values, from those of values and tangents."""
+        with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True), forward_ad.dual_level():
+            blocks = [block.detach().requires_grad_(True) for block in a.blocks(VALUE)]
+            made = self.function(blocks) + self._moved(blocks, a.blocks(TANGENT))
+        given = to_h.blocks(VALUE) + to_h.blocks(TANGENT)
+        to_a.fill(VALUE, torch.autograd.grad(made, blocks, given))
+
+    def _moved(self, blocks: list[Tensor], tangents: list[Tensor]) -> list[Tensor]:
+        made = self.function([forward_ad.make_dual(block, tangent) for block, tangent in zip(blocks, tangents)])
+        return [forward_ad.unpack_dual(value).tangent for value in made]
+
+
+class GateByKernels(Nonlinearity):
+    """A gate whose activations the kernels know."""
+
+    def __init__(self, gate: Gate) -> None:
+        super().__init__(gate)
+        self.pieces = _pieces(gate)
+
+    @staticmethod
+    def knows(nonlinearity: object) -> bool:
+        return isinstance(nonlinearity, Gate) and set(nonlinearity.acts.values()) <= set(_ACTIVATIONS)
+
+    def values(self, a: Field, h: Field) -> None:
+        self._launch("values", a.n_atoms, a.flat, h.flat, h.flat, h.flat)
+
+    def tangents(self, a: Field, h: Field) -> None:
+        self._launch("tangents", a.n_atoms, a.flat, h.flat, h.flat, h.flat)
+
+    def forces(self, a: Field, to_h: Field, to_a: Field) -> None:
+        self._launch("forces", a.n_atoms, a.flat, a.flat, to_h.flat, to_a.flat)
+
+    def back(self, a: Field, to_h: Field, to_a: Field) -> None:
+        self._launch("back", a.n_atoms, a.flat, a.flat, to_h.flat, to_a.flat)
+
+    def _launch(self, name: str, n_atoms: int, a: Tensor, h: Tensor, to_h: Tensor, to_a: Tensor) -> None:
+        if n_atoms:
+            grid = (n_atoms * sum(piece.n_chunks for piece in self.pieces),)
+            _kernel(self.pieces, name)[grid](a, h, to_h, to_a, n_atoms, num_warps=1, num_stages=1)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """One block of the output, or the part of it that is gated by its own scalars.
+
+    Each place is (start, length of an atom's numbers in its block, first column, width of its rows): of the block's input, of
+    its gates (None for scalars) and of its output.
+    """
+
+    channels: int
+    components: int
+    activation: str
+    scale: float
+    source: tuple[int, int, int, int]
+    gates: tuple[int, int, int, int] | None
+    result: tuple[int, int, int, int]
+
+    @property
+    def tile(self) -> int:
+        return min(WIDEST, 1 << (self.channels - 1).bit_length())
+
+    @property
+    def n_chunks(self) -> int:
+        return -(-self.channels // self.tile)
+
+
+def _pieces(gate: Gate) -> tuple[_Piece, ...]:
+    before, after = (Shape(tuple((2 * b.l + 1, b.mul) for b in blocks)) for blocks in (gate.in_blocks, gate.out_blocks))
+    where = {(block.l, block.p): number for number, block in enumerate(gate.in_blocks)}
+    pieces = []
+    column = gate.even_split[0]
+    for number, block in enumerate(gate.out_blocks):
+        source = where[block.l, block.p]
+        components, width = before.blocks[source]
+        kind = 0 if block.l else block.p
+        gates = None
+        if block.l:
+            scalars = where[0, 1]
+            n_scalars = before.blocks[scalars][1]
+            gates = (before.starts[scalars], n_scalars, column, n_scalars)
+            column += block.mul
+        pieces.append(
+            _Piece(
+                block.mul,
+                components,
+                gate.acts[kind],
+                gate.act_scales[kind],
+                (before.starts[source], components * width, 0, width),
+                gates,
+                (after.starts[number], block.dim, 0, block.mul),
+            )
+        )
+    return tuple(pieces)
+
+
+_ACTIVATIONS = {
+    "silu": [
+        "q = tl.sigmoid({x})",
+        "f = {scale} * {x} * q",
+        "f1 = {scale} * q * (1.0 + {x} * (1.0 - q))",
+        "f2 = {scale} * q * (1.0 - q) * (2.0 + {x} * (1.0 - 2.0 * q))",
+    ],
+    "tanh": [
+        "r = {x} * {x}",
+        "near = r * (0.021869488536155203 - r * (0.008863235529902197 - r * 0.003592128036572481))",
+        "near = r * (0.3333333333333333 - r * (0.13333333333333333 - r * (0.05396825396825397 - near)))",
+        "q = tl.where(r < 1e-2, {x} * (1.0 - near), 2.0 * tl.sigmoid(2.0 * {x}) - 1.0)",
+        "f = {scale} * q",
+        "f1 = {scale} * (1.0 - q * q)",
+        "f2 = {scale} * (-2.0) * q * (1.0 - q * q)",
+    ],
+}
+"""Lines that make f, f1 and f2: the activation and its derivatives at x."""
+
+
+@lru_cache(maxsize=256)
+def _kernel(pieces: tuple[_Piece, ...], name: str) -> Any:
+    return getattr(module_from(write_gate(pieces, name)), f"gate_{name}")
+
+
+def write_gate(pieces: tuple[_Piece, ...], name: str) -> str:
+    """Source of a module with the kernel `gate_{name}`, one warp for an atom and up to 128 channels of a block."""
+    total = sum(piece.n_chunks for piece in pieces)
+    lines = [
+        "import triton",
+        "import triton.language as tl",
+        "",
+        "",
+        "@triton.jit(do_not_specialize=['n_atoms'])",
+        f"def gate_{name}(a, h, to_h, to_a, n_atoms):",
+        "    program = tl.program_id(0)",
+        "    n_atoms = n_atoms.to(tl.int64)",
+        f"    atom = (program // {total}).to(tl.int64)",
+        f"    chunk = program % {total}",
+    ]
+    first = 0
+    for piece in pieces:
+        lines.append(f"    if (chunk >= {first}) & (chunk < {first + piece.n_chunks}):")
+        lines += [f"        {line}" for line in _lines(piece, name, first)]
+        first += piece.n_chunks
+    return "\n".join(lines) + "\n"
+
+
+def _lines(piece: _Piece, name: str, first: int) -> list[str]:
+    lines = [f"c = (chunk - {first}) * {piece.tile} + tl.arange(0, {piece.tile})", f"inside = c < {piece.channels}"]
+
+    def address(buffer: str, place: int, where: tuple[int, int, int, int], k: int) -> str:
+        start, length, column, width = where
+        return f"{buffer} + n_atoms * {2 * start + place * length} + atom * {length} + {column + k * width} + c"
+
+    def load(target: str, *where: Any) -> None:
+        lines.append(f"{target} = tl.load({address(*where)}, mask=inside, other=0.0)")
+
+    def store(value: str, *where: Any) -> None:
+        lines.append(f"tl.store({address(*where)}, {value}, mask=inside)")
+
+    moves, gates, source, result = name in ("tangents", "back"), piece.gates, piece.source, piece.result
+    load("s", "a", VALUE, gates or source, 0)
+    lines.extend(line.format(x="s", scale=repr(piece.scale)) for line in _ACTIVATIONS[piece.activation])
+    if moves:
+        load("ds", "a", TANGENT, gates or source, 0)
+    if gates is None:
+        if name == "values":
+            store("f", "h", VALUE, result, 0)
+        elif name == "tangents":
+            store("f1 * ds", "h", TANGENT, result, 0)
+        elif name == "forces":
+            load("g", "to_h", TANGENT, result, 0)
+            store("f1 * g", "to_a", TANGENT, source, 0)
+        else:
+            load("g", "to_h", VALUE, result, 0)
+            load("p", "to_h", TANGENT, result, 0)
+            store("f1 * g + f2 * ds * p", "to_a", VALUE, source, 0)
+        return lines
+    if name in ("forces", "back"):
+        lines.append(f"total = tl.zeros([{piece.tile}], a.dtype.element_ty)")
+    for k in range(piece.components):
+        load("x", "a", VALUE, source, k)
+        if moves:
+            load("dx", "a", TANGENT, source, k)
+        if name == "values":
+            store("f * x", "h", VALUE, result, k)
+        elif name == "tangents":
+            store("f * dx + f1 * ds * x", "h", TANGENT, result, k)
+        elif name == "forces":
+            load("g", "to_h", TANGENT, result, k)
+            store("f * g", "to_a", TANGENT, source, k)
+            lines.append("total += f1 * x * g")
+        else:
+            load("g", "to_h", VALUE, result, k)
+            load("p", "to_h", TANGENT, result, k)
+            store("f * g + f1 * ds * p", "to_a", VALUE, source, k)
+            lines.append("total += f1 * x * g + (f1 * dx + f2 * ds * x) * p")
+    if name in ("forces", "back"):
+        store("total", "to_a", TANGENT if name == "forces" else VALUE, gates, 0)
+    return lines

@@ -1,0 +1,119 @@
+"""Couplings of components of atoms as an operator of torch with kernels inside, differentiable any number of times.
+
+`forgefield::couple` makes what belongs in one place of a form that is linear in four (`coupling_source.py`) from what is in the
+other three; its derivatives are the same operator for other places. Products of pairs of components are never stored.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forgefield.kernels.core.availability import can_launch
+from forgefield.kernels.core.modules import launcher, mark_of_code, module_from, operator
+from forgefield.kernels.edges import coupling_source
+from forgefield.kernels.edges.coupling_source import WEIGHT, Coupling, coupling_of_key, write_coupling
+
+PARTS = 512
+"""Programs, each with atoms of its own, that gradients of weights are summed by."""
+BLOCK = 128
+"""Numbers of a component that a program takes, with as many lanes."""
+
+
+def couple(weights: Tensor, y: Tensor, z: Tensor, key: str) -> Tensor:
+    """What belongs in the first place of components: (components, n_atoms, channels).
+
+    weights: (paths, channels). y, z: (components, n_atoms, channels). key: of `key_of_coupling`.
+    """
+    return _Couple.apply(key, 1, weights, y, z)
+
+
+class _Couple(torch.autograd.Function):
+    """What belongs in `place`, of what is in the others, in their order."""
+
+    @staticmethod
+    def forward(ctx, key: str, place: int, *given: Tensor) -> Tensor:
+        ctx.key, ctx.place = key, place
+        ctx.save_for_backward(*given)
+        return torch.ops.forgefield.couple(*(tensor.contiguous() for tensor in given), place, key)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        whole: list[Tensor] = list(ctx.saved_tensors)
+        whole.insert(ctx.place, grad)
+        places = [place for place in range(4) if place != ctx.place]
+        found = []
+        for place, needed in zip(places, ctx.needs_input_grad[2:]):
+            others = [tensor for number, tensor in enumerate(whole) if number != place]
+            found.append(_Couple.apply(ctx.key, place, *others) if needed else None)
+        return None, None, *found
+
+
+@operator("forgefield::couple")
+def _couple(first: Tensor, second: Tensor, third: Tensor, place: int, key: str) -> Tensor:
+    """What belongs in `place`, from 0 for weights to 3, of what is in the other three, in their order."""
+    if not can_launch(first):
+        return torch.ops.forgefield.plain_couple(first, second, third, place, key)
+    return _launched(coupling_of_key(key), place, first, second, third)
+
+
+@torch.library.custom_op("forgefield::plain_couple", mutates_args=())
+def _plain_couple(first: Tensor, second: Tensor, third: Tensor, place: int, key: str) -> Tensor:
+    """Where there are no kernels; compilers do not look into its many small operations."""
+    return plain_coupling(coupling_of_key(key), place, first, second, third)
+
+
+def _empty(first: Tensor, second: Tensor, third: Tensor, place: int, key: str) -> Tensor:
+    size = coupling_of_key(key).size(place)
+    return first.new_empty((size, third.shape[2]) if place == WEIGHT else (size, *third.shape[1:]))
+
+
+_couple.register_fake(_empty)
+_plain_couple.register_fake(_empty)
+
+
+def _launched(form: Coupling, place: int, *given: Tensor) -> Tensor:
+    n_atoms, channels = given[2].shape[1:]
+    others = list(given)
+    others.insert(place, given[2])  # never read
+    if place == WEIGHT:
+        few = sum(form.sizes) <= 27 and given[0].dtype == torch.float32
+        block = 64 if channels > 32 and few else 32  # all components are held in registers
+        parts = given[0].new_empty((PARTS, form.size(place), channels))
+        kernel = launcher(coupling_kernel(form, place, channels, block))
+        kernel[(PARTS, -(-channels // block))](*others, parts, n_atoms, num_warps=1, num_stages=1)
+        return parts.sum(0)
+    out = given[0].new_empty((form.size(place), n_atoms, channels))
+    if isinstance(n_atoms, torch.SymInt) or n_atoms:
+        kernel = launcher(coupling_kernel(form, place, channels, BLOCK))
+        kernel[((n_atoms * channels + BLOCK - 1) // BLOCK,)](*others, out, n_atoms, num_warps=BLOCK // 32, num_stages=1)
+    return out
+
+
+@lru_cache(maxsize=128)
+def coupling_kernel(form: Coupling, place: int, channels: int, block: int) -> Any:
+    """The Triton function; compiled when it is first launched."""
+    return module_from(write_coupling(form, place, channels, block)).couple
+
+
+def plain_coupling(form: Coupling, place: int, *given: Tensor) -> Tensor:
+    """The same by plain operations, one path after the other."""
+    shape = given[2].shape[1:]
+    out = given[0].new_zeros((form.size(place), *(shape[1:] if place == WEIGHT else shape)))
+    whole = list(given)
+    whole.insert(place, out)
+    for n, path in enumerate(form.paths):
+        for i, j, k, value in path.terms():
+            at = (n, i, j, k)
+            factors = [whole[other][at[other]] for other in range(4) if other != place]
+            term = value * factors[0] * factors[1] * factors[2]
+            out[at[place]] += term.sum(0) if place == WEIGHT else term
+    return out
+
+
+def mark() -> str:
+    """What keys have as `code`."""
+    return mark_of_code(coupling_source, _launched)

@@ -1,0 +1,344 @@
+"""Sums of weighted harmonics over the edges of atoms, and their adjoint, as operators of torch with kernels inside.
+
+`forgefield::environment` and `forgefield::project` are each followed by an operator for their cotangents and one for the
+derivatives of these. As those of `library.py` they are single nodes of a trace into which Inductor and AOTInductor look.
+Nothing of the size of edges times components times channels is ever stored. On a CPU they are computed by
+`plain_environment.py`, as are derivatives beyond the second.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import isqrt
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forgefield.kernels.core.availability import can_launch
+from forgefield.kernels.core.modules import launcher, mark_of_code, module_from, operator
+from forgefield.kernels.edges import environment_source
+from forgefield.kernels.edges.environment_reference import PlainEdges
+from forgefield.kernels.edges.environment_source import ARGUMENTS, EdgePass, write_pass
+from forgefield.ops.graph import GradientSwitch, Segments, is_traced
+
+
+def environment_by_operator(
+    weights: Tensor, harmonics: Tensor, edges: Segments, *, shared: bool, switch: GradientSwitch | None = None
+) -> Tensor:
+    """(components, n_atoms, channels): sums over the edges of each atom of harmonics times weights.
+
+    weights: (n_edges, degrees x channels) or, shared by all degrees, (n_edges, channels). harmonics: (n_edges, (l_max + 1)^2),
+    the first of which counts as one. edges: those of each atom, sorted. switch: once it is off, harmonics get no gradient.
+    """
+    return _Values.apply(_Form("environment", edges, shared, switch), weights, harmonics)
+
+
+def project_by_operator(
+    rows: Tensor,
+    weights: Tensor,
+    harmonics: Tensor,
+    edges: Segments,
+    *,
+    shared: bool,
+    switch: GradientSwitch | None = None,
+) -> Tensor:
+    """(n_edges, channels): rows (components, n_atoms, channels) of an edge's atom dotted with its weighted harmonics."""
+    return _Values.apply(_Form("project", edges, shared, switch), rows, weights, harmonics)
+
+
+# ---- derivatives
+
+
+@dataclass(frozen=True)
+class _Form:
+    """What is computed, by the name of its operator, and over which edges."""
+
+    name: str
+    edges: Segments
+    shared: bool
+    switch: GradientSwitch | None
+
+    def __call__(self, derivative: str, *given: Any) -> Any:
+        """given: tensors, and for derivatives whether harmonics are to have cotangents."""
+        found = getattr(torch.ops.forgefield, self.name + derivative)
+        tensors = [part.contiguous() if isinstance(part, Tensor) else part for part in given]
+        return found(*tensors, self.edges.index, self.edges.pointers, self.shared, mark())
+
+    def wants_harmonics(self, needed: bool) -> bool:
+        return needed and not (self.switch is not None and self.switch.off)
+
+    def plain_second(self, *given: Tensor) -> tuple[Tensor, ...]:
+        plain = PlainEdges(self.edges.index, self.edges.count, given[-1].shape[1], self.shared)
+        return getattr(plain, f"{self.name}_double_backward")(*given)
+
+
+class _Values(torch.autograd.Function):
+    """Of a form, of tensors whose last are the harmonics."""
+
+    @staticmethod
+    def forward(ctx, form: _Form, *given: Tensor) -> Tensor:
+        ctx.form = form
+        ctx.save_for_backward(*given)
+        return form("", *given)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        wanted = ctx.form.wants_harmonics(ctx.needs_input_grad[-1])
+        return None, *_Cotangents.apply(ctx.form, wanted, grad, *ctx.saved_tensors)
+
+
+class _Cotangents(torch.autograd.Function):
+    """Of what the values were made of; None for harmonics where these are not wanted."""
+
+    @staticmethod
+    def forward(ctx, form: _Form, of_harmonics: bool, grad: Tensor, *given: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.form = form
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(grad, *given)
+        *found, to_y = form("_backward", grad, *given, of_harmonics)
+        return *found, to_y if of_harmonics else None
+
+    @staticmethod
+    def backward(ctx, *along: Tensor | None):
+        _, *given = ctx.saved_tensors
+        directions = [torch.zeros_like(of) if part is None else part for part, of in zip(along, given)]
+        wanted = ctx.form.wants_harmonics(ctx.needs_input_grad[-1])
+        return None, None, *_Second.apply(ctx.form, wanted, *directions, *ctx.saved_tensors)
+
+
+class _Second(torch.autograd.Function):
+    """Cotangents of what cotangents were made of, along directions of these."""
+
+    @staticmethod
+    def forward(ctx, form: _Form, of_harmonics: bool, *given: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.form, ctx.of_harmonics = form, of_harmonics
+        ctx.save_for_backward(*given)
+        *found, to_y = form("_double_backward", *given, of_harmonics)
+        return *found, to_y if of_harmonics else None
+
+    @staticmethod
+    def backward(ctx, *cotangents: Tensor | None):
+        """Plain operations, which can be differentiated further."""
+        again = torch.is_grad_enabled()
+        with torch.enable_grad():
+            given = [tensor.view_as(tensor) for tensor in ctx.saved_tensors]  # one may have been made of another
+            pairs = [
+                (output, along)
+                for output, along in zip(ctx.form.plain_second(*given), cotangents)
+                if along is not None and output.requires_grad
+            ]
+            outputs, along = [output for output, _ in pairs], [along for _, along in pairs]
+            asked = [tensor for tensor in given if tensor.requires_grad]
+            found = iter(torch.autograd.grad(outputs, asked, along, create_graph=again, allow_unused=True))
+        return None, None, *(next(found) if tensor.requires_grad else None for tensor in given)
+
+
+# ---- launches
+
+
+def edge_pass(
+    projection: bool, order: int, of_harmonics: bool, weights: Tensor, harmonics: Tensor, shared: bool
+) -> EdgePass:
+    """The kernel for tensors of these shapes. Rows and sums of an atom are held in registers, so that there are fewer channels
+    where these are many."""
+    l_max = isqrt(harmonics.shape[1]) - 1
+    channels = weights.shape[1] // (1 if shared else l_max + 1)
+    tile = 64 if channels > 32 and l_max <= 2 and weights.dtype == torch.float32 else 32
+    tile = max(tile, 1 << (harmonics.shape[1] - 1).bit_length())  # each lane writes the cotangent of a harmonic
+    return EdgePass(projection, order, of_harmonics, l_max, channels, shared, tile)
+
+
+@lru_cache(maxsize=256)
+def edge_kernel(of: EdgePass) -> Any:
+    """The Triton function; compiled when it is first launched."""
+    return getattr(module_from(write_pass(of)), of.name)
+
+
+def launch(of: EdgePass, **tensors: Tensor) -> None:
+    """tensors: by the names of `ARGUMENTS`."""
+    y, pointers = tensors["y"], tensors["pointers"]
+    n_atoms = pointers.shape[0] - 1
+    if not is_traced(pointers) and n_atoms == 0:
+        return
+    given = [tensors.get(name, y) for name in ARGUMENTS[:-2]]
+    kernel = launcher(edge_kernel(of))
+    kernel[(n_atoms, of.n_chunks)](*given, pointers, y.shape[0], num_warps=of.edges, num_stages=1)
+
+
+def _parts(of: EdgePass, harmonics: Tensor) -> Tensor:
+    """Room for cotangents of harmonics, of every program for itself."""
+    return harmonics.new_empty((of.n_chunks, harmonics.shape[0] if of.harmonics else 0, harmonics.shape[1]))
+
+
+def _added(of: EdgePass, parts: Tensor) -> Tensor:
+    return parts.view(parts.shape[1:]) if of.n_chunks == 1 else parts.sum(0)
+
+
+def _room(of: EdgePass, weights: Tensor, pointers: Tensor) -> Tensor:
+    """For a sum over the edges of each atom."""
+    return weights.new_empty((of.n_harmonics, pointers.shape[0] - 1, of.channels))
+
+
+def mark() -> str:
+    """What operators are given as `code`."""
+    return mark_of_code(environment_source, edge_pass)
+
+
+# ---- the operators
+
+
+def _plain(destination: Tensor, pointers: Tensor, harmonics: Tensor, shared: bool) -> PlainEdges:
+    return PlainEdges(destination, pointers.shape[0] - 1, harmonics.shape[1], shared)
+
+
+@operator("forgefield::environment")
+def _environment(
+    weights: Tensor, harmonics: Tensor, destination: Tensor, pointers: Tensor, shared: bool, code: str
+) -> Tensor:
+    if not can_launch(weights):
+        return _plain(destination, pointers, harmonics, shared).environment(weights, harmonics)
+    of = edge_pass(False, 0, False, weights, harmonics, shared)
+    out = _room(of, weights, pointers)
+    launch(of, w=weights, y=harmonics, out=out, pointers=pointers)
+    return out
+
+
+@operator("forgefield::environment_backward")
+def _environment_backward(
+    grad: Tensor,
+    weights: Tensor,
+    harmonics: Tensor,
+    of_harmonics: bool,
+    destination: Tensor,
+    pointers: Tensor,
+    shared: bool,
+    code: str,
+) -> tuple[Tensor, Tensor]:
+    """Cotangents of weights and harmonics; of the latter there are no rows where they are not wanted."""
+    if not can_launch(weights):
+        plain = _plain(destination, pointers, harmonics, shared)
+        return _wanted(plain.environment_backward(grad, weights, harmonics), of_harmonics)
+    of = edge_pass(False, 1, of_harmonics, weights, harmonics, shared)
+    to_w, to_y = torch.empty_like(weights), _parts(of, harmonics)
+    launch(of, q=grad, w=weights, y=harmonics, to_w=to_w, to_y=to_y, pointers=pointers)
+    return to_w, _added(of, to_y)
+
+
+@operator("forgefield::environment_double_backward")
+def _environment_double_backward(
+    along_weights: Tensor,
+    along_harmonics: Tensor,
+    grad: Tensor,
+    weights: Tensor,
+    harmonics: Tensor,
+    of_harmonics: bool,
+    destination: Tensor,
+    pointers: Tensor,
+    shared: bool,
+    code: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Cotangents of grad, weights and harmonics."""
+    if not can_launch(weights):
+        plain = _plain(destination, pointers, harmonics, shared)
+        given = (along_weights, along_harmonics, grad, weights, harmonics)
+        return _wanted(plain.environment_double_backward(*given), of_harmonics)
+    of = edge_pass(False, 2, of_harmonics, weights, harmonics, shared)
+    out, to_w, to_y = _room(of, weights, pointers), torch.empty_like(weights), _parts(of, harmonics)
+    tensors = {"aw": along_weights, "ay": along_harmonics, "q": grad, "w": weights, "y": harmonics}
+    launch(of, **tensors, out=out, to_w=to_w, to_y=to_y, pointers=pointers)
+    return out, to_w, _added(of, to_y)
+
+
+@operator("forgefield::project")
+def _project(
+    rows: Tensor, weights: Tensor, harmonics: Tensor, destination: Tensor, pointers: Tensor, shared: bool, code: str
+) -> Tensor:
+    if not can_launch(weights):
+        return _plain(destination, pointers, harmonics, shared).project(rows, weights, harmonics)
+    of = edge_pass(True, 0, False, weights, harmonics, shared)
+    out = weights.new_empty((weights.shape[0], of.channels))
+    launch(of, q=rows, w=weights, y=harmonics, to_p=out, pointers=pointers)
+    return out
+
+
+@operator("forgefield::project_backward")
+def _project_backward(
+    grad: Tensor,
+    rows: Tensor,
+    weights: Tensor,
+    harmonics: Tensor,
+    of_harmonics: bool,
+    destination: Tensor,
+    pointers: Tensor,
+    shared: bool,
+    code: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Cotangents of rows, weights and harmonics."""
+    if not can_launch(weights):
+        plain = _plain(destination, pointers, harmonics, shared)
+        return _wanted(plain.project_backward(grad, rows, weights, harmonics), of_harmonics)
+    of = edge_pass(True, 1, of_harmonics, weights, harmonics, shared)
+    out, to_w, to_y = torch.empty_like(rows), torch.empty_like(weights), _parts(of, harmonics)
+    launch(of, p=grad, q=rows, w=weights, y=harmonics, out=out, to_w=to_w, to_y=to_y, pointers=pointers)
+    return out, to_w, _added(of, to_y)
+
+
+@operator("forgefield::project_double_backward")
+def _project_double_backward(
+    along_rows: Tensor,
+    along_weights: Tensor,
+    along_harmonics: Tensor,
+    grad: Tensor,
+    rows: Tensor,
+    weights: Tensor,
+    harmonics: Tensor,
+    of_harmonics: bool,
+    destination: Tensor,
+    pointers: Tensor,
+    shared: bool,
+    code: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Cotangents of grad, rows, weights and harmonics."""
+    if not can_launch(weights):
+        plain = _plain(destination, pointers, harmonics, shared)
+        given = (along_rows, along_weights, along_harmonics, grad, rows, weights, harmonics)
+        return _wanted(plain.project_double_backward(*given), of_harmonics)
+    of = edge_pass(True, 2, of_harmonics, weights, harmonics, shared)
+    to_p, out, to_w = (torch.empty_like(tensor) for tensor in (grad, rows, weights))
+    to_y = _parts(of, harmonics)
+    tensors = {"aq": along_rows, "aw": along_weights, "ay": along_harmonics}
+    tensors |= {"p": grad, "q": rows, "w": weights, "y": harmonics}
+    launch(of, **tensors, to_p=to_p, out=out, to_w=to_w, to_y=to_y, pointers=pointers)
+    return to_p, out, to_w, _added(of, to_y)
+
+
+def _wanted(found: tuple[Tensor, ...], of_harmonics: bool) -> Any:
+    """All of them; of harmonics, which are the last, no rows where these are not wanted."""
+    *others, to_y = found
+    return *others, to_y if of_harmonics else to_y.new_empty((0, to_y.shape[1]))
+
+
+# ---- shapes
+
+
+@_environment.register_fake
+def _(weights: Tensor, harmonics: Tensor, destination: Tensor, pointers: Tensor, shared: bool, code: str) -> Tensor:
+    return _room(edge_pass(False, 0, False, weights, harmonics, shared), weights, pointers)
+
+
+@_project.register_fake
+def _(rows: Tensor, weights: Tensor, *rest: Any) -> Tensor:
+    return weights.new_empty((weights.shape[0], rows.shape[2]))
+
+
+def _empty(tensors: tuple[Tensor, ...], of_harmonics: bool) -> Any:
+    """Like each of these, the last of which are harmonics."""
+    return _wanted(tuple(tensor.new_empty(tensor.shape) for tensor in tensors), of_harmonics)
+
+
+_environment_backward.register_fake(lambda grad, w, y, wanted, *rest: _empty((w, y), wanted))
+_environment_double_backward.register_fake(lambda aw, ay, *given: _empty(given[:3], given[3]))
+_project_backward.register_fake(lambda grad, q, w, y, wanted, *rest: _empty((q, w, y), wanted))
+_project_double_backward.register_fake(lambda aq, aw, ay, *given: _empty(given[:4], given[4]))

@@ -1,0 +1,140 @@
+"""Tables as kernels read them: three words for each polynomial, of which the last holds its two highest coefficients.
+
+A polynomial c0 + t c1 + t^2 c2 + t^3 c3 is of one short interval, with t from -1/2 to 1/2, so that its last terms are small:
+for tables of 1024 intervals c2 needs about 14 bits and c3 about 9 where c0 and c1 need 24. The lowest `BITS` bits of c2 are
+therefore c3, as a whole number of units; the unit is the interval's own, for which the largest c3 of all weights has the
+largest number. Kernels read c2 with these bits, and the others are chosen so that it is as near as can be to what it should be.
+At both ends of an interval t^2 is 1/4 and t^3 is t/4: what rounding takes from c2 and c3, a quarter of it is added to c0 and
+c1, and polynomials meet at the knots as they did before. Slopes there move by about 1e-7 of what slopes usually are.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from forgefield.kernels.core.availability import interpreted, storage_type, use_kernels
+
+BITS = 9
+"""Of c3. One more for it is one less for c2; with 9 slopes are nearest to exact, with 1024 intervals and with 2048."""
+HALF, MASK = 1 << (BITS - 1), (1 << BITS) - 1
+"""The number of c3 is stored as it is plus `HALF`, so that it is not negative."""
+SMALLEST = 1e-30
+"""Units are not made for polynomials whose highest coefficients are all smaller; these are then zero."""
+ROUNDING = 1.5 * 2.0**23
+"""Added to a float32 it leaves the nearest whole number in the lowest bits."""
+COLUMNS = 1024
+"""That a program takes at a time, of one interval."""
+
+
+class StoredTable(NamedTuple):
+    """words: (n_intervals, 3, n_weights) float32, c0, c1, and c2 with c3; unit: (n_intervals,) float32, of c3. Where there is
+    none, words are the coefficients, (n_intervals, 4, n_weights)."""
+
+    words: Tensor
+    unit: Tensor | None = None
+
+
+def stored_table(polynomials: Tensor) -> StoredTable:
+    """Packed where polynomials (n_intervals, 4, n_weights) are float32 and are to stay it."""
+    if polynomials.dtype != torch.float32 or storage_type(torch.float32) != torch.float32:
+        return StoredTable(polynomials)
+    return pack(polynomials)
+
+
+def pack(polynomials: Tensor) -> StoredTable:
+    by = pack_by_kernel if use_kernels(polynomials) else pack_by_operations
+    return by(polynomials)
+
+
+def pack_by_operations(polynomials: Tensor, bits: int = BITS) -> StoredTable:
+    """The same by plain operations, with so many bits for c3; kernels read `BITS`."""
+    half, mask = 1 << (bits - 1), (1 << bits) - 1
+    c0, c1, c2, c3 = polynomials.unbind(1)
+    largest = c3.abs().amax(1, keepdim=True)
+    unit = torch.where(largest > SMALLEST, largest / (half - 1), 0)
+    over = torch.where(unit > 0, 1 / torch.where(unit > 0, unit, 1), 0)
+    rounded = c3 * over + ROUNDING
+    number = (rounded.view(torch.int32) + half) & mask
+    all_bits = c2.contiguous().view(torch.int32)
+    size = all_bits & 0x7FFFFFFF
+    near = ((size - number + half).clamp(min=0) & ~mask) | number
+    word = (all_bits - size + near).view(torch.float32)
+    c1 = c1 + 0.25 * (c3 - unit * (rounded - ROUNDING))
+    return StoredTable(torch.stack([c0 + 0.25 * (c2 - word), c1, word], 1), unit.squeeze(1))
+
+
+def unpack(table: StoredTable, bits: int = BITS) -> Tensor:
+    """(n_intervals, 4, n_weights): coefficients as kernels find them in a packed table."""
+    assert table.unit is not None
+    c0, c1, c2 = table.words.unbind(1)
+    number = (c2.contiguous().view(torch.int32) & ((1 << bits) - 1)) - (1 << (bits - 1))
+    return torch.stack([c0, c1, c2, table.unit.unsqueeze(1) * number], 1)
+
+
+def pack_by_kernel(polynomials: Tensor) -> StoredTable:
+    n_intervals, _, columns = polynomials.shape
+    words = polynomials.new_empty((n_intervals, 3, columns))
+    unit = polynomials.new_empty((n_intervals,))
+    block = min(COLUMNS, 1 << (columns - 1).bit_length())
+    rows = 1024 if interpreted() else 1  # the interpreter takes its time for every program and not for every number
+    numbers = (n_intervals, columns, BITS, SMALLEST, ROUNDING, rows, block)
+    _kernel()[(-(-n_intervals // rows),)](polynomials.contiguous(), words, unit, *numbers, num_warps=4)
+    return StoredTable(words, unit)
+
+
+@cache
+def _kernel() -> Any:
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def pack_intervals(
+        table,
+        words,
+        unit,
+        n_intervals,
+        columns: tl.constexpr,
+        bits: tl.constexpr,
+        smallest: tl.constexpr,
+        rounding: tl.constexpr,
+        rows: tl.constexpr,
+        block: tl.constexpr,
+    ):
+        half: tl.constexpr = 1 << (bits - 1)
+        mask: tl.constexpr = (1 << bits) - 1
+        interval = tl.program_id(0) * rows + tl.arange(0, rows)
+        known = interval < n_intervals
+        largest = tl.zeros([rows], tl.float32)
+        for first in tl.static_range(0, columns, block):
+            c = first + tl.arange(0, block)
+            inside = known[:, None] & (c < columns)[None, :]
+            given = table + interval[:, None] * (4 * columns) + c[None, :]
+            c3 = tl.load(given + 3 * columns, mask=inside, other=0.0)
+            largest = tl.maximum(largest, tl.max(tl.abs(c3), 1))
+        of = tl.where(largest > smallest, largest / (half - 1.0), 0.0)
+        tl.store(unit + interval, of, mask=known)
+        over = tl.where(of > 0.0, 1.0 / tl.where(of > 0.0, of, 1.0), 0.0)
+        for first in tl.static_range(0, columns, block):
+            c = first + tl.arange(0, block)
+            inside = known[:, None] & (c < columns)[None, :]
+            given = table + interval[:, None] * (4 * columns) + c[None, :]
+            c0 = tl.load(given, mask=inside, other=0.0)
+            c1 = tl.load(given + columns, mask=inside, other=0.0)
+            c2 = tl.load(given + 2 * columns, mask=inside, other=0.0)
+            c3 = tl.load(given + 3 * columns, mask=inside, other=0.0)
+            rounded = c3 * over[:, None] + rounding
+            number = (rounded.to(tl.int32, bitcast=True) + half) & mask
+            all_bits = c2.to(tl.int32, bitcast=True)
+            size = all_bits & 0x7FFFFFFF
+            near = (tl.maximum(size - number + half, 0) & ~mask) | number
+            word = (all_bits - size + near).to(tl.float32, bitcast=True)
+            made = words + interval[:, None] * (3 * columns) + c[None, :]
+            tl.store(made, c0 + 0.25 * (c2 - word), mask=inside)
+            tl.store(made + columns, c1 + 0.25 * (c3 - of[:, None] * (rounded - rounding)), mask=inside)
+            tl.store(made + 2 * columns, word, mask=inside)
+
+    return pack_intervals

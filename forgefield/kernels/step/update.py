@@ -1,0 +1,161 @@
+"""A step of Adam or AdamW for all weights in one launch, with the average of the weights; one more where gradients are clipped
+by their norm.
+
+What torch's fused optimisers compute, to rounding. Those give 65536 numbers to a block of threads, so that a million weights
+keep few processors busy, and for long; here a program has 1024. Gradients are clipped as they are read and stay as they are.
+Numbers that change from step to step lie on the device: learning rates, counts of steps, the share of the weights in their
+average, and whether the step is to be left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BLOCK = 1024
+"""Numbers that one program updates."""
+SUMMED = 4096
+"""Numbers of a gradient that one program squares and adds at a time."""
+PARTS = 512
+"""Sums of squares are made in about so many parts: every program of the update reads them all."""
+LANES = 256
+"""Parts, or counts, that are read at a time; not fewer than a program has threads."""
+WARPS = 4
+
+
+@dataclass(frozen=True)
+class Group:
+    """Settings of some weights, as torch names them. rate: float32, on the device. decoupled: weights decay as in AdamW."""
+
+    rate: Tensor
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    decoupled: bool
+
+    def numbers(self) -> tuple[float, ...]:
+        """What the kernel reads of a group."""
+        (first, second), decay = self.betas, self.weight_decay
+        decays = (0.0, decay) if self.decoupled else (decay, 0.0)
+        return (1 - first, 1 - second, _log(first), _log(second), self.eps, *decays)
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A tensor of weights with all that belongs to it, float32, in one piece and of the same shape. count: of steps so far, one
+    number. Without a gradient there is no state either, and only the average follows the weights."""
+
+    weight: Tensor
+    average: Tensor | None = None
+    gradient: Tensor | None = None
+    mean: Tensor | None = None
+    square: Tensor | None = None
+    count: Tensor | None = None
+    group: int = 0
+
+
+class AdamStep:
+    """A step over tensors whose addresses do not change: it can be captured.
+
+    share: of the weights in their average, float32. found_inf: 1 where the step is to be left out, counts and average included.
+    clip: the largest norm of all gradients together, or the largest size of a number ("norm", "value"). It has to be built, and
+    `compile` called, before a capture. All of its tables lie on the device for as long as it lives.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[Weight],
+        groups: Sequence[Group],
+        *,
+        share: Tensor | None = None,
+        found_inf: Tensor | None = None,
+        clip: tuple[str, float] | None = None,
+    ) -> None:
+        device = weights[0].weight.device
+        # Not the gradients: where new ones are made in every step, old ones would pile up.
+        self._alive = (tuple(replace(weight, gradient=None) for weight in weights), tuple(groups))
+        self._clip, limit = clip or ("", 0.0)
+        rows = [row for weight in weights for row in _rows(weight, groups)]
+        counts = [weight.count.data_ptr() for weight in weights if weight.count is not None]
+        gradients = [weight.gradient for weight in weights if weight.gradient is not None]
+        total = sum(gradient.numel() for gradient in gradients)
+        self._chunk = SUMMED * max(1, math.ceil(total / (SUMMED * PARTS)))
+        chunks = [row for gradient in gradients for row in _chunks(gradient, self._chunk)]
+        self._table = torch.tensor(rows, dtype=torch.int64, device=device).view(-1, 9)
+        self._counts = torch.tensor(counts, dtype=torch.int64, device=device)
+        self._chunks = torch.tensor(chunks, dtype=torch.int64, device=device).view(-1, 2)
+        self._groups = torch.tensor([group.numbers() for group in groups], dtype=torch.float64, device=device)
+        self._limit = torch.tensor(limit, dtype=torch.float64, device=device)
+        self._parts = torch.zeros(len(chunks), dtype=torch.float64, device=device)
+        self._done = torch.zeros((), dtype=torch.int32, device=device)
+        self._share = share
+        self._found = torch.zeros((), device=device) if found_inf is None else found_inf
+
+    def launch(self) -> None:
+        if self._clip == "norm" and len(self._chunks):
+            self._add_squares(self._chunks)
+        if len(self._table):
+            self._adam(self._table, len(self._counts))
+
+    def compile(self) -> None:
+        """Launch everything once with nothing to do: compilers and loaders of code cannot run during a capture."""
+        if self._clip == "norm":
+            self._add_squares(self._chunks.new_zeros((1, 2)), self._parts.new_zeros(1))
+        self._adam(self._table.new_zeros((1, self._table.shape[1])), 0)
+
+    def _adam(self, table: Tensor, n_counts: int) -> None:
+        _kernels().adam[(len(table),)](
+            table,
+            self._groups,
+            self._counts,
+            self._done,
+            self._groups if self._share is None else self._share,
+            self._found,
+            self._limit,
+            self._parts,
+            n_counts,
+            len(self._parts),
+            self._share is not None,
+            self._clip,
+            table.shape[1],
+            self._groups.shape[1],
+            BLOCK,
+            LANES,
+            num_warps=WARPS,
+        )
+
+    def _add_squares(self, table: Tensor, parts: Tensor | None = None) -> None:
+        parts = self._parts if parts is None else parts
+        _kernels().add_squares[(len(table),)](table, parts, self._chunk, table.shape[1], SUMMED, num_warps=8)
+
+
+def _rows(of: Weight, groups: Sequence[Group]) -> Iterator[tuple[int, ...]]:
+    """One for each program: addresses, with zero for what is not there, number of the group, and how many numbers."""
+    if of.gradient is None and of.average is None:
+        return
+    length = of.weight.numel()
+    tensors = (of.weight, of.gradient, of.mean, of.square, of.average)
+    for begin in range(0, max(length, 1), BLOCK):
+        places = [0 if t is None else t.data_ptr() + begin * t.element_size() for t in tensors]
+        count = 0 if of.count is None else of.count.data_ptr()
+        yield (*places, count, groups[of.group].rate.data_ptr(), of.group, min(BLOCK, length - begin))
+
+
+def _chunks(gradient: Tensor, chunk: int) -> Iterator[tuple[int, int]]:
+    for begin in range(0, gradient.numel(), chunk):
+        yield gradient.data_ptr() + begin * gradient.element_size(), min(chunk, gradient.numel() - begin)
+
+
+def _log(number: float) -> float:
+    return math.log(number) if number > 0 else -math.inf
+
+
+def _kernels() -> Any:
+    from forgefield.kernels.step import update_source
+
+    return update_source

@@ -1,0 +1,192 @@
+"""A snapshot: descriptors and targets on the points of one grid, and what is known about the calculation.
+
+Values are served as the network wants them, the files stay as they are: leading columns of coordinates are cut and the unit
+factor is applied on the way out.
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+
+from forgefield.errors import ForgefieldError
+from forgefield.ldos.data.info import SnapshotInfo, read_info
+from forgefield.ldos.data.rows import RowFile, open_rows, require_file
+from forgefield.ldos.data.units import KNOWN, STANDARD, factor_from_si, require_target, target_factor
+
+COORDINATES = 3
+"""Columns of coordinates in front of descriptors."""
+
+
+class Snapshot:
+    """inputs, targets: files of rows, either of which may be missing. info: a file, or what is known already.
+
+    target: ldos, dos or density. units: of the targets in the file; None: what the file or the info states, else the
+    standard one. coordinates: whether inputs begin with three columns of coordinates; None: what the info says, else
+    whether those columns are a linear function of the place on the grid.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        inputs: Path | str | None,
+        targets: Path | str | None,
+        info: SnapshotInfo | Path | str | None = None,
+        *,
+        target: str = "ldos",
+        units: str | None = None,
+        coordinates: bool | None = None,
+    ) -> None:
+        self.name, self.target = name, require_target(target)
+        self.inputs = None if inputs is None else open_rows(Path(inputs))
+        self.targets = None if targets is None else open_rows(Path(targets))
+        if self.inputs is None and self.targets is None:
+            raise ForgefieldError(f"snapshot {name} has neither inputs nor targets")
+        if isinstance(info, (str, Path)):
+            require_file(Path(info))
+            info = read_info(Path(info))
+        self.info = SnapshotInfo(source=f"snapshot {name}") if info is None else info
+        self.grid_shape = self._common_grid()
+        self.n_points = next(file.n_rows for file in self._files())
+        if self.info.grid_shape is None:
+            self.info.grid_shape = self.grid_shape
+        self.factor = self._unit_factor(units)
+        self.cut = COORDINATES if self._has_coordinates(coordinates) else 0
+
+    def _files(self) -> list[RowFile]:
+        return [file for file in (self.inputs, self.targets) if file is not None]
+
+    def _common_grid(self) -> tuple[int, int, int] | None:
+        """The grid of all files; None where none of them has one."""
+        grids = [(str(file.path), file.grid_shape, file.n_rows) for file in self._files()]
+        if self.info.grid_shape is not None:
+            grids.append((self.info.source, self.info.grid_shape, int(np.prod(self.info.grid_shape))))
+        for (one, grid, rows), (other, other_grid, other_rows) in itertools.combinations(grids, 2):
+            if rows != other_rows or (grid is not None and other_grid is not None and grid != other_grid):
+                raise ForgefieldError(
+                    f"{one} has {_grid_text(grid, rows)}, but {other} has {_grid_text(other_grid, other_rows)}; the files of "
+                    "a snapshot should be of one calculation"
+                )
+        return next((grid for _, grid, _ in grids if grid is not None), None)
+
+    def _unit_factor(self, units: str | None) -> float:
+        """What stored targets are multiplied by. A unit that was given and one that is stated must be the same."""
+        given = None if units is None else target_factor(self.target, units)
+        stated: list[tuple[str, float]] = []
+        if self.targets is not None and self.targets.unit_si not in (None, 1.0):
+            stated.append((str(self.targets.path), factor_from_si(self.target, float(self.targets.unit_si or 1.0))))
+        if self.info.units is not None:
+            stated.append(
+                (self.info.source, target_factor(self.target, self.info.units, f"{self.info.source}: target_units"))
+            )
+        for source, factor in stated:
+            if given is not None and abs(given / factor - 1) > 1e-5:
+                near = (
+                    unit for unit in KNOWN[self.target] if abs(target_factor(self.target, unit) / factor - 1) < 1e-5
+                )
+                raise ForgefieldError(
+                    f"{source} states that targets are in {next(near, 'another unit')}, but units={units} is given; leave "
+                    "that out"
+                )
+        return stated[0][1] if stated else 1.0 if given is None else given
+
+    def _has_coordinates(self, given: bool | None) -> bool:
+        given = self.info.coordinates if given is None else given
+        if self.inputs is None:
+            return False
+        if given is None and self.inputs.grid_shape is None and self.inputs.n_columns > COORDINATES:
+            raise ForgefieldError(
+                f"{self.inputs.path} has {self.inputs.n_columns} columns and no grid: it cannot be seen whether the first "
+                "three are coordinates; say coordinates: true or coordinates: false"
+            )
+        found = _are_coordinates(self.inputs) if given is None else given
+        if found and self.inputs.n_columns <= COORDINATES:
+            raise ForgefieldError(
+                f"{self.inputs.path} has {self.inputs.n_columns} columns; nothing is left without coordinates"
+            )
+        return found
+
+    # ---- what it holds
+
+    @property
+    def units(self) -> str:
+        """The unit in which targets are served."""
+        return STANDARD[self.target]
+
+    @property
+    def n_inputs(self) -> int:
+        """Descriptors of a point."""
+        return 0 if self.inputs is None else self.inputs.n_columns - self.cut
+
+    @property
+    def n_targets(self) -> int:
+        """Target values of a point, such as levels of the LDOS."""
+        return 0 if self.targets is None else self.targets.n_columns
+
+    def read(
+        self, start: int = 0, stop: int | None = None, dtype: np.dtype | type | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Inputs (n, n_inputs) and targets (n, n_targets) of points start to stop. dtype: default as stored."""
+        stop = self.n_points if stop is None else stop
+        inputs, targets = (
+            np.empty((stop - start, columns), dtype=dtype or (np.float32 if file is None else file.dtype))
+            for columns, file in ((self.n_inputs, self.inputs), (self.n_targets, self.targets))
+        )
+        self.read_into(start, inputs, targets)
+        return inputs, targets
+
+    def read_into(self, start: int, inputs: np.ndarray | None, targets: np.ndarray | None) -> None:
+        """Fill arrays, (n, n_inputs) and (n, n_targets), with the points from `start` on. None: not wanted."""
+        if inputs is not None and self.inputs is not None:
+            _fill(self.inputs, start, inputs, self.cut, 1.0)
+        if targets is not None and self.targets is not None:
+            _fill(self.targets, start, targets, 0, self.factor)
+
+    def where(self, point: int) -> str:
+        """Words for a point."""
+        if self.grid_shape is None:
+            return f"{self.name}, point {point}"
+        return f"{self.name}, grid point {tuple(int(i) for i in np.unravel_index(point, self.grid_shape))}"
+
+
+def _fill(file: RowFile, start: int, out: np.ndarray, cut: int, factor: float) -> None:
+    if cut == 0 and file.read_into(start, out):
+        if factor != 1.0:
+            out *= out.dtype.type(factor)
+        return
+    out[...] = file.read(start, start + len(out))[:, cut:]
+    if factor != 1.0:
+        out *= out.dtype.type(factor)
+
+
+def _grid_text(grid: tuple[int, int, int] | None, rows: int) -> str:
+    return f"{rows} points" if grid is None else f"a grid of {' x '.join(map(str, grid))} points"
+
+
+def _are_coordinates(file: RowFile) -> bool:
+    """Whether the first three columns are origin + i a + j b + k c with independent steps a, b, c."""
+    if file.grid_shape is None or file.n_columns <= COORDINATES:
+        return False
+    shape = file.grid_shape
+    points = np.array([(0, 0, 0), *(np.eye(3, dtype=int)[axis] for axis in range(3)), *_some_points(shape)])
+    points = np.minimum(points, np.array(shape) - 1)
+    rows = np.ravel_multi_index(tuple(points.T), shape)
+    values = np.array([file.read(int(row), int(row) + 1)[0, :COORDINATES].astype(np.float64) for row in rows])
+    origin, steps = values[0], values[1:4] - values[0]
+    extended = np.array([n > 1 for n in shape])
+    lengths = np.linalg.norm(steps, axis=1)
+    if np.linalg.matrix_rank(steps[extended], tol=1e-6 * max(lengths.max(), 1e-300)) < extended.sum():
+        return False
+    error = np.abs(origin + points @ np.where(extended[:, None], steps, 0.0) - values).max()
+    return bool(error < 1e-3 * lengths[extended].min(initial=np.inf)) and bool(extended.any())
+
+
+def _some_points(shape: tuple[int, int, int]) -> list[tuple[int, ...]]:
+    """Corners and some places in between."""
+    corners = list(itertools.product(*((0, n - 1) for n in shape)))
+    inside = [
+        tuple((n * share) // 7 for n, share in zip(shape, shares)) for shares in ((1, 3, 5), (4, 2, 6), (6, 5, 1))
+    ]
+    return [*corners, *inside]

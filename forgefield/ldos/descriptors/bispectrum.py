@@ -1,0 +1,219 @@
+"""The SNAP bispectrum of points, equal to LAMMPS' `compute sna/grid`, by quadrature instead of Clebsch-Gordan sums.
+
+Each neighbour is a point q_k on the unit sphere of four dimensions, with a weight w_k; the point itself is the pole e with
+weight 1. LAMMPS sums Wigner matrices of the q_k and couples three of them at a time. The same numbers are
+B(j1, j2, j) = (j + 1) <F_j1 F_j2 F_j>, a mean over the sphere, with real functions F_j(q) = sum_k w_k U_j(q . q_k), U_j
+Chebyshev polynomials of the second kind: characters of SU(2), whose products the coefficients of Clebsch and Gordan expand.
+The mean is taken exactly by a quadrature. So all of the cost is matrix products that are the same for every point
+(harmonic sums -> F_j on the nodes), and sums of products of three numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forgefield.config.descriptor_options import DescriptorOptions
+from forgefield.errors import ForgefieldError
+from forgefield.ldos.descriptors.native import TripleSums, triple_sums
+from forgefield.ldos.descriptors.sphere import SphereHarmonics, quadrature
+from forgefield.ldos.descriptors.surroundings import Neighbours
+
+CLOSEST = 1e-20
+"""A^2: LAMMPS does not count an atom that lies on the point itself, and neither do we."""
+_NODES_AT_ONCE, _NODES_AT_ONCE_ELSEWHERE = 256, 4096
+"""The nodes are taken in blocks: on a CPU, what is multiplied is then still in its cache."""
+_WORTH_COMPILING = 5000
+"""Points at a time from which on compiling the loop takes less time than it saves."""
+
+
+def bispectrum_triples(twojmax: int) -> list[tuple[int, int, int]]:
+    """(j1, j2, j) of the components, in the order of LAMMPS."""
+    return [
+        (j1, j2, j)
+        for j1 in range(twojmax + 1)
+        for j2 in range(j1 + 1)
+        for j in range(j1 - j2, min(twojmax, j1 + j2) + 1, 2)
+        if j >= j1
+    ]
+
+
+class Bispectrum:
+    """Bispectrum components of points from their neighbours, on one device."""
+
+    closest = CLOSEST
+
+    def __init__(self, options: DescriptorOptions, weights: list[float], device: torch.device) -> None:
+        """weights: of the species, in the order of the species table."""
+        self.options = options
+        self.dtype = getattr(torch, options.precision)
+        self._weights = torch.tensor(weights, dtype=torch.float64, device=device)
+        exact = SphereHarmonics(options.twojmax, torch.float64, device)
+        self._harmonics = SphereHarmonics(options.twojmax, self.dtype, device)
+        pole = torch.tensor([[1.0, 0.0, 0.0, 0.0]], dtype=torch.float64, device=device)
+        self._self = exact.at(pole).to(self.dtype)
+        self._plan = _Plan.of(options.twojmax, self.dtype, device)
+        self._functions = self._on_nodes(exact, device)
+        kinds = list(zip(self._functions[2::2], self._functions[3::2]))
+        self._on_both_sides = [torch.cat([torch.cat([even, odd]), torch.cat([even, -odd])], 1) for even, odd in kinds]
+        self._compiled: TripleSums | None = None
+
+    def ready(self, n_points: int) -> None:
+        """To be called before `of`: compiles the loop that is used on a CPU, where it is wanted and worth its time."""
+        wanted, on_cpu = self.options.kernel, self._weights.device.type == "cpu"
+        if wanted == "compiled" and not on_cpu:
+            raise ForgefieldError("kernel='compiled' is for the CPU; on other devices it should be 'auto' or 'torch'")
+        worth = wanted == "compiled" or (wanted == "auto" and on_cpu and n_points >= _WORTH_COMPILING)
+        if self._compiled is None and worth and self._plan.triples:
+            rows = tuple((j2 - 1, j1 - 1, j - 1) for j1, j2, j in self._plan.triples)
+            self._compiled = triple_sums(rows, self.dtype, required=wanted == "compiled")
+
+    def _on_nodes(self, exact: SphereHarmonics, device: torch.device) -> list[Tensor]:
+        """Matrices (n_harmonics, n_nodes) that turn sums into F_j at nodes, and into its change at their mirror images.
+
+        Two for each degree, as the harmonics come. The cube root of the weight of a node is part of them: a product of three
+        F_j then holds the weight itself.
+        """
+        nodes, weights = quadrature(3 * self.options.twojmax // 2 * 2)
+        values = (
+            exact.at(torch.as_tensor(nodes, device=device)) * torch.as_tensor(np.cbrt(weights), device=device)[:, None]
+        )
+        parts = values.split(exact.sizes, 1)
+        return [(part / (kind // 2 + 1)).T.to(self.dtype).contiguous() for kind, part in enumerate(parts)]
+
+    @property
+    def points_at_once(self) -> int:
+        """A number of points that suits the device: few enough for the cache of a CPU, enough to fill an accelerator."""
+        if self._weights.device.type != "cpu":
+            return 4096
+        return 64 if self._compiled is None else 256
+
+    def of(self, neighbours: Neighbours) -> Tensor:
+        """Components (n, size) of points from their neighbours."""
+        sums = self._self + self._harmonics.sums(*self._on_sphere(neighbours))
+        if not self._plan.triples:
+            means = sums.new_zeros(sums.shape[0], 0)
+        elif self._compiled is not None and not sums.requires_grad:
+            means = self._means_compiled(sums, self._compiled)
+        else:
+            means = self._means(sums)
+        return self._plan.components(sums, means)
+
+    def _on_sphere(self, neighbours: Neighbours) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], Tensor]:
+        """Neighbours as points on the sphere of four dimensions (a, b), each (n, k) real arrays, and their weights (n, k)."""
+        options = self.options
+        x, y, z = neighbours.displacement
+        distance = torch.sqrt(x * x + y * y + z * z)
+        share = (distance - options.rmin0) / (options.cutoff - options.rmin0)
+        angle = options.rfac0 * math.pi * share
+        sine, cosine = torch.sin(angle), torch.cos(angle)
+        if options.rmin0 > 0:  # LAMMPS takes the same half of the sphere for distances below rmin0
+            sine, cosine = sine.abs(), torch.where(sine < 0, -cosine, cosine)
+        scale = sine / distance
+        weight = neighbours.there * self._weights[neighbours.species]
+        if options.switch:
+            weight = weight * (0.5 + 0.5 * torch.cos(math.pi * share.clamp(min=0.0)))
+        real = [part.to(self.dtype) for part in (cosine, scale * z, scale * x, scale * y, weight)]
+        return (real[0], real[1]), (real[2], real[3]), real[4]
+
+    def _means(self, sums: Tensor) -> Tensor:
+        """Means of F_j1 F_j2 F_j, (n, n_triples), of the triples without a degree 0."""
+        parts = sums.split(self._plan.sizes, 1)[1:]
+        total = sums.new_zeros(sums.shape[0], len(self._plan.triples))
+        block = _NODES_AT_ONCE if sums.device.type == "cpu" else _NODES_AT_ONCE_ELSEWHERE
+        for matrices in zip(*(matrix.split(block, 1) for matrix in self._on_both_sides)):
+            if sums.requires_grad:
+                values = torch.stack([part @ matrix for part, matrix in zip(parts, matrices)])
+            else:
+                values = sums.new_empty(len(parts), sums.shape[0], matrices[0].shape[1])
+                for part, matrix, target in zip(parts, matrices, values):
+                    torch.mm(part, matrix, out=target)
+            total = total + self._plan.means(values)
+        return total
+
+    def _means_compiled(self, sums: Tensor, loop: TripleSums) -> Tensor:
+        """The same, without a gradient and on the CPU, with half the work in matrix products."""
+        parts = sums.split(self._harmonics.sizes, 1)
+        total = sums.new_zeros(sums.shape[0], len(self._plan.triples))
+        for matrices in zip(*(matrix.split(_NODES_AT_ONCE, 1) for matrix in self._functions)):
+            values = sums.new_empty(2, self.options.twojmax, sums.shape[0], matrices[0].shape[1])
+            for kind in range(2, len(parts)):
+                torch.mm(parts[kind], matrices[kind], out=values[kind % 2, kind // 2 - 1])
+            loop.add(values[0], values[1], total)
+        return total
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Which products of F_i F_j with which F_k hold every component, as few as possible and in the form of matrix products.
+
+    j1 + j2 + j is even, so either two degrees are odd and one even, or all are even. The pairs are those of odd degrees and,
+    with the even degrees parted into a lower and an upper half, those within a half: one of them is in every triple, and the
+    third degree is even.
+    """
+
+    sizes: list[int]
+    """Numbers of harmonics of each degree."""
+    triples: tuple[tuple[int, int, int], ...]
+    """(j1, j2, j) of the components without a degree 0."""
+    groups: tuple[slice, ...]
+    """Rows of F_1, F_2, ... of which all pairs are multiplied."""
+    places: Tensor
+    """Of each of `triples`: where it is among all pairs times all even degrees."""
+    order: Tensor
+    """Of each component: where it is in [those with a degree 0 | triples]."""
+    factors: Tensor
+    """j + 1 of the triples."""
+
+    @classmethod
+    def of(cls, twojmax: int, dtype: torch.dtype, device: torch.device) -> _Plan:
+        odd, even = list(range(1, twojmax + 1, 2)), list(range(2, twojmax + 1, 2))
+        groups = [group for group in (odd, even[: len(even) // 2], even[len(even) // 2 :]) if group]
+        pairs = [(low, high) for group in groups for place, low in enumerate(group) for high in group[place:]]
+        every = bispectrum_triples(twojmax)
+        with_zero, triples = [t for t in every if 0 in t], [t for t in every if 0 not in t]
+        places = []
+        for triple in triples:
+            low, middle, high = sorted(triple)
+            choices = ((low, middle), high), ((middle, high), low), ((low, high), middle)
+            pair, third = next(choice for choice in choices if choice[0] in pairs and choice[1] in even)
+            places.append(pairs.index(pair) * len(even) + even.index(third))
+        return cls(
+            sizes=[(j + 1) ** 2 for j in range(twojmax + 1)],
+            triples=tuple(triples),
+            groups=tuple(slice(group[0] - 1, group[-1], 2) for group in groups),
+            places=torch.tensor(places, dtype=torch.int64, device=device),
+            order=torch.tensor([(with_zero + triples).index(triple) for triple in every], device=device),
+            factors=torch.tensor([j + 1.0 for _, _, j in triples], dtype=dtype, device=device),
+        )
+
+    def means(self, values: Tensor) -> Tensor:
+        """Sums over nodes of F_j1 F_j2 F_j: values (twojmax, n, n_nodes) of F_1, F_2, ... -> (n, n_triples)."""
+        every = torch.bmm(self._products(values).permute(1, 0, 2), values[1::2].permute(1, 2, 0))
+        return every.flatten(1).index_select(1, self.places)
+
+    def _products(self, values: Tensor) -> Tensor:
+        """F_i F_j of all pairs: (n_pairs, n, n_nodes)."""
+        factors = [
+            (group[k:], group[k]) for group in (values[rows] for rows in self.groups) for k in range(group.shape[0])
+        ]
+        if values.requires_grad:
+            return torch.cat([several * one for several, one in factors])
+        counts = [several.shape[0] for several, _ in factors]
+        found = values.new_empty(sum(counts), *values.shape[1:])
+        for (several, one), target in zip(factors, found.split(counts)):
+            torch.mul(several, one, out=target)
+        return found
+
+    def components(self, sums: Tensor, means: Tensor) -> Tensor:
+        """All components (n, size) from the harmonic sums and the means of products of three.
+
+        With a degree 0 the mean of a product is known: F_0 is the same everywhere, and the harmonics are orthonormal.
+        """
+        norms = [part.sum(1) / (j + 1) for j, part in enumerate((sums * sums).split(self.sizes, 1))]
+        plain = torch.stack(norms, 1) * sums[:, :1]
+        return torch.cat([plain, means * self.factors], 1).index_select(1, self.order)

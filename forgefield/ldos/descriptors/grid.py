@@ -1,0 +1,277 @@
+"""Descriptors of a structure on a grid or at any points: what users and the prediction of LDOS call.
+
+Points that lie close together are taken together, a chunk at a time, so that memory is bounded and few atoms are looked at.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from ase.data import atomic_numbers, chemical_symbols
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from forgefield.config.descriptor_options import DescriptorOptions
+from forgefield.config.nearest import did_you_mean
+from forgefield.errors import ForgefieldError
+from forgefield.ldos.descriptors.bispectrum import Bispectrum, bispectrum_triples
+from forgefield.ldos.descriptors.gaussian import GaussianDensity, default_sigma
+from forgefield.ldos.descriptors.surroundings import Surroundings
+
+
+def make_descriptors(options: DescriptorOptions, species: Sequence[str | int]) -> GridDescriptors:
+    """Descriptors for structures of the `species` (chemical symbols or atomic numbers, in the order of columns unless
+    `options.species` says another)."""
+    return GridDescriptors(options, species)
+
+
+def require_fitting(options: DescriptorOptions, species: Sequence[str], n_columns: int | None) -> None:
+    """Refuse settings that cannot have made inputs of `n_columns`, or that leave their order open.
+
+    species: of the structures, in any order; without any nothing is known, and nothing refused. n_columns: None: not compared.
+    """
+    if not species:
+        return
+    where = "data.points.descriptors"
+    if options.type == "gaussian" and options.species is None and len(species) > 1:
+        raise ForgefieldError(
+            f"{where}.species is missing: of which elements are the {len(species)} columns, in their order? MALA and LAMMPS "
+            f"order them by symbol, species: [{', '.join(sorted(species))}]; forgefield data descriptors by atomic number, "
+            f"species: [{', '.join(sorted(species, key=atomic_numbers.__getitem__))}]."
+        )
+    made = make_descriptors(options, species).size
+    if n_columns is not None and made != n_columns:
+        raise ForgefieldError(
+            f"{where} makes {made} columns, and the inputs of data.train have {n_columns}; give the settings that made those "
+            "files, or leave the section out, if the run need not predict from structures."
+        )
+
+
+class GridDescriptors:
+    """Descriptors of points of a structure. Knows nothing of any one structure; tables are made once per device."""
+
+    def __init__(self, options: DescriptorOptions, species: Sequence[str | int]) -> None:
+        self.options = options
+        self.species = _ordered(options, _symbols(species))
+        self._weights = _weights(options, self.species)
+        self._bispectra: dict[torch.device, Bispectrum] = {}
+
+    @property
+    def columns(self) -> list[str]:
+        """Names: B(j1,j2,j) with twice the angular momenta, in the order of LAMMPS, or density(X) of element X."""
+        if self.options.type == "gaussian":
+            return [f"density({symbol})" for symbol in self.species]
+        return ["B({},{},{})".format(*triple) for triple in bispectrum_triples(self.options.twojmax)]
+
+    @property
+    def size(self) -> int:
+        """Number of columns."""
+        return len(self.columns)
+
+    def on_grid(
+        self,
+        cell: Any,
+        positions: Any,
+        numbers: Any,
+        pbc: Any,
+        grid_shape: Sequence[int],
+        device: torch.device | str | None = None,
+        chunk: int | None = None,
+    ) -> Tensor:
+        """Descriptors at the points (i/nx, j/ny, k/nz) of a cell: (nx, ny, nz, size).
+
+        Arguments:
+            cell: (3, 3), A, one vector per row; positions: (n_atoms, 3), A; numbers: (n_atoms,), atomic numbers; pbc: one or
+                three truth values. Arrays or tensors.
+            grid_shape: nx, ny, nz.
+            device: where to compute, and where the result is; default: that of `positions`, else the CPU.
+            chunk: points at a time; it bounds memory and changes nothing else.
+        """
+        shape = _grid_shape(grid_shape)
+        structure = self._structure(cell, positions, numbers, pbc, device)
+        points = grid_points(structure["cell"].detach(), shape)
+        sigma = self._sigma(lambda: default_sigma(structure["cell"], shape))
+        return self._compute(points, sigma, chunk, **structure).reshape(*shape, self.size)
+
+    def at_points(
+        self,
+        points: Any,
+        cell: Any,
+        positions: Any,
+        numbers: Any,
+        pbc: Any,
+        device: torch.device | str | None = None,
+        chunk: int | None = None,
+    ) -> Tensor:
+        """Descriptors (n, size) at any `points` (n, 3), A; the other arguments are those of `on_grid`."""
+        structure = self._structure(cell, positions, numbers, pbc, device)
+        where = torch.as_tensor(points, dtype=torch.float64, device=structure["cell"].device).detach()
+        if where.ndim != 2 or where.shape[1] != 3:
+            raise ForgefieldError(f"points have shape {tuple(where.shape)}; it should be (n, 3): x, y, z of each, A")
+        return self._compute(where, self._sigma(None), chunk, **structure)
+
+    def _sigma(self, default: Callable[[], float] | None) -> float:
+        if self.options.type != "gaussian":
+            return math.nan
+        if self.options.sigma is not None:
+            return self.options.sigma
+        if default is None:
+            raise ForgefieldError(
+                "sigma: at points that are no grid there is no default; give the width of the Gaussians, A"
+            )
+        return default()
+
+    def _structure(
+        self, cell: Any, positions: Any, numbers: Any, pbc: Any, device: torch.device | str | None
+    ) -> dict[str, Tensor]:
+        """The structure as tensors on one device, float64, checked."""
+        if device is None:
+            device = positions.device if isinstance(positions, Tensor) else "cpu"
+        kind = torch.float64
+        cell, positions = (torch.as_tensor(_plain(x), dtype=kind, device=device) for x in (cell, positions))
+        number = np.asarray(torch.as_tensor(_plain(numbers)).cpu()).reshape(-1)
+        if cell.shape != (3, 3):
+            raise ForgefieldError(f"cell has shape {tuple(cell.shape)}; it should be (3, 3), one vector per row, A")
+        if positions.ndim != 2 or positions.shape != (len(number), 3):
+            raise ForgefieldError(
+                f"positions have shape {tuple(positions.shape)}; for {len(number)} atomic numbers it should be "
+                f"({len(number)}, 3)"
+            )
+        for name, values in (("cell", cell), ("positions", positions)):
+            if not bool(torch.isfinite(values).all()):
+                raise ForgefieldError(f"{name} hold values that are not finite numbers")
+        periodic = torch.as_tensor(_plain(pbc), dtype=torch.bool, device=device).expand(3)
+        return {"cell": cell, "positions": positions, "species": self._rows(number).to(device), "pbc": periodic}
+
+    def _rows(self, numbers: np.ndarray) -> Tensor:
+        known = [atomic_numbers[symbol] for symbol in self.species]
+        for number in np.unique(numbers).tolist():
+            if number not in known:
+                name = chemical_symbols[number] if 0 < number < len(chemical_symbols) else f"atomic number {number}"
+                raise ForgefieldError(
+                    f"the structure holds {name}; these descriptors are made for {', '.join(self.species)}"
+                )
+        return torch.tensor([known.index(number) for number in numbers.tolist()], dtype=torch.int64)
+
+    def _calculator(self, device: torch.device, sigma: float) -> Bispectrum | GaussianDensity:
+        if self.options.type == "gaussian":
+            return GaussianDensity(self.options, len(self.species), sigma)
+        if device not in self._bispectra:
+            self._bispectra[device] = Bispectrum(self.options, self._weights, device)
+        return self._bispectra[device]
+
+    def _compute(
+        self,
+        points: Tensor,
+        sigma: float,
+        chunk: int | None,
+        *,
+        cell: Tensor,
+        positions: Tensor,
+        species: Tensor,
+        pbc: Tensor,
+    ) -> Tensor:
+        if chunk is not None and chunk < 1:
+            raise ForgefieldError(f"chunk={chunk} is not valid: it should be a number of points, at least 1")
+        if not points.shape[0]:
+            return points.new_zeros(0, self.size, dtype=getattr(torch, self.options.precision))
+        calculator = self._calculator(points.device, sigma)
+        calculator.ready(points.shape[0])
+        count = calculator.points_at_once if chunk is None else chunk
+        surroundings = Surroundings(cell, positions, species, pbc, self.options.cutoff)
+        points = surroundings.wrapped(points)
+        order = _by_place(points, count, self.options.cutoff)
+        differentiable = torch.is_grad_enabled() and (positions.requires_grad or cell.requires_grad)
+
+        def of(some: Tensor) -> Tensor:
+            return calculator.of(surroundings.neighbours(some, calculator.closest))
+
+        with full_precision():
+            chunks = points[order].split(count)
+            parts = [checkpoint(of, some, use_reentrant=False) if differentiable else of(some) for some in chunks]
+        return torch.cat(parts)[torch.argsort(order)]
+
+
+def grid_points(cell: Tensor, grid_shape: tuple[int, int, int]) -> Tensor:
+    """Points (i/nx, j/ny, k/nz) of a cell (3, 3), k fastest: (nx ny nz, 3), A."""
+    axes = [torch.arange(n, dtype=torch.float64, device=cell.device) / n for n in grid_shape]
+    return torch.cartesian_prod(*axes) @ cell
+
+
+def _by_place(points: Tensor, chunk: int, cutoff: float) -> Tensor:
+    """Order (n,) in which points that follow each other lie in small boxes, of about `chunk` points each."""
+    low, high = points.amin(0), points.amax(0)
+    volume = float((high - low).clamp(min=1e-3).prod())
+    edge = min(max((volume * chunk / points.shape[0]) ** (1 / 3), 1e-3), cutoff)
+    box = ((points - low) / edge).to(torch.int64)
+    counts = box.amax(0) + 1
+    return torch.argsort((box[:, 0] * counts[1] + box[:, 1]) * counts[2] + box[:, 2], stable=True)
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """Products of float32 matrices in full, whatever the process has allowed for its networks."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _plain(values: Any) -> Any:
+    """Tensors as they are, all else (lists, arrays, ASE's cells) as arrays."""
+    return values if isinstance(values, Tensor) else np.asarray(values)
+
+
+def _grid_shape(shape: Sequence[int]) -> tuple[int, int, int]:
+    whole = [int(n) for n in shape]
+    if len(whole) != 3 or min(whole) < 1 or whole != list(shape):
+        raise ForgefieldError(
+            f"grid_shape={list(shape)} is not valid: it should be three numbers of points, such as [18, 18, 27]"
+        )
+    return whole[0], whole[1], whole[2]
+
+
+def _symbols(species: Sequence[str | int]) -> tuple[str, ...]:
+    symbols = tuple(entry if isinstance(entry, str) else chemical_symbols[int(entry)] for entry in species)
+    for symbol in symbols:
+        if symbol not in atomic_numbers or symbol == "X":
+            raise ForgefieldError(f"species: {symbol!r} is not a chemical element (write for instance 'Al')")
+    if not symbols or len(set(symbols)) != len(symbols):
+        raise ForgefieldError(f"species: {list(symbols)} should name at least one element, and each once")
+    return symbols
+
+
+def _ordered(options: DescriptorOptions, species: tuple[str, ...]) -> tuple[str, ...]:
+    """Elements in the order of columns: as the options say, else as they are."""
+    if options.species is None:
+        return species
+    for symbol in species:
+        if symbol not in options.species:
+            raise ForgefieldError(
+                f"species: [{', '.join(options.species)}] has no {symbol}, which is among the elements"
+            )
+    return tuple(options.species)
+
+
+def _weights(options: DescriptorOptions, species: tuple[str, ...]) -> list[float]:
+    if options.element_weights is None:
+        return [1.0] * len(species)
+    given = dict(options.element_weights)
+    for symbol in given:
+        if symbol not in species:
+            raise ForgefieldError(
+                f"element_weights.{symbol}: there is no such element among {', '.join(species)}.{did_you_mean(symbol, species)}"
+            )
+    missing = [symbol for symbol in species if symbol not in given]
+    if missing:
+        raise ForgefieldError(
+            f"element_weights has no weight of {', '.join(missing)}; give one for each of {', '.join(species)}"
+        )
+    return [float(given[symbol]) for symbol in species]

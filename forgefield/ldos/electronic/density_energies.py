@@ -1,0 +1,226 @@
+"""Energies of an electron density among pseudised ions: Hartree, exchange-correlation (PBE) and Ewald, without a DFT code.
+
+The ions are those of norm-conserving, ultrasoft or PAW pseudopotentials with or without a nonlinear core correction; the
+density is the full valence density on the grid, augmentation included. Everything is differentiable in the density and,
+where the positions given carry derivatives, in them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from ase.data import chemical_symbols
+from torch import Tensor
+
+from forgefield.errors import ForgefieldError
+from forgefield.ldos.electronic.ewald import ewald_energy
+from forgefield.ldos.electronic.hartree import hartree_energy
+from forgefield.ldos.electronic.pbe import pbe_energy_density
+from forgefield.ldos.electronic.plane_waves import PlaneWaves
+from forgefield.ldos.electronic.upf import Pseudopotential
+from forgefield.physics.units import BOHR, HARTREE
+
+CORE_RADIUS = 10.0
+"""Core densities are integrated up to here, Bohr."""
+
+_TABLE_SPACING = 0.005  # 1/Bohr; cubic interpolation of a core density is then good to 1e-10
+
+
+class DensityTerms(NamedTuple):
+    """Energies of a density, each () eV. With band energy and entropy they add up to the free energy."""
+
+    hartree: Tensor
+    exchange_correlation: Tensor
+    ewald: Tensor
+    minus_rho_vhxc: Tensor
+    """-integral of density times (v_Hartree + v_xc): what the band energy counts in their place"""
+
+
+class DensityEnergies:
+    """Energies of densities of one structure.
+
+    cell: (3, 3), A. positions: (n_atoms, 3), A. numbers: (n_atoms,) atomic numbers. pseudopotentials: by chemical symbol.
+    grid_shape: points of the density along each lattice vector. density_cutoff: of the plane waves of the density, Ry
+    (`ecutrho`); if not given, the largest the grid holds. charge: of the cell, elementary charges. electrons: how many the
+    calculation had; if given, it is compared with what the pseudopotentials have.
+    """
+
+    def __init__(
+        self,
+        cell: Tensor,
+        positions: Tensor,
+        numbers: Sequence[int] | Tensor,
+        pseudopotentials: Mapping[str, Pseudopotential],
+        grid_shape: Sequence[int],
+        density_cutoff: float | None = None,
+        *,
+        charge: float = 0.0,
+        electrons: float | None = None,
+    ) -> None:
+        with torch.inference_mode(
+            False
+        ):  # the potential is a derivative: nothing here may be marked as never having one
+            self._set_up(cell, positions, numbers, pseudopotentials, grid_shape, density_cutoff)
+        self.electrons = float(self.charges.sum()) - charge
+        if electrons is not None and abs(electrons - self.electrons) > 1e-3:
+            raise ForgefieldError(
+                f"the calculation has {electrons:g} electrons, the pseudopotentials ({self._valences()}) give "
+                f"{self.electrons:g}: they are not the ones it was made with, or the cell is charged"
+            )
+
+    def _set_up(
+        self,
+        cell: Tensor,
+        positions: Tensor,
+        numbers: Sequence[int] | Tensor,
+        pseudopotentials: Mapping[str, Pseudopotential],
+        grid_shape: Sequence[int],
+        density_cutoff: float | None,
+    ) -> None:
+        self.cell = torch.as_tensor(cell, dtype=torch.float64).detach().clone()
+        self.positions = torch.as_tensor(positions, dtype=torch.float64).to(self.cell.device).clone()
+        self.symbols = [chemical_symbols[int(number)] for number in numbers]
+        self.pseudopotentials = {symbol: _usable(symbol, pseudopotentials) for symbol in sorted(set(self.symbols))}
+        valences = [self.pseudopotentials[symbol].valence for symbol in self.symbols]
+        self.charges = torch.tensor(valences, dtype=torch.float64, device=self.cell.device)
+        self.waves = PlaneWaves(self.cell / BOHR, grid_shape, density_cutoff)
+        self.grid_shape = self.waves.grid_shape
+        self.voxel_volume = float(torch.linalg.det(self.cell).abs()) / math.prod(self.grid_shape)
+
+    def terms(self, density: Tensor) -> DensityTerms:
+        """All energies of a density, (nx, ny, nz) or (n_points,), 1/A^3."""
+        rho = self._in_bohr(density)
+        hartree = hartree_energy(rho, self.waves)
+        exchange_correlation, from_potential = self._exchange_correlation_with_potential(rho)
+        return DensityTerms(
+            hartree=HARTREE * hartree,
+            exchange_correlation=HARTREE * exchange_correlation,
+            ewald=self.ewald,
+            minus_rho_vhxc=HARTREE * (-2 * hartree - from_potential),
+        )
+
+    def hartree(self, density: Tensor) -> Tensor:
+        """() eV."""
+        return HARTREE * hartree_energy(self._in_bohr(density), self.waves)
+
+    def exchange_correlation(self, density: Tensor) -> Tensor:
+        """() eV."""
+        return HARTREE * self._exchange_correlation(self._in_bohr(density))
+
+    @property
+    def ewald(self) -> Tensor:
+        """() eV, of the ions."""
+        return self._ewald() if self.positions.requires_grad else self._kept_ewald
+
+    @property
+    def core_density(self) -> Tensor:
+        """(nx, ny, nz), 1/Bohr^3: the cores of all atoms that have a core correction."""
+        return self._core_density() if self.positions.requires_grad else self._kept_core_density
+
+    @cached_property
+    def _kept_ewald(self) -> Tensor:
+        return self._ewald()
+
+    @cached_property
+    def _kept_core_density(self) -> Tensor:
+        with torch.inference_mode(False):
+            return self._core_density()
+
+    def _ewald(self) -> Tensor:
+        return ewald_energy(self.cell, self.positions, self.charges)
+
+    def _core_density(self) -> Tensor:
+        coefficients = torch.zeros_like(self.waves.squared, dtype=torch.complex128)
+        for symbol, pseudopotential in self.pseudopotentials.items():
+            if pseudopotential.core_density is not None:
+                chosen = torch.tensor([each == symbol for each in self.symbols], device=self.cell.device)
+                form = _core_form_factor(pseudopotential, self.waves) / self.waves.volume
+                coefficients = coefficients + form * self.waves.structure_factor(self.positions[chosen] / BOHR)
+        return self.waves.values(coefficients)
+
+    def check_electrons(self, density: Tensor, tolerance: float = 0.01) -> None:
+        """A ForgefieldError if a density, 1/A^3, does not hold the electrons of the pseudopotentials, within `tolerance`."""
+        found = float(density.detach().sum(dtype=torch.float64)) * self.voxel_volume
+        if not abs(found - self.electrons) <= tolerance * abs(self.electrons):
+            raise ForgefieldError(
+                f"the density holds {found:.6g} electrons, the pseudopotentials ({self._valences()}) give {self.electrons:g}; "
+                f"check the unit of the density (1/A^3), the cell and the pseudopotentials"
+            )
+
+    def _valences(self) -> str:
+        return ", ".join(f"{symbol}: {each.valence:g}" for symbol, each in self.pseudopotentials.items())
+
+    def _in_bohr(self, density: Tensor) -> Tensor:
+        if density.numel() != math.prod(self.grid_shape):
+            raise ForgefieldError(f"a density of shape {tuple(density.shape)} does not fit the grid {self.grid_shape}")
+        return density.to(torch.float64).reshape(self.grid_shape) * BOHR**3
+
+    def _exchange_correlation(self, rho: Tensor) -> Tensor:
+        """() Hartree."""
+        total = rho + self.core_density
+        return pbe_energy_density(total, self.waves.gradient_squared(total)).sum() * (self.voxel_volume / BOHR**3)
+
+    def _exchange_correlation_with_potential(self, rho: Tensor) -> tuple[Tensor, Tensor]:
+        """The energy, and the integral of density times potential, the derivative of the energy; () Hartree each."""
+        differentiable = torch.is_grad_enabled() and (rho.requires_grad or self.positions.requires_grad)
+        with torch.inference_mode(False), torch.enable_grad():
+            variable = rho if differentiable and rho.requires_grad else rho.detach().clone().requires_grad_()
+            energy = self._exchange_correlation(variable)
+            (potential,) = torch.autograd.grad(energy, variable, create_graph=differentiable)
+        product = (rho * potential).sum()
+        return (energy, product) if differentiable else (energy.detach(), product.detach())
+
+
+def _usable(symbol: str, pseudopotentials: Mapping[str, Pseudopotential]) -> Pseudopotential:
+    if symbol not in pseudopotentials:
+        given = ", ".join(sorted(pseudopotentials)) or "none"
+        raise ForgefieldError(
+            f"no pseudopotential of {symbol} was given (there are: {given}); energies of a density need it"
+        )
+    chosen = pseudopotentials[symbol]
+    if not chosen.is_pbe:
+        raise ForgefieldError(
+            f"{chosen.path} was made for the functional {chosen.functional!r}; PBE is the one known here"
+        )
+    return chosen
+
+
+def _core_form_factor(pseudopotential: Pseudopotential, waves: PlaneWaves) -> Tensor:
+    """The Fourier transform of one core at |G|, electrons: (nx, ny, nz // 2 + 1); zero beyond the cutoff."""
+    values, slopes = _core_transform(pseudopotential, waves.highest)
+    place = waves.squared.sqrt().clamp_max(waves.highest) / _TABLE_SPACING
+    index = place.long()
+    t = place - index
+    values, slopes = values.to(place.device), slopes.to(place.device) * _TABLE_SPACING
+    low, high = values[index], values[index + 1]
+    cubic = low + t * (slopes[index] + t * (3 * (high - low) - 2 * slopes[index] - slopes[index + 1]))
+    cubic = cubic + t**3 * (2 * (low - high) + slopes[index] + slopes[index + 1])
+    return cubic * waves.within
+
+
+def _core_transform(pseudopotential: Pseudopotential, highest: float) -> tuple[Tensor, Tensor]:
+    """4 pi times the integral of r^2 core(r) sin(qr)/(qr), and its derivative by q, for q = 0, 0.005, ... 1/Bohr."""
+    core = pseudopotential.core_density
+    assert core is not None
+    inner = pseudopotential.radii <= CORE_RADIUS
+    r = pseudopotential.radii[inner]
+    charge = 4 * math.pi * _simpson(pseudopotential.steps[inner]) * r**2 * core[inner]
+    q = torch.arange(math.ceil(highest / _TABLE_SPACING) + 2, dtype=torch.float64) * _TABLE_SPACING
+    phase = q[:, None] * r
+    bessel = torch.sinc(phase / math.pi)
+    slope = torch.where(q[:, None] > 0, (phase.cos() - bessel) / q.clamp_min(_TABLE_SPACING)[:, None], 0.0)
+    return bessel @ charge, slope @ charge
+
+
+def _simpson(steps: Tensor) -> Tensor:
+    """Weights of Simpson's rule on a mesh with dr/di = `steps`; of an even number of points the last is left out."""
+    points = steps.shape[0] - (1 - steps.shape[0] % 2)
+    weights = torch.zeros_like(steps)
+    weights[:points] = 2.0
+    weights[1:points:2] = 4.0
+    weights[0] = weights[points - 1] = 1.0
+    return weights * steps / 3

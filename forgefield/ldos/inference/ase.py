@@ -1,0 +1,89 @@
+"""An LDOS run as an ASE calculator: the free energy of a structure at an electronic temperature, and what it is made of."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from ase import Atoms
+from ase.calculators.calculator import Calculator as AseCalculator
+from ase.calculators.calculator import all_changes
+
+from forgefield.errors import ForgefieldError
+from forgefield.ldos.inference.electrons import ElectronModel
+from forgefield.runs import Run
+
+
+class LDOSCalculator(AseCalculator):
+    """What `forgefield.Calculator(run, temperature=...)` is for an LDOS run.
+
+    Arguments: temperature: of the electrons, K; the others are those of `ElectronModel`.
+
+    Results: energy and free_energy, the free energy of electrons and ions, eV; band_energy, fermi_energy, entropy (-TS), eV;
+    dos (levels,), 1/eV, at dos_energies (levels,), eV; density (nx, ny, nz), 1/A^3. There are no forces.
+    """
+
+    name = "forgefield-ldos"
+    implemented_properties = [
+        "energy", "free_energy", "band_energy", "fermi_energy", "entropy", "dos", "dos_energies", "density"
+    ]  # fmt: skip
+    ignored_changes = {"initial_charges", "initial_magmoms"}
+
+    def __init__(
+        self,
+        run: str | os.PathLike[str] | Run,
+        *,
+        temperature: float | None = None,
+        which: str = "best",
+        device: str | torch.device = "cpu",
+        grid: Sequence[int] | None = None,
+        spacing: float | None = None,
+        pseudopotentials: str | os.PathLike[str] | None = None,
+        electrons: float | None = None,
+        trust_code: bool = False,
+    ) -> None:
+        super().__init__()
+        self.temperature = temperature
+        self.model = ElectronModel(
+            run,
+            which=which,
+            device=device,
+            grid=grid,
+            spacing=spacing,
+            pseudopotentials=pseudopotentials,
+            electrons=electrons,
+            trust_code=trust_code,
+        )
+        if self.model.network.energies is None:
+            raise ForgefieldError(
+                f"Run {self.model.run.name} predicts a density and no LDOS, so it has no energy; forgefield predict writes "
+                "the density."
+            )
+
+    def calculate(
+        self,
+        atoms: Atoms | None = None,
+        properties: Sequence[str] = ("energy",),
+        system_changes: Sequence[str] = all_changes,
+    ) -> None:
+        super().calculate(atoms, list(properties), list(system_changes))
+        found = self.model(self.atoms, self.temperature)
+        assert found.dos is not None
+        assert found.energies is not None
+        self.results = {
+            "band_energy": found.band_energy,
+            "fermi_energy": found.fermi_energy,
+            "entropy": found.entropy,
+            "dos": found.dos.cpu().numpy(),
+            "dos_energies": found.energies.energies().numpy(),
+            "density": np.asarray(found.density.cpu()),
+        }
+        if found.free_energy is not None:
+            self.results |= {"energy": found.free_energy, "free_energy": found.free_energy}
+        elif {"energy", "free_energy"} & set(properties):
+            raise ForgefieldError(
+                f"There is no free energy: {found.missing}; name the folder of pseudopotentials (pseudopotentials=...). "
+                "calc.get_property('band_energy', atoms) needs none."
+            )

@@ -1,0 +1,129 @@
+"""Predicted electronic structures as files: arrays (npy), densities (cube), numbers (JSON), structures with energies (extxyz).
+
+A folder holds the predictions for all structures of a source; it appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from ase import Atoms
+from ase.calculators.singlepoint import SinglePointCalculator
+
+from forgefield.config.schema import LabelOptions, UnitOptions
+from forgefield.data.labels import PREDICTED_BY, LabelReader
+from forgefield.data.readers import frames_with_values, source_files
+from forgefield.errors import ForgefieldError
+from forgefield.files import remove_leftovers, temporary_name
+from forgefield.inference.predict import keep_labels, keep_values
+from forgefield.inference.xyz_files import write_extxyz
+from forgefield.ldos.inference.electrons import ElectronicStructure, ElectronModel
+from forgefield.physics.units import BOHR
+
+NUMBERS = "results.json"
+
+
+def predict_electrons(
+    model: ElectronModel,
+    source: Any,
+    out: str | os.PathLike[str],
+    *,
+    temperature: float | None,
+    ldos: bool = False,
+    units: UnitOptions | None = None,
+    notify: Callable[[str], None] = lambda text: None,
+) -> Path:
+    """Predict all structures of `source` and write them to the new folder `out`: `results.json`, `predicted.extxyz`,
+    `energies.npy` (levels,) and `dos.npy` (n, levels); of structure i `density-i.npy`, `density-i.cube` and, if asked for,
+    `ldos-i.npy`. say: told what was done for each.
+    """
+    out = Path(out)
+    if out.exists():
+        raise ForgefieldError(f"{out} exists already; predictions are written to a new folder.")
+    units = units or UnitOptions()
+    reader = LabelReader(LabelOptions(), units)
+    frames = [pair for file in source_files(source) for pair in frames_with_values(file, reader, units)]
+    partial = temporary_name(out)
+    remove_leftovers(out.parent, of=out)
+    try:
+        partial.mkdir(parents=True)
+        rows, images, states = [], [], []
+        for number, (frame, raw) in enumerate(frames):
+            atoms = Atoms(frame.numbers, frame.positions, cell=frame.cell, pbc=frame.pbc)
+            try:
+                found = model(atoms, temperature)
+            except ForgefieldError as error:
+                raise ForgefieldError(f"{frame.where}: {error}") from error
+            notify(_in_words(found, number))
+            write_arrays(found, partial, number, ldos=ldos)
+            rows.append({**found.numbers(), "source": frame.source, "frame": frame.index})
+            images.append(with_results(found))
+            keep_labels(images[-1], frame)
+            if raw is not None:
+                keep_values(images[-1], raw, reader)
+            states += [found.dos.cpu().numpy()] if found.dos is not None else []
+            if found.missing is not None and number == 0:
+                notify(f"No free energy: {found.missing}.")
+        (partial / NUMBERS).write_text(json.dumps(rows, indent=1) + "\n")
+        write_extxyz(partial / "predicted.extxyz", images)
+        if states:
+            assert model.network.energies is not None
+            np.save(partial / "dos.npy", np.stack(states))
+            np.save(partial / "energies.npy", model.network.energies.energies().numpy())
+        os.replace(partial, out)
+    except OSError as error:
+        raise ForgefieldError(f"Could not write {out}: {error.strerror or error}.") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return out
+
+
+def write_arrays(found: ElectronicStructure, folder: Path, number: int, *, ldos: bool) -> None:
+    """The arrays of one structure. ldos: the largest of them, too."""
+    density = found.density.cpu().numpy()
+    np.save(folder / f"density-{number}.npy", density)
+    with (folder / f"density-{number}.cube").open("w") as file:
+        write_cube(file, found.atoms, density * BOHR**3, "electron density, 1/Bohr^3")
+    if ldos and found.ldos is not None:
+        np.save(folder / f"ldos-{number}.npy", found.ldos.cpu().numpy())
+
+
+def write_cube(file: IO[str], atoms: Atoms, values: np.ndarray, title: str) -> None:
+    """values: (nx, ny, nz), in any unit; a file that common viewers read, lengths in Bohr."""
+    file.write(f"Forgefield: {title}\n{atoms.get_chemical_formula()}\n")
+    file.write(f"{len(atoms):5d}{0:12.6f}{0:12.6f}{0:12.6f}\n")
+    for n, vector in zip(values.shape, np.array(atoms.cell) / BOHR):
+        file.write(f"{n:5d}" + "".join(f"{x / n:12.6f}" for x in vector) + "\n")
+    for number, position in zip(atoms.numbers, atoms.positions / BOHR):
+        file.write(f"{number:5d}{float(number):12.6f}" + "".join(f"{x:12.6f}" for x in position) + "\n")
+    for row in values.reshape(-1, values.shape[2]):
+        for start in range(0, len(row), 6):
+            file.write("".join(f"{x:13.5E}" for x in row[start : start + 6]) + "\n")
+
+
+def with_results(found: ElectronicStructure) -> Atoms:
+    """The structure, its energy the free energy, further numbers in `info`."""
+    atoms = found.atoms.copy()
+    atoms.info[PREDICTED_BY] = "forgefield"
+    for name in ("temperature", "fermi_energy", "band_energy", "entropy"):
+        value = getattr(found, name)
+        if value is not None:
+            atoms.info[name] = value
+    if found.free_energy is not None:
+        atoms.calc = SinglePointCalculator(atoms, energy=found.free_energy, free_energy=found.free_energy)
+    return atoms
+
+
+def _in_words(found: ElectronicStructure, number: int) -> str:
+    parts = [f"grid {' x '.join(map(str, found.grid_shape))}"]
+    for name, unit in (("fermi_energy", "eV"), ("band_energy", "eV"), ("free_energy", "eV")):
+        value = getattr(found, name)
+        if value is not None:
+            parts.append(f"{name.replace('_', ' ')} {value:.6f} {unit}")
+    return f"{number}: {found.atoms.get_chemical_formula()}, {', '.join(parts)}"

@@ -1,0 +1,181 @@
+"""A network that gives the local density of states (or the density) at a point from the descriptors of that point.
+
+A multilayer perceptron between two scalings that are part of the model: raw descriptors go in, values in physical units come
+out, and files are never rewritten. Scalings are kept in float64; what the network sees is rounded once, to the type of its
+weights. The layers alone, between scaled inputs and scaled outputs, are `network`: trainings on many points work with those.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from forgefield.config.nearest import did_you_mean
+from forgefield.config.trust import NO_CODE, Trust
+from forgefield.errors import ForgefieldError
+from forgefield.ldos.electronic.energy_grid import EnergyGrid
+from forgefield.models.registry import PRECISIONS
+from forgefield.ops.products import is_lowered, product
+from forgefield.runs import Run
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "leakyrelu": F.leaky_relu,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "softplus": F.softplus,
+    "elu": F.elu,
+}
+
+
+@dataclass(frozen=True)
+class LDOSOptions:
+    """hidden: widths of the hidden layers. activation: behind each of them. output_activation: on the scaled outputs too, as
+    in MALA, or None: outputs are linear."""
+
+    hidden: list[int] = field(default_factory=lambda: [400, 400, 400])
+    activation: str = "relu"
+    output_activation: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.hidden or any(width < 1 for width in self.hidden):
+            raise ForgefieldError(
+                f"model.hidden is {self.hidden}; give the width of each hidden layer, such as [400, 400]."
+            )
+        for name in ("activation", "output_activation"):
+            value = getattr(self, name)
+            if value is not None and value not in ACTIVATIONS:
+                raise ForgefieldError(
+                    f"model.{name} is '{value}'; choose one of {', '.join(ACTIVATIONS)}.{did_you_mean(value, ACTIVATIONS)}"
+                )
+
+
+@dataclass(frozen=True)
+class LinearScale:
+    """What the network sees of a value x in column i: (x - shift[i]) / scale[i]. kind: how it was found, and which columns
+    were constant, for people."""
+
+    kind: str
+    shift: list[float]
+    scale: list[float]
+    constant: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class PointFacts:
+    """What data and settings say of a model. target: ldos or density. energies: the grid of an LDOS as `EnergyGrid.to_dict`.
+    descriptors: how inputs are made of a structure, where that is known."""
+
+    target: str
+    inputs: LinearScale
+    outputs: LinearScale
+    energies: dict[str, Any] | None = None
+    descriptors: dict[str, Any] | None = None
+
+
+class LDOSNetwork(nn.Module):
+    """(..., descriptors) -> (..., levels), 1/(eV A^3); of a density (..., 1), 1/A^3."""
+
+    samples = "points"
+    Options = LDOSOptions
+
+    def __init__(
+        self, options: LDOSOptions, facts: PointFacts, *, dtype: torch.dtype, generator: torch.Generator | None = None
+    ) -> None:
+        super().__init__()
+        self.options, self.facts = options, facts
+        self.target = facts.target
+        self.energies = None if facts.energies is None else EnergyGrid.from_dict(facts.energies)
+        widths = [len(facts.inputs.shift), *options.hidden, len(facts.outputs.shift)]
+        if self.energies is not None and self.energies.levels != widths[-1]:
+            raise ForgefieldError(
+                f"data.points.energies has {self.energies.levels} levels, but the target files have {widths[-1]} columns."
+            )
+        self.weights, self.biases = nn.ParameterList(), nn.ParameterList()
+        for size, width in pairwise(widths):
+            bound = 1.0 / math.sqrt(size)
+            for kept, shape in ((self.weights, (width, size)), (self.biases, (width,))):
+                values = torch.rand(shape, dtype=torch.float64, generator=generator)
+                kept.append(nn.Parameter(((2 * values - 1) * bound).to(dtype)))
+        for name, scaling in (("input", facts.inputs), ("output", facts.outputs)):
+            self.register_buffer(f"{name}_shift", torch.tensor(scaling.shift, dtype=torch.float64))
+            self.register_buffer(f"{name}_scale", torch.tensor(scaling.scale, dtype=torch.float64))
+
+    input_shift: Tensor
+    input_scale: Tensor
+    output_shift: Tensor
+    output_scale: Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weights[0].dtype
+
+    def forward(self, descriptors: Tensor) -> Tensor:
+        """Raw descriptors to physical units, in the type of the weights."""
+        return self.physical(self.network(self.scaled_inputs(descriptors)))
+
+    def network(self, x: Tensor) -> Tensor:
+        """The layers: scaled inputs (n, descriptors) to scaled outputs (n, levels)."""
+        last = len(self.weights) - 1
+        for number, (weight, bias) in enumerate(zip(self.weights, self.biases)):
+            x = product(x, weight.t()) + bias if is_lowered(x) else F.linear(x, weight, bias)
+            name = self.options.activation if number < last else self.options.output_activation
+            x = x if name is None else ACTIVATIONS[name](x)
+        return x
+
+    def scaled_inputs(self, descriptors: Tensor) -> Tensor:
+        """What the layers see: computed in float64 and rounded once."""
+        return ((descriptors.to(torch.float64) - self.input_shift) / self.input_scale).to(self.dtype)
+
+    def scaled_targets(self, values: Tensor) -> Tensor:
+        """Targets as the layers should give them: computed in float64 and rounded once."""
+        return ((values.to(torch.float64) - self.output_shift) / self.output_scale).to(self.dtype)
+
+    def physical(self, outputs: Tensor) -> Tensor:
+        """Scaled outputs in physical units, computed in float64, in the type of the weights."""
+        return (outputs.to(torch.float64) * self.output_scale + self.output_shift).to(outputs.dtype)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LDOSNetwork:
+        """As torch does it, but scalings stay float64 where a type is asked for."""
+        kept = dict(self.named_buffers())
+        super()._apply(fn, recurse)
+        for name, before in kept.items():
+            moved = getattr(self, name)
+            if moved.dtype != torch.float64:
+                setattr(self, name, before.to(moved.device))
+        return self
+
+
+def resolve(options: Mapping[str, Any], facts: PointFacts) -> dict[str, Any]:
+    """The model section with every number explicit; JSON-able. options: checked, without the name."""
+    return {"name": "ldos", **asdict(LDOSOptions(**options)), "points": asdict(facts)}
+
+
+def build_network(resolved: Mapping[str, Any], *, precision: str, seed: int, trust: Trust = NO_CODE) -> LDOSNetwork:
+    """The network of resolved options; its initial weights depend on `seed` alone.
+
+    precision: type of the weights, `float32` or `float64`. trust: not used, since these options cannot name code.
+    """
+    options = {key: value for key, value in resolved.items() if key not in ("name", "points")}
+    stored = resolved["points"]
+    scales = {side: LinearScale(**stored[side]) for side in ("inputs", "outputs")}
+    facts = PointFacts(**{**stored, **scales})
+    generator = torch.Generator().manual_seed(seed)
+    return LDOSNetwork(LDOSOptions(**options), facts, dtype=PRECISIONS[precision], generator=generator)
+
+
+def load_network(run: Run, which: str = "best", device: str | torch.device = "cpu") -> LDOSNetwork:
+    """The trained network of a run, in evaluation mode: raw descriptors in, physical units out."""
+    model = run.load_model(which, device)
+    if not isinstance(model, LDOSNetwork):
+        raise ForgefieldError(f"Run {run.name} was trained on frames: its model does not predict an LDOS.")
+    return model

@@ -1,0 +1,32 @@
+"""An ASE calculator as a run: it has no weights, so its import path, arguments and elements are all there is to keep."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from ase.data import atomic_numbers
+
+from forgefield.config.trust import CONFIG
+from forgefield.errors import ForgefieldError
+from forgefield.models.nequip.framework import ImportedModel
+from forgefield.models.registry import build_model, resolve_model
+
+EDGES_UP_TO = 1.0
+"""A; edges are not used by a calculator, which finds neighbours itself."""
+
+
+def read_calculator(module: str, species: Sequence[str], options: str | None) -> ImportedModel:
+    """module: import path of the calculator. options: JSON file with its arguments."""
+    if not species:
+        raise ForgefieldError("Name the elements that the calculator is for: --species Cu Au.")
+    for symbol in species:
+        if not atomic_numbers.get(symbol):
+            raise ForgefieldError(f"--species {symbol}: there is no element of that name.")
+    given = {} if options is None else json.loads(Path(options).read_text())
+    section = {"name": "calculator", "module": module, "options": given}
+    ordered = sorted(set(species), key=lambda symbol: atomic_numbers[symbol])
+    resolved = resolve_model(section, species=ordered, cutoff=EDGES_UP_TO, trust=CONFIG)
+    state = build_model(resolved, precision="float64", seed=0, trust=CONFIG).state_dict()
+    return ImportedModel(resolved=resolved, state=state, precision="float64", origin=f"ASE calculator {module}")

@@ -1,0 +1,122 @@
+"""Allegro 0.8 as an architecture of the NequIP framework.
+
+Weights are renamed; those that make tensor weights have columns by channel, then degree, there, and by degree, then
+channel, here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forgefield.errors import ForgefieldError
+from forgefield.models.nequip.framework import SHARED_OPTIONS, Architecture, ImportedModel, read_model
+
+_MLPS = ("scalar_embed", "allegro")
+_SAME = (
+    "num_scalar_features", "num_tensor_features", "radial_chemical_embed_dim", "tp_path_channel_coupling",
+    "weight_individual_irreps", "forward_normalize", *(f"{part}_mlp_nonlinearity" for part in _MLPS),
+)  # fmt: skip
+_RENAMED = (
+    SHARED_OPTIONS
+    | {key: key for key in _SAME}
+    | {f"{part}_mlp_hidden_layers_{what}": f"{part}_mlp_{what}" for part in _MLPS for what in ("depth", "width")}
+)
+_EMBEDDINGS = {
+    "TwoBodyBesselScalarEmbed": ("bessel", {"num_bessels", "bessel_trainable", "polynomial_cutoff_p"}),
+    "TwoBodySplineScalarEmbed": ("spline", {"num_splines", "spline_span"}),
+}
+_FIXED = {
+    "radial_chemical_embed.bessel_encode.bessel_weights": "bessel_frequencies",
+    "radial_chemical_embed.type_embed.center_embed.weight": "centre_embedding",
+    "radial_chemical_embed.type_embed.neighbor_embed.weight": "neighbour_embedding",
+    "radial_chemical_embed.spline.class_embed.weight": "splines",
+    "per_type_energy_scale_shift.scales": "energy_scales",
+    "per_type_energy_scale_shift.shifts": "energy_shifts",
+}
+_PERCEPTRONS = {
+    "radial_chemical_embed.type_embed.basis_linear": "radial",
+    "scalar_embed_mlp.mlp_module": "scalar_embed",
+    "tensor_embed.env_embed_linear": "tensor_weights",
+    "allegro.first_layer_env_embed_projection": "first_projection",
+    "edge_readout.mlp_module": "readout",
+}
+_DERIVED = re.compile(
+    r"_empty|edge_norm\._rmax_recip|allegro\.tps\.\d+\.w3j|radial_chemical_embed\.spline\.(lower|upper)"
+    r"|(allegro\._env_weighter|tensor_embed\._edge_weighter)\._rtoi|pair_potential\.(atomic_numbers|_qqr2exesquare)"
+)
+
+
+def read_allegro(
+    path: str | os.PathLike[str], options: str | os.PathLike[str] | None = None, weights: str = "ema"
+) -> ImportedModel:
+    """Model in a file of Allegro; see `read_model`."""
+    return read_model(ALLEGRO, path, options, weights)
+
+
+def our_name(name: str) -> str | None:
+    """Our name of a weight of Allegro."""
+    if name in _FIXED:
+        return _FIXED[name]
+    if match := re.fullmatch(r"allegro\.tps\.(\d+)\.weights", name):
+        return f"couplings.{match[1]}.weight"
+    for layers, step in ((r"\.mlp\.(\d+)\.weight", 2), (r"\.mlp\.weights\.(\d+)", 1)):
+        if match := re.fullmatch(r"(.+)" + layers, name):
+            number = int(match[2]) // step
+            latent = re.fullmatch(r"allegro\.latents\.(\d+)", match[1])
+            ours = f"latents.{latent[1]}" if latent else _PERCEPTRONS.get(match[1])
+            return None if ours is None else f"{ours}.weights.{number}"
+    return None
+
+
+def arrange(name: str, value: Tensor, resolved: Mapping[str, Any]) -> Tensor:
+    """Numbers of a weight in our order."""
+    if name == "splines":
+        return value.reshape(value.shape[0], -1, resolved["num_splines"]).transpose(1, 2)
+    if re.fullmatch(r"couplings\.\d+\.weight", name):
+        channels = resolved["num_tensor_features"] if resolved["tp_path_channel_coupling"] else 1
+        return value.reshape(channels, -1).T
+    first = {"tensor_weights": 0, "first_projection": resolved["num_scalar_features"]}
+    degrees = resolved["l_max"] + 1 if name.startswith("tensor") or resolved["weight_individual_irreps"] else 1
+    part, _, number = name.rpartition(".weights.")
+    if part.startswith("latents.") and int(number) == resolved["allegro_mlp_depth"]:
+        first[part] = resolved["num_scalar_features"]
+    if part not in first:
+        return value
+    features, weights = value[:, : first[part]], value[:, first[part] :]
+    by_degree = weights.unflatten(1, (-1, degrees)).transpose(1, 2).flatten(1) if weights.shape[1] else weights
+    return torch.cat([features, by_degree], 1)
+
+
+def _translate(path: Path, key: str, value: Any) -> dict[str, Any] | None:
+    if key != "radial_chemical_embed":
+        return None
+    settings = dict(value)
+    target = str(settings.pop("_target_", "")).rsplit(".", 1)[-1]
+    if target not in _EMBEDDINGS:
+        raise ForgefieldError(f"{path}: radial_chemical_embed is {target}; known are {' and '.join(_EMBEDDINGS)}.")
+    kind, known = _EMBEDDINGS[target]
+    for option in settings:
+        if option not in known:
+            raise ForgefieldError(f"{path}: radial_chemical_embed.{option} is not known.")
+    return {"radial_chemical_embed": kind, **settings}
+
+
+ALLEGRO = Architecture(
+    name="allegro",
+    title="Allegro",
+    builders=("AllegroModel",),
+    embedding=re.compile(r"radial_chemical_embed\.(type_embed\.center_embed|spline\.class_embed)\.weight"),
+    derived=_DERIVED,
+    renamed=_RENAMED,
+    refused_unless={},
+    our_name=our_name,
+    translate=_translate,
+    arrange=arrange,
+)

@@ -1,0 +1,332 @@
+"""Allegro: a strictly local equivariant potential (Musaelian et al., Nat. Commun. 14, 579, 2023), as in Allegro 0.8.
+
+Every ordered pair of neighbours has scalar and tensor features; layers couple the tensors with the environment of the
+centre and mix what becomes scalar into the scalars. The energy of an atom is the sum over its edges plus its species'
+shift and depends on nothing beyond the cutoff. Geometry and energies are float64, the interior has the precision of
+the weights. Linear maps that follow one another are multiplied before they meet the edges, and the tensor track is
+carried by atoms (`allegro_tensors.py`); the function is Allegro's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forgefield.kernels.convolution.dispatch import WeightedHarmonics
+from forgefield.models.adaptive import adaptive_bessel_basis
+from forgefield.models.allegro import options as allegro_options
+from forgefield.models.allegro.options import PRESETS, Options, complete_options, preset_options
+from forgefield.models.allegro.tensors import EnvironmentCoupling, harmonic_irreps, layer_irreps
+from forgefield.models.terms import PairLengths, SpeciesTerms
+from forgefield.ops.activations import activate
+from forgefield.ops.graph import (
+    EdgeGraph,
+    GradientSwitch,
+    Segments,
+    barrier,
+    cut,
+    edge_graph,
+    gather,
+    join,
+    segment_sum,
+)
+from forgefield.ops.harmonics import SphericalHarmonics
+from forgefield.ops.linear import Perceptron, unit_normal, unit_uniform
+from forgefield.ops.products import add_product, product
+from forgefield.ops.radial import bessel_basis
+
+FEW_KINDS = 16
+"""Up to so many pairs of species, all splines are evaluated as one matrix product; above, weights are gathered."""
+
+
+class Allegro(SpeciesTerms):
+    """Atomic energies from edge vectors. Built from resolved options: every number is given.
+
+    State: `centre_embedding` and `neighbour_embedding` (n_species, half of the embedding) and `radial` for bessel,
+    `splines` (n_species^2, n_splines, embedding) for spline; `scalar_embed`; `tensor_weights` and `first_projection`,
+    linear; one of `latents` and of `couplings` per layer; `readout`. Weights of tensors have columns by degree, then
+    channel.
+    """
+
+    only_edge_vectors = True
+    sums_over_edges = True
+    """Those of `WeightedHarmonics`, which may go through kernels."""
+    latents: list[Dense]
+    couplings: list[EnvironmentCoupling]
+    bessel_frequencies: Tensor
+    identity: Tensor
+    Options = Options
+    presets = PRESETS
+    preset_options = staticmethod(preset_options)
+    complete_options = staticmethod(complete_options)
+
+    def __init__(
+        self,
+        options: allegro_options.Options,
+        *,
+        species: Sequence[str],
+        cutoff: float,
+        adaptive_cutoff: float | None = None,
+        dtype: torch.dtype = torch.float32,
+        generator: torch.Generator,
+    ) -> None:
+        super().__init__(options, species, cutoff, adaptive_cutoff)
+        self.options = options
+        scalars, tensors = options.num_scalar_features, options.num_tensor_features
+        self.degrees = [2 * degree + 1 for degree in range(options.l_max + 1)]
+        self.n_own = tensors * len(self.degrees)
+        self.n_env = self.n_own if options.weight_individual_irreps else tensors
+        make: dict[str, Any] = {"generator": generator, "dtype": dtype}
+        width = self._make_embedding(options, **make)
+        forward = options.forward_normalize
+        make["forward_normalise"] = forward
+        embed = [options.scalar_embed_mlp_width] * options.scalar_embed_mlp_depth
+        self.scalar_embed = Dense([width, *embed, scalars], options.scalar_embed_mlp_nonlinearity, **make)
+        self.tensor_weights = Dense([scalars, self.n_own], None, **make)
+        self.first_projection = Dense([scalars, scalars + self.n_env], None, **make | {"forward_normalise": True})
+        self.harmonics = SphericalHarmonics(options.l_max)
+        irreps = layer_irreps(options.l_max, options.parity, options.num_layers)
+        latents, couplings = nn.ModuleList(), nn.ModuleList()
+        hidden = [options.allegro_mlp_width] * options.allegro_mlp_depth
+        for number in range(options.num_layers):
+            result = scalars + (self.n_env if number < options.num_layers - 1 else 0)
+            sizes = [scalars * (number + 1) + tensors, *hidden, result]
+            latents.append(Dense(sizes, options.allegro_mlp_nonlinearity, **make))
+            couplings.append(
+                EnvironmentCoupling(
+                    irreps[number],
+                    harmonic_irreps(options.l_max),
+                    irreps[number + 1],
+                    tensors if options.tp_path_channel_coupling else 1,
+                    generator=generator,
+                    dtype=dtype,
+                )
+            )
+        self.latents, self.couplings = latents, couplings  # type: ignore[assignment]
+        sizes = [scalars * (options.num_layers + 1), *[options.readout_mlp_width] * options.readout_mlp_depth, 1]
+        self.readout = Dense(sizes, options.readout_mlp_nonlinearity, **make)
+        self.register_buffer("identity", torch.eye(len(self.species), dtype=dtype), persistent=False)
+
+    def _make_embedding(
+        self, options: allegro_options.Options, *, generator: torch.Generator, dtype: torch.dtype
+    ) -> int:
+        """Parameters of the embedding of length and species; returns its width."""
+        make: dict[str, Any] = {"generator": generator, "dtype": dtype}
+        n_species, width = len(self.species), options.radial_chemical_embed_dim or options.num_scalar_features
+        if options.radial_chemical_embed == "bessel":
+            number = options.num_bessels or 8
+            frequencies = torch.arange(1, number + 1, dtype=torch.float64)
+            self.hold("bessel_frequencies", frequencies, bool(options.bessel_trainable))
+            self.centre_embedding = nn.Parameter(unit_normal(n_species, width // 2, **make))
+            self.neighbour_embedding = nn.Parameter(unit_normal(n_species, width // 2, **make))
+            self.radial = Dense([number, width], None, **make, forward_normalise=options.forward_normalize)
+        else:
+            number, span = options.num_splines or 16, options.spline_span or 12
+            spread = span if options.forward_normalize else width
+            splines = unit_uniform(n_species**2, number, width, **make) / math.sqrt(spread)
+            self.splines = nn.Parameter(splines)
+        return width
+
+    @property
+    def feature_dim(self) -> int:
+        return self.options.num_scalar_features
+
+    def forward(self, batch: dict[str, Any]) -> Tensor:
+        """(n_atoms,) atomic energies, eV, float64."""
+        _, energies = self._evaluate(batch, features=False, energies=True)
+        assert energies is not None
+        return energies
+
+    def encode(self, batch: dict[str, Any], *, energies: bool = True) -> tuple[Tensor, Tensor | None]:
+        """Scalar features of the last layer, summed over the edges of each atom and normalised, (n_atoms, feature_dim) in
+        the interior precision, and atomic energies."""
+        features, atomic = self._evaluate(batch, features=True, energies=energies)
+        assert features is not None
+        return features, atomic
+
+    def _evaluate(
+        self, batch: dict[str, Any], *, features: bool, energies: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        vectors, species = batch["edge_vectors"], batch["species"]
+        switch: GradientSwitch | None = batch.get("edge_gradient")
+        graph: EdgeGraph = batch.get("edge_graph") or edge_graph(batch)
+        pairs = self.pair_lengths(vectors, species, graph)
+        embedding = self._embed(pairs, species, graph, switch)
+        harmonics = self.harmonics(vectors / pairs.lengths.unsqueeze(1)).to(embedding.dtype)
+        tensors = WeightedHarmonics(harmonics, graph, switch)
+        x, to_features, *readout = self._last_stage(embedding, tensors, species)
+        found = None
+        if features:
+            scale = self.feature_scale.to(x.dtype).index_select(0, species).unsqueeze(1)
+            found = segment_sum(product(x, to_features), graph.by_destination) * scale
+        if not energies:
+            return found, None
+        edge_energies = self._edge_energies(x, to_features, *readout)
+        atomic = segment_sum(edge_energies.double(), graph.by_destination)
+        # Forces have two equal parts, from an edge and from its reverse; so their variance is as wanted.
+        atomic = atomic * (self.feature_scale * math.sqrt(0.5)).index_select(0, species)
+        return found, self.energies(atomic, pairs, species, graph)
+
+    def _embed(self, pairs: PairLengths, species: Tensor, graph: EdgeGraph, switch: GradientSwitch | None) -> Tensor:
+        """(n_edges, embedding): length and species of every edge; zero where the interaction ends."""
+        if self.options.radial_chemical_embed == "spline":
+            basis = barrier(self._spline_basis(pairs.scaled).to(self.identity.dtype), switch)
+            return self._by_kind(basis, self.edge_kinds(species, graph))
+        p = float(self.options.polynomial_cutoff_p or 6.0)
+        if pairs.radii is None or self.adaptive_cutoff is None:
+            basis = bessel_basis(pairs.scaled, self.bessel_frequencies, p)
+        else:
+            frequencies = self.bessel_frequencies
+            basis = adaptive_bessel_basis(pairs.lengths, pairs.radii, self.adaptive_cutoff, frequencies, p)
+        basis = barrier(basis.to(self.identity.dtype), None if self.bessel_frequencies.requires_grad else switch)
+        one_hot = self.identity.index_select(0, species)
+        centre = gather(one_hot @ self.centre_embedding, graph.by_destination)
+        neighbour = gather(one_hot @ self.neighbour_embedding, graph.by_source)
+        return join([centre, neighbour], 1) * self.radial(basis)
+
+    def _spline_basis(self, x: Tensor) -> Tensor:
+        """(n_edges, num_splines) float64: bumps of equal width that end at x = 1, with three continuous derivatives."""
+        number, span = self.options.num_splines or 16, self.options.spline_span or 12
+        first = torch.arange(-span, number - span, dtype=x.dtype, device=x.device)
+        phase = ((x.unsqueeze(1) * number - first) / (span + 1)).clamp(0.0, 1.0)
+        return 0.25 * (1 - torch.cos(2 * math.pi * phase)).square()
+
+    def _by_kind(self, basis: Tensor, kinds: Tensor) -> Tensor:
+        """The basis times the spline weights of each edge's pair of species: (n_edges, embedding)."""
+        n_kinds, number, width = self.splines.shape
+        if n_kinds > FEW_KINDS:
+            return (gather(self.splines, Segments(kinds, n_kinds)) * basis.unsqueeze(2)).sum(1)
+        one_hot = torch.eye(n_kinds, dtype=basis.dtype, device=basis.device).index_select(0, kinds)
+        placed = (one_hot.unsqueeze(2) * basis.unsqueeze(1)).flatten(1)
+        return placed @ self.splines.reshape(n_kinds * number, width)
+
+    def _last_stage(
+        self, embedding: Tensor, tensors: WeightedHarmonics, species: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Of the last stage: x (n_edges, width), the matrix that makes scalar features of it, what the readout's first matrix
+        has made of the features of all stages before, and the part of that matrix that reads the last ones.
+
+        Stage m makes the scalar features m of every edge and its weights for environment m. Features are read by linear
+        maps alone: the first ones of the latents from m on and of the readout, whose sums fill up stage by stage.
+        """
+        scale = self.feature_scale.to(embedding.dtype).index_select(0, species).unsqueeze(1)
+        entries = self._entries()
+        sums: Tensor | None = None
+        environments: list[Tensor] = []
+        weights: Tensor | None
+        x, own, weights, features = self._first_stage(embedding)
+        own_weights = product(x, own)
+        for number, (latent, coupling) in enumerate(zip(self.latents, self.couplings)):
+            sums = _read(sums, x, features, [entry[number] for entry in entries[number:]])
+            width = entries[number][-1].shape[1]
+            first, sums = cut(sums, [width, sums.shape[1] - width], 1)
+            assert weights is not None
+            environments.append(self._environment(x, weights, tensors) * scale)
+            row = coupling.scalar_row(environments[-1])
+            for below in reversed(range(number)):
+                row = self.couplings[below].pull(environments[below], row)
+            scalars = tensors.project(row, own_weights)
+            x, last = latent.after_first(add_product(first, scalars, entries[number][-1]))
+            features, weights = self._columns(last)
+        assert sums is not None
+        return x, features, sums, entries[-1][-1]
+
+    def _edge_energies(self, x: Tensor, features: Tensor, before: Tensor, reader: Tensor) -> Tensor:
+        """(n_edges,) in units of the energy scale, before normalisation, in the interior precision."""
+        x, last = self.readout.after_first(_read(before, x, features, [reader]))
+        return (x @ last).squeeze(1)
+
+    def _entries(self) -> list[tuple[Tensor, ...]]:
+        """First matrix of every latent and of the readout by what it takes: features by stage, scalars of the layer."""
+        scalars, tensors = self.options.num_scalar_features, self.options.num_tensor_features
+        entries = [
+            cut(latent.matrix(0), [*[scalars] * (number + 1), tensors], 0) for number, latent in enumerate(self.latents)
+        ]
+        return [*entries, cut(self.readout.matrix(0), [scalars] * (len(entries) + 1), 0)]
+
+    def _columns(self, matrix: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Columns that make features, and those that make weights of the next environment, if there is one."""
+        scalars = self.options.num_scalar_features
+        if matrix.shape[1] == scalars:
+            return matrix, None
+        features, weights = cut(matrix, [scalars, matrix.shape[1] - scalars], 1)
+        return features, weights
+
+    def _first_stage(self, embedding: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """x (n_edges, width) and the matrices that make of it: own tensor weights, environment weights, scalar features."""
+        x, last = self.scalar_embed.before_last(embedding)
+        features, weights = self._columns(self.first_projection.matrix(0))
+        assert weights is not None
+        made = last @ join([self.tensor_weights.matrix(0), weights, features], 1)
+        own, weights, features = cut(made, [self.n_own, self.n_env, self.options.num_scalar_features], 1)
+        return x, own, weights, features
+
+    def _environment(self, x: Tensor, weights: Tensor, tensors: WeightedHarmonics) -> Tensor:
+        """(components, n_atoms, channels): weighted harmonics of each atom's edges, summed.
+
+        x: (n_edges, width); weights: (width, n_env), the matrix that makes the weights of an edge of its x. Sums over edges
+        and this matrix may change places, and then it meets atoms, which are fewer; but a wide x is more to sum.
+        """
+        shared = self.n_env < self.n_own
+        widest = 2 * self.n_env if tensors.by_operators else self.options.num_tensor_features
+        if x.shape[1] > widest:
+            return tensors.summed(product(x, weights), shared=shared)
+        summed = tensors.summed(x, shared=True)
+        if shared:
+            return summed @ weights
+        by_degree = cut(weights, [self.options.num_tensor_features] * len(self.degrees), 1)
+        matrices = [matrix.expand(size, -1, -1) for size, matrix in zip(self.degrees, by_degree)]
+        return summed @ join(matrices, 0)
+
+
+class Dense(Perceptron):
+    """A perceptron whose ends can be joined with what stands before and behind it."""
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        activation: str | None,
+        *,
+        forward_normalise: bool,
+        generator: torch.Generator,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__(sizes, activation=activation, generator=generator, dtype=dtype)
+        if not forward_normalise:
+            gain, end = 1.0 if activation is None else math.sqrt(2), len(sizes) - 2
+            self.scales = [(1.0 if i == end else gain) / math.sqrt(n_out) for i, n_out in enumerate(sizes[1:])]
+
+    def matrix(self, number: int) -> Tensor:
+        return self.weights[number] * self.scales[number]
+
+    def before_last(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """What the last matrix is applied to, and that matrix."""
+        return (x, self.matrix(0)) if len(self.weights) == 1 else self.after_first(product(x, self.matrix(0)))
+
+    def after_first(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The same from what the first matrix made; with one layer alone nothing is left to do but the identity."""
+        if len(self.weights) == 1:
+            return x, torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
+        for number in range(1, len(self.weights)):
+            x = x if self.activation is None else activate(self.activation, x)
+            if number < len(self.weights) - 1:
+                x = product(x, self.matrix(number))
+        return x, self.matrix(-1)
+
+
+def _read(sums: Tensor | None, x: Tensor, features: Tensor, readers: Sequence[Tensor]) -> Tensor:
+    """(n_edges, n): x @ features @ reader for each of the readers, side by side, in the cheaper order; added to `sums`.
+
+    x: (n_edges, width); features: (width, n_features); readers: (n_features, n of each).
+    """
+    following = join(readers, 1)
+    (width, n_features), n_following = features.shape, following.shape[1]
+    if width * n_following <= n_features * (width + n_following):
+        following = features @ following
+    else:
+        x = product(x, features)
+    return product(x, following) if sums is None else add_product(sums, x, following)

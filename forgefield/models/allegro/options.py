@@ -1,0 +1,192 @@
+"""Hyperparameters of Allegro: their meaning, the presets, and how what is not given is filled in from the data."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from forgefield.errors import ForgefieldError
+from forgefield.models.nequip.options import (
+    check_pair_cutoffs,
+    check_per_species,
+    check_zbl,
+    from_statistics,
+)
+
+
+@dataclass
+class Options:
+    """Hyperparameters of Allegro. Numbers left `None` are filled in from the statistics of the training data."""
+
+    l_max: int = 1
+    """Highest rotation order of edge harmonics and tensor features. 1 is fast, 2 and 3 are more accurate."""
+    parity: bool = True
+    """Keep tensor features of both mirror parities; without, only those of the harmonics' kind (0e, 1o, 2e, ...)."""
+    num_layers: int = 2
+    """Layers: each couples the features of an edge once more with the environment of its centre."""
+    num_scalar_features: int = 64
+    """Scalar features of every edge and layer."""
+    num_tensor_features: int = 16
+    """Channels of the tensor features."""
+    radial_chemical_embed: str = "bessel"
+    """How length and species of an edge are embedded: bessel, a basis times species factors; spline, one per pair."""
+    radial_chemical_embed_dim: int | None = None
+    """Width of this embedding; an even number for bessel. Default: num_scalar_features."""
+    num_bessels: int | None = None
+    """Basis functions of bessel. Default: 8."""
+    bessel_trainable: bool | None = None
+    """Train the frequencies of bessel. Default: false."""
+    polynomial_cutoff_p: float | None = None
+    """Exponent of the envelope of bessel; smaller decays earlier. Default: 6."""
+    num_splines: int | None = None
+    """Basis functions of spline. Default: 16."""
+    spline_span: int | None = None
+    """How many of them overlap at a grid point of spline; at most num_splines. Default: 12, or num_splines if less."""
+    scalar_embed_mlp_depth: int = 1
+    """Hidden layers of the perceptron behind the embedding."""
+    scalar_embed_mlp_width: int = 64
+    """Neurons in each of them."""
+    scalar_embed_mlp_nonlinearity: str | None = "silu"
+    """silu, mish, gelu, ssp, tanh or null."""
+    allegro_mlp_depth: int = 1
+    """Hidden layers of the perceptron of every layer, which makes its scalars and the weights of the next."""
+    allegro_mlp_width: int = 64
+    """Neurons in each of them."""
+    allegro_mlp_nonlinearity: str | None = "silu"
+    """silu, mish, gelu, ssp, tanh or null."""
+    tp_path_channel_coupling: bool = True
+    """A weight for each coupling path and channel; without, all channels share the weight of a path."""
+    weight_individual_irreps: bool = True
+    """Harmonics of every degree have their own weight in an environment; without, one weight for all degrees."""
+    readout_mlp_depth: int = 1
+    """Hidden layers between all scalar features and the edge's energy."""
+    readout_mlp_width: int = 32
+    """Neurons in each of them."""
+    readout_mlp_nonlinearity: str | None = "silu"
+    """silu, mish, gelu, ssp, tanh or null."""
+    forward_normalize: bool = True
+    """Perceptrons keep the variance of what goes forward through them; without, of gradients that go backward."""
+    per_edge_type_cutoff: dict[str, Any] | None = None
+    """Shorter cutoffs by species of centre and neighbour, A: {H: 3.0, O: {H: 3.5, O: 4.0}}; others have the cutoff."""
+    avg_num_neighbours: float | dict[str, float] | None = None
+    """Mean number of neighbours, or one per species of the centre; sums over edges are divided by its square root."""
+    energy_scales: float | dict[str, float] | None = None
+    """Energy unit of the network's output, eV, one or per species. Default: root mean square of the forces, times A."""
+    energy_shifts: float | dict[str, float] | None = None
+    """Energy of the isolated atom, eV, one or per species. Default: the reference energies."""
+    energy_scales_trainable: bool = False
+    """Train the scales."""
+    energy_shifts_trainable: bool = False
+    """Train the shifts."""
+    zbl: bool | dict[str, float] = False
+    """Add the ZBL repulsion of nuclei; {polynomial_cutoff_p: 6} sets its envelope."""
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    name: {
+        "l_max": l_max,
+        "parity": True,
+        "num_layers": layers,
+        "num_scalar_features": scalars,
+        "num_tensor_features": tensors,
+        "scalar_embed_mlp_width": scalars,
+        "allegro_mlp_width": scalars,
+        "readout_mlp_width": scalars // 2,
+    }
+    for name, l_max, layers, scalars, tensors in (
+        ("S", 1, 2, 64, 32),
+        ("M", 2, 2, 128, 64),
+        ("L", 3, 2, 128, 128),
+        ("XL", 3, 3, 256, 128),
+    )
+}
+"""Sizes of our own choice."""
+EMBEDDINGS: dict[str, dict[str, Any]] = {
+    "bessel": {"num_bessels": 8, "bessel_trainable": False, "polynomial_cutoff_p": 6.0},
+    "spline": {"num_splines": 16, "spline_span": 12},
+}
+"""Options of each embedding and their defaults."""
+
+
+def preset_options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a preset; the perceptrons follow another number of scalar features."""
+    options = dict(PRESETS[name])
+    scalars = given.get("num_scalar_features")
+    if isinstance(scalars, int):
+        options |= {"scalar_embed_mlp_width": scalars, "allegro_mlp_width": scalars}
+        options["readout_mlp_width"] = max(1, scalars // 2)
+    return options
+
+
+def complete_options(
+    options: Options, species: tuple[str, ...], cutoff: float, statistics: Mapping[str, Any]
+) -> Options:
+    """See `Allegro.complete`."""
+    _check(options)
+    filled: dict[str, Any] = _complete_embedding(options)
+    for key in ("avg_num_neighbours", "energy_scales", "energy_shifts"):
+        check_per_species(f"model.{key}", getattr(options, key), species, positive=key != "energy_shifts")
+    check_pair_cutoffs(options.per_edge_type_cutoff, species, cutoff)
+    if options.zbl:
+        check_zbl(options.zbl, species)
+    if options.avg_num_neighbours is None:
+        mean = from_statistics(statistics, "mean_neighbours", "avg_num_neighbours")
+        filled["avg_num_neighbours"] = mean if mean > 0 else 1.0
+    if options.energy_scales is None:
+        rms = statistics.get("forces_rms") or statistics.get("energy_residual_std")
+        filled["energy_scales"] = rms if rms else 1.0
+    if options.energy_shifts is None:
+        filled["energy_shifts"] = from_statistics(statistics, "reference_energies", "energy_shifts")
+    return dataclasses.replace(options, **filled)
+
+
+def _complete_embedding(options: Options) -> dict[str, Any]:
+    """Options of the embedding with their defaults; those of the other one are refused."""
+    kind = options.radial_chemical_embed
+    for other, defaults in EMBEDDINGS.items():
+        for key in defaults if other != kind else ():
+            if getattr(options, key) is not None:
+                raise ForgefieldError(
+                    f"model.{key} is an option of model.radial_chemical_embed={other}; this is {kind}."
+                )
+    chosen = {key: getattr(options, key) for key in EMBEDDINGS[kind]}
+    filled = {key: EMBEDDINGS[kind][key] if value is None else value for key, value in chosen.items()}
+    if kind == "spline":
+        if chosen["spline_span"] is None:
+            filled["spline_span"] = min(filled["spline_span"], filled["num_splines"])
+        if filled["spline_span"] > filled["num_splines"]:
+            raise ForgefieldError(
+                f"model.spline_span is {filled['spline_span']}; it must be at most "
+                f"model.num_splines={filled['num_splines']}."
+            )
+    width = options.radial_chemical_embed_dim or options.num_scalar_features
+    if kind == "bessel" and width % 2:
+        name = "num_scalar_features" if options.radial_chemical_embed_dim is None else "radial_chemical_embed_dim"
+        raise ForgefieldError(
+            f"model.{name} is {width}; the bessel embedding needs an even number, half for the centre and half for "
+            "the neighbour: change it or set model.radial_chemical_embed_dim."
+        )
+    return filled | {"radial_chemical_embed_dim": width}
+
+
+def _check(options: Options) -> None:
+    """Raise for options that have no meaning, naming the key."""
+    at_least = {
+        "l_max": 0, "num_layers": 1, "num_scalar_features": 1, "num_tensor_features": 1,
+        "radial_chemical_embed_dim": 1, "num_bessels": 1, "polynomial_cutoff_p": 2, "num_splines": 1, "spline_span": 1,
+        "scalar_embed_mlp_depth": 0, "scalar_embed_mlp_width": 1, "allegro_mlp_depth": 0, "allegro_mlp_width": 1,
+        "readout_mlp_depth": 0, "readout_mlp_width": 1,
+    }  # fmt: skip
+    for key, least in at_least.items():
+        value = getattr(options, key)
+        if value is not None and value < least:
+            raise ForgefieldError(f"model.{key} is {value}; it must be at least {least}.")
+    activations = ("silu", "mish", "gelu", "ssp", "tanh", None)
+    choices: dict[str, tuple[str | None, ...]] = {"radial_chemical_embed": tuple(EMBEDDINGS)}
+    choices |= {f"{part}_mlp_nonlinearity": activations for part in ("scalar_embed", "allegro", "readout")}
+    for key, allowed in choices.items():
+        if getattr(options, key) not in allowed:
+            words = ", ".join("null" if word is None else word for word in allowed)
+            raise ForgefieldError(f"model.{key} is '{getattr(options, key)}'; choose one of {words}.")

@@ -1,0 +1,203 @@
+"""Files of DeePMD-kit as trees of settings and arrays: its backend-free models (.yaml, .dp) and its torch checkpoints (.pt).
+
+The tree is the one that backend-free files hold; of a checkpoint one with the same parts is made. Nothing is executed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from torch import Tensor
+
+from forgefield.errors import ForgefieldError
+from forgefield.models.deeppot.deepmd_fittings import TYPES
+from forgefield.models.deeppot.options import EnergyFittingOptions, SeE2AOptions
+from forgefield.models.deeppot.parts import fitting_part
+from forgefield.models.deeppot.se_atten_options import SeAttenOptions, SeAttenV2Options
+from forgefield.untrusted.documents import load_json, load_yaml
+from forgefield.untrusted.expansion import check_expansion
+from forgefield.untrusted.torch_files import read_torch_file
+
+Tree = dict[str, Any]
+
+
+def read_tree(path: Path, head: str | None = None) -> Tree:
+    """The tree in a file, whose suffix says of which kind it is. head: which of several models a checkpoint holds."""
+    if path.suffix not in READERS:
+        raise ForgefieldError(
+            f"{path}: files of DeePMD-kit that can be imported end in {', '.join(READERS)}; "
+            "`dp convert-backend` makes one of a frozen model."
+        )
+    if not path.is_file():
+        raise ForgefieldError(f"{path} does not exist.")
+    if head is not None and path.suffix != ".pt":
+        raise ForgefieldError(
+            f"{path}: checkpoints (.pt) may hold several models, this file holds one; leave --head out."
+        )
+    tree = _read_checkpoint(path, head) if path.suffix == ".pt" else READERS[path.suffix](path)
+    if not isinstance(tree, Mapping) or not isinstance(tree.get("model"), Mapping):
+        raise ForgefieldError(f"{path} holds no model of DeePMD-kit.")
+    return dict(tree)
+
+
+def _read_yaml(path: Path) -> Tree:
+    try:
+        content = load_yaml(path.read_text())
+        return _with_arrays(content, lambda value: value)
+    except (yaml.YAMLError, ValueError, TypeError, KeyError) as error:
+        raise ForgefieldError(f"{path} is not readable YAML: {error}") from error
+
+
+def _read_hdf5(path: Path) -> Tree:
+    import h5py
+
+    try:
+        with h5py.File(path, "r") as file:
+            content = load_json(file.attrs["json"])
+            return _with_arrays(content, lambda name: _fetched(path, file[name]))
+    except ForgefieldError:
+        raise
+    except Exception as error:  # the HDF5 library has errors of all types
+        raise ForgefieldError(f"{path} is not a readable .dp file: {error}.") from error
+
+
+def _fetched(path: Path, dataset: Any) -> np.ndarray:
+    remedy = "write it again with `dp convert-backend`"
+    check_expansion(dataset.size * dataset.dtype.itemsize, path.stat().st_size, f"{path}#{dataset.name}", remedy)
+    return np.asarray(dataset)
+
+
+def _with_arrays(node: Any, fetch: Callable[[Any], Any], inside: bool = False) -> Any:
+    """The tree with arrays in place of what stands for them: fetched by `fetch`, or written out as a list."""
+    if isinstance(node, Mapping):
+        if node.get("@is_variable"):
+            return np.asarray(node["value"], dtype=np.dtype(node["dtype"]))
+        return {key: _with_arrays(item, fetch, inside or key == "@variables") for key, item in node.items()}
+    if isinstance(node, list):
+        return [_with_arrays(item, fetch, inside) for item in node]
+    return fetch(node) if inside and node is not None else node
+
+
+def _read_checkpoint(path: Path, head: str | None = None) -> Tree:
+    content = read_torch_file(path)
+    state = content.get("model", content) if isinstance(content, Mapping) else None
+    extra = state.get("_extra_state") if isinstance(state, Mapping) else None
+    settings = extra.get("model_params") if isinstance(extra, Mapping) else None
+    if not isinstance(settings, Mapping) or not isinstance(state, Mapping):
+        raise ForgefieldError(f"{path} is no checkpoint of DeePMD-kit: it does not say how its model was built.")
+    several = settings.get("model_dict")
+    if (several is None) != (head is None) or (several is not None and head not in several):
+        known = f"it holds several models ({', '.join(several)}); choose one with --head" if several else "it holds one"
+        raise ForgefieldError(f"{path}: {known}" + ("." if head is None else f", and not '{head}'."))
+    settings = settings if several is None else several[head]
+    prefix = re.compile(rf"^model\.{re.escape(head or 'Default')}\.(atomic_model\.)?")
+    arrays = {
+        prefix.sub("", key): value.numpy()
+        for key, value in state.items()
+        if isinstance(value, Tensor) and prefix.match(key)
+    }
+    return _checkpoint_tree(path, settings, arrays)
+
+
+def _checkpoint_tree(path: Path, settings: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Tree:
+    kind = "zbl" if "use_srtab" in settings else settings.get("type", "standard")
+    given = dict(settings["descriptor"])
+    defaults = {"se_atten_v2": SeAttenV2Options, **dict.fromkeys(("se_atten", "dpa1"), SeAttenOptions)}
+    descriptor = asdict(defaults.get(given.get("type", ""), SeE2AOptions)())
+    if "smooth_type_embedding" in descriptor:  # inputs have another default than the class that reads them
+        descriptor["smooth_type_embedding"] = True
+    descriptor |= given
+    given = dict(settings["fitting_net"])
+    is_energy = given.get("type", "ener") not in TYPES
+    defaults_of_fitting = EnergyFittingOptions() if is_energy else fitting_part({"type": given["type"]})[1]
+    fitting = asdict(defaults_of_fitting) | given
+    places = ("descriptor.sea", "descriptor.se_atten", "descriptor")
+    prefix = next((name for name in places if f"{name}.mean" in arrays), None)
+    if kind == "standard" and prefix is not None:
+        descriptor["@variables"] = {"davg": arrays[f"{prefix}.mean"], "dstd": arrays[f"{prefix}.stddev"]}
+        networks = _networks(arrays, f"{prefix}.filter_layers.networks")
+        descriptor["embeddings"] = {"networks": networks}
+        descriptor["precision"] = networks[0]["layers"][0]["@variables"]["w"].dtype.name
+        if prefix == "descriptor.se_atten":
+            descriptor |= _attention_tree(arrays, prefix, descriptor["sel"])
+        else:
+            descriptor["type_one_side"] = len(networks) == len(settings["type_map"])
+        fitting["nets"] = {"networks": _networks(arrays, "fitting_net.filter_layers.networks")}
+        fitting["precision"] = fitting["nets"]["networks"][0]["layers"][0]["@variables"]["w"].dtype.name
+    names = ("bias_atom_e", "fparam_avg", "fparam_inv_std", "aparam_avg", "aparam_inv_std")
+    fitting["@variables"] = {name: arrays.get(f"fitting_net.{name}") for name in names}
+    fitting["type"] = fitting.get("type", "ener")
+    if not is_energy:
+        fitting |= _tensor_tree(fitting, arrays, len(settings["type_map"]))
+    model = {
+        "type": kind,
+        "type_map": settings["type_map"],
+        "pair_exclude_types": settings.get("pair_exclude_types", []),
+        "atom_exclude_types": settings.get("atom_exclude_types", []),
+        "@variables": {"out_bias": arrays["out_bias"], "out_std": arrays.get("out_std")},
+        "descriptor": descriptor,
+        "fitting": fitting,
+    }
+    return {"model": model, "software": "deepmd-kit", "version": "checkpoint"}
+
+
+def _tensor_tree(fitting: Tree, arrays: Mapping[str, np.ndarray], n_species: int) -> Tree:
+    """What fittings of something else than energies have beside their networks."""
+    variables = dict(fitting["@variables"])
+    size = fitting["nets"]["networks"][0]["layers"][-1]["@variables"]["w"].shape[1] if "nets" in fitting else 0
+    if variables["bias_atom_e"] is None:
+        variables["bias_atom_e"] = np.zeros((n_species, size))
+    if fitting["type"] == "polar":
+        scale = np.ravel(fitting["scale"])
+        variables["scale"] = arrays.get("fitting_net.scale", np.broadcast_to(scale, n_species))
+        variables["constant_matrix"] = arrays.get("fitting_net.constant_matrix", np.zeros(n_species))
+    names = {"dim_out": size, "ntypes": n_species, "var_name": fitting.get("property_name")}
+    return {**names, "rcond": fitting.get("rcond"), "@variables": variables}
+
+
+def _attention_tree(arrays: Mapping[str, np.ndarray], prefix: str, sel: Any) -> Tree:
+    """What attention descriptors have beside their embedding network."""
+
+    def affine(name: str) -> Tree:
+        return {"@variables": {"w": arrays[f"{name}.matrix"], "b": arrays.get(f"{name}.bias")}}
+
+    of_types = affine("descriptor.type_embedding.embedding.embedding_net.layers.0") | {"activation_function": "linear"}
+    layers: list[Tree] = []
+    inside = f"{prefix}.dpa1_attention.attention_layers"
+    while f"{inside}.{len(layers)}.attn_layer_norm.matrix" in arrays:
+        one = f"{inside}.{len(layers)}"
+        inner = {name: affine(f"{one}.attention_layer.{name}") for name in ("in_proj", "out_proj")}
+        layers.append({"attention_layer": inner, "attn_layer_norm": affine(f"{one}.attn_layer_norm")})
+    stripped = _networks(arrays, f"{prefix}.filter_layers_strip.networks")
+    return {
+        "sel": [sel] if isinstance(sel, int) else list(sel),
+        "type_embedding": {"embedding": {"layers": [of_types]}},
+        "attention_layers": {"attention_layers": layers},
+        **({"embeddings_strip": {"networks": stripped}} if stripped else {}),
+    }
+
+
+def _networks(arrays: Mapping[str, np.ndarray], prefix: str) -> list[Tree]:
+    """Networks below a prefix, each with its layers."""
+    found: dict[int, dict[int, Tree]] = {}
+    names = {"matrix": "w", "bias": "b", "idt": "idt"}
+    for key, value in arrays.items():
+        match = re.fullmatch(re.escape(prefix) + r"\.(\d+)\.layers\.(\d+)\.(\w+)", key)
+        if match and match[3] in names:
+            layer = found.setdefault(int(match[1]), {}).setdefault(int(match[2]), {"@variables": {}})
+            layer["@variables"][names[match[3]]] = value
+    return [{"layers": [layers[i] for i in sorted(layers)]} for _, layers in sorted(found.items())]
+
+
+READERS: dict[str, Callable[[Path], Tree]] = {
+    ".yaml": _read_yaml,
+    ".yml": _read_yaml,
+    ".dp": _read_hdf5,
+    ".pt": _read_checkpoint,
+}

@@ -1,1 +1,0 @@
-"""Readers of other programs' trained models."""

@@ -1,0 +1,281 @@
+"""What the networks of invariant and vector messages share (SchNet, PaiNN, EGNN, CGCNN): options, dense layers, one pass.
+
+Messages run along the edges of the batch, periodic images included, and are multiplied by an envelope that ends at the cutoff,
+so that nothing jumps there. Atoms without neighbours travel along, one of each species, and their energy is subtracted: an
+atom alone has exactly its species' shift. Geometry and energies are float64, the interior has the precision of the weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from forgefield.errors import ForgefieldError
+from forgefield.models.nequip.options import check_pair_cutoffs, check_per_species, check_zbl, from_statistics
+from forgefield.models.terms import PairLengths, SpeciesTerms
+from forgefield.ops.activations import activate
+from forgefield.ops.graph import EdgeGraph, GradientSwitch, Segments, barrier, edge_graph, gather
+from forgefield.ops.linear import unit_normal
+from forgefield.ops.products import product
+from forgefield.ops.radial import polynomial_cutoff
+
+
+@dataclass
+class SharedOptions:
+    """Hyperparameters that all of these networks have. Numbers left `None` come from the statistics of the training data."""
+
+    num_layers: int = 3
+    """Interaction layers: each lets an atom see one cutoff further."""
+    num_features: int = 64
+    """Features of an atom."""
+    envelope: str = "polynomial"
+    """How messages fade out towards the cutoff: polynomial (two continuous derivatives) or cosine (one)."""
+    polynomial_cutoff_p: float = 6
+    """Exponent of the polynomial envelope; smaller decays earlier."""
+    readout_mlp_width: int | None = None
+    """Neurons between the last features and the atomic energy. Default: half of the features."""
+    per_edge_type_cutoff: dict[str, Any] | None = None
+    """Shorter cutoffs by species of centre and neighbour, A: {H: 3.0, O: {H: 3.5, O: 4.0}}; others have the cutoff."""
+    avg_num_neighbours: float | dict[str, float] | None = None
+    """Mean number of neighbours, or one per species; sums over edges are divided by its square root."""
+    energy_scales: float | dict[str, float] | None = None
+    """Energy unit of the network's output, eV, one or per species. Default: root mean square of the forces, times A."""
+    energy_shifts: float | dict[str, float] | None = None
+    """Energy of the isolated atom, eV, one or per species. Default: the reference energies."""
+    energy_scales_trainable: bool = False
+    """Train the scales."""
+    energy_shifts_trainable: bool = False
+    """Train the shifts."""
+    zbl: bool | dict[str, float] = False
+    """Add the ZBL repulsion of nuclei; {polynomial_cutoff_p: 6} sets its envelope."""
+
+    at_least: ClassVar[dict[str, float]] = {
+        "num_layers": 1,
+        "num_features": 1,
+        "polynomial_cutoff_p": 2,
+        "readout_mlp_width": 1,
+    }
+    """Smallest values that have a meaning, by option."""
+
+
+def complete_options(
+    options: SharedOptions, species: tuple[str, ...], cutoff: float, statistics: Mapping[str, Any]
+) -> Any:
+    """Options checked and with every default explicit; numbers not given come from the statistics."""
+    for key, least in options.at_least.items():
+        value = getattr(options, key)
+        if value is not None and value < least:
+            raise ForgefieldError(f"model.{key} is {value}; it must be at least {least}.")
+    if options.envelope not in ("polynomial", "cosine"):
+        raise ForgefieldError(f"model.envelope is '{options.envelope}'; choose one of polynomial, cosine.")
+    for key in ("avg_num_neighbours", "energy_scales", "energy_shifts"):
+        check_per_species(f"model.{key}", getattr(options, key), species, positive=key != "energy_shifts")
+    check_pair_cutoffs(options.per_edge_type_cutoff, species, cutoff)
+    if options.zbl:
+        check_zbl(options.zbl, species)
+    filled: dict[str, Any] = {"readout_mlp_width": options.readout_mlp_width or max(1, options.num_features // 2)}
+    if options.avg_num_neighbours is None:
+        mean = from_statistics(statistics, "mean_neighbours", "avg_num_neighbours")
+        filled["avg_num_neighbours"] = mean if mean > 0 else 1.0
+    if options.energy_scales is None:
+        rms = statistics.get("forces_rms") or statistics.get("energy_residual_std")
+        filled["energy_scales"] = rms if rms else 1.0
+    if options.energy_shifts is None:
+        filled["energy_shifts"] = from_statistics(statistics, "reference_energies", "energy_shifts")
+    return dataclasses.replace(options, **filled)
+
+
+def sizes(**by_preset: tuple[int, int]) -> dict[str, dict[str, Any]]:
+    """Presets from (layers, features) of each."""
+    return {name: {"num_layers": layers, "num_features": width} for name, (layers, width) in by_preset.items()}
+
+
+class Dense(nn.Module):
+    """Layers of weights (in, out) and biases; the activation stands between layers, and after the last one if asked.
+
+    Without `bias` there is none; a bias starts at zero, weights with variance 1 / in.
+    """
+
+    def __init__(
+        self,
+        widths: Sequence[int],
+        activation: str,
+        *,
+        generator: torch.Generator,
+        dtype: torch.dtype,
+        bias: bool = True,
+        ends_active: bool = False,
+    ) -> None:
+        super().__init__()
+        self.activation, self.ends_active = activation, ends_active
+        self.weights = nn.ParameterList(
+            nn.Parameter(unit_normal(n_in, n_out, generator=generator, dtype=dtype) / math.sqrt(n_in))
+            for n_in, n_out in itertools.pairwise(widths)
+        )
+        self.biases = nn.ParameterList(nn.Parameter(torch.zeros(n, dtype=dtype)) for n in widths[1:] if bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after_first(product(x, self.weights[0]))
+
+    def after_first(self, x: Tensor) -> Tensor:
+        """The same from the product with the first weights on."""
+        for number in range(len(self.weights)):
+            x = product(x, self.weights[number]) if number else x
+            x = x + self.biases[number] if len(self.biases) else x
+            if number < len(self.weights) - 1 or self.ends_active:
+                x = activate(self.activation, x)
+        return x
+
+
+class Surroundings(NamedTuple):
+    """What a layer is told of the edges.
+
+    graph: of all atoms and, behind them, the lone ones. pairs: lengths. envelope: (n, 1); lengths_over_reach: (n,), float64;
+    n is the number of pairs where `per_edge` goes from pairs to edges, else of edges. directions: (n_edges, 3), unit vectors
+    from centre to neighbour. vectors: (n_edges, 3) over the reach. scale: (n_rows, 1), 1 / sqrt(mean number of neighbours).
+    """
+
+    graph: EdgeGraph
+    envelope: Tensor
+    lengths_over_reach: Tensor
+    directions: Tensor
+    vectors: Tensor
+    scale: Tensor
+    switch: GradientSwitch | None
+    to_edges: Segments | None
+
+    def per_edge(self, rows: Tensor) -> Tensor:
+        """Of every edge what depends on its length alone: (n, ...) -> (n_edges, ...)."""
+        return rows if self.to_edges is None else gather(rows, self.to_edges)
+
+
+class Encoded(NamedTuple):
+    """features: (n_atoms, feature_dim), invariant; vectors: (n_atoms, vector_dim, 3), turning with the structure, None where
+    the model has none; both in the interior precision. energies: (n_atoms,), eV, float64, None where they are not asked for.
+    """
+
+    features: Tensor
+    vectors: Tensor | None
+    energies: Tensor | None
+
+
+class MessagePassing(SpeciesTerms, ABC):
+    """Base of the networks. State: `embedding` (n_species, num_features), `layers`, `readout`.
+
+    A subclass says how its layers are made (`make_layers`) and what they do with features of atoms (`features`).
+    """
+
+    only_edge_vectors = True
+    vector_dim = 0
+    """How many vectors an atom has."""
+    activation = "silu"
+    embedding: nn.Parameter
+    readout: Dense
+    complete_options = staticmethod(complete_options)  # type: ignore[assignment]
+    presets: dict[str, dict[str, Any]]
+
+    def __init__(
+        self,
+        options: Any,
+        *,
+        species: Sequence[str],
+        cutoff: float,
+        adaptive_cutoff: float | None = None,
+        dtype: torch.dtype = torch.float32,
+        generator: torch.Generator,
+    ) -> None:
+        super().__init__(options, species, cutoff, adaptive_cutoff)
+        self.options = options
+        self.reach = self.cutoff if adaptive_cutoff is None else float(adaptive_cutoff)
+        width = options.num_features
+        make: dict[str, Any] = {"generator": generator, "dtype": dtype}
+        self.embedding = nn.Parameter(unit_normal(len(self.species), width, **make))
+        self.layers = nn.ModuleList(self.make_layers(**make))
+        hidden = options.readout_mlp_width or max(1, width // 2)
+        self.readout = Dense([width, hidden, 1], self.activation, **make)
+
+    @classmethod
+    def preset_options(cls, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+        return dict(cls.presets[name])
+
+    @property
+    def feature_dim(self) -> int:
+        return self.options.num_features
+
+    @abstractmethod
+    def make_layers(self, **make: Any) -> list[nn.Module]:
+        """The interaction layers. make: generator and dtype of their weights."""
+
+    @abstractmethod
+    def interact(self, x: Tensor, around: Surroundings) -> tuple[Tensor, Tensor | None]:
+        """From embedded species (n_rows, num_features) to features of the same shape, and vectors (n_rows, vector_dim, 3)."""
+
+    def forward(self, batch: dict[str, Any]) -> Tensor:
+        """(n_atoms,) atomic energies, eV, float64."""
+        energies = self.encode_all(batch).energies
+        assert energies is not None
+        return energies
+
+    def encode(self, batch: dict[str, Any], *, energies: bool = True) -> tuple[Tensor, Tensor | None]:
+        """Features of the last layer, (n_atoms, feature_dim) in the interior precision, and atomic energies."""
+        found = self.encode_all(batch, energies=energies)
+        return found.features, found.energies
+
+    def encode_all(self, batch: dict[str, Any], *, energies: bool = True) -> Encoded:
+        """Features, vectors and energies from one pass."""
+        species: Tensor = batch["species"]
+        graph: EdgeGraph = batch.get("edge_graph") or edge_graph(batch)
+        if self.inverse_cutoff.numel() > 1:  # an edge and its reverse may end at different lengths
+            graph = EdgeGraph(graph.source, graph.destination, graph.n_atoms)
+        pairs = self.pair_lengths(batch["edge_vectors"], species, graph)
+        n_atoms, n_species = species.shape[0], len(self.species)
+        kinds = torch.cat([species, torch.arange(n_species, device=species.device)])
+        around = self._surroundings(batch["edge_vectors"], pairs, kinds, graph, batch.get("edge_gradient"))
+        features, vectors = self.interact(gather(self.embedding, Segments(kinds, n_species)), around)
+        atomic = None
+        if energies:
+            made = self.readout(features).squeeze(1).double()
+            lone = gather(made[n_atoms:], Segments(species, n_species))
+            atomic = self.energies(made[:n_atoms] - lone, pairs, species, graph)
+        return Encoded(features[:n_atoms], None if vectors is None else vectors[:n_atoms], atomic)
+
+    def _surroundings(
+        self, vectors: Tensor, pairs: PairLengths, kinds: Tensor, graph: EdgeGraph, switch: GradientSwitch | None
+    ) -> Surroundings:
+        dtype = self.embedding.dtype
+        lengths, scaled, to_edges = pairs.lengths, pairs.scaled, None
+        if graph.pair is not None and graph.pair_edge is not None:
+            lengths, scaled = (values.index_select(0, graph.pair_edge) for values in (lengths, scaled))
+            to_edges = Segments(graph.pair, graph.pair_edge.shape[0])
+        envelope = barrier(self._envelope(scaled).to(dtype).unsqueeze(1), switch)
+        directions = barrier((vectors / pairs.lengths.unsqueeze(1)).to(dtype), switch)
+        return Surroundings(
+            graph=dataclasses.replace(graph, n_atoms=kinds.shape[0]),
+            envelope=envelope,
+            lengths_over_reach=lengths / self.reach,
+            directions=directions,
+            vectors=barrier((vectors / self.reach).to(dtype), switch),
+            scale=self.feature_scale.to(dtype).index_select(0, kinds).unsqueeze(1),
+            switch=switch,
+            to_edges=to_edges,
+        )
+
+    def _envelope(self, x: Tensor) -> Tensor:
+        """1 at zero, 0 from x = 1 on."""
+        if self.options.envelope == "polynomial":
+            return polynomial_cutoff(x, float(self.options.polynomial_cutoff_p))
+        return torch.where(x < 1, 0.5 * (1 + torch.cos(math.pi * x)), torch.zeros_like(x))
+
+
+def gaussians(x: Tensor, number: int) -> Tensor:
+    """(n,) -> (n, number): bells at equal distances on [0, 1], as wide as they are far apart."""
+    centres = torch.linspace(0, 1, number, dtype=x.dtype, device=x.device)
+    return torch.exp(-0.5 * ((x.unsqueeze(1) - centres) * (number - 1)).square())

@@ -1,0 +1,304 @@
+"""NequIP through generated kernels: the geometry that these ask for, and the two halves of a step.
+
+What a layer does is written in `nequip.py`, how it is done on fields in `nequip_passes.py`. Radial weights are read from a
+table (`nequip_tables.py`) where that is precise enough.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch import Tensor
+
+from forgefield.kernels.convolution.passes import Motion, Radial, Rows
+from forgefield.kernels.core.availability import use_kernels, use_tables
+from forgefield.kernels.core.streams import Beside
+from forgefield.kernels.dense.readout import energies_by_kernel, moved_energies_by_kernel
+from forgefield.kernels.edges.geometry import EdgeGeometry, moved_geometry
+from forgefield.kernels.radial.packing import StoredTable
+from forgefield.kernels.radial.table import Intervals, TableGradient
+from forgefield.models.nequip.passes import Network
+from forgefield.models.nequip.tables import RadialTable, radial_tables
+from forgefield.models.terms import PairLengths
+from forgefield.ops.execution import current
+from forgefield.ops.graph import EdgeGraph, Segments, gather, is_traced
+from forgefield.ops.tangents import carried, side_by_side, tangent_of
+
+if TYPE_CHECKING:
+    from forgefield.models.nequip.model import NequIP
+
+
+def by_kernels(model: NequIP, batch: dict[str, Any]) -> bool:
+    """Whether a pass goes through kernels: where nobody differentiates its forces, and nothing is traced."""
+    if batch.get("differentiated_again", True) or is_traced(batch["positions"]):
+        return False
+    return use_kernels(model.type_embedding) and model.one_hot_self_connection
+
+
+# ---- geometry
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Of edges at rest. harmonics: (n_edges, (l_max + 1)^2). Then either basis (n_pairs or n_edges, num_bessels), or directions
+    (n_edges, 3), which have the gradient in place of harmonics, the place of every edge in its interval of the tables, and
+    edges by interval."""
+
+    harmonics: Tensor
+    basis: Tensor | None
+    direction: Tensor | None
+    place: Tensor | None
+    at: Intervals | None
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Tangents of harmonics and of places; with a basis, it and its tangents side by side."""
+
+    harmonics: Tensor
+    basis: Tensor | None
+    place: Tensor | None
+
+
+def in_tables(model: NequIP) -> bool:
+    """Whether radial weights are read from tables."""
+    return use_tables(model.type_embedding) and model.adaptive_cutoff is None
+
+
+def geometry_at_rest(
+    model: NequIP, vectors: Tensor, pairs: PairLengths | None, species: Tensor, graph: EdgeGraph, *, trained: bool
+) -> Geometry:
+    """It has a gradient in the edge vectors (n_edges, 3). pairs: needed where there is no table. trained: the gradients of
+    tables will be asked for, for which edges are sorted by interval."""
+    dtype = model.type_embedding.dtype
+    if in_tables(model):
+        n_intervals = current().knots
+        inverse = model.inverse_cutoffs(species, graph)
+        harmonics, direction, place, at = EdgeGeometry.apply(vectors, inverse, model.options.l_max, n_intervals, dtype)
+        intervals = Intervals(at, n_intervals)
+        return Geometry(harmonics, None, direction, place, intervals.sort() if trained else intervals)
+    assert pairs is not None
+    harmonics = model.harmonics(vectors / pairs.lengths.unsqueeze(1)).to(dtype).contiguous()
+    return Geometry(harmonics, model.radial_basis(pairs, graph).to(dtype), None, None, None)
+
+
+def geometry_moved(model: NequIP, vectors: Tensor, species: Tensor, graph: EdgeGraph, rest: Geometry) -> Moved:
+    """Of edge vectors that carry tangents, inside the level of differentiation that these belong to."""
+    dtype = model.type_embedding.dtype
+    if rest.at is not None:
+        value, tangent = forward_ad.unpack_dual(vectors)
+        inverse = model.inverse_cutoffs(species, graph)
+        harmonics, place = moved_geometry(value, tangent, inverse, model.options.l_max, rest.at.count, dtype)
+        return Moved(harmonics, None, place)
+    pairs = model.pair_lengths(vectors, species, graph)
+    harmonics = tangent_of(model.harmonics(vectors / pairs.lengths.unsqueeze(1))).to(dtype).contiguous()
+    return Moved(harmonics, side_by_side(model.radial_basis(pairs, graph)).to(dtype), None)
+
+
+# ---- the two passes of a step
+
+
+@dataclass(frozen=True)
+class ReadTables:
+    """Tables of all layers, and each as it is stored, which a layer waits for when it reads it."""
+
+    tables: list[RadialTable]
+    stored: list[Beside[StoredTable]]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What depends on the weights and not on where atoms are. tables: none where weights are computed for every edge."""
+
+    network: Network
+    tables: ReadTables | None
+
+
+def prepare(model: NequIP, species: Tensor, graph: EdgeGraph, *, trained: bool) -> Prepared:
+    """Tables are made beside the geometry and the first layers. trained: with a gradient in the weights."""
+    with torch.set_grad_enabled(torch.is_grad_enabled() and trained):
+        tables = _begin_tables(model) if in_tables(model) else None
+        return Prepared(Network(model, species, graph), tables)
+
+
+def _begin_tables(model: NequIP) -> ReadTables:
+    made = Beside("tables", partial(radial_tables, model, current().knots))
+    tables = made.unfinished()  # what follows has the same stream, or waits for it
+    return ReadTables(tables, [Beside("tables", table.stored) for table in tables])
+
+
+def features_at_rest(model: NequIP, prepared: Prepared, geometry: Geometry, remember: dict[str, Any] | None) -> Tensor:
+    """(n_atoms, feature_dim), the scalars of the last layer, with a gradient in the geometry and none in the weights."""
+    network, read, trained = prepared.network, prepared.tables, remember is not None
+    if remember is not None:
+        remember["network"], remember["geometry"] = network, geometry
+        remember["tables"] = None if read is None else read.tables
+    if geometry.basis is not None:
+        return _AtRest.apply(network, trained, [], None, geometry.harmonics, *model.radial_weights(geometry.basis))
+    assert read is not None
+    edges = (geometry.harmonics, geometry.place, geometry.direction)
+    return _AtRest.apply(network, trained, read.stored, geometry.at, *edges)
+
+
+def _shared_rows(of_edges: Tensor, graph: EdgeGraph) -> Tensor:
+    """Cotangents of rows that an edge and its reverse share, from those of every edge."""
+    if graph.pair_edge is None or graph.reverse is None:
+        return of_edges
+    back = graph.reverse.index_select(0, graph.pair_edge)
+    return of_edges.index_select(0, graph.pair_edge) + of_edges.index_select(0, back)
+
+
+def _radial(table: StoredTable, at: Intervals, place: Tensor) -> Radial:
+    return Radial(table.words, at.at, place, table.unit)
+
+
+class _AtRest(torch.autograd.Function):
+    """Inputs: harmonics; then places and directions of edges, or rows of weights of every layer."""
+
+    @staticmethod
+    def forward(ctx, network, trained, tables, at, harmonics, *radial):
+        ctx.network, ctx.in_tables = network, at is not None
+        if at is not None:
+            planned = [_radial(table.unfinished(), at, radial[0]) for table in tables]
+            radials = (_radial(table.result(), at, radial[0]) for table in tables)  # a layer waits for its own
+        else:
+            graph = network.graph
+            row = torch.arange(graph.n_edges, device=harmonics.device) if graph.pair is None else graph.pair
+            radials = planned = [Radial(rows.contiguous(), row) for rows in radial]
+        if trained:
+            network.compile(harmonics, planned)
+        return network.values(harmonics, radials)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, to_features):
+        geometry, rows = ctx.network.forces(to_features)
+        if ctx.in_tables:
+            return None, None, None, None, None, geometry[:, 3], geometry[:, :3]
+        return None, None, None, None, geometry, *(_shared_rows(of_edges, ctx.network.graph) for of_edges in rows)
+
+
+def features_moved(model: NequIP, moved: Moved, remembered: dict[str, Any]) -> Tensor:
+    """Features of the last layer and then their tangents, (2 n_atoms, feature_dim), with a gradient in the weights.
+
+    It is right where the tangents of the atomic energies have the cotangents that forces were made with: one for each.
+    """
+    network: Network = remembered["network"]
+    given = (network, moved, remembered["geometry"], remembered["tables"])
+    if moved.basis is None:
+        return _Moving.apply(*given, network.row, *(one for table in remembered["tables"] for one in table.tracked()))
+    rows = carried(lambda given: model.radial_weights(given[0]), [moved.basis])
+    pieces = [piece for pair in rows for piece in (pair[:, 0], pair[:, 1])]
+    return _Moving.apply(*given, network.row, *pieces)
+
+
+class _Moving(torch.autograd.Function):
+    """Inputs: all matrices; then what tables are made of, or rows of weights and their tangents of every layer."""
+
+    @staticmethod
+    def forward(ctx, network, moved, geometry, tables, matrices, *tracked):
+        if moved.basis is None:
+            motions = [Motion(moved.harmonics, place=moved.place) for _ in network.layers]
+        else:
+            radial = [tensor.detach().contiguous() for tensor in tracked]
+            motions = [Motion(moved.harmonics, weights=weights) for weights in radial[1::2]]
+        ctx.network, ctx.motions, ctx.geometry, ctx.tables = network, motions, geometry, tables
+        network.tangents(motions)
+        return network.layers[-1].h.both(0)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, to_rows):
+        network = ctx.network
+        to_features = to_rows[: network.graph.n_atoms]
+        if ctx.tables is None:
+            rows = _SummedRows(network.graph)
+        else:
+            rows = _SummedTables(ctx.tables, ctx.geometry)
+        matrices = network.back(to_features, ctx.motions, rows)
+        return None, None, None, None, matrices, *rows.gradients()
+
+
+class _SummedRows:
+    """Cotangents of rows of weights and their tangents, from those of every edge."""
+
+    def __init__(self, graph: EdgeGraph) -> None:
+        self.graph = graph
+        self._found: list[Tensor] = []
+
+    def begin(self, layer: int, motion: Motion) -> None:
+        pass
+
+    def add(self, layer: int, rows: Rows) -> None:
+        self._found = [_shared_rows(rows.of_w, self.graph), _shared_rows(rows.of_dw, self.graph), *self._found]
+
+    def end(self, layer: int) -> None:
+        pass
+
+    def gradients(self) -> list[Tensor]:
+        return self._found
+
+
+class _SummedTables:
+    """Cotangents of what tables are made of. They are sums over edges first, which read as fast as memory gives, beside what
+    the layer still has to do, and then products of small matrices, beside the layers that are still to come."""
+
+    def __init__(self, tables: list[RadialTable], geometry: Geometry) -> None:
+        assert geometry.at is not None
+        assert geometry.place is not None
+        self.tables, self.at, self.place = tables, geometry.at, geometry.place.detach()
+        self._sums: dict[int, TableGradient] = {}
+        self._begun: dict[int, Beside[list[Tensor]]] = {}
+
+    def begin(self, layer: int, motion: Motion) -> None:
+        assert motion.place is not None
+        n_weights = self.tables[layer].matrix.shape[1]
+        self._sums[layer] = TableGradient(self.at, self.place, motion.place, n_weights)
+
+    def add(self, layer: int, rows: Rows) -> Beside[None]:
+        columns = None if rows.block is None else rows.block.columns
+        return Beside("sums", partial(self._sums[layer].add, rows.of_w, rows.of_dw, columns))
+
+    def end(self, layer: int) -> None:
+        to_table = Beside("sums", self._sums[layer].result)
+        self._begun[layer] = Beside("tables", lambda: self.tables[layer].gradients(to_table.result()))
+
+    def gradients(self) -> list[Tensor]:
+        return [gradient for layer in range(len(self.tables)) for gradient in self._begun[layer].result()]
+
+
+def encode_moved(
+    model: NequIP, moved: Moved, species: Tensor, graph: EdgeGraph, remembered: dict[str, Any]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Features of the last layer at rest, atomic energies (n_atoms,), eV, float64, and how these change. What in the change
+    does not depend on any weight is left out."""
+    rows = features_moved(model, moved, remembered)
+    pairs, features = remembered["pairs"], rows[: graph.n_atoms]
+    if linear_readout(model):
+        energies, slopes = moved_energies_by_kernel(rows, *_readout(model, species))
+        return features, model.repelled(energies, pairs, species, graph), slopes
+    (read,) = carried(lambda given: [model.readout(given[0])], [rows.unflatten(0, (2, -1)).transpose(0, 1)])
+    values, tangents = read.squeeze(2).double().unbind(1)
+    scales = gather(model.energy_scales, Segments(species, len(model.species)))
+    return features, model.energies(values, pairs, species, graph), scales * tangents
+
+
+# ---- energies by a linear readout
+
+
+def linear_readout(model: NequIP) -> bool:
+    return len(model.readout.weights) == 1
+
+
+def energies_at_rest(model: NequIP, features: Tensor, species: Tensor) -> Tensor:
+    """(n_atoms,) eV, float64, with a gradient in the features alone."""
+    return energies_by_kernel(features, *_readout(model, species))
+
+
+def _readout(model: NequIP, species: Tensor) -> tuple[Tensor, float, Tensor, Tensor, Tensor]:
+    weight, norm = model.readout.weights[0], model.readout.scales[0]
+    return weight, norm, species, model.energy_scales, model.energy_shifts

@@ -1,0 +1,336 @@
+"""NequIP: E(3)-equivariant message passing (Batzner et al., Nat. Commun. 13, 2453, 2022), as in NequIP 0.19.
+
+Atoms carry features of several rotation orders; each layer convolves them with the harmonics of the edge vectors,
+weighted by a perceptron of the length, mixes channels and gates. The energy of an atom without neighbours is exactly
+its species' shift. Geometry and energies are float64, the interior has the precision of the weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forgefield.kernels.convolution.dispatch import EdgeHarmonics
+from forgefield.kernels.convolution.form_key import key_of_plan
+from forgefield.models.adaptive import adaptive_bessel_basis
+from forgefield.models.nequip import options as nequip_options
+from forgefield.models.nequip.kernels import (
+    Moved,
+    by_kernels,
+    encode_moved,
+    energies_at_rest,
+    features_at_rest,
+    geometry_at_rest,
+    geometry_moved,
+    in_tables,
+    linear_readout,
+    prepare,
+)
+from forgefield.models.nequip.options import PRESETS, Options, complete_options, preset_options
+from forgefield.models.terms import PairLengths, SpeciesTerms
+from forgefield.ops.activations import activate
+from forgefield.ops.convolution_plan import Block, list_paths, plan_convolution
+from forgefield.ops.graph import (
+    EdgeGraph,
+    GradientSwitch,
+    barrier,
+    cut,
+    edge_graph,
+    join,
+)
+from forgefield.ops.harmonics import SphericalHarmonics
+from forgefield.ops.linear import Gate, IrrepsLinear, NormActivation, Perceptron, SpeciesLinear, unit_normal
+from forgefield.ops.products import product
+from forgefield.ops.radial import bessel_basis
+
+
+class NequIP(SpeciesTerms):
+    """Atomic energies from edge vectors. Built from resolved options: every number is given."""
+
+    only_edge_vectors = True
+    layers: list[Interaction]
+    bessel_frequencies: Tensor
+    identity: Tensor
+    Options = Options
+    presets = PRESETS
+    preset_options = staticmethod(preset_options)
+    complete_options = staticmethod(complete_options)
+
+    def __init__(
+        self,
+        options: nequip_options.Options,
+        *,
+        species: Sequence[str],
+        cutoff: float,
+        adaptive_cutoff: float | None = None,
+        dtype: torch.dtype = torch.float32,
+        generator: torch.Generator,
+    ) -> None:
+        super().__init__(options, species, cutoff, adaptive_cutoff)
+        self.options = options
+        n_species = len(self.species)
+        features = options.num_features
+        features = [features] * (options.l_max + 1) if isinstance(features, int) else list(features)
+        n_embedding = options.type_embed_num_features or features[0]
+        self.type_embedding = nn.Parameter(unit_normal(n_species, n_embedding, generator=generator, dtype=dtype))
+        self.one_hot_self_connection = n_species <= n_embedding
+
+        frequencies = torch.arange(1, options.num_bessels + 1, dtype=torch.float64)
+        self.hold("bessel_frequencies", frequencies, options.bessel_trainable)
+        self.harmonics = SphericalHarmonics(options.l_max)
+        layers = nn.ModuleList()
+        blocks: tuple[Block, ...] = (Block(n_embedding, 0, 1),)
+        for number in range(options.num_layers):
+            hidden = (
+                _hidden_blocks(features, options.parity)
+                if number < options.num_layers - 1
+                else (Block(features[0], 0, 1),)
+            )
+            layer = Interaction(blocks, hidden, options, number, n_embedding, generator=generator, dtype=dtype)
+            layers.append(layer)
+            blocks = layer.out_blocks
+        self.layers = layers  # type: ignore[assignment]
+        width = options.readout_mlp_width or features[0]
+        sizes = [features[0], *[width] * options.readout_mlp_depth, 1]
+        self.readout = Perceptron(sizes, activation=options.readout_mlp_nonlinearity, generator=generator, dtype=dtype)
+
+        self.knot_basis: tuple[Any, Tensor] | None = None
+        """The radial basis at the knots of a table, and what it was made of; kernels keep it here."""
+        self.register_buffer("identity", torch.eye(n_species, dtype=dtype), persistent=False)
+
+    @property
+    def feature_dim(self) -> int:
+        return self.layers[-1].out_blocks[0].mul
+
+    def forward(self, batch: dict[str, Any]) -> Tensor:
+        """(n_atoms,) atomic energies, eV, float64."""
+        _, energies = self.encode(batch)
+        assert energies is not None
+        return energies
+
+    def encode(self, batch: dict[str, Any], *, energies: bool = True) -> tuple[Tensor, Tensor | None]:
+        """Scalar features of the last layer, (n_atoms, feature_dim) in the interior precision, and atomic energies."""
+        vectors, species = batch["edge_vectors"], batch["species"]
+        graph = self._graph(batch)
+        kernels = by_kernels(self, batch)
+        need_pairs = not kernels or not in_tables(self) or bool(self._zbl)
+        pairs = self.pair_lengths(vectors, species, graph) if need_pairs else None
+        if kernels:
+            remember = batch.get("memory")
+            trained = remember is not None
+            prepared = prepare(self, species, graph, trained=trained)
+            geometry = geometry_at_rest(self, vectors, pairs, species, graph, trained=trained)
+            features = features_at_rest(self, prepared, geometry, remember)
+            if remember is not None:
+                remember["pairs"] = None if pairs is None else pairs.at_rest()
+                remember["vectors"], remember["graph"] = vectors.detach(), graph
+        else:
+            assert pairs is not None
+            basis = self.radial_basis(pairs, graph)
+            features = self._features(vectors, pairs.lengths, basis, species, graph, batch.get("edge_gradient"))
+        if not energies:
+            return features, None
+        if kernels and linear_readout(self):
+            return features, self.repelled(energies_at_rest(self, features, species), pairs, species, graph)
+        atomic = self.readout(features).squeeze(1)
+        return features, self.energies(atomic.double(), pairs, species, graph)
+
+    def radial_basis(self, pairs: PairLengths, graph: EdgeGraph) -> Tensor:
+        """(n_edges or n_pairs, num_bessels) float64."""
+        p = float(self.options.polynomial_cutoff_p)
+        lengths, scaled, radii = pairs
+        if graph.pair_edge is not None:
+            scaled = scaled.index_select(0, graph.pair_edge)
+        if radii is None or self.adaptive_cutoff is None:
+            return bessel_basis(scaled, self.bessel_frequencies, p)
+        if graph.pair_edge is not None:
+            lengths, radii = lengths.index_select(0, graph.pair_edge), radii.index_select(0, graph.pair_edge)
+        return adaptive_bessel_basis(lengths, radii, self.adaptive_cutoff, self.bessel_frequencies, p)
+
+    def _features(
+        self,
+        vectors: Tensor,
+        lengths: Tensor,
+        basis: Tensor,
+        species: Tensor,
+        graph: EdgeGraph,
+        switch: GradientSwitch | None,
+    ) -> Tensor:
+        """(n_atoms, feature_dim): the scalars of the last layer."""
+        dtype = self.type_embedding.dtype
+        harmonics = self.harmonics(vectors / lengths.unsqueeze(1)).to(dtype)
+        geometry_alone = None if self.bessel_frequencies.requires_grad else switch
+        radial = self.radial_weights(barrier(basis.to(dtype), geometry_alone))
+
+        one_hot = self.identity.index_select(0, species)
+        attributes = one_hot if self.one_hot_self_connection else one_hot @ self.type_embedding
+        table = self.type_embedding if self.one_hot_self_connection else None
+        scale = self.neighbour_scale(species)
+        blocks: list[Tensor] = []
+        edges = EdgeHarmonics(harmonics, graph, switch)
+        for layer, weights in zip(self.layers, radial):
+            x = layer.enter(blocks) if blocks else one_hot @ layer.enter([self.type_embedding.unsqueeze(1)])
+            if scale is not None:
+                x = x * scale.unsqueeze(1)
+            summed = edges.convolve(x, weights, layer.plan, layer.coupling_matrix, layer.form_key)
+            blocks = layer.leave(summed, blocks, attributes, table)
+        return blocks[0].squeeze(1)
+
+    def neighbour_scale(self, species: Tensor) -> Tensor | None:
+        """(n_atoms,): one over the root of the usual number of neighbours, where that differs between species."""
+        if not isinstance(self.options.avg_num_neighbours, Mapping):
+            return None
+        return self.feature_scale.to(self.type_embedding.dtype).index_select(0, species)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights and everything that is computed with them."""
+        return self.type_embedding.dtype
+
+    def against_kernels(self) -> str | None:
+        """Why generated kernels cannot take the place of plain operations, if so."""
+        if not self.one_hot_self_connection:
+            return "they are made for models with no more species than numbers in a species' embedding; use double or tangent."
+        return None
+
+    def moved(self, batch: dict[str, Any]) -> Moved | None:
+        """What `encode_moved` needs of edge vectors that carry tangents; None where the pass before was not made by kernels."""
+        if not batch.get("memory"):
+            return None
+        rest = batch["memory"]["geometry"]
+        return geometry_moved(self, batch["edge_vectors"], batch["species"], self._graph(batch), rest)
+
+    def encode_moved(self, moved: Moved, batch: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+        """Features (n_atoms, feature_dim), atomic energies and their tangents (n_atoms,)."""
+        return encode_moved(self, moved, batch["species"], self._graph(batch), batch["memory"])
+
+    def _graph(self, batch: dict[str, Any]) -> EdgeGraph:
+        graph: EdgeGraph = batch.get("edge_graph") or edge_graph(batch)
+        if self.inverse_cutoff.numel() > 1:  # an edge and its reverse may end at different lengths
+            graph = EdgeGraph(graph.source, graph.destination, graph.n_atoms, reverse=graph.reverse)
+        return graph
+
+    @property
+    def basis_scale(self) -> float:
+        """What the basis is multiplied by before the first weights."""
+        reach = self.cutoff if self.adaptive_cutoff is None else self.adaptive_cutoff
+        return 2 * math.pi / reach**2
+
+    def radial_weights(self, basis: Tensor) -> list[Tensor]:
+        """Weights of every layer, (n_edges or n_pairs, plan.n_weights)."""
+        last = [layer.radial.weights[-1] * layer.radial.scales[-1] for layer in self.layers]
+        hidden = self.radial_hidden(basis)
+        if self.options.radial_mlp_depth == 0:  # geometry enters here
+            return [part @ matrix for part, matrix in zip(hidden, last)]
+        return [product(part, matrix) for part, matrix in zip(hidden, last)]
+
+    def radial_hidden(self, basis: Tensor) -> list[Tensor]:
+        """What the last matrix of every layer's radial network is applied to, in the precision of the basis; the first
+        perceptron layers run as one."""
+        networks = [layer.radial for layer in self.layers]
+        if self.options.radial_mlp_depth == 0:
+            return [basis * self.basis_scale] * len(networks)
+        first = join([network.weights[0] for network in networks], 1).to(basis.dtype)
+        scale = networks[0].scales[0] * self.basis_scale
+        hidden = activate("silu", basis @ (first * scale))
+        parts = list(cut(hidden, [network.weights[0].shape[1] for network in networks], 1))
+        for depth in range(1, self.options.radial_mlp_depth):
+            matrices = [network.weights[depth].to(basis.dtype) * network.scales[depth] for network in networks]
+            parts = [activate("silu", product(part, matrix)) for part, matrix in zip(parts, matrices)]
+        return parts
+
+
+class Interaction(nn.Module):
+    """One layer: mix channels, convolve over edges, mix channels and add the self-connection, gate."""
+
+    coupling_matrix: Tensor
+
+    def __init__(
+        self,
+        in_blocks: tuple[Block, ...],
+        hidden: tuple[Block, ...],
+        options: Options,
+        number: int,
+        n_embedding: int,
+        *,
+        generator: torch.Generator,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        make: dict[str, Any] = {"generator": generator, "dtype": dtype}
+        reachable = frozenset((block.l, block.p) for block in hidden)
+        reachable = frozenset((path.l3, path.p3) for path in list_paths(in_blocks, options.l_max, reachable))
+        scalars = [block for block in hidden if block.l == 0 and (0, block.p) in reachable]
+        gated = [block for block in hidden if block.l > 0 and (block.l, block.p) in reachable]
+        if options.nonlinearity == "gate":
+            self.nonlinearity: nn.Module = Gate(
+                scalars,
+                gated,
+                even=options.nonlinearity_scalars,
+                odd=options.nonlinearity_odd_scalars,
+                gate=options.nonlinearity_gates,
+            )
+        else:
+            self.nonlinearity = NormActivation(scalars, gated, even=options.nonlinearity_scalars)
+        self.out_blocks: tuple[Block, ...] = self.nonlinearity.out_blocks
+        targets = self.nonlinearity.in_blocks
+        self.in_blocks = in_blocks
+        self.plan = plan_convolution(in_blocks, options.l_max, frozenset((block.l, block.p) for block in targets))
+        self.form_key = key_of_plan(self.plan)
+        self.register_buffer("coupling_matrix", self.plan.coupling_matrix().to(dtype), persistent=False)
+        self.targets = tuple(
+            (block.l, [i for i, out in enumerate(self.plan.out_blocks) if (out.l, out.p) == (block.l, block.p)])
+            for block in targets
+        )
+        fan_in = [sum(self.plan.out_blocks[i].mul for i in pieces) for _, pieces in self.targets]
+
+        neighbours = 1.0 if isinstance(options.avg_num_neighbours, Mapping) else float(options.avg_num_neighbours or 1)
+        channels = [(block.mul, block.mul) for block in in_blocks]
+        self.linear_in = IrrepsLinear(channels, scale=1 / math.sqrt(neighbours), **make)
+        widths = [options.radial_mlp_width] * options.radial_mlp_depth
+        sizes = [options.num_bessels, *widths, self.plan.n_weights]
+        self.radial = Perceptron(sizes, activation="silu", **make)
+        self.linear_out = IrrepsLinear(list(zip(fan_in, (block.mul for block in targets))), **make)
+        target_of = {(block.l, block.p): i for i, block in enumerate(targets)}
+        self.self_pairs = [
+            (i, target_of[block.l, block.p]) for i, block in enumerate(in_blocks) if (block.l, block.p) in target_of
+        ]
+        self.self_connection: SpeciesLinear | None = None
+        if options.convnet_sc and number > 0:
+            channels = [(in_blocks[i].mul, targets[j].mul) for i, j in self.self_pairs]
+            self.self_connection = SpeciesLinear(channels, n_embedding, **make)
+        self.resnet = options.convnet_resnet and number > 0 and self.out_blocks == in_blocks
+
+    def enter(self, blocks: Sequence[Tensor]) -> Tensor:
+        """Mixed features as rows, divided by sqrt(neighbours): blocks (n, 2l + 1, mul) -> (n, plan.in_dim)."""
+        mixed = [product(block, matrix).flatten(1) for block, matrix in zip(blocks, self.linear_in.matrices())]
+        return join(mixed, 1)
+
+    def leave(self, summed: Tensor, blocks: Sequence[Tensor], attributes: Tensor, table: Tensor | None) -> list[Tensor]:
+        """New features from the convolution's rows (n, plan.out_dim) and the old blocks.
+
+        `attributes` (n, a) and `table` are what `SpeciesLinear.matrices` asks for.
+        """
+        pieces = cut(summed, [block.dim for block in self.plan.out_blocks], 1)
+        inputs = [[pieces[i].unflatten(1, (2 * l + 1, -1)) for i in numbers] for l, numbers in self.targets]  # noqa: E741
+        matrices = [[matrix] for matrix in self.linear_out.matrices()]
+        if self.self_connection is not None:
+            for (i, target), matrix in zip(self.self_pairs, self.self_connection.matrices(table)):
+                one_species = table is not None and table.shape[0] == 1
+                own = blocks[i] if one_species else (blocks[i].unsqueeze(3) * attributes[:, None, None]).flatten(2)
+                inputs[target].append(own)
+                matrices[target].append(matrix)
+        mixed = [product(join(parts, 2), join(parts_of_matrix, 0)) for parts, parts_of_matrix in zip(inputs, matrices)]
+        new = self.nonlinearity(mixed)
+        return [old + update for old, update in zip(blocks, new)] if self.resnet else new
+
+
+def _hidden_blocks(features: Sequence[int], parity: bool) -> tuple[Block, ...]:
+    """Blocks by degree; with both parities even comes before odd."""
+    return tuple(
+        Block(mul, degree, p) for degree, mul in enumerate(features) for p in ((1, -1) if parity else ((-1) ** degree,))
+    )

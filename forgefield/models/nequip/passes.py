@@ -1,0 +1,270 @@
+"""The layers of NequIP on the atoms of one batch, in four passes: values, cotangents for forces, tangents, cotangents again.
+
+Everything lies in fields (`kernels/core/fields.py`). A training needs each pass once: tangents use the values of the first
+pass, and cotangents of tangents are those that the forces were made of, so the last pass computes only what is new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from forgefield.kernels.convolution.compiling import Planned, compile_together
+from forgefield.kernels.convolution.form import Form
+from forgefield.kernels.convolution.passes import Convolution, Motion, Radial, Rows, Take
+from forgefield.kernels.core.fields import TANGENT, VALUE, Field, new_field
+from forgefield.kernels.core.streams import Beside
+from forgefield.kernels.dense.gate import GateByKernels, Nonlinearity
+from forgefield.kernels.dense.products import Kinds, Products, sort_kinds
+from forgefield.models.nequip.fields import FIELDS, Layout, all_matrices, forms, layout
+from forgefield.ops.graph import EdgeGraph
+from forgefield.ops.products import is_lowered
+
+if TYPE_CHECKING:
+    from forgefield.models.nequip.model import Interaction, NequIP
+
+
+@dataclass(frozen=True)
+class Atoms:
+    """What layers know of the atoms. arena: (2 * n_atoms * layout.dim,), all fields but the last. species: (n_atoms,); kinds:
+    atoms by species, where products need them. scale: (n_atoms, 1, 1), or None, of what is convolved. row, packed: matrices
+    of all layers."""
+
+    layout: Layout
+    arena: Tensor
+    species: Tensor
+    kinds: Kinds | None
+    scale: Tensor | None
+    row: Tensor
+    packed: Tensor
+
+    @property
+    def count(self) -> int:
+        return self.species.shape[0]
+
+    @property
+    def one_hot(self) -> Tensor:
+        """(n_atoms, n_species)."""
+        return _padded_one_hot(self.arena, self.layout, self.count)[:, : self.layout.n_species]
+
+    def field(self, number: int, name: str) -> Field:
+        """Of this layer."""
+        shape = getattr(self.layout.shapes[number], name.removeprefix("to_"))
+        if name not in self.layout.starts[number]:
+            return new_field(shape, self.count, self.arena)
+        begin = 2 * self.count * self.layout.starts[number][name]
+        return Field(self.arena[begin : begin + 2 * self.count * shape.dim], self.count, shape)
+
+    def multiply(self, products: Products | None, place: int, *, precise: bool = False) -> None:
+        assert products is not None
+        if is_lowered(self.arena):
+            products.make_plainly(self.arena, self.packed, self.one_hot, self.count, place)
+        else:
+            products.make(self.arena, self.packed, self.kinds, self.count, place, precise=precise)
+
+    def gradients(self, number: int, out: Tensor) -> None:
+        """Of the matrices of this layer, which has been through all passes, into the row of all."""
+        gradients = self.layout.gradients[number]
+        if is_lowered(self.arena):
+            gradients.make_plainly(self.arena, self.one_hot, self.count, out)
+        else:
+            gradients.make(self.arena, self.kinds, self.count, out)
+
+
+def _padded_one_hot(arena: Tensor, where: Layout, n_atoms: int) -> Tensor:
+    """(n_atoms, n_columns), where it lies."""
+    begin, columns = 2 * n_atoms * where.one_hot, where.n_columns
+    return arena[begin : begin + n_atoms * columns].view(-1, columns)
+
+
+class Layer:
+    """One layer on one batch. x: what is convolved; z: what leaves the convolution; a: what goes into the nonlinearity; h: what
+    comes out of it. Each has its cotangents."""
+
+    def __init__(self, source: Interaction, number: int, form: Form, atoms: Atoms) -> None:
+        self.atoms, self.first, self.resnet, self.form = atoms, number == 0, source.resnet, form
+        self.products = atoms.layout.layers[number]
+        known = GateByKernels.knows(source.nonlinearity)
+        self.nonlinearity = (GateByKernels if known else Nonlinearity)(source.nonlinearity)  # type: ignore[arg-type]
+        self.x, self.z, self.a, self.h = (atoms.field(number, name) for name in FIELDS)
+        self.to_x, self.to_z, self.to_a, self.to_h = (atoms.field(number, f"to_{name}") for name in FIELDS)
+        self.convolution: Convolution | None = None
+
+    # -- forward: values and tangents differ only in the convolution and the nonlinearity
+
+    def values(self, h: Field | None, convolution: Convolution) -> None:
+        self.convolution = convolution
+        if h is None:
+            atoms, (start, _, channels) = self.atoms, self.atoms.layout.species
+            rows = atoms.row[start : start + atoms.layout.n_species * channels].view(-1, channels)
+            torch.index_select(rows, 0, atoms.species, out=self.x.rows(0, VALUE))
+            self._scale(self.x, VALUE)
+        else:
+            self._enter(VALUE)
+        convolution.values(self.x, self.z)
+        self.atoms.multiply(self.products.leave, VALUE, precise=True)
+        self.nonlinearity.values(self.a, self.h)
+        self._add(h, self.h, VALUE)
+
+    def tangents(self, h: Field | None, motion: Motion) -> None:
+        if h is not None:
+            self._enter(TANGENT)
+        self._known().tangents(self.x, self.z, motion)
+        self.atoms.multiply(self.products.leave, TANGENT)
+        self.nonlinearity.tangents(self.a, self.h)
+        self._add(h, self.h, TANGENT)
+
+    def _enter(self, place: int) -> None:
+        self.atoms.multiply(self.products.enter, place, precise=place == VALUE)
+        self._scale(self.x, place)
+
+    def _scale(self, x: Field, place: int) -> None:
+        if self.atoms.scale is not None:
+            for block in x.blocks(place):
+                block.mul_(self.atoms.scale)
+
+    def _add(self, old: Field | None, new: Field, place: int) -> None:
+        if self.resnet and old is not None:
+            for update, before in zip(new.blocks(place), old.blocks(place)):
+                update.add_(before)
+
+    # -- backward: to_h is filled, to_h of the layer before is asked for
+
+    def forces(self, parts: Tensor) -> Tensor:
+        """Writes cotangents of harmonics (and places) for every chunk of the convolution to `parts` (n_chunks, n_edges, ...),
+        and returns those of rows of weights, of which there are none with a table."""
+        self.nonlinearity.forces(self.a, self.to_h, self.to_a)
+        self.atoms.multiply(self.products.to_z, TANGENT, precise=True)
+        found = self._known().forces(self.x, self.to_z, None if self.first else self.to_x, parts)
+        if not self.first:
+            self._back_to_h(TANGENT)
+        return found
+
+    def back(self, motion: Motion, take: Take, before: Beside[None] | None) -> Beside[None] | None:
+        """take: given the cotangents of the weights of every edge and of their tangents. before, and what is returned: what it
+        has begun with those of the layer behind this one, whose memory is used again, and with those of this one."""
+        self.nonlinearity.back(self.a, self.to_h, self.to_a)
+        self.atoms.multiply(self.products.to_z, VALUE)
+        if before is not None:
+            before.result()
+        begun = self._known().back(self.x, self.to_z, self.to_x, motion, take)
+        if self.first:
+            self._scale(self.to_x, VALUE)
+        else:
+            self._back_to_h(VALUE)
+        return begun
+
+    def _back_to_h(self, place: int) -> None:
+        self._scale(self.to_x, place)
+        self.atoms.multiply(self.products.to_h, place, precise=place == TANGENT)
+
+    @property
+    def columns_of_geometry(self) -> int:
+        return 4 if self._known().radial.in_table else self.form.n_harmonics
+
+    def _known(self) -> Convolution:
+        assert self.convolution is not None
+        return self.convolution
+
+
+@cache  # never given back: captured graphs read it
+def _identity(n_species: int, n_columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.eye(n_species, n_columns, dtype=dtype, device=device)
+
+
+def _prepare(model: NequIP, where: Layout, species: Tensor, arena: Tensor) -> tuple[Tensor, Tensor, Kinds | None]:
+    """What layers need before the first product: matrices of all in a row, which has a gradient in the weights, and packed;
+    atoms by species, and their one-hot vectors in the arena."""
+    row, packed = all_matrices(model, where)
+    identity = _identity(where.n_species, where.n_columns, arena.dtype, arena.device)
+    torch.index_select(identity, 0, species, out=_padded_one_hot(arena, where, species.shape[0]))
+    return row, packed, sort_kinds(species, where.n_species) if where.sorts else None
+
+
+class Radials(Protocol):
+    """What sums up the cotangents of radial weights, layer by layer: those of all edges are too large to be kept."""
+
+    def begin(self, layer: int, motion: Motion) -> None: ...
+
+    def add(self, layer: int, rows: Rows) -> Beside[None] | None: ...
+
+    def end(self, layer: int) -> None: ...
+
+
+class Network:
+    """The layers on one batch, with their weights as they were when it was made. row: matrices of all layers, with gradients
+    in the weights."""
+
+    def __init__(self, model: NequIP, species: Tensor, graph: EdgeGraph) -> None:
+        self.graph = graph
+        where = layout(model)
+        arena = model.type_embedding.detach().new_empty(2 * species.shape[0] * where.dim)
+        self._prepared = Beside("matrices", partial(_prepare, model, where, species, arena))
+        self.row, packed, kinds = self._prepared.unfinished()
+        scale = model.neighbour_scale(species)
+        scale = None if scale is None else scale.view(-1, 1, 1)
+        self.atoms = Atoms(where, arena, species, kinds, scale, self.row.detach(), packed)
+        self.layers = [
+            Layer(layer, number, form, self.atoms)
+            for number, (layer, form) in enumerate(zip(model.layers, forms(model)))
+        ]
+
+    def compile(self, harmonics: Tensor, radials: Sequence[Radial]) -> None:
+        """The kernels of all convolutions, as a training launches them, unless that has been done."""
+        planned = [
+            Planned(layer.form, radial, layer.first, layer.x, layer.z, layer.to_x, layer.to_z)
+            for layer, radial in zip(self.layers, radials)
+        ]
+        compile_together(planned, self.graph, harmonics)
+
+    def values(self, harmonics: Tensor, radials: Iterable[Radial]) -> Tensor:
+        """Features of the last layer, (n_atoms, feature_dim)."""
+        self._prepared.result()
+        h: Field | None = None
+        for layer, radial in zip(self.layers, radials):
+            convolution = Convolution(layer.form, self.graph, harmonics, radial, still=layer.first)
+            layer.values(h, convolution)
+            h = layer.h
+        return self.last(VALUE)
+
+    def forces(self, to_features: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Cotangents of harmonics, and of every layer's rows of weights; where there are tables, of directions and places."""
+        self.layers[-1].to_h.block(0, TANGENT).copy_(to_features.unsqueeze(1))
+        n_chunks = [layer.form.n_chunks for layer in self.layers]
+        columns = self.layers[0].columns_of_geometry
+        parts = to_features.new_empty((sum(n_chunks), self.graph.n_edges, columns))
+        rows = []
+        for layer, part in zip(reversed(self.layers), reversed(parts.split(n_chunks))):
+            rows.append(layer.forces(part))
+        return parts.sum(0), rows[::-1]
+
+    def tangents(self, motions: Sequence[Motion]) -> Tensor:
+        h: Field | None = None
+        for layer, motion in zip(self.layers, motions):
+            layer.tangents(h, motion)
+            h = layer.h
+        return self.last(TANGENT)
+
+    def back(self, to_features: Tensor, motions: Sequence[Motion], radials: Radials) -> Tensor:
+        """Gradients of all matrices, in a row. radials: given, layer by layer, the cotangents of the weights of every edge and
+        of their tangents."""
+        self.layers[-1].to_h.block(0, VALUE).copy_(to_features.unsqueeze(1))
+        out = torch.empty_like(self.atoms.row)
+        begun: list[Beside[None]] = []
+        summed: Beside[None] | None = None
+        for number in reversed(range(len(self.layers))):
+            radials.begin(number, motions[number])
+            summed = self.layers[number].back(motions[number], partial(radials.add, number), summed)
+            begun.append(Beside("matrices", partial(self.atoms.gradients, number, out)))
+            radials.end(number)
+        for gradients in begun if summed is None else [*begun, summed]:
+            gradients.result()
+        return out
+
+    def last(self, place: int) -> Tensor:
+        return self.layers[-1].h.block(0, place).squeeze(1)

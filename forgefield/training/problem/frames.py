@@ -1,0 +1,220 @@
+"""Trainings on frames: potentials and predictors of properties."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+
+from forgefield.config.schema import TaskOptions
+from forgefield.config.trust import CONFIG
+from forgefield.data.batch import batch_shapes
+from forgefield.data.module import DataModule, FrameData, read_data
+from forgefield.data.readers import plain
+from forgefield.data.sampling.batching import training_budget
+from forgefield.data.sampling.loader import FrameLoader
+from forgefield.models.potential import Potential
+from forgefield.models.registry import branch_names, build_model
+from forgefield.parallel.accelerators import evaluation_device
+from forgefield.parallel.exchange import StepExchange
+from forgefield.runs import Run
+from forgefield.tasks.task import Task
+from forgefield.training.engines.choose import refuse_engine
+from forgefield.training.engines.size_plan import plan_sizes
+from forgefield.training.engines.start import EngineStarter
+from forgefield.training.module import TrainingModule
+from forgefield.training.optim.trainable import choose_trained
+from forgefield.training.precision import Precision
+from forgefield.training.problem.initial_model import initial_model
+from forgefield.training.problem.model_options import (
+    batch_spec,
+    build_task,
+    requested_task,
+    resolved_model,
+    with_fitted_shifts,
+)
+from forgefield.training.problem.preflight import require_any_label, require_inputs, require_same_data
+from forgefield.training.problem.problem import Problem, TrainingSession
+from forgefield.training.problem.transfer import Transfer, transfer
+from forgefield.training.run.checkpoint import ResumePoint
+from forgefield.training.run.folder import has_begun
+from forgefield.training.run.start_summary import effective_batch
+
+
+class FramesProblem(Problem):
+    data: FrameData
+    batches: DataModule
+    """What the loaders serve; there after `loader`."""
+    task: Task
+    task_options: TaskOptions | Any
+    model: Potential
+    change: Transfer | None
+    """What became of the model of another run."""
+
+    def __init__(self, run: Run, config: DictConfig, options: dict[str, Any], session: TrainingSession) -> None:
+        self.initial = initial_model(run, config, session.ranks, trust_code=session.trust_code)
+        settled = config if self.initial is None else self.initial.settle(config, session.journal.notify)
+        super().__init__(run, settled, options, session)
+
+    def prepare(self) -> None:
+        config, ranks, journal = self.config, self.session.ranks, self.session.journal
+        whose = None if self.initial is None else self.initial.known.whose
+        # A run that was started when splits could leave a species out of training keeps its split.
+        old = ranks.is_first and has_begun(self.run) and not self.run.info["keep_species"]
+        self.data = read_data(
+            config.data,
+            config.seed,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            branches=branch_names(plain(config.model) if self.initial is None else self.initial.known.resolved),
+            species_of=whose,
+            keep_species=not ranks.broadcast(old),
+            converting=_conversion_report(journal.notify),
+        )
+        self._resolve()
+        self.model = build_model(
+            self.resolved,
+            precision=Precision(config.training.precision).weights,
+            seed=config.seed,
+            trust=CONFIG if self.initial is None else self.initial.known.trust,
+        )
+        self._start_from_initial()
+        choose_trained(self.model, config.training, journal.notify)
+        require_inputs(self.model, self.data)
+
+    def _resolve(self) -> None:
+        """Task, model options in full and fingerprint of the data. A run that has begun keeps the options it has."""
+        ranks = self.session.ranks
+        self.data = data = replace(self.data, statistics=ranks.broadcast(self.data.statistics))
+        self.task_options = options = requested_task(self.config, data)
+        for name, dataset in data.splits():
+            if name != "train":
+                require_any_label(options, name, dataset)
+        self.fingerprint = " ".join(part.frames.fingerprint for part in (data.train, data.val) if part is not None)
+        require_same_data(self.fingerprint, ranks)
+        for dataset in data.tests.values():
+            require_same_data(dataset.frames.fingerprint, ranks)
+        resolved: dict[str, Any] = {}
+        change: Transfer | None = None
+        if ranks.is_first:
+            begun = has_begun(self.run)
+            if self.initial is not None:
+                known = self.initial.known.resolved if begun else self.initial.options(self.config, data)
+                trust = self.initial.known.trust
+                change = transfer(known, self.initial.known.section, self.config, options, data, trust=trust)
+            if not begun:
+                resolved = resolved_model(self.config, data) if change is None else change.resolved
+        self.change = ranks.broadcast(change)
+        self.resolved = self.kept_model(resolved)
+        if self.initial is None:
+            self.data = with_fitted_shifts(self.config, data, self.resolved)
+        self.task = build_task(options, self.resolved)
+
+    def _start_from_initial(self) -> None:
+        """The first weights from another run, and what is to be said about them."""
+        initial, notify = self.initial, self.session.journal.notify
+        if initial is None or self.change is None:
+            return
+        device = evaluation_device(self.options.get("accelerator"))
+        changed = initial.start(self.model, self.resolved, self.data.train, device, self.session.ranks, self.change)
+        if initial.state is not None:
+            notify(f"Starting from the {initial.record['which']} weights of {initial.known.whose}.")
+            if self.change.changes_anything():
+                notify(self.change.describe())
+        if changed is not None:
+            notify(changed)
+
+    def metric_names(self, split: str) -> list[str]:
+        return ["loss", *self.task.error_metrics(self.data.species.symbols).names()]
+
+    def module(
+        self, monitor: str, exchange: StepExchange | None, restart: ResumePoint | None, quick: bool
+    ) -> TrainingModule:
+        return TrainingModule(
+            self.model,
+            self.task,
+            self.config.training,
+            self.data.species.symbols,
+            monitor=monitor,
+            ranks=self.session.ranks,
+            exchange=exchange,
+            lr_factor=self.session.lr_factor,
+            starter=self._engine_starter(restart, quick),
+            shapes=batch_shapes(self.data.train.fields),
+        )
+
+    def _engine_starter(self, restart: ResumePoint | None, quick: bool) -> EngineStarter:
+        """A resumed run goes on with the engine it was started with, unless the config names another."""
+        run, ranks, training = self.run, self.session.ranks, self.config.training
+        before = run.info.get("engine") if ranks.is_first and restart is not None else None
+
+        def keep(choice: dict[str, Any]) -> None:
+            if ranks.is_first and not quick:
+                run.write_info(engine=choice)
+
+        return EngineStarter(
+            training,
+            ranks,
+            plan=lambda: plan_sizes(self.batches.train_dataloader().batch_sizes(), at_most=training.graphs.sizes),
+            tolerance=Precision(training.precision).tolerance,
+            notify=self.session.journal.notify,
+            chosen_before=ranks.broadcast(before),
+            keep=keep,
+            compiling=self.session.stop.at_once,
+        )
+
+    def refuse(self, device: torch.device) -> None:
+        refuse_engine(self.config.training, device)
+
+    def loader(self, device: torch.device) -> FrameLoader:
+        keep_order = bool(self.options.get("overfit_batches"))
+        if keep_order:
+            self.session.journal.notify(
+                "trainer.overfit_batches is set: the same frames are used every epoch, without shuffling."
+            )
+        spec = batch_spec(
+            self.task_options, self.model, seed=self.config.seed, on_gpu=device.type == "cuda", keep_order=keep_order
+        )
+        self.batches = self.data.serve(spec)
+        return self.batches.train_dataloader()
+
+    def val_loader(self) -> Any:
+        return self.batches.val_dataloader()
+
+    def describe_data(self) -> list[tuple[str, str]]:
+        return self.batches.describe()
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "species": list(self.data.species.symbols),
+            "cutoff": float(self.config.data.cutoff),
+            "statistics": asdict(self.data.statistics),
+            "initial_model": self.initial.record if self.initial is not None else None,
+            "keep_species": self.data.keep_species,
+        }
+
+    def batch_row(self) -> str:
+        accumulate = self.options.get("accumulate_grad_batches") or 1
+        return effective_batch(training_budget(self.config.data), self.session.ranks.world_size, accumulate)
+
+    @property
+    def units(self) -> dict[str, str]:
+        return self.task.units
+
+
+def _conversion_report(notify: Callable[[str], None]) -> Callable[[int, int | None], None]:
+    """Tells in ten steps how far `data.lazy` is with its one conversion."""
+    told = -1
+
+    def report(done: int, total: int | None) -> None:
+        nonlocal told
+        step = 10 * done // total if total else done // 50_000
+        if step > told:
+            told = step
+            of = f" of {total}" if total else ""
+            notify(f"data.lazy: the data is converted once ({done}{of} frames); later runs use what is kept.")
+
+    return report

@@ -1,0 +1,178 @@
+"""From a config and its data to the options of a model in full: every number that comes from the data is made explicit.
+
+Some models ask for more than the statistics of the data (`measure` of their class): one pass over the training frames, kept on
+disk by a hash of all it depends on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from omegaconf import DictConfig
+
+from forgefield.config.schema import TaskOptions
+from forgefield.config.targets import DENOISE, given_targets
+from forgefield.config.trust import CONFIG
+from forgefield.data.batch import Batch, with_edges
+from forgefield.data.batch_spec import BatchSpec, Noise
+from forgefield.data.dataset import GraphDataset
+from forgefield.data.module import FrameData
+from forgefield.data.neighbours.graph import same_graph
+from forgefield.data.readers import plain
+from forgefield.data.store.cache import cache_folder
+from forgefield.errors import ForgefieldError
+from forgefield.files import remove_leftovers, write_atomically
+from forgefield.models.potential import Potential
+from forgefield.models.registry import (
+    BUILT_IN,
+    branch_names,
+    direct_outputs,
+    extra_outputs_of,
+    model_statistics,
+    resolve_model,
+)
+from forgefield.tasks.task import Task, default_task, require_labels
+from forgefield.training.problem.heads import has_energy, head_facts, output_units
+from forgefield.training.problem.repulsion import ZBL, less_repulsion, statistics_without_repulsion
+
+EDGES_AT_ONCE = 2_000_000
+MOST_FRAMES = 20_000
+"""Of larger data sets so many frames are measured, evenly spread."""
+
+
+def batch_spec(
+    task: TaskOptions | Any, potential: Potential, *, seed: int, on_gpu: bool = False, keep_order: bool = False
+) -> BatchSpec:
+    """What batches must carry for this task and model. task: its options. keep_order: frames are not shuffled."""
+    targets, noise = given_targets(task), None
+    if DENOISE in targets:
+        denoise, alone = targets[DENOISE], len(targets) == 1
+        share = denoise.share if denoise.share is not None else 1.0 if alone or denoise.keep_labels else 0.5
+        noise = Noise(denoise.sigma, int(seed), share=share, keep_labels=denoise.keep_labels, alone=alone)
+    return BatchSpec(frozenset(targets), potential.needs_keys, noise, on_gpu, keep_order)
+
+
+def resolved_model(config: DictConfig, data: FrameData) -> dict[str, Any]:
+    """Options of the config's model with everything explicit; see `models.registry.resolve_model`."""
+    task, own = config.task, direct_outputs(plain(config.model), trust=CONFIG)
+    return resolve_model(
+        plain(config.model),
+        species=data.species.symbols,
+        cutoff=config.data.cutoff,
+        adaptive_cutoff=config.data.adaptive_cutoff,
+        max_neighbours=config.data.max_neighbours,
+        statistics=asdict(data.statistics) | _without_repulsion(config, data) | _measured(config, data),
+        heads={} if task is None or own else head_facts(task, data),
+        has_energy=task is None or has_energy(task),
+        units=output_units(own, task, data) if own else None,
+        trust=CONFIG,
+    )
+
+
+def requested_task(config: DictConfig, data: FrameData) -> TaskOptions | Any:
+    """The task of the config, or the default one for the labels of the data. The data has all labels that it needs."""
+    options = config.task if config.task is not None else default_task(data.statistics.labels, data.label_hints)
+    require_labels(given_targets(options), data.statistics.labels, "training", data.label_hints)
+    return options
+
+
+def build_task(options: TaskOptions | Any, resolved: Mapping[str, Any]) -> Task:
+    """The task of a model with these resolved options."""
+    return Task(options, tuple(resolved["species"]), extra_outputs_of(resolved), branch_names(resolved))
+
+
+def _measured(config: DictConfig, data: FrameData) -> dict[str, Any]:
+    """What the model itself measures on the training data; nothing for most models."""
+    species, cutoff, model = data.species.symbols, float(config.data.cutoff), plain(config.model)
+    kept = _place(config, data) if config.data.cache else None
+    try:
+        if kept is not None:
+            return json.loads(kept.read_text())
+    except (OSError, ValueError):
+        pass  # nothing is there, or it is damaged, which only costs measuring again
+    rows = spread(len(data.train), MOST_FRAMES)
+    found = model_statistics(
+        model,
+        lambda: _batches(config, data, rows),
+        species=species,
+        cutoff=cutoff,
+        trust=CONFIG,
+    )
+    if found and kept is not None:
+        with suppress(ForgefieldError, OSError):
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            remove_leftovers(kept.parent)
+            write_atomically(kept, json.dumps(found))
+    return found
+
+
+def _repulsion(config: DictConfig, data: FrameData) -> Potential | None:
+    """The ZBL term that the config's model adds, if it does."""
+    model = plain(config.model)
+    if model.get("name") not in BUILT_IN or not model.get("zbl"):
+        return None
+    adaptive = config.data.adaptive_cutoff
+    return Potential(ZBL(model, data.species.symbols, float(config.data.cutoff), adaptive))
+
+
+def _batches(config: DictConfig, data: FrameData, rows: np.ndarray) -> Iterator[Batch]:
+    """Training frames with edges; energies and forces are what the model has to give besides its ZBL term."""
+    batches = measured_batches(data.train, rows, float(config.data.cutoff))
+    repulsion = _repulsion(config, data)
+    return batches if repulsion is None else less_repulsion(batches, repulsion)
+
+
+def _without_repulsion(config: DictConfig, data: FrameData) -> dict[str, Any]:
+    """Statistics that replace those of the data where the model adds ZBL; none otherwise."""
+    if _repulsion(config, data) is None:
+        return {}
+    rows = spread(len(data.train), MOST_FRAMES)
+    return statistics_without_repulsion(_batches(config, data, rows), data.statistics)
+
+
+def with_fitted_shifts(config: DictConfig, data: FrameData, resolved: Mapping[str, Any]) -> FrameData:
+    """The data with the reference energies of the model in its statistics, where they were fitted to energies less ZBL."""
+    shifts, statistics = resolved.get("energy_shifts"), data.statistics
+    if not resolved.get("zbl") or statistics.reference_kind != "fit" or not isinstance(shifts, Mapping):
+        return data
+    if config.model.get("energy_shifts") is not None or dict(shifts) == statistics.reference_energies:
+        return data
+    note = "; ".join(part for part in ("fitted to energies less ZBL", statistics.reference_note) if part)
+    return replace(data, statistics=replace(statistics, reference_energies=dict(shifts), reference_note=note))
+
+
+def _place(config: DictConfig, data: FrameData) -> Path:
+    settings = {
+        "format": 2 if plain(config.model).get("zbl") else 1,
+        "frames": data.train.frames.fingerprint,
+        "model": plain(config.model),
+        "species": data.species.symbols,
+        "graph": asdict(same_graph(data.train.graph)),
+        "most": MOST_FRAMES,
+    }
+    name = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=16).hexdigest()
+    return cache_folder() / "model-statistics" / f"{name}.json"
+
+
+def spread(n: int, most: int) -> np.ndarray:
+    """All rows of n, or `most` of them, evenly spread."""
+    if n <= most:
+        return np.arange(n)
+    return np.unique(np.linspace(0, n - 1, most).round().astype(np.int64))
+
+
+def measured_batches(
+    dataset: GraphDataset, rows: np.ndarray, cutoff: float, *, edges: int = EDGES_AT_ONCE
+) -> Iterator[Batch]:
+    """These frames in order, with edges, about so many at a time."""
+    costs = dataset.n_edges if dataset.n_edges is not None else 100 * dataset.n_atoms
+    part = (costs[rows].cumsum() - 1) // edges
+    for number in np.unique(part):
+        yield with_edges(dataset.batch(rows[part == number]), cutoff)

@@ -1,0 +1,163 @@
+"""The run folder at the start of a training: made, locked, moved aside, and compared with what is asked for now."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from forgefield.config.diff import Change, config_diff, format_diff
+from forgefield.config.loading import load_config, override_keys
+from forgefield.config.point_options import DEFAULT_POINTS
+from forgefield.data.sampling.batching import DEFAULT_FRAMES
+from forgefield.errors import ForgefieldError
+from forgefield.files import remove_leftovers
+from forgefield.parallel.group import Ranks
+from forgefield.runs import Run
+from forgefield.training.run.journal import Journal
+
+
+@contextmanager
+def run_folder(config: DictConfig, *, fresh: bool, quick: bool, journal: Journal, ranks: Ranks) -> Iterator[Run]:
+    """The folder of the run, made and held by rank 0 alone; the others enter when it is ready."""
+    if ranks.is_first:
+        with _own_folder(config, fresh=fresh, quick=quick, journal=journal) as run:
+            ranks.broadcast(str(run.path))
+            yield run
+    else:
+        yield Run(Path(ranks.broadcast(None)))
+
+
+@contextmanager
+def _own_folder(config: DictConfig, *, fresh: bool, quick: bool, journal: Journal) -> Iterator[Run]:
+    """The folder of the run, held by this process alone. With `fresh` an existing run is moved aside first.
+
+    quick: for `trainer.fast_dev_run`, a hidden folder of its own, so that the real run stays as it is.
+    """
+    path = Path(config.out) / (f".{config.name}-quick" if quick else config.name)
+    is_new = not path.exists()
+    try:
+        if fresh and (path / "run.json").exists():
+            with _only_process_in(path):
+                aside = _unused_name(path)
+                os.rename(path, aside)
+            journal.notify(f"Starting over; the run before is kept as {aside}.")
+        (path / "checkpoints").mkdir(parents=True, exist_ok=True)
+        with open(path / "log.txt", "a"):
+            pass
+    except OSError as error:
+        raise ForgefieldError(
+            f"Cannot write to the run folder {path}: {error.strerror}; choose another place with out=FOLDER."
+        ) from error
+    with _only_process_in(path):
+        if quick:
+            journal.notify(
+                f"trainer.fast_dev_run is set: a quick pass in {path}; the run {config.name} is not touched."
+            )
+            for item in path.iterdir():
+                if item.name != ".lock":
+                    shutil.rmtree(item) if item.is_dir() else item.unlink()
+        for folder in (path, path / "checkpoints", path / "predictions"):
+            remove_leftovers(folder)
+        try:
+            yield Run(path)
+        except ForgefieldError:
+            if is_new and not _was_started(Run(path)):
+                shutil.rmtree(path, ignore_errors=True)  # a command that was refused leaves nothing behind
+            raise
+
+
+def config_of_run(run: Run, overrides: Sequence[str] = (), *, trust_code: bool = False) -> DictConfig:
+    """The settings that a run was made with, checked like those of a config file, with `overrides`; for resuming it.
+
+    trust_code: whether code that the run names may be imported.
+    """
+    if run.info.get("status") == "imported":
+        raise ForgefieldError(
+            f"Run {run.name} was imported and has no training to resume; to train its model, use forgefield train CONFIG "
+            f"--init-model {run.path} --name NAME."
+        )
+    for key in override_keys(overrides):
+        if key in ("name", "out"):
+            raise ForgefieldError(
+                f"'{key}' cannot be changed when run {run.path} is resumed; to train another run with its settings, use "
+                f"forgefield train {run.path / 'config.yaml'} --name NAME."
+            )
+    config = load_config(run.path / "config.yaml", overrides, trust_code=trust_code)
+    config.out, config.name = str(run.path.parent), run.name
+    return config
+
+
+def _was_started(run: Run) -> bool:
+    """Whether Lightning was let loose on the run: from then on, whatever is in the folder stays."""
+    return run.exists and run.info.get("status") not in (None, "new")
+
+
+def has_begun(run: Run) -> bool:
+    """Whether the run has taken a step that is kept; until then its settings can still be changed."""
+    return any(run.checkpoints.glob("step-*"))
+
+
+def compare_with_stored_config(
+    run: Run, config: DictConfig, journal: Journal, *, world_sizes: tuple[int, int] = (1, 1)
+) -> list[Change]:
+    """What changed since the run was started. Refuses to continue it with settings that change its meaning.
+
+    world_sizes: number of ranks before and now. A batch per rank that changed with it, such that all ranks together take as
+    many frames as before, means the same.
+    """
+    if run.exists and run.info.get("status") == "imported":
+        raise ForgefieldError(
+            f"Run {run.name} was imported, and stays as it is; to train its model further give the new run its own name: "
+            f"forgefield train CONFIG --init-model {run.path} --name NAME."
+        )
+    if not has_begun(run):
+        return []
+    changes = config_diff(run.config, config)
+    before, now = world_sizes
+    defaults = {"data.batch.frames": DEFAULT_FRAMES, "data.batch.points": DEFAULT_POINTS}
+    refused = [
+        change
+        for change in changes
+        if change.meaning
+        and not (
+            change.key in defaults
+            and int(change.old or defaults[change.key]) * before == int(change.new or defaults[change.key]) * now
+            and config.training.scale_lr == "none"
+            and not config.data.batch.by_source
+        )
+    ]
+    if refused:
+        raise ForgefieldError(
+            f"Run {run.name} was made with other settings, so continuing it would not be the same training:\n"
+            f"{format_diff(refused)}\n"
+            "Undo the change, start over with --fresh, or give the new run its own name with name=NAME."
+        )
+    if changes:
+        journal.notify(f"Settings changed since run {run.name} was started:\n{format_diff(changes)}")
+    return changes
+
+
+def _unused_name(path: Path) -> Path:
+    number = 1
+    while (aside := path.with_name(f"{path.name}.before-{number}")).exists():
+        number += 1
+    return aside
+
+
+@contextmanager
+def _only_process_in(path: Path) -> Iterator[None]:
+    """Two trainings in one folder would overwrite each other. The lock ends with the process, however it ends."""
+    with open(path / ".lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ForgefieldError(
+                f"Another process is training in {path}; wait for it, or give this run another name with name=NAME."
+            ) from error
+        yield
