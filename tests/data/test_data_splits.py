@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from forgefield.config.schema import DataOptions
-from forgefield.data.splits import parse_indices, resolve_splits, split_frames
+from forgefield.data.splits.splits import parse_indices, resolve_splits, split_frames
 from forgefield.errors import ForgefieldError
 
 

@@ -26,7 +26,7 @@ from forgefield.errors import ForgefieldError
 from forgefield.models.deeppot.new_species import extended_options, extended_state, require_extensible
 from forgefield.models.deeppot.statistics import environment_statistics
 from forgefield.models.potential import Potential
-from forgefield.parallel.group import Ranks
+from forgefield.parallel.ranks import Ranks
 from forgefield.runs import Run
 from forgefield.training.problem.initial_options import KnownModel, is_proposed, require_same_options, section_of
 from forgefield.training.problem.model_options import MOST_FRAMES, measured_batches, spread

@@ -11,15 +11,15 @@ import numpy as np
 
 from forgefield.config.schema import DataOptions
 from forgefield.config.test_sets import test_sets, title
-from forgefield.data.devset import representative_rows
-from forgefield.data.fields import Fields
-from forgefield.data.labels import LabelReader
+from forgefield.data.labels.fields import Fields
+from forgefield.data.labels.label_reader import LabelReader
 from forgefield.data.neighbours.graph import GraphOptions
-from forgefield.data.rare_species import TRAIN, keep_species_in_training, refuse_empty
 from forgefield.data.readers import plain, source_files
 from forgefield.data.readers.numerals import read_text, whole_number, whole_numbers
 from forgefield.data.reading import Progress, label_settings, read_table, unit_settings
 from forgefield.data.sampling.order import seeded_permutation
+from forgefield.data.splits.rare_species import TRAIN, keep_species_in_training, refuse_empty
+from forgefield.data.splits.representative import representative_rows
 from forgefield.data.store.table import FrameTable
 from forgefield.errors import ForgefieldError
 from forgefield.untrusted.npy import map_npy
