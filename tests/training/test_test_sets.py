@@ -38,7 +38,7 @@ def folder(tmp_path_factory):
 def no_figures(monkeypatch):
     """Reports take most of the time of a test; here only the files with numbers matter."""
     for name in ("write_report", "write_parity_png"):
-        monkeypatch.setattr(api, name, lambda *words: None)
+        monkeypatch.setattr(f"forgefield.evaluation.{name}", lambda *words: None)
 
 
 @pytest.fixture(scope="module")
