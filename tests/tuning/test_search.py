@@ -78,7 +78,7 @@ def test_a_killed_search_goes_on_with_the_training_it_was_in(straight, capsys):
     done = run_warm("forgefield", "tune", str(path), folder=folder, environ=environ)
     assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
     assert main(["tune", str(path)]) == 0
-    assert "was left by a process that is gone" in capsys.readouterr().out
+    assert "was abandoned by a process that died" in capsys.readouterr().out
     found = rows(again)
     assert [row["state"] for row in found] == ["complete", "failed", "complete"]
     assert [row["folder"] for row in found] == ["0000", "0001", "0001"]
