@@ -280,8 +280,8 @@ def _require_same(study: Study, search: Search) -> None:
             )
             key = next(key for key in {**now, **before} if now.get(key) != before.get(key))
             raise ForgefieldError(
-                f"The search {search.base.name} was started with another {what} ({key}: {before.get(key)}, now {now.get(key)}); "
-                "trials would not be comparable. Use the old one, another name, or start over with --fresh."
+                f"The search {search.base.name} was started with another {what} ({key}: {before.get(key)}, now "
+                f"{now.get(key)}); trials would not be comparable. Use the old one, another name, or start over with --fresh."
             )
 
 
