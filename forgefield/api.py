@@ -33,9 +33,9 @@ from forgefield.ldos.inference.files import predict_electrons
 from forgefield.ldos.loss import UNITS
 from forgefield.ldos.model import LDOSNetwork, build_network
 from forgefield.models.potential import Potential
-from forgefield.parallel.faults import failing_together, stop_together
-from forgefield.parallel.group import Ranks
+from forgefield.parallel.failures import failing_together, stop_together
 from forgefield.parallel.launch import detect_launch
+from forgefield.parallel.ranks import Ranks
 from forgefield.parallel.session import this_group
 from forgefield.parallel.spawn import run_ranks
 from forgefield.report.page import write_report

@@ -26,21 +26,21 @@ from forgefield.config.test_sets import test_sets
 from forgefield.config.trust import code_of_model
 from forgefield.data.batch_spec import BatchSpec
 from forgefield.data.dataset import GraphDataset
-from forgefield.data.labels import LabelReader
+from forgefield.data.labels.label_reader import LabelReader
 from forgefield.data.readers import plain
 from forgefield.data.reading import label_settings, read_table, unit_settings
 from forgefield.data.sampling.batching import evaluation_budget
 from forgefield.data.sampling.loader import FrameLoader
 from forgefield.data.sampling.plan import Budget
 from forgefield.data.species import SpeciesTable
-from forgefield.data.splits import is_lazy
+from forgefield.data.splits.splits import is_lazy
 from forgefield.errors import ForgefieldError
 from forgefield.files import write_atomically, written_whole
 from forgefield.inference.evaluate import in_order, outputs_of_atoms, predict_batches
 from forgefield.models.deeppot.branches import single
 from forgefield.models.registry import branch_names
 from forgefield.parallel.accelerators import evaluation_device
-from forgefield.parallel.group import Ranks
+from forgefield.parallel.ranks import Ranks
 from forgefield.report.page import write_parity_png, write_report
 from forgefield.runs import Run, built
 from forgefield.tasks.classes import auroc

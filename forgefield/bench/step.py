@@ -22,7 +22,7 @@ from forgefield.data.module import DataModule, FrameData, read_data
 from forgefield.data.readers import plain
 from forgefield.models.potential import Potential
 from forgefield.models.registry import branch_names, build_model
-from forgefield.parallel.group import alone
+from forgefield.parallel.ranks import alone
 from forgefield.runs import Run
 from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.task import Task

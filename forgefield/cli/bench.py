@@ -28,7 +28,7 @@ from forgefield.errors import ForgefieldError
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from forgefield.parallel.group import Ranks
+    from forgefield.parallel.ranks import Ranks
 
 STEPS, WARMUP = 20, 5
 ENGINES = ("eager", "compile", "graphs", "script", "auto")

@@ -11,8 +11,8 @@ import torch
 
 from forgefield.data.batch import SHAPES, Batch, assemble, without_labels
 from forgefield.data.batch_spec import BatchSpec, Noise
-from forgefield.data.fields import Fields
 from forgefield.data.frame import Frame
+from forgefield.data.labels.fields import Fields
 from forgefield.data.neighbours.edges import (
     BuiltEdges,
     DeviceEdges,

@@ -22,8 +22,8 @@ from forgefield.data.sampling.by_source import SourceBatches
 from forgefield.data.sampling.loader import FrameLoader
 from forgefield.data.sampling.order import WeightedDraws
 from forgefield.data.species import SpeciesTable
-from forgefield.data.splits import ON_DEVICE, Splits, graph_options, resolve_splits
-from forgefield.data.statistics import Statistics, compute_statistics
+from forgefield.data.splits.splits import ON_DEVICE, Splits, graph_options, resolve_splits
+from forgefield.data.statistics.statistics import Statistics, compute_statistics
 from forgefield.data.store.store import StoreColumns
 from forgefield.errors import ForgefieldError
 

@@ -26,7 +26,7 @@ from forgefield.ldos.observables import OBSERVABLE_UNITS, Observables, SnapshotF
 from forgefield.ldos.training.data import EVALUATED, PointData
 from forgefield.ldos.training.observing import NEEDED, SnapshotMeasure, density_energies
 from forgefield.parallel.accelerators import evaluation_device
-from forgefield.parallel.group import Ranks
+from forgefield.parallel.ranks import Ranks
 from forgefield.report.page import write_report
 from forgefield.runs import Run
 from forgefield.training.problem.preflight import require_same_data

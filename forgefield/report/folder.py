@@ -20,7 +20,7 @@ import yaml
 
 from forgefield.config.test_sets import title
 from forgefield.config.trust import code_of_model
-from forgefield.diagnosis.record import read_records
+from forgefield.diagnosis.records import read_records
 from forgefield.errors import ForgefieldError
 from forgefield.kinds import FRAMES, KINDS, POINTS, SampleKind
 from forgefield.report.numbers import shorten

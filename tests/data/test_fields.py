@@ -18,20 +18,21 @@ from forgefield.config.schema import DataOptions, LabelOptions, UnitOptions
 from forgefield.data.batch import SHAPES, batch_from_frames, batch_shapes, without_labels
 from forgefield.data.batch_spec import BatchSpec
 from forgefield.data.dataset import GraphDataset
-from forgefield.data.fields import Field
 from forgefield.data.frame import Frame, check_frame
 from forgefield.data.inspection.inspect import inspect_frames, inspect_table
+from forgefield.data.labels.fields import Field
 from forgefield.data.module import read_data
 from forgefield.data.neighbours.interop import to_pyg
 from forgefield.data.readers import read_frames
 from forgefield.data.reading import read_table
 from forgefield.data.sampling.loader import FrameLoader
 from forgefield.data.species import SpeciesTable
-from forgefield.data.splits import resolve_splits
+from forgefield.data.splits.splits import resolve_splits
 from forgefield.data.store.columns import frame_digest
 from forgefield.data.store.convert import convert, store_frames
 from forgefield.data.store.export import write_frames
-from forgefield.data.store.store import manifest_hash, open_store
+from forgefield.data.store.manifest import manifest_hash
+from forgefield.data.store.store import open_store
 from forgefield.data.store.table import FrameTable
 from forgefield.errors import ForgefieldError
 

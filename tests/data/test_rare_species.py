@@ -10,7 +10,7 @@ from ase.data import chemical_symbols
 
 from forgefield.config.schema import DataOptions
 from forgefield.data.module import read_data
-from forgefield.data.splits import resolve_splits
+from forgefield.data.splits.splits import resolve_splits
 from forgefield.errors import ForgefieldError
 from tests.support.helpers import tiny_config
 from tests.support.train_many import train_only

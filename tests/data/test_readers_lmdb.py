@@ -19,11 +19,11 @@ from ase.calculators.singlepoint import SinglePointCalculator
 from ase.data import covalent_radii
 
 from forgefield.config.schema import LabelOptions, UnitOptions
-from forgefield.data.labels import LabelReader
+from forgefield.data.labels.label_reader import LabelReader
 from forgefield.data.neighbours.lists import edge_vectors, neighbour_list
 from forgefield.data.readers import chunks, frames_of, read_frames, source_files
-from forgefield.data.readers.safe_pickle import RefusedPickle, safe_loads
 from forgefield.errors import ForgefieldError
+from forgefield.untrusted.safe_pickle import RefusedPickle, safe_loads
 from tests.support.lmdb_files import sample, write_lmdb
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from forgefield.diagnosis.record import FOLDER, findings_of, read_records
+from forgefield.diagnosis.records import FOLDER, findings_of, read_records
 from forgefield.errors import ForgefieldError
 from forgefield.training.callbacks.names import CALLBACKS
 from forgefield.training.run.checkpoint import list_checkpoints, load_checkpoint

@@ -9,7 +9,7 @@ from torch import nn
 
 from forgefield.config.schema import FieldTargetOptions, TargetOptions, TaskOptions
 from forgefield.data.batch import batch_shapes
-from forgefield.data.fields import Field
+from forgefield.data.labels.fields import Field
 from forgefield.models import build_model, resolve_model
 from forgefield.models.heads.heads import HeadOptions
 from forgefield.models.predictor import Predictor

@@ -16,7 +16,7 @@ from forgefield.data.readers import plain
 from forgefield.errors import ForgefieldError
 from forgefield.ldos.data import PointTable, Scaling
 from forgefield.ldos.model import LDOSNetwork, load_network
-from forgefield.parallel.group import Ranks
+from forgefield.parallel.ranks import Ranks
 from forgefield.runs import Run
 from forgefield.training.run.folder import has_begun
 

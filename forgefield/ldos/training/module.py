@@ -20,7 +20,7 @@ from forgefield.ldos.training.blocks import Block, BlockLoader
 from forgefield.ldos.training.engines import EagerEngine, GraphsEngine, Sums
 from forgefield.ldos.training.observing import SnapshotMeasure
 from forgefield.parallel.exchange import StepExchange
-from forgefield.parallel.group import Ranks
+from forgefield.parallel.ranks import Ranks
 from forgefield.parallel.strategies import SimpleDDPStrategy
 from forgefield.training.epoch_length import fit_epoch_length
 from forgefield.training.run_module import RunModule

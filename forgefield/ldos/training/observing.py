@@ -21,7 +21,7 @@ from forgefield.ldos.electronic.upf import read_upf
 from forgefield.ldos.model import LDOSNetwork
 from forgefield.ldos.observables import Observables, Observer, SnapshotFacts, mean_absolute
 from forgefield.ldos.training.data import KeptRows, SnapshotRows, stretch_of
-from forgefield.parallel.group import Ranks
+from forgefield.parallel.ranks import Ranks
 
 NEEDED = {
     "band_energy": ("temperature", "electrons", "voxel_volume", "n_atoms"),

@@ -23,8 +23,8 @@ from lightning.pytorch.callbacks import Callback
 from forgefield.errors import ForgefieldError
 from forgefield.parallel.accelerators import random_state_of_accelerator, set_random_state_of_accelerator
 from forgefield.parallel.exchange import StepExchange
-from forgefield.parallel.faults import tell_failure
-from forgefield.parallel.group import Ranks, alone
+from forgefield.parallel.failures import tell_failure
+from forgefield.parallel.ranks import Ranks, alone
 from forgefield.parallel.strategies import first_rank_that_differs
 from forgefield.training.run.checkpoint import (
     DamagedCheckpoint,

@@ -12,7 +12,10 @@ from typing import Any
 import numpy as np
 
 from forgefield.config.targets import DENOISE, TARGETS, given_targets, quantity
-from forgefield.data.field_statistics import (
+from forgefield.data.labels.fields import Field
+from forgefield.data.module import FrameData
+from forgefield.data.readers import plain
+from forgefield.data.statistics.field_statistics import (
     atom_moments,
     extensive_moments,
     intensive_moments,
@@ -21,9 +24,6 @@ from forgefield.data.field_statistics import (
     no_part,
     whole,
 )
-from forgefield.data.fields import Field
-from forgefield.data.module import FrameData
-from forgefield.data.readers import plain
 from forgefield.data.store.table import FrameTable
 from forgefield.errors import ForgefieldError
 from forgefield.models.heads.equivariant import SHAPES

@@ -26,9 +26,8 @@ from forgefield.data.dataset import GraphDataset
 from forgefield.data.module import FrameData
 from forgefield.data.neighbours.graph import same_graph
 from forgefield.data.readers import plain
-from forgefield.data.store.cache import cache_folder
 from forgefield.errors import ForgefieldError
-from forgefield.files import remove_leftovers, write_atomically
+from forgefield.files import cache_folder, remove_leftovers, write_atomically
 from forgefield.models.potential import Potential
 from forgefield.models.registry import (
     BUILT_IN,

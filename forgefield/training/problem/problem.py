@@ -21,7 +21,7 @@ from forgefield.errors import ForgefieldError
 from forgefield.kinds import FRAMES, POINTS
 from forgefield.models.registry import MODULE_FOLDER, names_same_code, with_found_folder
 from forgefield.parallel.exchange import StepExchange
-from forgefield.parallel.group import Ranks
+from forgefield.parallel.ranks import Ranks
 from forgefield.runs import Run
 from forgefield.training.run.checkpoint import ResumePoint
 from forgefield.training.run.folder import has_begun

@@ -24,7 +24,7 @@ from lightning.fabric.plugins import CheckpointIO
 from forgefield.errors import ForgefieldError
 from forgefield.files import PARTIAL, read_bytes, write_atomically
 from forgefield.formats import VERSION
-from forgefield.parallel.group import Ranks
+from forgefield.parallel.ranks import Ranks
 from forgefield.training.run.formats import CHECKPOINT, POSITION
 
 _NAME = re.compile(r"step-(\d+)\.ckpt")

@@ -11,7 +11,7 @@ import torch
 
 from forgefield.data.readers import plain
 from forgefield.data.sampling.plan import Budget
-from forgefield.parallel.group import Ranks
+from forgefield.parallel.ranks import Ranks
 from forgefield.training.precision import Precision
 from forgefield.training.problem.problem import Problem
 from forgefield.training.run.journal import Journal

@@ -16,7 +16,7 @@ from forgefield.ldos.training.gradient import ByAutograd, Written
 from forgefield.ldos.training.terms import TermGradient
 from forgefield.ldos.training.update import Update
 from forgefield.ops.execution import products_in
-from forgefield.parallel.group import alone
+from forgefield.parallel.ranks import alone
 from forgefield.training.optim.averages import WeightAverage
 from tests.support.point_networks import DTYPE, network, rows, task
 from tests.support.snapshots import FERMI, GRID, TEMPERATURE

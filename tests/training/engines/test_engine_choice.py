@@ -12,7 +12,7 @@ from torch import nn
 from forgefield.config.schema import TrainingOptions
 from forgefield.errors import ForgefieldError
 from forgefield.models import Potential
-from forgefield.parallel.group import alone
+from forgefield.parallel.ranks import alone
 from forgefield.tasks.losses import mse
 from forgefield.tasks.task import Target
 from forgefield.training.engines.choose import (
@@ -104,7 +104,7 @@ def test_kernels_are_refused_for_models_that_have_none(monkeypatch):
     monkeypatch.setattr("forgefield.training.engines.choose.interpreted", lambda: True)
     monkeypatch.setattr("forgefield.training.engines.choose.has_triton", lambda: True)
     own = Potential(ReadsAValue("value"))
-    with pytest.raises(ForgefieldError, match="NequIP alone has them"):
+    with pytest.raises(ForgefieldError, match="this model has none"):
         build(Choice("eager", "kernels"), circumstances(own, []), CPU)
 
 

@@ -18,9 +18,10 @@ import numpy as np
 from ase.data import atomic_numbers
 
 from forgefield.data.frame import RawFrame
+from forgefield.data.readers.base import Reader, ReadOptions, SourceFile
 from forgefield.data.readers.numerals import is_plain, real_number, whole_number
-from forgefield.data.readers.xyz_header import parse_header
-from forgefield.data.readers.xyz_index import text_lines, xyz_index
+from forgefield.data.readers.xyz.header import parse_header
+from forgefield.data.readers.xyz.index import text_lines, xyz_index
 from forgefield.errors import ForgefieldError
 
 _PLAIN = "species:S:1:pos:R:3"
@@ -37,6 +38,19 @@ _WIDTH = re.compile(r"[1-9][0-9]{0,5}", re.ASCII)
 _NUMBER_COLUMNS = ("Z", "numbers")
 _SHORTEST_LINE = 2
 """Bytes that the line of an atom takes at least."""
+
+
+class ExtxyzReader(Reader):
+    name = "extxyz"
+    suffixes = (".xyz", ".extxyz")
+
+    def read(
+        self, source: SourceFile, options: ReadOptions, start: int = 0, stop: int | None = None
+    ) -> Iterator[RawFrame]:
+        return read_extxyz(source.path, start, stop)
+
+    def count(self, source: SourceFile) -> int | None:
+        return count_extxyz(source.path)
 
 
 def read_extxyz(path: Path, start: int = 0, stop: int | None = None) -> Iterator[RawFrame]:

@@ -15,11 +15,10 @@ import numpy as np
 
 from forgefield.config.fields import FIELDS, field_options
 from forgefield.config.schema import LabelOptions, UnitOptions
-from forgefield.data.field_values import frame_field
-from forgefield.data.fields import Field, fields_from
-from forgefield.data.frame import Frame, RawFrame, check_frame
-from forgefield.data.label_candidates import SeenValues
-from forgefield.data.raw_values import atomic_numbers_of, periodicity, real_numbers
+from forgefield.data.frame import Frame, RawFrame, atomic_numbers_of, check_frame, periodicity, real_numbers
+from forgefield.data.labels.candidates import SeenValues
+from forgefield.data.labels.field_values import frame_field
+from forgefield.data.labels.fields import Field, fields_from
 from forgefield.errors import ForgefieldError
 from forgefield.physics import units as unit_table
 

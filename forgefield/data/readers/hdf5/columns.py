@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from forgefield.config.schema import UnitOptions
-from forgefield.data.labels import FALLBACK_NAMES, USUAL_NAMES
-from forgefield.data.readers.hdf5_files import Hdf5Array, is_dataset
+from forgefield.data.labels.label_reader import FALLBACK_NAMES, USUAL_NAMES
+from forgefield.data.readers.hdf5.files import Hdf5Array, is_dataset
 from forgefield.errors import ForgefieldError
 from forgefield.physics.units import force_factor, label_energy_factor, length_factor, split_per_atom, stress_factor
 

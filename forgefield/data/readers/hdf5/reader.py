@@ -20,11 +20,12 @@ import numpy as np
 from ase.data import atomic_numbers
 
 from forgefield.config.schema import UnitOptions
-from forgefield.data.raw_values import atomic_numbers_of, is_logical, real_numbers
+from forgefield.data.frame import atomic_numbers_of, is_logical, real_numbers
+from forgefield.data.readers.base import Reader, ReadOptions, SourceFile
 from forgefield.data.readers.blocks import LazyColumns, RawBlock, block_ranges, within
 from forgefield.data.readers.deepmd import open_group, read_system
-from forgefield.data.readers.hdf5_columns import EXTRA_NAMES, label_datasets, stated_factor
-from forgefield.data.readers.hdf5_files import REMEDY, Hdf5Array, is_dataset, open_hdf5, reading_hdf5
+from forgefield.data.readers.hdf5.columns import EXTRA_NAMES, label_datasets, stated_factor
+from forgefield.data.readers.hdf5.files import REMEDY, Hdf5Array, is_dataset, open_hdf5, reading_hdf5
 from forgefield.errors import ForgefieldError
 from forgefield.untrusted.expansion import FRAME_BYTES, check_expansion
 
@@ -46,6 +47,29 @@ class Entry:
     def n_bytes(self) -> int:
         """What its frames take in memory with their positions alone, about."""
         return self.n_frames * (FRAME_BYTES + 24 * self.n_atoms)
+
+
+class Hdf5Reader(Reader):
+    name = "hdf5"
+    suffixes = (".h5", ".hdf5", ".hdf")
+    has_groups = True
+    has_atom_types = True
+
+    def read(
+        self, source: SourceFile, options: ReadOptions, start: int = 0, stop: int | None = None
+    ) -> Iterator[RawBlock]:
+        return read_hdf5(
+            source.path,
+            options.units,
+            start,
+            stop,
+            group=source.group,
+            type_map=source.type_map,
+            fields=options.field_keys,
+        )
+
+    def count(self, source: SourceFile) -> int:
+        return count_hdf5(source.path, group=source.group, type_map=source.type_map)
 
 
 def read_hdf5(

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from forgefield.data.references import BLOCK, compositions, fit_by_composition
 from forgefield.data.species import SpeciesTable
+from forgefield.data.statistics.references import BLOCK, compositions, fit_by_composition
 from forgefield.data.store.table import FrameTable
 
 Moments = tuple[np.ndarray, float]

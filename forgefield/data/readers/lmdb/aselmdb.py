@@ -18,12 +18,26 @@ import numpy as np
 from ase.calculators.calculator import all_properties
 
 from forgefield.data.frame import RawFrame
-from forgefield.data.readers.lmdb_files import LmdbFile, open_lmdb
+from forgefield.data.readers.base import Reader, ReadOptions, SourceFile
+from forgefield.data.readers.lmdb.files import LmdbFile, open_lmdb
 from forgefield.errors import ForgefieldError
 
 LARGEST_VALUE = 256 * 2**20
 """Bytes of JSON that one row may have."""
 _NUMBER_TYPE = re.compile(r"(bool|u?int\d+|float\d+|complex\d+|[<>|=]?[biufc]\d+)")
+
+
+class AseLmdbReader(Reader):
+    name = "aselmdb"
+    suffixes = (".aselmdb",)
+
+    def read(
+        self, source: SourceFile, options: ReadOptions, start: int = 0, stop: int | None = None
+    ) -> Iterator[RawFrame]:
+        return read_aselmdb(source.path, start, stop)
+
+    def count(self, source: SourceFile) -> int:
+        return count_aselmdb(source.path)
 
 
 def read_aselmdb(path: Path, start: int = 0, stop: int | None = None) -> Iterator[RawFrame]:

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from forgefield.errors import ForgefieldError
-from forgefield.parallel.group import Ranks, alone
 from forgefield.parallel.launch import Launch
 from forgefield.parallel.network import interface_towards
+from forgefield.parallel.ranks import Ranks, alone
 from forgefield.parallel.watch import start_watch
 
 MEETING_MINUTES = 10

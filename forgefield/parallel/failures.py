@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 from forgefield.errors import ForgefieldError
-from forgefield.parallel.group import Ranks
+from forgefield.parallel.ranks import Ranks
 from forgefield.parallel.watch_thread import Loss
 from forgefield.processes import Terminated
 

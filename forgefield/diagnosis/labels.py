@@ -1,31 +1,32 @@
-"""The labels of a training, for `TrainingHelper`: all of them at the start where the loader is ours, else those in batches."""
+"""Labels of a training, for `TrainingHelper`: all of them where Forgefield loads the data, otherwise those in batches."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
+import lightning as L
 import numpy as np
 from torch import Tensor
 
 from forgefield.data.sampling.loader import FrameLoader
-from forgefield.data.statistics import energy_deviations, robust_energies
-from forgefield.diagnosis import helper_rules as rules
+from forgefield.data.statistics.statistics import energy_deviations, robust_energies
+from forgefield.diagnosis import rules
+from forgefield.training.probing import ProbedModule
 
 USUAL_NAMES = ("y", "target", "targets", "label", "labels")
 
 
-def label_tensors(batch: Any, names: Sequence[str] | None) -> dict[str, Tensor]:
-    """Labels in a batch: those named, else `y` or the like of a dictionary or a graph, or the last entry of a tuple."""
+def label_tensors(batch: object, names: Sequence[str] | None) -> dict[str, Tensor]:
+    """Floating-point labels in a batch: those named, else `y` or the like of a mapping or graph; the last entry of a tuple."""
+    names = names if names is not None else USUAL_NAMES
     if isinstance(batch, Mapping):
-        wanted = names if names is not None else USUAL_NAMES
-        found = {name: batch[name] for name in wanted if name in batch}
+        found = {name: batch[name] for name in names if name in batch}
     elif isinstance(batch, (tuple, list)):
         found = {"labels": batch[-1]} if len(batch) > 1 else {}
     else:
-        wanted = names if names is not None else USUAL_NAMES
-        found = {name: getattr(batch, name) for name in wanted if getattr(batch, name, None) is not None}
+        found = {name: getattr(batch, name, None) for name in names}
     return {
         name: value
         for name, value in found.items()
@@ -35,27 +36,31 @@ def label_tensors(batch: Any, names: Sequence[str] | None) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Labels:
-    """values: of each target, one for each frame, NaN where missing; energies less what composition says, eV/atom, without
-    those of single atoms, which differ from all others; of forces the largest component, as logarithm. spreads:
-    standard deviation of the labels about what composition says, in eV/atom, eV/A or the label's own unit."""
+    """The labels of all training frames.
+
+    values: of each target, one number per frame, NaN where missing. Of energies, the deviation from a fit to the composition
+    in eV/atom, without those of single atoms, which differ from all others; of forces, the logarithm of the largest component.
+    spreads: standard deviation of the labels (of energies, about the fit), in eV/atom, eV/A or the unit of the label.
+    where: describes the origin of a frame.
+    """
 
     ENOUGH: ClassVar[int] = 256
-    """Labels from which on those in batches are judged."""
+    """Number of labels in batches that is enough to judge them."""
 
     values: dict[str, np.ndarray]
     spreads: dict[str, float]
-    where: Any
+    where: Callable[[int], str]
 
     @classmethod
-    def of_training(cls, trainer: Any, pl_module: Any) -> Labels | None:
-        """All labels that are trained, where the loader and the task are ours; else None."""
-        loader, task = trainer.train_dataloader, getattr(pl_module, "task", None)
-        if not isinstance(loader, FrameLoader) or task is None:
+    def of_training(cls, trainer: L.Trainer, pl_module: L.LightningModule) -> Labels | None:
+        """The labels of all trained targets; None where the loader or the module is not Forgefield's."""
+        loader = trainer.train_dataloader
+        if not isinstance(loader, FrameLoader) or not isinstance(pl_module, ProbedModule):
             return None
         frames, species = loader.dataset.frames, loader.dataset.species
         values: dict[str, np.ndarray] = {}
         spreads: dict[str, float] = {}
-        for target in task.targets:
+        for target in pl_module.task.targets:
             if target.name == "energy":
                 labelled = np.flatnonzero(
                     frames.carries("energy") & ((frames.n_atoms > 1) | (frames.n_atoms.max() == 1))
@@ -82,21 +87,11 @@ class Labels:
         return cls(values, spreads, frames.where)
 
     def judge(self) -> list[rules.Rule | None]:
+        """Constant labels and outliers; None for each rule that does not apply."""
         found = []
         for name, values in self.values.items():
-            if name == "energy" or name not in ("forces",):
+            if name != "forces":
                 found.append(rules.constant_label(name, values))
-            names = _Names(self.where)
             shown = f"{name} (logarithm of the largest component, eV/A)" if name == "forces" else name
-            found.append(rules.outliers(shown, values, names))  # type: ignore[arg-type]
+            found.append(rules.outliers(shown, values, self.where))
         return found
-
-
-class _Names:
-    """Words for a row, made when asked for."""
-
-    def __init__(self, where: Any) -> None:
-        self._where = where
-
-    def __getitem__(self, row: int) -> str:
-        return str(self._where(int(row)))

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 from ase.data import atomic_numbers, covalent_radii
 
-from forgefield.data.frame import RawFrame
-from forgefield.data.raw_values import atomic_numbers_of, periodicity, real_numbers
-from forgefield.data.readers.lmdb_files import open_lmdb
-from forgefield.data.readers.safe_pickle import RefusedPickle, safe_loads
+from forgefield.data.frame import RawFrame, atomic_numbers_of, periodicity, real_numbers
+from forgefield.data.readers.base import Reader, ReadOptions, SourceFile
+from forgefield.data.readers.lmdb.files import open_lmdb
 from forgefield.errors import ForgefieldError
+from forgefield.untrusted.safe_pickle import RefusedPickle, safe_loads
 
 POSITION_KEYS = ("pos", "positions", "cart_coords")
 NUMBER_KEYS = ("atomic_numbers", "numbers", "z")
@@ -26,6 +26,21 @@ CELL_KEYS = ("cell", "lattice_matrix")
 TOTAL_ENERGIES = ("energy_total", "total_energy")
 """Targets that are total energies of the frame; a target called just `energy` may be a formation energy."""
 EXTRA_NAMES = {"energy": ("energy_total",)}
+
+
+class MatscimlReader(Reader):
+    name = "lmdb"
+    suffixes = (".lmdb",)
+    folder_marker = "data.mdb"
+
+    def read(
+        self, source: SourceFile, options: ReadOptions, start: int = 0, stop: int | None = None
+    ) -> Iterator[RawFrame]:
+        return read_matsciml(source.path, start, stop)
+
+    def count(self, source: SourceFile) -> int:
+        with open_lmdb(source.path) as file:
+            return len(file.keys)
 
 
 def read_matsciml(path: Path, start: int = 0, stop: int | None = None) -> Iterator[RawFrame]:

@@ -1,8 +1,8 @@
 """Records of the diagnosis callbacks: one JSON file each, in the folder `diagnosis` of a run.
 
-Whoever writes them says what was found in plain words, and adds the numbers of figures. They hold no clock, except those whose
-subject is time or energy, so that a resumed run leaves the same files. Reading trusts nothing: a file may be cut off or
-written by somebody else.
+A record holds findings as sentences and the numbers of its figure. It contains no times, except where time or energy is its
+subject, so that a resumed run leaves the same files. Reading makes no assumptions: a file may be truncated or written by
+another program.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from typing import Any
 from forgefield.files import write_atomically
 
 FOLDER = "diagnosis"
+Record = dict[str, Any]
+"""What a record file holds: JSON values by name."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """kind: short name, each is found once. step: of the optimiser. what: the observation. advice: what to do about it."""
+    """kind: a short name, each is reported once. step: of the optimiser. what: the observation. advice: what to do about it."""
 
     kind: str
     step: int
@@ -31,27 +33,27 @@ class Finding:
         return f"Step {self.step}: {self.what} {self.advice}".strip()
 
 
-def write_record(folder: Path, name: str, record: dict[str, Any]) -> Path:
-    """Write `NAME.json`, whole or not at all. Numbers that are not finite become null."""
+def write_record(folder: Path, name: str, record: Record) -> Path:
+    """Write `NAME.json` atomically and return its path. Numbers that are not finite become null."""
     folder.mkdir(parents=True, exist_ok=True)
     return write_atomically(folder / f"{name}.json", json.dumps(_finite(record), indent=1) + "\n")
 
 
-def read_records(folder: Path) -> dict[str, dict[str, Any]]:
-    """All records of a run by name; what cannot be read is left out."""
-    found: dict[str, dict[str, Any]] = {}
+def read_records(folder: Path) -> dict[str, Record]:
+    """All records of a run by name; files that cannot be read are skipped."""
+    records: dict[str, Record] = {}
     for path in sorted((folder / FOLDER).glob("*.json")):
         try:
             record = json.loads(path.read_text(encoding="utf-8", errors="replace"))
         except (OSError, ValueError, RecursionError):
             continue
         if isinstance(record, dict):
-            found[path.stem] = record
-    return found
+            records[path.stem] = record
+    return records
 
 
-def findings_of(record: dict[str, Any]) -> list[Finding]:
-    """The findings of a record, as far as they are well formed."""
+def findings_of(record: Record) -> list[Finding]:
+    """The well-formed findings of a record."""
     rows = record.get("findings")
     return [
         Finding(str(row["kind"]), row["step"], str(row["what"]), str(row["advice"]))
@@ -61,11 +63,12 @@ def findings_of(record: dict[str, Any]) -> list[Finding]:
 
 
 def as_rows(findings: list[Finding]) -> list[dict[str, Any]]:
+    """Findings as JSON values."""
     return [asdict(finding) for finding in findings]
 
 
-def numbers(record: Any, *keys: str) -> list[float]:
-    """The list of numbers under nested keys; NaN where an entry is none; empty where there is no such list."""
+def numbers(record: object, *keys: str) -> list[float]:
+    """The list of numbers under nested keys, with NaN for entries that are not numbers; empty if there is no such list."""
     for key in keys:
         record = record.get(key) if isinstance(record, dict) else None
     if not isinstance(record, list):
@@ -73,7 +76,7 @@ def numbers(record: Any, *keys: str) -> list[float]:
     return [float(x) if isinstance(x, (int, float)) and not isinstance(x, bool) else math.nan for x in record]
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> object:
     if isinstance(value, dict):
         return {str(key): _finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

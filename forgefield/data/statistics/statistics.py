@@ -21,7 +21,9 @@ from forgefield.data.dataset import GraphDataset
 from forgefield.data.neighbours.edges import build_block, geometry_of, read_geometry
 from forgefield.data.neighbours.graph import same_graph
 from forgefield.data.readers import plain
-from forgefield.data.references import (
+from forgefield.data.sampling.order import seeded_permutation
+from forgefield.data.species import SpeciesTable
+from forgefield.data.statistics.references import (
     References,
     compositions,
     energy_by_composition,
@@ -29,12 +31,9 @@ from forgefield.data.references import (
     robust_fit,
     unit_suspicion,
 )
-from forgefield.data.sampling.order import seeded_permutation
-from forgefield.data.species import SpeciesTable
-from forgefield.data.store.cache import cache_folder
 from forgefield.data.store.table import FrameTable
 from forgefield.errors import ForgefieldError
-from forgefield.files import remove_leftovers, write_atomically
+from forgefield.files import cache_folder, remove_leftovers, write_atomically
 
 FORMAT = 3
 """Raised whenever the meaning of a stored number changes."""
