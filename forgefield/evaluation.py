@@ -17,12 +17,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from omegaconf import DictConfig, OmegaConf
 
+from forgefield.config.schema import Config
 from forgefield.config.test_sets import test_sets
 from forgefield.config.trust import code_of_model
 from forgefield.data.dataset import GraphDataset
-from forgefield.data.readers import plain
 from forgefield.data.sampling.batching import evaluation_budget
 from forgefield.data.sampling.loader import FrameLoader
 from forgefield.data.sampling.plan import Budget
@@ -65,12 +64,12 @@ def is_unmeasured(fitted: TrainingResult) -> bool:
     return bool(info["measured"] != _what_is_measured(run, run.config))
 
 
-def _what_is_measured(run: Run, config: DictConfig) -> dict[str, str]:
+def _what_is_measured(run: Run, config: Config) -> dict[str, str]:
     """What the results of a run depend on: the best weights and the test data."""
-    return {"weights_sha256": run.read_weights("best").sha256, "test": str(plain(config.data.test))}
+    return {"weights_sha256": run.read_weights("best").sha256, "test": str(config.data.test)}
 
 
-def measure(fitted: TrainingResult, config: DictConfig, journal: Journal, ranks: Ranks) -> None:
+def measure(fitted: TrainingResult, config: Config, journal: Journal, ranks: Ranks) -> None:
     """Errors of the best model on validation and test frames, each frame predicted by one rank; rank 0 writes."""
     run, data = fitted.run, fitted.data
     assert data is not None
@@ -82,7 +81,7 @@ def measure(fitted: TrainingResult, config: DictConfig, journal: Journal, ranks:
         run.write_info(measured=_what_is_measured(run, config))
 
 
-def _measure_frames(run: Run, config: DictConfig, data: Any, journal: Journal, ranks: Ranks) -> None:
+def _measure_frames(run: Run, config: Config, data: Any, journal: Journal, ranks: Ranks) -> None:
     batch = evaluation_budget(config.data)
     device = evaluation_device(config.trainer.get("accelerator"))
     results: dict[str, dict[str, float]] = {}
@@ -93,7 +92,7 @@ def _measure_frames(run: Run, config: DictConfig, data: Any, journal: Journal, r
             )
     if not ranks.is_first:
         return
-    sources = test_sets(plain(config.data.test))
+    sources = test_sets(config.data.test)
     for name in data.tests.keys() & results.keys():
         write_test(run, results[name], name=name, data=sources[name], which="best", frames=len(data.tests[name]))
     write_report(run.path)
@@ -124,7 +123,7 @@ def _measure_frames(run: Run, config: DictConfig, data: Any, journal: Journal, r
     )
 
 
-def _measure_points(run: Run, config: DictConfig, data: Any, journal: Journal, ranks: Ranks) -> None:
+def _measure_points(run: Run, config: Config, data: Any, journal: Journal, ranks: Ranks) -> None:
     """The same for a run of grid points: errors of the target and of all observables of whole snapshots."""
     device = evaluation_device(config.trainer.get("accelerator"))
     model: Any = load_shared(run, "best", device, ranks)
@@ -139,7 +138,7 @@ def _measure_points(run: Run, config: DictConfig, data: Any, journal: Journal, r
     if not ranks.is_first:
         return
     if data.test is not None:
-        write_test(run, results["test"], name="test", data=plain(config.data.test), which="best", points=len(data.test))
+        write_test(run, results["test"], name="test", data=config.data.test, which="best", points=len(data.test))
     write_report(run.path)
     hints = [f"forgefield test {run.path} --data SNAPSHOTS", f"report: {run.path / 'report.html'}"]
     units, note = run.units | OBSERVABLE_UNITS, run.info.get("stopped_early")
@@ -154,7 +153,8 @@ def evaluate_snapshots(
     table = PointTable(find_snapshots(data, target=points.target, units=points.units, setting="--data"))
     require_same_data(table.fingerprint, ranks)
     model: Any = load_shared(run, which, device, ranks)
-    config = OmegaConf.merge(run.config, {"data": {"points": settings.points, "eval_batch": settings.eval_batch}})
+    config = run.config
+    config.data.points, config.data.eval_batch = points, settings.eval_batch
     errors, missing = _evaluated_points(run, model, table, name, config, ranks)
     if ranks.is_first:
         _say_missing(missing, print)
@@ -163,10 +163,12 @@ def evaluate_snapshots(
 
 
 def _evaluated_points(
-    run: Run, model: Any, table: PointTable, split: str, config: Any, ranks: Ranks, *, selection: Any = None
+    run: Run, model: Any, table: PointTable, split: str, config: Config, ranks: Ranks, *, selection: Any = None
 ) -> tuple[dict[str, float], dict[str, str]]:
-    task, given = config.get("task"), plain(config.data.get("eval_batch"))
-    observables = (task.get("points") or task).get("observables") if task is not None else None
+    points, given = config.data.points, config.data.eval_batch
+    assert points is not None
+    task = config.task.points if config.task is not None else None
+    observables = task.observables if task is not None else None
     return evaluate_points(
         run,
         model,
@@ -176,7 +178,7 @@ def _evaluated_points(
         selection=selection,
         batch=int(given["points"] if isinstance(given, dict) else given or EVALUATED),
         fermi=observables.fermi if observables is not None else "self_consistent",
-        pseudopotentials=config.data.points.get("pseudopotentials"),
+        pseudopotentials=points.pseudopotentials,
     )
 
 
@@ -308,7 +310,7 @@ def name_of_test(run: Run, data: Any, *, which: str, head: str | None = None, ca
     name of its first file. Results on other data or with other weights that have this name already are kept: a number is
     added."""
     wanted = _identity(data, which, head)
-    own = plain(OmegaConf.select(run.config, "data.test"))
+    own = run.config.data.test
     names = [name for name, files in test_sets(own).items() if _identity(files, "best", None) == wanted]
     if names:
         return names[0]
@@ -331,7 +333,7 @@ def _is_free(run: Run, name: str, identity: str, data: Any) -> bool:
     try:
         stored = json.loads((run.path / f"{name}.json").read_text())
     except FileNotFoundError:
-        return name not in test_sets(plain(OmegaConf.select(run.config, "data.test"))) or name == "test"
+        return name not in test_sets(run.config.data.test) or name == "test"
     except (OSError, ValueError):
         return True  # nobody can read it
     if "identity" not in stored:  # written by an earlier version
@@ -341,7 +343,7 @@ def _is_free(run: Run, name: str, identity: str, data: Any) -> bool:
 
 def _identity(data: Any, which: str, head: str | None) -> str:
     """The same for the same files, weights and branch, wherever they are named from."""
-    words = json.dumps([_absolute(plain(data)), which, head], default=str)
+    words = json.dumps([_absolute(data), which, head], default=str)
     return hashlib.blake2b(words.encode(), digest_size=8).hexdigest()
 
 

@@ -267,8 +267,9 @@ def _hint(parts: list[str], depth: int, siblings: list[str]) -> str:
 
 def _fill(section: Any, values: Mapping[str, Any], prefix: str, sources: Sources) -> None:
     """Set fields of the dataclass `section` from plain values. prefix: its dotted key with a dot, or nothing at the top."""
+    cls: type = type(section)
     for name, value in values.items():
-        key, kind = f"{prefix}{name}", field_types(type(section))[name]
+        key, kind = f"{prefix}{name}", field_types(cls)[name]
         if isinstance(section, schema.TaskOptions) and name == FIELDS:
             _fill_fields(section, value, prefix, sources)
             continue

@@ -49,7 +49,7 @@ def check_data(data: DataOptions, sources: Sources) -> None:
         raise ForgefieldError(
             f"{sources.where('data.prefetch')}: 'data.prefetch' needs a thread that prepares batches; data.workers is 0."
         )
-    if None not in (data.cutoff, data.adaptive_cutoff) and not data.adaptive_cutoff > data.cutoff:
+    if data.cutoff is not None and data.adaptive_cutoff is not None and not data.adaptive_cutoff > data.cutoff:
         raise wrong(
             sources, "data.adaptive_cutoff", data.adaptive_cutoff, f"a radius above data.cutoff={data.cutoff:g}"
         )

@@ -115,9 +115,9 @@ def check_points(config: Config, sources: Sources) -> None:
         raise ForgefieldError(
             f"{sources.where('training.engine')}: 'training.engine' is eager, compile, graphs or auto for grid points."
         )
-    _check_section(config.data.points, sources)
-    if config.task is not None:
-        _check_task(config.task.points, config.data.points, sources)
+    _check_section(config.points, sources)
+    if config.task is not None and config.task.points is not None:
+        _check_task(config.task.points, config.points, sources)
 
 
 def _check_section(points: PointsOptions, sources: Sources) -> None:

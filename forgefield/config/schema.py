@@ -8,9 +8,11 @@ docstring under each field is its documentation: `forgefield init` writes it int
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from forgefield.config.point_options import PointsOptions, PointTaskOptions
+from forgefield.errors import ForgefieldError
 
 
 @dataclass
@@ -436,3 +438,24 @@ class Config:
     tune: dict[str, Any] | None = None
     """What `forgefield tune` varies: {trials: 50, monitor: val/loss, space: {training.lr: {log: [1e-5, 1e-2]}}}; a training
     does not look at it."""
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the run."""
+        if self.name is None:
+            raise ForgefieldError("'name' is missing: a run needs a name, which is also that of its folder.")
+        return Path(self.out) / self.name
+
+    @property
+    def cutoff(self) -> float:
+        """Radius of the neighbour list, A, where the config has one: that of `model.from` is filled in before it is used."""
+        if self.data.cutoff is None:
+            raise ForgefieldError("'data.cutoff' is missing: give the radius of the neighbour list in A.")
+        return self.data.cutoff
+
+    @property
+    def points(self) -> PointsOptions:
+        """The section `data.points` of a config whose samples are grid points."""
+        if self.data.points is None:
+            raise ForgefieldError("'data.points' is missing: the samples of this config are not grid points.")
+        return self.data.points

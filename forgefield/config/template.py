@@ -58,6 +58,11 @@ def flow(value: Any) -> str:
     return text.removesuffix("\n").removesuffix("\n...").strip()
 
 
+def plain_yaml(values: Mapping[str, Any]) -> str:
+    """Values as YAML without comments, one setting a line."""
+    return yaml.dump(values, Dumper=_Dumper, default_flow_style=False, allow_unicode=True, sort_keys=False)
+
+
 def _drop(values: Any, key: str) -> None:
     """Take a dotted key out of nested mappings, where it is there."""
     section, _, rest = key.partition(".")

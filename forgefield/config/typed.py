@@ -89,7 +89,7 @@ def _scalar(value: Any, kind: Any) -> Any:
 
 
 def select(config: Any, key: str, default: Any = None) -> Any:
-    """The setting with a dotted key in dataclasses and mappings; `default` where it, or a section above it, is missing or None."""
+    """The setting with a dotted key in dataclasses and mappings; `default` where it or a section above is missing or None."""
     for part in key.split("."):
         if isinstance(config, Mapping):
             config = config.get(part)
@@ -102,11 +102,11 @@ def select(config: Any, key: str, default: Any = None) -> Any:
     return config
 
 
-def update(config: Any, key: str, value: Any) -> None:
-    """Set the setting with a dotted key in nested dataclasses and dicts."""
-    section, _, name = key.rpartition(".")
-    owner = select(config, section) if section else config
-    if isinstance(owner, dict):
-        owner[name] = value
-    else:
-        setattr(owner, name, value)
+def update(values: dict[str, Any], key: str, value: Any) -> None:
+    """Set the setting with a dotted key in nested dicts; sections that are missing are added."""
+    *sections, name = key.split(".")
+    for section in sections:
+        if not isinstance(values.get(section), dict):
+            values[section] = {}
+        values = values[section]
+    values[name] = value

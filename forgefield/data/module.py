@@ -14,7 +14,6 @@ from forgefield.data.dataset import GraphDataset
 from forgefield.data.inspection.suspicions import cutoff_doubts, label_doubts, lone_atoms
 from forgefield.data.neighbours.edges import Progress
 from forgefield.data.noise import Noise
-from forgefield.data.readers import plain
 from forgefield.data.reading import Progress as ConversionProgress
 from forgefield.data.sampling.batching import Order, batch_threads, evaluation_budget, training_budget, training_order
 from forgefield.data.sampling.by_source import SourceBatches
@@ -32,7 +31,7 @@ SHOWN = 6
 
 
 class DataModule(lightning.LightningDataModule):
-    """`options` is a `DataOptions` or an OmegaConf section of the same shape; `seed` orders frames and draws splits.
+    """`options` is the section `data` of a config; `seed` orders frames and draws splits.
 
     rank, world_size: whose share of the batches is served. species_of: the run whose model fixes `data.species`, for messages.
     keep_species: random splits leave every species in training; False for runs that were started before they did.
@@ -81,7 +80,7 @@ class DataModule(lightning.LightningDataModule):
         self.split_description, self.label_hints = splits.description, splits.label_hints
         if len(splits.train) == 0:
             raise ForgefieldError("data.train holds no frame")
-        names = plain(self.options.species)
+        names = self.options.species
         found = SpeciesTable(names, whose=self.species_of) if names is not None else None
         self.species = found if found is not None else SpeciesTable.from_frames(splits.train)
         self._build_graphs(splits, progress)

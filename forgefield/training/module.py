@@ -10,7 +10,6 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 from forgefield.data.batch import SHAPES, Shapes, to_device, with_edges
-from forgefield.data.readers import plain
 from forgefield.errors import ForgefieldError
 from forgefield.models.potential import Potential
 from forgefield.parallel.exchange import StepExchange
@@ -98,7 +97,7 @@ class TrainingModule(RunModule):
         self.starter = starter
         self.engine: Engine | None = None
         self.shapes = shapes
-        self.weighting = build_weighting(plain(options.weighting), task, options.optimizer)
+        self.weighting = build_weighting(options.weighting, task, options.optimizer)
         self.task_loss_scaling = _TargetWeights(task)
         self._eager = Engine(self._step_function("double"))
         self._update: CapturedUpdate | None = None

@@ -22,7 +22,7 @@ from forgefield.data.frame import Frame, RawFrame
 from forgefield.data.labels import LabelReader
 from forgefield.data.readers.block_labels import block_frames
 from forgefield.data.readers.blocks import RawBlock, even_ranges
-from forgefield.data.readers.sources import SourceFile, file_format, plain, source_files
+from forgefield.data.readers.sources import SourceFile, file_format, source_files
 from forgefield.errors import ForgefieldError, SourceUnreadable
 
 if TYPE_CHECKING:
@@ -35,7 +35,6 @@ __all__ = [
     "frames_from_atoms",
     "frames_of",
     "frames_with_values",
-    "plain",
     "read_frames",
     "source_files",
 ]
@@ -63,7 +62,7 @@ def read_frames(
     for file in source_files(spec):
         frames.extend(frames_of(file, reader, units))
     if required:
-        reader.finish(str(plain(spec)))
+        reader.finish(str(spec))
     return frames
 
 

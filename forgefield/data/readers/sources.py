@@ -15,8 +15,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from forgefield.errors import ForgefieldError
 
 log = logging.getLogger(__name__)
@@ -68,17 +66,10 @@ class SourceFile:
         return str(self.path.resolve()) + ("" if self.group is None else f"#{self.group}")
 
 
-def plain(value: Any) -> Any:
-    """`value` with OmegaConf containers turned into dicts and lists."""
-    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-
-
 def source_files(spec: Any) -> list[SourceFile]:
     """All sources `spec` names, each of which exists and may be read."""
-    files = [
-        replace(file, entry=entry) for entry, part in enumerate(_entries(plain(spec))) for file in _expand(part, None)
-    ]
-    _refuse_overlap(files, plain(spec))
+    files = [replace(file, entry=entry) for entry, part in enumerate(_entries(spec)) for file in _expand(part, None)]
+    _refuse_overlap(files, spec)
     return files
 
 

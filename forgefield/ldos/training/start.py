@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
 from torch import Tensor
 
+from forgefield.config.schema import Config
 from forgefield.errors import ForgefieldError
 from forgefield.ldos.loss import PointTask
 from forgefield.ldos.model import LDOSNetwork
@@ -68,7 +68,7 @@ class EngineMaker:
 
     def __init__(
         self,
-        config: DictConfig,
+        config: Config,
         session: TrainingSession,
         data: PointData,
         block: int,

@@ -7,8 +7,8 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
 
+from forgefield.config.schema import Config
 from forgefield.config.trust import CONFIG
 from forgefield.data.batch import batch_shapes
 from forgefield.data.module import DataModule
@@ -50,7 +50,7 @@ class FramesProblem(Problem):
     change: Transfer | None
     """What became of the model of another run."""
 
-    def __init__(self, run: Run, config: DictConfig, options: dict[str, Any], session: TrainingSession) -> None:
+    def __init__(self, run: Run, config: Config, options: dict[str, Any], session: TrainingSession) -> None:
         self.initial = initial_model(run, config, session.ranks, trust_code=session.trust_code)
         settled = config if self.initial is None else self.initial.settle(config, session.journal.notify)
         super().__init__(run, settled, options, session)
@@ -183,7 +183,7 @@ class FramesProblem(Problem):
     def facts(self) -> dict[str, Any]:
         return {
             "species": list(self.data.species.symbols),
-            "cutoff": float(self.config.data.cutoff),
+            "cutoff": self.config.cutoff,
             "statistics": asdict(self.data.statistics),
             "initial_model": self.initial.record if self.initial is not None else None,
             "keep_species": self.data.keep_species,

@@ -15,16 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from omegaconf import DictConfig
 
-from forgefield.config.schema import TaskOptions
+from forgefield.config.schema import Config, TaskOptions
 from forgefield.config.targets import DENOISE, given_targets
 from forgefield.config.trust import CONFIG
 from forgefield.data.batch import Batch, with_edges
 from forgefield.data.dataset import GraphDataset
 from forgefield.data.module import DataModule
 from forgefield.data.neighbours.graph import same_graph
-from forgefield.data.readers import plain
 from forgefield.data.store.cache import cache_folder
 from forgefield.errors import ForgefieldError
 from forgefield.files import remove_leftovers, write_atomically
@@ -46,12 +44,12 @@ MOST_FRAMES = 20_000
 """Of larger data sets so many frames are measured, evenly spread."""
 
 
-def set_branches(config: DictConfig, data: DataModule, resolved: Mapping[str, Any] | None = None) -> None:
+def set_branches(config: Config, data: DataModule, resolved: Mapping[str, Any] | None = None) -> None:
     """Let batches say which branch of the model a frame is for, where it has several. Called once data is prepared.
 
     resolved: options of the model that a training starts from, where it is not that of the config.
     """
-    names = branch_names(plain(config.model) if resolved is None else resolved)
+    names = branch_names(config.model if resolved is None else resolved)
     if names:
         data.set_branches(names)
     elif (named := data.train.frames.branches) not in ([None], []):
@@ -67,13 +65,13 @@ def key_frames(potential: Potential, data: DataModule) -> None:
         data.key_frames()
 
 
-def resolved_model(config: DictConfig, data: DataModule) -> dict[str, Any]:
+def resolved_model(config: Config, data: DataModule) -> dict[str, Any]:
     """Options of the config's model with everything explicit; see `models.registry.resolve_model`."""
-    task, own = config.task, direct_outputs(plain(config.model), trust=CONFIG)
+    task, own = config.task, direct_outputs(config.model, trust=CONFIG)
     return resolve_model(
-        plain(config.model),
+        config.model,
         species=data.species.symbols,
-        cutoff=config.data.cutoff,
+        cutoff=config.cutoff,
         adaptive_cutoff=config.data.adaptive_cutoff,
         max_neighbours=config.data.max_neighbours,
         statistics=asdict(data.statistics) | _without_repulsion(config, data) | _measured(config, data),
@@ -84,7 +82,7 @@ def resolved_model(config: DictConfig, data: DataModule) -> dict[str, Any]:
     )
 
 
-def requested_task(config: DictConfig, data: DataModule) -> TaskOptions | Any:
+def requested_task(config: Config, data: DataModule) -> TaskOptions | Any:
     """What the config says is trained, or what the labels suggest; all of it is there to be learnt from."""
     options = config.task if config.task is not None else default_task(data.statistics.labels, data.label_hints)
     require_labels(given_targets(options), data.statistics.labels, "training", data.label_hints)
@@ -102,9 +100,9 @@ def build_task(options: TaskOptions | Any, resolved: Mapping[str, Any]) -> Task:
     return Task(options, tuple(resolved["species"]), extra_outputs_of(resolved), branch_names(resolved))
 
 
-def _measured(config: DictConfig, data: DataModule) -> dict[str, Any]:
+def _measured(config: Config, data: DataModule) -> dict[str, Any]:
     """What the model itself measures on the training data; nothing for most models."""
-    species, cutoff, model = data.species.symbols, float(config.data.cutoff), plain(config.model)
+    species, cutoff, model = data.species.symbols, config.cutoff, config.model
     kept = _place(config, data) if config.data.cache else None
     try:
         if kept is not None:
@@ -127,23 +125,23 @@ def _measured(config: DictConfig, data: DataModule) -> dict[str, Any]:
     return found
 
 
-def _repulsion(config: DictConfig, data: DataModule) -> Potential | None:
+def _repulsion(config: Config, data: DataModule) -> Potential | None:
     """The ZBL term that the config's model adds, if it does."""
-    model = plain(config.model)
+    model = config.model
     if model.get("name") not in BUILT_IN or not model.get("zbl"):
         return None
     adaptive = config.data.adaptive_cutoff
-    return Potential(ZBL(model, data.species.symbols, float(config.data.cutoff), adaptive))
+    return Potential(ZBL(model, data.species.symbols, config.cutoff, adaptive))
 
 
-def _batches(config: DictConfig, data: DataModule, rows: np.ndarray) -> Iterator[Batch]:
+def _batches(config: Config, data: DataModule, rows: np.ndarray) -> Iterator[Batch]:
     """Training frames with edges; energies and forces are what the model has to give besides its ZBL term."""
-    batches = measured_batches(data.train, rows, float(config.data.cutoff))
+    batches = measured_batches(data.train, rows, config.cutoff)
     repulsion = _repulsion(config, data)
     return batches if repulsion is None else less_repulsion(batches, repulsion)
 
 
-def _without_repulsion(config: DictConfig, data: DataModule) -> dict[str, Any]:
+def _without_repulsion(config: Config, data: DataModule) -> dict[str, Any]:
     """Statistics that replace those of the data where the model adds ZBL; none otherwise."""
     if _repulsion(config, data) is None:
         return {}
@@ -151,7 +149,7 @@ def _without_repulsion(config: DictConfig, data: DataModule) -> dict[str, Any]:
     return statistics_without_repulsion(_batches(config, data, rows), data.statistics)
 
 
-def show_fitted_shifts(config: DictConfig, data: DataModule, resolved: Mapping[str, Any]) -> None:
+def show_fitted_shifts(config: Config, data: DataModule, resolved: Mapping[str, Any]) -> None:
     """Let the data's description show the reference energies that the model was given, where ZBL changed the fit."""
     shifts, found = resolved.get("energy_shifts"), data.statistics
     if not resolved.get("zbl") or found.reference_kind != "fit" or not isinstance(shifts, Mapping):
@@ -161,11 +159,11 @@ def show_fitted_shifts(config: DictConfig, data: DataModule, resolved: Mapping[s
         data.statistics = replace(found, reference_energies=dict(shifts), reference_note=note)
 
 
-def _place(config: DictConfig, data: DataModule) -> Path:
+def _place(config: Config, data: DataModule) -> Path:
     settings = {
-        "format": 2 if plain(config.model).get("zbl") else 1,
+        "format": 2 if config.model.get("zbl") else 1,
         "frames": data.train.frames.fingerprint,
-        "model": plain(config.model),
+        "model": config.model,
         "species": data.species.symbols,
         "graph": asdict(same_graph(data.train.graph)),
         "most": MOST_FRAMES,

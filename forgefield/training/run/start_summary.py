@@ -9,7 +9,6 @@ from typing import Any
 import lightning as L
 import torch
 
-from forgefield.data.readers import plain
 from forgefield.data.sampling.plan import Budget
 from forgefield.parallel.group import Ranks
 from forgefield.training.precision import Precision
@@ -22,7 +21,7 @@ def summarise(journal: Journal, problem: Problem, trainer: L.Trainer, monitor: s
     config, ranks = problem.config, problem.session.ranks
     sections: dict[str, Sequence[tuple[str, str]]] = {
         "Data": [*problem.data.describe(), *_no_descriptors(problem)],
-        "Model": [("name", str(config.model.name)), *_first_weights(config), *model_rows(problem.model)],
+        "Model": [("name", str(config.model["name"])), *_first_weights(config), *model_rows(problem.model)],
         "Task": list(problem.task.describe()),
         "Training": _training_rows(problem, trainer, monitor),
         "Summary of the training": process_rows(trainer, ranks),
@@ -39,7 +38,7 @@ def _no_descriptors(problem: Problem) -> Rows:
 
 def _precision(config: Any) -> str:
     """For points: without geometry, which they have none of."""
-    text = Precision(plain(config.training.precision)).describe()
+    text = Precision(config.training.precision).describe()
     if config.data.points is None:
         return text
     return text.replace("geometry and energy sums float64", "scaling and sums over snapshots float64")
