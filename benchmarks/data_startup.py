@@ -20,10 +20,11 @@ from forgefield.data.sampling.loader import FrameLoader
 from forgefield.data.sampling.order import EveryFrameOnce, WeightedDraws, system_probabilities
 from forgefield.data.sampling.plan import Budget, StepPlan
 from forgefield.data.species import SpeciesTable
-from forgefield.data.splits import resolve_splits
-from forgefield.data.statistics import compute_statistics
+from forgefield.data.splits.splits import resolve_splits
+from forgefield.data.statistics.statistics import compute_statistics
+from forgefield.data.store.manifest import FORMAT, MANIFEST, VERSION, manifest_hash
 from forgefield.data.store.moments import PartStatistics
-from forgefield.data.store.store import ALL_FIELDS, FORMAT, MANIFEST, VERSION, manifest_hash
+from forgefield.data.store.store import ALL_FIELDS
 from forgefield.data.store.writer import PartWriter
 
 CUTOFF = 3.0

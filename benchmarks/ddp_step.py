@@ -31,7 +31,7 @@ from forgefield.models.potential import Potential
 from forgefield.models.registry import build_model
 from forgefield.parallel.buckets import GradientBuckets
 from forgefield.parallel.exchange import StepExchange
-from forgefield.parallel.meeting import backends
+from forgefield.parallel.rendezvous import backends
 from forgefield.tasks.task import Task
 
 SPECIES = ("Cu", "Ag", "Au")

@@ -22,8 +22,8 @@ from lightning.pytorch.trainer import call
 from forgefield.api import example_config
 from forgefield.diagnosis.figures import FIGURES, image_of
 from forgefield.diagnosis.loss_spike import LossSpike
-from forgefield.diagnosis.record import read_records
-from forgefield.parallel.group import alone
+from forgefield.diagnosis.records import read_records
+from forgefield.parallel.ranks import alone
 from forgefield.training import fit as fitting
 from forgefield.training.callbacks.names import CALLBACKS
 from forgefield.training.run.journal import Journal

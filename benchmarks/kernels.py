@@ -37,7 +37,6 @@ from forgefield.kernels.convolution.passes import Convolution, Motion, Radial, R
 from forgefield.kernels.convolution.sums import sum_into_field
 from forgefield.kernels.core import streams as beside
 from forgefield.kernels.core.fields import TANGENT, Field
-from forgefield.kernels.core.switches import STORAGE, kernels
 from forgefield.kernels.edges.geometry import EdgeGeometry, moved_geometry
 from forgefield.kernels.edges.vectors import forces_by_kernel
 from forgefield.kernels.radial.packing import StoredTable
@@ -47,6 +46,7 @@ from forgefield.models.nequip.passes import Layer, Network
 from forgefield.models.nequip.tables import radial_tables
 from forgefield.models.potential import edge_vectors
 from forgefield.models.registry import build_model, resolve_model
+from forgefield.ops.execution import STORAGE, execution
 from forgefield.ops.graph import EdgeGraph, edge_graph
 from forgefield.training.engines.blank import sizes
 from forgefield.training.engines.engine import Engine
@@ -384,7 +384,7 @@ def main(words: list[str] | None = None) -> None:
         return
     device, began = torch.device(args.device), time.perf_counter()
     cutoff = 5.0 if args.molecules >= 4 else 3.0
-    with Precision("float32").applied("float32"), kernels(enabled=True, knots=args.knots, storage=args.storage):
+    with Precision("float32").applied("float32"), execution(kernels=True, knots=args.knots, storage=args.storage):
         model = trained(args.preset, cutoff, "float32", device)
         batch = water_batch(args.frames, args.molecules, cutoff, device)
         frames, atoms, edges = sizes(batch)

@@ -22,7 +22,7 @@ from engines import MODELS, trained, water_batch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from forgefield.kernels.core.switches import interpreted
+from forgefield.kernels.core.availability import interpreted
 from forgefield.kernels.radial import table
 from forgefield.models import potential
 from forgefield.ops import graph, segment_sum

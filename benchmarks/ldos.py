@@ -63,7 +63,7 @@ def ours(folder: Path, case: dict[str, Any], columns: list[int], settings: dict[
     import ldos_clock
 
     from forgefield.config.loading import load_config
-    from forgefield.parallel.group import alone
+    from forgefield.parallel.ranks import alone
     from forgefield.training.fit import fit
     from forgefield.training.run.journal import Journal
 

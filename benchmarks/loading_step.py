@@ -27,7 +27,7 @@ from forgefield.data.neighbours.graph import GraphOptions
 from forgefield.data.readers import read_frames
 from forgefield.data.species import SpeciesTable
 from forgefield.data.store.convert import convert
-from forgefield.parallel.group import alone
+from forgefield.parallel.ranks import alone
 
 SHARED = Path(__file__).parents[1].parent / "shared" / "data"
 UNITS = {"energy": "kcal/mol"}

@@ -17,40 +17,29 @@ from forgefield.config.schema import Config, DataOptions
 from forgefield.config.sources import read_yaml
 from forgefield.config.template import commented_yaml
 from forgefield.config.test_sets import is_named
-from forgefield.data.dataset import GraphDataset
-from forgefield.data.labels import LabelReader
-from forgefield.data.reading import label_settings, read_table, unit_settings
-from forgefield.data.sampling.batching import evaluation_budget
-from forgefield.data.species import SpeciesTable
-from forgefield.data.splits import is_lazy
 from forgefield.errors import ForgefieldError
 from forgefield.evaluation import (
     ONLY_NOISE,
-    evaluate,
-    evaluate_snapshots,
     has_outputs,
     is_unmeasured,
     measure,
     name_of_test,
-    write_test,
 )
 from forgefield.inference.ase import Calculator
 from forgefield.inference.predict import predict_file
 from forgefield.ldos.inference.electrons import ElectronModel
 from forgefield.ldos.inference.files import predict_electrons
 from forgefield.ldos.loss import UNITS
-from forgefield.ldos.model import LDOSNetwork
+from forgefield.ldos.model import LDOSNetwork, build_network
 from forgefield.models.potential import Potential
-from forgefield.models.registry import build_point_model
-from forgefield.parallel.faults import failing_together, stop_together
-from forgefield.parallel.group import Ranks
+from forgefield.parallel.failures import failing_together, stop_together
 from forgefield.parallel.launch import detect_launch
+from forgefield.parallel.ranks import Ranks
 from forgefield.parallel.session import this_group
 from forgefield.parallel.spawn import run_ranks
-from forgefield.report.page import write_parity_png, write_report
+from forgefield.report.page import write_report
 from forgefield.runs import Run, create_run_from_model, run_exists
 from forgefield.training.fit import TrainingResult, code_after, fit
-from forgefield.training.problem.preflight import require_same_data
 from forgefield.training.run.folder import config_of_run
 from forgefield.training.run.journal import Journal
 from forgefield.training.run.signals import StopControl, StopNow
@@ -200,7 +189,9 @@ def load(
     """
     run = Run.open(run, trust_code=trust_code)
     run.require_head(head)
-    return run.load_model(which, device, head=head)
+    model = run.load_model(which, device, head=head)
+    assert isinstance(model, (Potential, LDOSNetwork)), "there are models of these two kinds"
+    return model
 
 
 def load_run(name: str | os.PathLike[str], *, out: str | os.PathLike[str] = "runs", trust_code: bool = False) -> Run:
@@ -232,45 +223,22 @@ def test(
         run.require_head(head)
         settings: Any = options if options is not None else _data_options(run)
         sets = data if is_named(data) else {"": data}
-        errors = {
-            name: _tested(run, files, settings, which, device, labels_required, head, ranks, name=name)
-            for name, files in sets.items()
-        }
+        test_data, errors = run.kind.test.load(), {}
+        for name, files in sets.items():
+            errors[name] = test_data(
+                run,
+                files,
+                settings,
+                name_of_test(run, files, which=which, head=head, called=name),
+                which=which,
+                device=device,
+                labels_required=labels_required,
+                head=head,
+                ranks=ranks,
+            )
         if ranks.is_first:
             write_report(run.path)
         return errors if is_named(data) else errors[""]
-
-
-def _tested(
-    run: Run,
-    data: Any,
-    settings: Any,
-    which: str,
-    device: str,
-    labels_required: bool,
-    head: str | None,
-    ranks: Ranks,
-    *,
-    name: str,
-) -> dict[str, float]:
-    """Errors on one set of data. name: of the set, empty where it has none."""
-    result = name_of_test(run, data, which=which, head=head, called=name)
-    if run.of_points:
-        return evaluate_snapshots(run, data, settings, result, which=which, device=device, ranks=ranks)
-    labels, units = label_settings(settings.labels), unit_settings(settings.units)
-    reader = LabelReader(labels, units)
-    frames = read_table(data, labels, units, lazy=is_lazy(settings), required=labels_required, reader=reader)
-    require_same_data(frames.fingerprint, ranks)
-    dataset = GraphDataset(frames, SpeciesTable(run.species), run.graph)
-    batch = evaluation_budget(settings)
-    errors = evaluate(
-        run, dataset, result, which=which, device=device, batch=batch, ranks=ranks, head=head, hints=reader.hints()
-    )
-    if ranks.is_first:
-        write_test(run, errors, name=result, data=data, which=which, head=head, frames=len(frames))
-        if any("_mae" in error for error in errors):
-            write_parity_png(run.path, result)
-    return ranks.broadcast(errors)
 
 
 def predict(
@@ -420,7 +388,7 @@ def import_mala(file: str | os.PathLike[str], *, name: str | None = None, out: s
     from forgefield.ldos.importer import read_mala
 
     found = read_mala(file)
-    network = build_point_model(found.resolved, precision=found.precision, seed=0)
+    network = build_network(found.resolved, precision=found.precision, seed=0)
     network.load_state_dict(found.state)
     info = info_from(found.info, f"{file}: info.json")
     return create_run_from_model(

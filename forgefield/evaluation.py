@@ -1,6 +1,7 @@
-"""Errors of trained models: at the end of a training and on other data, of frames and of grid points.
+"""Errors of trained models, at the end of a training and on other data.
 
-Every rank predicts a share; rank 0 adds up, writes predictions and errors into the run, and says them.
+Every rank predicts a share of the samples; rank 0 combines them and writes predictions, errors and the report to the run
+folder. This module evaluates frames and holds what all kinds of samples share; `kinds` names the evaluation of the others.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import datetime
 from itertools import chain, count
 from pathlib import Path
@@ -17,28 +18,28 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
-from forgefield.config.schema import Config
+from forgefield.config.schema import Config, DataOptions
 from forgefield.config.test_sets import test_sets
 from forgefield.config.trust import code_of_model
+from forgefield.data.batch_spec import BatchSpec
 from forgefield.data.dataset import GraphDataset
+from forgefield.data.labels.label_reader import LabelReader
+from forgefield.data.reading import label_settings, read_table, unit_settings
 from forgefield.data.sampling.batching import evaluation_budget
 from forgefield.data.sampling.loader import FrameLoader
 from forgefield.data.sampling.plan import Budget
+from forgefield.data.species import SpeciesTable
+from forgefield.data.splits.splits import is_lazy
 from forgefield.errors import ForgefieldError
 from forgefield.files import write_atomically, written_whole
 from forgefield.inference.evaluate import in_order, outputs_of_atoms, predict_batches
-from forgefield.ldos.data import PointTable, find_snapshots
-from forgefield.ldos.model import LDOSNetwork
-from forgefield.ldos.observables import OBSERVABLE_UNITS
-from forgefield.ldos.training.data import EVALUATED
-from forgefield.ldos.training.evaluate import evaluate_points
 from forgefield.models.deeppot.branches import single
-from forgefield.models.potential import Potential
 from forgefield.models.registry import branch_names
 from forgefield.parallel.accelerators import evaluation_device
-from forgefield.parallel.group import Ranks
-from forgefield.report.page import write_report
+from forgefield.parallel.ranks import Ranks
+from forgefield.report.page import write_parity_png, write_report
 from forgefield.runs import Run, built
 from forgefield.tasks.classes import auroc
 from forgefield.tasks.metrics import ErrorMetrics
@@ -70,20 +71,19 @@ def _what_is_measured(run: Run, config: Config) -> dict[str, str]:
 
 
 def measure(fitted: TrainingResult, config: Config, journal: Journal, ranks: Ranks) -> None:
-    """Errors of the best model on validation and test frames, each frame predicted by one rank; rank 0 writes."""
+    """Evaluate the best weights on validation and test data; rank 0 writes the results and the report."""
     run, data = fitted.run, fitted.data
     assert data is not None
-    if run.of_points:
-        _measure_points(run, config, data, journal, ranks)
-    else:
-        _measure_frames(run, config, data, journal, ranks)
+    run.kind.measure.load()(run, config, data, journal, ranks)
     if ranks.is_first:  # last: results count only when all of them are there
         run.write_info(measured=_what_is_measured(run, config))
 
 
-def _measure_frames(run: Run, config: Config, data: Any, journal: Journal, ranks: Ranks) -> None:
+def measure_frames(run: Run, config: Config, data: Any, journal: Journal, ranks: Ranks) -> None:
+    """Errors on validation and test frames, each frame predicted by one rank; rank 0 writes."""
     batch = evaluation_budget(config.data)
     device = evaluation_device(config.trainer.get("accelerator"))
+    data = data.serve(BatchSpec(on_gpu=device.startswith("cuda"))).data
     results: dict[str, dict[str, float]] = {}
     for split, dataset in data.splits():
         if split != "train" and has_outputs(run):
@@ -123,70 +123,37 @@ def _measure_frames(run: Run, config: Config, data: Any, journal: Journal, ranks
     )
 
 
-def _measure_points(run: Run, config: Config, data: Any, journal: Journal, ranks: Ranks) -> None:
-    """The same for a run of grid points: errors of the target and of all observables of whole snapshots."""
-    device = evaluation_device(config.trainer.get("accelerator"))
-    model: Any = load_shared(run, "best", device, ranks)
-    results: dict[str, dict[str, float]] = {}
-    for split, part in (("val", data.val), ("test", data.test)):
-        if part is None:
-            continue
-        selection = None if part.is_whole else part.selection
-        results[split], missing = _evaluated_points(run, model, part.table, split, config, ranks, selection=selection)
-        if part.is_whole:
-            _say_missing(missing, journal.notify)
-    if not ranks.is_first:
-        return
-    if data.test is not None:
-        write_test(run, results["test"], name="test", data=config.data.test, which="best", points=len(data.test))
-    write_report(run.path)
-    hints = [f"forgefield test {run.path} --data SNAPSHOTS", f"report: {run.path / 'report.html'}"]
-    units, note = run.units | OBSERVABLE_UNITS, run.info.get("stopped_early")
-    journal.show(lambda console: end_summary(console, run.path, results, hints, units=units, note=note))
-
-
-def evaluate_snapshots(
-    run: Run, data: Any, settings: Any, name: str, *, which: str, device: str, ranks: Ranks
+def test_frames(
+    run: Run,
+    data: Any,
+    options: DataOptions,
+    name: str,
+    *,
+    which: str,
+    device: str,
+    labels_required: bool,
+    head: str | None,
+    ranks: Ranks,
 ) -> dict[str, float]:
-    """Errors on whole snapshots, kept in the run under a name."""
-    points = settings.points
-    table = PointTable(find_snapshots(data, target=points.target, units=points.units, setting="--data"))
-    require_same_data(table.fingerprint, ranks)
-    model: Any = load_shared(run, which, device, ranks)
-    config = run.config
-    config.data.points, config.data.eval_batch = points, settings.eval_batch
-    errors, missing = _evaluated_points(run, model, table, name, config, ranks)
-    if ranks.is_first:
-        _say_missing(missing, print)
-        write_test(run, errors, name=name, data=data, which=which, points=table.n_points)
-    return ranks.broadcast(errors)
+    """Errors of a run on other frames, by name; predictions, errors and a parity plot are written to the run as `name`.
 
-
-def _evaluated_points(
-    run: Run, model: Any, table: PointTable, split: str, config: Config, ranks: Ranks, *, selection: Any = None
-) -> tuple[dict[str, float], dict[str, str]]:
-    points, given = config.data.points, config.data.eval_batch
-    assert points is not None
-    task = config.task.points if config.task is not None else None
-    observables = task.observables if task is not None else None
-    return evaluate_points(
-        run,
-        model,
-        table,
-        split,
-        ranks,
-        selection=selection,
-        batch=int(given["points"] if isinstance(given, dict) else given or EVALUATED),
-        fermi=observables.fermi if observables is not None else "self_consistent",
-        pseudopotentials=points.pseudopotentials,
+    data: a file, folder, glob or list of them. options: labels, units and batch size of that data. Other arguments as in
+    `api.test`.
+    """
+    labels, units = label_settings(options.labels), unit_settings(options.units)
+    reader = LabelReader(labels, units)
+    frames = read_table(data, labels, units, lazy=is_lazy(options), required=labels_required, reader=reader)
+    require_same_data(frames.fingerprint, ranks)
+    dataset = GraphDataset(frames, SpeciesTable(run.species), run.graph)
+    batch = evaluation_budget(options)
+    errors = evaluate(
+        run, dataset, name, which=which, device=device, batch=batch, ranks=ranks, head=head, hints=reader.hints()
     )
-
-
-def _say_missing(missing: dict[str, str], notify: Callable[[str], None]) -> None:
-    """Which observables were not measured, once for each reason."""
-    for reason in dict.fromkeys(missing.values()):
-        names = [name for name, why in missing.items() if why == reason]
-        notify(f"Not measured: {', '.join(names)}; {reason}.")
+    if ranks.is_first:
+        write_test(run, errors, name=name, data=data, which=which, head=head, frames=len(frames))
+        if any("_mae" in error for error in errors):
+            write_parity_png(run.path, name)
+    return ranks.broadcast(errors)
 
 
 def evaluate(
@@ -280,7 +247,7 @@ def _labels_of(dataset: GraphDataset) -> set[str]:
     return {*LABELS.values(), *dataset.fields}
 
 
-def load_shared(run: Run, which: str, device: str, ranks: Ranks, head: str | None = None) -> Potential | LDOSNetwork:
+def load_shared(run: Run, which: str, device: str, ranks: Ranks, head: str | None = None) -> nn.Module:
     """The trained model (one branch of it) on every rank, read from the disk by rank 0 alone."""
     if ranks.world_size == 1:
         return run.load_model(which, device, head=head)

@@ -132,3 +132,17 @@ def _flush(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def cache_folder() -> Path:
+    """Folder of files that can be made again: FORGEFIELD_CACHE, or .cache/forgefield in the home folder."""
+    return Path(os.environ.get("FORGEFIELD_CACHE") or "~/.cache/forgefield").expanduser()
+
+
+def is_writable_folder(folder: Path) -> bool:
+    """Whether files can be written to a folder, which is created if it does not exist."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(folder, os.W_OK)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 
 from forgefield._version import __version__
 from forgefield.config.checking import stored_config
@@ -26,15 +27,26 @@ from forgefield.config.trust import Trust, refuse_interpolations
 from forgefield.data.neighbours.graph import GraphOptions
 from forgefield.errors import ForgefieldError
 from forgefield.files import write_atomically
-from forgefield.ldos.model import LDOSNetwork
+from forgefield.formats import VERSION, Format
+from forgefield.kinds import POINTS, SampleKind, kind_of_model
 from forgefield.models.deeppot.branches import single
 from forgefield.models.potential import Potential
 from forgefield.models.predictor import FORCES, NOISE
-from forgefield.models.registry import HEADS, PREDICTS, branch_names, build_model, build_point_model, is_of_points
+from forgefield.models.registry import HEADS, PREDICTS, branch_names
 from forgefield.untrusted.documents import load_json
 from forgefield.weights import Weights, read_weights, write_weights
 
 WEIGHTS = ("best", "last")
+
+
+def _explicit_defaults(info: dict[str, Any]) -> dict[str, Any]:
+    """Version 1 of `run.json` to version 2: what the first runs did not record, whose split could
+    leave a species out of training."""
+    return {"keep_species": False, **info}
+
+
+RUN_JSON = Format("the record of a run", (_explicit_defaults,))
+"""The format of `run.json`."""
 
 
 class RunInfo(dict[str, Any]):
@@ -132,9 +144,10 @@ class Run:
         """What is in `run.json`: versions, species, model options with every number explicit, statistics, status."""
         path = self.path / "run.json"
         try:
-            return RunInfo(path, load_json(path.read_text()))
+            content = load_json(path.read_text())
         except (OSError, ValueError) as error:
             raise ForgefieldError(f"{path} cannot be read: {error}.") from error
+        return RunInfo(path, RUN_JSON.upgrade(content, path) if isinstance(content, dict) else content)
 
     @property
     def species(self) -> tuple[str, ...]:
@@ -167,9 +180,14 @@ class Run:
         return self.info["model"].get(PREDICTS, {}).get("energy", True)
 
     @property
+    def kind(self) -> SampleKind:
+        """The kind of samples that it was trained on: frames, or points of a grid."""
+        return kind_of_model(self.info["model"].get("name"))
+
+    @property
     def of_points(self) -> bool:
-        """Whether it was trained on points of grids, not on frames."""
-        return is_of_points(self.info["model"])
+        """Whether it was trained on points of a grid, not on frames."""
+        return self.kind is POINTS
 
     @property
     def units(self) -> dict[str, str]:
@@ -200,7 +218,7 @@ class Run:
     def write_info(self, **changes: Any) -> None:
         """Change keys of `run.json`, atomically."""
         path = self.path / "run.json"
-        info = {**(self.info if path.exists() else {}), **changes}
+        info = {VERSION: RUN_JSON.version, **(self.info if path.exists() else {}), **changes}
         write_atomically(path, json.dumps(info, indent=1) + "\n")
 
     def require_head(self, head: str | None) -> None:
@@ -215,19 +233,14 @@ class Run:
         that has several, as a model of its own."""
         model = self.load_model(which, device, head=head)
         if not isinstance(model, Potential):
-            raise ForgefieldError(f"Run {self.name} is of grid points: its model gives an LDOS, and no forces.")
-        return model
-
-    def load_point_model(self, which: str = "best", device: str | torch.device = "cpu") -> LDOSNetwork:
-        """The trained model of grid points, in evaluation mode: raw descriptors in, physical units out."""
-        model = self.load_model(which, device)
-        if not isinstance(model, LDOSNetwork):
-            raise ForgefieldError(f"Run {self.name} is of frames: its model gives no LDOS.")
+            raise ForgefieldError(
+                f"Run {self.name} was trained on {self.kind.name}: it does not predict energies and forces."
+            )
         return model
 
     def load_model(
         self, which: str = "best", device: str | torch.device = "cpu", *, head: str | None = None
-    ) -> Potential | LDOSNetwork:
+    ) -> nn.Module:
         """The trained model in evaluation mode, whatever it was trained on."""
         if which not in WEIGHTS:
             raise ForgefieldError(f"Weights are 'best' or 'last', not '{which}'.")
@@ -282,11 +295,10 @@ def _refuse_impossible_sizes(resolved: Any, state: Mapping[str, torch.Tensor], f
             )
 
 
-def built(resolved: dict[str, Any], precision: str, trust: Trust) -> Potential | LDOSNetwork:
+def built(resolved: dict[str, Any], precision: str, trust: Trust) -> nn.Module:
     """A model of resolved options, with first weights."""
-    if is_of_points(resolved):
-        return build_point_model(resolved, precision=precision, seed=0)
-    return build_model(resolved, precision=precision, seed=0, trust=trust)
+    build = kind_of_model(resolved.get("name")).build_model.load()
+    return build(resolved, precision=precision, seed=0, trust=trust)
 
 
 def run_exists(name: str | os.PathLike[str], *, out: str | os.PathLike[str] = "runs") -> bool:
@@ -299,7 +311,7 @@ def create_run_from_model(
     name: str,
     out: str | os.PathLike[str],
     resolved: dict[str, Any],
-    potential: Potential | LDOSNetwork,
+    potential: nn.Module,
     origin: str,
     precision: str,
     settings: dict[str, Any] | None = None,
@@ -327,7 +339,7 @@ def create_run_from_model(
         model=resolved,
         precision=precision,
         versions=versions(),
-        **({} if is_of_points(resolved) else {"species": resolved["species"], "cutoff": float(resolved["cutoff"])}),
+        **{key: resolved[key] for key in ("species", "cutoff") if key in resolved},
         **(facts or {}),
     )
     return run

@@ -19,7 +19,10 @@ from torch import Tensor
 
 from forgefield.errors import ForgefieldError
 from forgefield.files import read_bytes, write_atomically
+from forgefield.formats import VERSION, Format
 
+WEIGHTS_FILE = Format("a file of weights")
+"""The format of files of weights; the version is part of the note about the tensors."""
 _ABOUT, _CHECKSUM = "about", "sha256"
 
 
@@ -46,7 +49,7 @@ def digest(state: Mapping[str, Tensor]) -> str:
 def write_weights(path: Path, state: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
     """Write tensors and a note about them; `path` holds either the old or the new file, whatever happens."""
     # One metadata entry: with several, safetensors writes them in random order, and equal runs would differ in bytes.
-    metadata = {_ABOUT: json.dumps({**about, _CHECKSUM: digest(state)})}
+    metadata = {_ABOUT: json.dumps({VERSION: WEIGHTS_FILE.version, **about, _CHECKSUM: digest(state)})}
     write_atomically(path, safetensors_bytes(dict(state), metadata=metadata))
 
 
@@ -57,12 +60,13 @@ def read_weights(path: Path) -> Weights:
         state, about = tensors_from(content), _about(content)
     except Exception as error:
         raise ForgefieldError(f"{path} is damaged: {str(error).splitlines()[0]}. {_REMEDY}") from error
-    found, stored = digest(state), about.get(_CHECKSUM)
-    if stored is not None and stored != found:
+    about = WEIGHTS_FILE.upgrade(about, path)
+    sha256, stored = digest(state), about.get(_CHECKSUM)
+    if stored is not None and stored != sha256:
         raise ForgefieldError(
             f"{path} is damaged: its tensors do not match the checksum they were written with. {_REMEDY}"
         )
-    return Weights(state, about, found)
+    return Weights(state, about, sha256)
 
 
 _REMEDY = "Restore the file from a backup, or use the other weights of the run (--which last or --which best)."

@@ -6,6 +6,7 @@ import os
 import pytest
 import torch
 
+pytest.register_assert_rewrite("tests.support")
 gc.disable()  # until everything has been imported
 # Inductor need not find out what vector instructions there are: without them code is compiled in less time. One test of the
 # compile engine has them.

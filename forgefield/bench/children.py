@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from forgefield.bench.step import BareStep
     from forgefield.config.schema import Config
     from forgefield.data.batch import Batch
-    from forgefield.parallel.group import Ranks
+    from forgefield.parallel.ranks import Ranks
 
 JOBS = ("measure", "work", "plan")
 QUIET = {"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}

@@ -84,7 +84,7 @@ def plan_memory(config: Config, notify: Callable[[str], None] = lambda text: Non
     step = bare_step(config)
     choice = planned_choice(config, step.device)
     engine = _engine(step, choice, config, notify)
-    loader = step.data.train_dataloader()
+    loader = step.batches.train_dataloader()
     rows = np.random.default_rng(config.seed).permutation(len(step.data.train))
     peaks = []
     for n in SMALL_BATCHES:

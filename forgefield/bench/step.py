@@ -17,10 +17,10 @@ from torch import Tensor
 from forgefield.config.schema import Config
 from forgefield.config.trust import CONFIG
 from forgefield.data.batch import Batch, batch_shapes, to_device, with_edges
-from forgefield.data.module import DataModule
+from forgefield.data.module import DataModule, FrameData, read_data
 from forgefield.models.potential import Potential
-from forgefield.models.registry import build_model
-from forgefield.parallel.group import alone
+from forgefield.models.registry import branch_names, build_model
+from forgefield.parallel.ranks import alone
 from forgefield.runs import Run
 from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.task import Task
@@ -33,11 +33,10 @@ from forgefield.training.optim.trainable import choose_trained, parameter_groups
 from forgefield.training.precision import Precision
 from forgefield.training.problem.initial_model import initial_model
 from forgefield.training.problem.model_options import (
+    batch_spec,
     build_task,
-    key_frames,
     requested_task,
     resolved_model,
-    set_branches,
 )
 from forgefield.training.problem.transfer import transfer
 from forgefield.training.run.folder import has_begun
@@ -45,11 +44,12 @@ from forgefield.training.run.folder import has_begun
 
 @dataclass
 class BareStep:
-    """data: prepared. average: of the weights, where the config asks for one. resolved: options of the model in full. knots: of
-    the tables that kernels read, zero for none; storage: what kernels store rows in; edge_kernels: whether sums over edges may
-    go through kernels."""
+    """batches: of `data`, as the task and the model need them. average: of the weights, where the config asks for one.
+    resolved: options of the model in full. knots: of the tables that kernels read, zero for none. storage: what kernels store
+    rows in. edge_kernels: whether sums over edges may go through kernels."""
 
-    data: DataModule
+    data: FrameData
+    batches: DataModule
     potential: Potential
     task: Task
     optimiser: torch.optim.Optimizer
@@ -84,7 +84,7 @@ class BareStep:
 
     def first_batch(self) -> Batch:
         """What a training begins with."""
-        return self.on_device(next(iter(self.data.train_dataloader())))
+        return self.on_device(next(iter(self.batches.train_dataloader())))
 
     def on_device(self, batch: Batch) -> Batch:
         return with_edges(to_device(batch, self.device), self.potential.cutoff)
@@ -111,16 +111,19 @@ class BareStep:
         return [*parameters, *self.potential.buffers(), *gradients, *_tensors(self.optimiser.state), *average]
 
 
-def bare_step(config: Config, *, precision: str | None = None, data: DataModule | None = None) -> BareStep:
+def bare_step(config: Config, *, precision: str | None = None, data: FrameData | None = None) -> BareStep:
     """precision: another than the config's. data: prepared before, for the same data section."""
     run = Run(config.folder)
     initial = initial_model(run, config, alone())
     if initial is not None:
         config = initial.settle(config, lambda text: None)
     if data is None:
-        data = DataModule(config.data, seed=config.seed, species_of=None if initial is None else initial.known.whose)
-        data.prepare()
-        set_branches(config, data, None if initial is None else initial.known.resolved)
+        data = read_data(
+            config.data,
+            config.seed,
+            branches=branch_names(config.model if initial is None else initial.known.resolved),
+            species_of=None if initial is None else initial.known.whose,
+        )
     device = training_device(config)
     arithmetic = Precision(precision if precision is not None else first_precision(config))
     arithmetic.require_device(device)
@@ -132,7 +135,7 @@ def bare_step(config: Config, *, precision: str | None = None, data: DataModule 
         resolved = transfer(known, initial.known.section, config, options, data, trust=trust).resolved
     task = build_task(options, resolved)
     potential = build_model(resolved, precision=arithmetic.weights, seed=config.seed, trust=trust)
-    key_frames(potential, data)
+    batches = data.serve(batch_spec(options, potential, seed=config.seed))
     training = config.training
     choose_trained(potential, training)
     potential.train().to(device)
@@ -145,7 +148,7 @@ def bare_step(config: Config, *, precision: str | None = None, data: DataModule 
         average.plan(steps=1, steps_of_epoch=1, quick=True)
     kernels = config.training.kernels
     kept = (knots_wanted(config.training), kernels.storage, kernels.edges)
-    return BareStep(data, potential, task, optimiser, average, device, resolved, arithmetic, *kept)
+    return BareStep(data, batches, potential, task, optimiser, average, device, resolved, arithmetic, *kept)
 
 
 def first_precision(config: Config) -> str:

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from forgefield.bench.timer import Measurement, StepTimer
 from forgefield.config.schema import Config
-from forgefield.parallel.group import Ranks
+from forgefield.parallel.ranks import Ranks
 from forgefield.training.fit import fit
 from forgefield.training.precision import Precision
 from forgefield.training.run.journal import Journal

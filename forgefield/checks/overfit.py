@@ -17,9 +17,9 @@ from torch import Tensor
 from forgefield.config.schema import Config
 from forgefield.config.trust import CONFIG
 from forgefield.data.batch import batch_shapes, with_edges
-from forgefield.data.module import DataModule
+from forgefield.data.module import read_data
 from forgefield.errors import ForgefieldError
-from forgefield.models.registry import build_model
+from forgefield.models.registry import branch_names, build_model
 from forgefield.ops.keyed import combined
 from forgefield.tasks.metrics import ErrorMetrics, unit_of
 from forgefield.tasks.task import Task
@@ -28,11 +28,10 @@ from forgefield.training.engines.step import StepFunction
 from forgefield.training.optim.optimisers import build_optimiser
 from forgefield.training.precision import Precision
 from forgefield.training.problem.model_options import (
+    batch_spec,
     build_task,
-    key_frames,
     requested_task,
     resolved_model,
-    set_branches,
 )
 from forgefield.training.problem.preflight import require_inputs
 
@@ -152,18 +151,15 @@ def _part(values: list[float], i: int, parts: int) -> list[float]:
 
 def overfit_config(config: Config, *, steps: int, goal: float) -> OverfitResult:
     """The model of a config, with fresh weights, on the first batch of its data, with its loss, optimiser and learning rate."""
-    data = DataModule(config.data, config.seed)
-    data.prepare()
-    set_branches(config, data)
+    data = read_data(config.data, config.seed, branches=branch_names(config.model))
     resolved = resolved_model(config, data)
-    task = build_task(requested_task(config, data), resolved)
+    options = requested_task(config, data)
+    task = build_task(options, resolved)
     precision = Precision(config.training.precision)
     potential = build_model(resolved, precision=precision.weights, seed=config.seed, trust=CONFIG)
     require_inputs(potential, data)
-    key_frames(potential, data)
-    loader = data.train_dataloader()
-    loader.keep_order()
-    batch = with_edges(next(iter(loader)), potential.cutoff)
+    spec = batch_spec(options, potential, seed=config.seed, keep_order=True)
+    batch = with_edges(next(iter(data.serve(spec).train_dataloader())), potential.cutoff)
     errors = task.error_metrics(data.species.symbols)
     edges = config.training.kernels.edges
     engine = Engine(StepFunction(potential, task, errors, shapes=batch_shapes(data.train.fields), edge_kernels=edges))

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from forgefield.data.batch import batch_from_frames, to_device
-from forgefield.data.fields import fields_of
 from forgefield.data.frame import Frame
+from forgefield.data.labels.fields import fields_of
 from forgefield.data.neighbours.graph import graph_of
 from forgefield.data.species import SpeciesTable
 from forgefield.models.potential import Potential

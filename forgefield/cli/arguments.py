@@ -43,7 +43,7 @@ def split_config(words: Sequence[str]) -> tuple[str | None, list[str]]:
 
 def _refuse_data(word: str) -> None:
     """Refuse a data file, or a folder that is one source of data, in the place of a config."""
-    from forgefield.data.readers.sources import file_format
+    from forgefield.data.readers.registry import file_format
 
     path = Path(word)
     if path.suffix in CONFIG_SUFFIXES or not path.exists():

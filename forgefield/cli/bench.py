@@ -27,7 +27,7 @@ from forgefield.errors import ForgefieldError
 
 if TYPE_CHECKING:
     from forgefield.config.schema import Config
-    from forgefield.parallel.group import Ranks
+    from forgefield.parallel.ranks import Ranks
 
 STEPS, WARMUP = 20, 5
 ENGINES = ("eager", "compile", "graphs", "script", "auto")

@@ -169,17 +169,15 @@ def _from_config(args: argparse.Namespace, overrides: list[str]) -> _Checked:
     from forgefield.config.loading import load_config
     from forgefield.config.point_checks import require_frames
     from forgefield.config.trust import CONFIG
-    from forgefield.data.module import DataModule
+    from forgefield.data.module import read_data
     from forgefield.data.reading import read_table
     from forgefield.models.deeppot.branches import single
     from forgefield.models.registry import branch_names, build_model
-    from forgefield.training.problem.model_options import resolved_model, set_branches
+    from forgefield.training.problem.model_options import resolved_model
 
     config = load_config(args.target, overrides, trust_code=args.trust_code)
     require_frames(config, "check", "their gradients are compared with autograd at the start of a training")
-    data = DataModule(config.data, seed=config.seed)
-    data.prepare()
-    set_branches(config, data)
+    data = read_data(config.data, config.seed, branches=branch_names(config.model))
     resolved = resolved_model(config, data)
     if args.head is not None or branch_names(resolved):
         resolved, _ = single(resolved, None, args.head)

@@ -88,7 +88,7 @@ def reading_of(args: argparse.Namespace) -> tuple[LabelOptions, UnitOptions]:
     """What `add_reading` took in. Refused where it would change nothing: stores are in eV and A, their labels chosen."""
     from forgefield.config.schema import LabelOptions, UnitOptions
     from forgefield.data.readers import source_files
-    from forgefield.data.store.store import is_store
+    from forgefield.data.store.manifest import is_store
 
     given = [f"--{name}-unit" for name, default in UNITS.items() if getattr(args, f"{name}_unit") != default]
     given += [f"--{name}-key" for name in LABELS if getattr(args, f"{name}_key") is not None]
@@ -139,7 +139,7 @@ def graph_of(args: argparse.Namespace) -> GraphOptions | None:
 
 def refuse_target(target: Path, graph: GraphOptions | None) -> bool:
     """Refuse a place that frames cannot be written to. Returns whether it is to be a store."""
-    from forgefield.data.readers.sources import file_format
+    from forgefield.data.readers.registry import file_format
     from forgefield.data.store.export import is_writable, writable_suffixes
 
     if target.exists() or target.is_symlink():

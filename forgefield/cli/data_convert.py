@@ -112,9 +112,10 @@ def _to_store(
 
 def _frames(files: list[SourceFile], what: str, labels: LabelOptions, units: UnitOptions) -> Iterator[Frame]:
     """All frames, one after the other; a label that was named and never came is an error at the end."""
-    from forgefield.data.labels import LabelReader
+    from forgefield.data.labels.label_reader import LabelReader
     from forgefield.data.readers import frames_of
-    from forgefield.data.store.store import is_store, open_store
+    from forgefield.data.store.manifest import is_store
+    from forgefield.data.store.store import open_store
 
     reader = LabelReader(labels, units)
     for file in files:

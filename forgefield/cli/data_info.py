@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from forgefield.data.inspection.inspect import inspect_table
-    from forgefield.data.labels import LabelReader
+    from forgefield.data.labels.label_reader import LabelReader
     from forgefield.data.neighbours.graph import check_cutoff
     from forgefield.data.reading import read_table
 
@@ -148,7 +148,8 @@ def _check_figure(path: Path) -> None:
 def _stores(args: argparse.Namespace) -> list[Store]:
     """The stores among the sources, compared with their hashes."""
     from forgefield.data.readers import source_files
-    from forgefield.data.store.store import is_store, open_store
+    from forgefield.data.store.manifest import is_store
+    from forgefield.data.store.store import open_store
 
     stores = [open_store(file.path) for file in source_files(spec_of(args.paths)) if is_store(file.path)]
     for store in stores:

@@ -70,7 +70,7 @@ def propose(files: list[str], overrides: Sequence[str], *, out: Path, name: str)
     from forgefield.config.targets import as_dict
     from forgefield.config.typed import select, update
     from forgefield.data.inspection.suspicions import label_doubts
-    from forgefield.data.labels import LabelReader
+    from forgefield.data.labels.label_reader import LabelReader
     from forgefield.data.readers import read_frames
     from forgefield.data.store.table import FrameTable
 

@@ -11,7 +11,7 @@ from forgefield.cli.importing import for_good
 from forgefield.errors import ForgefieldError
 
 if TYPE_CHECKING:
-    from forgefield.parallel.group import Ranks
+    from forgefield.parallel.ranks import Ranks
     from forgefield.runs import Run
 
 SUSPICIOUS = 20_000.0

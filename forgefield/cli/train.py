@@ -17,7 +17,7 @@ from forgefield.cli.importing import for_good
 from forgefield.errors import ForgefieldError
 
 if TYPE_CHECKING:
-    from forgefield.parallel.group import Ranks
+    from forgefield.parallel.ranks import Ranks
 
 EXAMPLES = """\
 examples:

@@ -17,11 +17,11 @@
 | weight     | (n_frames,)     | float64 | weight in the loss |
 | frame_id   | (n_frames,)     | int64   | position in the dataset; -1: a blank frame that counts for nothing |
 | branch     | (n_frames,)     | int64   | which branch of the model a frame is for; only where a model has several |
-| frame_key  | (n_frames,)     | int64   | training with dropout only: 0 to 2^32, from seed, epoch and place in the epoch |
-| denoise    | (n_atoms, 3)    | float64 | training on noise only: by how much `positions` were moved, A |
+| frame_key  | (n_frames,)     | int64   | training with dropout only: 0 to 2^32, from seed, epoch and position in the epoch |
+| denoise    | (n_atoms, 3)    | float64 | training on noise only: displacements that were added to `positions`, A |
 
 `edge_reverse` is left out where an edge need not have a reverse (`data.max_neighbours`). NaN in a label means that the
-frame does not carry it; readers refuse NaN in data, so it means nothing else. Fields (`data.labels.fields`) are further keys,
+frame does not carry it; readers refuse NaN in data, so it means nothing else. Fields (`data.labels.fields`) are extra keys,
 (n_frames, ...) or (n_atoms, ...) float64, NaN where a frame or an atom has no value.
 """
 
@@ -33,8 +33,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forgefield.data.fields import Fields, field_values, fields_of
 from forgefield.data.frame import Frame
+from forgefield.data.labels.fields import Fields, field_values, fields_of
 from forgefield.data.neighbours.edges import EdgeBlock, Geometry, build_block
 from forgefield.data.neighbours.graph import GraphOptions
 from forgefield.data.species import SpeciesTable
@@ -62,11 +62,11 @@ SHAPES: Shapes = {
     "frame_key": ("frames",),
     "denoise": ("atoms", 3),
 }
-"""Shape of each key, in the sizes that differ from batch to batch."""
+"""Shape of each key; names stand for the sizes that differ from batch to batch."""
 
 
 def batch_shapes(fields: Fields) -> Shapes:
-    """The same for batches that carry these fields."""
+    """`SHAPES` and the shapes of these fields."""
     return SHAPES | {
         name: ("atoms" if field.per == "atom" else "frames", *field.shape) for name, field in fields.items()
     }
@@ -75,9 +75,9 @@ def batch_shapes(fields: Fields) -> Shapes:
 def batch_from_frames(
     frames: Sequence[Frame], species: SpeciesTable, graph: GraphOptions | float, fields: Fields | None = None
 ) -> Batch:
-    """Frames straight to one batch, for use outside training. graph: options, or just the cutoff in A.
+    """One batch of these frames, for use outside training. graph: options, or just the cutoff in A.
 
-    fields: those that the batch has; all that the frames carry, if None.
+    fields: those that the batch carries; all that the frames carry, if None.
     """
     options = graph if isinstance(graph, GraphOptions) else GraphOptions(float(graph))
     geometry = Geometry(
@@ -104,7 +104,7 @@ def batch_from_frames(
 def assemble(geometry: Geometry, edges: EdgeBlock | None, /, **values: np.ndarray) -> Batch:
     """A batch from arrays of its frames. values: the keys of the table above that are neither geometry nor edges; fields.
 
-    Without edges, `with_edges` makes them.
+    Where `edges` is None, `with_edges` adds them later.
     """
     n_atoms = geometry.n_atoms
     arrays = {
@@ -116,7 +116,7 @@ def assemble(geometry: Geometry, edges: EdgeBlock | None, /, **values: np.ndarra
         **({} if edges is None else _edges_in_batch(n_atoms, edges)),
         **values,
     }
-    return {name: torch.from_numpy(_own(array)) for name, array in arrays.items()}
+    return {name: torch.from_numpy(_owned(array)) for name, array in arrays.items()}
 
 
 def _edges_in_batch(n_atoms: np.ndarray, edges: EdgeBlock) -> dict[str, np.ndarray]:
@@ -145,7 +145,7 @@ def _add_by_frame(values: np.ndarray, addends: np.ndarray, counts: np.ndarray, o
 
 
 def with_edges(batch: Batch, cutoff: float) -> Batch:
-    """The batch with its edges; those that it lacks are made on its device. cutoff: A."""
+    """The batch with edges, which are built on its device if it has none. cutoff: A."""
     if "edge_index" in batch:
         return batch
     edge_index, edge_shift, edge_reverse = batched_neighbours(
@@ -154,16 +154,16 @@ def with_edges(batch: Batch, cutoff: float) -> Batch:
     return {**batch, "edge_index": edge_index, "edge_shift": edge_shift.double(), "edge_reverse": edge_reverse}
 
 
-def _own(array: np.ndarray) -> np.ndarray:
-    """The numbers in an array that belongs to nobody else."""
+def _owned(array: np.ndarray) -> np.ndarray:
+    """A contiguous, writable array that shares its memory with no other."""
     array = np.ascontiguousarray(array)
     return array if array.flags.owndata and array.flags.writeable else array.copy()
 
 
 def without_labels(batch: Batch, targets: Collection[str] = ()) -> Batch:
-    """The same structures with nothing to learn from or to measure: no label, no weight, no place in a data set.
+    """The same structures without labels, weight and frame id: nothing to learn from or to measure.
 
-    targets: fields that are learnt. The others are what a model is given along with a structure, and stay.
+    targets: fields that are learnt. The other fields are inputs of a model and stay.
     """
     learnt = ["energy", "forces", "stress", *(name for name in targets if name in batch and name not in SHAPES)]
     learnt += ["denoise"] if "denoise" in batch else []
@@ -179,3 +179,33 @@ def without_labels(batch: Batch, targets: Collection[str] = ()) -> Batch:
 def to_device(batch: Batch, device: torch.device | str) -> Batch:
     """The batch with every tensor on `device`."""
     return {key: value.to(device, non_blocking=True) for key, value in batch.items()}
+
+
+def halves(batch: Batch, shapes: Shapes = SHAPES) -> tuple[Batch, Batch]:
+    """The batch divided between two frames, so that both halves have about as many atoms; for batches that exceed memory."""
+    n_atoms = batch["n_atoms"].cpu()
+    before = torch.cumsum(n_atoms, 0)
+    frames = int(torch.argmin((before[:-1] - before[-1] / 2).abs())) + 1
+    atoms = int(before[frames - 1])
+    edges = int(torch.searchsorted(batch["edge_index"][1].contiguous(), atoms)) if "edge_index" in batch else 0
+    cuts = {"frames": frames, "atoms": atoms, "edges": edges}
+    moves = {"frame": frames, "edge_index": atoms, "edge_reverse": edges}
+    first, second = {}, {}
+    for key, tensor in batch.items():
+        dim = int(key == "edge_index")
+        at = cuts[next(size for size in shapes[key] if isinstance(size, str))]
+        first[key] = tensor.narrow(dim, 0, at)
+        rest = tensor.narrow(dim, at, tensor.shape[dim] - at)
+        second[key] = rest - moves[key] if key in moves else rest
+    return first, second
+
+
+_ALLOCATION_ERRORS = ("not enough memory", "out of memory", "can't allocate memory")
+"""What torch writes into the plain RuntimeError of a failed allocation on the CPU."""
+
+
+def is_memory_error(error: BaseException) -> bool:
+    """Whether a batch did not fit into the memory of its device."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+        isinstance(error, RuntimeError) and any(text in str(error) for text in _ALLOCATION_ERRORS)
+    )

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+import torch
 
-from forgefield.data.batch import Batch, assemble, without_labels
-from forgefield.data.fields import Fields
+from forgefield.data.batch import SHAPES, Batch, assemble, without_labels
+from forgefield.data.batch_spec import BatchSpec, Noise
 from forgefield.data.frame import Frame
+from forgefield.data.labels.fields import Fields
 from forgefield.data.neighbours.edges import (
     BuiltEdges,
     DeviceEdges,
@@ -30,11 +33,13 @@ from forgefield.errors import ForgefieldError
 class GraphDataset:
     """Batches of any rows of a table.
 
-    Neighbour lists are made at once and kept for frames in memory, read for stores that hold them, and made batch by batch for
-    stores that do not. on_device: batches come without edges, which are then made where the model runs (`with_edges`).
+    Neighbour lists are built once and kept for frames in memory, read for stores that hold them, and built for each batch for
+    stores that do not.
 
-    fields: further keys of its batches, by name. targets: those of them that are learnt; the others are what a model is given,
-    which a blank frame needs too.
+    graph: options of the neighbour lists, or the cutoff in A. on_device: batches come without edges, which are then built on
+    the device of the model (`with_edges`). branches: names of the model's branches; batches carry the index of the branch that
+    each frame is for. targets: names of the fields that are learnt; the other fields are inputs of the model, which a blank
+    frame needs too.
     """
 
     def __init__(
@@ -45,35 +50,39 @@ class GraphDataset:
         progress: Progress | None = None,
         *,
         on_device: bool = False,
+        branches: Sequence[str] = (),
+        targets: frozenset[str] = frozenset(),
     ) -> None:
         self.frames = frames if isinstance(frames, FrameTable) else FrameTable.from_frames(frames)
         self.species = species
         self.fields: Fields = self.frames.fields
-        self.targets: frozenset[str] = frozenset()
-        self._branch: np.ndarray | None = None
+        self.targets = targets & self.fields.keys()
+        self._branch = _branch_indices(self.frames, branches) if branches else None
         self.graph = graph if isinstance(graph, GraphOptions) else GraphOptions(float(graph))
-        self._refuse_foreign_species()
+        self._require_species()
         if on_device and (self.graph.adaptive_cutoff is not None or self.graph.max_neighbours is not None):
             raise ForgefieldError(
-                "data.neighbours=device makes plain neighbour lists only; leave out data.adaptive_cutoff and "
+                "data.neighbours=device supports neighbour lists with one cutoff only; leave out data.adaptive_cutoff and "
                 "data.max_neighbours, or use data.neighbours=auto"
             )
         self.edges: Neighbourhoods = DeviceEdges() if on_device else _neighbourhoods(self.frames, self.graph, progress)
 
-    def set_branches(self, names: Sequence[str]) -> None:
-        """From now on batches say which branch of the model each frame belongs to, by its place in `names`."""
-        self._branch = self.frames.branch_of_frame(names)
-        strange = np.flatnonzero(self._branch < 0)
-        if len(strange):
-            raise ForgefieldError(
-                f"{self.frames.where(int(strange[0]))}: its source names no branch of the model; write {{path: ..., branch: "
-                f"NAME}} in the data section, with NAME one of {', '.join(names)}"
-            )
+    def serve(self, spec: BatchSpec, *, device_may_build_edges: bool) -> GraphDataset:
+        """The same frames and neighbour lists, for batches as `spec` describes them.
 
-    def leave_edges_to_device(self) -> None:
-        """From now on the model's device makes the lists that would be made for each batch, if it can make such."""
-        if isinstance(self.edges, BuiltEdges) and self.graph == GraphOptions(self.cutoff, self.graph.neighbours):
-            self.edges = DeviceEdges()
+        device_may_build_edges: lists that would be built for each batch are left to the GPU, if `spec` names one and it can
+        build them.
+        """
+        served = copy.copy(self)
+        served.targets = spec.targets & self.fields.keys()
+        if (
+            spec.on_gpu
+            and device_may_build_edges
+            and isinstance(self.edges, BuiltEdges)
+            and self.graph == GraphOptions(self.cutoff, self.graph.neighbours)
+        ):
+            served.edges = DeviceEdges()
+        return served
 
     @property
     def on_device(self) -> bool:
@@ -91,7 +100,7 @@ class GraphDataset:
 
     @property
     def n_edges(self) -> np.ndarray | None:
-        """(n_frames,), where known before the lists are made."""
+        """(n_frames,), or None where it is not known before the lists are built."""
         return self.edges.n_edges
 
     def __len__(self) -> int:
@@ -101,50 +110,95 @@ class GraphDataset:
         """The batch of one frame."""
         return self.batch(np.array([row]))
 
-    def batch(self, rows: np.ndarray | Sequence[int], moves: np.ndarray | None = None) -> Batch:
+    def batch(self, rows: np.ndarray | Sequence[int], displacements: np.ndarray | None = None) -> Batch:
         """These frames in this order; `frame_id` is their row.
 
-        moves: (n_atoms, 3), A: atoms are that far from where they are in the data, NaN where they are not moved; edges are made
-        for where they are then, and the batch carries the moves as `denoise`.
+        displacements: (n_atoms, 3), A, added to the positions, NaN for atoms that stay. Edges are those of the displaced
+        structure, and the batch carries the displacements as `denoise`.
         """
-        found = self.frames.find(np.array(rows, dtype=np.int64))
-        geometry = geometry_of(found)
-        if moves is None:
-            edges, more = self.edges.read(found, geometry), {}
+        view = self.frames.find(np.array(rows, dtype=np.int64))
+        geometry = geometry_of(view)
+        if displacements is None:
+            edges, extra = self.edges.read(view, geometry), {}
         else:
-            geometry = replace(geometry, positions=geometry.positions + np.nan_to_num(moves))
+            geometry = replace(geometry, positions=geometry.positions + np.nan_to_num(displacements))
             where = self.frames.where
             edges = (
                 None
                 if self.on_device
-                else build_block(geometry, self.graph, lambda i: f"{where(int(found.rows[i]))}, its atoms moved")[0]
+                else build_block(geometry, self.graph, lambda i: f"{where(int(view.rows[i]))}, with displaced atoms")[0]
             )
-            more = {"denoise": moves}
+            extra = {"denoise": displacements}
         return assemble(
             geometry,
             edges,
-            **more,
-            species=self.species.index(found.atoms("numbers")),
-            energy=found.column("energy"),
-            forces=found.atoms("forces"),
-            stress=found.column("stress"),
-            weight=found.column("weight"),
-            frame_id=found.rows,
-            **({} if self._branch is None else {"branch": self._branch[found.rows]}),
-            **{name: found.field(name) for name in self.fields},
+            **extra,
+            species=self.species.index(view.atoms("numbers")),
+            energy=view.column("energy"),
+            forces=view.atoms("forces"),
+            stress=view.column("stress"),
+            weight=view.column("weight"),
+            frame_id=view.rows,
+            **({} if self._branch is None else {"branch": self._branch[view.rows]}),
+            **{name: view.field(name) for name in self.fields},
         )
+
+    def noised_training_batch(self, rows: np.ndarray, noise: Noise, epoch: int, positions: np.ndarray) -> Batch:
+        """A batch in which some frames are displaced and learn by how much.
+
+        positions: of the frames in the order of the epoch, (n_frames,).
+        """
+        displaced = [noise.displacements(int(n), epoch, int(p)) for n, p in zip(self.n_atoms[rows], positions)]
+        return self._displaced(rows, displaced, keep_labels=noise.keep_labels)
+
+    def noised_evaluation_batch(self, rows: np.ndarray, noise: Noise) -> Batch:
+        """The frames as they are, followed by displaced copies of all of them that have no other label, so that every frame
+        counts once for each target. Only the copies where the displacement is the only target."""
+        displaced: list[np.ndarray | None] = [noise.displacements(int(self.n_atoms[row]), int(row)) for row in rows]
+        if noise.alone:
+            return self._displaced(rows, displaced, keep_labels=False)
+        return self._displaced(np.concatenate([rows, rows]), [*[None] * len(rows), *displaced], keep_labels=False)
+
+    def _displaced(self, rows: np.ndarray, by_frame: list[np.ndarray | None], *, keep_labels: bool) -> Batch:
+        """by_frame: displacements of each frame, (n_atoms, 3), A; None for a frame that stays."""
+        sizes = self.n_atoms[rows]
+        batch = self.batch(
+            rows, np.concatenate([np.full((n, 3), np.nan) if d is None else d for n, d in zip(sizes, by_frame)])
+        )
+        if keep_labels:
+            return batch
+        is_displaced = torch.tensor([d is not None for d in by_frame])
+        of_atoms = is_displaced[batch["frame"]]
+        for name in ("energy", "forces", "stress", *sorted(self.targets)):
+            per_atom = SHAPES[name][0] == "atoms" if name in SHAPES else self.fields[name].per == "atom"
+            batch[name][of_atoms if per_atom else is_displaced] = torch.nan
+        return batch
 
     def blank(self) -> Batch:
         """The batch of a frame that counts for nothing, for a rank that would be left without one."""
         return without_labels(self[int(self.n_atoms.argmin())], self.targets)
 
-    def _refuse_foreign_species(self) -> None:
-        found = self.frames.components
-        present = np.flatnonzero(np.bincount(found.number))
-        strange = np.setdiff1d(present, self.species.numbers)
-        if len(strange):
-            first = int(np.flatnonzero(np.isin(found.number, strange))[0])
-            self.species.index(found.number[first : first + 1], self.frames.where(int(found.frame[first])))
+    def _require_species(self) -> None:
+        """Refuse frames with an element that is not in the species table."""
+        components = self.frames.components
+        present = np.flatnonzero(np.bincount(components.number))
+        missing = np.setdiff1d(present, self.species.numbers)
+        if len(missing):
+            first = int(np.flatnonzero(np.isin(components.number, missing))[0])
+            where = self.frames.where(int(components.frame[first]))
+            self.species.index(components.number[first : first + 1], where)
+
+
+def _branch_indices(frames: FrameTable, branches: Sequence[str]) -> np.ndarray:
+    """(n_frames,) index of each frame's branch in `branches`."""
+    indices = frames.branch_of_frame(branches)
+    without = np.flatnonzero(indices < 0)
+    if len(without):
+        raise ForgefieldError(
+            f"{frames.where(int(without[0]))}: its source names no branch of the model; write {{path: ..., branch: "
+            f"NAME}} in the data section, with NAME one of {', '.join(branches)}"
+        )
+    return indices
 
 
 def _neighbourhoods(table: FrameTable, graph: GraphOptions, progress: Progress | None) -> Neighbourhoods:

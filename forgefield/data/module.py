@@ -1,42 +1,48 @@
-"""The data of a run: read, divided, turned into graphs and measured once, then served in batches to Lightning."""
+"""The data of a training in two steps: `read_data` reads, divides and measures the frames once (`FrameData`); `FrameData.serve`
+gives the batches that a `BatchSpec` describes (`DataModule`)."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import lightning
 
 from forgefield.config.schema import DataOptions
 from forgefield.config.starter import LARGE_FORCES
+from forgefield.data.batch_spec import BatchSpec, Noise
 from forgefield.data.dataset import GraphDataset
 from forgefield.data.inspection.suspicions import cutoff_doubts, label_doubts, lone_atoms
 from forgefield.data.neighbours.edges import Progress
-from forgefield.data.noise import Noise
 from forgefield.data.reading import Progress as ConversionProgress
-from forgefield.data.sampling.batching import Order, batch_threads, evaluation_budget, training_budget, training_order
+from forgefield.data.sampling.batching import batch_threads, evaluation_budget, training_budget, training_order
 from forgefield.data.sampling.by_source import SourceBatches
 from forgefield.data.sampling.loader import FrameLoader
 from forgefield.data.sampling.order import WeightedDraws
-from forgefield.data.sampling.plan import Budget
 from forgefield.data.species import SpeciesTable
-from forgefield.data.splits import ON_DEVICE, Splits, graph_options, resolve_splits
-from forgefield.data.statistics import Statistics, compute_statistics
+from forgefield.data.splits.splits import ON_DEVICE, Splits, graph_options, resolve_splits
+from forgefield.data.statistics.statistics import Statistics, compute_statistics
 from forgefield.data.store.store import StoreColumns
 from forgefield.errors import ForgefieldError
 
 SHOWN = 6
-"""How many sources a summary names."""
+"""Largest number of sources that a summary names."""
 
 
-class DataModule(lightning.LightningDataModule):
-    """`options` is the section `data` of a config; `seed` orders frames and draws splits.
+@dataclass(frozen=True, eq=False)
+class FrameData:
+    """Frames of a training with their neighbour lists and statistics; made by `read_data`.
 
-    rank, world_size: whose share of the batches is served. species_of: the run whose model fixes `data.species`, for messages.
-    keep_species: random splits leave every species in training; False for runs that were started before they did.
+    options, seed: what the data was read with. rank, world_size: which share of the batches is served.
     """
 
+    options: DataOptions
+    seed: int
+    rank: int
+    world_size: int
+    keep_species: bool
+    """Whether random splits leave every species in training."""
     train: GraphDataset
     val: GraphDataset | None
     tests: dict[str, GraphDataset]
@@ -47,222 +53,239 @@ class DataModule(lightning.LightningDataModule):
     label_hints: dict[str, str]
     """For labels: a sentence on values of the training files that may be them under another name."""
     warnings: list[str]
-    """What is suspicious about the training data, each a sentence."""
-
-    def __init__(
-        self,
-        options: DataOptions,
-        seed: int,
-        *,
-        rank: int = 0,
-        world_size: int = 1,
-        species_of: str | None = None,
-        keep_species: bool = True,
-    ) -> None:
-        super().__init__()
-        self.options = options
-        self.seed = int(seed)
-        self.rank, self.world_size = rank, world_size
-        self.species_of = species_of
-        self.keep_species = keep_species
-        self._on_gpu = False
-        self._ready = False
-        self._keyed = False
-        self._noise: Noise | None = None
-
-    def prepare(self, progress: Progress | None = None, converting: ConversionProgress | None = None) -> None:
-        """Do all the work, once. `progress(done, total)` counts neighbour lists over all frames, `converting` the frames that
-        `data.lazy` converts."""
-        if self._ready:
-            return
-        training_budget(self.options), evaluation_budget(self.options)  # refused before data is read
-        splits = resolve_splits(self.options, self.seed, converting, keep_species=self.keep_species)
-        self.split_description, self.label_hints = splits.description, splits.label_hints
-        if len(splits.train) == 0:
-            raise ForgefieldError("data.train holds no frame")
-        names = self.options.species
-        found = SpeciesTable(names, whose=self.species_of) if names is not None else None
-        self.species = found if found is not None else SpeciesTable.from_frames(splits.train)
-        self._build_graphs(splits, progress)
-        others = [part for name, part in self.splits() if name != "train"]
-        self.statistics = compute_statistics(self.train, self.options, others)
-        self.warnings = self._look_for_faults()
-        self._ready = True
-
-    def _look_for_faults(self) -> list[str]:
-        """What is suspicious about the training data. Refuses a cutoff within which there is nothing."""
-        cutoff, share = self.train.graph.reach, self.statistics.lone_share
-        if share == 1.0:
-            raise ForgefieldError(
-                f"data.cutoff={cutoff:g}: no atom has a neighbour within {cutoff:g} A, so there is nothing to learn from; "
-                "give a longer cutoff (most models use 4 to 8 A), or the unit of lengths (data.units.length)"
-            )
-        return [*label_doubts(self.train.frames), *lone_atoms(share, cutoff), *cutoff_doubts(cutoff)]
-
-    def _build_graphs(self, splits: Splits, progress: Progress | None) -> None:
-        tables = {"train": splits.train, "val": splits.val, **splits.tests}
-        total = sum(map(len, tables.values()))
-        done = 0
-
-        def count(within: int, _: int) -> None:
-            if progress is not None:
-                progress(done + within, total)
-
-        graph, on_device = graph_options(self.options), self.options.neighbours == ON_DEVICE
-        parts: dict[str, GraphDataset] = {}
-        for name, frames in tables.items():
-            if len(frames):
-                parts[name] = GraphDataset(frames, self.species, graph, count, on_device=on_device)
-            done += len(frames)
-        self.train, self.val = parts.pop("train"), parts.pop("val", None)
-        self.tests = parts
+    """What is suspicious about the training data, one sentence each."""
 
     @property
     def test(self) -> GraphDataset | None:
-        """The test set that has no name."""
+        """The test set without a name."""
         return self.tests.get("test")
 
     def splits(self) -> Iterator[tuple[str, GraphDataset]]:
-        """All data that there is: train, val and the test sets, by the names of their results."""
+        """Training, validation and test sets, with the names of their results."""
         yield "train", self.train
         if self.val is not None:
             yield "val", self.val
         yield from self.tests.items()
 
-    def learn(self, targets: Collection[str]) -> None:
-        """Which fields are learnt; the others are what the model is given. Called before loaders are asked for."""
-        for _, part in self.splits():
-            part.targets = frozenset(targets) & part.fields.keys()
+    def serve(self, spec: BatchSpec) -> DataModule:
+        """Batches as `spec` describes them."""
+        return DataModule(self, spec)
 
-    def set_branches(self, names: Sequence[str]) -> None:
-        """Batches say which of these branches of the model a frame is for. Called before loaders are asked for."""
-        missing = [name for name in names if name not in self.train.frames.branches]
-        if missing:
-            raise ForgefieldError(
-                f"model.branches has {missing[0]}, and no source of data.train is for it; write {{path: ..., branch: "
-                f"{missing[0]}}} there."
-            )
-        for _, part in self.splits():
-            part.set_branches(names)
+    def describe(self) -> list[tuple[str, str]]:
+        """Rows (label, value) of a summary table."""
+        return self.serve(BatchSpec()).describe()
 
-    def key_frames(self) -> None:
-        """Batches of the training will carry `frame_key`. Called before loaders are asked for."""
-        self._keyed = True
 
-    def move_atoms(self, sigma: float, *, share: float, keep_labels: bool, alone: bool) -> None:
-        """Frames will be moved at random, see `noise.Noise`. Called before loaders are asked for."""
-        self._noise = Noise(sigma, self.seed, share=share, keep_labels=keep_labels, alone=alone)
+def read_data(
+    options: DataOptions,
+    seed: int,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    branches: Sequence[str] = (),
+    species_of: str | None = None,
+    keep_species: bool = True,
+    progress: Progress | None = None,
+    converting: ConversionProgress | None = None,
+) -> FrameData:
+    """Read the frames that the data section names, divide them, build neighbour lists and measure them.
 
-    def train_on_gpu(self) -> None:
-        """Batches will be copied to a GPU. Called before loaders are asked for."""
-        self._on_gpu = True
-        if self.options.neighbours == "auto":
-            for _, part in self.splits():
-                part.leave_edges_to_device()
+    options: the section `data` of a config. seed: of random splits and of the order of frames.
+    rank, world_size: which share of the batches is served. branches: names of the model's branches, where it has several.
+    species_of: the run whose model fixes `data.species`, for messages. keep_species: random splits leave every species in
+    training; False for runs that were started before they did. progress(done, total): called as neighbour lists of frames are
+    built. converting: the same for frames that `data.lazy` converts.
+    """
+    training_budget(options), evaluation_budget(options)  # refused before data is read
+    splits = resolve_splits(options, seed, converting, keep_species=keep_species)
+    if len(splits.train) == 0:
+        raise ForgefieldError("data.train holds no frame")
+    _require_branches(splits, branches)
+    symbols = options.species
+    species = SpeciesTable.from_frames(splits.train) if symbols is None else SpeciesTable(symbols, whose=species_of)
+    datasets = _build_graphs(options, splits, species, branches, progress)
+    train = datasets["train"]
+    statistics = compute_statistics(train, options, [part for name, part in datasets.items() if name != "train"])
+    return FrameData(
+        options=options,
+        seed=int(seed),
+        rank=rank,
+        world_size=world_size,
+        keep_species=keep_species,
+        train=train,
+        val=datasets.get("val"),
+        tests={name: part for name, part in datasets.items() if name not in ("train", "val")},
+        species=species,
+        statistics=statistics,
+        split_description=splits.description,
+        label_hints=splits.label_hints,
+        warnings=_suspicions(train, statistics),
+    )
 
-    def setup(self, stage: str | None = None) -> None:
-        self.prepare()
+
+def _require_branches(splits: Splits, branches: Sequence[str]) -> None:
+    """Refuse branches without training data, and sources for branches that the model does not have."""
+    named = splits.train.branches
+    missing = [name for name in branches if name not in named]
+    if missing:
+        raise ForgefieldError(
+            f"model.branches has {missing[0]}, and no source of data.train is for it; write {{path: ..., branch: "
+            f"{missing[0]}}} there."
+        )
+    if not branches and named not in ([None], []):
+        raise ForgefieldError(
+            f"data.train has sources for the branch {named[-1]}, and the model has no branches; leave `branch` out, or name "
+            "them in model.branches."
+        )
+
+
+def _build_graphs(
+    options: DataOptions,
+    splits: Splits,
+    species: SpeciesTable,
+    branches: Sequence[str],
+    progress: Progress | None,
+) -> dict[str, GraphDataset]:
+    """The sets that have frames, by name, with neighbour lists."""
+    tables = {"train": splits.train, "val": splits.val, **splits.tests}
+    total = sum(map(len, tables.values()))
+    done = 0
+
+    def count(within: int, _: int) -> None:
+        if progress is not None:
+            progress(done + within, total)
+
+    graph, on_device = graph_options(options), options.neighbours == ON_DEVICE
+    datasets: dict[str, GraphDataset] = {}
+    for name, frames in tables.items():
+        if len(frames):
+            datasets[name] = GraphDataset(frames, species, graph, count, on_device=on_device, branches=branches)
+        done += len(frames)
+    return datasets
+
+
+def _suspicions(train: GraphDataset, statistics: Statistics) -> list[str]:
+    """What is suspicious about the training data. Refuses a cutoff within which no atom has a neighbour."""
+    cutoff, share = train.graph.reach, statistics.lone_share
+    if share == 1.0:
+        raise ForgefieldError(
+            f"data.cutoff={cutoff:g}: no atom has a neighbour within {cutoff:g} A, so there is nothing to learn from; "
+            "give a longer cutoff (most models use 4 to 8 A), or the unit of lengths (data.units.length)"
+        )
+    return [*label_doubts(train.frames), *lone_atoms(share, cutoff), *cutoff_doubts(cutoff)]
+
+
+class DataModule(lightning.LightningDataModule):
+    """Batches of `data` for training, validation and test, as `spec` describes them; a Lightning data module.
+
+    `data` is kept with its sets as they are served.
+    """
+
+    def __init__(self, data: FrameData, spec: BatchSpec) -> None:
+        super().__init__()
+        may_build = data.options.neighbours == "auto"
+        served = {name: part.serve(spec, device_may_build_edges=may_build) for name, part in data.splits()}
+        tests = {name: served[name] for name in data.tests}
+        self.data = replace(data, train=served["train"], val=served.get("val"), tests=tests)
+        self.spec = spec
 
     def train_dataloader(self) -> FrameLoader:
-        self.prepare()
-        order = training_order(self.options, self.train.frames, self.seed)
-        return self._loader(
-            self.train,
-            training_budget(self.options),
-            order,
-            keys=self.seed if self._keyed else None,
-            noise=self._noise,
+        options, train = self.data.options, self.data.train
+        order = training_order(options, train.frames, self.data.seed, keep_order=self.spec.keep_order)
+        return FrameLoader(
+            train,
+            training_budget(options),
+            order=order,
+            rank=self.data.rank,
+            world_size=self.data.world_size,
+            workers=batch_threads(options, self.spec.on_gpu),
+            prefetch=options.prefetch,
+            pin=self.spec.on_gpu,
+            keys=self.data.seed if self.spec.frame_keys else None,
+            noise=self.spec.noise,
         )
 
     def val_dataloader(self) -> FrameLoader | list:
-        return self._evaluation_loader("val", None if self._noise is None else replace(self._noise, fixed=True))
+        noise = self.spec.noise
+        return self._evaluation_loader(self.data.val, None if noise is None else replace(noise, fixed=True))
 
     def test_dataloader(self) -> FrameLoader | list:
-        return self._evaluation_loader("test")
+        return self._evaluation_loader(self.data.test)
 
-    def _evaluation_loader(self, name: str, noise: Noise | None = None) -> FrameLoader | list:
-        self.prepare()
-        dataset = getattr(self, name)
-        return [] if dataset is None else self._loader(dataset, evaluation_budget(self.options), None, noise=noise)
-
-    def _loader(
-        self,
-        dataset: GraphDataset,
-        budget: Budget,
-        order: Order | None,
-        *,
-        keys: int | None = None,
-        noise: Noise | None = None,
-    ) -> FrameLoader:
+    def _evaluation_loader(self, dataset: GraphDataset | None, noise: Noise | None = None) -> FrameLoader | list:
+        if dataset is None:
+            return []
+        options = self.data.options
         return FrameLoader(
             dataset,
-            budget,
-            order=order,
-            rank=self.rank,
-            world_size=self.world_size,
-            workers=batch_threads(self.options, self._on_gpu),
-            prefetch=self.options.prefetch,
-            pin=self._on_gpu,
-            keys=keys,
+            evaluation_budget(options),
+            rank=self.data.rank,
+            world_size=self.data.world_size,
+            workers=batch_threads(options, self.spec.on_gpu),
+            prefetch=options.prefetch,
+            pin=self.spec.on_gpu,
             noise=noise,
         )
 
     def describe(self) -> list[tuple[str, str]]:
         """Rows (label, value) of a summary table."""
-        self.prepare()
-        found = self.statistics
-        atoms = self.train.n_atoms
-        labels = ", ".join(f"{name} {count}" for name, count in found.labels.items() if count) or "none"
-        energies = ", ".join(f"{symbol} {energy:.4f}" for symbol, energy in found.reference_energies.items())
+        data, statistics = self.data, self.data.statistics
+        atoms = data.train.n_atoms
+        labels = ", ".join(f"{name} {count}" for name, count in statistics.labels.items() if count) or "none"
+        energies = ", ".join(f"{symbol} {energy:.4f}" for symbol, energy in statistics.reference_energies.items())
         rows = [
-            ("frames", self.split_description),
+            ("frames", data.split_description),
             ("atoms per frame", f"{atoms.min()}" if atoms.min() == atoms.max() else f"{atoms.min()} to {atoms.max()}"),
-            ("species", ", ".join(f"{symbol} {count}" for symbol, count in found.species_counts.items())),
+            ("species", ", ".join(f"{symbol} {count}" for symbol, count in statistics.species_counts.items())),
             ("frames with labels", labels),
             ("cutoff", self._describe_graph()),
             *([("data", stored)] if (stored := self._describe_store()) else []),
             *self._describe_sampling(),
-            ("reference energies", f"{found.reference_kind}: {energies} eV"),
+            ("reference energies", f"{statistics.reference_kind}: {energies} eV"),
         ]
-        if found.reference_note:
-            rows.append(("note", found.reference_note))
-        if found.energy_residual_std is not None:
-            rows.append(("energy spread", f"{1000 * found.energy_residual_std:.1f} meV/atom"))
-        if found.forces_rms is not None:
+        if statistics.reference_note:
+            rows.append(("note", statistics.reference_note))
+        if statistics.energy_residual_std is not None:
+            rows.append(("energy spread", f"{1000 * statistics.energy_residual_std:.1f} meV/atom"))
+        if statistics.forces_rms is not None:
             doubt = (
-                "; that is much: is the file in other units (data.units)?" if found.forces_rms > LARGE_FORCES else ""
+                "; that is much: is the file in other units (data.units)?"
+                if statistics.forces_rms > LARGE_FORCES
+                else ""
             )
-            rows.append(("force rms", f"{found.forces_rms:.3f} eV/A, largest component {found.max_force:.2f}{doubt}"))
-        if found.min_distance is not None:
-            rows.append(("closest pair", f"{found.min_distance:.3f} A"))
-        return rows + [("warning", warning) for warning in self.warnings]
+            rows.append(
+                ("force rms", f"{statistics.forces_rms:.3f} eV/A, largest component {statistics.max_force:.2f}{doubt}")
+            )
+        if statistics.min_distance is not None:
+            rows.append(("closest pair", f"{statistics.min_distance:.3f} A"))
+        return rows + [("warning", warning) for warning in data.warnings]
 
     def _describe_graph(self) -> str:
-        graph, found = self.train.graph, self.statistics
-        words = f"{graph.cutoff:g} A, {found.mean_neighbours:.1f} neighbours per atom"
-        if found.neighbours_note:
-            words += f" ({found.neighbours_note})"
+        graph, statistics = self.data.train.graph, self.data.statistics
+        text = f"{graph.cutoff:g} A, {statistics.mean_neighbours:.1f} neighbours per atom"
+        if statistics.neighbours_note:
+            text += f" ({statistics.neighbours_note})"
         if graph.adaptive_cutoff is not None:
-            words += f"; up to {graph.adaptive_cutoff:g} A where an atom would be isolated"
+            text += f"; up to {graph.adaptive_cutoff:g} A where an atom would be isolated"
         if graph.max_neighbours is not None:
-            words += (
+            text += (
                 f"; at most {graph.max_neighbours} neighbours of an atom (data.max_neighbours): energies jump where "
                 "neighbours change ranks, and molecular dynamics drifts"
             )
-        return words
+        return text
 
     def _describe_sampling(self) -> list[tuple[str, str]]:
         """What is drawn how often, what is left out, and who prepares batches, where that is not the plain way."""
         loader, rows = self.train_dataloader(), []
         if isinstance(loader.order, WeightedDraws | SourceBatches):
-            systems, counts = self.train.frames.systems, loader.order.counts(0)
+            systems, counts = self.data.train.frames.systems, loader.order.counts(0)
             shown = [f"{Path(name).name} {100 * n / counts.sum():.1f} %" for name, n in zip(systems.names, counts)]
             more = f", ... ({len(shown)} sources)" if len(shown) > SHOWN else ""
             what = "draws" if isinstance(loader.order, WeightedDraws) else "batches of one source each"
             rows.append(("sampling", f"{counts.sum()} {what} an epoch: {', '.join(shown[:SHOWN])}{more}"))
         if loader.skipped:
             rows.append(
-                ("left out", f"{loader.skipped} of {len(self.train)} frames exceed data.batch (oversized: skip)")
+                ("left out", f"{loader.skipped} of {len(self.data.train)} frames exceed data.batch (oversized: skip)")
             )
         if loader.alone:
             rows.append(("alone", f"{loader.alone} frames exceed data.batch and are batches of their own"))
@@ -273,10 +296,10 @@ class DataModule(lightning.LightningDataModule):
 
     def _describe_store(self) -> str:
         """Where data on disk is and how neighbour lists come about; empty for data in memory."""
-        stored = sum(isinstance(part.columns, StoreColumns) for part in self.train.frames.parts)
-        kind = self.train.edges.kind
+        stored = sum(isinstance(part.columns, StoreColumns) for part in self.data.train.frames.parts)
+        kind = self.data.train.edges.kind
         return (
             ""
-            if not stored and self.options.neighbours != ON_DEVICE
+            if not stored and self.data.options.neighbours != ON_DEVICE
             else (f"{'on disk' if stored else 'in memory'}, neighbour lists {kind}")
         )

@@ -19,15 +19,16 @@ from typing import Any
 
 from forgefield.config.fields import field_options
 from forgefield.config.schema import FieldOptions, LabelOptions, UnitOptions
-from forgefield.data.fields import Fields, chosen_fields
-from forgefield.data.labels import USUAL_NAMES, LabelReader, is_none
+from forgefield.data.labels.fields import Fields, chosen_fields
+from forgefield.data.labels.label_reader import USUAL_NAMES, LabelReader, is_none
 from forgefield.data.neighbours.graph import GraphOptions, same_graph
 from forgefield.data.readers import SourceFile, frames_of, source_files
-from forgefield.data.store.cache import cache_folder
 from forgefield.data.store.convert import convert
-from forgefield.data.store.store import VERSION, is_store, open_store
+from forgefield.data.store.manifest import VERSION, is_store
+from forgefield.data.store.store import open_store
 from forgefield.data.store.table import FrameTable, Share
 from forgefield.errors import ForgefieldError
+from forgefield.files import cache_folder
 
 log = logging.getLogger(__name__)
 

@@ -1,1 +1,1 @@
-"""What diagnosis callbacks leave in a run folder, read and drawn: records (`record.py`) and figures (`figures.py`)."""
+"""Callbacks that observe a training (gradients, losses, embeddings, speed, energy), their records and their figures."""

@@ -1,31 +1,33 @@
-"""`ModelAutocorrelation`: how much parameters and gradients repeat themselves from step to step.
+"""`ModelAutocorrelation`: how strongly parameters and gradients of successive steps are correlated.
 
-Adam takes gradients of successive steps for nearly independent. Where they become correlated, its estimate of their variance is
-too small and updates too large, which is seen before losses spike (Molybog et al., 2023). At sampled coordinates the values of
-the last steps are kept on the device; of each coordinate's own series the autocorrelation is computed, and averaged over
-coordinates.
+Adam assumes that gradients of successive steps are nearly independent. Where they become correlated, its estimate of their
+variance is too small and its updates are too large; this shows before losses spike (Molybog et al., 2023). The values of the
+last steps are kept on the device at sampled coordinates; the autocorrelation of each coordinate's series is computed and
+averaged over coordinates.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import lightning as L
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from forgefield.diagnosis.callback import Diagnosis
 from forgefield.diagnosis.figures import thinned
+from forgefield.diagnosis.records import Record
 from forgefield.errors import ForgefieldError
-from forgefield.training.probing import trained
+from forgefield.training.probing import trained_parameters
 
 TENSORS = 8
-"""Parameters that coordinates are sampled from, spread over the model."""
+"""Number of parameters, spread over the model, that coordinates are sampled from."""
 
 
 class ModelAutocorrelation(Diagnosis):
-    """window: steps that are looked back on. every: steps between two analyses. coordinates: how many are sampled. threshold:
-    mean autocorrelation of gradients at lag 1 above which it is a finding. seed: chooses coordinates.
+    """Reports gradients that are correlated from step to step.
+
+    window: number of latest steps in the series. every: steps between two analyses. coordinates: how many are sampled.
+    threshold: mean autocorrelation of gradients at lag 1 above which it is reported. seed: selects the coordinates.
     """
 
     name = "autocorrelation"
@@ -42,34 +44,34 @@ class ModelAutocorrelation(Diagnosis):
         self.seed = seed
         self.numbers = {"threshold": threshold, "history": {"step": [], "gradients": [], "parameters": []}}
         self.memory = {"taken": 0, "gradients": None, "parameters": None}
-        self._places: list[tuple[torch.nn.Parameter, Tensor]] = []
+        self._samples: list[tuple[torch.nn.Parameter, Tensor]] = []
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        self._places = self._sample(pl_module)
-        n = sum(len(rows) for _, rows in self._places)
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._samples = self._sample(pl_module)
+        n = sum(len(rows) for _, rows in self._samples)
         for kind in ("gradients", "parameters"):
-            kept = self.memory[kind]
-            if kept is None or kept.shape != (self.window, n):
-                kept = torch.zeros(self.window, n, dtype=torch.float32)
+            series = self.memory[kind]
+            if series is None or series.shape != (self.window, n):
+                series = torch.zeros(self.window, n, dtype=torch.float32)
                 self.memory["taken"] = 0
-            self.memory[kind] = kept.to(pl_module.device)
+            self.memory[kind] = series.to(pl_module.device)
 
-    def _sample(self, pl_module: Any) -> list[tuple[torch.nn.Parameter, Tensor]]:
-        """Coordinates of parameters spread over the model, the same in every start of a run."""
+    def _sample(self, pl_module: L.LightningModule) -> list[tuple[torch.nn.Parameter, Tensor]]:
+        """Parameters spread over the model, with the flat indices of sampled elements; the same whenever a run is started."""
         generator = torch.Generator().manual_seed(self.seed)
-        parameters = [p for p in trained(pl_module).values() if p.numel() > 0]
+        parameters = [p for p in trained_parameters(pl_module).values() if p.numel() > 0]
         step = max(len(parameters) / TENSORS, 1.0)
         chosen = [parameters[int(i * step)] for i in range(min(TENSORS, len(parameters)))]
         each = max(self.coordinates // max(len(chosen), 1), 1)
         return [(p, torch.randperm(p.numel(), generator=generator)[:each].sort().values.to(p.device)) for p in chosen]
 
-    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: Any, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         row = self.memory["taken"] % self.window
         with torch.no_grad():
-            weights = [torch.take(p, rows) for p, rows in self._places]
+            weights = [torch.take(p, rows) for p, rows in self._samples]
             gradients = [
                 torch.zeros_like(w) if p.grad is None else torch.take(p.grad, rows)
-                for w, (p, rows) in zip(weights, self._places)
+                for w, (p, rows) in zip(weights, self._samples)
             ]
             self.memory["parameters"][row] = torch.cat(weights)
             self.memory["gradients"][row] = torch.cat(gradients)
@@ -78,21 +80,21 @@ class ModelAutocorrelation(Diagnosis):
         if taken >= self.window and (taken - self.window) % self.every == 0:
             self._analyse(trainer, pl_module)
 
-    def _analyse(self, trainer: L.Trainer, pl_module: Any) -> None:
+    def _analyse(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         step = trainer.global_step + 1
         history = self.numbers["history"]
         history["step"].append(step)
         for kind in ("gradients", "parameters"):
             series = self.memory[kind].double().cpu().roll(-(self.memory["taken"] % self.window), 0)
-            found = autocorrelation(series, self.window // 2)
-            quartiles = torch.nanquantile(found, torch.tensor([0.25, 0.75], dtype=torch.float64), dim=1)
-            mean = found.nanmean(1)
-            self.numbers["lags"] = list(range(found.shape[0]))
+            correlation = autocorrelation(series, self.window // 2)
+            quartiles = torch.nanquantile(correlation, torch.tensor([0.25, 0.75], dtype=torch.float64), dim=1)
+            mean = correlation.nanmean(1)
+            self.numbers["lags"] = list(range(correlation.shape[0]))
             self.numbers[kind] = {"mean": mean.tolist(), "low": quartiles[0].tolist(), "high": quartiles[1].tolist()}
             history[kind].append(float(mean[1]))
             self.scalar(trainer, f"autocorrelation_{kind}", float(mean[1]))
-        settled = len(history["gradients"]) > 2  # at first gradients drift with the loss
-        if settled and min(history["gradients"][-2:]) > self.threshold:
+        is_settled = len(history["gradients"]) > 2  # at first gradients drift with the loss
+        if is_settled and min(history["gradients"][-2:]) > self.threshold:
             self.find(
                 trainer,
                 pl_module,
@@ -104,7 +106,7 @@ class ModelAutocorrelation(Diagnosis):
                 step,
             )
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> Record:
         history = self.numbers["history"]
         steps, gradients, parameters = thinned(history["step"], history["gradients"], history["parameters"])
         return {**super().record(), "history": {"step": steps, "gradients": gradients, "parameters": parameters}}

@@ -1,31 +1,37 @@
-"""`EnergyMeter`: how much energy a training took, as far as the machine tells.
+"""`EnergyMeter`: how much energy a training consumed, where the machine can measure it.
 
-With CodeCarbon installed it measures and also gives emissions. Without, the counters of the machine are read at the beginning
-and at the end: those of processor packages (RAPL, Linux) and of NVIDIA GPUs (NVML). Where nothing can be read, that is said in
-one sentence. The counters are those of whole packages and GPUs, whoever else uses them.
+If CodeCarbon is installed, it measures energy and emissions. Otherwise the counters of processor packages (RAPL, Linux) and of
+NVIDIA GPUs (NVML) are read at the beginning and at the end; one sentence is printed if there are none. The counters include
+everything that runs on a package or GPU, not only this training.
 """
 
 from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import lightning as L
 
 from forgefield.diagnosis.callback import Diagnosis, notify
 from forgefield.errors import ForgefieldError
 
+if TYPE_CHECKING:
+    from codecarbon import OfflineEmissionsTracker
+
 RAPL = Path("/sys/class/powercap")
 JOULES_PER_KWH = 3.6e6
 
 
 class EnergyMeter(Diagnosis):
-    """country: three letters, for CodeCarbon, which computes emissions of that country's grid; without, energy alone is given.
-    source: auto, codecarbon or counters."""
+    """Measures the energy of a training in kWh.
+
+    country: three-letter code for CodeCarbon, which computes emissions with the power grid of that country; without it only
+    energy is measured. source: auto, codecarbon or counters.
+    """
 
     name = "energy"
-    has_clock = True
+    measures_time = True
 
     def __init__(self, country: str | None = None, source: str = "auto") -> None:
         super().__init__()
@@ -37,15 +43,15 @@ class EnergyMeter(Diagnosis):
             )
         if source == "codecarbon" and country is None:
             raise ForgefieldError(
-                "EnergyMeter: CodeCarbon works without a network where country is given, such as DEU or USA."
+                "EnergyMeter: source=codecarbon needs a country, such as DEU or USA, to work without a network."
             )
         installed = importlib.util.find_spec("codecarbon") is not None
         self.country = country
         self.source = "codecarbon" if installed and country is not None and source != "counters" else "counters"
-        self._tracker: Any = None
+        self._tracker: OfflineEmissionsTracker | None = None
         self._begin: dict[str, float] = {}
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not trainer.is_global_zero:
             return
         if self.source == "codecarbon":
@@ -61,13 +67,13 @@ class EnergyMeter(Diagnosis):
             self.numbers["note"] = "Energy cannot be measured here: neither RAPL nor NVML counters can be read."
             notify(trainer, pl_module, f"EnergyMeter: {self.numbers['note']}")
 
-    def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._finish()
         super().on_train_end(trainer, pl_module)
         if trainer.is_global_zero and "kwh" in self.numbers:
             notify(trainer, pl_module, f"EnergyMeter: {self.numbers['kwh']:.4g} kWh ({self.numbers['source']}).")
 
-    def on_exception(self, trainer: L.Trainer, pl_module: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self._finish()
         super().on_exception(trainer, pl_module, exception)
 
@@ -84,12 +90,12 @@ class EnergyMeter(Diagnosis):
 
 
 def read_counters(rapl: Path = RAPL) -> dict[str, float]:
-    """Energy counters that can be read, by name, J."""
+    """Readable energy counters by name, in J."""
     return {**_packages(rapl), **_gpus()}
 
 
 def spent(begin: dict[str, float], end: dict[str, float], rapl: Path = RAPL) -> dict[str, float]:
-    """What was used between two readings, J. A counter of a package that has started over is taken to have done so once."""
+    """Energy used between two readings, by name, in J. A package counter that is smaller at the end has overflowed once."""
     used = {}
     for name in begin.keys() & end.keys():
         difference = end[name] - begin[name]
@@ -101,13 +107,13 @@ def spent(begin: dict[str, float], end: dict[str, float], rapl: Path = RAPL) -> 
 
 
 def _packages(rapl: Path) -> dict[str, float]:
-    found = {}
+    joules = {}
     for folder in sorted(rapl.glob("intel-rapl:*")):
         if folder.name.count(":") == 1:  # parts of a package are counted within it
             value = _number(folder / "energy_uj")
             if value is not None:
-                found[folder.name] = value * 1e-6
-    return found
+                joules[folder.name] = value * 1e-6
+    return joules
 
 
 def _number(path: Path) -> float | None:
@@ -126,12 +132,12 @@ def _gpus() -> dict[str, float]:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
         return {}
-    found = {}
+    joules = {}
     for index in range(pynvml.nvmlDeviceGetCount()):
         try:
             handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-            found[f"gpu:{index}"] = pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) * 1e-3
+            joules[f"gpu:{index}"] = pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) * 1e-3
         except pynvml.NVMLError:
             continue
     pynvml.nvmlShutdown()
-    return found
+    return joules

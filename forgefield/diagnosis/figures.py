@@ -1,27 +1,26 @@
-"""The figures of diagnosis, from records: for loggers during a training and for the report after it.
+"""Figures of diagnosis records: for loggers during a training and for the report after it.
 
-Each function takes a record and returns a matplotlib `Figure`, or None where the record has nothing to draw. pyplot is never
-used. The colours are those of the report, so that its pages can turn them with the theme.
+Each function takes a record and returns a matplotlib `Figure`, or None where there is nothing to draw. pyplot is never used.
+The colours are those of the report, which adapts them to its theme.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from forgefield.diagnosis.record import numbers
+from forgefield.diagnosis.records import Record, numbers
 
 INK, LINE, GRID = "#414b5a", "#a3adba", "#e4e8ee"
 BLUE, ORANGE, GREEN, PURPLE = "#0969ac", "#d2600a", "#0a8a68", "#a5508f"
 
 
-def autocorrelation_figure(record: dict[str, Any]) -> Figure | None:
+def autocorrelation_figure(record: Record) -> Figure | None:
     """Above: mean autocorrelation over the lag, with the middle half of the coordinates. Below: lag 1 over the training."""
     lags = numbers(record, "lags")
     shown = [(name, colour) for name, colour in (("gradients", ORANGE), ("parameters", BLUE)) if name in record]
@@ -50,7 +49,7 @@ def autocorrelation_figure(record: dict[str, Any]) -> Figure | None:
     return figure
 
 
-def norms_figure(record: dict[str, Any]) -> Figure | None:
+def norms_figure(record: Record) -> Figure | None:
     """Norm of the whole gradient over steps; steps whose gradient was not finite are marked."""
     steps, norms = numbers(record, "norms", "step"), numbers(record, "norms", "norm")
     if not steps or len(steps) != len(norms) or not any(n > 0 for n in norms):
@@ -65,7 +64,7 @@ def norms_figure(record: dict[str, Any]) -> Figure | None:
     return figure
 
 
-def updates_figure(record: dict[str, Any]) -> Figure | None:
+def updates_figure(record: Record) -> Figure | None:
     """Relative size of updates over steps: how far one step moves the weights."""
     steps, ratios = numbers(record, "history", "step"), numbers(record, "history", "update")
     if not steps or len(steps) != len(ratios) or not any(r > 0 for r in ratios):
@@ -77,7 +76,7 @@ def updates_figure(record: dict[str, Any]) -> Figure | None:
     return figure
 
 
-def spikes_figure(record: dict[str, Any]) -> Figure | None:
+def spikes_figure(record: Record) -> Figure | None:
     """Loss of every kept step, with spikes marked."""
     steps, losses = numbers(record, "losses", "step"), numbers(record, "losses", "loss")
     if not steps or len(steps) != len(losses) or not any(x > 0 for x in losses):
@@ -93,7 +92,7 @@ def spikes_figure(record: dict[str, Any]) -> Figure | None:
     return figure
 
 
-def throughput_figure(record: dict[str, Any]) -> Figure | None:
+def throughput_figure(record: Record) -> Figure | None:
     """Milliseconds of a step, median and slow ones, row by row."""
     steps = numbers(record, "rows", "step")
     middle, slow = numbers(record, "rows", "median_ms"), numbers(record, "rows", "slow_ms")
@@ -108,14 +107,14 @@ def throughput_figure(record: dict[str, Any]) -> Figure | None:
     return figure
 
 
-FIGURES: dict[str, tuple[str, Callable[[dict[str, Any]], Figure | None]]] = {
+FIGURES: dict[str, tuple[str, Callable[[Record], Figure | None]]] = {
     "gradient_check": ("Gradient norm", norms_figure),
     "training_helper": ("Size of updates", updates_figure),
     "autocorrelation": ("Autocorrelation over steps", autocorrelation_figure),
     "loss_spike": ("Loss of each step", spikes_figure),
     "throughput": ("Time of a step", throughput_figure),
 }
-"""Of each record that has one: title and figure."""
+"""Title and figure of each kind of record that has one."""
 
 
 def image_of(figure: Figure, dpi: int = 110) -> np.ndarray:

@@ -1,40 +1,44 @@
-"""`ForwardNaNDetection`: names the module that first gave NaN or Inf in a forward pass, and the frames it happened on.
+"""`ForwardNaNDetection`: names the first module whose output is NaN or Inf, and the frames for which it happens.
 
-By default the loss is watched. When it is not finite, before the optimiser acts on it, the batch is evaluated once more,
-eagerly and with a hook on every module; so it works with compiled and captured steps too, whose modules are not called. The
-host reads the loss once a step, which on a GPU means to wait for it: a tool for the hunt, not for every day.
+By default only the loss is checked. If it is not finite, the batch is evaluated again before the optimiser steps, eagerly and
+with a hook on every module; this also works for compiled and captured steps, whose modules are not called. The host reads the
+loss in every step, which on a GPU means waiting for it: use this to find a problem, not in every training.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
 
 import lightning as L
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from forgefield.diagnosis.callback import Diagnosis
 from forgefield.errors import ForgefieldError
 from forgefield.training.probing import (
+    OutputHooks,
+    ProbedModule,
     frames_of,
-    labels_in,
-    listed,
+    join_names,
+    label_addresses,
     loss_of,
-    outputs_of_modules,
-    rehearsal,
     tensors_in,
+    without_side_effects,
 )
 
 _NO_MODULE = (
-    "ForwardNaNDetection(always=true): {} calls no module, it is compiled or captured, so there is nothing to look at. Use "
-    "training.engine=eager, or always=false, which evaluates a bad batch again."
+    "ForwardNaNDetection(always=true): {} calls no module, since it is compiled or captured, so there are no outputs to check. "
+    "Use training.engine=eager, or always=false, which evaluates a bad batch again."
 )
 
 
 class ForwardNaNDetection(Diagnosis):
-    """stop: end the training with what was found; else it is said and the training goes on. always: look at the output of every
-    module in every step, which also finds what never reaches the loss; eager steps only, and it costs time."""
+    """Finds the origin of NaN and Inf in forward passes.
+
+    stop: end the training with an error; otherwise report it and continue. always: check the output of every module in every
+    step, which also finds values that never reach the loss; for eager steps only, and it costs time.
+    """
 
     name = "forward_nan"
 
@@ -42,24 +46,26 @@ class ForwardNaNDetection(Diagnosis):
         super().__init__()
         self.stop, self.always = stop, always
         self.numbers = {"bad": 0}
-        self._losses: list[tuple[Tensor, Any, int]] = []
-        """Loss, batch and number of each batch of the optimiser step under way."""
-        self._batch: tuple[Any, int] = (None, 0)
+        self._losses: list[tuple[Tensor, object, int]] = []
+        """Loss, batch and batch number of each batch of the current optimiser step."""
+        self._batch: tuple[object, int] = (None, 0)
         self._labels: set[int] = set()
-        self._hooks: Any = None
+        self._hooks: OutputHooks | None = None
         self._flags: list[tuple[str, Tensor]] = []
 
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        self._batch, self._labels = (batch, batch_idx), labels_in(batch, pl_module)
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
+    ) -> None:
+        self._batch, self._labels = (batch, batch_idx), label_addresses(batch, pl_module)
         if batch_idx % trainer.accumulate_grad_batches == 0:
             self._losses = []
         if self.always and self._calls_modules(pl_module):
             self._flags = [] if not self._losses else self._flags
-            self._hooks = outputs_of_modules(pl_module, self._look)
+            self._hooks = OutputHooks(pl_module, self._look)
 
-    def on_before_backward(self, trainer: L.Trainer, pl_module: Any, loss: Tensor) -> None:
+    def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
         if self._hooks is not None:
-            self._hooks.__exit__(None, None, None)
+            self._hooks.remove()
             self._hooks = None
             if not self._flags:
                 raise ForgefieldError(_NO_MODULE.format("the step"))
@@ -68,7 +74,7 @@ class ForwardNaNDetection(Diagnosis):
         ):  # some optimisers evaluate a batch several times
             self._losses.append((loss.detach(), *self._batch))
 
-    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: Any, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         bad_output = self._flags and bool(torch.stack([flag for _, flag in self._flags]).any())
         bad = next((entry for entry in self._losses if not bool(entry[0].isfinite())), None)
         if bad is None and not (bad_output and self._losses):
@@ -78,7 +84,7 @@ class ForwardNaNDetection(Diagnosis):
         where = first_bad_module(pl_module, *batch)
         frames = self._frames(trainer, pl_module, *batch)
         loss = "an output is not finite" if bad is None else "the loss is not finite"
-        what = f"{loss}; {where}{'' if frames is None else f', on {listed(frames)}'}."
+        what = f"{loss}; {where}{'' if frames is None else f', on {join_names(frames)}'}."
         advice = (
             "Look at its formula (root, logarithm or division at zero, overflow) and at its inputs on these frames."
         )
@@ -86,24 +92,26 @@ class ForwardNaNDetection(Diagnosis):
         if self.stop:
             raise ForgefieldError(f"ForwardNaNDetection: step {trainer.global_step + 1}: {what} {advice}")
 
-    def _look(self, name: str, sub: nn.Module, inputs: Any, output: Any) -> None:
+    def _look(self, name: str, sub: nn.Module, inputs: object, output: object) -> None:
         self._flags += [(name, ~tensor.detach().isfinite().all()) for tensor in tensors_in(output, self._labels)]
 
-    def _calls_modules(self, pl_module: Any) -> bool:
-        """Whether there is something to hook. A module of ours chooses its engine on the first batch, which is left out."""
-        if not hasattr(pl_module, "eager_loss"):
+    def _calls_modules(self, pl_module: L.LightningModule) -> bool:
+        """Whether there are calls to hook. Forgefield's modules choose their engine on the first batch, which is skipped."""
+        if not isinstance(pl_module, ProbedModule):
             return True
         engine = pl_module.engine
         if engine is not None and engine.name != "eager":
             raise ForgefieldError(_NO_MODULE.format(f"the step of engine {engine.name}"))
         return engine is not None
 
-    def _frames(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> list[str] | None:
+    def _frames(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
+    ) -> list[str] | None:
         parts = frames_of(trainer, pl_module, batch, batch_idx)
         if parts is None:
             return None
         bad = []
-        with rehearsal(pl_module):
+        with without_side_effects(pl_module):
             for name, part in parts:
                 loss = loss_of(pl_module, part, batch_idx)
                 if loss is not None and not bool(loss.isfinite()):
@@ -111,35 +119,42 @@ class ForwardNaNDetection(Diagnosis):
         return bad or None
 
 
-def first_bad_module(module: Any, batch: Any, batch_idx: int) -> str:
-    """Where NaN or Inf arises: the first module whose inputs are finite and whose output is not, and the parameters that are
-    not finite themselves, if any. Labels that are missing (NaN in batches of Forgefield's) are not inputs."""
-    labels = labels_in(batch, module)
-    found: list[tuple[str, nn.Module, bool]] = []
+def first_bad_module(module: L.LightningModule, batch: object, batch_idx: int) -> str:
+    """Where NaN or Inf arises: the first module whose inputs are finite and whose output is not, and parameters that are not
+    finite, if any. Missing labels (NaN in Forgefield's batches) are not inputs."""
+    labels = label_addresses(batch, module)
+    bad_outputs: list[tuple[str, nn.Module, bool]] = []
 
-    def look(name: str, sub: nn.Module, inputs_finite: bool, output: Any) -> None:
+    def look(name: str, sub: nn.Module, inputs_finite: bool, output: object) -> None:
         if not _all_finite(output, labels):
-            found.append((name, sub, inputs_finite))
+            bad_outputs.append((name, sub, inputs_finite))
 
-    def inputs_finite(*inputs: Any) -> bool:
+    def inputs_finite(*inputs: object) -> bool:
         return _all_finite(inputs, labels)
 
-    with rehearsal(module), torch.enable_grad(), outputs_of_modules(module, look, inputs_finite):
+    with without_side_effects(module), torch.enable_grad(), OutputHooks(module, look, inputs_finite):
         loss_of(module, batch, batch_idx)
-    name, sub, finite = next((entry for entry in found if entry[2]), found[0] if found else ("", module, True))
+    name, sub, finite = next(
+        (entry for entry in bad_outputs if entry[2]), bad_outputs[0] if bad_outputs else ("", module, True)
+    )
     weights = [key for key, tensor in sub.named_parameters() if not bool(tensor.isfinite().all())]
-    if not found:
+    if not bad_outputs:
         if weights:
-            return f"every module gave finite numbers, but parameters are not finite any more ({listed(weights)})"
+            return f"every module gave finite numbers, but parameters are not finite any more ({join_names(weights)})"
         return "every module gave finite numbers, so it arises in the loss itself, or from the labels"
     kind = type(sub).__name__
     if weights:
-        return f"module {name} ({kind}) is the first, and its own weights are not finite any more ({listed(weights)})"
+        return (
+            f"module {name} ({kind}) is the first, and its own weights are not finite any more ({join_names(weights)})"
+        )
     if finite:
         return f"module {name} ({kind}) is the first that gave NaN or Inf, though all its inputs are finite"
     elsewhere = [key for key, tensor in module.named_parameters() if not bool(tensor.isfinite().all())]
     if elsewhere:
-        return f"module {name} ({kind}) is the first that met it, and parameters are not finite any more ({listed(elsewhere)})"
+        return (
+            f"module {name} ({kind}) is the first that met it, and parameters are not finite any more "
+            f"({join_names(elsewhere)})"
+        )
     if not _all_finite(batch, labels):
         return f"module {name} ({kind}) is the first that met it, and the batch itself holds NaN or Inf"
     return (
@@ -148,5 +163,5 @@ def first_bad_module(module: Any, batch: Any, batch_idx: int) -> str:
     )
 
 
-def _all_finite(value: Any, without: Collection[int] = ()) -> bool:
-    return all(bool(tensor.detach().isfinite().all()) for tensor in tensors_in(value, without))
+def _all_finite(value: object, excluded: Collection[int] = ()) -> bool:
+    return all(bool(tensor.detach().isfinite().all()) for tensor in tensors_in(value, excluded))

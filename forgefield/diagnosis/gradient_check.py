@@ -1,13 +1,13 @@
-"""`GradientCheck`: a gradient that is not finite never reaches the weights unseen.
+"""`GradientCheck`: no gradient that is not finite reaches the weights unnoticed.
 
-Looked at is the gradient itself, of every step, after it was averaged over ranks and before it is clipped; so all ranks see the
-same and act alike. Layer, step and frames are named: once it has happened, the batch is evaluated frame by frame.
+The gradient of every step is checked after it was averaged over ranks and before it is clipped, so that all ranks see the same
+and act alike. Layer, step and frames are named: the batch of a bad gradient is evaluated again, frame by frame.
 
 Contract. `stop` and `skip` leave weights, the optimiser's state and the average of weights exactly as they were before the
-step, and the batch counts in no metric; a skipped step still counts as a step (schedules go on). On a CPU the answer is there
-at once. On a GPU, an optimiser with a fused kernel (`fused: true`, or engine `graphs` with Adam in float32) is told on the
-device whether to step, and the host reads the answer `lag` steps later, without waiting; any other optimiser keeps counts on
-the host, so there the host waits for the gradient once a step.
+step, and the batch is not part of any metric; a skipped step still counts as a step (schedules advance). On a CPU the result
+is available at once. On a GPU, an optimiser with a fused kernel (`fused: true`, or engine `graphs` with Adam in float32) reads
+on the device whether to step, and the host reads the result `lag` steps later without waiting; any other optimiser keeps
+counters on the host, so there the host waits for the gradient in every step.
 """
 
 from __future__ import annotations
@@ -19,37 +19,42 @@ from typing import Any
 
 import lightning as L
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from forgefield.config.nearest import did_you_mean
-from forgefield.diagnosis.callback import Diagnosis, notify, worth_saying
+from forgefield.diagnosis.callback import Diagnosis, is_worth_reporting, notify
 from forgefield.diagnosis.figures import thinned
+from forgefield.diagnosis.records import Record
 from forgefield.errors import ForgefieldError
 from forgefield.training.probing import (
+    ProbedModule,
     all_gather,
+    drop_gradients,
     frames_of,
-    listed,
+    join_names,
     loss_of,
-    rehearsal,
-    take_gradients_away,
-    trained,
+    trained_parameters,
+    without_side_effects,
 )
 
 POLICIES = ("stop", "skip", "zero")
 KEPT = 100
-"""Events that are kept with their layers and frames; all are counted."""
+"""Number of events stored with their layers and frames; all events are counted."""
 LAG = 2
+"""Steps after which a result is read from a GPU."""
 
 
 @dataclass
-class _Look:
-    """What was seen of one step, not yet read. largest: (n,), largest element of each gradient, on its way to the host."""
+class _PendingCheck:
+    """The check of one step, not yet read. largest: (n,), largest element of each gradient, on its way to the host. arrived:
+    the event after which it can be read; None where it can be read at once."""
 
     step: int
     names: list[str]
     largest: Tensor
-    arrived: Any
-    batches: list[tuple[Any, int]]
+    arrived: torch.cuda.Event | None
+    batches: list[tuple[object, int]]
 
     def bad(self) -> dict[str, str]:
         """Parameters whose gradient is not finite, and whether it is NaN or Inf."""
@@ -60,7 +65,7 @@ class _Look:
 
 
 def _any_not_finite(gradients: list[Tensor], found: Tensor) -> Tensor:
-    """1 or 0 on the device, into `found`. The check that torch's gradient scalers use, with a scale of 1: one call for all."""
+    """Write 1 or 0 into `found`, on the device, with the check of torch's gradient scalers: one call for all gradients."""
     if found.device.type not in ("cpu", "cuda"):
         return found.copy_(~torch.stack([g.isfinite().all() for g in gradients]).all())
     found.zero_()
@@ -77,11 +82,12 @@ def _largest(gradients: list[Tensor]) -> Tensor:
 
 
 class GradientCheck(Diagnosis):
-    """policy: stop the training; skip the step; or zero, which sets elements that are not finite to zero and steps.
+    """Checks that all gradients are finite.
 
-    patience: so many bad steps one after the other stop the training whatever the policy. norms_every: steps between two
-    points of the curve of gradient norms, 0 for none. lag: how many steps later the host reads what it saw (default: 0 where
-    reading costs nothing or the optimiser needs the answer, else 2).
+    policy: `stop` ends the training, `skip` skips the step, `zero` sets the elements that are not finite to zero and steps.
+    patience: number of consecutive bad steps after which the training stops whatever the policy. norms_every: steps between
+    two points of the curve of gradient norms, 0 for none. lag: how many steps later the host reads the result (default: 0
+    where reading costs nothing or the optimiser needs the result, else 2).
     """
 
     name = "gradient_check"
@@ -98,9 +104,9 @@ class GradientCheck(Diagnosis):
         self.numbers = {"checked": 0, "bad": 0, "events": [], "norms": {"step": [], "norm": []}}
         self.memory = {"in_a_row": 0}
         self._names: dict[int, str] = {}
-        self._waiting: deque[_Look] = deque()
+        self._waiting: deque[_PendingCheck] = deque()
         self._found: Tensor | None = None
-        self._batches: list[tuple[Any, int]] = []
+        self._batches: list[tuple[object, int]] = []
         self._trainer: L.Trainer | None = None
 
     @property
@@ -108,25 +114,27 @@ class GradientCheck(Diagnosis):
         """Steps whose gradient was not finite."""
         return int(self.numbers["bad"])
 
-    def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if getattr(trainer.precision_plugin, "scaler", None) is not None:
             raise ForgefieldError(
-                "GradientCheck: with trainer.precision=16-mixed gradients overflow as a matter of course, and Lightning's "
-                "scaler skips those steps by itself; use bf16-mixed, or leave the check out."
+                "GradientCheck: with trainer.precision=16-mixed it is normal that gradients overflow, and Lightning's scaler "
+                "skips those steps; use bf16-mixed, or remove the check."
             )
         if not pl_module.automatic_optimization:
             raise ForgefieldError(
-                "GradientCheck needs automatic optimisation; with manual one, look at gradients yourself."
+                "GradientCheck needs automatic optimisation; with manual optimisation, check gradients in your own step."
             )
         self._trainer = trainer
-        self._names = {id(parameter): name for name, parameter in trained(pl_module).items()}
+        self._names = {id(parameter): name for name, parameter in trained_parameters(pl_module).items()}
 
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
+    ) -> None:
         if batch_idx % trainer.accumulate_grad_batches == 0:
             self._batches = []
         self._batches.append((batch, batch_idx))
 
-    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: Any, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if not parameters:
             return
@@ -140,22 +148,22 @@ class GradientCheck(Diagnosis):
             self._keep_norm(step, gradients)
         lag = self._lag(optimizer, found.device)
         if lag == 0:
-            self._tell_on_device(optimizer, tell=False)
+            self._set_found_inf(optimizer, None)
             if not bool(found):
                 self.memory["in_a_row"] = 0
                 return
-            look = _Look(step, self._named(parameters), _largest(gradients), None, list(self._batches))
-            bad = look.bad()
+            check = _PendingCheck(step, self._named(parameters), _largest(gradients), None, list(self._batches))
+            bad = check.bad()
             self._act(pl_module, optimizer, gradients)
-            self._report(trainer, pl_module, look, bad)
+            self._report(trainer, pl_module, check, bad)
             return
-        look = _Look(step, self._named(parameters), *_to_host(_largest(gradients)), list(self._batches))
+        check = _PendingCheck(step, self._named(parameters), *_to_host(_largest(gradients)), list(self._batches))
         self._act_on_device(pl_module, optimizer, gradients, found)
-        self._waiting.append(look)
+        self._waiting.append(check)
         while len(self._waiting) > lag:
             self._read(trainer, pl_module)
 
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._read_all(trainer, pl_module)
 
     def state_dict(self) -> dict[str, Any]:
@@ -163,97 +171,99 @@ class GradientCheck(Diagnosis):
             self._read_all(self._trainer, self._trainer.lightning_module)
         return super().state_dict()
 
-    def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._read_all(trainer, pl_module)
         for optimizer in trainer.optimizers:
-            self._tell_on_device(optimizer, tell=False)
+            self._set_found_inf(optimizer, None)
         super().on_train_end(trainer, pl_module)
 
     # ---- acting
 
-    def _lag(self, optimizer: Any, device: torch.device) -> int:
+    def _lag(self, optimizer: Optimizer, device: torch.device) -> int:
         if self.policy == "zero":
             return self.lag if self.lag is not None else (0 if device.type == "cpu" else LAG)
         ready = all(group.get("fused") for group in optimizer.param_groups) and all(
             p in optimizer.state for group in optimizer.param_groups for p in group["params"] if p.grad is not None
         )
-        if not ready:  # its counts lie on the host: only the host can leave them as they are
+        if not ready:  # its counters are on the host: only the host can keep them from advancing
             return 0
         return self.lag if self.lag is not None else (0 if device.type == "cpu" else LAG)
 
-    def _named(self, parameters: list[Any]) -> list[str]:
+    def _named(self, parameters: list[nn.Parameter]) -> list[str]:
         return [self._names.get(id(p), f"parameter {i}") for i, p in enumerate(parameters)]
 
-    def _act(self, pl_module: Any, optimizer: Any, gradients: list[Tensor]) -> None:
+    def _act(self, pl_module: L.LightningModule, optimizer: Optimizer, gradients: list[Tensor]) -> None:
         if self.policy == "zero":
             for gradient in gradients:
                 gradient.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-            _leave_out(pl_module, average=False)
+            _discard_step(pl_module, average=False)
         else:
-            take_gradients_away(optimizer)
-            _leave_out(pl_module)
+            drop_gradients(optimizer)
+            _discard_step(pl_module)
 
-    def _act_on_device(self, pl_module: Any, optimizer: Any, gradients: list[Tensor], found: Tensor) -> None:
+    def _act_on_device(
+        self, pl_module: L.LightningModule, optimizer: Optimizer, gradients: list[Tensor], found: Tensor
+    ) -> None:
         not_finite = found > 0
         if self.policy == "zero":
             for gradient in gradients:
                 gradient.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-            _leave_out(pl_module, not_finite, average=False)
+            _discard_step(pl_module, not_finite, average=False)
             return
-        self._tell_on_device(optimizer, tell=True)
-        _leave_out(pl_module, not_finite)
+        self._set_found_inf(optimizer, self._found)
+        _discard_step(pl_module, not_finite)
 
-    def _tell_on_device(self, optimizer: Any, *, tell: bool) -> None:
-        """torch's fused optimisers leave out a step when `found_inf`, a number on the device, is 1."""
-        if tell:
-            optimizer.found_inf = self._found
+    def _set_found_inf(self, optimizer: Any, value: Tensor | None) -> None:
+        """torch's fused optimisers skip a step when their attribute `found_inf`, a number on the device, is 1."""
+        if value is not None:
+            optimizer.found_inf = value
         elif self._found is not None and getattr(optimizer, "found_inf", None) is self._found:
             del optimizer.found_inf
 
-    # ---- telling
+    # ---- reporting
 
-    def _read_all(self, trainer: L.Trainer, pl_module: Any) -> None:
+    def _read_all(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         while self._waiting:
             self._read(trainer, pl_module)
 
-    def _read(self, trainer: L.Trainer, pl_module: Any) -> None:
-        look = self._waiting.popleft()
-        if bad := look.bad():
-            self._report(trainer, pl_module, look, bad)
+    def _read(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        check = self._waiting.popleft()
+        if bad := check.bad():
+            self._report(trainer, pl_module, check, bad)
         else:
             self.memory["in_a_row"] = 0
 
-    def _report(self, trainer: L.Trainer, pl_module: Any, look: _Look, bad: dict[str, str]) -> None:
+    def _report(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, check: _PendingCheck, bad: dict[str, str]
+    ) -> None:
         self.numbers["bad"] += 1
         self.memory["in_a_row"] += 1
         frames = None
         if self.count <= KEPT:
-            frames = self._frames(trainer, pl_module, look)
-            self.numbers["events"].append({"step": look.step, "layers": list(bad), "frames": frames})
+            frames = self._frames(trainer, pl_module, check)
+            self.numbers["events"].append({"step": check.step, "layers": list(bad), "frames": frames})
         kinds = " and ".join(sorted(set(bad.values())))
-        what = f"the gradient holds {kinds} in {listed(list(bad))}{_of_frames(frames)}."
-        done = {"stop": "The step was not made.", "skip": "The step was left out.", "zero": "They were set to zero."}
-        advice = (
-            "Look at these frames (labels, atoms on top of each other) and at the formula (root or division at zero)."
-        )
-        new = self.find(trainer, pl_module, "gradient", f"{what} {done[self.policy]}", advice, look.step)
-        if new is None and worth_saying(self.count):
-            notify(trainer, pl_module, f"GradientCheck: Step {look.step}: {what} {done[self.policy]}")
+        what = f"the gradient holds {kinds} in {join_names(list(bad))}{_of_frames(frames)}."
+        done = {"stop": "The step was not made.", "skip": "The step was skipped.", "zero": "They were set to zero."}
+        advice = "Check these frames (labels, overlapping atoms) and the formula (root or division at zero)."
+        new = self.find(trainer, pl_module, "gradient", f"{what} {done[self.policy]}", advice, check.step)
+        if new is None and is_worth_reporting(self.count):
+            notify(trainer, pl_module, f"GradientCheck: Step {check.step}: {what} {done[self.policy]}")
         if self.policy == "stop" or self.memory["in_a_row"] >= self.patience:
             again = "" if self.policy == "stop" else f" It was the {self.memory['in_a_row']}th in a row (patience)."
-            raise ForgefieldError(f"GradientCheck: step {look.step}: {what} {done[self.policy]}{again} {advice}")
+            raise ForgefieldError(f"GradientCheck: step {check.step}: {what} {done[self.policy]}{again} {advice}")
 
-    def _frames(self, trainer: L.Trainer, pl_module: Any, look: _Look) -> list[str] | None:
-        """Frames of the batch whose own gradient is not finite, over all ranks; None where batches cannot be taken apart."""
-        own: list[str] | None = None
-        for batch, batch_idx in look.batches:
+    def _frames(self, trainer: L.Trainer, pl_module: L.LightningModule, check: _PendingCheck) -> list[str] | None:
+        """Frames whose gradient is not finite, over all ranks; None where batches cannot be split into frames."""
+        bad_here: list[str] | None = None
+        for batch, batch_idx in check.batches:
             parts = frames_of(trainer, pl_module, batch, batch_idx)
             if parts is not None:
-                with rehearsal(pl_module):
+                with without_side_effects(pl_module):
                     bad = [name for name, part in parts if not _finite_gradient(pl_module, part, batch_idx)]
-                own = [*(own or []), *bad]
-        known = [names for names in all_gather(own) if names is not None]
-        return [name for names in known for name in names] if known else None
+                bad_here = [*(bad_here or []), *bad]
+        split = [names for names in all_gather(bad_here) if names is not None]
+        return [name for names in split for name in names] if split else None
 
     def _keep_norm(self, step: int, gradients: list[Tensor]) -> None:
         norm = float(torch.stack([n.double() for n in torch._foreach_norm(gradients)]).norm())
@@ -262,35 +272,35 @@ class GradientCheck(Diagnosis):
             curve["step"].append(step)
             curve["norm"].append(norm)
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> Record:
         steps, norms = thinned(self.numbers["norms"]["step"], self.numbers["norms"]["norm"])
         return {**super().record(), "norms": {"step": steps, "norm": norms}, "policy": self.policy}
 
 
-def _finite_gradient(pl_module: Any, batch: Any, batch_idx: int) -> bool:
+def _finite_gradient(pl_module: L.LightningModule, batch: object, batch_idx: int) -> bool:
     with torch.enable_grad():
         loss = loss_of(pl_module, batch, batch_idx)
         if loss is None or not loss.requires_grad:
             return True
-        gradients = torch.autograd.grad(loss, list(trained(pl_module).values()), allow_unused=True)
+        gradients = torch.autograd.grad(loss, list(trained_parameters(pl_module).values()), allow_unused=True)
     return all(bool(gradient.isfinite().all()) for gradient in gradients if gradient is not None)
 
 
-def _leave_out(pl_module: Any, bad: Tensor | None = None, *, average: bool = True) -> None:
-    if hasattr(pl_module, "leave_out"):
-        pl_module.leave_out(bad, average=average)
+def _discard_step(pl_module: L.LightningModule, condition: Tensor | None = None, *, average: bool = True) -> None:
+    if isinstance(pl_module, ProbedModule):
+        pl_module.discard_step(condition, average=average)
 
 
 def _of_frames(frames: list[str] | None) -> str:
     if frames is None:
-        return " (this kind of batch cannot be taken apart into frames)"
+        return " (this kind of batch cannot be split into frames)"
     if not frames:
-        return " (no frame of the batch alone gives it)"
-    return f", from {listed(frames)}"
+        return " (no single frame of the batch causes it)"
+    return f", from {join_names(frames)}"
 
 
-def _to_host(values: Tensor) -> tuple[Tensor, Any]:
-    """A copy on its way to the host, and what to wait for before it is read."""
+def _to_host(values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """A copy on its way to the host, and the event to wait for before it is read."""
     if values.device.type != "cuda":
         return values.cpu(), None
     pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)

@@ -1,13 +1,13 @@
-"""`LossSpike`: notices a loss far above what it was, by robust statistics, and on request goes back to the last good state.
+"""`LossSpike`: detects a loss far above the recent ones and, on request, rolls back to the last good state.
 
 The logarithm of the loss is compared with the median of the last steps, in units of their median deviation; a loss that is not
-finite is a spike always. With `rollback` weights, optimiser state, average of weights and what was usual are those of the last
-snapshot again, the step under way is not made, and the training continues with the next batches. Snapshots are part of
-checkpoints, so a resumed run does the same. The loss is that of all ranks, so they decide alike. On a GPU it is read `lag`
+finite is always a spike. With `rollback`, weights, optimiser state, average of weights and the recent losses are restored from
+the last snapshot, the current step is skipped, and the training continues with the next batches. Snapshots are part of
+checkpoints, so a resumed run does the same. The loss is the mean over ranks, so they decide alike. On a GPU it is read `lag`
 steps later.
 
-Contract of a rollback. It never goes back beyond the state that an earlier rollback went back to. Where the training does not
-reach its next snapshot after `IN_A_ROW` rollbacks one after the other, or went back more than `most` times in all, it stops.
+Contract of a rollback. It never goes back beyond the state that an earlier rollback restored. If the training does not reach
+its next snapshot after `IN_A_ROW` consecutive rollbacks, or was rolled back more than `most` times in total, it stops.
 """
 
 from __future__ import annotations
@@ -20,24 +20,29 @@ from typing import Any
 import lightning as L
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from forgefield.diagnosis.callback import Diagnosis, notify, worth_saying
+from forgefield.diagnosis.callback import Diagnosis, is_worth_reporting, notify
 from forgefield.diagnosis.figures import thinned
+from forgefield.diagnosis.records import Record
 from forgefield.errors import ForgefieldError
-from forgefield.training.probing import mean_over_ranks, take_gradients_away, trained
+from forgefield.training.probing import ProbedModule, drop_gradients, mean_over_ranks, trained_parameters
 
 TO_SIGMA = 1.4826
 """A median deviation times this is the standard deviation of a normal distribution."""
 KEPT = 4000
-"""Losses that are kept for the curve."""
+"""Maximum number of losses kept for the curve."""
 IN_A_ROW = 2
-"""Rollbacks to the same state, after which the next one stops the training: it would only repeat itself."""
+"""Rollbacks to the same state after which the next one stops the training, since it would only repeat itself."""
 
 
 class LossSpike(Diagnosis):
-    """window: steps that say what is usual. threshold: in their robust standard deviations. factor: a spike is at least so many
-    times the usual loss. rollback: go back to the last good state. snapshot_every: steps between snapshots. most: rollbacks
-    after which the training stops. lag: steps by which the loss is read later (default 0 on a CPU, else 2).
+    """Reports loss spikes, and can undo them.
+
+    window: number of recent steps to compare with. threshold: in robust standard deviations of these. factor: a spike is at
+    least this many times the usual loss. rollback: restore the last good state. snapshot_every: steps between snapshots.
+    most: number of rollbacks after which the training stops. lag: how many steps later the loss is read (default: 0 on a
+    CPU, else 2).
     """
 
     name = "loss_spike"
@@ -71,31 +76,33 @@ class LossSpike(Diagnosis):
     def count(self) -> int:
         return len(self.numbers["spikes"])
 
-    def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not pl_module.automatic_optimization:
             raise ForgefieldError("LossSpike needs automatic optimisation.")
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._arriving = deque((step, torch.tensor(loss)) for step, loss in self.memory["waiting"])
 
     def state_dict(self) -> dict[str, Any]:
         self.memory["waiting"] = [[step, float(loss)] for step, loss in self._arriving]
         return super().state_dict()
 
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
+    ) -> None:
         self._seen = 0
         if batch_idx % trainer.accumulate_grad_batches == 0:
             self._loss, self._batches = None, 0
 
-    def on_before_backward(self, trainer: L.Trainer, pl_module: Any, loss: Tensor) -> None:
+    def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
         if self._seen == 0:  # some optimisers and callbacks evaluate a batch several times
-            judged = getattr(pl_module, "judged_loss", None)  # without what is learnt beside the model
-            part = (loss * trainer.accumulate_grad_batches if judged is None else judged).detach().double()
+            task_loss = pl_module.task_loss if isinstance(pl_module, ProbedModule) else None
+            part = (loss * trainer.accumulate_grad_batches if task_loss is None else task_loss).detach().double()
             self._loss = part if self._loss is None else self._loss + part
             self._batches += 1
         self._seen += 1
 
-    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: Any, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         if self._loss is None:
             return
         lag = self.lag if self.lag is not None else (0 if self._loss.device.type == "cpu" else 2)
@@ -103,15 +110,17 @@ class LossSpike(Diagnosis):
         while len(self._arriving) > lag:
             step, loss = self._arriving.popleft()
             if self._judge(trainer, pl_module, optimizer, step, float(loss)):
-                self._arriving.clear()  # losses of the weights that are gone
+                self._arriving.clear()  # they belong to weights that were replaced
                 return
         if self.rollback and trainer.global_step % self.snapshot_every == 0:
             self._take_snapshot(trainer, pl_module, optimizer)
 
-    # ---- judging
+    # ---- detection
 
-    def _judge(self, trainer: L.Trainer, pl_module: Any, optimizer: Any, step: int, loss: float) -> bool:
-        """Whether the training went back."""
+    def _judge(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer, step: int, loss: float
+    ) -> bool:
+        """Judge the loss of a step. Returns whether the training was rolled back."""
         self._keep(step, loss)
         if not self.is_spike(loss):
             self.memory["above"] = 0
@@ -124,31 +133,31 @@ class LossSpike(Diagnosis):
         self.numbers["spikes"].append({"step": step, "loss": loss, "usual": usual, "action": action})
         what = f"the loss is {loss:.4g}{'' if usual is None else f', where {usual:.4g} was usual'}."
         advice = (
-            "Lower training.lr, set training.clip_norm, or look at the frames of this batch; LossSpike(rollback=true) goes "
-            "back to the last good state."
+            "Lower training.lr, set training.clip_norm, or check the frames of this batch; LossSpike(rollback=true) "
+            "restores the last good state."
         )
         if self.rollback and action == "noticed":
-            advice = "There is no earlier state to go back to. Lower training.lr, or look at the frames of this batch."
+            advice = "There is no earlier state to restore. Lower training.lr, or check the frames of this batch."
         if action == "rolled back":
-            self._go_back(trainer, pl_module, optimizer, what)
-        elif self.find(trainer, pl_module, "spike", what, advice, step) is None and worth_saying(self.count):
+            self._roll_back(trainer, pl_module, optimizer, what)
+        elif self.find(trainer, pl_module, "spike", what, advice, step) is None and is_worth_reporting(self.count):
             notify(trainer, pl_module, f"LossSpike: Step {step}: {what}")
         return action == "rolled back"
 
     def _accept_new_level(self, loss: float) -> None:
-        """A loss that stays high is not a spike: a loss weight has changed, or the data. It is usual after half a window."""
+        """A loss that stays high is not a spike: a loss weight or the data has changed. Accept it after half a window."""
         self.memory["above"] = self.memory.get("above", 0) + 1 if math.isfinite(loss) else 0
         if self.memory["above"] >= self.window // 2:
             self.memory["recent"], self.memory["above"] = [], 0
 
     @property
     def usual(self) -> float | None:
-        """The median of the last losses; None before the first one."""
+        """The median of the recent losses; None before the first one."""
         recent = self.memory["recent"]
         return math.exp(statistics.median(recent)) if recent else None
 
     def is_spike(self, loss: float) -> bool:
-        """Whether a loss is far above the last ones, of which there have to be some, or not finite."""
+        """Whether a loss is not finite, or far above the recent ones, if there are enough of them."""
         recent = self.memory["recent"]
         if not math.isfinite(loss):
             return True
@@ -159,7 +168,7 @@ class LossSpike(Diagnosis):
         return math.log(loss) > middle + max(self.threshold * spread, math.log(self.factor))
 
     def _keep(self, step: int, loss: float) -> None:
-        """Losses for the curve, thinned by half whenever they become many."""
+        """Store the loss for the curve, which is thinned by half whenever it becomes long."""
         losses = self.numbers["losses"]
         if step % self.memory["every"] == 0:
             losses["step"].append(step)
@@ -168,11 +177,11 @@ class LossSpike(Diagnosis):
             self.memory["every"] *= 2
             self.numbers["losses"] = {key: values[::2] for key, values in losses.items()}
 
-    # ---- going back
+    # ---- rollback
 
     @torch.no_grad()
-    def _take_snapshot(self, trainer: L.Trainer, pl_module: Any, optimizer: Any) -> None:
-        """The state before the step under way. Two are kept: the newest may hold what leads to a spike already."""
+    def _take_snapshot(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
+        """Store the state before the current step. Two are kept, since the newest may already contain the cause of a spike."""
         states = [
             {
                 key: value.clone() if isinstance(value, Tensor) else value
@@ -180,11 +189,11 @@ class LossSpike(Diagnosis):
             }
             for p in _parameters(optimizer)
         ]
-        average = getattr(pl_module, "ema", None)
+        average = pl_module.ema if isinstance(pl_module, ProbedModule) else None
         snapshot = {
             "step": trainer.global_step,
             "recent": list(self.memory["recent"]),
-            "weights": {name: p.detach().clone() for name, p in trained(pl_module).items()},
+            "weights": {name: p.detach().clone() for name, p in trained_parameters(pl_module).items()},
             "buffers": {name: buffer.detach().clone() for name, buffer in pl_module.named_buffers()},
             "optimiser": states,
             "average": None if average is None else average.state_dict(),
@@ -193,66 +202,65 @@ class LossSpike(Diagnosis):
         self.memory["in_a_row"] = 0
 
     @torch.no_grad()
-    def _go_back(self, trainer: L.Trainer, pl_module: Any, optimizer: Any, what: str) -> None:
+    def _roll_back(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer, what: str) -> None:
         step = trainer.global_step + 1
         snapshot = self._good_snapshot(trainer.global_step)
         self.memory["in_a_row"] = self.memory.get("in_a_row", 0) + 1
         if self.memory["in_a_row"] > IN_A_ROW:
             raise ForgefieldError(
-                f"LossSpike: step {step}: {what} The training went back to step {snapshot['step']} {IN_A_ROW} times in a row "
-                f"and did not get {self.snapshot_every} steps further (snapshot_every); lower training.lr, set "
-                "training.clip_norm, or look at the data."
+                f"LossSpike: step {step}: {what} The training was rolled back to step {snapshot['step']} {IN_A_ROW} times in "
+                f"a row and did not complete {self.snapshot_every} steps after it (snapshot_every); lower training.lr, set "
+                "training.clip_norm, or check the data."
             )
-        parameters, buffers = trained(pl_module), dict(pl_module.named_buffers())
+        parameters, buffers = trained_parameters(pl_module), dict(pl_module.named_buffers())
         for name, tensor in snapshot["weights"].items():
             parameters[name].copy_(tensor)
         for name, tensor in snapshot["buffers"].items():
             buffers[name].copy_(tensor)
         for parameter, state in zip(_parameters(optimizer), snapshot["optimiser"]):
             _restore(optimizer.state, parameter, state)
-        average = getattr(pl_module, "ema", None)
-        if average is not None and snapshot["average"] is not None:
-            average.load_state_dict(snapshot["average"])
-        take_gradients_away(optimizer)
-        if hasattr(pl_module, "leave_out"):
-            pl_module.leave_out()
-        # What is usual is what was usual then: losses of a less trained model are higher, and no spikes.
+        drop_gradients(optimizer)
+        if isinstance(pl_module, ProbedModule):
+            if pl_module.ema is not None and snapshot["average"] is not None:
+                pl_module.ema.load_state_dict(snapshot["average"])
+            pl_module.discard_step()
+        # Compare with the losses of that time: those of a less trained model are higher without being spikes.
         self.memory["recent"] = list(snapshot.get("recent", self.memory["recent"]))
         self.memory["rollbacks"] += 1
         advice = "If this happens often, lower training.lr or set training.clip_norm."
         done = (
-            f"{what} Weights, optimiser and average are those of step {snapshot['step']} again (rollback "
+            f"{what} Weights, optimiser and average were restored from step {snapshot['step']} (rollback "
             f"{self.memory['rollbacks']} of at most {self.most})."
         )
         if self.find(trainer, pl_module, "rollback", done, advice, step) is None:
             notify(trainer, pl_module, f"LossSpike: Step {step}: {done}")
         if self.memory["rollbacks"] > self.most:
             raise ForgefieldError(
-                f"LossSpike: step {step}: {what} The training went back {self.most} times already (most); lower training.lr, "
-                "set training.clip_norm, or look at the data."
+                f"LossSpike: step {step}: {what} The training was rolled back {self.most} times already (most); lower "
+                "training.lr, set training.clip_norm, or check the data."
             )
 
     def _good_snapshot(self, step: int) -> dict[str, Any]:
-        """The newest that is old enough to be free of what led to the spike, else the one before it. It is the only one that is
-        kept, so that the next rollback does not go back any further."""
-        kept = self.memory["snapshots"]
-        is_young = step - kept[-1]["step"] < self.snapshot_every // 5
-        chosen = kept[-2] if is_young and len(kept) > 1 else kept[-1]
+        """The newest snapshot if it is old enough not to contain the cause of the spike, else the one before it. The other one
+        is dropped, so that the next rollback does not go back any further."""
+        snapshots = self.memory["snapshots"]
+        is_young = step - snapshots[-1]["step"] < self.snapshot_every // 5
+        chosen = snapshots[-2] if is_young and len(snapshots) > 1 else snapshots[-1]
         self.memory["snapshots"] = [chosen]
         return chosen
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> Record:
         losses = self.numbers["losses"]
         steps, values = thinned(losses["step"], losses["loss"], most=800)
         return {**super().record(), "losses": {"step": steps, "loss": values}}
 
 
-def _parameters(optimizer: Any) -> list[torch.nn.Parameter]:
+def _parameters(optimizer: Optimizer) -> list[torch.nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _restore(states: Any, parameter: torch.nn.Parameter, kept: dict[str, Any]) -> None:
-    """The optimiser's state of a parameter as it was; tensors stay where they are, for captured steps read them there."""
+def _restore(states: dict[Tensor, dict[str, Any]], parameter: torch.nn.Parameter, kept: dict[str, Any]) -> None:
+    """Restore the optimiser's state of a parameter. Tensors keep their address, since captured steps read them there."""
     if not kept:
         states.pop(parameter, None)
         return

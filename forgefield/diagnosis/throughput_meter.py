@@ -1,8 +1,8 @@
-"""`ThroughputMeter`: frames and atoms per second, how long steps take, how much of it is waiting for data, and memory.
+"""`ThroughputMeter`: frames and atoms per second, time per step, time spent waiting for data, and memory.
 
-Built on `Throughput`, which counts time of training proper. Nothing is read from the device within a row; at its end the host
-waits for the device once, so that times are those of work done. Times are no part of a checkpoint; a resumed run goes on with a
-new row.
+It uses `Throughput`, which excludes validation and checkpoints. Nothing is read from the device within a row; at the end of a
+row the host waits for the device once, so that times are those of completed work. Times are not part of a checkpoint; a
+resumed run starts a new row.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import resource
 import statistics
 import sys
 import time
-from typing import Any
+from typing import Protocol, runtime_checkable
 
 import lightning as L
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from forgefield.data.sampling.loader import FrameLoader
 from forgefield.diagnosis.callback import Diagnosis
 from forgefield.errors import ForgefieldError
 from forgefield.training.throughput import Throughput
@@ -26,10 +27,13 @@ COLUMNS = ("step", "frames_per_second", "atoms_per_second", "median_ms", "slow_m
 
 
 class ThroughputMeter(Diagnosis):
-    """every: steps in a row of the table. waiting: share of the time spent waiting for data above which it is a finding."""
+    """Writes a table of speeds, and reports a training that waits for its data.
+
+    every: steps in a row of the table. waiting: share of the time spent waiting for data above which it is reported.
+    """
 
     name = "throughput"
-    has_clock = True
+    measures_time = True
 
     def __init__(self, every: int = 100, waiting: float = 0.3) -> None:
         super().__init__()
@@ -44,23 +48,27 @@ class ThroughputMeter(Diagnosis):
         self._row_step = 0
         """Step of the last row. A batch may be many steps, and with accumulation many batches are one."""
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.numbers["device"] = str(pl_module.device)
         self._throughput, self._steps, self._data = Throughput(), [], 0.0
         self._row_step = trainer.global_step
         _reset_peak(pl_module.device)
 
-    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._throughput.resume()
         self._since = time.perf_counter()
 
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
+    ) -> None:
         self._throughput.resume()
         if self._since is not None:
             self._data += time.perf_counter() - self._since
         self._begin = time.perf_counter()
 
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int
+    ) -> None:
         n_frames, n_atoms = _sizes(trainer, batch, batch_idx)
         self._throughput.count(frames=n_frames, atoms=n_atoms)
         self._since = time.perf_counter()
@@ -68,18 +76,18 @@ class ThroughputMeter(Diagnosis):
         if trainer.global_step // self.every > self._row_step // self.every:
             self._row(trainer, pl_module)
 
-    def on_validation_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._throughput.pause()
 
-    def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._since = None
 
-    def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._steps:
             self._row(trainer, pl_module)
         super().on_train_end(trainer, pl_module)
 
-    def _row(self, trainer: L.Trainer, pl_module: Any) -> None:
+    def _row(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if pl_module.device.type != "cpu":
             torch.get_device_module(pl_module.device).synchronize()
         self._throughput.pause()
@@ -115,32 +123,42 @@ class ThroughputMeter(Diagnosis):
 
 
 def peak_memory_mb(device: torch.device) -> float | None:
-    """Most memory that was in use, in MiB: of the device, or of this process where the device is a CPU."""
+    """Peak memory in MiB: of the device, or of this process where the device is a CPU; None where it is not known."""
     if device.type == "cpu":
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak / 2**20 if sys.platform == "darwin" else peak / 2**10
-    module = torch.get_device_module(device)
-    if hasattr(module, "max_memory_allocated"):
-        return module.max_memory_allocated(device) / 2**20
-    if hasattr(module, "driver_allocated_memory"):  # mps knows the present only
-        return module.driver_allocated_memory() / 2**20
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    if device.type == "xpu":
+        return torch.xpu.max_memory_allocated(device) / 2**20
+    if device.type == "mps":  # it counts the present memory only
+        return torch.mps.driver_allocated_memory() / 2**20
     return None
 
 
+@runtime_checkable
+class _Graphs(Protocol):
+    """A batch of PyTorch Geometric."""
+
+    num_graphs: int
+    num_nodes: int
+
+
 def _reset_peak(device: torch.device) -> None:
-    module: Any = None if device.type == "cpu" else torch.get_device_module(device)
-    if hasattr(module, "reset_peak_memory_stats"):
-        module.reset_peak_memory_stats(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    elif device.type == "xpu":
+        torch.xpu.reset_peak_memory_stats(device)
 
 
-def _sizes(trainer: Any, batch: Any, batch_idx: int) -> tuple[int, int]:
-    """Frames and atoms of this rank's batch; atoms 0 where the batch does not tell."""
+def _sizes(trainer: L.Trainer, batch: object, batch_idx: int) -> tuple[int, int]:
+    """Number of frames and atoms in the batch of this rank; 0 atoms where they are not known."""
     if isinstance(batch, dict) and "n_atoms" in batch and "positions" in batch:
         loader = trainer.train_dataloader
-        frames = loader.own_frames(batch_idx) if hasattr(loader, "own_frames") else batch["n_atoms"].shape[0]
+        frames = loader.own_frames(batch_idx) if isinstance(loader, FrameLoader) else batch["n_atoms"].shape[0]
         return frames, batch["positions"].shape[0] if frames else 0
-    if hasattr(batch, "num_graphs"):
-        return int(batch.num_graphs), int(batch.num_nodes)
+    if isinstance(batch, _Graphs):
+        return batch.num_graphs, batch.num_nodes
     values = list(batch.values()) if isinstance(batch, dict) else batch if isinstance(batch, (list, tuple)) else [batch]
     first = next((value for value in values if isinstance(value, Tensor) and value.dim()), None)
     return (0 if first is None else first.shape[0]), 0

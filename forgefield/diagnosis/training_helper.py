@@ -1,34 +1,46 @@
-"""`TrainingHelper`: looks at a training now and then, as an experienced colleague would, and says in plain words what is wrong.
+"""`TrainingHelper`: inspects a training from time to time, as an experienced colleague would, and reports what is wrong.
 
-Looked at, at the first batch, early on and then every so many steps: embeddings that explode, die or are all the same; labels
-that are outliers or constant; gradients that do not reach the encoder; parameters that are not used; the size of updates, which
-tells a learning rate that is too high or too low; predictions that are no better than the mean. Everything is said once. With a
-module of ours the embeddings come from one evaluation of the batch, so that every engine is looked at alike; in other modules
-hooks are there for the one step. With several ranks, rank 0 looks at its own batches.
+It inspects the first batch, one early step and then every N-th step for: embeddings that explode, die or are all the same;
+labels that are outliers or constant; gradients that do not reach the encoder; unused parameters; updates so large or small
+that the learning rate is wrong; predictions no better than the mean. Everything is reported once. The embeddings of
+Forgefield's modules come from an additional evaluation of the batch, so that all engines are treated alike; other modules get
+hooks for the one step. With several ranks, each inspects its own batches and rank 0 reports.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import lightning as L
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from forgefield.diagnosis import helper_rules as rules
+from forgefield.diagnosis import rules
 from forgefield.diagnosis.callback import Diagnosis
 from forgefield.diagnosis.figures import thinned
-from forgefield.diagnosis.helper_labels import Labels, label_tensors
+from forgefield.diagnosis.labels import Labels, label_tensors
+from forgefield.diagnosis.records import Record
 from forgefield.errors import ForgefieldError
-from forgefield.training.probing import outputs_of_modules, rehearsal, tensors_in, trained
+from forgefield.models.potential import Potential
+from forgefield.training.probing import (
+    OutputHooks,
+    ProbedModule,
+    tensors_in,
+    trained_parameters,
+    without_side_effects,
+)
 
 
 class TrainingHelper(Diagnosis):
-    """every: steps between two looks. encoder: name of the module that makes embeddings (default: `encoder`, else the model).
-    targets: names of labels in batches that are dictionaries. patience: looks that agree before a doubtful thing is said.
+    """Reports common defects of models, labels and settings.
+
+    every: steps between two inspections. encoder: name of the submodule that computes embeddings (default: `encoder`, else
+    the model). targets: names of labels in batches that are dictionaries. patience: number of inspections that have to agree
+    before something doubtful is reported.
     """
 
     name = "training_helper"
@@ -53,8 +65,8 @@ class TrainingHelper(Diagnosis):
             "flat": {},
         }
         self._labels_at_start: Labels | None = None
-        self._looking = False
-        self._hooks: Any = None
+        self._inspects = False
+        self._hooks: OutputHooks | None = None
         self._outputs: dict[str, list[Tensor]] = {}
         self._last: tuple[str, Tensor] | None = None
         self._labels: dict[str, Tensor] = {}
@@ -62,61 +74,65 @@ class TrainingHelper(Diagnosis):
         self._before: list[Tensor] | None = None
         self._loss: Tensor | None = None
 
-    # ---- when
+    # ---- hooks
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._labels_at_start = Labels.of_training(trainer, pl_module)
         if self._labels_at_start is not None:
-            self._say_all(trainer, pl_module, self._labels_at_start.judge())
+            self._report_all(trainer, pl_module, self._labels_at_start.judge())
             self.memory["mean"] = {**dict.fromkeys(self._labels_at_start.spreads, 0), **self.memory["mean"]}
-        _named(pl_module, self.encoder)
+        _encoder_name(pl_module, self.encoder)
 
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
+    ) -> None:
         step = trainer.global_step
-        looks_now = step in (0, max(self.every // 10, 1)) or step % self.every == 0
+        is_due = step in (0, max(self.every // 10, 1)) or step % self.every == 0
         is_first = batch_idx % trainer.accumulate_grad_batches == 0
-        self._looking = looks_now and is_first
-        if is_first:  # of the batches that are accumulated for one step, the first is looked at
+        self._inspects = is_due and is_first
+        if is_first:  # of the batches accumulated for one step, the first is inspected
             self._outputs, self._matching, self._last, self._loss, self._before = {}, {}, None, None, None
         if self._labels_at_start is None:
             self._collect_labels(trainer, pl_module, batch)
-        if not self._looking:
+        if not self._inspects:
             return
-        if hasattr(pl_module, "potential"):
-            with outputs_of_modules(pl_module.potential, self._see), rehearsal(pl_module):
-                _evaluate(pl_module, batch)
+        if isinstance(pl_module, ProbedModule):
+            with OutputHooks(pl_module.potential, self._store_output), without_side_effects(pl_module):
+                _evaluate(pl_module.potential, batch)
         else:
-            self._hooks = outputs_of_modules(pl_module, self._see)
+            self._hooks = OutputHooks(pl_module, self._store_output)
 
-    def on_before_backward(self, trainer: L.Trainer, pl_module: Any, loss: Tensor) -> None:
+    def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
         if self._hooks is not None:
-            self._hooks.__exit__(None, None, None)
+            self._hooks.remove()
             self._hooks = None
             if not self._outputs and self._last is None:
                 self.find(
                     trainer,
                     pl_module,
                     "embeddings not seen",
-                    "no module with features was called in this step, so embeddings are not looked at.",
-                    "A compiled module calls none; to have them looked at, leave torch.compile out for a while.",
+                    "no submodule with features was called in this step, so embeddings are not inspected.",
+                    "A compiled module calls no submodules; train without torch.compile to have embeddings inspected.",
                 )
-        if self._looking and self._loss is None:
+        if self._inspects and self._loss is None:
             self._loss = loss.detach() * trainer.accumulate_grad_batches
 
-    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: Any, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         if self._loss is None or self._before is not None:
             return
-        parameters = trained(pl_module)
+        parameters = trained_parameters(pl_module)
         self._judge_gradients(trainer, pl_module, parameters)
         self._before = [p.detach().clone() for p in parameters.values()]
 
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int
+    ) -> None:
         if self._before is None:
             return
-        if all(p.grad is None for p in trained(pl_module).values()):  # another callback left the step out
+        if all(p.grad is None for p in trained_parameters(pl_module).values()):  # another callback skipped the step
             return
         assert self._loss is not None
-        update = _relative_change(self._before, list(trained(pl_module).values()))
+        update = _relative_change(self._before, list(trained_parameters(pl_module).values()))
         self.numbers["looks"] += 1
         loss = float(self._loss)
         history = self.numbers["history"]
@@ -128,16 +144,16 @@ class TrainingHelper(Diagnosis):
         self._judge_predictions(trainer, pl_module)
         self._before = None
 
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._judge_rows(trainer, pl_module)
 
-    def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._judge_unused(trainer, pl_module, at_end=True)
         super().on_train_end(trainer, pl_module)
 
     # ---- embeddings
 
-    def _see(self, name: str, sub: nn.Module, inputs: Any, output: Any) -> None:
+    def _store_output(self, name: str, sub: nn.Module, inputs: object, output: object) -> None:
         tensor = next(tensors_in(output), None)
         if tensor is None or tensor.numel() == 0:
             return
@@ -149,7 +165,7 @@ class TrainingHelper(Diagnosis):
         if tensor.dim() >= 2 and tensor.shape[-1] >= 2:
             self._outputs[name] = [tensor.double().square().mean().sqrt(), tensor.abs().max().double()]
 
-    def _judge_embeddings(self, trainer: L.Trainer, pl_module: Any) -> None:
+    def _judge_embeddings(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not self._outputs:
             return
         table = torch.stack([torch.stack(numbers) for numbers in self._outputs.values()]).tolist()
@@ -165,16 +181,16 @@ class TrainingHelper(Diagnosis):
             same = rows.shape[0] > 1 and bool((rows - rows[0]).abs().max() <= 1e-9 * rows.abs().max())
             self.memory["same"] = self.memory["same"] + 1 if same else 0
             found.append(rules.collapsed(name, self.memory["same"], self.patience))
-        self._say_all(trainer, pl_module, found)
+        self._report_all(trainer, pl_module, found)
 
     # ---- labels and predictions
 
-    def _collect_labels(self, trainer: L.Trainer, pl_module: Any, batch: Any) -> None:
-        """Labels of the first batches and of every look."""
+    def _collect_labels(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object) -> None:
+        """Collect the labels of the first batches and of every inspection, and judge them once there are enough."""
         self._labels = {}
         kept: dict[str, list[float]] = self.memory["labels"]
         many = min((len(values) for values in kept.values()), default=0)
-        if not self._looking and many >= Labels.ENOUGH:
+        if not self._inspects and many >= Labels.ENOUGH:
             return
         self._labels = {name: t.detach() for name, t in label_tensors(batch, self.targets).items()}
         for name, values in self._labels.items():
@@ -182,10 +198,10 @@ class TrainingHelper(Diagnosis):
             kept[name] += values.reshape(-1)[: max(room, 0)].double().cpu().tolist()
             if len(kept[name]) >= Labels.ENOUGH or (trainer.is_last_batch and len(kept[name]) >= rules.FEW):
                 found = np.array(kept[name])
-                self._say_all(trainer, pl_module, [rules.constant_label(name, found), rules.outliers(name, found)])
+                self._report_all(trainer, pl_module, [rules.constant_label(name, found), rules.outliers(name, found)])
 
-    def _judge_predictions(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """In a module that is not ours: the last output of the shape of the labels is taken for the prediction."""
+    def _judge_predictions(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """For other modules than Forgefield's: the last output with the shape of the labels is taken as the prediction."""
         flat = self.memory["flat"]
         for name, prediction in self._matching.items():
             labels = self._labels[name].double().reshape(-1)
@@ -195,10 +211,10 @@ class TrainingHelper(Diagnosis):
             flat[name] = flat.get(name, 0) + 1 if is_flat else 0
             if flat[name] >= self.patience:
                 error = float((values - labels).square().mean().sqrt())
-                self._say_all(trainer, pl_module, [rules.output_is_mean(name, error, spread)])
+                self._report_all(trainer, pl_module, [rules.output_is_mean(name, error, spread)])
 
-    def _judge_rows(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """In a module of ours: the errors of the last rows of metrics against the spread of the labels."""
+    def _judge_rows(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """For Forgefield's modules: compare the errors in the latest metrics with the spread of the labels."""
         metrics = trainer.callback_metrics
         if self._labels_at_start is None:
             return
@@ -211,69 +227,74 @@ class TrainingHelper(Diagnosis):
             mean[name] = mean.get(name, 0) + 1 if value > 0.95 * spread else 0
             if mean[name] >= self.patience and trainer.global_step >= 5 * self.every:
                 unit = {"energy": " eV/atom", "forces": " eV/A"}.get(name, "")
-                self._say_all(trainer, pl_module, [rules.output_is_mean(name, value, spread, unit)])
+                self._report_all(trainer, pl_module, [rules.output_is_mean(name, value, spread, unit)])
 
     # ---- gradients and updates
 
-    def _judge_gradients(self, trainer: L.Trainer, pl_module: Any, parameters: dict[str, nn.Parameter]) -> None:
-        given = {name: p.grad.detach() for name, p in parameters.items() if p.grad is not None}
-        if not given:
+    def _judge_gradients(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, parameters: dict[str, nn.Parameter]
+    ) -> None:
+        gradients = {name: p.grad.detach() for name, p in parameters.items() if p.grad is not None}
+        if not gradients:
             return
-        norms = dict(zip(given, torch.stack([n.double() for n in torch._foreach_norm(list(given.values()))]).tolist()))
-        without = [name for name in parameters if name not in given]
+        each = torch._foreach_norm(list(gradients.values()))
+        norms = dict(zip(gradients, torch.stack([norm.double() for norm in each]).tolist()))
+        without = [name for name in parameters if name not in gradients]
         silent = [name for name, norm in norms.items() if norm == 0]
         for key, names in (("without", without), ("silent", silent)):
             before = self.memory[key]
             self.memory[key] = names if before is None else [name for name in before if name in set(names)]
-        _, prefix = _named(pl_module, self.encoder)
+        prefix = _encoder_name(pl_module, self.encoder)
         inside = [norms.get(name, 0.0) for name in parameters if name.startswith(prefix + ".")]
         outside = [norm for name, norm in norms.items() if not name.startswith(prefix + ".")]
         if inside and outside and self.numbers["looks"] >= 1:
             found = rules.not_reached(math.hypot(*inside), math.hypot(*outside), prefix)
-            self._say_all(trainer, pl_module, [found])
+            self._report_all(trainer, pl_module, [found])
         self._judge_unused(trainer, pl_module)
 
-    def _judge_unused(self, trainer: L.Trainer, pl_module: Any, *, at_end: bool = False) -> None:
+    def _judge_unused(self, trainer: L.Trainer, pl_module: L.LightningModule, *, at_end: bool = False) -> None:
         looks = self.numbers["looks"] + (0 if at_end else 1)
         if looks >= self.patience or (at_end and looks > 0):
-            self._say_all(trainer, pl_module, [rules.unused(self.memory["without"] or [], self.memory["silent"] or [])])
+            self._report_all(
+                trainer, pl_module, [rules.unused(self.memory["without"] or [], self.memory["silent"] or [])]
+            )
 
-    def _judge_rate(self, trainer: L.Trainer, pl_module: Any) -> None:
+    def _judge_rate(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         history = self.numbers["history"]
         updates, losses = history["update"], history["loss"]
         found = [rules.rate_too_high(updates[-1], losses)]
         if len(updates) > self.patience:
             found.append(rules.rate_too_low(updates[-self.patience :], losses[-1], losses[0]))
-        self._say_all(trainer, pl_module, found)
+        self._report_all(trainer, pl_module, found)
 
-    def _say_all(self, trainer: L.Trainer, pl_module: Any, found: Sequence[rules.Rule | None]) -> None:
-        for rule in found:
+    def _report_all(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, findings: Sequence[rules.Rule | None]
+    ) -> None:
+        for rule in findings:
             if rule is not None:
                 self.find(trainer, pl_module, *rule)
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> Record:
         history = self.numbers["history"]
         steps, updates, losses = thinned(history["step"], history["update"], history["loss"])
         return {**super().record(), "history": {"step": steps, "update": updates, "loss": losses}}
 
 
-def _named(pl_module: Any, wanted: str | None) -> tuple[nn.Module, str]:
-    """The encoder and its name in the module; the module itself, and a name that nothing has, where there is none."""
-    names = (wanted,) if wanted is not None else ("encoder", "potential.model")
+def _encoder_name(pl_module: L.LightningModule, requested: str | None) -> str:
+    """The name of the encoder in the module; empty where there is none."""
+    names = (requested,) if requested is not None else ("encoder", "potential.model")
     modules = dict(pl_module.named_modules())
     for name in names:
         if name in modules:
-            return modules[name], name
-    if wanted is not None:
-        raise ForgefieldError(
-            f"TrainingHelper: the module has no part '{wanted}'; it has {', '.join(n for n, _ in pl_module.named_children())}."
-        )
-    return pl_module, ""
+            return name
+    if requested is not None:
+        children = ", ".join(name for name, _ in pl_module.named_children())
+        raise ForgefieldError(f"TrainingHelper: the module has no submodule '{requested}'; it has {children}.")
+    return ""
 
 
-def _evaluate(pl_module: Any, batch: Mapping[str, Tensor]) -> None:
-    """One evaluation of the potential, without gradients in the weights."""
-    potential = pl_module.potential
+def _evaluate(potential: Potential, batch: Any) -> None:
+    """Evaluate the potential without gradients in the weights."""
     was_training = potential.training
     potential.eval()
     try:
@@ -285,7 +306,7 @@ def _evaluate(pl_module: Any, batch: Mapping[str, Tensor]) -> None:
 
 @torch.no_grad()
 def _relative_change(before: list[Tensor], now: list[nn.Parameter]) -> float:
-    """Norm of the change of all weights over their norm."""
+    """Norm of the change of all weights, relative to their norm."""
     changes = torch._foreach_sub([p.detach() for p in now], before)
     change = torch.stack([n.double() for n in torch._foreach_norm(changes)]).norm()
     size = torch.stack([n.double() for n in torch._foreach_norm(before)]).norm()

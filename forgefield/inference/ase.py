@@ -28,6 +28,7 @@ from forgefield.data.species import SpeciesTable
 from forgefield.errors import ForgefieldError
 from forgefield.inference.evaluate import further_answers, outputs_of_atoms
 from forgefield.kernels.convolution.dispatch import evaluation
+from forgefield.kinds import FRAMES
 from forgefield.models.deeppot.branches import single
 from forgefield.models.potential import Potential
 from forgefield.models.registry import build_model
@@ -113,12 +114,10 @@ class Calculator(AseCalculator):
         """The calculator of this run's kind: an LDOS run has one of its own (`LDOSCalculator`), with a temperature."""
         if cls is Calculator and isinstance(run, (str, os.PathLike, Run)):
             opened = Run.open(run, trust_code=bool(settings.get("trust_code")))
-            if opened.of_points:
-                from forgefield.ldos.inference.ase import LDOSCalculator
-
-                return LDOSCalculator(opened, **{"temperature": None, **settings})
+            if opened.kind is not FRAMES:
+                return opened.kind.calculator.load()(opened, **settings)
             if "temperature" in settings:
-                raise ForgefieldError(f"Run {opened.name} is a potential: it knows no electrons and no temperature.")
+                raise ForgefieldError(f"temperature is an option of LDOS runs; run {opened.name} is a potential.")
         return super().__new__(cls)
 
     def __init__(

@@ -10,9 +10,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from forgefield.data.batch import SHAPES, to_device, with_edges
+from forgefield.data.batch import SHAPES, halves, is_memory_error, to_device, with_edges
 from forgefield.data.dataset import GraphDataset
-from forgefield.data.parts import halves, is_memory_error
 from forgefield.kernels.convolution.dispatch import evaluation
 from forgefield.models.potential import Potential
 

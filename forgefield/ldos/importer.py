@@ -37,7 +37,7 @@ NEGATIVE = {"zero_out_negative": "zero", "absolute_values": "absolute", None: "k
 
 @dataclass(frozen=True)
 class ImportedNetwork:
-    """resolved, state, precision: for `build_point_model` and `load_state_dict`. info: content of the archive's `.info.json`,
+    """resolved, state, precision: for `build_network` and `load_state_dict`. info: content of the archive's `.info.json`,
     where it has one. points: the section `data.points` to go on training with. species: in the order of LAMMPS, by name."""
 
     resolved: dict[str, Any]

@@ -17,9 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from forgefield.config.nearest import did_you_mean
+from forgefield.config.trust import NO_CODE, Trust
 from forgefield.errors import ForgefieldError
 from forgefield.ldos.electronic.energy_grid import EnergyGrid
+from forgefield.models.registry import PRECISIONS
 from forgefield.ops.products import is_lowered, product
+from forgefield.runs import Run
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
@@ -50,8 +54,6 @@ class LDOSOptions:
         for name in ("activation", "output_activation"):
             value = getattr(self, name)
             if value is not None and value not in ACTIVATIONS:
-                from forgefield.config.nearest import did_you_mean
-
                 raise ForgefieldError(
                     f"model.{name} is '{value}'; choose one of {', '.join(ACTIVATIONS)}.{did_you_mean(value, ACTIVATIONS)}"
                 )
@@ -84,6 +86,7 @@ class LDOSNetwork(nn.Module):
     """(..., descriptors) -> (..., levels), 1/(eV A^3); of a density (..., 1), 1/A^3."""
 
     samples = "points"
+    Options = LDOSOptions
 
     def __init__(
         self, options: LDOSOptions, facts: PointFacts, *, dtype: torch.dtype, generator: torch.Generator | None = None
@@ -157,10 +160,22 @@ def resolve(options: Mapping[str, Any], facts: PointFacts) -> dict[str, Any]:
     return {"name": "ldos", **asdict(LDOSOptions(**options)), "points": asdict(facts)}
 
 
-def build(resolved: Mapping[str, Any], *, dtype: torch.dtype, seed: int) -> LDOSNetwork:
-    """The model of resolved options; its weights depend on `seed` alone."""
+def build_network(resolved: Mapping[str, Any], *, precision: str, seed: int, trust: Trust = NO_CODE) -> LDOSNetwork:
+    """The network of resolved options; its initial weights depend on `seed` alone.
+
+    precision: type of the weights, `float32` or `float64`. trust: not used, since these options cannot name code.
+    """
     options = {key: value for key, value in resolved.items() if key not in ("name", "points")}
     stored = resolved["points"]
     scales = {side: LinearScale(**stored[side]) for side in ("inputs", "outputs")}
     facts = PointFacts(**{**stored, **scales})
-    return LDOSNetwork(LDOSOptions(**options), facts, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    return LDOSNetwork(LDOSOptions(**options), facts, dtype=PRECISIONS[precision], generator=generator)
+
+
+def load_network(run: Run, which: str = "best", device: str | torch.device = "cpu") -> LDOSNetwork:
+    """The trained network of a run, in evaluation mode: raw descriptors in, physical units out."""
+    model = run.load_model(which, device)
+    if not isinstance(model, LDOSNetwork):
+        raise ForgefieldError(f"Run {run.name} was trained on frames: its model does not predict an LDOS.")
+    return model

@@ -79,6 +79,10 @@ class Observables(NamedTuple):
     density: Tensor | None
     total: float | None
 
+    def cpu(self) -> Observables:
+        """The same with all tensors on the CPU."""
+        return self._replace(dos=self.dos.cpu(), density=None if self.density is None else self.density.cpu())
+
 
 class Observer:
     """Makes observables of snapshots. metrics: those that are wanted. fermi: self_consistent or given. total: adds up over

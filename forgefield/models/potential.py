@@ -13,7 +13,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
 
-from forgefield.kernels.core.switches import use_kernels
+from forgefield.kernels.core.availability import use_kernels
 from forgefield.kernels.edges.segments import sums_by_kernel
 from forgefield.kernels.edges.vectors import forces_by_kernel, vectors_by_kernel
 from forgefield.ops.graph import EdgeGraph, GradientSwitch, Segments, edge_graph, gather, is_traced, segment_sum

@@ -24,7 +24,7 @@ from forgefield.config.nearest import did_you_mean
 from forgefield.config.peer_terms import KEYS
 from forgefield.config.trust import NO_CODE, Trust, code_of_model
 from forgefield.errors import ForgefieldError
-from forgefield.ldos import model as ldos
+from forgefield.kinds import FRAMES, POINTS, kind_of_model
 from forgefield.models.heads.direct import DirectOutput, DirectOutputs
 from forgefield.models.heads.heads import check_heads, complete_heads, head_options
 from forgefield.models.potential import ExtraOutput, Potential
@@ -44,8 +44,6 @@ BUILT_IN = {
     "calculator": "forgefield.models.adapters.calculator.CalculatorModel",
 }
 """Models by name; each class has `Options`, `presets` and `complete`, and `check_options` where options have parts."""
-OF_POINTS = {"ldos": ldos.LDOSNetwork}
-"""Models of grid points by name; they are built from what `models.ldos` says."""
 PRECISIONS = {"float32": torch.float32, "float64": torch.float64}
 MODULE_FOLDER = "module_folder"
 """Resolved options of a user's own model: where its module was found, if Python would not find it by itself."""
@@ -61,14 +59,14 @@ _GIVEN_BY_US = ("species", "cutoff", "adaptive_cutoff", "max_neighbours", "stati
 
 def model_class(name: str, folder: str | None = None, *, trust: Trust = NO_CODE) -> Any:
     """Class of a built-in model, or of the user's own by import path; its module may lie in `folder`."""
-    if name in OF_POINTS:
-        return OF_POINTS[name]
+    if name in POINTS.models:
+        return POINTS.models[name].load()
     if name in BUILT_IN:
         return builtin_class(BUILT_IN[name])
     if "." not in name:
         raise ForgefieldError(
-            f"model.name is '{name}', which is neither a built-in model ({', '.join([*BUILT_IN, *OF_POINTS])}) "
-            f"nor an import path like my_package.MyModel.{did_you_mean(name, [*BUILT_IN, *OF_POINTS])}"
+            f"model.name is '{name}', which is neither a built-in model ({', '.join([*BUILT_IN, *POINTS.models])}) "
+            f"nor an import path like my_package.MyModel.{did_you_mean(name, [*BUILT_IN, *POINTS.models])}"
         )
     return import_class(name, nn.Module, where="model.name", trust=trust, folders=[] if folder is None else [folder])
 
@@ -97,9 +95,9 @@ def check_model(options: Mapping[str, Any], *, trust: Trust = NO_CODE) -> tuple[
     if not isinstance(name, str):
         raise ForgefieldError(f"model.name is missing; built in: {', '.join(BUILT_IN)}.")
     found = model_class(name, trust=trust)
-    if name in OF_POINTS:
-        check_keys(ldos.LDOSOptions, given, where="model", what="this model")
-        ldos.LDOSOptions(**given)
+    if kind_of_model(name) is not FRAMES:
+        check_keys(found.Options, given, where="model", what="this model")
+        found.Options(**given)
         return name, found, given
     for key in _GIVEN_BY_US:
         if key in given:
@@ -244,16 +242,6 @@ def model_statistics(
     if not hasattr(found, "measure"):
         return {}
     return found.measure(given, batches(), species=tuple(species), cutoff=float(cutoff))
-
-
-def is_of_points(resolved: Mapping[str, Any]) -> bool:
-    """Whether these are options of a model of grid points."""
-    return resolved.get("name") in OF_POINTS
-
-
-def build_point_model(resolved: Mapping[str, Any], *, precision: str, seed: int) -> ldos.LDOSNetwork:
-    """Model of grid points from resolved options (`models.ldos.resolve`)."""
-    return ldos.build(resolved, dtype=PRECISIONS[precision], seed=seed)
 
 
 def build_model(resolved: Mapping[str, Any], *, precision: str, seed: int, trust: Trust = NO_CODE) -> Potential:

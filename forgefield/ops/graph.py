@@ -14,9 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forgefield.kernels.core.switches import use_kernels
-from forgefield.kernels.edges.segments import pointers_by_kernel
-from forgefield.ops.segment_sum import sum_by_pointers
+from forgefield.ops.segment_sum import row_pointers, sum_by_pointers
 
 
 class GradientSwitch:
@@ -59,10 +57,7 @@ class Segments:
         """(count + 1,) where each segment starts in `order`."""
         if self.known is not None:
             return self.known[1]
-        if self.rows_are_sorted and not is_traced(self.index) and use_kernels(self.index):
-            return pointers_by_kernel(self.index, self.count)
-        members = self.index.new_zeros(self.count + 1).index_add_(0, self.index + 1, torch.ones_like(self.index))
-        return torch.cumsum(members, 0)
+        return row_pointers(self.index, self.count, rows_are_sorted=self.rows_are_sorted)
 
 
 @dataclass(frozen=True)

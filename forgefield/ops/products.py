@@ -1,77 +1,45 @@
-"""Products of features with weight matrices, the one place where a training may compute in less than float32.
+"""Products of features with weight matrices: the only operation that a training may compute in less than float32.
 
-Inside `products_in(dtype)` both factors of `product` are rounded to bfloat16 or float16 and the sums are made in float32; so
-are the products that its derivatives consist of, to any order and in both directions. Everything else, the result included,
-stays as it is. Float16 has a small range: each factor is first scaled by a power of two that brings its largest entry near the
-top of it, which is exact, so that neither overflow nor scaled losses exist. Factors in float64 are never rounded. Models use a
-plain product where geometry enters, on the basis of the lengths, and where energies leave: little is computed there, and that
-rounding would cost the most.
+Inside `ops.execution.products_in(dtype)` both factors of `product` are rounded to bfloat16 or float16 and sums are computed
+in float32; so are the products that its derivatives consist of, to any order, in forward and in reverse mode. Everything
+else, the result included, keeps its precision. Float16 has a small range: each factor is first scaled by a power of two, which
+is exact, such that its largest entry is near the top of that range; neither overflow nor loss scaling is then an issue.
+Factors in float64 are never rounded. Models use an ordinary product (`@`) where geometry enters, for the basis of edge
+lengths, and where energies are read out: little is computed there, and rounding would cost the most accuracy.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-LOW = (torch.bfloat16, torch.float16)
-"""What factors can be rounded to."""
-
-
-@dataclass
-class Lowering:
-    """dtype: what factors are rounded to. count: calls of `product` that it has lowered."""
-
-    dtype: torch.dtype
-    count: int = 0
-
-
-class _Current:
-    """Of the whole process, as torch's own setting for tf32 is: backward passes run in threads of torch's own."""
-
-    lowering: Lowering | None = None
-
-
-_current = _Current()
-
-
-@contextmanager
-def products_in(dtype: torch.dtype | None) -> Iterator[Lowering | None]:
-    """Inside, `product` rounds its factors to `dtype`; None: it does not. Derivatives of what was made inside follow it."""
-    if dtype is not None and dtype not in LOW:
-        raise ValueError(f"products can be made in bfloat16 or float16, not in {dtype}")
-    before = _current.lowering
-    _current.lowering = None if dtype is None else Lowering(dtype)
-    try:
-        yield _current.lowering
-    finally:
-        _current.lowering = before
+from forgefield.ops.execution import current
 
 
 def is_lowered(x: Tensor) -> bool:
-    """Whether products of x with weights are being made in less than its precision."""
-    return _current.lowering is not None and x.dtype == torch.float32
+    """Whether products of x with weights are computed in less than the precision of x."""
+    return current().lowering is not None and x.dtype == torch.float32
 
 
-def lowering_in_force() -> torch.dtype | None:
-    """What factors are rounded to now; None: as they are."""
-    return None if _current.lowering is None else _current.lowering.dtype
+def lowered_type() -> torch.dtype | None:
+    """The type that factors are rounded to at present; None: they are not rounded."""
+    lowering = current().lowering
+    return None if lowering is None else lowering.dtype
 
 
-def lowered_to() -> torch.dtype | None:
-    """The same for kernels that make the products of `product` themselves, which counts."""
-    if _current.lowering is not None:
-        _current.lowering.count += 1
-    return lowering_in_force()
+def count_lowered() -> torch.dtype | None:
+    """As `lowered_type`, for kernels that compute the products of `product` themselves: it counts as one rounded product."""
+    lowering = current().lowering
+    if lowering is not None:
+        lowering.count += 1
+    return lowered_type()
 
 
 def product(x: Tensor, matrix: Tensor) -> Tensor:
-    """x (..., c) times matrix (c, d): (..., d), in the precision that `products_in` asks for."""
-    lowering = _current.lowering
+    """x (..., c) times matrix (c, d): (..., d), in the precision that `products_in` sets."""
+    lowering = current().lowering
     if lowering is None or x.dtype != torch.float32 or matrix.dtype != torch.float32:
         return x @ matrix
     lowering.count += 1
@@ -84,11 +52,11 @@ def product(x: Tensor, matrix: Tensor) -> Tensor:
 
 def add_product(start: Tensor, x: Tensor, matrix: Tensor) -> Tensor:
     """start (n, d) plus x (n, c) times matrix (c, d)."""
-    return torch.addmm(start, x, matrix) if _current.lowering is None else start + product(x, matrix)
+    return torch.addmm(start, x, matrix) if current().lowering is None else start + product(x, matrix)
 
 
 class _Product(torch.autograd.Function):
-    """Its derivatives are such products again."""
+    """Its derivatives are such products, too."""
 
     @staticmethod
     def forward(ctx, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
@@ -123,15 +91,15 @@ def _lowered(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype == torch.bfloat16:
         return _rounded_product(a, b, dtype)
     by_a, by_b = _scaling(a), _scaling(b)
-    made = _rounded_product(a * torch.exp2(by_a), b * torch.exp2(by_b), dtype)
-    # In two halves: the whole factor may be out of range where the result is not.
+    scaled = _rounded_product(a * torch.exp2(by_a), b * torch.exp2(by_b), dtype)
+    # In two halves: the full factor may be out of range where the result is not.
     back = -(by_a + by_b)
     half = torch.floor(0.5 * back)
-    return made.mul_(torch.exp2(half)).mul_(torch.exp2(back - half))
+    return scaled.mul_(torch.exp2(half)).mul_(torch.exp2(back - half))
 
 
 def _scaling(x: Tensor) -> Tensor:
-    """Power of two, float32, that brings the largest entry of x to at least 2^14 and below 2^15. Never waits for the device."""
+    """Exponent, float32, of the power of two that brings the largest entry of x to [2^14, 2^15). Never waits for the device."""
     exponent = torch.frexp(torch.linalg.vector_norm(x, ord=math.inf)).exponent
     return (15 - exponent).clamp(-126, 126).to(torch.float32)
 
@@ -139,14 +107,14 @@ def _scaling(x: Tensor) -> Tensor:
 def _rounded_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     if a.is_cuda:
         return torch.mm(a.to(dtype), b.to(dtype), out_dtype=torch.float32)
-    # Elsewhere torch would round the result as well. The same numbers come from float32 products of rounded factors.
+    # On other devices PyTorch would round the result as well; float32 products of rounded factors give the same numbers.
     name = str(dtype).removeprefix("torch.")
     return torch.mm(torch.ops.forgefield.rounded(a, name), torch.ops.forgefield.rounded(b, name))
 
 
 @torch.library.custom_op("forgefield::rounded", mutates_args=())
 def _rounded(x: Tensor, dtype: str) -> Tensor:
-    """Float32 numbers to the nearest that the named type holds. An operation of its own, because compilers take out a
+    """Float32 numbers rounded to the nearest number of the named type. A custom operator, because compilers remove a
     conversion to a shorter type and back."""
     return x.to(getattr(torch, dtype)).to(x.dtype)
 

@@ -1,22 +1,51 @@
-"""Sums of rows over row pointers, in a fixed order: what accelerators do instead of adding atomically.
+"""Sums of rows over row pointers, in a fixed order: on GPUs this replaces atomic additions, whose order changes.
 
-Where Triton is there one program adds the rows of one segment, a block of columns at a time; elsewhere torch's embedding bag
-does the same, more slowly where rows are few and wide. The sum is one operation that traces hold for any sizes.
+The reference is PyTorch's embedding bag. `forgefield.kernels` registers faster implementations when it is imported
+(`register_segment_kernels`); this package never imports kernels. In traces the sum is a single operator, for any sizes.
 """
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+PointerKernel = Callable[[Tensor, int], Tensor | None]
+"""(sorted segment index of each row, number of segments) -> row pointers; None where the kernel is not to be used."""
+SumKernel = Callable[[Tensor, Tensor | None, Tensor], Tensor | None]
+"""(rows (n_rows, columns), order, pointers) -> sums (count, columns); None where the kernel cannot run."""
+
+
+class _Registered:
+    pointers: PointerKernel | None = None
+    sums: SumKernel | None = None
+
+
+_registered = _Registered()
+
+
+def register_segment_kernels(*, pointers: PointerKernel, sums: SumKernel) -> None:
+    """Use these kernels wherever they do not return None."""
+    _registered.pointers, _registered.sums = pointers, sums
+
+
+def row_pointers(index: Tensor, count: int, *, rows_are_sorted: bool) -> Tensor:
+    """(count + 1,) int64: where each segment begins among rows sorted by segment. index: (n_rows,), the segment of each row."""
+    if rows_are_sorted and _registered.pointers is not None:
+        pointers = _registered.pointers(index, count)
+        if pointers is not None:
+            return pointers
+    members = index.new_zeros(count + 1).index_add_(0, index + 1, torch.ones_like(index))
+    return torch.cumsum(members, 0)
 
 
 def sum_by_pointers(values: Tensor, order: Tensor | None, pointers: Tensor) -> Tensor:
     """Row k of the result is the sum of values[order[i]], i from pointers[k] to pointers[k + 1]; (count, ...).
 
-    values: (n_rows, ...). order: (n_rows,); None where rows lie in order. pointers: (count + 1,).
+    values: (n_rows, ...).
+    order: (n_rows,); None where rows are sorted already.
+    pointers: (count + 1,).
     """
     if isinstance(values.shape[0], torch.SymInt):
         return torch.ops.forgefield.sum_by_pointers(values, order, pointers)
@@ -28,65 +57,11 @@ def _sum(values: Tensor, order: Tensor | None, pointers: Tensor) -> Tensor:
     if values.shape[0] == 0 or count == 0 or values.numel() == 0:
         return values.new_zeros((count, *values.shape[1:]))
     flat = values.reshape(values.shape[0], -1).contiguous()
-    kernel = _kernel() if values.is_cuda else None
-    summed = _with_bags(flat, order, pointers) if kernel is None else _with_triton(kernel, flat, order, pointers)
+    summed = None if _registered.sums is None else _registered.sums(flat, order, pointers)
+    if summed is None:
+        rows = torch.arange(flat.shape[0], device=flat.device) if order is None else order
+        summed = torch.nn.functional.embedding_bag(rows, flat, pointers, mode="sum", include_last_offset=True)
     return summed.view(count, *values.shape[1:])
-
-
-def _with_bags(flat: Tensor, order: Tensor | None, pointers: Tensor) -> Tensor:
-    rows = torch.arange(flat.shape[0], device=flat.device) if order is None else order
-    return torch.nn.functional.embedding_bag(rows, flat, pointers, mode="sum", include_last_offset=True)
-
-
-def _with_triton(kernel: Any, flat: Tensor, order: Tensor | None, pointers: Tensor) -> Tensor:
-    count, columns = pointers.shape[0] - 1, flat.shape[1]
-    out = flat.new_empty(count, columns)
-    block = min(256, max(32, 1 << (columns - 1).bit_length()))
-    grid = (count, -(-columns // block))
-    kernel[grid](
-        flat,
-        flat if order is None else order,
-        pointers,
-        out,
-        columns,
-        order is not None,
-        block,
-        num_warps=max(1, block // 64),
-    )
-    return out
-
-
-def sum_in_trace(values: Tensor, order: Tensor, pointers: Tensor) -> Tensor:
-    """As `sum_by_pointers` for rows (n_rows, columns), inside of an operator: what is launched is seen by traces of it."""
-    kernel = _kernel() if values.is_cuda else None
-    if kernel is None:
-        return _sum(values, order, pointers)
-    return _with_triton(torch.library.wrap_triton(kernel), values, order, pointers)
-
-
-@cache
-def _kernel() -> Any:
-    """The Triton kernel, None where there is no Triton."""
-    try:
-        import triton
-        import triton.language as tl
-    except ImportError:
-        return None
-
-    @triton.jit
-    def add_rows(values, order, pointers, out, columns, ordered: tl.constexpr, block: tl.constexpr):
-        segment = tl.program_id(0).to(tl.int64)
-        column = tl.program_id(1) * block + tl.arange(0, block)
-        inside = column < columns
-        total = tl.zeros((block,), dtype=values.dtype.element_ty)
-        begin = tl.load(pointers + segment)
-        end = tl.load(pointers + segment + 1)
-        for number in range(begin, end):
-            row = tl.load(order + number) if ordered else number
-            total += tl.load(values + row * columns + column, mask=inside, other=0.0)
-        tl.store(out + segment * columns + column, total, mask=inside)
-
-    return add_rows
 
 
 @torch.library.custom_op("forgefield::sum_by_pointers", mutates_args=())

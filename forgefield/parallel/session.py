@@ -12,10 +12,10 @@ from types import TracebackType
 from typing import NoReturn
 
 from forgefield.errors import ForgefieldError
-from forgefield.parallel.faults import failing_together, leave_at_once, on_loss, tell_failure
-from forgefield.parallel.group import Ranks
+from forgefield.parallel.failures import failing_together, leave_at_once, on_loss, tell_failure
 from forgefield.parallel.launch import detect_launch
-from forgefield.parallel.meeting import connect
+from forgefield.parallel.ranks import Ranks
+from forgefield.parallel.rendezvous import connect
 from forgefield.processes import Terminated, stop_with_parent
 
 ORPHAN_GRACE_S = 20.0

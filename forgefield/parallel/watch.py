@@ -21,8 +21,7 @@ from functools import partial
 from typing import Any
 
 from forgefield.errors import ForgefieldError
-from forgefield.parallel.watch_thread import Loss, Watch, call_safely, loss_message
-from forgefield.parallel.wire import (
+from forgefield.parallel.watch_messages import (
     MESSAGE_LIMIT,
     Connection,
     Unreadable,
@@ -32,6 +31,7 @@ from forgefield.parallel.wire import (
     listen,
     shortened,
 )
+from forgefield.parallel.watch_thread import Loss, Watch, call_safely, loss_message
 
 KEY = "forgefield/watch"
 """Where rank 0 leaves "port token" in the store."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from forgefield.parallel.wire import Connection, Unreadable, encode, shortened
+from forgefield.parallel.watch_messages import Connection, Unreadable, encode, shortened
 
 FAIL_PATIENCE, LEAVE_PATIENCE = 2.0, 5.0
 """Seconds to wait until `fail` and `leave` are heard."""

@@ -20,23 +20,16 @@ import yaml
 
 from forgefield.config.test_sets import title
 from forgefield.config.trust import code_of_model
-from forgefield.diagnosis.record import read_records
+from forgefield.diagnosis.records import read_records
 from forgefield.errors import ForgefieldError
+from forgefield.kinds import FRAMES, KINDS, POINTS, SampleKind
 from forgefield.report.numbers import shorten
+from forgefield.runs import RUN_JSON
 from forgefield.untrusted.archives import npz_arrays
 from forgefield.untrusted.documents import load_yaml
 from forgefield.weights import read_weights
 
 SPLITS = ("test", "val")
-OF_POINTS = {
-    "band_energy": "meV/atom",
-    "total_energy": "meV/atom",
-    "fermi_energy": "meV",
-    "density": "%",
-    "dos": "%",
-    "electrons": "%",
-}
-"""Units of the errors of observables."""
 Row = dict[str, float]
 
 
@@ -124,9 +117,14 @@ class RunData:
         return monitor if isinstance(monitor, str) else "val/loss"
 
     @property
+    def kind(self) -> SampleKind:
+        """The kind of samples that it was trained on."""
+        return KINDS.get(str(self.info.get("samples")), FRAMES)
+
+    @property
     def of_points(self) -> bool:
-        """Whether it was trained on points of grids."""
-        return self.info.get("samples") == "points"
+        """Whether it was trained on points of a grid."""
+        return self.kind is POINTS
 
     @property
     def needs_code(self) -> bool:
@@ -141,9 +139,9 @@ class RunData:
     @property
     def heads(self) -> dict[str, str]:
         """Further outputs of the model that are values, and their units; of points, everything that is measured."""
-        if self.of_points:
-            stored = self.info.get("units")
-            return OF_POINTS | {str(k): str(v) for k, v in stored.items()} if isinstance(stored, dict) else OF_POINTS
+        if self.kind.error_units is not None:
+            units, stored = self.kind.error_units.load(), self.info.get("units")
+            return units | ({str(k): str(v) for k, v in stored.items()} if isinstance(stored, dict) else {})
         found = self._predicted("heads")
         if not isinstance(found, dict):
             return {}
@@ -171,7 +169,7 @@ def read_run(path: Path) -> RunData:
     if not path.is_dir():
         raise ForgefieldError(f"{path} is not a run folder; `forgefield train` makes one under `runs/`.")
     run = RunData(path)
-    run.info = _read_json(run, "run.json", "`forgefield train` writes it at its start")
+    run.info = _read_info(run)
     _read_config(run)
     run.metrics = _read_metrics(run)
     run.timing = _read_csv(run, "timing.csv", "`forgefield train` adds a row after every epoch")
@@ -340,6 +338,15 @@ def _read_json(run: RunData, name: str, remedy: str, *, is_command: bool = False
         run.notes.append(Note(name, "is cut off or not JSON, so it was left out", remedy, is_command))
         return {}
     return value
+
+
+def _read_info(run: RunData) -> dict[str, Any]:
+    info = _read_json(run, "run.json", "`forgefield train` writes it at its start")
+    try:
+        return RUN_JSON.upgrade(info, "run.json") if info else info
+    except ForgefieldError as error:
+        run.notes.append(Note("run.json", f"was left out: {error}", "install a newer version of Forgefield"))
+        return {}
 
 
 def _read_config(run: RunData) -> None:

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from forgefield.errors import ForgefieldError
 from forgefield.files import write_atomically
-from forgefield.ldos.report import points_section
 from forgefield.report.analysis import QUANTITIES, pairs
 from forgefield.report.canvas import house_style
 from forgefield.report.figures import parity_row
@@ -23,7 +22,6 @@ from forgefield.report.headline import headline, known_errors, title_block
 from forgefield.report.markup import Html, join, tag, text
 from forgefield.report.sections import config_section, data_and_model, learning_section, timing_section, use_section
 from forgefield.report.sections_diagnosis import diagnosis_section
-from forgefield.report.sections_errors import errors_section
 from forgefield.tasks.plausibility import ADVICE, implausible_errors
 
 _SCRIPT = (
@@ -92,7 +90,7 @@ def report_html(run: RunData) -> Html:
         "main",
         tag("section", headline(run), unusable(run), notices(run), id="results"),
         learning_section(run),
-        points_section(run) if run.of_points else errors_section(run),
+        run.kind.errors_section.load()(run),
         timing_section(run),
         diagnosis_section(run),
         data_and_model(run),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from forgefield.diagnosis.figures import FIGURES
-from forgefield.diagnosis.record import Finding, findings_of, numbers
+from forgefield.diagnosis.records import Finding, findings_of, numbers
 from forgefield.report.canvas import house_style, to_svg
 from forgefield.report.folder import RunData, as_number
 from forgefield.report.markup import Child, Html, key_values, tag

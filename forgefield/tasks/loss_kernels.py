@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from forgefield.kernels.core.build import module_from
-from forgefield.kernels.core.switches import use_kernels
+from forgefield.kernels.core.availability import use_kernels
+from forgefield.kernels.core.modules import module_from
 from forgefield.ops.graph import is_traced
 from forgefield.tasks.losses import ElementLoss, huber, mae, mse
 from forgefield.tasks.metrics import ErrorMetrics

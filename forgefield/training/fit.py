@@ -25,8 +25,8 @@ from forgefield.errors import ForgefieldError
 from forgefield.files import write_atomically
 from forgefield.parallel.accelerators import settle_accelerator
 from forgefield.parallel.exchange import StepExchange
-from forgefield.parallel.faults import stop_together
-from forgefield.parallel.group import Ranks
+from forgefield.parallel.failures import stop_together
+from forgefield.parallel.ranks import Ranks
 from forgefield.runs import Run, versions
 from forgefield.training.callbacks.best_model import BestModel
 from forgefield.training.callbacks.early_stop import EarlyStop

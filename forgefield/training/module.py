@@ -13,7 +13,7 @@ from forgefield.data.batch import SHAPES, Shapes, to_device, with_edges
 from forgefield.errors import ForgefieldError
 from forgefield.models.potential import Potential
 from forgefield.parallel.exchange import StepExchange
-from forgefield.parallel.group import Ranks
+from forgefield.parallel.ranks import Ranks
 from forgefield.parallel.strategies import SimpleDDPStrategy
 from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.task import Task
@@ -27,6 +27,7 @@ from forgefield.training.optim.averages import StochasticAverage, WeightAverage
 from forgefield.training.optim.captured_update import CapturedUpdate, why_not_capturable
 from forgefield.training.optim.optimisers import build_optimiser
 from forgefield.training.optim.trainable import parameter_groups, plain_state
+from forgefield.training.probing import ProbedModule
 from forgefield.training.run_module import RunModule, own_sums
 from forgefield.training.weighting import SoftAdapt, Uncertainty, build_weighting
 
@@ -57,7 +58,7 @@ class _TargetWeights(MutableMapping[str, float]):
         return len(self.task.names)
 
 
-class TrainingModule(RunModule):
+class TrainingModule(RunModule, ProbedModule):
     """Trains `potential` on `task` with the settings of the config's `training` section."""
 
     train_errors: ErrorMetrics
@@ -106,16 +107,14 @@ class TrainingModule(RunModule):
         self._steps_averaged = 0
         self._measured = (-1, -1)
         self._sums_before: list[Tensor] | None = None
-        self.judged_loss: Tensor | None = None
-        """Of the latest batch: without what is learnt beside the model."""
-        self._left_out: Tensor | bool = False
+        self.task_loss: Tensor | None = None
+        self._discarded: Tensor | bool = False
 
     @property
     def trained(self) -> Potential:
         return self.potential
 
     def notify(self, text: str) -> None:
-        """One sentence for the user."""
         (self.starter.notify if self.starter else print)(text)
 
     def forward(self, batch: Batch) -> Batch:
@@ -175,7 +174,7 @@ class TrainingModule(RunModule):
             if isinstance(self.weighting, SoftAdapt):
                 self.weighting.add(step.measured.sums)
         self._batch = batch
-        self.judged_loss = step.loss.detach()
+        self.task_loss = step.loss.detach()
         if not isinstance(self.weighting, Uncertainty):
             return step.loss
         sums, counts = step.measured.sums
@@ -184,19 +183,16 @@ class TrainingModule(RunModule):
         return step.loss + self.weighting.loss(sums * self.ranks.world_size, counts, own)
 
     def eager_loss(self, batch: Batch) -> Tensor:
-        """The loss of this batch alone, whatever the engine; it can be differentiated, and nothing is measured."""
         with self.precision.applied(self._precision_now):
             return self._eager.step(batch).loss
 
-    def leave_out(self, bad: Tensor | None = None, *, average: bool = True) -> None:
-        """The optimiser step under way is not to count: its batches are in no metric, and with `average` the average of weights
-        stays as it is. bad: on the device, whether to do so; without, it is done."""
+    def discard_step(self, condition: Tensor | None = None, *, average: bool = True) -> None:
         if self._sums_before is not None:
             for meter, before in zip(self._meters(), self._sums_before):
                 before = before.to(meter.sums.device)
-                meter.sums = before.clone() if bad is None else torch.where(bad, before, meter.sums)
+                meter.sums = before.clone() if condition is None else torch.where(condition, before, meter.sums)
         if average:
-            self._left_out = True if bad is None else bad
+            self._discarded = True if condition is None else condition
 
     def _meters(self) -> list[Any]:
         """What adds up measurements of batches."""
@@ -287,19 +283,19 @@ class TrainingModule(RunModule):
     def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
         if self.ema is not None and self._update is None and self.trainer.global_step > self._steps_averaged:
             self._average(self.ema)
-        self._left_out = False
+        self._discarded = False
         self._steps_averaged = self.trainer.global_step
         loader: Any = self.trainer.train_dataloader
         n_frames = loader.own_frames(batch_idx)
         self.throughput.count(frames=n_frames, atoms=batch["positions"].shape[0] if n_frames else 0)
 
     def _average(self, average: WeightAverage) -> None:
-        if self._left_out is False:
+        if self._discarded is False:
             average.update()
         else:  # the step counts, the weights of it do not
             share = average.next_share()
-            if isinstance(self._left_out, Tensor):
-                average.take_in(torch.where(self._left_out, 0.0, share))
+            if isinstance(self._discarded, Tensor):
+                average.take_in(torch.where(self._discarded, 0.0, share))
 
     # ---- validation
 

@@ -1,25 +1,78 @@
-"""Ways to look into a training step from outside, for any LightningModule: evaluate it once more without a trace, take a batch
-apart into frames, find out which module gave what.
+"""Inspecting a training step from outside: the contract of Forgefield's modules, and tools for any LightningModule.
+
+A callback can evaluate a batch again without side effects, split it into single frames, and record the output of every
+submodule. `ProbedModule` declares what Forgefield's training modules offer beyond that.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
+import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 
+from forgefield.data.batch import SHAPES, Batch, Shapes
+from forgefield.data.sampling.loader import FrameLoader
+from forgefield.models.potential import Potential
+from forgefield.tasks.task import Task
+from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.sparing import halves
+from forgefield.training.optim.averages import WeightAverage
+
+T = TypeVar("T")
+ModuleOutput = Callable[[str, nn.Module, Any, Any], None]
+"""Called with the name of a submodule, the submodule, a value kept from before its call, and its output."""
+
+
+class ProbedModule(ABC):
+    """What Forgefield's training modules offer to callbacks that inspect, repeat or discard a step.
+
+    Such callbacks work with any LightningModule. From one that implements this class they also learn which labels a batch
+    has, how it is split into frames, and what its loss is without the engine.
+    """
+
+    potential: Potential
+    """The model that is trained."""
+    task: Task
+    shapes: Shapes
+    """Shapes of the tensors of a batch."""
+    engine: Engine | None
+    """How steps are computed; None before the first batch."""
+    ema: WeightAverage | None
+    """The running average of the weights, if there is one."""
+    task_loss: Tensor | None
+    """Loss of the latest batch, detached, without the terms that self-adapting loss weights add; None before the first."""
+
+    @abstractmethod
+    def notify(self, text: str) -> None:
+        """Show one sentence to the user."""
+
+    @abstractmethod
+    def eager_loss(self, batch: Batch) -> Tensor:
+        """Loss of this batch on this rank, computed eagerly whatever the engine; differentiable, and not part of any metric."""
+
+    @abstractmethod
+    def discard_step(self, condition: Tensor | None = None, *, average: bool = True) -> None:
+        """Remove the batches of the current optimiser step from all metrics.
+
+        condition: a boolean on the device that decides; default: always. average: also leave the average of the weights as
+        it is.
+        """
+
+
+# ---- evaluating a batch again
 
 
 @contextmanager
-def rehearsal(module: Any) -> Iterator[None]:
-    """Inside, the module can be evaluated once more: random state, buffers and logged values are afterwards as before."""
+def without_side_effects(module: L.LightningModule) -> Iterator[None]:
+    """Evaluate the module inside; random state, buffers and logged values are the same afterwards as before."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     device = module.device
     forked = (
@@ -29,79 +82,90 @@ def rehearsal(module: Any) -> Iterator[None]:
     )
     with forked:
         for name in ("log", "log_dict"):
-            module.__dict__[name] = _nothing
+            module.__dict__[name] = _log_nothing
         try:
             yield
         finally:
             for name in ("log", "log_dict"):
                 module.__dict__.pop(name, None)
             with torch.no_grad():
-                for buffer, kept in buffers:
-                    buffer.copy_(kept)
+                for buffer, before in buffers:
+                    buffer.copy_(before)
 
 
-def _nothing(*arguments: Any, **options: Any) -> None:
+def _log_nothing(*arguments: object, **options: object) -> None:
     """Stands in for `log`."""
 
 
-def loss_of(module: Any, batch: Any, batch_idx: int) -> Tensor | None:
-    """The training loss of a batch, evaluated eagerly; on this rank alone. None where the module gives none."""
-    if hasattr(module, "eager_loss"):
+def loss_of(module: L.LightningModule, batch: Any, batch_idx: int) -> Tensor | None:
+    """The training loss of a batch, evaluated eagerly on this rank alone; None where the module returns no loss."""
+    if isinstance(module, ProbedModule):
         return module.eager_loss(batch)
-    output = module.training_step(*arguments_of_step(module, batch, batch_idx))
+    output = module.training_step(*training_step_arguments(module, batch, batch_idx))
     return output.get("loss") if isinstance(output, Mapping) else output
 
 
-def arguments_of_step(module: Any, batch: Any, batch_idx: int) -> tuple[Any, ...]:
-    """What `training_step` takes, by position as Lightning calls it: the batch and, where there is a second argument of
-    whatever name, the number of the batch."""
+def training_step_arguments(module: L.LightningModule, batch: object, batch_idx: int) -> tuple[object, ...]:
+    """Positional arguments of `training_step`: the batch and, where it takes a second argument, the number of the batch."""
     takes_two = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
     return (batch, batch_idx) if takes_two else (batch,)
 
 
-def trained(module: nn.Module) -> dict[str, nn.Parameter]:
+def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters that require gradients, by name."""
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
 
 
-def outputs_of_modules(module: nn.Module, look: Callable[[str, nn.Module, Any, Any], None], before: Any = None) -> Any:
-    """Inside the `with`, `look(name, submodule, kept, output)` is called after every call of a submodule.
+def drop_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Set all gradients to None, so that a torch optimiser leaves weights and its state exactly as they are."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
 
-    before: called with (arguments, keyword arguments) before each of these calls; what it returns is passed on as `kept`. Only
-    then are inputs what they were: some modules change them in place, or write their results into the batch.
+
+# ---- outputs of submodules
+
+
+class OutputHooks:
+    """Calls `look(name, submodule, kept, output)` after every call of a submodule, until `remove` or the end of the `with`.
+
+    before: called with (arguments, keyword arguments) before each of these calls; its result is passed on as `kept`. Only
+    there are the inputs unchanged: some modules modify them in place, or write their results into the batch.
     """
-    handles = []
-    kept: list[Any] = []
 
-    def hooks_of(name: str) -> tuple[Callable[..., None], Callable[..., None]]:
-        def enter(sub: nn.Module, inputs: Any, options: Any) -> None:
-            kept.append(before(inputs, options) if before is not None else None)
+    def __init__(
+        self, module: nn.Module, look: ModuleOutput, before: Callable[[object, object], object] | None = None
+    ) -> None:
+        self._handles = []
+        kept: list[object] = []
 
-        return enter, lambda sub, inputs, options, output: look(name, sub, kept.pop() if kept else None, output)
+        def hooks_of(name: str) -> tuple[Callable[..., None], Callable[..., None]]:
+            def enter(sub: nn.Module, inputs: object, options: object) -> None:
+                kept.append(before(inputs, options) if before is not None else None)
 
-    for name, sub in module.named_modules():
-        if name:
-            enter, leave = hooks_of(name)
-            handles.append(sub.register_forward_pre_hook(enter, with_kwargs=True))
-            handles.append(sub.register_forward_hook(leave, with_kwargs=True))
-    return _Removing(handles)
+            return enter, lambda sub, inputs, options, output: look(name, sub, kept.pop() if kept else None, output)
 
+        for name, sub in module.named_modules():
+            if name:
+                enter, leave = hooks_of(name)
+                self._handles.append(sub.register_forward_pre_hook(enter, with_kwargs=True))
+                self._handles.append(sub.register_forward_hook(leave, with_kwargs=True))
 
-class _Removing(nullcontext):
-    """Takes hooks away at its end."""
-
-    def __init__(self, handles: Sequence[Any]) -> None:
-        super().__init__()
-        self._handles = handles
-
-    def __exit__(self, *exception: Any) -> None:
+    def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
 
+    def __enter__(self) -> OutputHooks:
+        return self
 
-def tensors_in(value: Any, without: Collection[int] = (), depth: int = 4) -> Iterator[Tensor]:
-    """All tensors of floating numbers inside nested containers. without: addresses of tensors that are left out."""
+    def __exit__(self, *exception: object) -> None:
+        self.remove()
+
+
+def tensors_in(value: object, excluded: Collection[int] = (), depth: int = 4) -> Iterator[Tensor]:
+    """All floating-point tensors inside nested containers. excluded: addresses (`data_ptr`) of tensors to skip."""
     if isinstance(value, Tensor):
-        if value.is_floating_point() and (not without or value.data_ptr() not in without):
+        if value.is_floating_point() and (not excluded or value.data_ptr() not in excluded):
             yield value
         return
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -110,69 +174,76 @@ def tensors_in(value: Any, without: Collection[int] = (), depth: int = 4) -> Ite
         value = value.to_dict()
     if depth and isinstance(value, Mapping):
         for item in value.values():
-            yield from tensors_in(item, without, depth - 1)
+            yield from tensors_in(item, excluded, depth - 1)
     elif depth and isinstance(value, (list, tuple)):
         for item in value:
-            yield from tensors_in(item, without, depth - 1)
+            yield from tensors_in(item, excluded, depth - 1)
 
 
-def labels_in(batch: Any, module: Any) -> set[int]:
-    """Addresses of the labels in a batch of Forgefield's modules, where NaN means that a label is missing; none for others.
+def label_addresses(batch: object, module: nn.Module) -> set[int]:
+    """Addresses of the labels in a batch of Forgefield's modules, where NaN marks a missing label; empty for other modules.
 
-    They are told by address: a model's own output may have the name of a label.
+    Labels are identified by address, since an output of the model may have the name of a label.
     """
-    if not hasattr(module, "eager_loss") or not isinstance(batch, Mapping):
+    if not isinstance(module, ProbedModule) or not isinstance(batch, Mapping):
         return set()
     names = {"energy", "forces", "stress", *(target.label for target in module.task.targets)}
     return {batch[name].data_ptr() for name in names if name in batch}
 
 
-def frames_of(trainer: Any, module: Any, batch: Any, batch_idx: int) -> list[tuple[str, Any]] | None:
-    """The frames of a batch one by one, each with words that name it; None where the batch cannot be taken apart.
+# ---- frames of a batch
 
-    A batch of ours, one of PyTorch Geometric, or tensors (in tuples, lists, dictionaries) with a row for each sample.
+
+def frames_of(
+    trainer: L.Trainer, module: nn.Module, batch: Any, batch_idx: int
+) -> list[tuple[str, dict[str, Tensor] | object]] | None:
+    """The frames of a batch one by one, each with a description; None where the batch cannot be split.
+
+    Handles Forgefield's batches, those of PyTorch Geometric, and tensors (in tuples, lists, dictionaries) with a row for each
+    sample.
     """
     if isinstance(batch, Mapping) and {"frame_id", "n_atoms", "positions"} <= batch.keys():
+        shapes = module.shapes if isinstance(module, ProbedModule) else SHAPES
         return [
             (_frame_name(trainer, int(part["frame_id"][0])), part)
-            for part in _single(dict(batch), getattr(module, "shapes", None))
+            for part in _single_frames(dict(batch), shapes)
             if int(part["frame_id"][0]) >= 0
         ]
     if hasattr(batch, "to_data_list"):
-        again = type(batch).from_data_list
-        return [(f"sample {i} of batch {batch_idx}", again([item])) for i, item in enumerate(batch.to_data_list())]
-    rows = _rows(batch)
+        collate = type(batch).from_data_list
+        return [(f"sample {i} of batch {batch_idx}", collate([item])) for i, item in enumerate(batch.to_data_list())]
+    rows = _row_count(batch)
     if rows is None:
         return None
     return [(f"sample {i} of batch {batch_idx}", _slice(batch, i)) for i in range(rows)]
 
 
-def _frame_name(trainer: Any, row: int) -> str:
-    frames: Any = getattr(getattr(trainer.train_dataloader, "dataset", None), "frames", None)
-    where = f" ({frames.where(row)})" if hasattr(frames, "where") else ""
+def _frame_name(trainer: L.Trainer, row: int) -> str:
+    loader = trainer.train_dataloader
+    where = f" ({loader.dataset.frames.where(row)})" if isinstance(loader, FrameLoader) else ""
     return f"frame {row}{where}"
 
 
-def _single(batch: dict[str, Tensor], shapes: Any) -> list[dict[str, Tensor]]:
+def _single_frames(batch: Batch, shapes: Shapes) -> list[Batch]:
     if batch["n_atoms"].shape[0] == 1:
         return [batch]
-    first, second = halves(batch, shapes) if shapes is not None else halves(batch)
-    return [*_single(first, shapes), *_single(second, shapes)]
+    first, second = halves(batch, shapes)
+    return [*_single_frames(first, shapes), *_single_frames(second, shapes)]
 
 
-def _rows(batch: Any) -> int | None:
-    """How many samples tensors in containers have, all alike; None where they differ or there is something else."""
+def _row_count(batch: object) -> int | None:
+    """Number of samples if all tensors in the containers have the same; None where they differ or are not tensors."""
     if isinstance(batch, Tensor):
         return batch.shape[0] if batch.dim() else None
     if isinstance(batch, Mapping):
         batch = list(batch.values())
     if not isinstance(batch, (list, tuple)) or not batch:
         return None
-    counts = {_rows(item) for item in batch}
+    counts = {_row_count(item) for item in batch}
     return counts.pop() if len(counts) == 1 else None
 
 
-def _slice(batch: Any, row: int) -> Any:
+def _slice(batch: Any, row: int) -> object:
     if isinstance(batch, Tensor):
         return batch[row : row + 1]
     if isinstance(batch, Mapping):
@@ -180,17 +251,20 @@ def _slice(batch: Any, row: int) -> Any:
     return type(batch)(_slice(item, row) for item in batch)
 
 
-def all_gather(value: Any) -> list[Any]:
-    """What every rank has, in the order of ranks; all ranks have to ask."""
+# ---- ranks, and text
+
+
+def all_gather(value: T) -> list[T]:
+    """The values of all ranks, in the order of ranks; all ranks have to call this."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return [value]
-    boxes: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(boxes, value)
-    return boxes
+    values: list[T] = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def mean_over_ranks(value: Tensor) -> Tensor:
-    """The mean over ranks, the same bits on each."""
+    """The mean over ranks, bit for bit the same on each."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return value
     total = value.detach().clone()
@@ -198,14 +272,7 @@ def mean_over_ranks(value: Tensor) -> Tensor:
     return total / dist.get_world_size()
 
 
-def take_gradients_away(optimizer: torch.optim.Optimizer) -> None:
-    """Without gradients a torch optimiser leaves weights and its own state exactly as they are."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = None
-
-
-def listed(names: Sequence[str], most: int = 5) -> str:
+def join_names(names: Sequence[str], limit: int = 5) -> str:
     """`a, b, c and 4 more`."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more

@@ -32,11 +32,11 @@ from forgefield.config.trust import CONFIG, TRAINER_OBJECTS
 from forgefield.errors import ForgefieldError, missing_package
 from forgefield.parallel.accelerators import device_count, settle_accelerator
 from forgefield.parallel.environment import LaunchedEnvironment
-from forgefield.parallel.group import Ranks
 from forgefield.parallel.launch import Launch
-from forgefield.parallel.meeting import gpu_index
 from forgefield.parallel.network import free_port
+from forgefield.parallel.ranks import Ranks
 from forgefield.parallel.registry import DEFAULT, register_strategies
+from forgefield.parallel.rendezvous import gpu_index
 from forgefield.training.callbacks.names import short_callback
 from forgefield.training.run.checkpoint import AtomicCheckpointIO
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from forgefield.config.nearest import did_you_mean
 from forgefield.errors import ForgefieldError
-from forgefield.parallel.group import Ranks
+from forgefield.parallel.ranks import Ranks
 from forgefield.tasks.task import Task
 
 WHERE = "training.weighting"

@@ -24,7 +24,7 @@ from forgefield.config.loading import load_config
 from forgefield.config.schema import Config
 from forgefield.errors import ForgefieldError
 from forgefield.files import write_atomically
-from forgefield.parallel.group import alone
+from forgefield.parallel.ranks import alone
 from forgefield.runs import Run
 from forgefield.training.fit import fit
 from forgefield.training.run.journal import Journal

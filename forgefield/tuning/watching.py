@@ -15,6 +15,8 @@ class ReportTrial(Callback):
     """Reports `monitor` at every validation, counted from 0. Checkpoints keep what was reported, so that a training that goes
     on in another trial tells it all. may_end: whether the training may be ended early."""
 
+    state_key = "report_trial"
+
     def __init__(self, trial: Any, monitor: str, *, may_end: bool) -> None:
         self.trial, self.monitor, self.may_end = trial, monitor, may_end
         self.values: list[float] = []

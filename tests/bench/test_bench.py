@@ -25,8 +25,8 @@ from forgefield.cli import bench as verb
 from forgefield.cli import main
 from forgefield.config.loading import load_config
 from forgefield.errors import ForgefieldError
-from forgefield.parallel.group import alone
 from forgefield.parallel.launch import detect_launch
+from forgefield.parallel.ranks import alone
 from tests.support.helpers import tiny_config
 from tests.support.launching import ROOT, ranks, write_config
 

@@ -31,7 +31,7 @@ from forgefield.cli import main
 from forgefield.cli.bench import Water
 from forgefield.config.loading import load_config
 from forgefield.config.schema import BatchOptions
-from forgefield.parallel.group import alone
+from forgefield.parallel.ranks import alone
 from tests.support.helpers import tiny_config
 from tests.support.launching import write_config
 

@@ -92,7 +92,7 @@ def test_the_batch_that_fits_is_the_largest_that_does() -> None:
 @pytest.mark.parametrize("batch", [{"frames": 3}, {"atoms": 17}, {"edges": 200}], ids=["frames", "atoms", "edges"])
 def test_the_configured_batch_is_the_largest_of_the_loader(tmp_path: Path, batch: dict[str, int]) -> None:
     step = bare_step(load_config(tiny_config(tmp_path, data={"batch": batch})))
-    loader = step.data.train_dataloader()
+    loader = step.batches.train_dataloader()
     seen = [(len(b["n_atoms"]), len(b["positions"]), b["edge_index"].shape[1]) for b in loader]
     found = batch_sizes(loader, 12.0)
     assert found[: len(seen)] == seen

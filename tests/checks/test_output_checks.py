@@ -15,7 +15,7 @@ from forgefield.models import build_model, resolve_model
 from forgefield.models.heads.heads import HeadOptions
 from forgefield.models.potential import edge_vectors
 from forgefield.models.predictor import Predictor
-from tests.checks.test_run_checks import SPECIES, structures
+from tests.support.check_structures import SPECIES, structures
 from tests.support.helpers import PROPERTIES, tiny_config, write_properties
 
 HEADS = {

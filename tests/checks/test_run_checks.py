@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from ase import Atoms
-from ase.build import bulk, fcc111, molecule
 from rich.console import Console
 
 from forgefield.checks import CheckResult, print_checks, run_checks
@@ -19,38 +18,11 @@ from forgefield.checks.symmetry import random_orthogonal
 from forgefield.data.batch import batch_from_frames
 from forgefield.data.frame import Frame
 from forgefield.data.neighbours.graph import GraphOptions
-from forgefield.data.species import SpeciesTable
 from forgefield.errors import ForgefieldError
 from forgefield.models.potential import Potential
 from forgefield.models.registry import build_model, resolve_model
 from tests.support import toy_models as toys
-
-SPECIES = SpeciesTable(("Cu", "Au"))
-
-
-def as_frame(atoms) -> Frame:
-    return Frame(
-        positions=np.array(atoms.positions),
-        numbers=np.array(atoms.numbers, dtype=np.int64),
-        cell=np.array(atoms.cell, dtype=np.float64),
-        pbc=np.array(atoms.pbc),
-    )
-
-
-def structures() -> list[Frame]:
-    """A crystal smaller than the cutoff, a slab, and a cluster without a cell."""
-    random = np.random.default_rng(5)
-    crystal = bulk("Cu", cubic=True, a=3.7)
-    crystal.symbols[0] = "Au"
-    slab = fcc111("Cu", size=(2, 2, 2), a=3.7, vacuum=4.0)
-    slab.symbols[1] = "Au"
-    slab.pbc = (True, True, False)
-    cluster = molecule("CH4")
-    cluster.symbols[:] = ["Au", "Cu", "Cu", "Au", "Cu"]
-    cluster.positions *= 2.4
-    for atoms in (crystal, slab, cluster):
-        atoms.positions += random.normal(0, 0.1, size=atoms.positions.shape)
-    return [as_frame(atoms) for atoms in (crystal, slab, cluster)]
+from tests.support.check_structures import SPECIES, as_frame, structures
 
 
 def failing(potential: torch.nn.Module, frames: list[Frame] | None = None) -> set[str]:

@@ -18,6 +18,8 @@ from safetensors.numpy import load_file
 
 import forgefield
 from forgefield import api
+from forgefield.data.store import manifest
+from forgefield.data.store.manifest import read_manifest
 from forgefield.data.store.store import open_store
 from tests.fixtures.make_edition_1 import FINISHED, KILLED_AT, values_of
 
@@ -98,6 +100,20 @@ def test_a_store_has_the_frames_it_was_made_of(edition: Path) -> None:
     for frame, atoms in zip(table, frames, strict=True):
         np.testing.assert_array_equal(frame.positions, atoms.positions)
         assert frame.energy == atoms.get_potential_energy()
+
+
+def test_a_store_of_an_earlier_version_goes_through_every_migration(
+    edition: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = read_manifest(Path("frames.store"))
+    assert before["version"] == 1
+    monkeypatch.setattr(manifest, "VERSION", 3)
+    monkeypatch.setitem(manifest.MIGRATIONS, 1, lambda old: {**old, "forgefield": f"{old['forgefield']} 1"})
+    monkeypatch.setitem(manifest.MIGRATIONS, 2, lambda old: {**old, "forgefield": f"{old['forgefield']} 2"})
+    after = open_store("frames.store").manifest
+    assert after["version"] == 3
+    assert after["forgefield"] == f"{before['forgefield']} 1 2"
+    assert after["parts"] == before["parts"]
 
 
 def test_a_run_is_the_start_of_another(edition: Path) -> None:

@@ -20,7 +20,7 @@ from forgefield.config.schema import DataOptions
 from forgefield.config.sources import Sources
 from forgefield.data.dataset import GraphDataset
 from forgefield.data.frame import Frame
-from forgefield.data.module import DataModule
+from forgefield.data.module import read_data
 from forgefield.data.sampling.batching import evaluation_budget, training_budget, training_order
 from forgefield.data.sampling.by_source import SourceBatches, WholeBatches
 from forgefield.data.sampling.loader import FrameLoader
@@ -96,9 +96,9 @@ def test_every_row_comes_once_in_a_batch_of_its_own_source_filled_as_the_budget_
 def test_sources_are_drawn_a_batch_at_a_time_to_within_one_of_their_share(case, seed, budget, data):
     sources, costs, n = case
     chances = np.array(data.draw(st.lists(st.floats(0, 5), min_size=n, max_size=n).filter(lambda x: sum(x) > 0.1)))
-    order = SourceBatches(sources, costs, budget, seed=seed, names=[str(i) for i in range(n)])
-    once = int(order.n_batches.sum())
-    order.draw_by(chances)
+    names = [str(i) for i in range(n)]
+    order = SourceBatches(sources, costs, budget, seed=seed, names=names, probabilities=lambda n_batches: chances)
+    once = int(SourceBatches(sources, costs, budget, seed=seed, names=names).n_batches.sum())
     for epoch in range(3):
         made = batches_of(order, epoch)
         drawn = np.bincount([sources[batch[0]] for batch in made], minlength=n)
@@ -162,8 +162,10 @@ def options(**changes) -> DataOptions:
     return typed_config({"data": changes}, Sources()).data
 
 
-def loaders(settings: DataOptions, world_size: int, epoch: int = 0, workers: int = 0) -> list[FrameLoader]:
-    order = training_order(settings, DATASET.frames, 3)
+def loaders(
+    settings: DataOptions, world_size: int, epoch: int = 0, workers: int = 0, *, keep_order: bool = False
+) -> list[FrameLoader]:
+    order = training_order(settings, DATASET.frames, 3, keep_order=keep_order)
     made = [
         FrameLoader(DATASET, training_budget(settings), order=order, rank=rank, world_size=world_size, workers=workers)
         for rank in range(world_size)
@@ -246,15 +248,14 @@ def test_draws_by_source_are_of_batches():
 
 
 def test_overfitting_on_first_batches_keeps_them_of_one_source():
-    (loader,) = loaders(options(batch={"frames": 4, "by_source": True}), 1)
-    loader.keep_order()
+    (loader,) = loaders(options(batch={"frames": 4, "by_source": True}), 1, keep_order=True)
     assert served([loader])[:4] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10], [11, 12, 13, 14]]
 
 
 def test_the_summary_says_how_often_sources_come(tmp_path):
     for name in "ab":
         write_frames(frames([3] * 8, name), tmp_path / f"{name}.extxyz")
-    data = DataModule(
+    data = read_data(
         options(train=str(tmp_path / "*.extxyz"), val=0, batch={"frames": 4, "by_source": True}, cutoff=3.0), 0
     )
     assert (

@@ -11,8 +11,9 @@ import torch
 
 from forgefield.cli import data as data_command
 from forgefield.config.schema import BatchOptions, DataOptions, UnitOptions
+from forgefield.data.batch_spec import BatchSpec
 from forgefield.data.inspection.inspect import inspect_frames
-from forgefield.data.module import DataModule
+from forgefield.data.module import read_data
 from forgefield.errors import ForgefieldError
 
 
@@ -29,16 +30,16 @@ def file(tmp_path):
 
 def test_data_is_split_batched_and_described_as_the_options_say(file):
     options = DataOptions(train=str(file), val=0.25, batch=BatchOptions(frames=4), eval_batch=2)
-    module = DataModule(options, seed=1)
     calls = []
-    module.prepare(lambda done, total: calls.append((done, total)))
+    module = read_data(options, seed=1, progress=lambda done, total: calls.append((done, total)))
     assert calls[-1] == (12, 12)
     assert calls == sorted(calls)
     assert module.species.symbols == ("H", "O")
     assert (len(module.train), len(module.val), module.test) == (9, 3, None)
-    assert [len(b["energy"]) for b in module.train_dataloader()] == [4, 4, 1]
-    assert [len(b["energy"]) for b in module.val_dataloader()] == [2, 1]
-    assert module.test_dataloader() == []
+    served = module.serve(BatchSpec())
+    assert [len(b["energy"]) for b in served.train_dataloader()] == [4, 4, 1]
+    assert [len(b["energy"]) for b in served.val_dataloader()] == [2, 1]
+    assert served.test_dataloader() == []
     rows = dict(module.describe())
     assert rows["frames"] == "9 to train, 3 to val (random)"
     assert rows["species"] == "H 9, O 9"
@@ -46,7 +47,7 @@ def test_data_is_split_batched_and_described_as_the_options_say(file):
 
 def test_shuffling_is_an_option_and_follows_the_epoch(file):
     def order(shuffle, epoch):
-        loader = DataModule(DataOptions(train=str(file), shuffle=shuffle), 3).train_dataloader()
+        loader = read_data(DataOptions(train=str(file), shuffle=shuffle), 3).serve(BatchSpec()).train_dataloader()
         loader.set_epoch(epoch)
         return [i for batch in loader for i in batch["frame_id"].tolist()]
 
@@ -74,20 +75,19 @@ def test_lightning_takes_the_loaders_as_they_are(file):
         max_epochs=2, logger=False, enable_checkpointing=False, enable_progress_bar=False, accelerator="cpu",
         enable_model_summary=False, barebones=False,
     )  # fmt: skip
-    trainer.fit(model, datamodule=DataModule(DataOptions(train=str(file), val=2, batch=BatchOptions(frames=3)), 0))
+    data = read_data(DataOptions(train=str(file), val=2, batch=BatchOptions(frames=3)), 0)
+    trainer.fit(model, datamodule=data.serve(BatchSpec()))
     assert sorted(model.seen) == sorted(list(range(10)) * 2)
 
 
 def test_an_element_only_in_the_test_file_is_an_error_that_names_it(file, tmp_path):
     (tmp_path / "test.xyz").write_text("2\nenergy=1\nH 0 0 0\nAu 0 0 1\n")
-    module = DataModule(DataOptions(train=str(file), test=str(tmp_path / "test.xyz")), 0)
     with pytest.raises(ForgefieldError, match=r"test\.xyz, frame 0: it holds Au"):
-        module.prepare()
+        read_data(DataOptions(train=str(file), test=str(tmp_path / "test.xyz")), 0)
 
 
 def test_species_may_be_given_in_an_order_and_with_more(file):
-    module = DataModule(DataOptions(train=str(file), species=["O", "H", "N"]), 0)
-    module.prepare()
+    module = read_data(DataOptions(train=str(file), species=["O", "H", "N"]), 0)
     assert module.train[0]["species"].tolist() == [1, 0]
     assert module.statistics.species_counts == {"O": 11, "H": 11, "N": 0}
     assert module.statistics.mean_neighbours_by_species["N"] == 0.0
@@ -99,8 +99,7 @@ def test_rmd17_with_the_frames_of_the_benchmark(shared):
         train=str(folder / "rmd17_ethanol_train_01.npz"), indices="0:50", val={"indices": "950:1000"},
         units=UnitOptions(energy="kcal/mol"),
     )  # fmt: skip
-    module = DataModule(options, 0)
-    module.prepare()
+    module = read_data(options, 0)
     assert [f.index for f in module.train.frames] == list(range(50))
     assert [f.index for f in module.val.frames] == list(range(950, 1000))
     assert module.statistics.species_counts == {"H": 300, "C": 100, "O": 50}
@@ -110,8 +109,7 @@ def test_rmd17_with_the_frames_of_the_benchmark(shared):
 
 def test_3bpa_takes_its_isolated_atoms_as_reference(shared):
     files = [str(shared / "3bpa" / name) for name in ("train_300K.xyz", "iso_atoms.xyz")]
-    module = DataModule(DataOptions(train=files, val=50), 0)
-    module.prepare()
+    module = read_data(DataOptions(train=files, val=50), 0)
     found = module.statistics
     assert found.reference_kind == "isolated"
     assert found.reference_energies["C"] == -1029.4889999855063
@@ -121,9 +119,9 @@ def test_3bpa_takes_its_isolated_atoms_as_reference(shared):
 
 def test_3bpa_in_the_wrong_unit_is_noticed(shared):
     files = [str(shared / "3bpa" / name) for name in ("train_300K.xyz",)]
-    module = DataModule(DataOptions(train=files, val=50, units=UnitOptions(forces="Ha/Bohr"), max_force=100), 0)
+    options = DataOptions(train=files, val=50, units=UnitOptions(forces="Ha/Bohr"), max_force=100)
     with pytest.raises(ForgefieldError, match=r"train_300K\.xyz, frame \d+: force component"):
-        module.prepare()
+        read_data(options, 0)
 
 
 def inspect_command(*argv):

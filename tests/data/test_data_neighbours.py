@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
@@ -11,25 +9,9 @@ from hypothesis import strategies as st
 
 from forgefield.data.neighbours.lists import edge_vectors, neighbour_list
 from forgefield.errors import ForgefieldError
+from tests.support.batched_edges import brute_force
 
 BACKENDS = ["vesin", "matscipy"]
-
-
-def brute_force(positions, cell, pbc, cutoff):
-    """Every image that could be within reach, one by one."""
-    lattice = cell[pbc]
-    reach = np.zeros(3, dtype=int)
-    if pbc.any():
-        dual = np.linalg.pinv(lattice)  # columns: how fast each coordinate grows per A
-        spread = np.ptp(positions @ dual, axis=0)
-        reach[pbc] = np.ceil(cutoff * np.linalg.norm(dual, axis=0) + spread).astype(int) + 1
-    edges = []
-    for shift in itertools.product(*(range(-r, r + 1) for r in reach)):
-        moved = positions + np.array(shift) @ np.where(pbc[:, None], cell, 0.0)
-        for i, j in itertools.product(range(len(positions)), repeat=2):
-            if (i != j or any(shift)) and np.linalg.norm(moved[j] - positions[i]) <= cutoff:
-                edges.append((i, j, *shift))
-    return sorted(edges)
 
 
 def as_rows(source, destination, shifts):

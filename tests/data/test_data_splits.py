@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forgefield.config.schema import DataOptions
-from forgefield.data.splits import parse_indices, resolve_splits, split_frames
+from forgefield.data.splits.splits import parse_indices, resolve_splits, split_frames
 from forgefield.errors import ForgefieldError
 
 

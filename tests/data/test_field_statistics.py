@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from ase import Atoms
 
-from forgefield.data import field_statistics, references
-from forgefield.data.field_statistics import atom_moments, extensive_moments, intensive_moments, largest
 from forgefield.data.frame import Frame
 from forgefield.data.species import SpeciesTable
+from forgefield.data.statistics import field_statistics, references
+from forgefield.data.statistics.field_statistics import atom_moments, extensive_moments, intensive_moments, largest
 from forgefield.data.store.table import FrameTable
 
 SPECIES = SpeciesTable(("Cu", "Au", "Ag"))

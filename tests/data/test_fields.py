@@ -17,21 +17,23 @@ from forgefield.config.checking import typed_config
 from forgefield.config.schema import DataOptions, LabelOptions, UnitOptions
 from forgefield.config.sources import Sources
 from forgefield.data.batch import SHAPES, batch_from_frames, batch_shapes, without_labels
+from forgefield.data.batch_spec import BatchSpec
 from forgefield.data.dataset import GraphDataset
-from forgefield.data.fields import Field
 from forgefield.data.frame import Frame, check_frame
 from forgefield.data.inspection.inspect import inspect_frames, inspect_table
-from forgefield.data.module import DataModule
+from forgefield.data.labels.fields import Field
+from forgefield.data.module import read_data
 from forgefield.data.neighbours.interop import to_pyg
 from forgefield.data.readers import read_frames
 from forgefield.data.reading import read_table
 from forgefield.data.sampling.loader import FrameLoader
 from forgefield.data.species import SpeciesTable
-from forgefield.data.splits import resolve_splits
+from forgefield.data.splits.splits import resolve_splits
 from forgefield.data.store.columns import frame_digest
 from forgefield.data.store.convert import convert, store_frames
 from forgefield.data.store.export import write_frames
-from forgefield.data.store.store import manifest_hash, open_store
+from forgefield.data.store.manifest import manifest_hash
+from forgefield.data.store.store import open_store
 from forgefield.data.store.table import FrameTable
 from forgefield.errors import ForgefieldError
 
@@ -166,8 +168,7 @@ def test_which_frames_carry_a_field_is_known_for_frames_and_for_atoms():
 def test_a_blank_frame_is_given_what_a_model_needs_and_has_nothing_to_learn():
     frames = [replace(frame, fields={"gap": np.array(1.0), "aparam": np.ones(len(frame))}, per_atom=frozenset(["aparam"]))
               for frame in some_frames(3)]  # fmt: skip
-    dataset = GraphDataset(frames, SPECIES, 3.0)
-    dataset.targets = frozenset(["gap"])
+    dataset = GraphDataset(frames, SPECIES, 3.0, targets=frozenset(["gap"]))
     (batch,) = FrameLoader(dataset, 1, rank=6, world_size=7)
     assert batch["frame_id"].tolist() == [-1]
     assert batch["gap"].isnan().all()
@@ -361,14 +362,14 @@ def test_the_data_of_a_run_counts_fields_and_is_told_which_are_learnt(tmp_path):
     frames = labelled(8, 3)
     frames[0] = replace(frames[0], fields={})
     source = write_xyz(tmp_path / "a.extxyz", frames)
-    data = DataModule(options(train=str(source), val=2, labels={"fields": {"gap": {"unit": "eV"}}}, cutoff=3.0), 0)
-    data.prepare()
+    data = read_data(options(train=str(source), val=2, labels={"fields": {"gap": {"unit": "eV"}}}, cutoff=3.0), 0)
     held = int(data.train.frames.carries("gap").sum())
     assert data.statistics.labels["gap"] == held
     assert f"gap {held}" in dict(data.describe())["frames with labels"]
-    data.learn(("energy", "forces", "gap"))
-    assert data.train.targets == data.val.targets == {"gap"}
-    batch = next(iter(data.train_dataloader()))
+    served = data.serve(BatchSpec(targets=frozenset({"energy", "forces", "gap"})))
+    assert served.data.train.targets == served.data.val.targets == {"gap"}
+    assert not data.train.targets
+    batch = next(iter(served.train_dataloader()))
     assert_equal(batch["gap"], torch.from_numpy(np.array(data.train.frames.column("gap")))[batch["frame_id"]])
 
 

@@ -14,14 +14,14 @@ from ase.db import connect
 from ase.io import write
 
 from forgefield.config.schema import LabelOptions, UnitOptions
-from forgefield.data.field_values import fits
 from forgefield.data.frame import Frame
-from forgefield.data.labels import LabelReader
+from forgefield.data.labels.field_values import fits
+from forgefield.data.labels.label_reader import LabelReader
 from forgefield.data.readers import frames_of, read_frames, source_files
 from forgefield.data.readers.blocks import RawBlock
 from forgefield.errors import ForgefieldError
-from tests.data.test_readers_deepmd import arrays, write_group, write_system
-from tests.data.test_readers_lmdb import sample, write_lmdb
+from tests.support.deepmd_sets import arrays, write_group, write_system
+from tests.support.lmdb_files import sample, write_lmdb
 
 
 def read(source: object, fields: dict[str, object], **rest) -> list[Frame]:

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from forgefield.errors import ForgefieldError
 from forgefield.ops.neighbour_lists import batched_neighbours
-from tests.data.test_data_neighbours import brute_force
-from tests.support.batched_edges import as_tensors, assert_same_edges, on_the_host, random_frame
+from tests.support.batched_edges import as_tensors, assert_same_edges, brute_force, on_the_host, random_frame
 
 frame_kinds = st.tuples(
     st.integers(1, 7),

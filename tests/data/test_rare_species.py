@@ -9,8 +9,8 @@ import pytest
 from ase.data import chemical_symbols
 
 from forgefield.config.schema import DataOptions
-from forgefield.data.module import DataModule
-from forgefield.data.splits import resolve_splits
+from forgefield.data.module import read_data
+from forgefield.data.splits.splits import resolve_splits
 from forgefield.errors import ForgefieldError
 from tests.support.helpers import tiny_config
 from tests.support.train_many import train_only
@@ -50,11 +50,10 @@ def test_every_species_is_in_training_and_sizes_stay(many_elements, seed):
     again = resolve_splits(options, seed)
     for name in ("train", "val", "test"):
         assert energies(getattr(splits, name)) == energies(getattr(again, name))
-    data = DataModule(options, seed)
-    data.prepare()  # a validation frame with a species that training lacks was an error here
+    data = read_data(options, seed)  # a validation frame with a species that training lacks was an error here
     assert "held by few frames" in data.split_description
     with pytest.raises(ForgefieldError, match="not among the known species"):
-        DataModule(options, seed, keep_species=False).prepare()
+        read_data(options, seed, keep_species=False)
 
 
 def test_what_was_drawn_stays_drawn_but_for_frames_that_are_needed(many_elements):
@@ -97,9 +96,9 @@ def test_a_run_of_before_keeps_its_split_and_resumes(tmp_path, monkeypatch):
     config["data"] |= {"train": path, "val": 4, "test": None, "split_seed": old, "species": ["H", "C", "O", "I"]}
     config["task"] = {"energy": {"weight": 1.0}}
     with monkeypatch.context() as patch:
-        before = DataModule.__init__
         patch.setattr(
-            DataModule, "__init__", lambda self, *args, **kw: before(self, *args, **{**kw, "keep_species": False})
+            "forgefield.training.problem.frames.read_data",
+            lambda *args, **kw: read_data(*args, **{**kw, "keep_species": False}),
         )
         run = train_only(config)
     info = json.loads((run.path / "run.json").read_text())

@@ -3,43 +3,16 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
 
 from forgefield.config.schema import LabelOptions, UnitOptions
-from forgefield.data.labels import LabelReader
+from forgefield.data.labels.label_reader import LabelReader
 from forgefield.data.readers import chunks, frames_of, read_frames, source_files
 from forgefield.errors import ForgefieldError
-
-N_ATOMS = 4
-TYPES = [1, 0, 1, 1]
-"""Of the map O H."""
-
-
-def arrays(n_frames: int, seed: int = 0, n_atoms: int = N_ATOMS) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(seed)
-    return {
-        "coord": rng.uniform(0, 8, size=(n_frames, 3 * n_atoms)),
-        "box": np.tile(np.array([[9.0, 0, 0], [1, 8, 0], [0, 0.5, 7]]).reshape(1, 9), (n_frames, 1)),
-        "energy": rng.normal(size=(n_frames, 1)),
-        "force": rng.normal(size=(n_frames, 3 * n_atoms)),
-        "virial": rng.normal(size=(n_frames, 9)),
-    }
-
-
-def write_system(folder: Path, *sets: dict[str, np.ndarray], types=TYPES, type_map="O\nH\n") -> Path:
-    folder.mkdir(parents=True)
-    (folder / "type.raw").write_text("\n".join(map(str, types)) + "\n")
-    if type_map is not None:
-        (folder / "type_map.raw").write_text(type_map)
-    for i, columns in enumerate(sets):
-        (folder / f"set.{i:03d}").mkdir()
-        for name, values in columns.items():
-            np.save(folder / f"set.{i:03d}" / f"{name}.npy", values)
-    return folder
+from tests.support.deepmd_sets import N_ATOMS, arrays, write_group, write_system
 
 
 def assert_frame(frame, columns, row, numbers=(1, 8, 1, 1)):
@@ -210,14 +183,6 @@ def test_truncated_arrays_bad_types_and_missing_sets(tmp_path):
     shutil.rmtree(path / "set.000")
     with pytest.raises(ForgefieldError, match=r"needs folders set\.\*"):
         read_frames(path)
-
-
-def write_group(group, *sets, types=TYPES, type_map=(b"O", b"H")):
-    group["type.raw"] = np.array(types)
-    group["type_map.raw"] = np.array(type_map)
-    for i, columns in enumerate(sets):
-        for name, values in columns.items():
-            group[f"set.{i:03d}/{name}.npy"] = values
 
 
 def test_hdf5_groups_and_whole_files(tmp_path):

@@ -19,9 +19,10 @@ import numpy as np
 import pytest
 import torch
 
-from forgefield.data.readers import aselmdb, chunks, read_frames, source_files
-from forgefield.data.readers.safe_pickle import RefusedPickle, safe_loads
+from forgefield.data.readers import chunks, read_frames, source_files
+from forgefield.data.readers.lmdb import aselmdb
 from forgefield.errors import ForgefieldError
+from forgefield.untrusted.safe_pickle import RefusedPickle, safe_loads
 
 
 def call(name: str, *arguments: bytes) -> bytes:
@@ -77,7 +78,7 @@ def test_the_numbers_behind_a_tensor_cannot_be_exchanged():
     data = whole(tensor(changed(storage(), "values", empty), 0, (4096,), (1,)))
     code = (
         "import sys\n"
-        "from forgefield.data.readers.safe_pickle import RefusedPickle, safe_loads\n"
+        "from forgefield.untrusted.safe_pickle import RefusedPickle, safe_loads\n"
         "try: safe_loads(bytes.fromhex(sys.stdin.read()))\n"
         "except RefusedPickle as error: print(error)"
     )

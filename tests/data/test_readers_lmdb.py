@@ -19,32 +19,12 @@ from ase.calculators.singlepoint import SinglePointCalculator
 from ase.data import covalent_radii
 
 from forgefield.config.schema import LabelOptions, UnitOptions
-from forgefield.data.labels import LabelReader
+from forgefield.data.labels.label_reader import LabelReader
 from forgefield.data.neighbours.lists import edge_vectors, neighbour_list
 from forgefield.data.readers import chunks, frames_of, read_frames, source_files
-from forgefield.data.readers.safe_pickle import RefusedPickle, safe_loads
 from forgefield.errors import ForgefieldError
-
-
-def write_lmdb(path: Path, values: dict[str, object], *, subdir: bool = False) -> Path:
-    environment = lmdb.open(str(path), subdir=subdir, map_size=2**24, lock=False)
-    with environment.begin(write=True) as transaction:
-        for key, value in values.items():
-            transaction.put(key.encode(), value if isinstance(value, bytes) else pickle.dumps(value))
-    environment.close()
-    return path
-
-
-def sample(energy: float = 1.0, **rest) -> dict[str, object]:
-    return {
-        "pos": torch.tensor([[0.0, 0, 0], [0, 0, 1.5]]),
-        "cell": np.eye(3, dtype=np.float32) * 5,
-        "atomic_numbers": torch.tensor([3, 16]),
-        "energy": np.float64(energy),
-        "force": torch.arange(6.0).reshape(2, 3),
-        "pbc": np.array([1, 1, 1]),
-        **rest,
-    }
+from forgefield.untrusted.safe_pickle import RefusedPickle, safe_loads
+from tests.support.lmdb_files import sample, write_lmdb
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])

@@ -17,12 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forgefield.config.schema import LabelOptions, UnitOptions
-from forgefield.data.frame import Frame
-from forgefield.data.labels import LabelReader
-from forgefield.data.readers import SourceFile, chunks, frames_of, read_frames, source_files
+from forgefield.data.frame import Frame, RawFrame
+from forgefield.data.labels.label_reader import LabelReader
+from forgefield.data.readers import SourceFile, chunks, frames_of, read_frames, registry, source_files
+from forgefield.data.readers.base import Reader
 from forgefield.data.readers.block_labels import block_frames
 from forgefield.data.readers.blocks import RawBlock, even_ranges
-from forgefield.data.readers.sources import file_format
+from forgefield.data.readers.registry import file_format
 from forgefield.data.store.convert import convert
 from forgefield.errors import ForgefieldError
 
@@ -325,6 +326,32 @@ def test_formats_by_name_and_by_what_a_folder_holds(tmp_path):
         folder.mkdir()
         (folder / inside).touch()
         assert file_format(folder) == expected
+
+
+def test_a_reader_in_the_table_is_used_wherever_files_are_read(tmp_path, monkeypatch):
+    class Lines(Reader):
+        """One helium atom at x for each line."""
+
+        name = "lines"
+        suffixes = (".lines",)
+
+        def read(self, source, options, start=0, stop=None):
+            for index, x in list(enumerate(source.path.read_text().split()))[start:stop]:
+                yield RawFrame(np.array([[float(x), 0, 0]]), np.array([2]), np.zeros((3, 3)), np.zeros(3, dtype=bool),
+                               source.name, index, info={"energy": -float(x)})  # fmt: skip
+
+        def count(self, source):
+            return len(source.path.read_text().split())
+
+    (tmp_path / "a.lines").write_text("1 2 3")
+    with pytest.raises(ForgefieldError, match="holds no structure file"):
+        source_files(str(tmp_path))
+    monkeypatch.setattr(registry, "READERS", (*registry.READERS, Lines()))
+    assert [frame.energy for frame in read_frames(str(tmp_path))] == [-1.0, -2.0, -3.0]
+    (file,) = source_files(str(tmp_path))
+    assert chunks(file, 1) == [(0, 1), (1, 2), (2, None)]
+    convert(str(tmp_path), tmp_path / "store")
+    assert [frame.positions[0, 0] for frame in read_frames(tmp_path / "store")] == [1.0, 2.0, 3.0]
 
 
 def test_a_store_is_a_source_like_any_other(tmp_path):

@@ -28,7 +28,8 @@ from forgefield.data.sampling.batching import training_order
 from forgefield.data.species import SpeciesTable
 from forgefield.data.store import convert as convert_module
 from forgefield.data.store.convert import convert, store_frames
-from forgefield.data.store.store import StoreColumns, manifest_hash, open_store
+from forgefield.data.store.manifest import manifest_hash
+from forgefield.data.store.store import StoreColumns, open_store
 from forgefield.data.store.table import FrameTable, Part
 from forgefield.data.store.writer import PartWriter
 from forgefield.errors import ForgefieldError
@@ -281,7 +282,10 @@ def damaged(store: Path, how: str) -> None:
         ("short", r"positions\.npy: the file holds \d+ bytes and the manifest says \d+"),
         ("missing", r"positions\.npy: this file of the store is missing"),
         ("edited", "the manifest does not match its own hash"),
-        ("version", "this store has format 99"),
+        (
+            "version",
+            r"written by a newer version of Forgefield \(store format 99; this version reads formats up to 1\)",
+        ),
         ("not JSON", "not valid JSON"),
     ],
 )

@@ -12,7 +12,7 @@ from forgefield.config.schema import DataOptions, LabelOptions, UnitOptions
 from forgefield.data.frame import Frame
 from forgefield.data.inspection.inspect import inspect_table
 from forgefield.data.inspection.suspicions import label_doubts
-from forgefield.data.module import DataModule
+from forgefield.data.module import read_data
 from forgefield.data.reading import read_table
 from forgefield.data.store.export import write_frames
 from forgefield.data.store.table import FrameTable
@@ -119,26 +119,23 @@ def data(tmp_path):
 
 
 def test_training_warns_of_lonely_atoms_and_refuses_a_cutoff_with_nothing_in_it(data, tmp_path, make_frame):
-    module = DataModule(DataOptions(train=data, cutoff=4.0), 0)
-    module.prepare()
+    module = read_data(DataOptions(train=data, cutoff=4.0), 0)
     assert "warning" not in dict(module.describe())
     with pytest.raises(ForgefieldError, match=r"data\.cutoff=0\.01: no atom has a neighbour within 0\.01 A"):
-        DataModule(DataOptions(train=data, cutoff=0.01), 0).prepare()
+        read_data(DataOptions(train=data, cutoff=0.01), 0)
     with pytest.raises(ForgefieldError, match=r"data\.cutoff is 1e\+06; it is a length in A, 100 at most"):
-        DataModule(DataOptions(train=data, cutoff=1e6), 0).prepare()
+        read_data(DataOptions(train=data, cutoff=1e6), 0)
     positions = np.array([[0, 0, 0], [0, 0, 1.0], [0, 0, 40.0]])
     sparse = [make_frame([1] * 3, positions=positions * (1 + 0.01 * i), energy=-1.0 * i) for i in range(8)]
     write_frames(sparse, tmp_path / "sparse.extxyz")
-    module = DataModule(DataOptions(train=str(tmp_path / "sparse.extxyz"), cutoff=4.0), 0)
-    module.prepare()
+    module = read_data(DataOptions(train=str(tmp_path / "sparse.extxyz"), cutoff=4.0), 0)
     assert "33 % of the atoms have no neighbour within 4 A" in dict(module.describe())["warning"]
 
 
 def test_the_start_of_a_training_says_what_is_suspicious(tmp_path):
     wrong = [replace(frame, energy=frame.energy / len(frame), stress=frame.stress * 1602) for frame in CRYSTALS]
     write_frames(wrong, tmp_path / "cu.extxyz")
-    module = DataModule(DataOptions(train=str(tmp_path / "cu.extxyz"), cutoff=4.0), 0)
-    module.prepare()
+    module = read_data(DataOptions(train=str(tmp_path / "cu.extxyz"), cutoff=4.0), 0)
     warnings = [text for name, text in module.describe() if name == "warning"]
     assert len(warnings) == 2
     assert "set data.units.energy=eV/atom" in warnings[0]
@@ -146,8 +143,7 @@ def test_the_start_of_a_training_says_what_is_suspicious(tmp_path):
     right = DataOptions(
         train=str(tmp_path / "cu.extxyz"), cutoff=4.0, units=UnitOptions(energy="eV/atom", stress="kbar")
     )
-    module = DataModule(right, 0)
-    module.prepare()
+    module = read_data(right, 0)
     assert module.warnings == []
 
 
@@ -170,8 +166,7 @@ def test_isolated_atoms_are_left_out_of_the_energy_spread(tmp_path, make_frame):
     molecules = [make_frame([1, 1], energy=-31.0 + 0.1 * rng.normal()) for _ in range(20)]
     path = str(tmp_path / "a.extxyz")
     write_frames([*molecules, make_frame([1], energy=-13.6)], tmp_path / "a.extxyz")
-    module = DataModule(DataOptions(train=path, val=None, cutoff=4.0), 0)
-    module.prepare()
+    module = read_data(DataOptions(train=path, val=None, cutoff=4.0), 0)
     residuals = np.array([frame.energy / 2 + 13.6 for frame in molecules])
     assert module.statistics.reference_kind == "isolated"
     assert module.statistics.energy_residual_std == pytest.approx(residuals.std(), rel=1e-5)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from forgefield.diagnosis.record import read_records
+from forgefield.diagnosis.records import read_records
 from tests.support.helpers import emt_frames, tiny_config, write_emt
 from tests.support.launching import final_state, ranks, weights, write_config
 from tests.support.train_many import train_only

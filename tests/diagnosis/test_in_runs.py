@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from forgefield.diagnosis.record import FOLDER, findings_of, read_records
+from forgefield.diagnosis.records import FOLDER, findings_of, read_records
 from forgefield.errors import ForgefieldError
 from forgefield.training.callbacks.names import CALLBACKS
 from forgefield.training.run.checkpoint import list_checkpoints, load_checkpoint
 from tests.support.helpers import emt_frames, tiny_config
 from tests.support.interrupting import Interrupted
+from tests.support.resuming import assert_same_run
 from tests.support.train_many import train_only
-from tests.training.test_resume import assert_same_run
 
 PLANTED = "tests.support.planted_defects"
 WATCHING = [

@@ -14,10 +14,11 @@ from forgefield.diagnosis.autocorrelation import ModelAutocorrelation, autocorre
 from forgefield.diagnosis.forward_nan import ForwardNaNDetection, first_bad_module
 from forgefield.diagnosis.gradient_check import GradientCheck
 from forgefield.diagnosis.loss_spike import LossSpike
-from forgefield.diagnosis.record import FOLDER, findings_of, read_records
+from forgefield.diagnosis.records import FOLDER, findings_of, read_records
 from forgefield.diagnosis.training_helper import TrainingHelper
 from forgefield.errors import ForgefieldError
 from forgefield.training.optim.sam import SAM
+from forgefield.training.probing import ProbedModule
 from tests.support.plain_modules import Net, fit, samples, weights
 
 DEFECTS = {
@@ -59,7 +60,7 @@ def test_a_healthy_training_has_nothing_to_say(tmp_path):
 
 
 def test_an_encoder_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(ForgefieldError, match="no part 'encodr'"):
+    with pytest.raises(ForgefieldError, match="no submodule 'encodr'"):
         fit(Net(), TrainingHelper(encoder="encodr"), folder=tmp_path)
 
 
@@ -206,22 +207,22 @@ def test_the_higher_losses_of_an_earlier_state_are_no_spikes(tmp_path):
     losses = dict(zip(watch.numbers["losses"]["step"], watch.numbers["losses"]["loss"]))
     assert losses[62] > 1.2 * losses[60]
     assert [spike["step"] for spike in watch.numbers["spikes"]] == [61]
-    assert "those of step 40 again (rollback 1 of at most 10)" in watch.findings[0].what
+    assert "were restored from step 40 (rollback 1 of at most 10)" in watch.findings[0].what
 
 
 def test_a_second_rollback_goes_no_further_back_than_the_first(tmp_path):
     """Spikes at steps 50 and 52: snapshots are of steps 0, 20 and 40, and the second spike comes before the next one."""
     watch, went_back = LossSpike(window=8, rollback=True, snapshot_every=20), []
-    go_back = watch._go_back
+    go_back = watch._roll_back
 
     def recorded(*given) -> None:
         go_back(*given)
         went_back.append(watch.memory["snapshots"][-1]["step"])
 
-    watch._go_back = recorded  # type: ignore[method-assign]
+    watch._roll_back = recorded  # type: ignore[method-assign]
     fit(learning(), Raised(50, 52), watch, folder=tmp_path, data=samples(8), max_steps=58, max_epochs=-1)
     assert went_back == [40, 40]
-    with pytest.raises(ForgefieldError, match="went back to step 40 2 times in a row and did not get 20 steps further"):
+    with pytest.raises(ForgefieldError, match="rolled back to step 40 2 times in a row and did not complete 20 steps"):
         fit(
             learning(),
             Raised(*range(50, 58)),
@@ -334,10 +335,11 @@ def test_inputs_are_blamed_only_where_they_are_not_finite(module, text, tmp_path
         fit(module(), ForwardNaNDetection(), folder=tmp_path)
 
 
-class ReadsBatches(Net):
+class ReadsBatches(Net, ProbedModule):
     """As modules of Forgefield do: batches are dictionaries in which a label that is missing is NaN."""
 
     task = SimpleNamespace(targets=[SimpleNamespace(label="gap")])
+    notify = discard_step = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -365,7 +367,7 @@ def test_a_batch_that_is_not_finite_is_blamed(tmp_path):
 
 
 def test_one_that_goes_back_again_and_again_stops(tmp_path):
-    with pytest.raises(ForgefieldError, match="went back 2 times"):
+    with pytest.raises(ForgefieldError, match="was rolled back 2 times"):
         fit(
             Net(),
             LossSpike(window=16, rollback=True, snapshot_every=2, most=2),

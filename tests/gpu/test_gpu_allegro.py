@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from forgefield.kernels.convolution import dispatch
-from forgefield.kernels.convolution.dispatch import operators
-from forgefield.kernels.core.switches import has_triton
+from forgefield.kernels.core.availability import has_triton
 from forgefield.models import Potential, build_model, resolve_model
+from forgefield.ops.execution import execution
 from forgefield.training.engines.blank import sizes
 from forgefield.training.engines.compiled import CompileEngine
 from forgefield.training.engines.engine import Engine
@@ -41,7 +41,7 @@ def batch(*atoms: int) -> dict[str, Tensor]:
 
 
 def difference_from_plain(engine: Engine, given: dict[str, Tensor], reference: Engine | None = None) -> float:
-    with operators(False):
+    with execution(operators=False):
         expected = (reference or Engine(engine.function)).differentiate(given)
     found = engine.differentiate(given)
     return largest_difference(found, expected, engine.function.trained)[0]
@@ -65,7 +65,7 @@ def test_steps_are_the_same_bits_on_repetition():
 def test_float32_is_as_near_to_float64_as_plain_operations_are():
     given = batch(6, 5, 9)
     single, double = (Engine(step_function(allegro(precision))) for precision in ("float32", "float64"))
-    with operators(False):
+    with execution(operators=False):
         exact, plain = double.differentiate(given), single.differentiate(given)
     names = single.function.trained
     by_plain, _ = largest_difference(plain, exact, names)

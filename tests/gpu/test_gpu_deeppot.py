@@ -10,9 +10,9 @@ from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.graphs import GraphsEngine
 from forgefield.training.engines.size_plan import Size, SizePlan
 from forgefield.training.engines.verify import largest_difference
-from tests.gpu.test_gpu_engines import SIZES, on_gpu
 from tests.support.deeppots import make_deeppot
 from tests.support.engine_cases import labelled, step_function
+from tests.support.gpu_batches import SIZES, on_gpu
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 KINDS = {

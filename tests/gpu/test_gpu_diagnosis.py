@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from forgefield.diagnosis.record import read_records
+from forgefield.diagnosis.records import read_records
 from tests.support.helpers import emt_frames, tiny_config
 from tests.support.launching import average, final_state, weights
 from tests.support.train_many import train_only

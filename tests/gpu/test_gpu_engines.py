@@ -17,17 +17,12 @@ from forgefield.training.optim import captured_update
 from forgefield.training.optim.averages import WeightAverage
 from forgefield.training.optim.captured_update import CapturedUpdate
 from forgefield.training.precision import Precision
-from tests.support.engine_cases import labelled, step_function
+from tests.support.engine_cases import labelled, potential_of, step_function
+from tests.support.gpu_batches import SIZES, on_gpu
 from tests.support.helpers import tiny_config
 from tests.support.structures import make_potential
-from tests.training.engines.test_step import potential_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-SIZES = [(5, 4), (1,), (6, 1, 3), (20, 30, 20)]
-
-
-def on_gpu(*atoms: int, seed: int = 0):
-    return {key: tensor.cuda() for key, tensor in labelled(*atoms, seed=seed, box=6.0).items()}
 
 
 @pytest.mark.parametrize("form", ["double", "tangent"])

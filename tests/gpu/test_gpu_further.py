@@ -10,7 +10,7 @@ from forgefield.training.engines.graphs import GraphsEngine
 from forgefield.training.engines.size_plan import Size, SizePlan
 from forgefield.training.engines.verify import largest_difference
 from tests.support.engine_cases import ALL
-from tests.training.engines.test_further import function, predictor, with_fields
+from tests.support.extra_outputs import function, predictor, with_fields
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -14,9 +14,9 @@ from forgefield.bench.water import CUTOFF, water
 from forgefield.data.frame import Frame
 from forgefield.inference.ase import Calculator
 from forgefield.kernels.convolution import dispatch
-from forgefield.kernels.convolution.dispatch import operators
-from forgefield.kernels.core.switches import has_triton
+from forgefield.kernels.core.availability import has_triton
 from forgefield.models import Potential, build_model, resolve_model
+from forgefield.ops.execution import execution
 from forgefield.training.engines.compiled import CompiledFunction
 from forgefield.training.engines.exporting import export_evaluation
 from forgefield.training.engines.tracing import trace
@@ -52,7 +52,7 @@ def evaluation_of(potential: Potential):
 
 
 def plain(evaluate, batch: Batch) -> list[Tensor]:
-    with operators(False):
+    with execution(operators=False):
         return evaluate([], batch)
 
 
@@ -65,7 +65,7 @@ def assert_close(found: list[Tensor], expected: list[Tensor], tolerance: float) 
 def test_evaluations_are_those_of_plain_operations(precision, tolerance):
     evaluate = evaluation_of(make_potential(precision=precision, **MODEL).cuda())
     for batch in small_batches():
-        with operators(True):
+        with execution(operators=True):
             ours, again = evaluate([], batch), evaluate([], batch)
         assert_close(ours, plain(evaluate, batch), tolerance)
         assert all(torch.equal(one, other) for one, other in zip(ours, again))
@@ -80,9 +80,9 @@ def test_gradients_of_a_loss_of_forces_are_those_of_plain_operations():
         found = torch.autograd.grad(loss, list(potential.parameters()), allow_unused=True)
         return [gradient for gradient in found if gradient is not None]
 
-    with operators(True):
+    with execution(operators=True):
         ours = gradients()
-    with operators(False):
+    with execution(operators=False):
         expected = gradients()
     for one, other in zip(ours, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9 * float(other.abs().max()) + 1e-14)
@@ -97,7 +97,7 @@ def test_calculators_take_operators_and_can_be_told_not_to(monkeypatch):
     ours = atoms.get_forces()
     assert asked
     assert all(asked)
-    with operators(False):
+    with execution(operators=False):
         atoms.calc.reset()
         np.testing.assert_allclose(ours, atoms.get_forces(), rtol=0, atol=1e-11)
     assert not asked[-1]
@@ -110,7 +110,7 @@ def test_a_compiled_graph_looks_inside_and_holds_for_any_sizes():
     """By torch.compile, and as the compile engine does it. Code is made once."""
     evaluate = evaluation_of(make_potential(precision="float64", **MODEL).cuda())
     first, second = small_batches()
-    with operators(True):
+    with execution(operators=True):
         traced = trace(evaluate, [], first)
         engine = CompiledFunction(evaluate, {})
         found = [engine([], batch) for batch in (first, second)]
@@ -127,7 +127,7 @@ def test_compiled_code_launches_the_generated_kernels():
 
     evaluate = evaluation_of(make_potential(precision="float32", **MODEL).cuda())
     batch = small_batches()[0]
-    with operators(True):
+    with execution(operators=True):
         traced = trace(evaluate, [], batch)
     compiled = torch.compile(traced.graph, fullgraph=True, dynamic=True)
     with torch._inductor.config.patch(force_disable_caches=True):
@@ -142,7 +142,7 @@ def test_compiled_code_launches_the_generated_kernels():
 def test_a_package_of_aotinductor_gives_the_same(tmp_path):
     evaluate = evaluation_of(make_potential(precision="float64", **MODEL).cuda())
     first, second = small_batches()
-    with operators(True):
+    with execution(operators=True):
         exported = export_evaluation(lambda batch: evaluate([], batch), first)
     assert sum("forgefield.convolve" in str(node.target) for node in exported.graph.nodes) == 6
     path = torch._inductor.aoti_compile_and_package(exported, package_path=str(tmp_path / "evaluation.pt2"))
@@ -154,7 +154,7 @@ def test_a_package_of_aotinductor_gives_the_same(tmp_path):
 def test_evaluations_can_be_captured():
     evaluate = evaluation_of(make_potential(precision="float64", **MODEL).cuda())
     batch = small_batches()[0]
-    with operators(True):
+    with execution(operators=True):
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -212,7 +212,7 @@ def test_time_of_an_evaluation(frames, capsys):
     evaluate = evaluation_of(build_model(resolved, precision="float32", seed=0).cuda())
     batch, taken, results = water_batch(frames), {}, {}
     for name, by_operators in (("plain operations", False), ("operators", True)):
-        with operators(by_operators):
+        with execution(operators=by_operators):
             compiled = CompiledFunction(evaluate, {})
             results[name] = compiled([], batch)
             taken[f"{name}, eager"] = milliseconds(evaluate, [], batch)

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from forgefield.api import train
+from forgefield.kernels.convolution import compiling
 from forgefield.kernels.convolution import passes as convolution
-from forgefield.kernels.core import compiling
-from forgefield.kernels.core.switches import has_triton
+from forgefield.kernels.core.availability import has_triton
 from forgefield.models.nequip import passes as nequip_passes
 from forgefield.training.engines.blank import sizes
 from forgefield.training.engines.engine import Engine

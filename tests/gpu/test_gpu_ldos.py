@@ -12,12 +12,12 @@ from forgefield.ldos.training.fused import FusedGradient, FusedStep
 from forgefield.ldos.training.gradient import Written
 from forgefield.ldos.training.update import Update
 from forgefield.training.optim.averages import WeightAverage
-from tests.ldos.training.test_gradient import network, rows, task
 from tests.support.interrupting import Interrupted
 from tests.support.launching import average, weights
+from tests.support.point_networks import network, rows, task
+from tests.support.resuming import END, assert_same_run
 from tests.support.snapshots import point_config
 from tests.support.train_many import train_only
-from tests.training.test_resume import END, assert_same_run
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -8,7 +8,7 @@ import torch
 
 from forgefield.ldos.data import PointLoader, PointTable, StreamLoader, find_snapshots, load_points, split_points
 from forgefield.ldos.data.permutation import Permutation
-from tests.ldos.data.conftest import write_snapshot
+from tests.support.numbered_snapshots import write_snapshot
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -8,12 +8,13 @@ import torch
 from forgefield.api import train
 from forgefield.config.loading import load_config
 from forgefield.data.batch import to_device
-from forgefield.data.module import DataModule
+from forgefield.data.batch_spec import BatchSpec
+from forgefield.data.module import read_data
 from forgefield.models.registry import build_model, resolve_model
 from forgefield.tasks.task import Task
 from tests.support.helpers import tiny_config
 from tests.support.interrupting import Interrupted
-from tests.training.test_resume import END, assert_same_run
+from tests.support.resuming import END, assert_same_run
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -27,11 +28,10 @@ def test_outputs_and_parameter_gradients_equal_those_of_the_cpu(model, tmp_path)
     config = tiny_config(tmp_path, task={"energy": {}, "forces": {}, "stress": {}})
     config["model"].update(model)
     config = load_config(config)
-    data = DataModule(config.data, seed=0)
-    data.prepare()
+    data = read_data(config.data, seed=0)
     resolved = resolve_model(config.model, species=data.species.symbols, cutoff=3.5, statistics=data.statistics)
     task = Task(config.task, data.species.symbols)
-    batch = next(iter(data.train_dataloader()))
+    batch = next(iter(data.serve(BatchSpec()).train_dataloader()))
     results = {}
     for device in ("cpu", "cuda"):
         potential = build_model(resolved, precision="float64", seed=0).to(device).train()
@@ -79,12 +79,11 @@ def test_interrupted_run_on_gpu_equals_uninterrupted_run(tmp_path, monkeypatch):
 def test_a_training_step_does_not_wait_for_the_device(tmp_path):
     """Nothing in forward, loss or metrics reads a value back: torch would raise here."""
     config = load_config(tiny_config(tmp_path, task={"energy": {}, "forces": {"species_weights": {"Cu": 2.0}}}))
-    data = DataModule(config.data, seed=0)
-    data.prepare()
+    data = read_data(config.data, seed=0)
     resolved = resolve_model(config.model, species=data.species.symbols, cutoff=3.5, statistics=data.statistics)
     potential = build_model(resolved, precision="float32", seed=0).to("cuda").train()
     task = Task(config.task, data.species.symbols)
-    batch = to_device(next(iter(data.train_dataloader())), "cuda")
+    batch = to_device(next(iter(data.serve(BatchSpec()).train_dataloader())), "cuda")
     task.loss(potential(batch), batch).total.backward()  # first use builds tables
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

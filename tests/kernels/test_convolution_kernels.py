@@ -20,9 +20,9 @@ from forgefield.kernels.convolution.form import Form, form_of
 from forgefield.kernels.convolution.passes import Convolution, Motion, Radial, Rows, in_manner
 from forgefield.kernels.convolution.source import Kind
 from forgefield.kernels.core.fields import TANGENT, VALUE, Field, Shape
-from forgefield.kernels.core.switches import kernels
 from forgefield.kernels.radial.packing import StoredTable, pack_by_operations, unpack
 from forgefield.ops.convolution_plan import Block, ConvolutionPlan, list_paths, plan_convolution
+from forgefield.ops.execution import execution
 from forgefield.ops.graph import EdgeGraph, pair_graph, reverse_edges
 from forgefield.ops.harmonics import clebsch_gordan, lowering_terms
 from forgefield.training.precision import Precision
@@ -417,7 +417,7 @@ def test_storage_in_bfloat16_rounds_what_is_stored_and_nothing_else(name, radial
     weights = given.radial.weights.bfloat16().float() if radial == "table" else given.radial.weights
     exact = {name: getattr(given, name).bfloat16().float() for name in ("x", "dx")}
     given = replace(given, radial=replace(given.radial, weights=weights), **exact)
-    with kernels(storage="bfloat16"):
+    with execution(storage="bfloat16"):
         assert_pass(name, given, 2**-7 if name in ("forces", "back") else 20 * torch.finfo(torch.float32).eps)
         if name == "back":
             written: list[Rows] = []
@@ -449,7 +449,7 @@ def test_tf32_rounds_cotangents_of_weights_that_wait_for_their_sums_and_nothing_
 
 
 def test_bfloat16_is_refused_for_float64():
-    with kernels(storage="bfloat16"), pytest.raises(ForgefieldError, match="in float64 computes"):
+    with execution(storage="bfloat16"), pytest.raises(ForgefieldError, match="in float64 computes"):
         assert_values(problem("one block", "table"), 1e-12)
 
 

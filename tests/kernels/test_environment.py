@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from forgefield.kernels.convolution import dispatch
-from forgefield.kernels.convolution.dispatch import operators, use_edge_operators
-from forgefield.kernels.core.switches import interpreted
+from forgefield.kernels.convolution.dispatch import use_edge_operators
+from forgefield.kernels.core.availability import interpreted
 from forgefield.kernels.edges.environment import edge_pass, environment_by_operator, mark, project_by_operator
 from forgefield.kernels.edges.environment_source import EdgePass, write_pass
 from forgefield.models import Potential, build_model, resolve_model
+from forgefield.ops.execution import execution
 from forgefield.ops.graph import GradientSwitch, Segments, cut
 from forgefield.ops.weighted_harmonics import project, sum_weighted
 from forgefield.training.engines.tracing import trace
@@ -215,7 +216,7 @@ def outputs_and_gradients(potential: Potential) -> list[Tensor]:
 @pytest.mark.parametrize("form", FORMS)
 def test_allegro_of_operators_is_allegro(form, monkeypatch):
     potential = allegro(**FORMS[form])
-    with operators(False):
+    with execution(operators=False):
         plain = outputs_and_gradients(potential)
     monkeypatch.setattr(dispatch, "use_edge_operators", lambda x: True)
     monkeypatch.setattr(dispatch, "sum_weighted", None)
@@ -252,10 +253,10 @@ def test_a_traced_training_step_holds_an_operator_for_every_derivative(everywher
 def test_sums_are_operators_on_a_gpu_unless_somebody_says_otherwise():
     x = torch.zeros(1, device=DEVICE)
     assert use_edge_operators(x) == (DEVICE == "cuda")  # an interpreter has to be asked for
-    with operators(True):
+    with execution(operators=True):
         assert use_edge_operators(x)
         assert not use_edge_operators(x.half())
         with torch.autograd.forward_ad.dual_level():
             assert not use_edge_operators(x)
-    with operators(False):
+    with execution(operators=False):
         assert not use_edge_operators(x)

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from forgefield.kernels.core.switches import kernels
 from forgefield.kernels.radial import intervals
 from forgefield.kernels.radial.intervals import BLOCK
 from forgefield.kernels.radial.table import CHUNK, Intervals
+from forgefield.ops.execution import execution
 from tests.support.kernels import DEVICE, needs_kernels
 
 pytestmark = needs_kernels
@@ -18,7 +18,7 @@ def test_edges_in_order_of_their_intervals(n_edges, count, monkeypatch):
     at = torch.randint(0, max(count - 1, 1), (n_edges,), generator=torch.Generator().manual_seed(1)).to(torch.int16)
     at[: 2 * CHUNK + 1] = 0
     plain = Intervals(at.to(DEVICE), count).sorted()
-    with kernels(enabled=True):
+    with execution(kernels=True):
         ours = Intervals(at.to(DEVICE), count).sorted()
     for name in plain._fields:
         assert torch.equal(getattr(ours, name), getattr(plain, name)), name

@@ -13,16 +13,17 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from forgefield.errors import ForgefieldError
 from forgefield.kernels.convolution import dispatch
-from forgefield.kernels.convolution.dispatch import evaluation, operators, use_operators
+from forgefield.kernels.convolution.dispatch import evaluation, use_operators
 from forgefield.kernels.convolution.form_key import key_of_plan, plan_of_key
 from forgefield.kernels.convolution.operators import convolve_by_operator
-from forgefield.kernels.core.switches import interpreted
+from forgefield.kernels.core.availability import interpreted
 from forgefield.ops.convolution import convolve
 from forgefield.ops.convolution_plan import Block, ConvolutionPlan, plan_convolution
+from forgefield.ops.execution import execution, requested_operators
 from forgefield.ops.graph import EdgeGraph, pair_graph, reverse_edges
 from forgefield.training.engines.exporting import export_evaluation
 from forgefield.training.engines.tracing import trace
-from tests.ops.test_convolution import e3nn_convolution, to_e3nn
+from tests.support.e3nn_oracle import e3nn_convolution, to_e3nn
 from tests.support.kernels import DEVICE, assert_same, draw, needs_kernels
 from tests.support.structures import make_batch, make_frame, make_potential
 
@@ -294,7 +295,7 @@ def test_evaluations_of_several_threads_do_not_meet():
         with evaluation():
             inside.set()
             assert others.wait(10)
-            seen.append(dispatch._current.wanted)
+            seen.append(requested_operators())
 
     thread = threading.Thread(target=other)
     with evaluation():
@@ -302,7 +303,7 @@ def test_evaluations_of_several_threads_do_not_meet():
         assert inside.wait(10)
     others.set()
     thread.join()
-    assert (seen, dispatch._current.wanted) == ([True], None)
+    assert (seen, requested_operators()) == ([True], None)
 
 
 @needs_kernels
@@ -314,7 +315,7 @@ def test_evaluations_take_operators_where_kernels_run_and_the_setting_allows():
         assert not use_operators(x.half())
         with torch.autograd.forward_ad.dual_level():
             assert not use_operators(x)
-    with operators(False), evaluation():
+    with execution(operators=False), evaluation():
         assert not use_operators(x)
-    with operators(True):
+    with execution(operators=True):
         assert use_operators(x)

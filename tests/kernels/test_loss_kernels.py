@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from forgefield.config.schema import TargetOptions, TaskOptions
-from forgefield.kernels.core.switches import kernels
+from forgefield.ops.execution import execution
 from forgefield.tasks.loss_kernels import ROWS, kernels_know, loss_by_kernels
 from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.task import Task
@@ -57,7 +57,7 @@ def test_loss_slopes_and_errors(name, given_denominators):
         denominators = 0.5 * counts + 1 if given_denominators else None
         expected = task.combine(sums, counts if denominators is None else denominators)
         slopes = dict(zip(leaves, torch.autograd.grad(expected, list(leaves.values()))))
-        with kernels(enabled=True):
+        with execution(kernels=True):
             assert kernels_know(task, errors, batch)
         found = loss_by_kernels(task, errors, outputs, batch, weights, denominators)
         assert_same(found.loss, expected.detach())
@@ -83,7 +83,7 @@ def test_predictions_that_are_no_numbers_are_seen():
 def test_what_kernels_do_not_know_is_left_to_plain_operations(targets):
     task = Task(TaskOptions(**{key: TargetOptions(**options) for key, options in targets.items()}), SPECIES)
     batch, _ = labelled_batch([2, 2])
-    with kernels(enabled=True):
+    with execution(kernels=True):
         assert not kernels_know(task, task.error_metrics(SPECIES), batch)
         known = Task(TASKS["energy and forces"], SPECIES)
         assert not kernels_know(known, ErrorMetrics(("energy",), SPECIES), batch)

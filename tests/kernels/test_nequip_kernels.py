@@ -11,62 +11,13 @@ import pytest
 import torch
 
 from forgefield.kernels.convolution import passes as convolution
-from forgefield.kernels.core.switches import kernels
+from forgefield.ops.execution import execution
 from forgefield.training.precision import Precision
 from tests.support.kernels import DEVICE, needs_kernels
-from tests.support.structures import make_batch, make_frame, make_potential
+from tests.support.nequip_kernel_cases import CASES, batch, step
+from tests.support.structures import make_potential
 
 pytestmark = needs_kernels
-CASES = {
-    "plain": {"l_max": 1, "num_layers": 2, "num_features": 4},
-    "degrees of unequal width": {"l_max": 2, "num_layers": 2, "num_features": [6, 3, 2], "parity": False},
-    "parities, norm, resnet": {
-        "l_max": 1,
-        "num_layers": 3,
-        "num_features": 2,
-        "nonlinearity": "norm",
-        "convnet_resnet": True,
-    },
-    "pair cutoffs": {"per_edge_type_cutoff": {"H": {"O": 2.0}}, "l_max": 1, "zbl": True},
-    "deep radial networks": {
-        "l_max": 1,
-        "num_layers": 2,
-        "num_features": 4,
-        "radial_mlp_depth": 3,
-        "radial_mlp_width": 6,
-    },
-    "trained frequencies": {
-        "radial_mlp_depth": 2,
-        "bessel_trainable": True,
-        "avg_num_neighbours": {"H": 5.0, "O": 9.0},
-    },
-}
-
-
-def batch():
-    """12 edges: a crystal, a molecule, and an atom that is alone."""
-    made = make_batch(
-        make_frame(3, seed=1, box=4.5), make_frame(2, seed=2, periodic=False), make_frame(1, seed=4, periodic=False)
-    )
-    return {key: value.to(DEVICE) for key, value in made.items()}
-
-
-def step(potential, given, by_kernels: bool) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
-    """What a training makes of a batch: outputs, and gradients in all weights for adjoints drawn at random."""
-    generator = torch.Generator().manual_seed(7)
-    adjoints = {
-        "energy": torch.randn(3, dtype=torch.float64, generator=generator).to(DEVICE),
-        "forces": torch.randn(6, 3, dtype=torch.float64, generator=generator).to(DEVICE),
-        "stress": torch.randn(3, 3, 3, dtype=torch.float64, generator=generator).to(DEVICE),
-    }
-    given = given | {"memory": {}}
-    with kernels(enabled=by_kernels):
-        outputs = potential(given, stress=True)  # kernels of the response need what the first pass left
-        values, cotangents = potential.response(given, adjoints)
-        weights = [p for p in potential.parameters() if p.requires_grad]
-        found = torch.autograd.grad(values, weights, cotangents, allow_unused=True)
-    assert ("network" in given["memory"]) == by_kernels
-    return outputs, [torch.zeros_like(p) if g is None else g for p, g in zip(weights, found)]
 
 
 def relative(ours: torch.Tensor, reference: torch.Tensor) -> float:
@@ -117,7 +68,7 @@ def test_gradients_of_rows_stored_in_bfloat16():
     """Rounding by 2^-9 here and there, and no more than that."""
     case, given = CASES["degrees of unequal width"], batch()
     exact, gradients = step(make_potential(precision="float64", **case).to(DEVICE).eval(), given, by_kernels=False)
-    with kernels(storage="bfloat16"):
+    with execution(storage="bfloat16"):
         ours, found = step(make_potential(precision="float32", **case).to(DEVICE).eval(), given, by_kernels=True)
     found, gradients = (torch.cat([g.flatten().double() for g in some]) for some in (found, gradients))
     assert 1e-4 < relative(found, gradients) < 8e-3
@@ -138,7 +89,7 @@ def test_a_step_in_tf32():
 
 def test_forces_alone_are_those_of_a_training():
     potential, given = make_potential(precision="float32", **CASES["plain"]).to(DEVICE).eval(), batch()
-    with kernels(enabled=True):
+    with execution(kernels=True):
         alone = potential(given)
         with torch.no_grad():
             energy = potential(given, forces=False)["energy"]
@@ -153,7 +104,7 @@ def test_nothing_of_a_pass_is_left_when_it_is_over():
     given = batch() | {"memory": {}}
     gc.disable()
     try:
-        with kernels(enabled=True):
+        with execution(kernels=True):
             potential(given)
         network = weakref.ref(given["memory"]["network"])
         given["memory"].clear()
@@ -167,7 +118,7 @@ def test_trained_frequencies_are_never_remembered():
     for parameter in potential.parameters():
         parameter.requires_grad_(False)
     given = batch()
-    with kernels(enabled=True):
+    with execution(kernels=True):
         before = potential(given)["energy"]
         potential.model.bessel_frequencies.data.mul_(1.05)  # as a captured optimiser changes them
         after = potential(given)["energy"]

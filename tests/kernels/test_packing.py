@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from forgefield.kernels.core.switches import kernels
 from forgefield.kernels.radial import packing
 from forgefield.kernels.radial.packing import BITS, HALF, pack_by_kernel, pack_by_operations, stored_table, unpack
+from forgefield.ops.execution import execution
 from tests.support.kernels import assert_same, draw, needs_kernels
 
 EPSILON = torch.finfo(torch.float32).eps
@@ -97,5 +97,5 @@ def test_only_float32_that_is_to_stay_it_is_packed():
     given = drawn(2, 3)
     assert stored_table(given).unit is not None
     assert stored_table(given.double()).unit is None
-    with kernels(storage="bfloat16"):
+    with execution(storage="bfloat16"):
         assert stored_table(given).words is given

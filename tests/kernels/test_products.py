@@ -11,8 +11,8 @@ from forgefield.kernels.dense import products
 from forgefield.kernels.dense.matrices import Matrices, Matrix
 from forgefield.kernels.dense.products import Gradient, Gradients, Product, Products, sort_kinds
 from forgefield.models.nequip import passes as nequip_passes
-from tests.kernels.test_nequip_kernels import CASES, batch, step
 from tests.support.kernels import DEVICE, assert_same, draw, needs_kernels
+from tests.support.nequip_kernel_cases import CASES, batch, step
 from tests.support.structures import make_potential
 
 pytestmark = needs_kernels

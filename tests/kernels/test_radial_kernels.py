@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from forgefield.kernels.core.switches import kernels
 from forgefield.kernels.radial import deep as deep_radial
 from forgefield.kernels.radial import shallow as radial
 from forgefield.kernels.radial.shallow import CHANNELS, KNOTS
 from forgefield.models.nequip import tables as nequip_tables
 from forgefield.models.nequip.tables import radial_tables
+from forgefield.ops.execution import execution
 from tests.support.kernels import DEVICE, assert_same, draw, needs_kernels
 from tests.support.structures import make_potential
 
@@ -32,7 +32,7 @@ def test_tables_and_gradients_of_the_networks(options, n_intervals, monkeypatch)
         model = make_potential(precision=precision, num_layers=2, l_max=1, num_features=2, **options).to(DEVICE).model
         weights = [weight for layer in model.layers for weight in layer.radial.weights]
         plain = radial_tables(model, n_intervals)
-        with kernels(enabled=True):
+        with execution(kernels=True):
             ours = radial_tables(model, n_intervals)
         assert all((table.hidden is None) == ("radial_mlp_depth" in options) for table in ours)
         made = [curves @ matrix for curves, matrix in (table.tracked() for table in plain)]
@@ -50,7 +50,7 @@ def test_tables_and_gradients_of_the_networks(options, n_intervals, monkeypatch)
 def test_other_networks_are_left_to_plain_operations(options, monkeypatch):
     monkeypatch.setattr(nequip_tables, "deep_curves", None)  # not to be called
     model = make_potential(precision="float32", num_layers=1, l_max=0, num_features=2, **options).to(DEVICE).model
-    with kernels(enabled=True):
+    with execution(kernels=True):
         assert all(table.hidden is None for table in radial_tables(model, 8))
 
 

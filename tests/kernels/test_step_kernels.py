@@ -4,9 +4,9 @@ import pytest
 
 from forgefield.training.engines.engine import Engine
 from tests.support.engine_cases import ALL, difference, labelled, step_function
+from tests.support.extra_outputs import function, predictor, with_fields
 from tests.support.kernels import DEVICE, needs_kernels
 from tests.support.structures import make_potential
-from tests.training.engines.test_further import function, predictor, with_fields
 
 pytestmark = needs_kernels
 MODELS = {

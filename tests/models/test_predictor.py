@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
-import ase
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from forgefield.data.frame import Frame
 from forgefield.errors import ForgefieldError
 from forgefield.models import Potential, build_model, resolve_model
 from forgefield.models.deeppot.exporter import write_deepmd
 from forgefield.models.predictor import Predictor
-from tests.support.deeppots import section
+from tests.support.predictor_cases import SMALL, doubled, moved, values
 from tests.support.structures import SPECIES, STATISTICS, TINY, make_batch, make_frame
 
 FACTS: dict[str, dict[str, Any]] = {
     "gap": {"unit": "eV", "reduce": "mean", "shift": [[1.0], [1.0]], "scale": 0.5},
     "tensor": {"shape": [3, 2], "reduce": "sum", "shift": [[0.1] * 6, [0.2] * 6], "scale": 2.0},
     "charge": {"per": "atom", "shift": [[0.3], [-0.6]], "scale": 0.1},
-}
-SMALL = {
-    "nequip": TINY,
-    "allegro": {"name": "allegro", "l_max": 2, "num_tensor_features": 3, "num_scalar_features": 4},
-    "deeppot": section(),
 }
 
 
@@ -41,20 +33,6 @@ def predictor(name: str, precision: str = "float64", **options: Any) -> Predicto
     found = build_model(resolved(name, **options), precision=precision, seed=1)
     assert isinstance(found, Predictor)
     return found.eval()
-
-
-def values(model: Potential, *frames: Frame) -> dict[str, np.ndarray]:
-    found = model(make_batch(*frames), forces=False)
-    return {name: tensor.detach().numpy() for name, tensor in found.items()}
-
-
-def moved(frame: Frame, **changes: Any) -> Frame:
-    return dataclasses.replace(frame, **changes)
-
-
-def doubled(frame: Frame) -> Frame:
-    atoms = ase.Atoms(frame.numbers, positions=frame.positions, cell=frame.cell, pbc=frame.pbc) * (2, 1, 1)
-    return moved(frame, positions=atoms.positions, numbers=atoms.numbers.astype(np.int64), cell=atoms.cell.array)
 
 
 @pytest.mark.parametrize("name", SMALL)

@@ -1,7 +1,5 @@
 """The convolution equals e3nn's tensor product edge by edge, differentiates exactly twice, transforms as it must."""
 
-from contextlib import contextmanager
-
 import pytest
 import torch
 from e3nn import o3
@@ -11,6 +9,7 @@ from forgefield.ops.convolution import convolve
 from forgefield.ops.convolution_plan import Block, plan_convolution
 from forgefield.ops.graph import EdgeGraph, GradientSwitch, pair_graph, reverse_edges
 from forgefield.ops.harmonics import SphericalHarmonics
+from tests.support.e3nn_oracle import e3nn_convolution, to_e3nn, torch_default_dtype
 
 CASES = {
     "vectors": (((4, 0, 1), (4, 1, -1)), 1, {(0, 1), (1, -1)}),
@@ -34,42 +33,6 @@ def make_inputs(plan, n_atoms=5, n_edges=11, dtype=torch.float64, seed=0):
     graph = EdgeGraph(torch.randint(n_atoms, (n_edges,), generator=gen), destination, n_atoms)
     shapes = ((n_atoms, plan.in_dim), (n_edges, (plan.l_max + 1) ** 2), (n_edges, plan.n_weights))
     return graph, *(torch.randn(shape, generator=gen, dtype=dtype) for shape in shapes)
-
-
-@contextmanager
-def torch_default_dtype(dtype):
-    """e3nn keeps its coefficients in the precision that was the default when a module was made."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-def to_e3nn(rows, blocks):
-    """From channels contiguous to e3nn's order."""
-    parts = rows.split([block.dim for block in blocks], dim=1)
-    return torch.cat(
-        [p.unflatten(1, (2 * b.l + 1, b.mul)).transpose(1, 2).flatten(1) for p, b in zip(parts, blocks)], 1
-    )
-
-
-def e3nn_convolution(features, harmonics, weights, graph, plan):
-    """Slow oracle: e3nn's TensorProduct on every edge, then a loop over edges."""
-    irreps = o3.Irreps([(b.mul, (b.l, b.p)) for b in plan.in_blocks])
-    out = o3.Irreps([(b.mul, (b.l, b.p)) for b in plan.out_blocks])
-    instructions = [(path.source, path.l2, number, "uvu", True) for number, path in enumerate(plan.paths)]
-    harmonic_irreps = o3.Irreps.spherical_harmonics(plan.l_max)
-    with torch_default_dtype(torch.float64):
-        product = o3.TensorProduct(
-            irreps, harmonic_irreps, out, instructions, shared_weights=False, internal_weights=False
-        )
-    messages = product(to_e3nn(features, plan.in_blocks)[graph.source], harmonics, weights)
-    total = torch.zeros(graph.n_atoms, out.dim, dtype=features.dtype)
-    for message, atom in zip(messages, graph.destination.tolist()):
-        total[atom] += message
-    return total
 
 
 @pytest.mark.parametrize("widest", [1, 16])

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from forgefield.ops.products import add_product, product, products_in
+from forgefield.ops.execution import products_in
+from forgefield.ops.products import add_product, product
 
 # Half a unit in the last place of a factor, relative; a product has two of them.
 ROUNDING = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from forgefield.errors import ForgefieldError
-from forgefield.parallel.contradictions import check_trainer_options
 from forgefield.parallel.launch import Launch
+from forgefield.parallel.launch_checks import check_trainer_options
 
 
 def launched(launcher: str, world_size: int, local_size: int, n_nodes: int) -> Launch:

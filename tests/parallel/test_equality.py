@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +12,14 @@ import torch
 from ase.calculators.singlepoint import SinglePointCalculator
 
 from forgefield.config.loading import load_config
-from forgefield.data.module import DataModule
+from forgefield.data.module import read_data
 from forgefield.data.sampling.order import epoch_permutation
 from forgefield.models.registry import build_model, resolve_model
 from forgefield.tasks.task import Task
-from tests.support.helpers import emt_frames, tiny_config
+from tests.support.helpers import emt_frames
 from tests.support.launching import average, ranks, weights, write_config
+from tests.support.parallel_runs import FRAMES_A_STEP, assert_same_rows, make_config
 from tests.support.train_many import train_only
-
-FRAMES_A_STEP = 4
 
 LOSSES: dict[str, dict[str, Any]] = {
     "energy": {"energy": {}},
@@ -52,21 +50,6 @@ def folder(tmp_path_factory) -> Path:
     ase.io.write(path / "frames.extxyz", frames[:10], format="extxyz")
     ase.io.write(path / "val.extxyz", frames[10:], format="extxyz")
     return path
-
-
-def make_config(folder: Path, name: str, world_size: int, **changes: Any) -> dict[str, Any]:
-    config = tiny_config(folder, name=name, **changes)
-    config["data"] = {**config["data"], "val": 0, **changes.get("data", {}), "train": str(folder / "frames.extxyz")}
-    config["data"]["batch"] = {"frames": FRAMES_A_STEP // world_size}
-    config["training"] = {
-        "precision": "float64",
-        "optimizer": "sgd",
-        "lr": 1.0,
-        "ema": None,
-        "tensorboard": 0,
-        **changes.get("training", {}),
-    }
-    return config
 
 
 def one_step(folder: Path, loss: str, world_size: int, strategy: str | None) -> dict[str, Any]:
@@ -123,8 +106,7 @@ def test_other_engines_give_the_gradient_of_one_process_too(strategy, folder, gr
 def test_the_mean_of_the_ranks_own_means_is_another_gradient(loss, folder):
     """So the frames of these tests can tell a right average from the usual wrong one."""
     config = load_config(one_step(folder, loss, 1, None))
-    data = DataModule(config.data, seed=config.seed)
-    data.prepare()
+    data = read_data(config.data, seed=config.seed)
     task = Task(config.task, data.species.symbols)
     resolved = resolve_model(
         config.model, species=data.species.symbols, cutoff=config.data.cutoff, statistics=data.statistics
@@ -187,12 +169,3 @@ def write_first(folder: Path, n: int) -> str:
     path = folder / f"val-{n}.extxyz"
     ase.io.write(path, ase.io.read(folder / "val.extxyz", f":{n}"), format="extxyz")
     return str(path)
-
-
-def assert_same_rows(a: Path, b: Path) -> None:
-    rows_a, rows_b = ([json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in (a, b))
-    assert len(rows_a) == len(rows_b) > 0
-    for row_a, row_b in zip(rows_a, rows_b):
-        assert row_a.keys() == row_b.keys()
-        for name, value in row_a.items():
-            assert row_b[name] == pytest.approx(value, rel=1e-9, abs=1e-12), name

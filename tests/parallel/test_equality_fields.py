@@ -10,9 +10,9 @@ import ase.io
 import pytest
 import torch
 
-from tests.parallel.test_equality import FRAMES_A_STEP, assert_same_rows, make_config
 from tests.support.helpers import PROPERTIES, property_frames
 from tests.support.launching import average, ranks, weights, write_config
+from tests.support.parallel_runs import FRAMES_A_STEP, assert_same_rows, make_config
 from tests.support.train_many import train_only
 
 TASKS: dict[str, dict[str, Any]] = {

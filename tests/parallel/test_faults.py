@@ -17,7 +17,7 @@ from forgefield.parallel.network import free_port
 from forgefield.training.run.signals import REQUEUE
 from tests.support.helpers import tiny_config, write_emt
 from tests.support.launching import clean_environment, ranks, start, train_command, write_config
-from tests.training.test_resume import END, assert_same_run
+from tests.support.resuming import END, assert_same_run
 
 RECORD = "tests.support.interrupting.RecordsFrames"
 

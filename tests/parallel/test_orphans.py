@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.parallel.test_spawn import is_alive
 from tests.support.helpers import tiny_config
-from tests.support.launching import clean_environment, torchrun, train_command
+from tests.support.launching import clean_environment, is_alive, torchrun, train_command
 from tests.support.warm import ROOT
 
 PATIENCE = 100.0

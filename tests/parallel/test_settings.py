@@ -15,10 +15,10 @@ from forgefield.api import train
 from forgefield.config.loading import load_config
 from forgefield.data.sampling.plan import Budget
 from forgefield.errors import ForgefieldError
-from forgefield.parallel.group import Ranks, alone
-from forgefield.parallel.meeting import usable_threads
 from forgefield.parallel.network import interface_towards
+from forgefield.parallel.ranks import Ranks, alone
 from forgefield.parallel.registry import MPIDDPStrategy, check_strategy, register_strategies
+from forgefield.parallel.rendezvous import usable_threads
 from forgefield.training.optim.optimisers import build_optimiser, build_scheduler, fit_length, rescale_learning_rates
 from forgefield.training.optim.scaling import learning_rate_factor
 from forgefield.training.problem.preflight import check_settings

@@ -18,6 +18,7 @@ import pytest
 
 from forgefield.errors import ForgefieldError
 from forgefield.parallel.spawn import run_ranks
+from tests.support.launching import is_alive
 
 PATIENCE = 20.0
 """Seconds after which a test gives up."""
@@ -54,14 +55,6 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < end, "it did not happen"
         time.sleep(0.01)
-
-
-def is_alive(pid: int) -> bool:
-    """Whether the process runs; one that has ended and only was not collected yet does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in ("Z", "X")
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def elapsed(function: Callable[[], int]) -> tuple[int, float]:

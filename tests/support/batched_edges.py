@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import torch
 
@@ -48,3 +50,20 @@ def assert_same_edges(frames, cutoff: float, device="cpu", **options) -> int:
         assert found.device.type == torch.device(device).type
         np.testing.assert_array_equal(found.cpu().numpy(), expected)
     return ours[0].shape[1]
+
+
+def brute_force(positions, cell, pbc, cutoff):
+    """Every image that could be within reach, one by one."""
+    lattice = cell[pbc]
+    reach = np.zeros(3, dtype=int)
+    if pbc.any():
+        dual = np.linalg.pinv(lattice)  # columns: how fast each coordinate grows per A
+        spread = np.ptp(positions @ dual, axis=0)
+        reach[pbc] = np.ceil(cutoff * np.linalg.norm(dual, axis=0) + spread).astype(int) + 1
+    edges = []
+    for shift in itertools.product(*(range(-r, r + 1) for r in reach)):
+        moved = positions + np.array(shift) @ np.where(pbc[:, None], cell, 0.0)
+        for i, j in itertools.product(range(len(positions)), repeat=2):
+            if (i != j or any(shift)) and np.linalg.norm(moved[j] - positions[i]) <= cutoff:
+                edges.append((i, j, *shift))
+    return sorted(edges)

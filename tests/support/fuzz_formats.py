@@ -40,10 +40,10 @@ from forgefield.models.nequip.importer import read_nequip
 from forgefield.models.registry import build_model, resolve_model
 from forgefield.runs import Run, create_run_from_model
 from forgefield.training.run.checkpoint import DamagedCheckpoint, load_checkpoint, save_checkpoint
-from tests.models.nequip.test_import_nequip import checkpoint, trained_elsewhere
 from tests.support import mala_archive
 from tests.support.fuzz_mutations import mutated
 from tests.support.helpers import emt_frames
+from tests.support.nequip_checkpoints import checkpoint, trained_elsewhere
 
 N = 3
 

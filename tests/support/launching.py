@@ -80,3 +80,11 @@ def weights(run: Path) -> torch.Tensor:
 def average(run: Path) -> torch.Tensor:
     state = final_state(run)["forgefield"]["ema"]["average"]
     return torch.cat([state[name].reshape(-1).double() for name in sorted(state)])
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process runs; one that has ended and only was not collected yet does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in ("Z", "X")
+    except (FileNotFoundError, ProcessLookupError):
+        return False

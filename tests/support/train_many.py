@@ -13,7 +13,7 @@ from pathlib import Path
 import yaml
 
 from forgefield.config.loading import load_config
-from forgefield.parallel.faults import failing_together
+from forgefield.parallel.failures import failing_together
 from forgefield.parallel.session import this_group
 from forgefield.runs import Run
 from forgefield.training.fit import TrainingResult, fit

@@ -8,7 +8,7 @@ import torch
 from ase import units as ase_units
 
 from forgefield.tasks.metrics import ErrorMetrics, unit_of
-from tests.tasks.test_task import SPECIES, random_batch
+from tests.support.task_batches import SPECIES, random_batch
 
 TARGETS = ("energy", "forces", "stress")
 

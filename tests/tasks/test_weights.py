@@ -14,8 +14,8 @@ from forgefield.errors import ForgefieldError
 from forgefield.tasks.task import Task
 from forgefield.tasks.weights import StepState, WeightSchedule
 from tests.support.helpers import tiny_config
+from tests.support.resuming import END, assert_same_run, interrupted_run
 from tests.support.train_many import train_only
-from tests.training.test_resume import END, assert_same_run, interrupted_run
 
 
 def at(step: int, steps: int = 11, **more) -> StepState:

@@ -19,7 +19,7 @@ from forgefield.bench.step import bare_step
 from forgefield.cli import main
 from forgefield.config.deepmd import translation
 from forgefield.config.loading import load_config
-from forgefield.data.module import DataModule
+from forgefield.data.module import read_data
 from forgefield.errors import ForgefieldError
 from forgefield.models.deeppot.importer import read_deepmd
 from forgefield.models.registry import build_model
@@ -43,9 +43,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def frames_of(run: Run, rows: list[int]) -> dict[str, torch.Tensor]:
     """Of the training data: five of wet, then four of dry."""
-    data = DataModule(load_config(run.path.parents[1] / "several.json").data, 0)
-    data.prepare()
-    data.set_branches(["dry", "wet"])
+    data = read_data(load_config(run.path.parents[1] / "several.json").data, 0, branches=["dry", "wet"])
     return data.train.batch(rows)
 
 

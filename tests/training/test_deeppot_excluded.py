@@ -15,7 +15,7 @@ import pytest
 
 from forgefield.config.deepmd import translation
 from forgefield.config.loading import load_config
-from forgefield.data.module import DataModule
+from forgefield.data.module import read_data
 from forgefield.models.registry import build_model
 from forgefield.training.problem.model_options import build_task, requested_task, resolved_model
 from tests.support.deepmd_systems import write_input
@@ -35,8 +35,7 @@ def excluding_hydrogen(folder: Path, kind: str) -> Path:
 def measured(path: Path) -> tuple[dict[str, float], dict[str, float], dict[str, Any], dict[str, Any]]:
     """Of an untrained model on one frame: mean squares of the loss, metrics, predictions and the batch, as arrays."""
     config = load_config(path, ["data.cache=false"])
-    data = DataModule(config.data, 0)
-    data.prepare()
+    data = read_data(config.data, 0)
     options = requested_task(config, data)
     resolved = resolved_model(config, data)
     task, potential = build_task(options, resolved), build_model(resolved, precision="float64", seed=0)

@@ -19,7 +19,7 @@ from forgefield import Calculator, api, load, train
 from forgefield.config.deepmd import translation
 from forgefield.config.loading import load_config
 from forgefield.data.batch import batch_shapes
-from forgefield.data.module import DataModule
+from forgefield.data.module import read_data
 from forgefield.errors import ForgefieldError
 from forgefield.models.deeppot.exporter import write_deepmd
 from forgefield.models.deeppot.importer import read_deepmd
@@ -50,8 +50,7 @@ def run_of(place: Path, kind: str) -> Run:
 def frames_of(place: Path, kind: str, rows: list[int]) -> dict[str, torch.Tensor]:
     """Frames of the second training system, as a batch."""
     config = load_config(place / f"{kind}.json", [f"data.train={place}/b", "data.val=null"])
-    data = DataModule(config.data, 0)
-    data.prepare()
+    data = read_data(config.data, 0)
     return data.train.batch(rows)
 
 
@@ -150,8 +149,7 @@ def test_a_traced_step_equals_an_eager_one(kind, place):
     run = run_of(place, kind)
     task = Task(load_config(place / f"{kind}.json").task, run.species, extra_outputs_of(run.info["model"]))
     config = load_config(place / f"{kind}.json")
-    data = DataModule(config.data, 0)
-    data.prepare()
+    data = read_data(config.data, 0)
     shapes = batch_shapes(data.train.fields)
     function = StepFunction(run.load_potential("last").train(), task, task.error_metrics(run.species), shapes=shapes)
     traced, eager = ScriptEngine(function), Engine(function)

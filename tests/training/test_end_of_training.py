@@ -17,9 +17,9 @@ from forgefield.errors import ForgefieldError
 from forgefield.training.run.checkpoint import list_checkpoints
 from forgefield.weights import read_weights
 from tests.support.helpers import tiny_config
+from tests.support.resuming import assert_same_run
 from tests.support.train_many import train_only
 from tests.support.warm import run_warm
-from tests.training.test_resume import assert_same_run
 
 LIMITS = {
     "epochs": ({"max_epochs": 2}, {}),

@@ -12,15 +12,15 @@ import torch
 
 from forgefield import Calculator, api
 from forgefield.config.loading import load_config
+from forgefield.data.batch_spec import Noise
 from forgefield.data.dataset import GraphDataset
-from forgefield.data.module import DataModule
-from forgefield.data.noise import Noise, noised_batch, with_noised_copies
+from forgefield.data.module import read_data
 from forgefield.errors import ForgefieldError
-from tests.parallel.test_equality import make_config
 from tests.support.helpers import emt_frames, property_frames, tiny_config
 from tests.support.launching import ranks, weights, write_config
+from tests.support.parallel_runs import make_config
+from tests.support.resuming import END, assert_same_run, interrupted_run
 from tests.support.train_many import train_only
-from tests.training.test_resume import END, assert_same_run, interrupted_run
 
 FIELDS = {
     "dipole": {"shape": [3], "unit": "e A"},
@@ -161,8 +161,7 @@ def test_noise_is_learnt_without_any_label_and_starts_a_training(tmp_path):
 
 
 def dataset(folder: Path) -> GraphDataset:
-    made = DataModule(load_config(config(folder, "data")).data, seed=3)
-    made.prepare()
+    made = read_data(load_config(config(folder, "data")).data, seed=3)
     return made.train
 
 
@@ -170,8 +169,8 @@ def test_moves_follow_the_place_in_an_epoch_and_edges_follow_moves(tmp_path):
     data = dataset(tmp_path)
     before = data.batch(np.arange(4))["positions"].clone()
     noise, places = Noise(0.1, seed=5, share=0.6), np.array([4, 9, 2, 7])
-    batch = noised_batch(data, np.arange(4), noise, 1, places)
-    again = noised_batch(data, np.arange(4)[::-1].copy(), noise, 1, places[::-1].copy())
+    batch = data.noised_training_batch(np.arange(4), noise, 1, places)
+    again = data.noised_training_batch(np.arange(4)[::-1].copy(), noise, 1, places[::-1].copy())
     is_moved = ~batch["denoise"].isnan().any(1)
     assert 0 < int(is_moved.sum()) < len(is_moved)
     np.testing.assert_array_equal(again["n_atoms"].numpy()[::-1], batch["n_atoms"].numpy())
@@ -187,14 +186,17 @@ def test_moves_follow_the_place_in_an_epoch_and_edges_follow_moves(tmp_path):
     assert float(lengths.max()) <= data.cutoff
     assert batch["edge_index"].shape[1] != data.batch(np.arange(4))["edge_index"].shape[1]
     assert torch.equal(data.batch(np.arange(4))["positions"], before)
-    other = noised_batch(data, np.arange(4), noise, 2, places)
+    other = data.noised_training_batch(np.arange(4), noise, 2, places)
     assert not torch.equal(other["positions"], batch["positions"])
 
 
 def test_an_evaluation_moves_copies_always_alike(tmp_path):
     data = dataset(tmp_path)
     noise = Noise(0.1, seed=5, share=0.5, fixed=True)
-    one, other = with_noised_copies(data, np.array([1, 2]), noise), with_noised_copies(data, np.array([2]), noise)
+    one, other = (
+        data.noised_evaluation_batch(np.array([1, 2]), noise),
+        data.noised_evaluation_batch(np.array([2]), noise),
+    )
     assert one["energy"].isnan().tolist() == [False, False, True, True]
     assert torch.equal(one["denoise"][one["frame"] == 3], other["denoise"][other["frame"] == 1])
     assert bool(one["denoise"][one["frame"] < 2].isnan().all())

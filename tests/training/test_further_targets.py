@@ -17,8 +17,8 @@ from forgefield.data.store.convert import convert
 from forgefield.errors import ForgefieldError
 from forgefield.report.folder import predictions_from_npz
 from tests.support.helpers import PROPERTIES, tiny_config, write_properties
+from tests.support.resuming import END, assert_same_run, interrupted_run
 from tests.support.train_many import train_only
-from tests.training.test_resume import END, assert_same_run, interrupted_run
 
 ALL: dict[str, Any] = {
     "gap": {"loss": "mae"},

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from rich.console import Console
 
-from forgefield.parallel.group import alone
+from forgefield.parallel.ranks import alone
 from forgefield.training.callbacks.progress import RunProgress, clock, line_is_due, short
 from forgefield.training.run.start_summary import process_rows
 from forgefield.training.run.summary import digits, end_summary, model_rows, print_summary

@@ -9,59 +9,19 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
+from lightning.pytorch.callbacks import Callback
 
 from forgefield.api import load_run, run_exists, train
 from forgefield.errors import ForgefieldError
-from forgefield.training.run.checkpoint import list_checkpoints, load_checkpoint
+from forgefield.training.run.checkpoint import list_checkpoints
 from forgefield.training.run.folder import config_of_run
 from forgefield.training.run.signals import REQUEUE
 from tests.support.helpers import tiny_config
-from tests.support.interrupting import Interrupted
+from tests.support.launching import write_config
+from tests.support.resuming import END, assert_same_run, interrupted_run
 from tests.support.train_many import train_only
 from tests.support.warm import ROOT, run_warm
-
-END = "tests.support.interrupting.EndAt"
-
-
-def leaves(value, path=""):
-    """Every number, string and tensor inside nested containers, with its place."""
-    if isinstance(value, dict):
-        for key in value:
-            yield from leaves(value[key], f"{path}/{key}")
-    elif isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            yield from leaves(item, f"{path}/{index}")
-    else:
-        yield path, value
-
-
-def assert_same_run(a: Path, b: Path) -> None:
-    """Weights, EMA, optimiser, schedulers, random state, loops and metrics are equal to the last bit."""
-    last_a, last_b = list_checkpoints(a / "checkpoints")[0], list_checkpoints(b / "checkpoints")[0]
-    assert last_a.name == last_b.name
-    first, second = dict(leaves(load_checkpoint(last_a))), dict(leaves(load_checkpoint(last_b)))
-    assert first.keys() == second.keys()
-    for place, value in first.items():
-        if "val_loop" in place:
-            continue  # Lightning's own tally of validation restarts; nothing reads it when training starts at a batch
-        same = torch.equal(value, second[place]) if isinstance(value, torch.Tensor) else value == second[place]
-        assert same, f"{place}: {value} != {second[place]}"
-    for name in ("metrics.csv", "metrics.jsonl", "checkpoints/best.safetensors", "checkpoints/last.safetensors"):
-        assert (a / name).read_bytes() == (b / name).read_bytes(), name
-
-
-def interrupted_run(config: dict, steps: list[int], monkeypatch) -> Path:
-    """Train, crash at each of the steps, continue each time by the same call."""
-    monkeypatch.setenv("END_HOW", "raise")
-    for step in steps:
-        monkeypatch.setenv("END_AT", str(step))
-        with pytest.raises(Interrupted):
-            train_only(config)
-    monkeypatch.setenv("END_AT", "-1")
-    return train_only(config).path
-
 
 VARIANTS = {
     "epoch checkpoints": {},
@@ -154,11 +114,6 @@ def start_command(config: Path, folder: Path, **environment: str) -> subprocess.
         text=True,
         timeout=200,
     )
-
-
-def write_config(path: Path, config: dict) -> Path:
-    path.write_text(yaml.safe_dump(config))
-    return path
 
 
 def test_killed_with_signal_9_and_continued_by_the_same_command(tmp_path):
@@ -343,9 +298,6 @@ def test_two_processes_cannot_train_in_one_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(TrainsTheSameRun, "refused", 0)
     train_only(config)
     assert TrainsTheSameRun.refused == 1
-
-
-from lightning.pytorch.callbacks import Callback  # noqa: E402
 
 
 class TrainsTheSameRun(Callback):

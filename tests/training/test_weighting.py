@@ -25,11 +25,11 @@ from forgefield.training.weighting import (
     UncertaintyOptions,
     weighting_options,
 )
-from tests.parallel.test_equality import make_config
 from tests.support.helpers import PROPERTIES, property_frames, tiny_config, write_properties
 from tests.support.launching import ranks, weights, write_config
+from tests.support.parallel_runs import make_config
+from tests.support.resuming import END, assert_same_run, interrupted_run
 from tests.support.train_many import train_only
-from tests.training.test_resume import END, assert_same_run, interrupted_run
 
 
 class Plain(L.LightningModule):

@@ -19,9 +19,9 @@ from forgefield.config.loading import load_config
 from forgefield.errors import ForgefieldError
 from forgefield.runs import Run
 from tests.support.helpers import emt_frames
+from tests.support.resuming import assert_same_run
 from tests.support.snapshots import point_config
 from tests.support.warm import ROOT, run_warm
-from tests.training.test_resume import assert_same_run
 
 pytest.importorskip("optuna")
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from forgefield.data.inspection.survey import Survey, even_rows, row_blocks
 from forgefield.data.species import SpeciesTable
-from forgefield.data.statistics import energy_deviations, robust_energies
+from forgefield.data.statistics.statistics import energy_deviations, robust_energies
 from forgefield.data.store.table import FrameTable
 from forgefield.physics.units import EV_PER_A3_TO_GPA
 

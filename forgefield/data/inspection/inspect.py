@@ -17,9 +17,9 @@ from forgefield.config.starter import LARGE_FORCES
 from forgefield.data.frame import Frame
 from forgefield.data.inspection.survey import Progress, Survey, row_blocks, survey_table
 from forgefield.data.inspection.suspicions import label_doubts, lone_atoms, named
-from forgefield.data.references import unit_suspicion
 from forgefield.data.species import SpeciesTable
-from forgefield.data.statistics import energy_deviations, robust_energies
+from forgefield.data.statistics.references import unit_suspicion
+from forgefield.data.statistics.statistics import energy_deviations, robust_energies
 from forgefield.data.store.moments import Moments
 from forgefield.data.store.table import FrameTable
 from forgefield.errors import ForgefieldError

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from forgefield.data.references import compositions
 from forgefield.data.species import SpeciesTable
+from forgefield.data.statistics.references import compositions
 from forgefield.data.store.table import FrameTable
 from forgefield.physics.units import EV_PER_A3_TO_GPA
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from forgefield.data.batch import Batch
-from forgefield.data.fields import Fields
+from forgefield.data.labels.fields import Fields
 from forgefield.data.species import SpeciesTable
 from forgefield.errors import ForgefieldError
 from forgefield.ops.graph import reverse_edges

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,35 @@ import numpy as np
 from ase import Atoms
 
 from forgefield.data.frame import RawFrame
-from forgefield.data.readers.sources import EXECUTABLE_FORMATS
+from forgefield.data.readers.base import Reader, ReadOptions, SourceFile
 from forgefield.errors import ForgefieldError
+
+EXECUTABLE_FORMATS = ("bundletrajectory", "trj")
+"""ASE formats that may hold pickles: reading them could run code from the file."""
+
+
+class AseReader(Reader):
+    """Files in one of ASE's formats. format_name: as ASE calls it; None: ASE looks at the content."""
+
+    name = "ase"
+
+    def __init__(self, format_name: str | None) -> None:
+        self.format_name = format_name
+
+    def read(
+        self, source: SourceFile, options: ReadOptions, start: int = 0, stop: int | None = None
+    ) -> Iterator[RawFrame]:
+        return islice(read_ase_file(source.path, self.format_name), start, stop)
+
+
+class AseDatabaseReader(Reader):
+    name = "db"
+    suffixes = (".db",)
+
+    def read(
+        self, source: SourceFile, options: ReadOptions, start: int = 0, stop: int | None = None
+    ) -> Iterator[RawFrame]:
+        return islice(read_ase_database(source.path), start, stop)
 
 
 def read_ase_file(path: Path, format_name: str | None) -> Iterator[RawFrame]:

@@ -10,10 +10,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from forgefield.data.field_values import block_field
-from forgefield.data.frame import FLATTEST_CELL, Frame
-from forgefield.data.labels import FALLBACK_NAMES, USUAL_NAMES, LabelReader, is_none
-from forgefield.data.raw_values import REAL_KINDS
+from forgefield.data.frame import FLATTEST_CELL, REAL_KINDS, Frame
+from forgefield.data.labels.field_values import block_field
+from forgefield.data.labels.label_reader import FALLBACK_NAMES, USUAL_NAMES, LabelReader, is_none
 from forgefield.data.readers.blocks import RawBlock
 
 

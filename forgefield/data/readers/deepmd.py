@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 from ase.data import atomic_numbers
 
+from forgefield.data.readers.base import Reader, ReadOptions, SourceFile
 from forgefield.data.readers.blocks import LazyColumns, RawBlock, block_ranges, matrices, within
-from forgefield.data.readers.hdf5_files import Hdf5Array, is_dataset
-from forgefield.data.readers.numerals import is_plain, read_text, whole_numbers
-from forgefield.data.readers.text_rows import text_rows
+from forgefield.data.readers.hdf5.files import Hdf5Array, is_dataset
+from forgefield.data.readers.numerals import is_plain, read_text, text_rows, whole_numbers
 from forgefield.errors import ForgefieldError, SourceUnreadable
 from forgefield.untrusted.npy import map_npy
 
@@ -28,6 +28,20 @@ PADDING = -1
 """In `real_atom_types`: there is no atom here."""
 STRUCTURE = ("coord", "box", "real_atom_types")
 """Arrays that are no values of their own."""
+
+
+class DeepmdReader(Reader):
+    name = "deepmd"
+    folder_marker = "type.raw"
+    has_atom_types = True
+
+    def read(
+        self, source: SourceFile, options: ReadOptions, start: int = 0, stop: int | None = None
+    ) -> Iterator[RawBlock]:
+        return read_system(open_folder(source.path, source.type_map), start, stop)
+
+    def count(self, source: SourceFile) -> int:
+        return sum(open_folder(source.path, source.type_map).lengths())
 
 
 @dataclass(frozen=True)

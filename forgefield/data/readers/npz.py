@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from forgefield.config.schema import UnitOptions
+from forgefield.data.readers.base import Reader, ReadOptions, SourceFile
 from forgefield.data.readers.blocks import RawBlock, block_ranges
 from forgefield.errors import ForgefieldError
 from forgefield.physics.units import label_energy_factor, length_factor
@@ -21,6 +22,19 @@ NUMBER_KEYS = ("nuclear_charges", "atomic_numbers", "numbers", "z", "Z")
 POSITION_KEYS = ("coords", "positions", "R", "pos")
 REMEDY = "write it with np.savez, which does not compress"
 EXTRA_NAMES = {"energy": ("energies", "E"), "forces": ("F",)}
+
+
+class NpzReader(Reader):
+    name = "npz"
+    suffixes = (".npz",)
+
+    def read(
+        self, source: SourceFile, options: ReadOptions, start: int = 0, stop: int | None = None
+    ) -> Iterator[RawBlock]:
+        return read_npz(source.path, options.units, start, stop)
+
+    def count(self, source: SourceFile) -> int | None:
+        return count_npz(source.path)
 
 
 def read_npz(path: Path, units: UnitOptions, start: int = 0, stop: int | None = None) -> Iterator[RawBlock]:

@@ -11,59 +11,20 @@ import logging
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from forgefield.data.readers.base import SourceFile
+from forgefield.data.readers.registry import SUFFIXES, find_reader
 from forgefield.errors import ForgefieldError
 
 log = logging.getLogger(__name__)
 
-XYZ_SUFFIXES = (".xyz", ".extxyz")
-EXECUTABLE_FORMATS = ("bundletrajectory", "trj")
-"""ASE formats that may hold pickles: reading them could run a stranger's code."""
-HDF5_SUFFIXES = (".h5", ".hdf5", ".hdf")
-LMDB_SUFFIXES = (".lmdb", ".aselmdb")
 DESCRIPTION = "metadata.json"
-"""Lies beside the HDF5 files of Open MatSciML."""
-MANIFEST = "manifest.json"
-"""In a folder: it is a store."""
+"""Accompanies the HDF5 files of Open MatSciML."""
 PROSE_SUFFIXES = (".md", ".txt", ".log", ".html", ".py", ".csv")
-"""Left out of folders: ASE claims some of them, but what lies beside data under these names is seldom data."""
-
-
-@dataclass(frozen=True)
-class SourceFile:
-    path: Path
-    """A file, or a folder that is a source."""
-    weight: float = 1.0
-    """Multiplies the weights of its frames."""
-    share: float | None = None
-    """Sampling share of all that one entry of the setting names, together."""
-    type_map: tuple[str, ...] | None = None
-    """Elements of a DeePMD system's atom types, where it does not say so itself."""
-    group: str | None = None
-    """Group within an HDF5 file; None: all of it."""
-    branch: str | None = None
-    """Which branch of the model learns from it, where the model has several."""
-    entry: int = 0
-    """Which entry of the setting named it: a path, a glob or a {path: ...} is one entry."""
-
-    @property
-    def name(self) -> str:
-        """How messages name this source."""
-        return str(self.path) if self.group is None else f"{self.path}#{self.group}"
-
-    def state(self) -> list[tuple[str, int, int]]:
-        """Name, size and time of every file that belongs to it: differs once any of them has changed."""
-        files = sorted(self.path.rglob("*")) if self.path.is_dir() else [self.path]
-        found = ((file, file.stat()) for file in files)
-        return [(str(file), about.st_size, about.st_mtime_ns) for file, about in found]
-
-    @property
-    def identity(self) -> str:
-        """Equal for two sources only if they are the same data."""
-        return str(self.path.resolve()) + ("" if self.group is None else f"#{self.group}")
+"""Skipped in folders: ASE reads some of them, but files with these names next to data are seldom data."""
 
 
 def source_files(spec: Any) -> list[SourceFile]:
@@ -146,7 +107,8 @@ def _elements(names: Any, path: Any) -> tuple[str, ...]:
 
 def _refuse_type_map(files: list[SourceFile]) -> None:
     for file in files:
-        if file_format(file.path) not in ("deepmd", "hdf5"):
+        reader = find_reader(file.path)
+        if reader is None or not reader.has_atom_types:
             raise ForgefieldError(f"{file.name}: a type_map was given, but only DeePMD systems have atom types to map")
 
 
@@ -158,7 +120,8 @@ def _named(text: str) -> list[SourceFile]:
     group = "/" + group.strip("/")
     files = [SourceFile(path, group=None if group == "/" else group) for path in _paths(before)]
     for file in files:
-        if file_format(file.path) != "hdf5":
+        reader = find_reader(file.path)
+        if reader is None or not reader.has_groups:
             raise ForgefieldError(f"{text}: only HDF5 files have groups, and {file.path} is not one by its name")
     return files
 
@@ -185,7 +148,7 @@ def _paths(text: str) -> list[Path]:
 def _matches(text: str, pattern: Path) -> list[Path]:
     """Files that match, and folders that are sources; not the files such a folder is made of."""
     matches = sorted(Path(match) for match in glob.glob(str(pattern), recursive=True))
-    folders = {match for match in matches if match.is_dir() and file_format(match) is not None}
+    folders = {match for match in matches if match.is_dir() and find_reader(match) is not None}
     found = [
         match
         for match in matches
@@ -197,7 +160,7 @@ def _matches(text: str, pattern: Path) -> list[Path]:
 
 
 def _folder(folder: Path) -> list[Path]:
-    if file_format(folder) is not None:
+    if find_reader(folder) is not None:
         return [folder]
     try:
         inside = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
@@ -205,8 +168,8 @@ def _folder(folder: Path) -> list[Path]:
         raise ForgefieldError(f"{folder}: no permission to look into this folder") from None
     files = [path for path in inside if path.is_file()]
     prose = [path for path in files if path.suffix in PROSE_SUFFIXES or path.name == DESCRIPTION]
-    readable = [path for path in files if path not in prose and file_format(path) is not None]
-    readable += [path for path in inside if path.suffix in LMDB_SUFFIXES and path.is_dir() and file_format(path)]
+    readable = [path for path in files if path not in prose and find_reader(path) is not None]
+    readable += [path for path in inside if path.suffix in SUFFIXES and path.is_dir() and find_reader(path)]
     skipped = [path.name for path in files if path not in readable]
     if skipped:
         log.info("%s: not structure files by their names, left out: %s", folder, ", ".join(skipped))
@@ -232,35 +195,3 @@ def _systems_below(folder: Path) -> list[Path]:
             folders.clear()
         folders[:] = [name for name in folders if not name.startswith(".")]
     return sorted(systems)
-
-
-def file_format(path: Path) -> str | None:
-    """Reader of `path` by its name: one of our own, else the name of an ASE format, else None.
-
-    Our own: extxyz, npz, db, hdf5, lmdb, aselmdb; and of a folder: deepmd, lmdb, store.
-    """
-    if path.is_dir():
-        return _folder_format(path)
-    if path.suffix in XYZ_SUFFIXES:
-        return "extxyz"
-    if path.suffix in HDF5_SUFFIXES:
-        return "hdf5"
-    if path.suffix in (".npz", ".db", *LMDB_SUFFIXES):
-        return path.suffix[1:]
-    from ase.io.formats import UnknownFileTypeError, filetype, ioformats
-
-    try:
-        name = filetype(str(path), read=False, guess=False)
-    except UnknownFileTypeError:
-        return None
-    return name if name in ioformats and ioformats[name].can_read else None
-
-
-def _folder_format(folder: Path) -> str | None:
-    try:
-        for inside, name in ((MANIFEST, "store"), ("type.raw", "deepmd"), ("data.mdb", "lmdb")):
-            if (folder / inside).is_file():
-                return name
-    except PermissionError:  # who looks into the folder next says so
-        pass
-    return None

@@ -71,8 +71,11 @@ def _budget(given: Any, setting: str) -> Budget:
     return Budget(kind, size, oversized, setting, bound)
 
 
-def training_order(options: DataOptions, table: FrameTable, seed: int) -> Order:
-    """How the chosen rows of `table` come in an epoch, as `data.shuffle`, `data.sampling` and `data.batch.by_source` say."""
+def training_order(options: DataOptions, table: FrameTable, seed: int, *, keep_order: bool = False) -> Order:
+    """The order of the chosen rows of `table` in an epoch, from `data.shuffle`, `data.sampling` and `data.batch.by_source`.
+
+    keep_order: the order of the data, each row once, the same in every epoch; batches of one source stay so.
+    """
     rule, draws, branches = _sampling(options.sampling)
     weighted = rule is not None or branches is not None or any(part.share is not None for part in table.parts)
     by_source = options.batch.by_source is not False
@@ -82,8 +85,9 @@ def training_order(options: DataOptions, table: FrameTable, seed: int) -> Order:
         raise ForgefieldError(
             "data.sampling.frames counts frames, but with data.batch.by_source whole batches are drawn; leave it out"
         )
+    weighted, shuffle = weighted and not keep_order, bool(options.shuffle) and not keep_order
     if not weighted and not by_source:
-        return lambda rows, costs: EveryFrameOnce(len(rows), seed, bool(options.shuffle))
+        return lambda rows, costs: EveryFrameOnce(len(rows), seed, shuffle)
     systems, budget = table.systems, training_budget(options)
 
     def drawn(rows: np.ndarray, costs: np.ndarray) -> EpochOrder:
@@ -93,19 +97,17 @@ def training_order(options: DataOptions, table: FrameTable, seed: int) -> Order:
         return WeightedDraws(of_row, chances, len(rows) if draws is None else draws, seed, systems.names)
 
     def in_batches(rows: np.ndarray, costs: np.ndarray) -> EpochOrder:
-        order = SourceBatches(
+        return SourceBatches(
             systems.of_frame[rows],
             costs,
             budget,
             sizes=_frames_by_source(options),
             seed=seed,
-            shuffle=bool(options.shuffle),
+            shuffle=shuffle,
             names=systems.names,
-            where=lambda place: table.where(int(rows[place])),
+            where=lambda position: table.where(int(rows[position])),
+            probabilities=(lambda n_batches: _chances(rule, n_batches, systems, branches)) if weighted else None,
         )
-        if not weighted:
-            return order
-        return order.draw_by(_chances(rule, order.n_batches, systems, branches))
 
     return in_batches if by_source else drawn
 

@@ -20,10 +20,11 @@ class SourceBatches:
     """An epoch of batches, each of one source: every row once, or sources drawn by probability, a batch at a time.
 
     source_of_row: (n,) source of each row. costs: (n,) atoms or edges of each row; for frames they do not matter. sizes:
-    frames of a batch of each source, in place of the budget. names: of the sources. where: words for a row, in messages.
+    frames of a batch of each source, in place of the budget. names: of the sources. where: describes a row, in messages.
+    probabilities: of the sources, (n_sources,), from their numbers of batches; an epoch then draws as many batches as there
+    are, from sources chosen with these probabilities. Without it, each batch comes once.
 
-    Every source is shuffled and cut into batches as the budget says; the last batch of a source may be smaller. `draw_by`
-    makes the sources come by probability instead of each batch once.
+    Every source is shuffled and cut into batches according to the budget; the last batch of a source may be smaller.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class SourceBatches:
         shuffle: bool = True,
         names: Sequence[str] = (),
         where: Callable[[int], str] | None = None,
+        probabilities: Callable[[np.ndarray], np.ndarray] | None = None,
     ) -> None:
         sources = np.asarray(source_of_row, dtype=np.int64)
         n_sources = max(len(names), int(sources.max(initial=-1)) + 1)
@@ -55,20 +57,12 @@ class SourceBatches:
         self._first = self._ends - counts
         self._frames = self._frames_of_batches(sizes)
         self.n_batches = np.bincount(self._source[self._cut(np.arange(len(sources)))], minlength=n_sources)
-        """(n_sources,) batches of each source, of frames as they lie."""
+        """(n_sources,) batches of each source, with frames in the order of the data."""
         self._chances: Chances | None = None
+        if probabilities is not None:
+            chances, total = probabilities(self.n_batches), int(self.n_batches.sum())
+            self._chances = Chances(chances, self.n_batches, total, self.seed, self.names or None)
         self._made: tuple[int, np.ndarray, np.ndarray] | None = None
-
-    def draw_by(self, probabilities: np.ndarray) -> SourceBatches:
-        """From now on as many batches as there are, of sources drawn with these probabilities, (n_sources,)."""
-        self._chances = Chances(probabilities, self.n_batches, int(self.n_batches.sum()), self.seed, self.names or None)
-        self._made = None
-        return self
-
-    def as_they_lie(self) -> SourceBatches:
-        """From now on each batch once, sources and their frames in the order of the data."""
-        self.shuffle, self._chances, self._made = False, None, None
-        return self
 
     @property
     def draws(self) -> int:

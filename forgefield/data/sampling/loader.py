@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from forgefield.data.batch import Batch
+from forgefield.data.batch_spec import Noise, frame_keys
 from forgefield.data.dataset import GraphDataset
-from forgefield.data.noise import Noise, frame_keys, noised_batch, with_noised_copies
-from forgefield.data.sampling.by_source import SourceBatches, WholeBatches
+from forgefield.data.sampling.by_source import WholeBatches
 from forgefield.data.sampling.order import EpochOrder, EveryFrameOnce
 from forgefield.data.sampling.plan import Budget, EpochPlan, StepPlan, fitting
 from forgefield.errors import ForgefieldError
@@ -211,14 +211,6 @@ class FrameLoader:
         """Whether all batches but the last have the same number of frames."""
         return self.budget.kind == "frames" and self._order.batches(self.epoch) is None
 
-    def keep_order(self) -> None:
-        """From now on frames come as they lie, each once, the same in every epoch."""
-        if isinstance(self._order, SourceBatches):
-            self._order.as_they_lie()
-        else:
-            self._order = EveryFrameOnce(len(self._rows), shuffle=False)
-        self._planned = None
-
     @property
     def frames_per_rank(self) -> int:
         """Frames of a rank in a full step; the average, where they differ."""
@@ -239,29 +231,29 @@ class FrameLoader:
         epoch = self.epoch
 
         def prepare(step: int) -> Batch:
-            places = plan.share(step, self.rank)
-            return self._batch(rows[places], epoch, places)
+            positions = plan.share(step, self.rank)
+            return self._batch(rows[positions], epoch, positions)
 
         if self.workers == 0:
             yield from map(prepare, range(len(plan)))
         else:
             yield from prepared_ahead(prepare, len(plan), self.workers, max(self.prefetch, 1))
 
-    def _batch(self, rows: np.ndarray, epoch: int, places: np.ndarray) -> Batch:
-        """places: of these frames in the order of the epoch, which is the same for any number of ranks."""
+    def _batch(self, rows: np.ndarray, epoch: int, positions: np.ndarray) -> Batch:
+        """positions: of these frames in the order of the epoch, which is the same for any number of ranks."""
         if len(rows) == 0:
             batch = self.dataset.blank()
-            rows, places = np.array([int(self.dataset.n_atoms.argmin())]), np.zeros(1, dtype=np.int64)
+            rows, positions = np.array([int(self.dataset.n_atoms.argmin())]), np.zeros(1, dtype=np.int64)
             if self.noise is not None:
                 batch["denoise"] = batch["positions"].new_full(batch["positions"].shape, float("nan"))
         elif self.noise is None:
             batch = self.dataset.batch(rows)
         elif self.noise.fixed:
-            batch = with_noised_copies(self.dataset, rows, self.noise)
+            batch = self.dataset.noised_evaluation_batch(rows, self.noise)
         else:
-            batch = noised_batch(self.dataset, rows, self.noise, epoch, places)
+            batch = self.dataset.noised_training_batch(rows, self.noise, epoch, positions)
         if self.keys is not None:
-            batch["frame_key"] = torch.from_numpy(frame_keys(self.keys, epoch, places))
+            batch["frame_key"] = torch.from_numpy(frame_keys(self.keys, epoch, positions))
         return {name: tensor.pin_memory() for name, tensor in batch.items()} if self.pin else batch
 
 

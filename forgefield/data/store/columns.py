@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from forgefield.data.fields import Field, Fields, field_values, fields_of
 from forgefield.data.frame import Frame
+from forgefield.data.labels.fields import Field, Fields, field_values, fields_of
 
 FIELDS: dict[str, Field] = {
     "positions": Field("atom", (3,), "float64", "A"),

@@ -24,14 +24,15 @@ from typing import Any
 
 from forgefield._version import __version__
 from forgefield.config.schema import LabelOptions, UnitOptions
-from forgefield.data.fields import Field, chosen_fields, fields_of, merged
 from forgefield.data.frame import Frame
-from forgefield.data.labels import LabelReader
+from forgefield.data.labels.fields import Field, chosen_fields, fields_of, merged
+from forgefield.data.labels.label_reader import LabelReader
 from forgefield.data.neighbours.graph import GraphOptions, same_graph
 from forgefield.data.readers import SourceFile, chunks, frame_count, frames_of, source_files
 from forgefield.data.store.columns import EDGE_FIELDS, FIELDS
+from forgefield.data.store.manifest import FORMAT, MANIFEST, VERSION, is_store, manifest_hash
 from forgefield.data.store.moments import PartStatistics
-from forgefield.data.store.store import FORMAT, MANIFEST, VERSION, is_store, manifest_hash, open_store
+from forgefield.data.store.store import open_store
 from forgefield.data.store.table import FrameTable
 from forgefield.data.store.writer import ABOUT, PartWriter
 from forgefield.errors import ForgefieldError, SourceUnreadable

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import json
 import mmap
 import os
 import re
@@ -24,17 +23,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from forgefield.data.fields import Field, Fields, field_from_manifest
+from forgefield.data.labels.fields import Field, Fields, field_from_manifest
 from forgefield.data.neighbours.graph import GraphOptions, same_graph
 from forgefield.data.store.columns import EDGE_FIELDS, FIELDS, OPTIONAL, Columns
+from forgefield.data.store.manifest import MANIFEST, FieldEntry, Manifest, PartEntry, read_manifest
 from forgefield.data.store.table import FrameTable, Part
 from forgefield.errors import ForgefieldError
-from forgefield.untrusted.documents import load_json
 
 T = TypeVar("T")
-MANIFEST = "manifest.json"
-FORMAT = "forgefield-store"
-VERSION = 1
 HEADER = 256
 """Bytes before the numbers of a column file."""
 VERIFIED_BELOW = 64 * 2**20
@@ -148,40 +144,38 @@ def _runs(begins: list[int], first: list[int], counts: list[int]) -> Iterator[tu
 
 
 class StoreColumns(Columns):
-    """One part of a store. about: its entry in the manifest. graph: options of its neighbour lists, if it has any.
+    """One part of a store. part: its entry in the manifest. graph: options of its neighbour lists, if it has any.
 
     fields: those that the store holds beyond what every store does.
     """
 
-    def __init__(
-        self, folder: Path, about: dict[str, Any], graph: GraphOptions | None, fields: Fields | None = None
-    ) -> None:
+    def __init__(self, folder: Path, part: PartEntry, graph: GraphOptions | None, fields: Fields | None = None) -> None:
         self.graph, self.fields, self.origin = graph, fields or {}, str(folder.resolve())
         self._known = {**ALL_FIELDS, **self.fields}
         try:
-            self._n_frames = int(about["n_frames"])
-            self.sources = about["sources"]
-            if not re.fullmatch(r"[\w-]+", about["name"]):
-                raise ValueError(about["name"])
+            self._n_frames = int(part["n_frames"])
+            self.sources = part["sources"]
+            if not re.fullmatch(r"[\w-]+", part["name"]):
+                raise ValueError(part["name"])
             self._files = {
                 name: ColumnFile(
-                    folder / about["name"] / f"{name}.npy", self._known[name], entry["bytes"], entry["hash"]
+                    folder / part["name"] / f"{name}.npy", self._known[name], entry["bytes"], entry["hash"]
                 )
-                for name, entry in about["columns"].items()
+                for name, entry in part["columns"].items()
             }
-            self._refuse_contradictions(about)
+            self._refuse_contradictions(part)
         except (KeyError, TypeError, ValueError) as error:
             raise ForgefieldError(
                 f"{folder / MANIFEST}: it contradicts itself ({type(error).__name__}: {error}); convert the data again"
             ) from error
 
-    def _refuse_contradictions(self, about: dict[str, Any]) -> None:
+    def _refuse_contradictions(self, part: PartEntry) -> None:
         """Whether every column has as many values as frames, atoms, edges and components say."""
         counts = {
             "frame": self._n_frames,
             "offsets": self._n_frames + 1,
-            "atom": about["n_atoms"],
-            "edge": about["n_edges"],
+            "atom": part["n_atoms"],
+            "edge": part["n_edges"],
         }
         counts["component"] = self._files["element"].rows
         required = [name for name in FIELDS if name not in OPTIONAL]
@@ -211,20 +205,20 @@ class StoreColumns(Columns):
             file.verify()
 
 
-def _fields(about: dict[str, Any]) -> dict[str, Field]:
+def _fields(entries: dict[str, FieldEntry]) -> dict[str, Field]:
     """The fields among the columns that a manifest describes."""
-    return {name: field_from_manifest(name, field) for name, field in about.items() if name not in ALL_FIELDS}
+    return {name: field_from_manifest(name, field) for name, field in entries.items() if name not in ALL_FIELDS}
 
 
 class Store:
     """An opened store. fields: what it holds beyond what every store does."""
 
-    def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.path = folder
         self.manifest = manifest
         try:
             graph, self.fields = self.graph, _fields(manifest["fields"])
-            self.parts = [StoreColumns(folder, about, graph, self.fields) for about in manifest["parts"]]
+            self.parts = [StoreColumns(folder, part, graph, self.fields) for part in manifest["parts"]]
         except (KeyError, TypeError) as error:
             raise ForgefieldError(f"{folder / MANIFEST}: it lacks {error}; convert the data again") from error
         except ValueError as error:
@@ -244,7 +238,7 @@ class Store:
         """All its frames; their weights are multiplied by `factor`."""
         return FrameTable([Part(columns, factor) for columns in self.parts])
 
-    def verify(self, progress: Any = None) -> None:
+    def verify(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Compare all that is stored with its hashes."""
         for done, part in enumerate(self.parts):
             part.verify()
@@ -252,31 +246,10 @@ class Store:
                 progress(done + 1, len(self.parts))
 
 
-def is_store(path: Path) -> bool:
-    """Whether this folder is a store."""
-    return (path / MANIFEST).is_file()
-
-
 def open_store(path: str | Path) -> Store:
     """The store in this folder. Its manifest, and the sizes of its files, are checked; the content of small ones too."""
     folder = Path(path)
-    file = folder / MANIFEST
-    try:
-        manifest = load_json(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ForgefieldError(f"{folder}: this is no store: {MANIFEST} cannot be read ({error.strerror})") from None
-    except ValueError:
-        raise ForgefieldError(f"{file}: this is not valid JSON; the store is damaged, convert the data again") from None
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise ForgefieldError(f"{file}: this is not the manifest of a Forgefield store")
-    if manifest.get("version") != VERSION:
-        raise ForgefieldError(
-            f"{file}: this store has format {manifest.get('version')} and this version of Forgefield reads {VERSION}; "
-            "convert the data again"
-        )
-    if manifest.get("hash") != manifest_hash(manifest):
-        raise ForgefieldError(f"{file}: the manifest does not match its own hash; it was edited or is damaged")
-    store = Store(folder, manifest)
+    store = Store(folder, read_manifest(folder))
     if store.n_bytes < VERIFIED_BELOW:
         store.verify()
     return store
@@ -287,10 +260,3 @@ def holds_graph(table: FrameTable, graph: GraphOptions) -> bool:
     return all(
         isinstance(part.columns, StoreColumns) and part.columns.graph == same_graph(graph) for part in table.parts
     )
-
-
-def manifest_hash(manifest: dict[str, Any]) -> str:
-    """Hash of all that a manifest says, hashes of columns included: the content of the whole store."""
-    content = {key: value for key, value in manifest.items() if key != "hash"}
-    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

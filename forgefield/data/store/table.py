@@ -14,8 +14,8 @@ from typing import overload
 
 import numpy as np
 
-from forgefield.data.fields import Field, Fields, fields_of, merged
 from forgefield.data.frame import Frame
+from forgefield.data.labels.fields import Field, Fields, fields_of, merged
 from forgefield.data.store.columns import FIELDS, Columns, MemoryColumns, columns_of, ranges
 
 

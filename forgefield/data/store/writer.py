@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from forgefield.data.fields import Field, Fields
 from forgefield.data.frame import Frame
+from forgefield.data.labels.fields import Field, Fields
 from forgefield.data.neighbours.edges import Geometry, build_block, edge_columns
 from forgefield.data.neighbours.graph import GraphOptions
 from forgefield.data.store.columns import EDGE_FIELDS, FIELDS, OPTIONAL, columns_of

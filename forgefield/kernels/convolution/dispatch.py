@@ -1,13 +1,12 @@
-"""Which convolution and which sums over edges are computed: operators with kernels inside, or the plain operations that are
-their oracle.
+"""Chooses how convolutions and sums over edges are computed: by operators with kernels inside, or by reference operations.
 
-Convolutions are operators in evaluations by the tools of `deploy/`, where they can be; everything else, traces among it, has to
-ask for them. Sums of weighted harmonics are operators wherever they can be, unless somebody has said otherwise.
+Convolutions are operators where models are evaluated (`forgefield.inference`) and kernels can run; all other callers, traces
+included, request them with `execution(operators=True)`. Sums of weighted harmonics are operators wherever kernels can run,
+unless they have been excluded with `execution(operators=False)`.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -17,53 +16,35 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
-from forgefield.kernels.core.switches import has_triton, interpreted
+from forgefield.kernels.core.availability import has_triton, interpreted
 from forgefield.kernels.edges.coupling_source import CoupledPath, key_of_coupling
 from forgefield.ops.convolution import convolve
 from forgefield.ops.convolution_plan import ConvolutionPlan
+from forgefield.ops.execution import execution, requested_operators
 from forgefield.ops.graph import EdgeGraph, GradientSwitch, barrier, cut
 from forgefield.ops.weighted_harmonics import project, sum_weighted
 
 
-class _Current(threading.local):
-    """Of a thread: calculators may run in several at once. wanted: None where nobody has said anything."""
-
-    wanted: bool | None = None
-
-
-_current = _Current()
-
-
-@contextmanager
-def operators(wanted: bool) -> Iterator[None]:
-    """Inside, convolutions and sums by plain operations are operators where these can run, or never are."""
-    before = _current.wanted
-    _current.wanted = wanted
-    try:
-        yield
-    finally:
-        _current.wanted = before
-
-
 @contextmanager
 def evaluation() -> Iterator[None]:
-    """Inside, convolutions are operators unless somebody has said otherwise."""
-    with operators(_current.wanted is not False):
+    """Compute convolutions by operators inside a `with` block, unless operators have been excluded."""
+    with execution(operators=requested_operators() is not False):
         yield
 
 
 def use_operators(x: Tensor) -> bool:
-    """Whether a convolution of x is to be an operator."""
-    return bool(_current.wanted) and _have_kernels(x)
+    """Whether a convolution of x is to be computed by an operator."""
+    return bool(requested_operators()) and _operators_can_run(x)
 
 
 def use_edge_operators(x: Tensor) -> bool:
-    """Whether sums over edges of x are to be operators: on a GPU, unless somebody has said otherwise."""
-    return ((_current.wanted is None and x.is_cuda) or bool(_current.wanted)) and _have_kernels(x)
+    """Whether sums over edges of x are to be computed by operators: on a GPU, unless they have been excluded."""
+    requested = requested_operators()
+    return ((requested is None and x.is_cuda) or bool(requested)) and _operators_can_run(x)
 
 
-def _have_kernels(x: Tensor) -> bool:
-    """Whether kernels of operators can run where x lies, and suffice: they have no forward mode."""
+def _operators_can_run(x: Tensor) -> bool:
+    """Whether the operators' kernels can run on the device of x, and suffice: they do not support forward-mode AD."""
     if forward_ad._current_level >= 0:
         return False
     on_nvidia = x.is_cuda and torch.version.hip is None
@@ -71,8 +52,8 @@ def _have_kernels(x: Tensor) -> bool:
 
 
 class EdgeHarmonics:
-    """Harmonics (n_edges, (l_max + 1)^2) of the edges of a graph, and what plain operations make of them, once for all layers
-    that couple them alike. After the switch is off no gradient reaches them."""
+    """Harmonics (n_edges, (l_max + 1)^2) of the edges of a graph, with the couplings that the reference operations compute from
+    them once for all layers of the same plan. No gradient reaches them once the switch is off."""
 
     def __init__(self, harmonics: Tensor, graph: EdgeGraph, switch: GradientSwitch | None) -> None:
         self.harmonics, self.graph, self.switch = harmonics, graph, switch
@@ -97,8 +78,8 @@ class EdgeHarmonics:
 
 
 class WeightedHarmonics:
-    """Harmonics (n_edges, (l_max + 1)^2) of the edges of a graph, the first of them one, and what is summed of them times
-    weights. After the switch is off no gradient reaches them."""
+    """Harmonics (n_edges, (l_max + 1)^2) of the edges of a graph, the first of which is one, and their weighted sums. No
+    gradient reaches them once the switch is off."""
 
     def __init__(self, harmonics: Tensor, graph: EdgeGraph, switch: GradientSwitch | None) -> None:
         self.harmonics, self.graph, self.switch = barrier(harmonics, switch), graph, switch
@@ -132,7 +113,7 @@ class WeightedHarmonics:
 
 
 class CouplingForm:
-    """Which components of atoms a coupling couples, for kernels. sizes: of features, environments and results."""
+    """Which components a coupling couples, for kernels. sizes: numbers of components of features, environments and results."""
 
     def __init__(self, paths: Sequence[CoupledPath], sizes: tuple[int, int, int]) -> None:
         self.paths, self.sizes = tuple(paths), sizes

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from forgefield.errors import ForgefieldError
 from forgefield.kernels.convolution import form, source
 from forgefield.kernels.convolution.form import Form, form_of
-from forgefield.kernels.core.registration import mark_of_code
+from forgefield.kernels.core.modules import mark_of_code
 from forgefield.ops.convolution_plan import Block, ConvolutionPlan, plan_convolution
 
 

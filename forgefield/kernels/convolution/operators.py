@@ -24,11 +24,11 @@ from forgefield.kernels.convolution.reference import (
     empty_values,
 )
 from forgefield.kernels.convolution.source import Kind
+from forgefield.kernels.core.availability import can_launch
 from forgefield.kernels.core.fields import Field, Shape
-from forgefield.kernels.core.registration import launcher, operator
-from forgefield.kernels.core.switches import can_launch
+from forgefield.kernels.core.modules import launcher, operator
+from forgefield.kernels.edges.segments import sum_in_trace
 from forgefield.ops.graph import EdgeGraph
-from forgefield.ops.segment_sum import sum_in_trace
 
 
 def convolve_by_operator(
@@ -246,8 +246,8 @@ def _second_derivative(ctx: Any, a_x: Tensor, a_y: Tensor, a_w: Tensor) -> tuple
 
 def _no_third_derivative(ctx: Any, *cotangents: Tensor) -> None:
     raise ForgefieldError(
-        "the convolution's kernels have no third derivative; ask for it inside "
-        "forgefield.kernels.convolution.dispatch.operators(False)"
+        "the convolution's kernels have no third derivative; compute it inside "
+        "forgefield.ops.execution.execution(operators=False)"
     )
 
 

@@ -6,19 +6,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from forgefield.kernels.convolution.form import Form, FormBlock
-from forgefield.kernels.convolution.source import ARGUMENTS, Kind
+from forgefield.kernels.convolution.source import ARGUMENTS, Kind, write_kernel
 from forgefield.kernels.convolution.sums import add_shares, sum_into_field
-from forgefield.kernels.core.build import kernel
+from forgefield.kernels.core.availability import storage_type, weight_cotangent_type
 from forgefield.kernels.core.fields import TANGENT, VALUE, Field
+from forgefield.kernels.core.modules import module_from
 from forgefield.kernels.core.streams import Beside
-from forgefield.kernels.core.switches import setting
 from forgefield.ops.graph import EdgeGraph, is_traced
 
 FEW = 4096
@@ -37,6 +37,12 @@ MOST_REGISTERS = {("forces", 9): 96}
 every scheduler."""
 
 
+@lru_cache(maxsize=512)
+def kernel(form: Form, kind: Kind) -> Any:
+    """The Triton function of this form and kind; Triton compiles it when it is first launched."""
+    return getattr(module_from(write_kernel(form, kind)), kind.name)
+
+
 def in_manner(kind: Kind, form: Form, n_atoms: int) -> Kind:
     """The same with the number of shares that suits so many atoms."""
     if n_atoms * form.n_chunks < FEW:
@@ -46,8 +52,8 @@ def in_manner(kind: Kind, form: Form, n_atoms: int) -> Kind:
 
 def writes_much(form: Form, n_edges: int, dtype: torch.dtype) -> bool:
     """Whether the last pass, computed in this type with a table, writes more for so many edges than is to lie there at once."""
-    of_features = form.features.dim * setting().stored_as(dtype).itemsize
-    of_weights = 2 * form.n_weights * setting().held_as(dtype).itemsize
+    of_features = form.features.dim * storage_type(dtype).itemsize
+    of_weights = 2 * form.n_weights * weight_cotangent_type(dtype).itemsize
     return n_edges * (of_features + of_weights) > MOST_ROWS
 
 
@@ -105,7 +111,7 @@ class Convolution:
 
     def __init__(self, form: Form, graph: EdgeGraph, harmonics: Tensor, radial: Radial, *, still: bool) -> None:
         self.form, self.graph, self.harmonics, self.still = form, graph, harmonics, still
-        self.stored = setting().stored_as(harmonics.dtype)
+        self.stored = storage_type(harmonics.dtype)
         self.narrow = self.stored != harmonics.dtype
         self.radial = radial.stored_as(self.stored)
         self._copy: Tensor | None = None
@@ -162,7 +168,7 @@ class Convolution:
         block = None if part is None else part.blocks[0]
         n_edges, n_weights = self.graph.n_edges, self.form.n_weights if block is None else len(block.columns)
         of_x = self._per_edge(x, to_x) if block is None else x.flat.new_empty((n_edges, block.dim), dtype=self.stored)
-        dtype = setting().held_as(x.flat.dtype) if self.radial.in_table else x.flat.dtype
+        dtype = weight_cotangent_type(x.flat.dtype) if self.radial.in_table else x.flat.dtype
         of_w, of_dw = (x.flat.new_empty((n_edges, n_weights), dtype=dtype) for _ in range(2))
         given = {"x": self._read(x), "g": g.flat, "to_x": of_x, "to_w": of_w, "to_dw": of_dw, **_moving(motion)}
         self._launch(kind, given, part)

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forgefield.kernels.core.build import module_from
-from forgefield.kernels.core.registration import launcher, mark_of_code, operator
-from forgefield.kernels.core.switches import can_launch
+from forgefield.kernels.core.availability import can_launch
+from forgefield.kernels.core.modules import launcher, mark_of_code, module_from, operator
 from forgefield.kernels.edges import coupling_source
 from forgefield.kernels.edges.coupling_source import WEIGHT, Coupling, coupling_of_key, write_coupling
 

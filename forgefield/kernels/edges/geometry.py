@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forgefield.kernels.core.build import module_from
+from forgefield.kernels.core.modules import module_from
 from forgefield.ops.harmonics import raising_terms
 
 EDGES = 128

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from forgefield.kernels.core.switches import interpreted
+from forgefield.kernels.core.availability import interpreted
 
 BLOCK = 256
 """Numbers that one program takes."""

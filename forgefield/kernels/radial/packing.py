@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from forgefield.kernels.core.switches import interpreted, setting, use_kernels
+from forgefield.kernels.core.availability import interpreted, storage_type, use_kernels
 
 BITS = 9
 """Of c3. One more for it is one less for c2; with 9 slopes are nearest to exact, with 1024 intervals and with 2048."""
@@ -40,7 +40,7 @@ class StoredTable(NamedTuple):
 
 def stored_table(polynomials: Tensor) -> StoredTable:
     """Packed where polynomials (n_intervals, 4, n_weights) are float32 and are to stay it."""
-    if polynomials.dtype != torch.float32 or setting().stored_as(torch.float32) != torch.float32:
+    if polynomials.dtype != torch.float32 or storage_type(torch.float32) != torch.float32:
         return StoredTable(polynomials)
     return pack(polynomials)
 

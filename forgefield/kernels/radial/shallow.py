@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forgefield.kernels.core.switches import interpreted
+from forgefield.kernels.core.availability import interpreted
 
 KNOTS, CHANNELS = 16, 32
 """That one program takes."""

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from forgefield.kernels.core.availability import has_triton, use_kernels
 from forgefield.kernels.core.streams import Beside
-from forgefield.kernels.core.switches import has_triton, use_kernels
 from forgefield.kernels.radial.intervals import MOST_EDGES, MOST_INTERVALS, sorted_by_kernels
 from forgefield.ops.segment_sum import sum_by_pointers
 

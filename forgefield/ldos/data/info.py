@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from forgefield.data.raw_values import atomic_numbers_of, real_numbers
+from forgefield.data.frame import atomic_numbers_of, real_numbers
 from forgefield.errors import ForgefieldError
 from forgefield.untrusted.documents import load_json
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from forgefield.data.readers.hdf5_files import REMEDY, open_hdf5, reading_hdf5
+from forgefield.data.readers.hdf5.files import REMEDY, open_hdf5, reading_hdf5
 from forgefield.errors import ForgefieldError
 from forgefield.untrusted.expansion import check_expansion
 

@@ -35,7 +35,7 @@ class LDOSCalculator(AseCalculator):
         self,
         run: str | os.PathLike[str] | Run,
         *,
-        temperature: float | None,
+        temperature: float | None = None,
         which: str = "best",
         device: str | torch.device = "cpu",
         grid: Sequence[int] | None = None,

@@ -28,7 +28,7 @@ from forgefield.ldos.electronic.density_energies import DensityEnergies, Density
 from forgefield.ldos.electronic.energy_grid import EnergyGrid
 from forgefield.ldos.electronic.fermi import band_energy, density, dos_of_ldos, entropy_energy, fermi_energy
 from forgefield.ldos.electronic.upf import Pseudopotential, read_pseudopotentials
-from forgefield.ldos.model import LDOSNetwork
+from forgefield.ldos.model import LDOSNetwork, load_network
 from forgefield.runs import Run
 
 SLAB = 1 << 16
@@ -104,7 +104,7 @@ class ElectronModel:
         trust_code: bool = False,
     ) -> None:
         self.run = Run.open(run, trust_code=trust_code)
-        self.network: LDOSNetwork = self.run.load_point_model(which, device).requires_grad_(False)
+        self.network: LDOSNetwork = load_network(self.run, which, device).requires_grad_(False)
         self.device = torch.device(device)
         self.grid = None if grid is None else _checked_grid(grid)
         if grid is not None and spacing is not None:

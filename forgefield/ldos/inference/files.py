@@ -17,7 +17,7 @@ from ase import Atoms
 from ase.calculators.singlepoint import SinglePointCalculator
 
 from forgefield.config.schema import LabelOptions, UnitOptions
-from forgefield.data.labels import PREDICTED_BY, LabelReader
+from forgefield.data.labels.label_reader import PREDICTED_BY, LabelReader
 from forgefield.data.readers import frames_with_values, source_files
 from forgefield.errors import ForgefieldError
 from forgefield.files import PARTIAL

@@ -34,7 +34,7 @@ from forgefield.ldos.data import (
     split_points,
 )
 from forgefield.ldos.model import LDOSNetwork
-from forgefield.parallel.group import Ranks
+from forgefield.parallel.ranks import Ranks
 
 EVALUATED = 16384
 """Points of a batch in validation, where nothing is said."""

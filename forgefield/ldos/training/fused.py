@@ -21,7 +21,7 @@ from forgefield.ldos.loss import PointLoss
 from forgefield.ldos.model import LDOSNetwork
 from forgefield.ldos.training.data import RowLayout
 from forgefield.ldos.training.update import Update
-from forgefield.ops.products import lowered_to
+from forgefield.ops.products import count_lowered
 
 PADDED = 128
 """Rows and columns of what kernels read are filled up with zeros to a multiple of it."""
@@ -77,7 +77,7 @@ def tiles_for(dtype: torch.dtype, device: torch.device) -> Tiles:
 
 def factors_now() -> torch.dtype | None:
     """Type of the factors of products in the precision that is set now; None: not one that the kernels make."""
-    lowered = lowered_to()
+    lowered = count_lowered()
     if lowered is not None:
         return lowered if lowered == torch.bfloat16 else None
     return torch.float32 if torch.backends.cuda.matmul.fp32_precision == "tf32" else None

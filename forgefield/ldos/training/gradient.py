@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from forgefield.ldos.loss import PointLoss
 from forgefield.ldos.model import ACTIVATIONS, LDOSNetwork
-from forgefield.ops.products import is_lowered, lowered_to, product
+from forgefield.ops.products import count_lowered, is_lowered, product
 
 _IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {"relu": torch.relu_, "tanh": torch.tanh_, "sigmoid": torch.sigmoid_}
 """Activations whose derivative is known from their value: nothing else of them is kept."""
@@ -140,7 +140,7 @@ class ByAutograd:
 
     def _compiled_step(self, arguments: list[Tensor]) -> Callable[..., list[Tensor]]:
         assert self.compiled is not None
-        key = (lowered_to(), *((tuple(tensor.shape), tensor.stride()) for tensor in arguments))
+        key = (count_lowered(), *((tuple(tensor.shape), tensor.stride()) for tensor in arguments))
         if key not in self._made:
             self._made[key] = self.compiled(make_fx(lambda *given: self._step(*given))(*arguments))
         return self._made[key]

@@ -14,8 +14,8 @@ from torch import Tensor
 from forgefield.config.schema import Config
 from forgefield.errors import ForgefieldError
 from forgefield.ldos.data import PointTable, Scaling
-from forgefield.ldos.model import LDOSNetwork
-from forgefield.parallel.group import Ranks
+from forgefield.ldos.model import LDOSNetwork, load_network
+from forgefield.parallel.ranks import Ranks
 from forgefield.runs import Run
 from forgefield.training.run.folder import has_begun
 
@@ -93,5 +93,5 @@ def _read(run: Run, config: Config) -> InitialNetwork:
         raise ForgefieldError(
             f"model.from: run {first.name} is a potential, and data.points says samples are grid points."
         )
-    network = first.load_point_model(model["which"])
+    network = load_network(first, model["which"])
     return InitialNetwork(f"run {first.name}", first.info["model"], dict(network.state_dict()))

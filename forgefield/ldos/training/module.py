@@ -20,7 +20,7 @@ from forgefield.ldos.training.blocks import Block, BlockLoader
 from forgefield.ldos.training.engines import EagerEngine, GraphsEngine, Sums
 from forgefield.ldos.training.observing import SnapshotMeasure
 from forgefield.parallel.exchange import StepExchange
-from forgefield.parallel.group import Ranks
+from forgefield.parallel.ranks import Ranks
 from forgefield.parallel.strategies import SimpleDDPStrategy
 from forgefield.training.epoch_length import fit_epoch_length
 from forgefield.training.run_module import RunModule
@@ -249,12 +249,12 @@ class PointsModule(RunModule):
         super().on_save_checkpoint(checkpoint)
         checkpoint["forgefield"]["validations"] = self._validations
         chosen = self.engine.choices if isinstance(self.engine, GraphsEngine) else self.choices
-        checkpoint["forgefield"]["own_kernels"] = dict(chosen)
+        checkpoint["forgefield"]["fused_kernels"] = dict(chosen)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
         self._validations = int(checkpoint["forgefield"]["validations"])
-        self.choices = dict(checkpoint["forgefield"].get("own_kernels", {}))
+        self.choices = dict(checkpoint["forgefield"].get("fused_kernels", {}))
 
 
 def _is_plateau(scheduler: Any) -> bool:

@@ -21,7 +21,7 @@ from forgefield.ldos.electronic.upf import read_upf
 from forgefield.ldos.model import LDOSNetwork
 from forgefield.ldos.observables import Observables, Observer, SnapshotFacts, mean_absolute
 from forgefield.ldos.training.data import KeptRows, SnapshotRows, stretch_of
-from forgefield.parallel.group import Ranks
+from forgefield.parallel.ranks import Ranks
 
 NEEDED = {
     "band_energy": ("temperature", "electrons", "voxel_volume", "n_atoms"),
@@ -105,7 +105,7 @@ class SnapshotMeasure:
     def errors(self) -> list[dict[str, float]]:
         """Of each snapshot, signed, in the units of `OBSERVABLE_UNITS`."""
         return [
-            self.observer.errors(_on_host(self.predicted(number)), self.reference(number), facts)
+            self.observer.errors(self.predicted(number).cpu(), self.reference(number), facts)
             for number, facts in enumerate(self.facts)
         ]
 
@@ -139,8 +139,3 @@ def density_energies(snapshot: Any, folder: str | None) -> DensityEnergies:
         info.ecutrho,
         electrons=info.electrons,
     )
-
-
-def _on_host(observed: Observables) -> Observables:
-    density = None if observed.density is None else observed.density.cpu()
-    return observed._replace(dos=observed.dos.cpu(), density=density)

@@ -15,7 +15,7 @@ from forgefield.ldos.data.conditions import calculation_facts, keep_pseudopotent
 from forgefield.ldos.descriptors import DescriptorOptions, require_fitting
 from forgefield.ldos.electronic.energy_grid import EnergyGrid
 from forgefield.ldos.loss import TERMS, UNITS, PointErrors, PointTask, errors_known_in_training
-from forgefield.ldos.model import LDOSNetwork, LinearScale, PointFacts, resolve
+from forgefield.ldos.model import LDOSNetwork, LinearScale, PointFacts, build_network, resolve
 from forgefield.ldos.observables import OBSERVABLE_UNITS
 from forgefield.ldos.training.blocks import BlockLoader
 from forgefield.ldos.training.data import PointData
@@ -23,7 +23,7 @@ from forgefield.ldos.training.initial import initial_network
 from forgefield.ldos.training.module import PointsModule
 from forgefield.ldos.training.observing import NEEDED, SnapshotMeasure
 from forgefield.ldos.training.start import EngineMaker, block_size
-from forgefield.models.registry import build_point_model, check_model
+from forgefield.models.registry import check_model
 from forgefield.parallel.exchange import StepExchange
 from forgefield.runs import Run
 from forgefield.training.precision import Precision
@@ -71,7 +71,7 @@ class PointsProblem(Problem):
             said_here = config.points.descriptors is not None
             require_fitting(options, self.data.symbols, table.n_inputs if said_here else None)
         precision = Precision(config.training.precision).weights
-        self.model = build_point_model(self.resolved, precision=precision, seed=config.seed)
+        self.model = build_network(self.resolved, precision=precision, seed=config.seed)
         if self.initial is not None:
             self.initial.start(self.model)
         self._find_observed()

@@ -14,7 +14,7 @@ from forgefield.ldos.model import LDOSNetwork
 from forgefield.ldos.observables import snapshot_reference
 from forgefield.ldos.training.gradient import Written
 from forgefield.ldos.training.observing import SnapshotMeasure
-from forgefield.parallel.group import Ranks
+from forgefield.parallel.ranks import Ranks
 
 
 class TermGradient:

@@ -101,7 +101,7 @@ class HeadNetwork(nn.Module):
         if "frame_key" not in batch:
             raise ForgefieldError(
                 "A head with dropout is trained with batches that carry frame_key, which decides what is dropped; take them "
-                "from DataModule.train_dataloader after DataModule.key_frames(), or call eval() on the model."
+                "from FrameData.serve(BatchSpec(frame_keys=True)), or call eval() on the model."
             )
         n_atoms, frame = batch["n_atoms"], batch["frame"]
         first_atom = (torch.cumsum(n_atoms, 0) - n_atoms).index_select(0, frame)

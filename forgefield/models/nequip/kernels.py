@@ -15,8 +15,8 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
 from forgefield.kernels.convolution.passes import Motion, Radial, Rows
+from forgefield.kernels.core.availability import use_kernels, use_tables
 from forgefield.kernels.core.streams import Beside
-from forgefield.kernels.core.switches import setting, use_kernels, use_tables
 from forgefield.kernels.dense.readout import energies_by_kernel, moved_energies_by_kernel
 from forgefield.kernels.edges.geometry import EdgeGeometry, moved_geometry
 from forgefield.kernels.radial.packing import StoredTable
@@ -24,6 +24,7 @@ from forgefield.kernels.radial.table import Intervals, TableGradient
 from forgefield.models.nequip.passes import Network
 from forgefield.models.nequip.tables import RadialTable, radial_tables
 from forgefield.models.terms import PairLengths
+from forgefield.ops.execution import current
 from forgefield.ops.graph import EdgeGraph, Segments, gather, is_traced
 from forgefield.ops.tangents import carried, side_by_side, tangent_of
 
@@ -75,7 +76,7 @@ def geometry_at_rest(
     tables will be asked for, for which edges are sorted by interval."""
     dtype = model.type_embedding.dtype
     if in_tables(model):
-        n_intervals = setting().knots
+        n_intervals = current().knots
         inverse = model.inverse_cutoffs(species, graph)
         harmonics, direction, place, at = EdgeGeometry.apply(vectors, inverse, model.options.l_max, n_intervals, dtype)
         intervals = Intervals(at, n_intervals)
@@ -125,7 +126,7 @@ def prepare(model: NequIP, species: Tensor, graph: EdgeGraph, *, trained: bool) 
 
 
 def _begin_tables(model: NequIP) -> ReadTables:
-    made = Beside("tables", partial(radial_tables, model, setting().knots))
+    made = Beside("tables", partial(radial_tables, model, current().knots))
     tables = made.unfinished()  # what follows has the same stream, or waits for it
     return ReadTables(tables, [Beside("tables", table.stored) for table in tables])
 

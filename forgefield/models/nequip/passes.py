@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from forgefield.kernels.convolution.compiling import Planned, compile_together
 from forgefield.kernels.convolution.form import Form
 from forgefield.kernels.convolution.passes import Convolution, Motion, Radial, Rows, Take
-from forgefield.kernels.core.compiling import Planned, compile_together
 from forgefield.kernels.core.fields import TANGENT, VALUE, Field, new_field
 from forgefield.kernels.core.streams import Beside
 from forgefield.kernels.dense.gate import GateByKernels, Nonlinearity

@@ -11,7 +11,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
 
-from forgefield.kernels.core.switches import rounds_to_tf32, use_kernels
+from forgefield.kernels.core.availability import rounds_to_tf32, use_kernels
 from forgefield.kernels.radial.deep import deep_curves
 from forgefield.kernels.radial.packing import StoredTable, pack, stored_table, unpack
 from forgefield.kernels.radial.shallow import HiddenCurves

@@ -19,6 +19,8 @@ from forgefield.weights import digest, read_weights, write_weights
 class BestModel(Callback):
     """Watches `monitor`, the smaller the better. Must come behind the callback that closes rows of metrics."""
 
+    state_key = "best_model"
+
     def __init__(self, folder: Path, monitor: str) -> None:
         self.folder = folder
         self.monitor = monitor

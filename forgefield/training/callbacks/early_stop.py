@@ -9,9 +9,11 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.callbacks import EarlyStopping
 
+from forgefield.training.run.formats import early_stopping_key
+
 
 class EarlyStop(EarlyStopping):
-    """say: takes one sentence for the user. A resume takes over the count so far, but patience from the present config."""
+    """notify: takes one sentence for the user. A resume takes over the count so far, but patience from the present config."""
 
     def __init__(self, monitor: str, *, patience: int, min_delta: float, notify: Callable[[str], None]) -> None:
         super().__init__(monitor, patience=patience, min_delta=min_delta, mode="min", check_finite=True)
@@ -22,8 +24,7 @@ class EarlyStop(EarlyStopping):
 
     @property
     def state_key(self) -> str:
-        """The key of this callback in all checkpoints so far, whatever the class is called."""
-        return f"_Patience{ {'monitor': self.monitor, 'mode': self.mode}!r}"
+        return early_stopping_key(self.monitor)
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "best_epoch": self.best_epoch}

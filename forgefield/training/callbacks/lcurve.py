@@ -33,6 +33,8 @@ class LearningCurve(Callback):
     column and its metric, such as {rmse_global_dipole: dipole_per_atom_rmse}.
     """
 
+    state_key = "learning_curve"
+
     def __init__(
         self,
         file: str = "lcurve.out",

@@ -30,6 +30,8 @@ class MetricsLog(Callback):
     """folder: the run. columns: every metric a row may hold, in order. timing: of `timing.csv`. note: called with a line about
     each row, for the log. units: of further quantities. All ranks keep count of the rows; rank 0 writes them."""
 
+    state_key = "metrics_log"
+
     def __init__(
         self,
         folder: Path,

@@ -18,7 +18,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from forgefield.parallel.exchange import StepExchange
-from forgefield.parallel.group import Ranks
+from forgefield.parallel.ranks import Ranks
 from forgefield.parallel.strategies import SimpleDDPStrategy
 from forgefield.training.run.journal import Journal
 

@@ -34,6 +34,8 @@ class RunProgress(ProgressBar):
     max_seconds: wall-clock limit of the training, for the time left. units: of further quantities whose errors are shown.
     """
 
+    state_key = "progress"
+
     def __init__(
         self,
         console: Console | None = None,

@@ -23,8 +23,8 @@ from lightning.pytorch.callbacks import Callback
 from forgefield.errors import ForgefieldError
 from forgefield.parallel.accelerators import random_state_of_accelerator, set_random_state_of_accelerator
 from forgefield.parallel.exchange import StepExchange
-from forgefield.parallel.faults import tell_failure
-from forgefield.parallel.group import Ranks, alone
+from forgefield.parallel.failures import tell_failure
+from forgefield.parallel.ranks import Ranks, alone
 from forgefield.parallel.strategies import first_rank_that_differs
 from forgefield.training.run.checkpoint import (
     DamagedCheckpoint,
@@ -33,6 +33,7 @@ from forgefield.training.run.checkpoint import (
     load_checkpoint,
     prune_checkpoints,
 )
+from forgefield.training.run.formats import POSITION, RANDOM
 from forgefield.training.run.signals import StopControl, StopNow, StopRequested
 
 
@@ -152,14 +153,14 @@ class RunCheckpoint(Callback):
         self._verified = True
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        checkpoint["forgefield_random"] = self.ranks.gather(_random_state())
+        checkpoint[RANDOM] = self.ranks.gather(_random_state())
         loops = checkpoint["loops"]["fit_loop"]
         loops["epoch_loop.batch_progress"]["is_last_batch"] = False
         if self._finished:
             _as_if_next_batch_were_about_to_start(loops, int(trainer.num_training_batches))
         batch = loops["epoch_loop.batch_progress"]["current"]["completed"]
         loader: Any = trainer.train_dataloader
-        checkpoint["forgefield_place"] = {
+        checkpoint[POSITION] = {
             "sample": loader.position(batch) if batch else 0,
             "world_size": self.ranks.world_size,
             "finished": self.limits if self._finished else None,
@@ -168,11 +169,11 @@ class RunCheckpoint(Callback):
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         loops = checkpoint["loops"]["fit_loop"]
         done = self.first_batch
-        if checkpoint["forgefield_place"]["world_size"] != self.ranks.world_size or done != _completed(loops):
+        if checkpoint[POSITION]["world_size"] != self.ranks.world_size or done != _completed(loops):
             loops["epoch_loop.batch_progress"]["current"].update(
                 ready=done + 1, started=done, processed=done, completed=done
             )
-        states = checkpoint["forgefield_random"]
+        states = checkpoint[RANDOM]
         own = states[self.ranks.rank] if self.ranks.rank < len(states) else None
         self._resumed = {"random": own, "loops": loops}
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from forgefield.errors import ForgefieldError
-from forgefield.kernels.core.switches import has_triton, interpreted
+from forgefield.kernels.core.availability import has_triton, interpreted
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.graphs import GraphsEngine
 from forgefield.training.engines.size_plan import SizePlan

@@ -23,7 +23,7 @@ from torch.fx import Graph, Node
 from torch.utils._sympy.printers import PythonPrinter
 
 from forgefield.data.batch import SHAPES, Shapes
-from forgefield.data.store.cache import cache_folder, can_keep
+from forgefield.files import cache_folder, is_writable_folder
 from forgefield.training.engines.blank import sizes
 from forgefield.training.engines.step import StepFunction
 from forgefield.training.engines.traced_engine import Flat, TracedEngine
@@ -163,6 +163,6 @@ def _what_it_computes(node: Node) -> Any:
 def _kept_cache():
     """Code is kept where our other caches are, unless the user has said where."""
     folder = cache_folder() / "inductor"
-    if CACHE_VARIABLE not in os.environ and can_keep(folder):  # else torch keeps it where it usually does
+    if CACHE_VARIABLE not in os.environ and is_writable_folder(folder):  # else torch keeps it where it usually does
         os.environ[CACHE_VARIABLE] = str(folder)
     yield

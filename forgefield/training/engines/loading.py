@@ -11,7 +11,7 @@ from itertools import compress
 import torch
 from torch import Tensor
 
-from forgefield.kernels.core.switches import can_launch
+from forgefield.kernels.core.availability import can_launch
 from forgefield.kernels.step.copies import Copies
 
 Batch = dict[str, Tensor]

@@ -12,8 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from forgefield.data.batch import SHAPES, Shapes
-from forgefield.data.parts import halves, is_memory_error
+from forgefield.data.batch import SHAPES, Shapes, halves, is_memory_error
 from forgefield.errors import ForgefieldError
 from forgefield.training.engines.blank import sizes
 from forgefield.training.engines.engine import Denominators, Engine, Step

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from forgefield.parallel.group import Ranks
+from forgefield.parallel.ranks import Ranks
 from forgefield.training.engines.choose import Choice, Circumstances, can_use_kernels, measure_and_choose, start, wanted
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.size_plan import SizePlan

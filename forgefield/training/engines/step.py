@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from forgefield.data.batch import SHAPES, Shapes
-from forgefield.kernels.convolution.dispatch import operators, use_edge_operators
-from forgefield.kernels.core.switches import KNOTS, kernels
+from forgefield.kernels.convolution.dispatch import use_edge_operators
 from forgefield.models.potential import Potential
-from forgefield.ops.products import lowering_in_force
+from forgefield.ops.execution import KNOTS, execution
+from forgefield.ops.products import lowered_type
 from forgefield.tasks.loss_kernels import kernels_know, loss_by_kernels
 from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.task import Task
@@ -151,17 +151,17 @@ class StepFunction:
         is more than the precision itself allows: kernels do not round all that these do, or more."""
         if self.derivative != "kernels":
             return 0.0
-        return max(STORAGE_TOLERANCES[self.storage], KERNEL_TOLERANCES[lowering_in_force()])
+        return max(STORAGE_TOLERANCES[self.storage], KERNEL_TOLERANCES[lowered_type()])
 
     @contextmanager
     def _kernels(self, storage: str) -> Iterator[None]:
         enabled = self.derivative == "kernels"
-        with kernels(enabled=enabled, knots=self.knots, storage=storage), self.edge_setting():
+        with execution(kernels=enabled, knots=self.knots, storage=storage), self.edge_setting():
             yield
 
-    def edge_setting(self) -> AbstractContextManager[None]:
+    def edge_setting(self) -> AbstractContextManager[object]:
         """Inside, sums over edges are made as they are to be."""
-        return nullcontext() if self.edge_kernels else operators(False)
+        return nullcontext() if self.edge_kernels else execution(operators=False)
 
     @property
     def sums_by_kernels(self) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from forgefield.errors import ForgefieldError
-from forgefield.kernels.convolution.dispatch import operators
+from forgefield.ops.execution import execution
 from forgefield.tasks.task import Task
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.step import Differentiated, Measured
@@ -58,7 +58,7 @@ def require_equal(engine: Engine, reference: Engine, batch: Batch, tolerance: fl
     tolerance = max(tolerance, engine.function.rounding)
 
     def by_reference(moved: Batch) -> Differentiated:
-        with same_random_state(batch), operators(False):
+        with same_random_state(batch), execution(operators=False):
             return reference.trial(moved)
 
     share, batch, expected, is_finite = _first_finite(batch, engine.function.task, by_reference, _of_step)
@@ -83,7 +83,7 @@ def require_equal_evaluation(engine: Engine, reference: Engine, batch: Batch, to
     """The same for what a validation computes."""
 
     def by_reference(moved: Batch) -> Measured:
-        with operators(False):
+        with execution(operators=False):
             return reference.evaluate(moved)
 
     _, batch, expected, _ = _first_finite(batch, engine.function.task, by_reference, list)

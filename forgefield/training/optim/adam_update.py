@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forgefield.kernels.core.switches import can_launch
+from forgefield.kernels.core.availability import can_launch
 from forgefield.kernels.step.update import AdamStep, Group, Weight
 from forgefield.training.optim.averages import WeightAverage
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from forgefield.errors import ForgefieldError
-from forgefield.training.probing import arguments_of_step, rehearsal
+from forgefield.training.probing import training_step_arguments, without_side_effects
 
 
 class SAM(L.Callback):
@@ -58,7 +58,7 @@ class SAM(L.Callback):
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None
-            with rehearsal(pl_module):
+            with without_side_effects(pl_module):
                 self._differentiate(trainer, optimizer)
         finally:
             with torch.no_grad():
@@ -86,6 +86,6 @@ class SAM(L.Callback):
         strategy: Any = trainer.strategy
         with torch.enable_grad():
             with trainer.precision_plugin.train_step_context():
-                output = strategy.training_step(*arguments_of_step(trainer.lightning_module, *self._batch))
+                output = strategy.training_step(*training_step_arguments(trainer.lightning_module, *self._batch))
             loss: Tensor = output["loss"] if isinstance(output, Mapping) else output
             strategy.backward(loss, optimizer)

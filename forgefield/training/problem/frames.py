@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 
-from forgefield.config.schema import Config
+from forgefield.config.schema import Config, TaskOptions
 from forgefield.config.trust import CONFIG
 from forgefield.data.batch import batch_shapes
-from forgefield.data.module import DataModule
+from forgefield.data.module import DataModule, FrameData, read_data
 from forgefield.data.sampling.batching import training_budget
 from forgefield.data.sampling.loader import FrameLoader
 from forgefield.models.potential import Potential
-from forgefield.models.registry import build_model
+from forgefield.models.registry import branch_names, build_model
 from forgefield.parallel.accelerators import evaluation_device
 from forgefield.parallel.exchange import StepExchange
 from forgefield.runs import Run
@@ -28,12 +28,11 @@ from forgefield.training.optim.trainable import choose_trained
 from forgefield.training.precision import Precision
 from forgefield.training.problem.initial_model import initial_model
 from forgefield.training.problem.model_options import (
+    batch_spec,
     build_task,
-    key_frames,
     requested_task,
     resolved_model,
-    set_branches,
-    show_fitted_shifts,
+    with_fitted_shifts,
 )
 from forgefield.training.problem.preflight import require_any_label, require_inputs, require_same_data
 from forgefield.training.problem.problem import Problem, TrainingSession
@@ -44,8 +43,11 @@ from forgefield.training.run.start_summary import effective_batch
 
 
 class FramesProblem(Problem):
-    data: DataModule
+    data: FrameData
+    batches: DataModule
+    """What the loaders serve; there after `loader`."""
     task: Task
+    task_options: TaskOptions | Any
     model: Potential
     change: Transfer | None
     """What became of the model of another run."""
@@ -59,16 +61,17 @@ class FramesProblem(Problem):
         config, ranks, journal = self.config, self.session.ranks, self.session.journal
         whose = None if self.initial is None else self.initial.known.whose
         # A run that was started when splits could leave a species out of training keeps its split.
-        old = ranks.is_first and has_begun(self.run) and not self.run.info.get("keep_species", False)
-        self.data = DataModule(
+        old = ranks.is_first and has_begun(self.run) and not self.run.info["keep_species"]
+        self.data = read_data(
             config.data,
             config.seed,
             rank=ranks.rank,
             world_size=ranks.world_size,
+            branches=branch_names(config.model if self.initial is None else self.initial.known.resolved),
             species_of=whose,
             keep_species=not ranks.broadcast(old),
+            converting=_conversion_report(journal.notify),
         )
-        self.data.prepare(converting=_conversion_report(journal.notify))
         self._resolve()
         self.model = build_model(
             self.resolved,
@@ -79,14 +82,12 @@ class FramesProblem(Problem):
         self._start_from_initial()
         choose_trained(self.model, config.training, journal.notify)
         require_inputs(self.model, self.data)
-        key_frames(self.model, self.data)
 
     def _resolve(self) -> None:
         """Task, model options in full and fingerprint of the data. A run that has begun keeps the options it has."""
-        data, ranks = self.data, self.session.ranks
-        data.statistics = ranks.broadcast(data.statistics)
-        set_branches(self.config, data, None if self.initial is None else self.initial.known.resolved)
-        options = requested_task(self.config, data)
+        ranks = self.session.ranks
+        self.data = data = replace(self.data, statistics=ranks.broadcast(self.data.statistics))
+        self.task_options = options = requested_task(self.config, data)
         for name, dataset in data.splits():
             if name != "train":
                 require_any_label(options, name, dataset)
@@ -107,7 +108,7 @@ class FramesProblem(Problem):
         self.change = ranks.broadcast(change)
         self.resolved = self.kept_model(resolved)
         if self.initial is None:
-            show_fitted_shifts(self.config, data, self.resolved)
+            self.data = with_fitted_shifts(self.config, data, self.resolved)
         self.task = build_task(options, self.resolved)
 
     def _start_from_initial(self) -> None:
@@ -155,7 +156,7 @@ class FramesProblem(Problem):
         return EngineStarter(
             training,
             ranks,
-            plan=lambda: plan_sizes(self.data.train_dataloader().batch_sizes(), at_most=training.graphs.sizes),
+            plan=lambda: plan_sizes(self.batches.train_dataloader().batch_sizes(), at_most=training.graphs.sizes),
             tolerance=Precision(training.precision).tolerance,
             notify=self.session.journal.notify,
             chosen_before=ranks.broadcast(before),
@@ -167,18 +168,22 @@ class FramesProblem(Problem):
         refuse_engine(self.config.training, device)
 
     def loader(self, device: torch.device) -> FrameLoader:
-        if device.type == "cuda":
-            self.data.train_on_gpu()
-        loader = self.data.train_dataloader()
-        if self.options.get("overfit_batches"):
+        keep_order = bool(self.options.get("overfit_batches"))
+        if keep_order:
             self.session.journal.notify(
                 "trainer.overfit_batches is set: the same frames are used every epoch, without shuffling."
             )
-            loader.keep_order()
-        return loader
+        spec = batch_spec(
+            self.task_options, self.model, seed=self.config.seed, on_gpu=device.type == "cuda", keep_order=keep_order
+        )
+        self.batches = self.data.serve(spec)
+        return self.batches.train_dataloader()
 
     def val_loader(self) -> Any:
-        return self.data.val_dataloader()
+        return self.batches.val_dataloader()
+
+    def describe_data(self) -> list[tuple[str, str]]:
+        return self.batches.describe()
 
     def facts(self) -> dict[str, Any]:
         return {

@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 
 from forgefield.config.targets import DENOISE, TARGETS, given_targets, quantity
-from forgefield.data.field_statistics import (
+from forgefield.data.labels.fields import Field
+from forgefield.data.module import FrameData
+from forgefield.data.statistics.field_statistics import (
     atom_moments,
     extensive_moments,
     intensive_moments,
@@ -21,8 +23,6 @@ from forgefield.data.field_statistics import (
     no_part,
     whole,
 )
-from forgefield.data.fields import Field
-from forgefield.data.module import DataModule
 from forgefield.data.store.table import FrameTable
 from forgefield.errors import ForgefieldError
 from forgefield.models.heads.equivariant import SHAPES
@@ -48,7 +48,7 @@ def has_energy(task: Any) -> bool:
     return any(quantity(name) in TARGETS and not (name == FORCES and given[name].direct) for name in given)
 
 
-def head_facts(task: Any, data: DataModule) -> dict[str, dict[str, Any]]:
+def head_facts(task: Any, data: FrameData) -> dict[str, dict[str, Any]]:
     """For each target that a head gives what the head is made for (`models.heads.HeadOptions`)."""
     targets, given = field_targets(task), given_targets(task)
     require_labels(targets, data.statistics.labels, "training", data.label_hints)
@@ -63,7 +63,7 @@ def head_facts(task: Any, data: DataModule) -> dict[str, dict[str, Any]]:
     return facts
 
 
-def output_units(outputs: Mapping[str, Any], task: Any, data: DataModule) -> dict[str, str]:
+def output_units(outputs: Mapping[str, Any], task: Any, data: FrameData) -> dict[str, str]:
     """Unit of each target, where the model gives its outputs by itself; raises for what it does not give.
 
     outputs: what it can give (`models.registry.direct_outputs`).
@@ -94,7 +94,7 @@ def output_units(outputs: Mapping[str, Any], task: Any, data: DataModule) -> dic
     return {name: data.train.fields[name].unit for name in targets}
 
 
-def _facts(name: str, options: Any, data: DataModule) -> dict[str, Any]:
+def _facts(name: str, options: Any, data: FrameData) -> dict[str, Any]:
     if name in TAKEN:
         raise ForgefieldError(
             f"task.{name}: a model has an output of that name already; call the field something else."
@@ -120,7 +120,7 @@ def _facts(name: str, options: Any, data: DataModule) -> dict[str, Any]:
     }
 
 
-def _require_shape(name: str, kind: str, field: Field, data: DataModule) -> None:
+def _require_shape(name: str, kind: str, field: Field, data: FrameData) -> None:
     shape = SHAPES[kind]
     if field.shape != shape:
         raise ForgefieldError(
@@ -147,7 +147,7 @@ def _labelled(table: FrameTable, name: str) -> np.ndarray:
     return values[~np.isnan(values.reshape(len(values), -1)).any(axis=1)]
 
 
-def _class_facts(name: str, options: Any, field: Field, data: DataModule) -> dict[str, Any]:
+def _class_facts(name: str, options: Any, field: Field, data: FrameData) -> dict[str, Any]:
     """Logits begin as the logarithms of how often each class occurs in the training data."""
     if field.shape:
         raise ForgefieldError(
@@ -212,7 +212,7 @@ def _labels(table: FrameTable, name: str) -> np.ndarray:
 
 
 def _moments(
-    name: str, normalise: Any, field: Field, reduce: str, kind: str, data: DataModule
+    name: str, normalise: Any, field: Field, reduce: str, kind: str, data: FrameData
 ) -> tuple[np.ndarray, float]:
     """(n_species, *shape) and a positive number."""
     species, table = data.species, data.train.frames

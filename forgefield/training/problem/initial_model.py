@@ -20,12 +20,12 @@ from torch import Tensor
 from forgefield.config.schema import Config
 from forgefield.config.typed import select
 from forgefield.data.dataset import GraphDataset
-from forgefield.data.module import DataModule
+from forgefield.data.module import FrameData
 from forgefield.errors import ForgefieldError
 from forgefield.models.deeppot.new_species import extended_options, extended_state, require_extensible
 from forgefield.models.deeppot.statistics import environment_statistics
 from forgefield.models.potential import Potential
-from forgefield.parallel.group import Ranks
+from forgefield.parallel.ranks import Ranks
 from forgefield.runs import Run
 from forgefield.training.problem.initial_options import KnownModel, require_same_options, section_of
 from forgefield.training.problem.model_options import MOST_FRAMES, measured_batches, spread
@@ -55,7 +55,7 @@ class InitialModel:
     new_species: list[str] = field(default_factory=list)
     """Those of the data that the model does not know yet."""
 
-    def options(self, config: Config, data: DataModule) -> dict[str, Any]:
+    def options(self, config: Config, data: FrameData) -> dict[str, Any]:
         """The model's options in full: those of the run, with what the config says of parts that are trained, and with
         statistics of species that are new to it."""
         resolved = copy.deepcopy(dict(self.known.resolved))

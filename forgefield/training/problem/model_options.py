@@ -20,12 +20,12 @@ from forgefield.config.schema import Config, TaskOptions
 from forgefield.config.targets import DENOISE, given_targets
 from forgefield.config.trust import CONFIG
 from forgefield.data.batch import Batch, with_edges
+from forgefield.data.batch_spec import BatchSpec, Noise
 from forgefield.data.dataset import GraphDataset
-from forgefield.data.module import DataModule
+from forgefield.data.module import FrameData
 from forgefield.data.neighbours.graph import same_graph
-from forgefield.data.store.cache import cache_folder
 from forgefield.errors import ForgefieldError
-from forgefield.files import remove_leftovers, write_atomically
+from forgefield.files import cache_folder, remove_leftovers, write_atomically
 from forgefield.models.potential import Potential
 from forgefield.models.registry import (
     BUILT_IN,
@@ -44,28 +44,19 @@ MOST_FRAMES = 20_000
 """Of larger data sets so many frames are measured, evenly spread."""
 
 
-def set_branches(config: Config, data: DataModule, resolved: Mapping[str, Any] | None = None) -> None:
-    """Let batches say which branch of the model a frame is for, where it has several. Called once data is prepared.
-
-    resolved: options of the model that a training starts from, where it is not that of the config.
-    """
-    names = branch_names(config.model if resolved is None else resolved)
-    if names:
-        data.set_branches(names)
-    elif (named := data.train.frames.branches) not in ([None], []):
-        raise ForgefieldError(
-            f"data.train has sources for the branch {named[-1]}, and the model has no branches; leave `branch` out, or name "
-            "them in model.branches."
-        )
+def batch_spec(
+    task: TaskOptions | Any, potential: Potential, *, seed: int, on_gpu: bool = False, keep_order: bool = False
+) -> BatchSpec:
+    """What batches must carry for this task and model. task: its options. keep_order: frames are not shuffled."""
+    targets, noise = given_targets(task), None
+    if DENOISE in targets:
+        denoise, alone = targets[DENOISE], len(targets) == 1
+        share = denoise.share if denoise.share is not None else 1.0 if alone or denoise.keep_labels else 0.5
+        noise = Noise(denoise.sigma, int(seed), share=share, keep_labels=denoise.keep_labels, alone=alone)
+    return BatchSpec(frozenset(targets), potential.needs_keys, noise, on_gpu, keep_order)
 
 
-def key_frames(potential: Potential, data: DataModule) -> None:
-    """Let batches of the training carry `frame_key` where the model has dropout."""
-    if potential.needs_keys:
-        data.key_frames()
-
-
-def resolved_model(config: Config, data: DataModule) -> dict[str, Any]:
+def resolved_model(config: Config, data: FrameData) -> dict[str, Any]:
     """Options of the config's model with everything explicit; see `models.registry.resolve_model`."""
     task, own = config.task, direct_outputs(config.model, trust=CONFIG)
     return resolve_model(
@@ -82,16 +73,10 @@ def resolved_model(config: Config, data: DataModule) -> dict[str, Any]:
     )
 
 
-def requested_task(config: Config, data: DataModule) -> TaskOptions | Any:
-    """What the config says is trained, or what the labels suggest; all of it is there to be learnt from."""
+def requested_task(config: Config, data: FrameData) -> TaskOptions | Any:
+    """The task of the config, or the default one for the labels of the data. The data has all labels that it needs."""
     options = config.task if config.task is not None else default_task(data.statistics.labels, data.label_hints)
     require_labels(given_targets(options), data.statistics.labels, "training", data.label_hints)
-    targets = given_targets(options)
-    data.learn(targets)
-    if DENOISE in targets:
-        said, alone = targets[DENOISE], len(targets) == 1
-        share = said.share if said.share is not None else 1.0 if alone or said.keep_labels else 0.5
-        data.move_atoms(said.sigma, share=share, keep_labels=said.keep_labels, alone=alone)
     return options
 
 
@@ -100,7 +85,7 @@ def build_task(options: TaskOptions | Any, resolved: Mapping[str, Any]) -> Task:
     return Task(options, tuple(resolved["species"]), extra_outputs_of(resolved), branch_names(resolved))
 
 
-def _measured(config: Config, data: DataModule) -> dict[str, Any]:
+def _measured(config: Config, data: FrameData) -> dict[str, Any]:
     """What the model itself measures on the training data; nothing for most models."""
     species, cutoff, model = data.species.symbols, config.cutoff, config.model
     kept = _place(config, data) if config.data.cache else None
@@ -125,7 +110,7 @@ def _measured(config: Config, data: DataModule) -> dict[str, Any]:
     return found
 
 
-def _repulsion(config: Config, data: DataModule) -> Potential | None:
+def _repulsion(config: Config, data: FrameData) -> Potential | None:
     """The ZBL term that the config's model adds, if it does."""
     model = config.model
     if model.get("name") not in BUILT_IN or not model.get("zbl"):
@@ -134,14 +119,14 @@ def _repulsion(config: Config, data: DataModule) -> Potential | None:
     return Potential(ZBL(model, data.species.symbols, config.cutoff, adaptive))
 
 
-def _batches(config: Config, data: DataModule, rows: np.ndarray) -> Iterator[Batch]:
+def _batches(config: Config, data: FrameData, rows: np.ndarray) -> Iterator[Batch]:
     """Training frames with edges; energies and forces are what the model has to give besides its ZBL term."""
     batches = measured_batches(data.train, rows, config.cutoff)
     repulsion = _repulsion(config, data)
     return batches if repulsion is None else less_repulsion(batches, repulsion)
 
 
-def _without_repulsion(config: Config, data: DataModule) -> dict[str, Any]:
+def _without_repulsion(config: Config, data: FrameData) -> dict[str, Any]:
     """Statistics that replace those of the data where the model adds ZBL; none otherwise."""
     if _repulsion(config, data) is None:
         return {}
@@ -149,17 +134,18 @@ def _without_repulsion(config: Config, data: DataModule) -> dict[str, Any]:
     return statistics_without_repulsion(_batches(config, data, rows), data.statistics)
 
 
-def show_fitted_shifts(config: Config, data: DataModule, resolved: Mapping[str, Any]) -> None:
-    """Let the data's description show the reference energies that the model was given, where ZBL changed the fit."""
-    shifts, found = resolved.get("energy_shifts"), data.statistics
-    if not resolved.get("zbl") or found.reference_kind != "fit" or not isinstance(shifts, Mapping):
-        return
-    if config.model.get("energy_shifts") is None and dict(shifts) != found.reference_energies:
-        note = "; ".join(part for part in ("fitted to energies less ZBL", found.reference_note) if part)
-        data.statistics = replace(found, reference_energies=dict(shifts), reference_note=note)
+def with_fitted_shifts(config: Config, data: FrameData, resolved: Mapping[str, Any]) -> FrameData:
+    """The data with the reference energies of the model in its statistics, where they were fitted to energies less ZBL."""
+    shifts, statistics = resolved.get("energy_shifts"), data.statistics
+    if not resolved.get("zbl") or statistics.reference_kind != "fit" or not isinstance(shifts, Mapping):
+        return data
+    if config.model.get("energy_shifts") is not None or dict(shifts) == statistics.reference_energies:
+        return data
+    note = "; ".join(part for part in ("fitted to energies less ZBL", statistics.reference_note) if part)
+    return replace(data, statistics=replace(statistics, reference_energies=dict(shifts), reference_note=note))
 
 
-def _place(config: Config, data: DataModule) -> Path:
+def _place(config: Config, data: FrameData) -> Path:
     settings = {
         "format": 2 if config.model.get("zbl") else 1,
         "frames": data.train.frames.fingerprint,

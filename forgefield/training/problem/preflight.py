@@ -14,13 +14,13 @@ from forgefield.config.targets import DENOISE, given_targets, quantity
 from forgefield.config.template import commented_yaml
 from forgefield.config.trust import CONFIG
 from forgefield.data.dataset import GraphDataset
-from forgefield.data.module import DataModule
+from forgefield.data.module import FrameData
 from forgefield.errors import ForgefieldError
 from forgefield.models.potential import Potential
 from forgefield.models.registry import check_model
-from forgefield.parallel.contradictions import check_trainer_options
 from forgefield.parallel.environment import MPI_LAUNCHERS
-from forgefield.parallel.group import Ranks
+from forgefield.parallel.launch_checks import check_trainer_options
+from forgefield.parallel.ranks import Ranks
 from forgefield.parallel.registry import check_strategy
 from forgefield.tasks.task import LABELS
 from forgefield.training.optim.optimisers import build_optimiser
@@ -84,7 +84,7 @@ def _require_same(what: str, text: str, ranks: Ranks) -> None:
             raise ForgefieldError(f"{ranks.describe(rank)} does not have {what} as {ranks.describe(0)}.")
 
 
-def require_inputs(potential: Potential, data: DataModule) -> None:
+def require_inputs(potential: Potential, data: FrameData) -> None:
     """Refuse frames without a value that the model reads: it would be computed with as if it were a number."""
     for name in potential.required_inputs:
         for split, dataset in data.splits():

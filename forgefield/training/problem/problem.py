@@ -17,9 +17,10 @@ from torch import nn
 from forgefield.config.schema import Config
 from forgefield.config.trust import code_of_model
 from forgefield.errors import ForgefieldError
+from forgefield.kinds import FRAMES, POINTS
 from forgefield.models.registry import MODULE_FOLDER, names_same_code, with_found_folder
 from forgefield.parallel.exchange import StepExchange
-from forgefield.parallel.group import Ranks
+from forgefield.parallel.ranks import Ranks
 from forgefield.runs import Run
 from forgefield.training.run.checkpoint import ResumePoint
 from forgefield.training.run.folder import has_begun
@@ -97,6 +98,10 @@ class Problem(ABC):
     def val_loader(self) -> Any:
         """Validation batches."""
 
+    def describe_data(self) -> Rows:
+        """The data as it is served, for the table at the start; called after `loader`."""
+        return self.data.describe()
+
     @abstractmethod
     def refuse(self, device: torch.device) -> None:
         """Stop where the device does not have what is asked for, before anything is done."""
@@ -140,11 +145,6 @@ class Problem(ABC):
 
 
 def problem_for(run: Run, config: Config, options: dict[str, Any], session: TrainingSession) -> Problem:
-    """The subject that a config is about."""
-    if config.data.points is not None:
-        from forgefield.ldos.training.problem import PointsProblem
-
-        return PointsProblem(run, config, options, session)
-    from forgefield.training.problem.frames import FramesProblem
-
-    return FramesProblem(run, config, options, session)
+    """The training problem that a config describes."""
+    kind = FRAMES if config.data.points is None else POINTS
+    return kind.problem.load()(run, config, options, session)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from forgefield.data.batch import Batch
-from forgefield.data.statistics import Statistics
+from forgefield.data.statistics.statistics import Statistics
 from forgefield.models.potential import Potential
 from forgefield.models.terms import SpeciesTerms
 from forgefield.ops.graph import EdgeGraph, edge_graph

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from forgefield.config.schema import Config
 from forgefield.config.trust import NO_CODE, Trust
-from forgefield.data.module import DataModule
+from forgefield.data.module import FrameData
 from forgefield.errors import ForgefieldError
 from forgefield.models.heads.heads import CHOSEN, check_heads, complete_heads
 from forgefield.models.predictor import head_key
@@ -66,7 +66,7 @@ def transfer(
     section: Mapping[str, Any],
     config: Config,
     task: Any,
-    data: DataModule,
+    data: FrameData,
     *,
     trust: Trust = NO_CODE,
 ) -> Transfer:
@@ -95,7 +95,7 @@ def transfer(
     )
 
 
-def _own(resolved: dict[str, Any], config: Config, data: DataModule) -> Transfer:
+def _own(resolved: dict[str, Any], config: Config, data: FrameData) -> Transfer:
     """For a model that gives its outputs by itself: nothing of it changes, the task chooses among them."""
     outputs = direct_outputs(section_of(resolved))
     if config.model.get(HEADS):
@@ -133,7 +133,7 @@ def _heads(
 
 
 def _energy_terms(
-    resolved: Mapping[str, Any], section: Mapping[str, Any], data: DataModule, trust: Trust
+    resolved: Mapping[str, Any], section: Mapping[str, Any], data: FrameData, trust: Trust
 ) -> dict[str, Any]:
     """Scale and shifts of energies as a new model of this kind would have them; none for models without such options, and
     none for a Deep Potential, whose shifts are fitted when it has its weights (`InitialModel.start`)."""

@@ -3,7 +3,8 @@
 A checkpoint is a torch zip archive of tensors, numbers, strings and containers of them. It is written under a temporary name,
 flushed to the disk and renamed, so that a file with a checkpoint's name is complete. On reading, the archive's own
 checksums are verified first. A file that does not match them is renamed and the next older one is used; any other error (of the
-disk, of memory, of another version) stops the command and leaves the file alone.
+disk, of memory, of another version) stops the command and leaves the file alone. Checkpoints of earlier versions of the format
+are upgraded when they are read (`run/formats.py`).
 """
 
 from __future__ import annotations
@@ -22,40 +23,54 @@ from lightning.fabric.plugins import CheckpointIO
 
 from forgefield.errors import ForgefieldError
 from forgefield.files import PARTIAL, read_bytes, write_atomically
-from forgefield.parallel.group import Ranks
+from forgefield.formats import VERSION
+from forgefield.parallel.ranks import Ranks
+from forgefield.training.run.formats import CHECKPOINT, POSITION
 
 _NAME = re.compile(r"step-(\d+)\.ckpt")
 
 
 def save_checkpoint(path: Path, checkpoint: dict[str, Any]) -> None:
+    """Write a checkpoint of the current version of the format."""
     buffer = io.BytesIO()
-    torch.save(checkpoint, buffer)
+    torch.save({**checkpoint, VERSION: CHECKPOINT.version}, buffer)
     write_atomically(path, buffer.getvalue())
 
 
 def load_checkpoint(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
-    """Read a checkpoint. Raises `DamagedCheckpoint` when it is not what was written, `UnreadableCheckpoint` when it is but
-    cannot be loaded, and ForgefieldError when the file cannot be read."""
+    """The content of a checkpoint, in the current version of the format.
+
+    Raises `DamagedCheckpoint` when the file is not what was written, `UnreadableCheckpoint` when it is but cannot be loaded,
+    `NewerFormat` when a newer version of Forgefield wrote it, and ForgefieldError when the file cannot be read.
+    """
     content = io.BytesIO(read_bytes(path))
+    _require_intact(content)
+    content.seek(0)
+    try:
+        checkpoint = torch.load(content, map_location=map_location, weights_only=True)
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise UnreadableCheckpoint(str(error).split("\n")[0]) from error
+    if not isinstance(checkpoint, dict):
+        raise UnreadableCheckpoint(f"it holds a {type(checkpoint).__name__} instead of a dictionary")
+    return CHECKPOINT.upgrade(checkpoint, path)
+
+
+def _require_intact(content: io.BytesIO) -> None:
+    """Raise `DamagedCheckpoint` unless all members of the archive match their checksums and torch finds those it needs."""
     try:
         with zipfile.ZipFile(content) as archive:
             broken = archive.testzip()
+            members = {name.partition("/")[2] for name in archive.namelist()}
     except MemoryError:
         raise
     except Exception as error:
         raise DamagedCheckpoint(str(error).split("\n")[0]) from error
     if broken is not None:
         raise DamagedCheckpoint(f"checksum of {broken} does not match")
-    content.seek(0)
-    try:
-        return torch.load(content, map_location=map_location, weights_only=True)
-    except MemoryError:
-        raise
-    except Exception as error:
-        reason = str(error).split("\n")[0]
-        if "PytorchStreamReader" in reason:  # torch's reader of archives sees damage that Python's does not
-            raise DamagedCheckpoint(reason) from error
-        raise UnreadableCheckpoint(reason) from error
+    if missing := {"data.pkl", "version"} - members:
+        raise DamagedCheckpoint(f"{min(missing)} is missing in the archive")
 
 
 class DamagedCheckpoint(Exception):
@@ -68,7 +83,7 @@ class UnreadableCheckpoint(Exception):
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where a run goes on: `path` of the checkpoint, optimiser `step`, `epoch`, and how many frames of it were seen.
+    """Where a run resumes: `path` of the checkpoint, optimiser `step`, `epoch`, and how many frames of it were seen.
 
     rows: rows of metrics written by then. finished: the limits under which training had ended, None where it had not.
     """
@@ -144,13 +159,13 @@ class AtomicCheckpointIO(CheckpointIO):
 
 
 def _restart_from(path: Path, checkpoint: dict[str, Any]) -> ResumePoint:
-    place = checkpoint["forgefield_place"]
+    position = checkpoint[POSITION]
     return ResumePoint(
         path=path,
         step=int(checkpoint["global_step"]),
         epoch=int(checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]),
-        sample=int(place["sample"]),
-        world_size=int(place["world_size"]),
-        rows=int(checkpoint["callbacks"]["MetricsLog"]["rows"]),
-        finished=place.get("finished"),
+        sample=int(position["sample"]),
+        world_size=int(position["world_size"]),
+        rows=int(checkpoint["callbacks"]["metrics_log"]["rows"]),
+        finished=position.get("finished"),
     )

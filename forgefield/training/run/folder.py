@@ -16,7 +16,7 @@ from forgefield.config.schema import Config
 from forgefield.data.sampling.batching import DEFAULT_FRAMES
 from forgefield.errors import ForgefieldError
 from forgefield.files import remove_leftovers
-from forgefield.parallel.group import Ranks
+from forgefield.parallel.ranks import Ranks
 from forgefield.runs import Run
 from forgefield.training.run.journal import Journal
 

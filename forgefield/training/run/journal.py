@@ -20,7 +20,7 @@ from typing import Any, TextIO
 from rich.console import Console
 
 from forgefield.errors import ForgefieldError
-from forgefield.parallel.group import Ranks, alone
+from forgefield.parallel.ranks import Ranks, alone
 
 MODES = ("master", "collect", "workers")
 OTHERS = "warnings.txt"

@@ -10,7 +10,7 @@ import lightning as L
 import torch
 
 from forgefield.data.sampling.plan import Budget
-from forgefield.parallel.group import Ranks
+from forgefield.parallel.ranks import Ranks
 from forgefield.training.precision import Precision
 from forgefield.training.problem.problem import Problem
 from forgefield.training.run.journal import Journal
@@ -20,7 +20,7 @@ from forgefield.training.run.summary import Rows, device_name, model_rows, packa
 def summarise(journal: Journal, problem: Problem, trainer: L.Trainer, monitor: str) -> None:
     config, ranks = problem.config, problem.session.ranks
     sections: dict[str, Sequence[tuple[str, str]]] = {
-        "Data": [*problem.data.describe(), *_no_descriptors(problem)],
+        "Data": [*problem.describe_data(), *_no_descriptors(problem)],
         "Model": [("name", str(config.model["name"])), *_first_weights(config), *model_rows(problem.model)],
         "Task": list(problem.task.describe()),
         "Training": _training_rows(problem, trainer, monitor),

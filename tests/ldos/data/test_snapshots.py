@@ -12,7 +12,7 @@ from forgefield.errors import ForgefieldError
 from forgefield.ldos.data import PointTable, Snapshot, find_snapshots, read_info
 from forgefield.ldos.data.info import SnapshotInfo
 from forgefield.physics.units import BOHR, HARTREE
-from tests.ldos.data.conftest import write_snapshot
+from tests.support.numbered_snapshots import write_snapshot
 
 
 def test_coordinates_are_cut_and_units_applied_on_reading_only(folder):

@@ -20,8 +20,7 @@ from forgefield.ldos.electronic.energy_grid import EnergyGrid
 from forgefield.ldos.electronic.total_energy import total_energy
 from forgefield.ldos.electronic.upf import read_upf
 from forgefield.ldos.inference.electrons import ElectronModel, smooth_number
-from forgefield.ldos.model import LDOSOptions, LinearScale, PointFacts, resolve
-from forgefield.models.registry import build_point_model
+from forgefield.ldos.model import LDOSOptions, LinearScale, PointFacts, build_network, resolve
 from forgefield.physics.units import BOHR
 from forgefield.runs import create_run_from_model
 from tests.support.helpers import SHARED_DATA
@@ -51,7 +50,7 @@ def make_run(folder, name="be", target="ldos", descriptors=DESCRIPTORS, **facts)
         name=name,
         out=folder,
         resolved=resolved,
-        potential=build_point_model(resolved, precision="float64", seed=1),
+        potential=build_network(resolved, precision="float64", seed=1),
         origin="a test",
         precision="float64",
         facts={**known, **facts},
@@ -186,11 +185,12 @@ def test_without_pseudopotentials_there_is_a_band_energy_and_no_free_energy(tmp_
 
 
 def test_settings_of_electrons_are_none_of_potentials(tmp_path, monkeypatch):
+    from forgefield.kinds import FRAMES
     from forgefield.runs import Run
 
     made = make_run(tmp_path)
-    monkeypatch.setattr(Run, "of_points", False)
-    with pytest.raises(ForgefieldError, match="knows no electrons"):
+    monkeypatch.setattr(Run, "kind", FRAMES)
+    with pytest.raises(ForgefieldError, match="temperature is an option of LDOS runs"):
         Calculator(made, temperature=300.0)
     with pytest.raises(ForgefieldError, match="temperature is for LDOS runs"):
         api.predict(made, "x.xyz", tmp_path / "o", electrons=api.ElectronOptions(temperature=300.0))

@@ -2,55 +2,25 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from forgefield.ldos.model import ACTIVATIONS, LDOSNetwork, LDOSOptions, LinearScale, PointFacts
+from forgefield.ldos.model import ACTIVATIONS
 from forgefield.ldos.training import engines, fused
 from forgefield.ldos.training.blocks import Block
-from forgefield.ldos.training.data import RowLayout
 from forgefield.ldos.training.engines import EagerEngine, GraphsEngine
-from forgefield.ldos.training.fused import FusedGradient, FusedStep, Tiles, adam_of, rounded_to_tf32, tiles_for
+from forgefield.ldos.training.fused import FusedGradient, FusedStep, adam_of, rounded_to_tf32, tiles_for
 from forgefield.ldos.training.gradient import Written
 from forgefield.ldos.training.update import Update
-from forgefield.ops.products import products_in
+from forgefield.ops.execution import products_in
 from forgefield.training.optim.averages import WeightAverage
-from tests.ldos.training.test_gradient import task
-from tests.support.snapshots import ENERGIES
+from tests.support.fused_points import DEVICE, LOW, RUNS, SMALL, Rows, network
+from tests.support.point_networks import task
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-RUNS = importlib.util.find_spec("triton") is not None and (
-    DEVICE == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
-)
 pytestmark = pytest.mark.skipif(not RUNS, reason="needs Triton, and a GPU or its interpreter (TRITON_INTERPRET=1)")
-LOW = torch.bfloat16 if DEVICE == "cuda" else torch.float16
-"""What factors are rounded to: the interpreter has no products of bfloat16, and float16 takes the same way."""
-SMALL = Tiles(points=64, columns=64, depth=32, rounds=False)
-
-
-def network(activation: str = "relu", output: str | None = None, hidden: tuple[int, ...] = (37, 70)) -> LDOSNetwork:
-    facts = PointFacts(
-        "ldos", LinearScale("none", [0.0] * 11, [1.0] * 11), LinearScale("none", [0.0] * 7, [1.0] * 7), ENERGIES
-    )
-    options = LDOSOptions(hidden=list(hidden), activation=activation, output_activation=output)
-    generator = torch.Generator().manual_seed(1)
-    return LDOSNetwork(options, facts, dtype=torch.float32, generator=generator).to(DEVICE)
-
-
-class Rows:
-    """Stands for `KeptRows`."""
-
-    def __init__(self, n: int) -> None:
-        self.layout = RowLayout(11, 7)
-        generator = torch.Generator().manual_seed(3)
-        self.rows = torch.zeros(n, self.layout.width, device=DEVICE)
-        for room in self.layout.split(self.rows):
-            room.copy_(torch.randn(room.shape, generator=generator))
 
 
 def assert_close(mine: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from forgefield.config.point_options import PointTargetOptions, SnapshotTermOptions
-from forgefield.ldos.loss import PointErrors, PointTask, SnapshotReference, SnapshotTerms
-from forgefield.ldos.model import ACTIVATIONS, LDOSNetwork, LDOSOptions, LinearScale, PointFacts
+from forgefield.config.point_options import SnapshotTermOptions
+from forgefield.ldos.loss import PointErrors, SnapshotReference, SnapshotTerms
+from forgefield.ldos.model import ACTIVATIONS
 from forgefield.ldos.training import engines
 from forgefield.ldos.training.blocks import Block
 from forgefield.ldos.training.data import RowLayout
@@ -15,32 +15,11 @@ from forgefield.ldos.training.engines import EagerEngine, GraphsEngine
 from forgefield.ldos.training.gradient import ByAutograd, Written
 from forgefield.ldos.training.terms import TermGradient
 from forgefield.ldos.training.update import Update
-from forgefield.ops.products import products_in
-from forgefield.parallel.group import alone
+from forgefield.ops.execution import products_in
+from forgefield.parallel.ranks import alone
 from forgefield.training.optim.averages import WeightAverage
-from tests.support.snapshots import ENERGIES, FERMI, GRID, TEMPERATURE
-
-DTYPE = torch.float64
-
-
-def network(activation: str = "silu", output: str | None = None, dtype: torch.dtype = DTYPE) -> LDOSNetwork:
-    facts = PointFacts(
-        "ldos",
-        LinearScale("standard", [1.0, -2.0, 300.0], [2.0, 0.5, 30.0]),
-        LinearScale("minmax", [0.01] * 7, [0.1] * 7),
-        ENERGIES,
-    )
-    options = LDOSOptions(hidden=[9, 5], activation=activation, output_activation=output)
-    return LDOSNetwork(options, facts, dtype=dtype, generator=torch.Generator().manual_seed(1))
-
-
-def task(loss: str = "mse", weights: list[float] | None = None, **terms: SnapshotTermOptions) -> PointTask:
-    return PointTask("ldos", PointTargetOptions(loss=loss, level_weights=weights), terms, 7)
-
-
-def rows(n: int, seed: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(n, 3, generator=generator, dtype=DTYPE), torch.rand(n, 7, generator=generator, dtype=DTYPE)
+from tests.support.point_networks import DTYPE, network, rows, task
+from tests.support.snapshots import FERMI, GRID, TEMPERATURE
 
 
 @pytest.mark.parametrize("activation", sorted(ACTIVATIONS))

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.interrupting import Interrupted
+from tests.support.launching import write_config
+from tests.support.resuming import END, assert_same_run
 from tests.support.snapshots import point_config
 from tests.support.train_many import train_only
 from tests.support.warm import ROOT, run_warm
-from tests.training.test_resume import END, assert_same_run, write_config
 
 VARIANTS = {
     "checkpoints of epochs": {"training": {"checkpoint": {"every_epochs": 1}}},

@@ -28,9 +28,9 @@ from forgefield.ldos.training.reference import (
 )
 from forgefield.ldos.training.start import EngineMaker, why_no_captured_schedule
 from forgefield.ldos.training.update import Update
-from forgefield.ops.products import products_in
-from tests.ldos.training.test_fused import DEVICE, LOW, RUNS, SMALL, Rows, network
-from tests.ldos.training.test_gradient import task
+from forgefield.ops.execution import products_in
+from tests.support.fused_points import DEVICE, LOW, RUNS, SMALL, Rows, network
+from tests.support.point_networks import task
 from tests.support.snapshots import point_config
 from tests.support.train_many import train_only
 

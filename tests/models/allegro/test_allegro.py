@@ -23,12 +23,9 @@ from forgefield.models.allegro.tensors import harmonic_irreps, layer_irreps
 from forgefield.models.potential import edge_vectors
 from forgefield.ops.graph import edge_graph
 from forgefield.physics.zbl import zbl_pair_energy
+from tests.support.allegro_models import TINY, potential_of
 from tests.support.structures import SPECIES, STATISTICS, make_batch, make_frame
 
-TINY = {
-    "name": "allegro", "l_max": 1, "num_layers": 2, "num_scalar_features": 6, "num_tensor_features": 3,
-    "scalar_embed_mlp_width": 8, "allegro_mlp_width": 5, "readout_mlp_width": 4,
-}  # fmt: skip
 VARIANTS = {
     "plain": {},
     "l=2": {"l_max": 2},
@@ -56,14 +53,6 @@ VARIANTS = {
     "one layer, scalars alone": {"l_max": 0, "num_layers": 1, "radial_chemical_embed_dim": 4},
     "zbl, pair cutoffs": {"zbl": True, "per_edge_type_cutoff": {"H": 2.0, "O": {"H": 2.5}}},
 }
-
-
-def potential_of(
-    precision: str = "float64", seed: int = 0, cutoff: float = 3.0, species=SPECIES, **options
-) -> Potential:
-    facts = STATISTICS | {"reference_energies": dict.fromkeys(species, -1.5)}
-    resolved = resolve_model({**TINY, **options}, species=species, cutoff=cutoff, statistics=facts)
-    return build_model(json.loads(json.dumps(resolved)), precision=precision, seed=seed)
 
 
 @pytest.fixture(params=list(VARIANTS))

@@ -13,7 +13,7 @@ from forgefield.models import build_model
 from forgefield.models.allegro.importer import read_allegro
 from forgefield.models.nequip.importer import read_nequip
 from forgefield.runs import Run
-from tests.models.allegro.test_allegro import potential_of
+from tests.support.allegro_models import potential_of
 from tests.support.structures import make_batch, make_frame
 
 THEIR_OPTIONS = {

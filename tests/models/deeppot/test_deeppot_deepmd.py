@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,34 +21,14 @@ from forgefield.models.deeppot.short_range import PairTable, complete_short_rang
 from forgefield.models.deeppot.statistics import environment_statistics
 from forgefield.models.potential import edge_vectors
 from forgefield.ops.graph import edge_graph
+from tests.support.deepmd_program import ask, deepmd_python
 
-ORACLE = Path(__file__).parents[2] / "support" / "deepmd_oracle.py"
 SPECIES = ("O", "H")
 NUMBERS = {"O": 8, "H": 1}
 CUTOFF = 4.0
 
 
-def deepmd_python() -> str | None:
-    named = os.environ.get("FORGEFIELD_DEEPMD_PYTHON")
-    return named or (sys.executable if importlib.util.find_spec("deepmd") else None)
-
-
 pytestmark = pytest.mark.skipif(deepmd_python() is None, reason="deepmd-kit is not installed")
-
-
-def ask(what: str, job: dict[str, Any], folder: Path) -> None:
-    """Run the oracle; it writes the files that the job names."""
-    path = folder / "job.json"
-    path.write_text(json.dumps(job))
-    python = deepmd_python()
-    assert python is not None
-    done = subprocess.run(
-        [python, str(ORACLE), what, str(path)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def make_system(folder: Path, name: str, *, periodic: bool = True, seed: int = 0, n: int = 14, **more: int) -> str:

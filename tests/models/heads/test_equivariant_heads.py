@@ -14,7 +14,7 @@ from forgefield.models.predictor import Predictor
 from forgefield.ops.activations import activate
 from forgefield.ops.graph import Segments
 from forgefield.ops.pooling import segment_max, segment_softmax
-from tests.models.test_predictor import SMALL, doubled, moved, values
+from tests.support.predictor_cases import SMALL, doubled, moved, values
 from tests.support.structures import SPECIES, STATISTICS, make_batch, make_frame
 
 UNIT = [[0.1 * (i % 4 == 0) for i in range(9)], [0.2 * (i % 4 == 0) for i in range(9)]]

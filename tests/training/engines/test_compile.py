@@ -46,11 +46,15 @@ def test_one_compilation_serves_every_size(engine):
 
 WITH_VECTORS = """
 from torch._inductor.cpu_vec_isa import pick_vec_isa
-from tests.training.engines import test_compile as here
+from forgefield.training.engines.compiled import CompileEngine
+from forgefield.training.engines.engine import Engine
+from tests.support.engine_cases import difference, labelled, step_function
+from tests.support.structures import make_potential
 
 assert pick_vec_isa()
-engine = here.CompileEngine(here.step_function(here.make_potential("float32", **here.TINY), ("energy",)))
-assert here.difference(engine, here.Engine(engine.function), here.labelled(20, 30, 20, box=6.0)) < 3e-6
+potential = make_potential("float32", num_layers=1, l_max=1, num_features=2, radial_mlp_width=2)
+engine = CompileEngine(step_function(potential, ("energy",)))
+assert difference(engine, Engine(engine.function), labelled(20, 30, 20, box=6.0)) < 3e-6
 """
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from forgefield.config.schema import TrainingOptions
 from forgefield.errors import ForgefieldError
 from forgefield.models import Potential
-from forgefield.parallel.group import alone
+from forgefield.parallel.ranks import alone
 from forgefield.tasks.losses import mse
 from forgefield.tasks.task import Target
 from forgefield.training.engines.choose import (
@@ -34,9 +34,8 @@ from forgefield.training.engines.start import EngineStarter
 from forgefield.training.engines.step import StepFunction
 from forgefield.training.engines.verify import largest_difference, moved_labels, require_equal, require_equal_evaluation
 from forgefield.training.optim.captured_update import portable_optimiser_states, why_not_capturable
-from tests.support.engine_cases import difference, labelled, learnt, step_function
+from tests.support.engine_cases import ReadsAValue, difference, labelled, learnt, step_function
 from tests.support.structures import make_potential
-from tests.training.engines.test_script import ReadsAValue
 
 CPU = torch.device("cpu")
 
@@ -156,7 +155,7 @@ def test_an_engine_is_compared_before_it_is_used_and_the_number_is_said():
 
 def test_a_users_model_that_cannot_be_traced_is_named_with_its_line():
     on = circumstances(Potential(ReadsAValue("value")), [])
-    with pytest.raises(ForgefieldError, match=r"cannot be scripted because of .*test_script.py:\d+: .*item\(\)"):
+    with pytest.raises(ForgefieldError, match=r"cannot be scripted because of .*engine_cases.py:\d+: .*item\(\)"):
         start(Choice("script", "double"), on, labelled(4, 3))
 
 

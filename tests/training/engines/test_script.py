@@ -13,9 +13,8 @@ from forgefield.training.engines.compiled import conditions
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.script import ScriptEngine
 from forgefield.training.engines.tracing import trace, where_it_broke
-from tests.support.engine_cases import difference, labelled, step_function
+from tests.support.engine_cases import ReadsAValue, difference, labelled, potential_of, step_function
 from tests.support.structures import make_potential
-from tests.training.engines.test_step import potential_of
 
 SIZES = [(1,), (4, 3), (2,), (5, 1, 2, 6), (3, 3, 3)]
 """One atom without an edge, one frame, several."""
@@ -49,25 +48,6 @@ def test_frozen_weights_get_no_gradient_and_unused_ones_none():
     assert gradients["model.type_embedding"] is not None
 
 
-class ReadsAValue(nn.Module):
-    """Asks for a number of the device in the middle of a step, as no compiled step can."""
-
-    species, cutoff = ("H", "O"), 3.0
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.how, self.weight = how, nn.Parameter(torch.ones(2, dtype=torch.float64))
-
-    def forward(self, batch):
-        squares = batch["edge_vectors"].square().sum(1)
-        if self.how == "value" and squares.max().item() > 1.0:
-            squares = squares * 0.5
-        if self.how == "size":
-            squares = squares * torch.arange(int(squares.shape[0]) + 0 * len(range(squares.shape[0])))
-        atomic = squares.new_zeros(batch["species"].shape[0])
-        return atomic.index_add(0, batch["edge_index"][1], squares) * self.weight.sum()
-
-
 @pytest.mark.parametrize(("how", "line"), [("value", "squares.max().item()"), ("size", "range(squares.shape[0])")])
 def test_a_model_that_breaks_the_trace_is_named_with_its_line(how, line):
     function = step_function(Potential(ReadsAValue(how)), ("energy", "forces"))
@@ -76,7 +56,7 @@ def test_a_model_that_breaks_the_trace_is_named_with_its_line(how, line):
         engine.differentiate(labelled(4, 3))
     told = str(caught.value) if isinstance(caught.value, ForgefieldError) else where_it_broke(caught.value)
     assert line in told
-    assert "test_script.py" in told
+    assert "engine_cases.py" in told
 
 
 def test_a_trace_holds_for_all_sizes():

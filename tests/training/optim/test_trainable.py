@@ -16,9 +16,9 @@ from forgefield.training.problem.transfer import _energy_terms
 from forgefield.training.run.checkpoint import list_checkpoints, load_checkpoint
 from tests.support.deeppots import make_deeppot
 from tests.support.helpers import PROPERTIES, property_frames, tiny_config, write_properties
+from tests.support.resuming import END, assert_same_run, interrupted_run
 from tests.support.structures import make_batch, make_frame, make_potential
 from tests.support.train_many import train_only
-from tests.training.test_resume import END, assert_same_run, interrupted_run
 
 STEPS = {"trainer": {"max_steps": 4}}
 

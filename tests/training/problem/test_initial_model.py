@@ -25,15 +25,15 @@ from forgefield.models.deeppot.exporter import write_deepmd
 from forgefield.runs import Run
 from forgefield.training.problem.initial_model import InitialModel
 from forgefield.training.problem.initial_options import KnownModel, require_same_options
-from tests.models.deeppot.test_deeppot_deepmd import ask, deepmd_python
-from tests.models.nequip.test_import_nequip import checkpoint, trained_elsewhere
+from tests.support.deepmd_program import ask, deepmd_python
 from tests.support.deeppots import make_deeppot
 from tests.support.helpers import emt_frames, tiny_config
 from tests.support.interrupting import Interrupted
 from tests.support.launching import ranks, weights, write_config
+from tests.support.nequip_checkpoints import checkpoint, trained_elsewhere
+from tests.support.resuming import END, assert_same_run
 from tests.support.structures import make_frame
 from tests.support.train_many import train_only
-from tests.training.test_resume import END, assert_same_run
 
 DEEPPOT = {
     "name": "deeppot",

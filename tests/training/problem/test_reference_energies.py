@@ -11,7 +11,7 @@ from ase.calculators.singlepoint import SinglePointCalculator
 import forgefield
 from forgefield.config.loading import load_config
 from forgefield.config.trust import CONFIG
-from forgefield.data.module import DataModule
+from forgefield.data.module import read_data
 from forgefield.models import build_model, resolve_model
 from forgefield.training.problem.model_options import requested_task, resolved_model
 from forgefield.training.problem.shifts import fit_shifts, set_shifts
@@ -90,8 +90,7 @@ def zbl_data(tmp_path, frames=40, **model) -> tuple:
         forces = out["forces"].numpy() + 0.5 * rng.standard_normal((len(atoms), 3))
         atoms.calc = SinglePointCalculator(atoms, energy=float(out["energy"]), forces=forces)
     ase.io.write(tmp_path / "frames.extxyz", made)
-    data = DataModule(config.data, config.seed)
-    data.prepare()
+    data = read_data(config.data, config.seed)
     requested_task(config, data)
     return config, data, energies
 
@@ -112,8 +111,7 @@ def test_the_bias_of_a_deep_potential_is_fitted_to_what_zbl_leaves(tmp_path):
     zbl_data(tmp_path, name="schnet", num_layers=1, num_features=4, zbl=True)
     model = {"name": "deeppot", "zbl": True, "descriptor": {"type": "se_e2_a", "neuron": [4, 8]}}
     config = load_config({**tiny_config(tmp_path), "model": model})
-    data = DataModule(config.data, config.seed)
-    data.prepare()
+    data = read_data(config.data, config.seed)
     requested_task(config, data)
     resolved = resolved_model(config, data)
     bias = dict(zip(resolved["species"], resolved["out_bias"]))
@@ -122,8 +120,7 @@ def test_the_bias_of_a_deep_potential_is_fitted_to_what_zbl_leaves(tmp_path):
 
 def test_shifts_of_an_own_model_can_be_fitted_to_new_data(tmp_path):
     config = load_config(shifted_frames(tmp_path) | {"model": {"name": PAIRS}})
-    data = DataModule(config.data, config.seed)
-    data.prepare()
+    data = read_data(config.data, config.seed)
     resolved = resolved_own(PAIRS) | {"species": list(data.species.symbols), "cutoff": float(config.data.cutoff)}
     resolved["reference_energies"] = dict.fromkeys(data.species.symbols, -1.0)
     potential = build_model(resolved, precision="float64", seed=0, trust=CONFIG)

@@ -160,6 +160,6 @@ def test_a_checkpoint_of_another_version_is_not_a_damaged_one(tmp_path):
 RESTARTABLE = {
     "global_step": 1,
     "loops": {"fit_loop": {"epoch_progress": {"current": {"processed": 0}}}},
-    "callbacks": {"MetricsLog": {"rows": 0}},
-    "forgefield_place": {"sample": 0, "world_size": 1},
+    "callbacks": {"metrics_log": {"rows": 0}},
+    "forgefield_position": {"sample": 0, "world_size": 1},
 }

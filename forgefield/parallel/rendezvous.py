@@ -1,0 +1,151 @@
+"""How processes become a group: they meet where the launcher said, agree on a fresh start, and begin to watch each other.
+
+`connect` is called once per process, before anything else is done, so that an error on any rank can be told to all of them.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from forgefield.errors import ForgefieldError
+from forgefield.parallel.launch import Launch
+from forgefield.parallel.network import interface_towards
+from forgefield.parallel.ranks import Ranks, alone
+from forgefield.parallel.watch import start_watch
+
+MEETING_MINUTES = 10
+"""How long the first ranks wait for the last one to start."""
+
+
+def connect(launch: Launch, *, on_loss: Any) -> Ranks:
+    """Meet the other processes. on_loss(ranks, loss): called in a thread of its own when another rank has gone."""
+    if launch.world_size == 1:
+        return alone(launch)
+    _tell_libraries(launch)
+    try:
+        store, _, _ = next(
+            dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timedelta(minutes=MEETING_MINUTES))
+        )
+        store = dist.PrefixStore(f"forgefield/{_fresh_token(launch, store)}", store)
+        backend = backends(shared_gpus=_share_gpus(launch, store))
+        dist.init_process_group(
+            backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timedelta(minutes=30)
+        )
+    except (RuntimeError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise ForgefieldError(
+            f"Rank {launch.rank} could not meet the other {launch.world_size - 1} processes at {launch.master_address}:"
+            f"{launch.master_port} ({reason}). Did all of them start, can this node reach that address, is the port free? "
+            "MASTER_ADDR and MASTER_PORT set another one."
+        ) from error
+    host = socket.gethostname()
+    ranks = Ranks(launch, hosts=[host], backend=backend)
+    ranks.hosts = ranks.all_gather(host)
+    ranks.watch = start_watch(
+        rank=launch.rank,
+        world_size=launch.world_size,
+        host=host,
+        address=launch.master_address,
+        store=store,
+        on_loss=lambda loss: on_loss(ranks, loss),
+        on_line=lambda rank, text: ranks.on_line(rank, text) if ranks.on_line is not None else None,
+    )
+    return ranks
+
+
+def _fresh_token(launch: Launch, store: dist.Store) -> str:
+    """A word that the processes which are alive now agree on.
+
+    An agent that starts processes again offers the same store: what dead ones left there must not be met. Every rank asks with
+    a word of its own, which nobody can have answered before, and rank 0 answers until all have said that they heard it.
+    """
+    own = secrets.token_hex(8)
+    if launch.launcher != "torchrun":
+        return "0"
+    if launch.rank > 0:
+        store.set(f"forgefield/ask/{launch.rank}", own)
+        token = store.get(f"forgefield/answer/{launch.rank}/{own}").decode()
+        store.set(f"forgefield/heard/{launch.rank}/{token}", "yes")
+        return token
+    deadline = time.monotonic() + 60 * MEETING_MINUTES
+    missing, answered = set(range(1, launch.world_size)), dict[int, str]()
+    while missing:
+        for rank in sorted(missing):
+            if not store.check([f"forgefield/ask/{rank}"]):
+                continue
+            word = store.get(f"forgefield/ask/{rank}").decode()
+            if answered.get(rank) != word:
+                answered[rank] = word
+                store.set(f"forgefield/answer/{rank}/{word}", own)
+            if store.check([f"forgefield/heard/{rank}/{own}"]):
+                missing.discard(rank)
+        if missing and time.monotonic() > deadline:
+            raise RuntimeError(f"ranks {sorted(missing)[:8]} did not come")
+        if missing:
+            time.sleep(0.02)
+    return own
+
+
+def backends(*, shared_gpus: bool = False) -> str:
+    """What carries messages here, in torch's notation: by kind of device where there are several. nccl wants a GPU for each
+    process."""
+    if torch.cuda.is_available() and dist.is_nccl_available() and not shared_gpus:
+        return "cpu:gloo,cuda:nccl"
+    if hasattr(torch, "xpu") and torch.xpu.is_available() and dist.is_xccl_available():
+        return "cpu:gloo,xpu:xccl"
+    return "gloo"
+
+
+def gpu_index(launch: Launch) -> int:
+    """Which of the GPUs that this process sees is its own; the only one, where the launcher shows each process its own."""
+    return launch.local_rank % max(torch.cuda.device_count(), 1)
+
+
+def _share_gpus(launch: Launch, store: dist.Store) -> bool:
+    """Whether any two processes of a node have the same GPU, found out through the store; the same answer on all ranks."""
+    own = ""
+    if torch.cuda.is_available():
+        own = str(torch.cuda.get_device_properties(gpu_index(launch)).uuid)
+    place = f"gpu/{socket.gethostname()}"
+    store.set(f"{place}/{launch.local_rank}", own)
+    neighbours = [store.get(f"{place}/{number}").decode() for number in range(launch.local_size)]
+    store.add("sharing", int(own != "" and neighbours.count(own) > 1))
+    if store.add("compared", 1) == launch.world_size:
+        store.set("result", str(store.add("sharing", 0)))
+    return store.get("result") != b"0"
+
+
+def usable_threads(launch: Launch) -> int:
+    """Threads for this process when nobody has said: its share of the cores it may run on."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    bound_by_launcher = cores < (os.cpu_count() or 1)
+    return max(1, cores if bound_by_launcher else cores // launch.local_size)
+
+
+def _tell_libraries(launch: Launch) -> None:
+    """Say in the variables that torch and Lightning read what was detected."""
+    os.environ.update(
+        MASTER_ADDR=launch.master_address,
+        MASTER_PORT=str(launch.master_port),
+        RANK=str(launch.rank),
+        WORLD_SIZE=str(launch.world_size),
+        LOCAL_RANK=str(launch.local_rank),
+        LOCAL_WORLD_SIZE=str(launch.local_size),
+    )
+    if "GLOO_SOCKET_IFNAME" not in os.environ:
+        interface = interface_towards(launch.master_address)
+        if interface == "lo" and launch.n_nodes > 1:
+            # Rank 0's node, whose own name means loopback: what leads outwards is meant.
+            interface = interface_towards("192.0.2.1")
+        if interface is not None:
+            os.environ["GLOO_SOCKET_IFNAME"] = interface
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(usable_threads(launch))

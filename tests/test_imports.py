@@ -1,0 +1,52 @@
+"""Test files do not import one another: what several of them use is in `tests/support`."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+
+
+def imported_modules(source: str) -> Iterator[str]:
+    """Dotted names of all modules that `source` imports, and of the names it imports from them."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def is_test_module(name: str) -> bool:
+    first, *rest = name.split(".")
+    return (first == "tests" or first == "") and any(part == "conftest" or part.startswith("test_") for part in rest)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("from tests.training.test_resume import END", True),
+        ("from tests.training import test_resume as resume", True),
+        ("import tests.training.test_resume", True),
+        ("def f():\n    from .test_resume import END", True),
+        ("from tests.ldos.data.conftest import write_snapshot", True),
+        ("from tests.support.resuming import END", False),
+        ("from torch.testing import test_something", False),
+    ],
+)
+def test_imports_of_test_files_are_recognised(source, expected):
+    assert any(map(is_test_module, imported_modules(source))) is expected
+
+
+def test_no_test_file_is_imported():
+    offenders = {
+        f"{path.relative_to(TESTS)}: {name}"
+        for path in TESTS.rglob("*.py")
+        for name in imported_modules(path.read_text())
+        if is_test_module(name)
+    }
+    assert not offenders
