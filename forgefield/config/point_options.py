@@ -32,14 +32,14 @@ class PointsOptions:
     units: str | None = None
     """Unit of the target files: 1/(eV*A^3), 1/(eV*Bohr^3), 1/(Ry*Bohr^3); of densities 1/A^3 or 1/Bohr^3. Default: what the
     files state, else the one in eV and A."""
-    energies: Any = None
+    energies: dict[str, float] | list[dict[str, float]] | None = None
     """The levels of an LDOS, eV: {first: -5.0, spacing: 2.5, levels: 11}; a list of such windows where the spacing changes."""
     scaling: ScalingOptions = field(default_factory=ScalingOptions)
     """How inputs and outputs of the network are scaled, from the training data."""
     keep: str = "auto"
     """Where rows are kept: device, memory, disk (read in random blocks, for data that is larger than memory); auto: the first
     of these that has room."""
-    descriptors: Any = None
+    descriptors: dict[str, Any] | None = None
     """How the inputs were made, for predictions from structures: {type: bispectrum, twojmax: 10, cutoff: 4.67637}."""
     pseudopotentials: str | None = None
     """Folder of the pseudopotential files (UPF), for total energies. Default: beside the snapshots."""
@@ -79,7 +79,7 @@ class ObservablesOptions:
     """Of band_energy, total_energy, fermi_energy, density, dos, electrons."""
     every: int = 1
     """At every so many validations; also before the first step and after the last."""
-    snapshots: Any = None
+    snapshots: str | list[Any] | dict[str, Any] | None = None
     """Snapshot files to measure on. Default: those of data.val."""
     fermi: str = "self_consistent"
     """Fermi energy of the predictions: self_consistent (that which gives the number of electrons) or given (that of the

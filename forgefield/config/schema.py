@@ -31,7 +31,7 @@ class BatchOptions:
     """A frame that exceeds atoms or edges by itself: error, alone (a batch of its own) or skip (never trained on)."""
     bound: str = "upper"
     """What the number of atoms or edges is: upper (as many frames as fit) or lower (as few frames as reach it)."""
-    by_source: Any = False
+    by_source: bool | list[int] = False
     """true: a batch holds frames of one source only. A list: so many frames of each source, in place of `frames`."""
 
 
@@ -65,7 +65,7 @@ class LabelOptions:
     virial: str | None = None
     weight: str | None = None
     """Per-frame weight in the loss; `config_weight` and `weight` are found by themselves."""
-    fields: Any = None
+    fields: dict[str, Any] | None = None
     """Further values to carry, by name: {band_gap: {key: gap}, fparam: {shape: [2]}, charge: atom}; each has key, per (frame
     or atom), shape, species, factor, cumulative and unit. Default: those that a store holds."""
 
@@ -85,14 +85,14 @@ class UnitOptions:
 
 @dataclass
 class DataOptions:
-    train: Any = None
+    train: str | list[Any] | dict[str, Any] | None = None
     """File, folder, store, glob, or a list of them; or a list of {path: ..., weight: (in the loss), share: (of the draws),
     branch: (of the model)}."""
-    val: Any = 0.1
+    val: float | str | list[Any] | dict[str, Any] | None = 0.1
     """A share of train (0.1), a number of its frames (50), a file (list, glob), or {indices: file-or-list}."""
-    test: Any = None
+    test: float | str | list[Any] | dict[str, Any] | None = None
     """As `val`, or several sets by name: {300K: a.xyz, 600K: b.xyz}. Errors on them are measured at the end of training."""
-    indices: Any = None
+    indices: str | list[int] | None = None
     """Use only these frames of `train` (list, file of integers, or 'start:stop'), before val and test are split off."""
     cutoff: float | None = 5.0
     """Radius of the neighbour list, A. With `model.from` it is that of the model, and left out (null)."""
@@ -102,10 +102,10 @@ class DataOptions:
     """Only so many nearest neighbours of each atom: cheaper, but the energy jumps when neighbours change ranks."""
     batch: BatchOptions = field(default_factory=BatchOptions)
     """How much makes a batch: {frames: 8}, {atoms: 4096} or {edges: 400000}."""
-    eval_batch: Any = None
+    eval_batch: int | dict[str, int] | None = None
     """The same for validation and test: a number of frames, or {atoms: ...}. No result depends on it, but for
     trainer.limit_val_batches, which counts batches. Default: twice a batch of the training, which takes as much memory."""
-    sampling: Any = None
+    sampling: str | list[float] | dict[str, Any] | None = None
     """Default: every frame once an epoch. uniform or size: sources are drawn alike or by size; a list of weights; DeePMD-kit's
     blocks ('prob_sys_size;0:2:0.5;2:5:0.5'); or {rule: uniform, frames: 10000}, the draws of an epoch; or {branches: {a: 0.7,
     b: 0.3}}, how often branches of the model are drawn (auto: by their numbers of sources)."""
@@ -121,13 +121,13 @@ class DataOptions:
     """A fresh permutation of all training frames every epoch."""
     neighbours: str = "auto"
     """Neighbour lists by vesin or matscipy, or device: made where the model runs, batch by batch; auto: what is fastest."""
-    lazy: Any = "auto"
+    lazy: bool | str | None = "auto"
     """Leave the data on disk: auto (stores yes, files no), true (files are converted once, into a cache), false."""
     workers: int | None = None
     """Threads that prepare batches ahead. Default: NUM_WORKERS, else 1 with a GPU and 0 without."""
     prefetch: int | None = None
     """How many batches are prepared ahead. Default: two for each worker."""
-    reference_energies: Any = "auto"
+    reference_energies: str | dict[str, float] = "auto"
     """Energy of an isolated atom per species: {H: -13.6, ...}, `isolated` (from single-atom frames), `fit` (least
     squares), `none` (zero), or `auto`: isolated where every species has such a frame, else fit."""
     max_force: float = 300.0
@@ -148,7 +148,7 @@ class ScheduleOptions:
 
     kind: str = "linear"
     """linear, cosine, sigmoid; step: at given places; lr: with the learning rate, as in DeePMD-kit."""
-    to: Any = None
+    to: float | list[float] | None = None
     """The last value; for kind step a list, one value for each place."""
     unit: str | None = None
     """What places are counted in: step (of the optimiser; the default) or epoch."""
@@ -173,7 +173,7 @@ class TargetOptions:
     target) -> error of the same shape."""
     huber_delta: float = 0.01
     """Where Huber turns from quadratic to linear, in eV, eV/A or eV/A^3."""
-    per_atom: Any = True
+    per_atom: bool | str = True
     """Energy and virial only: true, errors are those per atom; false, of the whole; root, divided by the root of the number of
     atoms, so that squares are what DeePMD-kit minimises."""
     species_weights: dict[str, float] | None = None
@@ -195,7 +195,7 @@ class FieldTargetOptions:
     loss: str | None = None
     """mse, mae, rmse, huber, or the import path of a function (prediction, target) -> error of the same shape. Errors are in
     units of the scale of `normalise`. Default: mse; for classes their cross-entropy, and nothing else."""
-    classes: Any = None
+    classes: int | str | list[float] | None = None
     """The label says which class: how many there are (labels 0, 1, ...), the list of their labels, or auto: those that occur in
     the training data. Default: the label is a number to be learnt."""
     huber_delta: float = 1.0
@@ -207,10 +207,10 @@ class FieldTargetOptions:
     """Of a value per frame: mean (intensive, such as a band gap; the default) or sum (extensive) of contributions of its
     atoms; or, of numbers, max or attention: the head's last layer reads the largest of each feature over the atoms, or their
     mean with learnt weights (both intensive)."""
-    per_atom: Any = None
+    per_atom: bool | str | None = None
     """With reduce: sum, what the loss compares: true (default), values per atom; false, of the whole; root, divided by the root
     of the number of atoms."""
-    normalise: Any = "auto"
+    normalise: str | dict[str, Any] | None = "auto"
     """What the network's output means: mean + scale times it. auto: from the training data, by composition where extensive, by
     species where per atom; {mean: 1.0, scale: 0.5}; none: 0 and 1. It is part of the model."""
     schedule: ScheduleOptions | None = None
@@ -304,7 +304,7 @@ class SwaOptions:
 
 @dataclass
 class CompileOptions:
-    options: Any = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
     """Settings of torch's Inductor by their names, such as {max_autotune: true}."""
 
 
@@ -358,9 +358,9 @@ class TrainingOptions:
     """Learning rate."""
     scale_lr: str = "none"
     """What several processes do to every learning rate: none, sqrt (times the root of their number) or linear."""
-    optimizer: Any = "adam"
+    optimizer: str | dict[str, Any] = "adam"
     """Name of a torch optimiser, an import path, or {name: adamw, weight_decay: 1e-3, ...}."""
-    scheduler: Any = None
+    scheduler: str | dict[str, Any] | None = None
     """Name of a torch learning-rate scheduler or {name: ReduceLROnPlateau, patience: 20, ..., interval: epoch|step}; or by step
     and as long as the run, as in DeePMD-kit: {name: exp|cosine_to|wsd, stop_lr: 1e-6, warmup_steps: 1000, ...}."""
     engine: str | None = "auto"
@@ -375,7 +375,7 @@ class TrainingOptions:
     """Settings of the compile engine."""
     graphs: GraphsOptions = field(default_factory=GraphsOptions)
     """Settings of the graphs engine."""
-    precision: Any = "float32"
+    precision: str | dict[str, Any] = "float32"
     """Arithmetic inside the network: float64, float32, tf32, bf16-mixed or fp16-mixed; geometry and energy sums are always
     float64. A schedule: {start: tf32, finish: float32, finish_epochs: 10}."""
     memory: MemoryOptions = field(default_factory=MemoryOptions)
@@ -391,7 +391,7 @@ class TrainingOptions:
     """Largest norm of the whole gradient."""
     accumulate: int = 1
     """Batches per optimiser step."""
-    weighting: Any = None
+    weighting: str | dict[str, Any] | None = None
     """Weights of targets that find themselves: softadapt (what falls slowest weighs most), uncertainty (learnt variances), or
     {name: softadapt, every: 50, beta: 1.0}, {name: uncertainty, lr: 1.0}. Reported losses have the task's own weights."""
     freeze: list[str] | None = None

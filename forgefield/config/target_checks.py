@@ -132,7 +132,7 @@ def _check_turning(options: schema.FieldTargetOptions, key: str, sources: Source
 
 
 def _check_classes(options: schema.FieldTargetOptions, key: str, sources: Sources) -> None:
-    given = options.classes
+    given: Any = options.classes
     is_list = isinstance(given, list) and len(set(map(str, given))) == len(given) > 1
     numbers = is_list and all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in given)
     several = isinstance(given, int) and not isinstance(given, bool) and given > 1

@@ -18,7 +18,7 @@ import lightning as L
 from lightning.pytorch.callbacks import Callback
 
 from forgefield.config.nearest import did_you_mean
-from forgefield.config.schema import Config
+from forgefield.config.schema import Config, EarlyStoppingOptions, TrainingOptions
 from forgefield.config.template import commented_yaml
 from forgefield.config.typed import select
 from forgefield.errors import ForgefieldError
@@ -320,7 +320,7 @@ def _callbacks(
     ]
 
 
-def _early_stop(options: Any, monitor: str, session: TrainingSession) -> EarlyStop:
+def _early_stop(options: EarlyStoppingOptions, monitor: str, session: TrainingSession) -> EarlyStop:
     return EarlyStop(
         options.monitor or monitor,
         patience=options.patience,
@@ -380,7 +380,7 @@ def _write_status(run: Run, ranks: Ranks, **values: Any) -> None:
         run.write_info(**values)
 
 
-def _monitor(training: Any, columns: list[str], has_val: bool, journal: Journal) -> str:
+def _monitor(training: TrainingOptions, columns: list[str], has_val: bool, journal: Journal) -> str:
     """What picks the best model; every value that is to be watched must be one that will exist."""
     monitor = training.monitor
     if not has_val and monitor == "val/loss":

@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
+from forgefield.config.schema import TrainingOptions
 from forgefield.data.batch import SHAPES, Shapes, to_device, with_edges
 from forgefield.errors import ForgefieldError
 from forgefield.models.potential import Potential
@@ -68,7 +69,7 @@ class TrainingModule(RunModule, ProbedModule):
         self,
         potential: Potential,
         task: Task,
-        options: Any,
+        options: TrainingOptions,
         species: tuple[str, ...],
         *,
         monitor: str,

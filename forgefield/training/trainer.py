@@ -26,7 +26,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from forgefield.config.components import check_signature, import_class
-from forgefield.config.schema import Config
+from forgefield.config.schema import Config, TrainingOptions
 from forgefield.config.training_checks import PRECISIONS
 from forgefield.config.trust import CONFIG, TRAINER_OBJECTS
 from forgefield.errors import ForgefieldError, missing_package
@@ -90,7 +90,7 @@ def processes_wanted(config: Config) -> int:
         return 1  # Lightning will say what is wrong with it
 
 
-def agree_with_training(options: dict[str, Any], training: Any) -> None:
+def agree_with_training(options: dict[str, Any], training: TrainingOptions) -> None:
     """Take over what `training` says of settings that Lightning has, too; they must not contradict each other."""
     _agree(options, "gradient_clip_val", training.clip_norm, "training.clip_norm")
     accumulate = training.accumulate if training.accumulate != 1 else None

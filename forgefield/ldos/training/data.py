@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from forgefield.config.point_options import DEFAULT_POINTS
+from forgefield.config.schema import DataOptions
 from forgefield.data.sampling.loader import prepared_ahead
 from forgefield.errors import ForgefieldError
 from forgefield.ldos.data import (
@@ -115,7 +116,7 @@ class PointData:
     outputs: Scaling
     place: str = "memory"
 
-    def __init__(self, options: Any, seed: int, ranks: Ranks) -> None:
+    def __init__(self, options: DataOptions, seed: int, ranks: Ranks) -> None:
         self.options, self.points, self.seed, self.ranks = options, options.points, int(seed), ranks
         self.batch = int(options.batch.points or DEFAULT_POINTS)
 
