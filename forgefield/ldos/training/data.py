@@ -117,6 +117,7 @@ class PointData:
     place: str = "memory"
 
     def __init__(self, options: DataOptions, seed: int, ranks: Ranks) -> None:
+        assert options.points is not None, "samples are points"
         self.options, self.points, self.seed, self.ranks = options, options.points, int(seed), ranks
         self.batch = int(options.batch.points or DEFAULT_POINTS)
 

@@ -113,7 +113,7 @@ class RunCheckpoint(Callback):
         every_steps, every_epochs = self._every
         if every_steps and step // every_steps > before // every_steps:  # a batch may be many steps
             return True
-        return bool(every_epochs) and batch_idx == 0 and trainer.current_epoch % every_epochs == 0
+        return every_epochs is not None and batch_idx == 0 and trainer.current_epoch % every_epochs == 0
 
     # ---- what
 
