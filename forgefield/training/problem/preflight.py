@@ -16,6 +16,7 @@ from forgefield.config.trust import CONFIG
 from forgefield.data.dataset import GraphDataset
 from forgefield.data.module import FrameData
 from forgefield.errors import ForgefieldError
+from forgefield.models.interface import AtomisticModel
 from forgefield.models.potential import Potential
 from forgefield.models.registry import check_model
 from forgefield.parallel.environment import MPI_LAUNCHERS
@@ -35,7 +36,7 @@ def check_settings(config: Config, options: dict[str, Any], ranks: Ranks) -> Non
         refuse_itself(config)
     else:
         name, found, _ = check_model(config.model, trust=CONFIG)
-        if not getattr(found, "trainable", True):
+        if issubclass(found, AtomisticModel) and not found.trainable:
             raise ForgefieldError(
                 f"model.name={name}: an ASE calculator has no weights that could be trained. `forgefield import ase "
                 f"{config.model['module']} --species ...` makes a run of it, to be tested and compared with trained models."
