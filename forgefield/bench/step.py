@@ -13,12 +13,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from omegaconf import DictConfig
 from torch import Tensor
 
+from forgefield.config.schema import Config
 from forgefield.data.batch import Batch, batch_shapes, to_device, with_edges
 from forgefield.data.module import DataModule, FrameData
-from forgefield.data.readers import plain
 from forgefield.models.potential import Potential
 from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.task import Task
@@ -101,7 +100,7 @@ class BareStep:
         return [*parameters, *self.potential.buffers(), *gradients, *_tensors(self.optimiser.state), *average]
 
 
-def bare_step(config: DictConfig, *, precision: str | None = None, data: FrameData | None = None) -> BareStep:
+def bare_step(config: Config, *, precision: str | None = None, data: FrameData | None = None) -> BareStep:
     """One training step of a config. precision: replaces that of the config. data: read before, for the same data section."""
     config = copy.deepcopy(config)
     config.training.precision = precision if precision is not None else first_precision(config)
@@ -134,16 +133,16 @@ def bare_step(config: DictConfig, *, precision: str | None = None, data: FrameDa
     )
 
 
-def first_precision(config: DictConfig) -> str:
+def first_precision(config: Config) -> str:
     """The precision that a training begins with."""
-    return Precision(plain(config.training.precision)).start
+    return Precision(config.training.precision).start
 
 
-def training_device(config: DictConfig) -> torch.device:
+def training_device(config: Config) -> torch.device:
     """Where a process that trains alone does so."""
     if (config.trainer.get("accelerator") or "auto") == "cpu" or not torch.accelerator.is_available():
         return torch.device("cpu")
-    devices: Any = plain(config.trainer.get("devices"))
+    devices: Any = config.trainer.get("devices")
     kind = torch.accelerator.current_accelerator() or torch.device("cpu")
     return torch.device(kind.type, devices[0] if isinstance(devices, list) and devices else 0)
 

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from omegaconf import DictConfig
 from torch import Tensor
 
+from forgefield.config.schema import Config
 from forgefield.data.batch import batch_shapes, with_edges
 from forgefield.errors import ForgefieldError
 from forgefield.ops.keyed import combined
@@ -140,7 +140,7 @@ def _part(values: list[float], i: int, parts: int) -> list[float]:
     return values[i * len(values) // parts : (i + 1) * len(values) // parts]
 
 
-def overfit_config(config: DictConfig, *, steps: int, goal: float) -> OverfitResult:
+def overfit_config(config: Config, *, steps: int, goal: float) -> OverfitResult:
     """Train the model of a config, with the weights a new run starts from, on the first batch of its data, with its loss,
     optimiser and learning rate."""
     problem = build_frames_problem(config)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
+from forgefield.config.schema import TrainingOptions
 from forgefield.training.epoch_length import steps_of_fit
 
 if TYPE_CHECKING:
@@ -55,7 +56,12 @@ class StepExecutor:
     """There from `attach` on."""
 
     def __init__(
-        self, model: nn.Module, task: TaskLike, options: Any, train_errors: ErrorsLike, val_errors: ErrorsLike
+        self,
+        model: nn.Module,
+        task: TaskLike,
+        options: TrainingOptions,
+        train_errors: ErrorsLike,
+        val_errors: ErrorsLike,
     ) -> None:
         """options: the config's `training` section. train_errors, val_errors: accumulators of errors."""
         self.model, self.task, self.options = model, task, options

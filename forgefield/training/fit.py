@@ -7,19 +7,20 @@ writes, and sends its decisions to the others.
 
 from __future__ import annotations
 
+import copy
 import json
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import Callback
-from omegaconf import DictConfig, OmegaConf
 
 from forgefield.config.nearest import did_you_mean
+from forgefield.config.schema import Config, EarlyStoppingOptions, TrainingOptions
 from forgefield.config.template import commented_yaml
-from forgefield.data.readers import plain
+from forgefield.config.typed import select
 from forgefield.errors import ForgefieldError
 from forgefield.files import write_atomically
 from forgefield.parallel.accelerators import settle_accelerator
@@ -78,7 +79,7 @@ class _Plan:
     """A prepared training. options: the config's `trainer` section, completed on the way."""
 
     run: Run
-    config: DictConfig
+    config: Config
     options: dict[str, Any]
     problem: Problem
     callbacks: Sequence[Callback] = ()
@@ -99,7 +100,7 @@ class _Plan:
             return
         run, problem = self.run, self.problem
         status = run.info["status"] if has_begun(run) else "new"
-        setting = plain(self.config.training.precision)
+        setting = self.config.training.precision
         write_atomically(run.path / "config.yaml", commented_yaml(self.config))
         run.write_info(
             name=run.name,
@@ -120,7 +121,7 @@ class _Plan:
 
 
 def fit(
-    config: DictConfig,
+    config: Config,
     *,
     fresh: bool,
     journal: Journal,
@@ -133,7 +134,7 @@ def fit(
     fresh: move an existing run of that name aside; without it, the run is resumed. callbacks: in addition to those of the
     config. trust_code: whether code that a run names, and not the config, may be imported.
     """
-    options: dict[str, Any] = plain(config.trainer)
+    options = copy.deepcopy(config.trainer)
     require_same_settings(config, ranks)
     lr_factor = learning_rate_factor(config.training.scale_lr, ranks.world_size)
     check_settings(config, options, ranks)
@@ -158,7 +159,7 @@ def fit(
 
 
 def _fit_in(
-    run: Run, config: DictConfig, options: dict[str, Any], callbacks: Sequence[Callback], session: TrainingSession
+    run: Run, config: Config, options: dict[str, Any], callbacks: Sequence[Callback], session: TrainingSession
 ) -> TrainingResult:
     """Train in a run folder that this process has locked."""
     ranks, journal = session.ranks, session.journal
@@ -191,7 +192,7 @@ def _stop_requested(session: TrainingSession) -> StopRequested | None:
     return session.stop.look_together([sum(column) for column in zip(*flags)])
 
 
-def _changed_settings(run: Run, config: DictConfig, session: TrainingSession) -> list[str]:
+def _changed_settings(run: Run, config: Config, session: TrainingSession) -> list[str]:
     before = int(run.info.get("world_size", 1)) if run.exists else session.ranks.world_size
     return [
         change.key
@@ -222,9 +223,10 @@ def _has_weights(run: Run, step: int) -> bool:
         return False
 
 
-def _limits(config: DictConfig) -> str:
+def _limits(config: Config) -> str:
     """The settings that decide when training ends, as text."""
-    return json.dumps({key: plain(OmegaConf.select(config, key)) for key in _LIMITS}, sort_keys=True, default=str)
+    values = asdict(config)
+    return json.dumps({key: select(values, key) for key in _LIMITS}, sort_keys=True, default=str)
 
 
 def _run_lightning(
@@ -303,7 +305,7 @@ def _callbacks(
     return [
         *([] if plan.quick else [BestModel(run.checkpoints, monitor)]),
         *([TensorBoardLog(run.path / "tensorboard", training.tensorboard, step)] if training.tensorboard else []),
-        StepLog(plain(plan.config), tensorboard=bool(training.tensorboard), from_step=step),
+        StepLog(asdict(plan.config), tensorboard=bool(training.tensorboard), from_step=step),
         *([_early_stop(training.early_stopping, monitor, session)] if training.early_stopping is not None else []),
         *([Pace(ranks, session.journal, exchange)] if ranks.world_size > 1 else []),
         *(
@@ -323,7 +325,7 @@ def _callbacks(
     ]
 
 
-def _early_stop(options: Any, monitor: str, session: TrainingSession) -> EarlyStop:
+def _early_stop(options: EarlyStoppingOptions, monitor: str, session: TrainingSession) -> EarlyStop:
     return EarlyStop(
         options.monitor or monitor,
         patience=options.patience,
@@ -381,7 +383,7 @@ def _write_status(run: Run, ranks: Ranks, **values: Any) -> None:
         run.write_info(**values)
 
 
-def _monitor(training: Any, columns: list[str], has_val: bool, journal: Journal) -> str:
+def _monitor(training: TrainingOptions, columns: list[str], has_val: bool, journal: Journal) -> str:
     """The metric that selects the best model. Raises an error for a metric that this run does not have."""
     monitor = training.monitor
     if not has_val and monitor == "val/loss":

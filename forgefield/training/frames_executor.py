@@ -9,8 +9,8 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
+from forgefield.config.schema import TrainingOptions
 from forgefield.data.batch import SHAPES, Shapes, to_device, with_edges
-from forgefield.data.readers import plain
 from forgefield.errors import ForgefieldError
 from forgefield.models.potential import Potential
 from forgefield.parallel.strategies import SimpleDDPStrategy
@@ -76,7 +76,7 @@ class FramesExecutor(StepExecutor, ProbedModule):
         self,
         potential: Potential,
         task: Task,
-        options: Any,
+        options: TrainingOptions,
         species: tuple[str, ...],
         *,
         starter: EngineStarter | None = None,
@@ -86,7 +86,7 @@ class FramesExecutor(StepExecutor, ProbedModule):
         self.potential = potential
         self.starter = starter
         self.shapes = shapes
-        self.weighting = build_weighting(plain(options.weighting), task, options.optimizer)
+        self.weighting = build_weighting(options.weighting, task, options.optimizer)
         self._eager = Engine(self._step_function("double"))
         self._update: CapturedUpdate | None = None
         self._in_one_piece = options.memory.parts == 1 and not options.memory.split
@@ -168,7 +168,7 @@ class FramesExecutor(StepExecutor, ProbedModule):
             return step.loss
         sums, counts = step.measured.sums
         counts = counts if denominators is None else denominators()
-        own = self.task.plain_weights_on(sums.device)
+        own = self.task.configured_weights_on(sums.device)
         return step.loss + self.weighting.loss(sums * self.module.ranks.world_size, counts, own)
 
     def eager_loss(self, batch: Batch) -> Tensor:

@@ -13,10 +13,11 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
+from forgefield.config.schema import TrainingOptions
 from forgefield.errors import ForgefieldError
 from forgefield.parallel.exchange import StepExchange
 from forgefield.parallel.ranks import Ranks, alone
-from forgefield.tasks.weights import StepState
+from forgefield.tasks.schedules import StepState
 from forgefield.training.epoch_length import epochs_of_fit, fit_epoch_length
 from forgefield.training.executor import StepExecutor, TaskLike
 from forgefield.training.optim.averages import weight_average
@@ -59,7 +60,7 @@ class TrainingModule(L.LightningModule):
     def __init__(
         self,
         executor: StepExecutor,
-        options: Any,
+        options: TrainingOptions,
         *,
         monitor: str,
         ranks: Ranks | None = None,

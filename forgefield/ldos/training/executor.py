@@ -14,6 +14,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import move_data_to_device
 from torch import Tensor
 
+from forgefield.config.schema import TrainingOptions
 from forgefield.errors import ForgefieldError
 from forgefield.ldos.loss import PointErrors, PointTask, errors_known_in_training
 from forgefield.ldos.model import LDOSNetwork
@@ -47,7 +48,7 @@ class PointsExecutor(StepExecutor):
         self,
         model: LDOSNetwork,
         task: PointTask,
-        options: Any,
+        options: TrainingOptions,
         *,
         make_engine: MakeEngine,
         observables: SnapshotMeasure | None = None,

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
 
-from forgefield.config.schema import TaskOptions
+from forgefield.config.schema import Config, TaskOptions
 from forgefield.config.trust import CONFIG
 from forgefield.data.batch import batch_shapes
 from forgefield.data.module import DataModule, FrameData, read_data
-from forgefield.data.readers import plain
 from forgefield.data.sampling.batching import training_budget
 from forgefield.data.sampling.loader import FrameLoader
 from forgefield.models.potential import Potential
@@ -45,13 +43,14 @@ from forgefield.training.run.checkpoint import ResumePoint
 from forgefield.training.run.start_summary import effective_batch
 
 
-def build_frames_problem(config: DictConfig, data: FrameData | None = None) -> FramesProblem:
+def build_frames_problem(config: Config, data: FrameData | None = None) -> FramesProblem:
     """Data, task and model of a config, built as for a new run but without a run folder, silently and in one process.
 
     data: read before, for the same `data` section.
     """
-    run = Run(Path(config.out) / config.name)
-    problem = FramesProblem(run, config, plain(config.trainer), TrainingSession.silent(), resumes=False)
+    problem = FramesProblem(
+        Run(config.folder), config, copy.deepcopy(config.trainer), TrainingSession.silent(), resumes=False
+    )
     problem.prepare(data)
     return problem
 
@@ -67,7 +66,7 @@ class FramesProblem(Problem):
     """What became of the model of another run."""
 
     def __init__(
-        self, run: Run, config: DictConfig, options: dict[str, Any], session: TrainingSession, *, resumes: bool = True
+        self, run: Run, config: Config, options: dict[str, Any], session: TrainingSession, *, resumes: bool = True
     ) -> None:
         super().__init__(run, config, options, session, resumes=resumes)
         begun, trust_code = self.has_begun, session.trust_code
@@ -99,7 +98,7 @@ class FramesProblem(Problem):
             config.seed,
             rank=ranks.rank,
             world_size=ranks.world_size,
-            branches=branch_names(plain(config.model) if self.initial is None else self.initial.known.resolved),
+            branches=branch_names(config.model if self.initial is None else self.initial.known.resolved),
             species_of=None if self.initial is None else self.initial.known.whose,
             keep_species=ranks.broadcast(keep_species),
             converting=_conversion_report(self.session.journal.notify),
@@ -209,7 +208,7 @@ class FramesProblem(Problem):
     def facts(self) -> dict[str, Any]:
         return {
             "species": list(self.data.species.symbols),
-            "cutoff": float(self.config.data.cutoff),
+            "cutoff": self.config.cutoff,
             "statistics": asdict(self.data.statistics),
             "initial_model": self.initial.record if self.initial is not None else None,
             "keep_species": self.data.keep_species,

@@ -9,7 +9,7 @@ from typing import Any
 import lightning as L
 import torch
 
-from forgefield.data.readers import plain
+from forgefield.config.schema import Config, TrainingOptions
 from forgefield.data.sampling.plan import Budget
 from forgefield.parallel.ranks import Ranks
 from forgefield.training.optim.learning_rate import describe_learning_rate
@@ -23,7 +23,7 @@ def summarise(journal: Journal, problem: Problem, trainer: L.Trainer, monitor: s
     config, ranks = problem.config, problem.session.ranks
     sections: dict[str, Sequence[tuple[str, str]]] = {
         "Data": [*problem.describe_data(), *_no_descriptors(problem)],
-        "Model": [("name", str(config.model.name)), *_first_weights(config), *model_rows(problem.model)],
+        "Model": [("name", str(config.model["name"])), *_first_weights(config), *model_rows(problem.model)],
         "Task": list(problem.task.describe()),
         "Training": _training_rows(problem, trainer, monitor),
         "Summary of the training": process_rows(trainer, ranks),
@@ -38,18 +38,20 @@ def _no_descriptors(problem: Problem) -> Rows:
     return [("descriptors", "no data.points.descriptors: this run will not predict from structures")]
 
 
-def _precision(config: Any) -> str:
+def _precision(config: Config) -> str:
     """For points: without geometry, which they have none of."""
-    text = Precision(plain(config.training.precision)).describe()
+    text = Precision(config.training.precision).describe()
     if config.data.points is None:
         return text
     return text.replace("geometry and energy sums float64", "scaling and sums over snapshots float64")
 
 
-def _first_weights(config: Any) -> Rows:
+def _first_weights(config: Config) -> Rows:
     model = config.model
     return (
-        [("first weights", f"{model['which']} of {model['from']}, shifts: {model.shifts}")] if "from" in model else []
+        [("first weights", f"{model['which']} of {model['from']}, shifts: {model['shifts']}")]
+        if "from" in model
+        else []
     )
 
 
@@ -102,7 +104,7 @@ def schedule_rows(scheduler: Any, world_size: int) -> Rows:
     return [("schedule", f"{name}{note}")]
 
 
-def _average(training: Any) -> str:
+def _average(training: TrainingOptions) -> str:
     if training.swa is not None:
         return f"SWA from {training.swa.start:g} on"
     return f"EMA {training.ema:g}; validation and test use the averaged weights" if training.ema else "none"
