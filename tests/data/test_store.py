@@ -31,7 +31,7 @@ from forgefield.data.store import convert as convert_module
 from forgefield.data.store.convert import convert, store_frames
 from forgefield.data.store.manifest import manifest_hash
 from forgefield.data.store.store import StoreColumns, open_store
-from forgefield.data.store.table import FrameTable, Part
+from forgefield.data.store.table import FrameTable, TablePart
 from forgefield.data.store.writer import PartWriter
 from forgefield.errors import ForgefieldError
 
@@ -121,7 +121,7 @@ def test_columns_in_memory_and_on_disk_give_back_the_frames(tmp_path, seed, size
     about = writer.finish()
     for table in (
         FrameTable.from_frames(frames),
-        FrameTable([Part(StoreColumns(folder, about, GraphOptions(4.0)))]),
+        FrameTable([TablePart(StoreColumns(folder, about, GraphOptions(4.0)))]),
     ):
         assert len(table) == len(frames)
         for frame, kept in zip(frames, table):
