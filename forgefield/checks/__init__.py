@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from forgefield.checks.probe import CheckResult
-from forgefield.checks.radial_table import radial_table_line
 from forgefield.checks.suite import print_checks, run_checks
 
-__all__ = ["CheckResult", "print_checks", "radial_table_line", "run_checks"]
+__all__ = ["CheckResult", "print_checks", "run_checks"]

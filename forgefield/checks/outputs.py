@@ -18,7 +18,7 @@ from forgefield.checks.probe import CheckResult, Probe, edited, judged, molecule
 from forgefield.checks.smoothness import check_cutoff
 from forgefield.checks.symmetry import random_orthogonal
 from forgefield.data.frame import Frame
-from forgefield.models.potential import ExtraOutput
+from forgefield.models.interface import ExtraOutput
 from forgefield.models.predictor import FORCES, Predictor
 
 Values = dict[str, np.ndarray]

@@ -86,20 +86,10 @@ class Probe:
 def float64_copy(potential: Potential) -> Potential:
     """An independent copy in evaluation mode whose arithmetic is float64.
 
-    Built-in models are built anew around the same weights: the constants inside a float32 model are rounded.
+    Built-in models are built again around the same weights: the constants inside a float32 model are rounded.
     """
     twin = copy.deepcopy(potential).to(torch.float64)
-    model = twin.model
-    if hasattr(type(model), "Options"):
-        device = next(model.parameters()).device
-        identity: dict[str, Any] = {"species": model.species, "cutoff": model.cutoff}
-        if hasattr(model, "adaptive_cutoff"):
-            identity["adaptive_cutoff"] = model.adaptive_cutoff
-        if hasattr(model, "make"):  # an adapter: what it adapts is made again
-            identity["make"] = model.make
-        rebuilt = type(model)(model.options, **identity, dtype=torch.float64, generator=torch.Generator())
-        rebuilt.load_state_dict(model.state_dict())
-        twin.model = rebuilt.to(device)
+    twin.set_model(twin.interface.in_float64())
     return twin.eval()
 
 

@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     import numpy as np
     from rich.console import Console
 
-    from forgefield.checks import print_checks, radial_table_line, run_checks
+    from forgefield.checks import print_checks, run_checks
     from forgefield.data.neighbours.graph import graph_of
     from forgefield.data.species import SpeciesTable
 
@@ -85,10 +85,10 @@ def run(args: argparse.Namespace) -> int:
         SpeciesTable(potential.species),
         graph_of(potential).reach,
         generator=random,
-        reference_energies=_isolated_atoms(options) if getattr(potential.model, "isolated_limit", True) else None,
+        reference_energies=_isolated_atoms(options) if potential.interface.isolated_limit else None,
     )
     print_checks(console, results)
-    line = radial_table_line(potential, knots) if knots else None
+    line = potential.interface.radial_table_line(knots) if knots else None
     if line is not None:
         console.print(line, highlight=False)
     return 0 if all(result.passed for result in results) else 1

@@ -7,7 +7,6 @@ them share, in float64: forces are the exact derivative of the energy, stress it
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -15,45 +14,18 @@ from torch import Tensor, nn
 
 from forgefield.kernels.core.availability import use_kernels
 from forgefield.kernels.edges.segments import sums_by_kernel
-from forgefield.kernels.edges.vectors import forces_by_kernel, vectors_by_kernel
+from forgefield.kernels.edges.vectors import forces_by_kernel
+from forgefield.models.edges import (
+    Batch,
+    EdgeContext,
+    StepMemory,
+    displacements,
+    edge_vectors,
+    rows_times,
+    volumes,
+)
+from forgefield.models.interface import AtomisticModel, ExtraOutput, declared
 from forgefield.ops.graph import EdgeGraph, GradientSwitch, Segments, edge_graph, gather, is_traced, segment_sum
-
-Batch = dict[str, Tensor]
-
-
-@runtime_checkable
-class EnergyModel(Protocol):
-    """What `Potential` asks of a model, also of a user's own.
-
-    `forward(batch)` gets the batch with the additional key `edge_vectors` (n_edges, 3), A, float64, and returns atomic
-    energies (n_atoms,), eV. A model whose energy depends on positions and cell through `edge_vectors` alone may say so
-    with a true class attribute `only_edge_vectors`: its derivative is then taken there, which is faster. All others are
-    differentiated in positions and strain.
-    """
-
-    species: tuple[str, ...]
-    cutoff: float
-
-    def forward(self, batch: Batch) -> Tensor: ...
-
-
-class ExtraOutput(Protocol):
-    """What is said of an output beside energy, forces and stress.
-
-    per: `frame` or `atom`, what has a value. shape: of one value. unit: of values, in words. reduce: how the value of a frame
-    follows from its atoms', by `sum` (extensive), `mean`, `max` or `attention` (intensive). kind: how it turns with the
-    structure, `values` where it does not. scale: how far values usually are from what composition or species say, one number or
-    one for each component; losses are measured in it. classes: labels of the classes that the output tells apart; it is then a
-    logit for each, else None.
-    """
-
-    per: str
-    shape: list[int]
-    unit: str
-    reduce: str
-    kind: str
-    scale: Any
-    classes: list[float] | None
 
 
 class Potential(nn.Module):
@@ -68,11 +40,21 @@ class Potential(nn.Module):
     reference_energies: Tensor | None
     """(n_species,) eV, added to the model's energies; None for models that have shifts themselves."""
 
+    model: nn.Module
+    interface: AtomisticModel
+    """What the model can do: the model itself, or a plain module with the defaults declared."""
+
     def __init__(self, model: nn.Module, *, max_neighbours: int | None = None) -> None:
         super().__init__()
-        self.model = model
+        self.set_model(model)
         self.max_neighbours = max_neighbours
         self.register_buffer("reference_energies", None, persistent=False)  # resolved options hold them
+
+    def set_model(self, model: nn.Module) -> None:
+        """Replace the model by one of the same species and cutoff."""
+        self.model = model
+        # Not a submodule: weights have the names that they have in the model.
+        object.__setattr__(self, "interface", declared(model))
 
     def add_reference_energies(self, energies: Mapping[str, float]) -> None:
         """Add an energy for each atom, by species, eV, to those of the model: for models that have no shifts themselves."""
@@ -90,49 +72,55 @@ class Potential(nn.Module):
 
     @property
     def species(self) -> tuple[str, ...]:
-        return tuple(self.model.species)  # type: ignore[arg-type]
+        return self.interface.species
 
     @property
     def cutoff(self) -> float:
-        return float(self.model.cutoff)  # type: ignore[arg-type]
+        return self.interface.cutoff
 
     @property
     def adaptive_cutoff(self) -> float | None:
         """Radius up to which isolated atoms look for neighbours, A; edge lists have to be made with it."""
-        limit = getattr(self.model, "adaptive_cutoff", None)
-        return None if limit is None else float(limit)  # type: ignore[arg-type]
+        return self.interface.adaptive_cutoff
 
     @property
     def inputs(self) -> dict[str, tuple[str, int]]:
-        """Further keys of a batch that the model reads: name -> (per frame or atom, how many numbers)."""
-        return dict(getattr(self.model, "inputs", {}))
+        """Additional keys of a batch that the model reads: name -> (`frame` or `atom`, how many numbers)."""
+        return dict(self.interface.inputs)
 
     @property
     def required_inputs(self) -> list[str]:
         """Those of `inputs` that every frame has to carry."""
-        optional = getattr(self.model, "optional_inputs", ())
-        return [name for name in self.inputs if name not in optional]
+        return [name for name in self.inputs if name not in self.interface.optional_inputs]
 
-    def forward(self, batch: Batch, *, forces: bool = True, stress: bool = False) -> dict[str, Tensor]:
-        """Outputs, all float64: `energy` (n_frames,) eV, `atomic_energy` (n_atoms,) eV, and where asked `forces`
+    def forward(
+        self, batch: Batch, *, forces: bool = True, stress: bool = False, memory: StepMemory | None = None
+    ) -> dict[str, Tensor]:
+        """Outputs, all float64: `energy` (n_frames,) eV, `atomic_energy` (n_atoms,) eV, and if requested `forces`
         (n_atoms, 3) eV/A and `stress` (n_frames, 3, 3) eV/A^3, (1/V) dE/dstrain; NaN for a frame without a volume.
 
         In training mode forces and stress can be differentiated again. Works under `torch.no_grad`.
+        memory: kept for a `response` to the same batch, which can then reuse this pass.
         """
+        calculated = self.interface.calculated(batch, forces=forces, stress=stress)
+        if calculated is not None:
+            return calculated
         if not (forces or stress):
-            return self._outputs(*self._encode(batch | {"edge_vectors": edge_vectors(batch)}), batch)
-        derive = self._through_edges if getattr(self.model, "only_edge_vectors", False) else self._through_positions
+            return self._outputs(*self._encode(batch, EdgeContext(edge_vectors(batch), batch, memory=memory)), batch)
         with torch.enable_grad():
-            outputs = derive(batch, forces, stress)
+            if self.interface.only_edge_vectors:
+                outputs = self._through_edges(batch, forces, stress, memory)
+            else:
+                outputs = self._through_positions(batch, forces, stress)
         if self.training or batch["positions"].requires_grad or batch["cell"].requires_grad:
             return outputs
         return {key: value.detach() for key, value in outputs.items()}
 
-    def _encode(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-        """Atomic energies (n_atoms,), eV, float64; and features of atoms where further outputs are made of them."""
-        return self._referenced(self.model(batch), batch), None
+    def _encode(self, batch: Batch, edges: EdgeContext) -> tuple[Tensor, Tensor | None]:
+        """Atomic energies (n_atoms,), eV, float64; and features of atoms for models with heads."""
+        return self._referenced(self.interface(batch, edges), batch), None
 
-    def _referenced(self, atomic: Tensor, batch: dict[str, Any]) -> Tensor:
+    def _referenced(self, atomic: Tensor, batch: Batch) -> Tensor:
         """Energies of the model (n_atoms,), with the reference energies if there are any; float64."""
         atomic = atomic.reshape(-1).double()
         if self.reference_energies is None:
@@ -147,16 +135,13 @@ class Potential(nn.Module):
         """All but the derivatives."""
         return {"energy": _frame_sum(atomic, batch), "atomic_energy": atomic, **self._extra_outputs(features, batch)}
 
-    def _through_edges(self, batch: Batch, forces: bool, stress: bool) -> dict[str, Tensor]:
+    def _through_edges(self, batch: Batch, forces: bool, stress: bool, memory: StepMemory | None) -> dict[str, Tensor]:
         """Differentiate in the edge vectors; forces and virial are sums of these edge forces."""
         vectors = edge_vectors(batch)
         outer = vectors.requires_grad
         vectors = vectors if outer else vectors.requires_grad_(True)
-        switch = GradientSwitch()
-        graph = edge_graph(batch)
-        private: dict[str, Any] = {"edge_vectors": vectors, "edge_gradient": switch, "edge_graph": graph}
-        again = private["differentiated_again"] = self.training or outer
-        atomic, features = self._encode(batch | private)
+        switch, graph, again = GradientSwitch(), edge_graph(batch), self.training or outer
+        atomic, features = self._encode(batch, EdgeContext(vectors, batch, graph, switch, again, memory))
         if again:
             outputs = self._outputs(atomic, features, batch)
         else:  # nobody differentiates them
@@ -181,7 +166,7 @@ class Potential(nn.Module):
         deformation = 0.5 * (strain + strain.transpose(1, 2))
         moved = positions + rows_times(positions, deformation.index_select(0, batch["frame"]))
         strained = batch | {"positions": moved, "cell": batch["cell"] + batch["cell"] @ deformation}
-        atomic, features = self._encode(strained | {"edge_vectors": edge_vectors(strained)})
+        atomic, features = self._encode(strained, EdgeContext(edge_vectors(strained), strained))
         outputs = self._outputs(atomic, features, batch)
         slope, virial = _derivatives(atomic, [positions, strain], self.training or outer)
         if forces:
@@ -190,13 +175,17 @@ class Potential(nn.Module):
             outputs["stress"] = _per_volume(virial, batch["cell"])
         return outputs
 
-    def response(self, batch: Batch, adjoints: dict[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    def response(
+        self, batch: Batch, adjoints: Mapping[str, Tensor], memory: StepMemory | None = None
+    ) -> tuple[list[Tensor], list[Tensor]]:
         """Tensors and their cotangents, with which their gradients in the weights add up to that of sum(adjoint * output) over
         the outputs named in `adjoints`.
 
         Forces and stress are derivatives of the energy in positions and strain; weighted with their adjoints they are one
         derivative of the energy along one direction, which forward-mode differentiation carries along with the energy. So
         one reverse pass over the result is all: no derivative of a derivative is taken.
+
+        memory: what `forward` left for this batch.
         """
         direction = None if self.forces_are_direct else adjoints.get("forces")
         direction = torch.zeros_like(batch["positions"]) if direction is None else -direction
@@ -206,14 +195,14 @@ class Potential(nn.Module):
             strain = 0.5 * (adjoints["stress"] + adjoints["stress"].transpose(1, 2))
             strain = torch.where(volume > 0, strain / volume, torch.zeros_like(strain))
         with forward_ad.dual_level():
-            moving = self._moving(batch, direction, strain)
-            moved = self.model.moved(moving) if hasattr(self.model, "moved") else None  # type: ignore[operator]
-            if moved is None:
-                atomic, features = self._encode(moving)
+            moving, edges = self._moving(batch, direction, strain, memory)
+            tangents = self.interface.tangents(moving, edges)
+            if tangents is None:
+                atomic, features = self._encode(moving, edges)
                 energy, slope = forward_ad.unpack_dual(atomic)
                 still = None if features is None else forward_ad.unpack_dual(features).primal
-        if moved is not None:
-            still, energy, slope = self.model.encode_moved(moved, moving)  # type: ignore[operator]
+        if tangents is not None:
+            still, energy, slope = tangents()
         terms = [] if slope is None else [(slope, torch.ones_like(slope))]
         if "energy" in adjoints:
             terms.append((energy, adjoints["energy"].index_select(0, batch["frame"])))
@@ -223,44 +212,28 @@ class Potential(nn.Module):
         terms = [(value, cotangent) for value, cotangent in terms if value.requires_grad]
         return [value for value, _ in terms], [cotangent for _, cotangent in terms]
 
-    def _moving(self, batch: Batch, direction: Tensor, strain: Tensor | None) -> dict[str, Any]:
-        """The batch with tangents: atoms move along `direction` (n_atoms, 3), all is strained by `strain` (n_frames, 3, 3)."""
+    def _moving(
+        self, batch: Batch, direction: Tensor, strain: Tensor | None, memory: StepMemory | None
+    ) -> tuple[Batch, EdgeContext]:
+        """Batch and edges with tangents: atoms move along `direction` (n_atoms, 3), everything is strained by `strain`
+        (n_frames, 3, 3)."""
         positions, cell = batch["positions"].detach(), batch["cell"].detach()
         d_cell = None
         if strain is not None:
             direction = direction + rows_times(positions, strain.index_select(0, batch["frame"]))
             d_cell = cell @ strain
-        if getattr(self.model, "only_edge_vectors", False):
-            before: dict[str, Any] = batch.get("memory") or {}  # type: ignore[assignment]
-            vectors = before["vectors"] if before else edge_vectors(batch | {"positions": positions, "cell": cell})
-            tangents = _edge_vectors(direction, d_cell, batch)  # they are linear in both
-            graph = before["graph"] if before else edge_graph(batch)
-            return batch | {"edge_vectors": forward_ad.make_dual(vectors, tangents), "edge_graph": graph}
-        moved = {"positions": forward_ad.make_dual(positions, direction), "cell": cell}
+        if self.interface.only_edge_vectors:
+            vectors = None if memory is None else memory.vectors
+            if vectors is None:
+                vectors = edge_vectors(batch | {"positions": positions, "cell": cell})
+            tangents = displacements(direction, d_cell, batch)  # they are linear in both
+            graph = None if memory is None else memory.graph
+            graph = edge_graph(batch) if graph is None else graph
+            return batch, EdgeContext(forward_ad.make_dual(vectors, tangents), batch, graph, memory=memory)
+        moved = batch | {"positions": forward_ad.make_dual(positions, direction), "cell": cell}
         if d_cell is not None:
             moved["cell"] = forward_ad.make_dual(cell, d_cell)
-        return batch | moved | {"edge_vectors": edge_vectors(batch | moved)}
-
-
-def edge_vectors(batch: Batch) -> Tensor:
-    """(n_edges, 3) from destination (centre) to source (neighbour), A, float64."""
-    return _edge_vectors(batch["positions"], batch["cell"], batch)
-
-
-def _edge_vectors(positions: Tensor, cell: Tensor | None, batch: Batch) -> Tensor:
-    """The same for other positions and cells. cell: None for zero."""
-    fixed = not (positions.requires_grad or forward_ad.unpack_dual(positions).tangent is not None)
-    fixed = fixed and not (cell is not None and cell.requires_grad)
-    if fixed and not is_traced(positions) and use_kernels(positions):
-        return vectors_by_kernel(positions, cell, *(batch[key] for key in ("frame", "edge_index", "edge_shift")))
-    source, destination = batch["edge_index"]
-    n_atoms = positions.shape[0]
-    to_destination = Segments(destination, n_atoms, rows_are_sorted=True)
-    difference = gather(positions, Segments(source, n_atoms)) - gather(positions, to_destination)
-    if cell is None:
-        return difference
-    cells = cell.index_select(0, batch["frame"].index_select(0, destination))
-    return difference + rows_times(batch["edge_shift"], cells)
+        return moved, EdgeContext(edge_vectors(moved), moved, memory=memory)
 
 
 def _edge_forces(slope: Tensor, graph: EdgeGraph) -> Tensor:
@@ -268,11 +241,6 @@ def _edge_forces(slope: Tensor, graph: EdgeGraph) -> Tensor:
     if not slope.requires_grad and not is_traced(slope) and use_kernels(slope):
         return forces_by_kernel(slope, graph)
     return segment_sum(slope, graph.by_destination) - segment_sum(slope, graph.by_source)
-
-
-def rows_times(rows: Tensor, matrices: Tensor) -> Tensor:
-    """Each row times its own matrix: (n, 3), (n, 3, 3) -> (n, 3)."""
-    return (rows.unsqueeze(2) * matrices).sum(1)
 
 
 def _frame_sum(atomic: Tensor, batch: Batch) -> Tensor:
@@ -297,9 +265,3 @@ def _per_volume(virial: Tensor, cell: Tensor) -> Tensor:
     has_volume = volume > 0
     stress = virial / torch.where(has_volume, volume, torch.ones_like(volume))
     return torch.where(has_volume, stress, torch.full_like(stress, float("nan")))
-
-
-def volumes(cell: Tensor) -> Tensor:
-    """(n_frames,), A^3; zero where there is no cell. cell: (n_frames, 3, 3)."""
-    a, b, c = cell.unbind(1)
-    return (a * torch.linalg.cross(b, c)).sum(1).abs()

@@ -13,7 +13,6 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +26,8 @@ from forgefield.errors import ForgefieldError
 from forgefield.kinds import FRAMES, POINTS, kind_of_model
 from forgefield.models.heads.direct import DirectOutput, DirectOutputs
 from forgefield.models.heads.heads import check_heads, complete_heads, head_options
-from forgefield.models.potential import ExtraOutput, Potential
+from forgefield.models.interface import ExtraOutput, RegisteredModel
+from forgefield.models.potential import Potential
 from forgefield.models.predictor import Predictor
 
 BUILT_IN = {
@@ -73,7 +73,7 @@ def model_class(name: str, folder: str | None = None, *, trust: Trust = NO_CODE)
 
 def adapted_class(found: Any, options: Mapping[str, Any], *, trust: Trust) -> dict[str, Any]:
     """For an adapter, {"make": what `model.module` names}, a class of the kind that it adapts; nothing for other models."""
-    kind = getattr(found, "adapts", None)
+    kind = found.adapts if issubclass(found, RegisteredModel) else None
     if kind is None:
         return {}
     path, folder = options.get("module"), options.get(MODULE_FOLDER)
@@ -174,7 +174,10 @@ def names_same_code(section: Mapping[str, Any], stored: Mapping[str, Any]) -> bo
         given, kept = section.get("options") or {}, dict(stored.get("options") or {})
         added = [kept.pop(key) for key in list(kept) if key not in given]
         return _equal(given, kept) and all(_only_numbers(value) for value in added)
-    added_by_us = (*_GIVEN_BY_US, MODULE_FOLDER, PREDICTS)
+    added_by_us = {*_GIVEN_BY_US, MODULE_FOLDER, PREDICTS}
+    references = stored.get(REFERENCES)
+    if REFERENCES not in section and isinstance(references, dict) and _only_numbers([*references.values()]):
+        added_by_us.add(REFERENCES)
     given = {key: value for key, value in section.items() if key != HEADS or HEADS in stored}
     return _equal(given, {key: value for key, value in stored.items() if key not in added_by_us})
 
@@ -208,7 +211,7 @@ def direct_outputs(options: Mapping[str, Any], *, trust: Trust = NO_CODE) -> dic
 
 
 def _direct_outputs(found: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    return found.direct_outputs(options) if hasattr(found, "direct_outputs") else {}
+    return dict(found.direct_outputs(options)) if issubclass(found, RegisteredModel) else {}
 
 
 def _described(outputs: Mapping[str, Any], units: Mapping[str, str]) -> dict[str, Any]:
@@ -239,9 +242,9 @@ def model_statistics(
     batches: called where the model does ask: training data with edges made for `cutoff`, A.
     """
     _, found, given = check_model(options, trust=trust)
-    if not hasattr(found, "measure"):
+    if not issubclass(found, RegisteredModel):
         return {}
-    return found.measure(given, batches(), species=tuple(species), cutoff=float(cutoff))
+    return found.measure(given, batches, species=tuple(species), cutoff=float(cutoff))
 
 
 def build_model(resolved: Mapping[str, Any], *, precision: str, seed: int, trust: Trust = NO_CODE) -> Potential:
@@ -282,8 +285,7 @@ def _around(
 ) -> Potential:
     """The potential or predictor around a model. predicts: `PREDICTS` of the resolved options."""
     if predicts is None:
-        make = getattr(model, "make_potential", None) or partial(Potential, model)
-        return make(max_neighbours=max_neighbours)
+        return Potential(model, max_neighbours=max_neighbours)
     if predicts.get(OWN):
         return DirectOutputs(model, extra_outputs_of(resolved), max_neighbours=max_neighbours)
     return Predictor(
@@ -303,8 +305,7 @@ def _check_built_in(found: Any, given: Mapping[str, Any], trust: Trust) -> None:
         raise ForgefieldError(f"model.preset is '{preset}'; {choice}.")
     options = {key: value for key, value in given.items() if key != "preset"}
     check_keys(found.Options, options, where="model", what="this model", also=("preset",))
-    if hasattr(found, "check_options"):
-        found.check_options(options, **adapted_class(found, options, trust=trust))
+    found.check_options(options, **adapted_class(found, options, trust=trust))
 
 
 def check_keys(options: type, given: Mapping[str, Any], *, where: str, what: str, also: Sequence[str] = ()) -> None:
@@ -323,13 +324,20 @@ def check_keys(options: type, given: Mapping[str, Any], *, where: str, what: str
 
 
 def _check_adaptive(found: Any, name: str, cutoff: float, adaptive_cutoff: float) -> None:
-    if "adaptive_cutoff" not in inspect.signature(found.__init__).parameters:
+    registered = issubclass(found, RegisteredModel)
+    takes = found.supports_adaptive_cutoff if registered else "adaptive_cutoff" in _parameters(found)
+    if not takes:
         raise ForgefieldError(
             f"data.adaptive_cutoff is {adaptive_cutoff:g}, but the model {name} has no argument adaptive_cutoff: "
             "its interactions would end at the cutoff all the same; set data.adaptive_cutoff to null."
         )
     if not adaptive_cutoff > cutoff:
         raise ForgefieldError(f"data.adaptive_cutoff is {adaptive_cutoff}; it must be above data.cutoff={cutoff:g}.")
+
+
+def _parameters(found: Any) -> Mapping[str, inspect.Parameter]:
+    """Arguments of a class."""
+    return inspect.signature(found.__init__).parameters
 
 
 def _resolve_built_in(

@@ -7,7 +7,7 @@ shift plus its scale times what the network says, so an atom without neighbours 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from ase.data import atomic_numbers
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from forgefield.errors import ForgefieldError
 from forgefield.models.adaptive import pair_radii
+from forgefield.models.interface import RegisteredModel
 from forgefield.models.nequip.options import pair_cutoff
 from forgefield.ops.graph import EdgeGraph, Segments, gather, segment_sum
 from forgefield.ops.radial import polynomial_cutoff
@@ -33,6 +34,9 @@ class TermOptions(Protocol):
     zbl: bool | dict[str, float]
 
 
+O = TypeVar("O", bound=TermOptions)  # noqa: E741
+
+
 class PairLengths(NamedTuple):
     """Of every edge, (n_edges,) float64: length (A), length over the radius where the interaction ends, that radius.
 
@@ -45,26 +49,24 @@ class PairLengths(NamedTuple):
 
     def at_rest(self) -> PairLengths:
         """The same without a gradient."""
-        return PairLengths(*(None if value is None else value.detach() for value in self))  # type: ignore[arg-type]
+        radii = None if self.radii is None else self.radii.detach()
+        return PairLengths(self.lengths.detach(), self.scaled.detach(), radii)
 
 
-class SpeciesTerms(nn.Module):
+class SpeciesTerms(RegisteredModel[O]):
     """Base of models that give atomic energies from edge vectors."""
 
-    complete_options: Callable[[Any, tuple[str, ...], float, Mapping[str, Any]], Any]
-    """Of the model: options with every default explicit."""
+    only_edge_vectors = True
+    supports_adaptive_cutoff = True
+    adds_repulsion = True
     energy_scales: Tensor
     energy_shifts: Tensor
     feature_scale: Tensor
     inverse_cutoff: Tensor
     atomic_numbers: Tensor
 
-    def __init__(
-        self, options: TermOptions, species: Sequence[str], cutoff: float, adaptive_cutoff: float | None
-    ) -> None:
-        super().__init__()
-        self.species, self.cutoff = tuple(species), float(cutoff)
-        self.adaptive_cutoff = adaptive_cutoff
+    def __init__(self, options: O, species: Sequence[str], cutoff: float, adaptive_cutoff: float | None) -> None:
+        super().__init__(options, species=species, cutoff=cutoff, adaptive_cutoff=adaptive_cutoff)
         self._zbl = options.zbl
         self.hold("energy_scales", self._per_species(options.energy_scales, 1.0), options.energy_scales_trainable)
         self.hold("energy_shifts", self._per_species(options.energy_shifts, 0.0), options.energy_shifts_trainable)
@@ -78,19 +80,27 @@ class SpeciesTerms(nn.Module):
     @classmethod
     def complete(
         cls,
-        options: Any,
+        options: O,
         *,
         species: tuple[str, ...],
         cutoff: float,
-        adaptive_cutoff: float | None = None,
         statistics: Mapping[str, Any],
-    ) -> Any:
-        """Options checked and with every default explicit; numbers not given come from the statistics."""
+        adaptive_cutoff: float | None = None,
+        make: Callable[..., object] | None = None,
+    ) -> O:
         if adaptive_cutoff is not None and options.per_edge_type_cutoff is not None:
             raise ForgefieldError(
                 "model.per_edge_type_cutoff and data.adaptive_cutoff cannot be used together; set one of them to null."
             )
         return cls.complete_options(options, species, cutoff, statistics)
+
+    @classmethod
+    def complete_options(cls, options: O, species: tuple[str, ...], cutoff: float, statistics: Mapping[str, Any]) -> O:
+        """See `complete`; what subclasses do differently."""
+        raise NotImplementedError(f"{cls.__name__} has no complete_options")
+
+    def species_shifts(self) -> Tensor:
+        return self.energy_shifts
 
     def energy_parameters(self) -> Iterator[nn.Parameter]:
         """What energies depend on and features do not."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from forgefield.config.targets import quantity
-from forgefield.models.potential import volumes
+from forgefield.models.edges import volumes
 from forgefield.physics.units import EV_PER_A3_TO_GPA
 from forgefield.tasks.classes import CLASS_METRICS, class_metrics, class_sums
 

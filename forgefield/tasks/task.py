@@ -19,7 +19,8 @@ from forgefield.config.nearest import did_you_mean
 from forgefield.config.schema import TargetOptions, TaskOptions
 from forgefield.config.targets import DENOISE, TARGETS, given_targets, quantity
 from forgefield.errors import ForgefieldError
-from forgefield.models.potential import ExtraOutput, volumes
+from forgefield.models.edges import volumes
+from forgefield.models.interface import ExtraOutput
 from forgefield.tasks.classes import cross_entropy, one_hot
 from forgefield.tasks.losses import ElementLoss, element_loss
 from forgefield.tasks.metrics import ErrorMetrics

@@ -12,8 +12,8 @@ from forgefield.checks import CheckResult, run_checks
 from forgefield.cli import main
 from forgefield.errors import ForgefieldError
 from forgefield.models import build_model, resolve_model
+from forgefield.models.edges import edge_vectors
 from forgefield.models.heads.heads import HeadOptions
-from forgefield.models.potential import edge_vectors
 from forgefield.models.predictor import Predictor
 from tests.support.check_structures import SPECIES, structures
 from tests.support.helpers import PROPERTIES, tiny_config, write_properties

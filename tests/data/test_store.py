@@ -285,7 +285,7 @@ def damaged(store: Path, how: str) -> None:
         ("edited", "the manifest does not match its own hash"),
         (
             "version",
-            r"written by a newer version of Forgefield \(store format 99; this version reads formats up to 1\)",
+            r"manifest\.json is a store of format version 99; Forgefield .* reads versions up to 1",
         ),
         ("not JSON", "not valid JSON"),
     ],

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from forgefield.kernels.convolution import passes as convolution
+from forgefield.models.edges import StepMemory
 from forgefield.ops.execution import execution
 from forgefield.training.precision import Precision
 from tests.support.kernels import DEVICE, needs_kernels
@@ -101,13 +102,13 @@ def test_forces_alone_are_those_of_a_training():
 
 def test_nothing_of_a_pass_is_left_when_it_is_over():
     potential = make_potential(precision="float64", **CASES["plain"]).to(DEVICE).eval()
-    given = batch() | {"memory": {}}
+    memory = StepMemory()
     gc.disable()
     try:
         with execution(kernels=True):
-            potential(given)
-        network = weakref.ref(given["memory"]["network"])
-        given["memory"].clear()
+            potential(batch(), memory=memory)
+        network = weakref.ref(memory.state.network)
+        memory.clear()
         assert network() is None
     finally:
         gc.enable()

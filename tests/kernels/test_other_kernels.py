@@ -16,7 +16,7 @@ from forgefield.kernels.edges.geometry import EDGES, EdgeGeometry, moved_geometr
 from forgefield.kernels.edges.vectors import forces_by_kernel, vectors_by_kernel
 from forgefield.kernels.radial import table as table_module
 from forgefield.kernels.radial.table import CHUNK, Intervals, TableGradient, polynomials
-from forgefield.models.potential import edge_vectors
+from forgefield.models.edges import edge_vectors
 from forgefield.ops.convolution_plan import Block
 from forgefield.ops.graph import EdgeGraph, Segments, segment_sum
 from forgefield.ops.harmonics import SphericalHarmonics

@@ -20,7 +20,9 @@ from forgefield.errors import ForgefieldError
 from forgefield.parallel.spawn import run_ranks
 from tests.support.launching import is_alive
 
-PATIENCE = 20.0
+PATIENCE = 100.0
+FOREVER = 3600.0
+"""Seconds that no test waits for: one that does is ended by its time limit."""
 """Seconds after which a test gives up."""
 
 PARENT = """
@@ -55,11 +57,6 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < end, "it did not happen"
         time.sleep(0.01)
-
-
-def elapsed(function: Callable[[], int]) -> tuple[int, float]:
-    begin = time.monotonic()
-    return function(), time.monotonic() - begin
 
 
 @pytest.fixture
@@ -141,9 +138,7 @@ time.sleep(0.8)
 note("done")
 sys.exit(5)
 """
-    code, seconds = elapsed(lambda: run_ranks(rank_script(body, tmp_path), 3, environ=os.environ, grace=PATIENCE))
-    assert code == 4
-    assert seconds < PATIENCE / 2
+    assert run_ranks(rank_script(body, tmp_path), 3, environ=os.environ, grace=FOREVER) == 4
     assert notes(tmp_path, 0) == notes(tmp_path, 2) == ["done"]
 
 
@@ -157,11 +152,9 @@ note("ready")
 if rank == 1:
     while not (folder / "rank0").exists(): time.sleep(0.01)
     sys.exit(4)
-time.sleep(60)
+time.sleep(3600)
 """
-    code, seconds = elapsed(lambda: run_ranks(rank_script(body, tmp_path), 2, environ=os.environ, grace=0.5))
-    assert code == 4
-    assert 0.5 <= seconds < 4.0
+    assert run_ranks(rank_script(body, tmp_path), 2, environ=os.environ, grace=0.5) == 4
     assert notes(tmp_path, 0) == ["ready", "asked"]
 
 
@@ -176,12 +169,10 @@ if rank == 1:
     sys.exit(4)
 import subprocess
 note(os.getpid())
-note(subprocess.Popen(["sleep", "60"]).pid)
-time.sleep(60)
+note(subprocess.Popen(["sleep", "3600"]).pid)
+time.sleep(3600)
 """
-    code, seconds = elapsed(lambda: run_ranks(rank_script(body, tmp_path), 2, environ=os.environ, grace=0.3))
-    assert code == 4
-    assert 1.0 <= seconds < 4.0
+    assert run_ranks(rank_script(body, tmp_path), 2, environ=os.environ, grace=0.3) == 4
     pids = [int(pid) for pid in notes(tmp_path, 0)]
     assert len(pids) == 2
     wait_until(lambda: not any(map(is_alive, pids)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from forgefield.models.edges import StepMemory
 from forgefield.ops.execution import execution
 from tests.support.kernels import DEVICE
 from tests.support.structures import make_batch, make_frame
@@ -50,11 +51,11 @@ def step(potential, given, by_kernels: bool) -> tuple[dict[str, torch.Tensor], l
         "forces": torch.randn(6, 3, dtype=torch.float64, generator=generator).to(DEVICE),
         "stress": torch.randn(3, 3, 3, dtype=torch.float64, generator=generator).to(DEVICE),
     }
-    given = given | {"memory": {}}
+    memory = StepMemory()
     with execution(kernels=by_kernels):
-        outputs = potential(given, stress=True)  # kernels of the response need what the first pass left
-        values, cotangents = potential.response(given, adjoints)
+        outputs = potential(given, stress=True, memory=memory)  # kernels of the response need what the first pass left
+        values, cotangents = potential.response(given, adjoints, memory)
         weights = [p for p in potential.parameters() if p.requires_grad]
         found = torch.autograd.grad(values, weights, cotangents, allow_unused=True)
-    assert ("network" in given["memory"]) == by_kernels
+    assert (memory.state is not None) == by_kernels
     return outputs, [torch.zeros_like(p) if g is None else g for p, g in zip(weights, found)]

@@ -14,12 +14,13 @@ from torch import Tensor
 
 from forgefield.errors import ForgefieldError
 from forgefield.models.adapters.foreign import Foreign
+from forgefield.models.edges import Batch, EdgeContext
 
 
 class AseLike(Foreign):
     """model.features: key of a dict result with features of atoms (n_atoms, n)."""
 
-    def evaluate(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+    def evaluate(self, batch: Batch, edges: EdgeContext) -> tuple[Tensor, Tensor | None]:
         numbers = self.numbers.index_select(0, batch["species"])
         energies, features, start = [], [], 0
         for frame, n_atoms in enumerate(batch["n_atoms"].tolist()):

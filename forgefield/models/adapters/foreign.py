@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from forgefield.config.components import user_module_folder
 from forgefield.config.nearest import did_you_mean
 from forgefield.errors import ForgefieldError
+from forgefield.models.edges import Batch, EdgeContext
+from forgefield.models.interface import RegisteredModel
 from forgefield.models.nequip.options import check_per_species, from_statistics
 from forgefield.ops.graph import Segments, gather
 
@@ -48,65 +50,60 @@ class ForeignOptions:
     """Where the module was found, if Python would not find it by itself."""
 
 
-class Foreign(nn.Module, ABC):
+class Foreign(RegisteredModel[ForeignOptions], ABC):
     """Base of the adapters. State: `module`, `energy_scales` (), `energy_shifts` (n_species,), float64.
 
     Features are an input of a submodule or a part of the output, so one pass gives them and the energies.
     """
 
     Options = ForeignOptions
-    adapts: type = nn.Module
-    """What `model.module` has to name a class of."""
-    presets: dict[str, dict[str, Any]] = {}
+    adapts = nn.Module
     isolated_limit = False
-    """An atom alone has whatever the module says of it beside its shift."""
+    """An isolated atom has the energy that the module gives it, in addition to its shift."""
     energy_scales: Tensor
     energy_shifts: Tensor
     numbers: Tensor
-    feature_dim: int
+    make: Callable[..., object]
 
     def __init__(
         self,
-        options: Any,
+        options: ForeignOptions,
         *,
         species: Sequence[str],
         cutoff: float,
-        make: Callable[..., Any],
+        make: Callable[..., object],
         dtype: torch.dtype = torch.float32,
         generator: torch.Generator,
     ) -> None:
-        super().__init__()
-        self.options, self.species, self.cutoff = options, tuple(species), float(cutoff)
-        shifts = options.energy_shifts
-        shifts = [shifts[s] for s in species] if isinstance(shifts, Mapping) else [shifts or 0.0] * len(species)
+        super().__init__(options, species=species, cutoff=cutoff, make=make)
+        given = options.energy_shifts
+        shifts = [given[s] for s in species] if isinstance(given, Mapping) else [given or 0.0] * len(species)
         self._hold("energy_shifts", torch.tensor(shifts, dtype=torch.float64), options.energy_shifts_trainable)
         scale = torch.tensor(1.0 if options.energy_scales is None else options.energy_scales, dtype=torch.float64)
         self._hold("energy_scales", scale, options.energy_scales_trainable)
         self.register_buffer("numbers", torch.tensor([atomic_numbers[s] for s in self.species]), persistent=False)
-        self.dtype, self.make = dtype, make
+        self.dtype = dtype
         with _own_randomness(generator.initial_seed(), dtype):
             made = make(**options.options)
-        _require_module(made, str(options.module))
-        self.module = self.prepared(made)
+        self.module = self.prepared(_module(made, str(options.module)))
         if options.features is not None:
             self.feature_dim = self._width_of_features()
 
     @classmethod
-    def check_options(cls, options: Mapping[str, Any], *, make: Callable[..., Any]) -> None:
-        """Refuse what can be seen to be wrong without the data. make: what `module` names."""
-        check_arguments(options, make)
+    def check_options(cls, section: Mapping[str, Any], *, make: Callable[..., object] | None = None) -> None:
+        check_arguments(section, make)
 
     @classmethod
     def complete(
         cls,
-        options: Any,
+        options: ForeignOptions,
         *,
         species: tuple[str, ...],
         cutoff: float,
         statistics: Mapping[str, Any],
-        make: Callable[..., Any],
-    ) -> Any:
-        """Options with every default explicit; numbers not given come from the statistics."""
+        adaptive_cutoff: float | None = None,
+        make: Callable[..., object] | None = None,
+    ) -> ForeignOptions:
         check_per_species("model.energy_shifts", options.energy_shifts, species, positive=False)
         check_per_species("model.energy_scales", options.energy_scales, species, positive=True)
         for symbol in species:
@@ -147,26 +144,32 @@ class Foreign(nn.Module, ABC):
         return module
 
     @abstractmethod
-    def evaluate(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-        """Energies of frames (n_frames,) or atoms (n_atoms,), in units of the scale; and features of atoms where wanted."""
+    def evaluate(self, batch: Batch, edges: EdgeContext) -> tuple[Tensor, Tensor | None]:
+        """Energies of frames (n_frames,) or atoms (n_atoms,), in units of the scale; and features of atoms with
+        `model.features`."""
 
-    def forward(self, batch: dict[str, Any]) -> Tensor:
-        """(n_atoms,) atomic energies, eV, float64; a module that knows those of frames alone divides them evenly."""
-        return self._atomic(self.evaluate(batch)[0], batch)
+    def forward(self, batch: Batch, edges: EdgeContext | None = None) -> Tensor:
+        """(n_atoms,) atomic energies, eV, float64; energies of frames are divided equally among their atoms."""
+        return self._atomic(self.evaluate(batch, edges or EdgeContext.of(batch))[0], batch)
 
-    def encode(self, batch: dict[str, Any], *, energies: bool = True) -> tuple[Tensor, Tensor | None]:
+    def encode(
+        self, batch: Batch, edges: EdgeContext | None = None, *, energies: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
         """Features (n_atoms, feature_dim) and atomic energies."""
-        made, features = self.evaluate(batch)
+        made, features = self.evaluate(batch, edges or EdgeContext.of(batch))
         assert features is not None
         return features, self._atomic(made, batch) if energies else None
 
     def energy_parameters(self) -> Iterator[nn.Parameter]:
-        """Of our own; which of the module's do not act on features only it knows, and they get no gradient."""
+        """Scale and shifts. Parameters of the module that features do not depend on get no gradient in any case."""
         for name, parameter in self.named_parameters():
             if name.startswith("energy_"):
                 yield parameter
 
-    def _atomic(self, made: Tensor, batch: dict[str, Any]) -> Tensor:
+    def species_shifts(self) -> Tensor:
+        return self.energy_shifts
+
+    def _atomic(self, made: Tensor, batch: Batch) -> Tensor:
         species, made = batch["species"], made.reshape(-1).double()
         if made.shape[0] != species.shape[0] or self.of_frames:
             n_atoms = batch["n_atoms"]
@@ -191,7 +194,8 @@ class Foreign(nn.Module, ABC):
     def _width_of_features(self) -> int:
         """Found by asking: two atoms of the first species."""
         with torch.no_grad():
-            _, features = self.evaluate(two_atoms(self.cutoff))
+            batch = two_atoms(self.cutoff)
+            _, features = self.evaluate(batch, EdgeContext.of(batch))
         if features is None or features.dim() != 2 or features.shape[0] != 2:
             found = "nothing" if features is None else f"the shape {list(features.shape)} for two atoms"
             raise ForgefieldError(f"model.features={self.options.features} of {self.options.module} gives {found}; "
@@ -199,8 +203,8 @@ class Foreign(nn.Module, ABC):
         return int(features.shape[1])
 
 
-def check_arguments(options: Mapping[str, Any], make: Callable[..., Any]) -> None:
-    """Refuse an argument in `model.options` that `make`, which `model.module` names, does not have."""
+def check_arguments(options: Mapping[str, Any], make: Callable[..., object] | None) -> None:
+    """Raise for an argument in `model.options` that `make`, which `model.module` names, does not have."""
     named, takes_any = _arguments(make)
     for key in options.get("options") or {}:
         if key not in named and not takes_any:
@@ -243,8 +247,9 @@ def caught_input(module: nn.Module, name: str) -> Iterator[list[Tensor]]:
         handle.remove()
 
 
-def _arguments(make: Callable[..., Any]) -> tuple[list[str], bool]:
+def _arguments(make: Callable[..., object] | None) -> tuple[list[str], bool]:
     """Names of a function's or a class's arguments, and whether it takes any others."""
+    assert make is not None
     parameters: Iterable[inspect.Parameter] = inspect.signature(make).parameters.values()
     parameters = list(parameters)
     return [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)], any(
@@ -265,6 +270,7 @@ def _own_randomness(seed: int, dtype: torch.dtype) -> Iterator[None]:
             torch.set_default_dtype(default)
 
 
-def _require_module(made: Any, path: str) -> None:
+def _module(made: object, path: str) -> nn.Module:
     if not isinstance(made, nn.Module):
         raise ForgefieldError(f"model.module: {path} made a {type(made).__name__}; it should be a torch.nn.Module.")
+    return made

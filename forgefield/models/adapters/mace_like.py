@@ -8,14 +8,13 @@ Keys: positions (n_atoms, 3), node_attrs (n_atoms, n_species) one-hot, edge_inde
 from __future__ import annotations
 
 import inspect
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from forgefield.errors import ForgefieldError
 from forgefield.models.adapters.foreign import Foreign
-from forgefield.models.potential import rows_times
+from forgefield.models.edges import Batch, EdgeContext, rows_times
 
 
 class MaceLike(Foreign):
@@ -23,7 +22,7 @@ class MaceLike(Foreign):
 
     of_frames = False
 
-    def evaluate(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+    def evaluate(self, batch: Batch, edges: EdgeContext) -> tuple[Tensor, Tensor | None]:
         accepted = inspect.signature(self.module.forward).parameters
         asked = {"training": self.training, "compute_force": False}
         found = self.module(self._data(batch), **{key: value for key, value in asked.items() if key in accepted})
@@ -40,7 +39,7 @@ class MaceLike(Foreign):
         features = None if self.options.features is None else found.get(self.options.features)
         return made, features
 
-    def _data(self, batch: dict[str, Any]) -> dict[str, Tensor]:
+    def _data(self, batch: Batch) -> dict[str, Tensor]:
         (source, destination), n_atoms = batch["edge_index"], batch["n_atoms"]
         cells = batch["cell"].index_select(0, batch["frame"].index_select(0, destination))
         # Our vector goes from the receiver to the sender: both change sign.

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from forgefield.errors import ForgefieldError
 from forgefield.models.adapters.foreign import Foreign, caught_input
+from forgefield.models.edges import Batch, EdgeContext
 
 GRAPH_MAKERS = {"RadiusInteractionGraph": False, "Distance": True}
 """Parts of models of PyTorch Geometric that make edges of (pos, batch), by class: whether they also give vectors and loops."""
@@ -58,10 +59,10 @@ class PyG(Foreign):
     """model.features: name of the part of the model whose input are features of atoms (`lin1` of SchNet)."""
 
     @classmethod
-    def check_options(cls, options: Mapping[str, Any], *, make: Callable[..., Any]) -> None:
-        super().check_options(options, make=make)
+    def check_options(cls, section: Mapping[str, Any], *, make: Callable[..., object] | None = None) -> None:
+        super().check_options(section, make=make)
         for key in ("max_num_neighbors", "interaction_graph"):
-            if key in (options.get("options") or {}):
+            if key in (section.get("options") or {}):
                 raise ForgefieldError(f"model.options.{key} does not apply: the edges are those of the data section.")
 
     def prepared(self, module: nn.Module) -> nn.Module:
@@ -72,8 +73,8 @@ class PyG(Foreign):
                     setattr(parent, name, GivenEdges(GRAPH_MAKERS[type(part).__name__]))
         return module
 
-    def evaluate(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-        edges = _edges(batch, self.dtype, self.cutoff)
+    def evaluate(self, batch: Batch, edges: EdgeContext) -> tuple[Tensor, Tensor | None]:
+        lists = _edges(batch, edges, self.dtype, self.cutoff)
         given = [part for part in self.module.modules() if isinstance(part, GivenEdges)]
         accepts = [
             name for name in inspect.signature(self.module.forward).parameters if name in ("edge_index", *OF_EDGES)
@@ -83,17 +84,17 @@ class PyG(Foreign):
             "pos": batch["positions"].to(self.dtype),
             "batch": batch["frame"],
         }
-        offered = {"edge_index": edges.ends, "edge_weight": edges.lengths, "edge_vec": edges.vectors}
-        offered["edge_attr"] = edges.lengths.unsqueeze(1)
+        offered = {"edge_index": lists.ends, "edge_weight": lists.lengths, "edge_vec": lists.vectors}
+        offered["edge_attr"] = lists.lengths.unsqueeze(1)
         arguments |= {name: offered[name] for name in accepts}
         if not given and not any(name in OF_EDGES for name in accepts):
-            self._refuse_crossing(edges)
+            self._refuse_crossing(lists)
         if any(part.with_vectors for part in given):
-            self._refuse_own_images(edges)
+            self._refuse_own_images(lists)
         with ExitStack() as stack:
             caught = self._catching(stack)
-            stack.enter_context(_set(given, edges))
-            stack.enter_context(_neighbours_from(self.module, edges))
+            stack.enter_context(_set(given, lists))
+            stack.enter_context(_neighbours_from(self.module, lists))
             made = self.module(**arguments)
         made = made[0] if isinstance(made, tuple) else made
         return made, caught[0] if caught else None
@@ -119,8 +120,8 @@ class PyG(Foreign):
             )
 
 
-def _edges(batch: Mapping[str, Any], dtype: torch.dtype, cutoff: float) -> Edges:
-    vectors = batch["edge_vectors"]
+def _edges(batch: Batch, edges: EdgeContext, dtype: torch.dtype, cutoff: float) -> Edges:
+    vectors = edges.vectors
     lengths = torch.linalg.vector_norm(vectors, dim=1)
     crossing = (batch["edge_shift"] != 0).any(dim=1) & (lengths < cutoff)
     return Edges(batch["edge_index"], lengths.to(dtype), vectors.to(dtype), crossing)

@@ -4,13 +4,13 @@ Every ordered pair of neighbours has scalar and tensor features; layers couple t
 centre and mix what becomes scalar into the scalars. The energy of an atom is the sum over its edges plus its species'
 shift and depends on nothing beyond the cutoff. Geometry and energies are float64, the interior has the precision of
 the weights. Linear maps that follow one another are multiplied before they meet the edges, and the tensor track is
-carried by atoms (`allegro_tensors.py`); the function is Allegro's.
+carried by atoms (`tensors.py`); the function is Allegro's.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from forgefield.kernels.convolution.dispatch import WeightedHarmonics
 from forgefield.models.adaptive import adaptive_bessel_basis
-from forgefield.models.allegro import options as allegro_options
-from forgefield.models.allegro.options import PRESETS, Options, complete_options, preset_options
+from forgefield.models.allegro.options import PRESETS, AllegroOptions, complete_options, preset_options
 from forgefield.models.allegro.tensors import EnvironmentCoupling, harmonic_irreps, layer_irreps
+from forgefield.models.edges import Batch, EdgeContext
 from forgefield.models.terms import PairLengths, SpeciesTerms
 from forgefield.ops.activations import activate
 from forgefield.ops.graph import (
@@ -29,7 +29,6 @@ from forgefield.ops.graph import (
     Segments,
     barrier,
     cut,
-    edge_graph,
     gather,
     join,
     segment_sum,
@@ -43,7 +42,7 @@ FEW_KINDS = 16
 """Up to so many pairs of species, all splines are evaluated as one matrix product; above, weights are gathered."""
 
 
-class Allegro(SpeciesTerms):
+class Allegro(SpeciesTerms[AllegroOptions]):
     """Atomic energies from edge vectors. Built from resolved options: every number is given.
 
     State: `centre_embedding` and `neighbour_embedding` (n_species, half of the embedding) and `radial` for bessel,
@@ -52,21 +51,17 @@ class Allegro(SpeciesTerms):
     channel.
     """
 
-    only_edge_vectors = True
     sums_over_edges = True
-    """Those of `WeightedHarmonics`, which may go through kernels."""
     latents: list[Dense]
     couplings: list[EnvironmentCoupling]
     bessel_frequencies: Tensor
     identity: Tensor
-    Options = Options
+    Options = AllegroOptions
     presets = PRESETS
-    preset_options = staticmethod(preset_options)
-    complete_options = staticmethod(complete_options)
 
     def __init__(
         self,
-        options: allegro_options.Options,
+        options: AllegroOptions,
         *,
         species: Sequence[str],
         cutoff: float,
@@ -75,7 +70,6 @@ class Allegro(SpeciesTerms):
         generator: torch.Generator,
     ) -> None:
         super().__init__(options, species, cutoff, adaptive_cutoff)
-        self.options = options
         scalars, tensors = options.num_scalar_features, options.num_tensor_features
         self.degrees = [2 * degree + 1 for degree in range(options.l_max + 1)]
         self.n_own = tensors * len(self.degrees)
@@ -110,10 +104,9 @@ class Allegro(SpeciesTerms):
         sizes = [scalars * (options.num_layers + 1), *[options.readout_mlp_width] * options.readout_mlp_depth, 1]
         self.readout = Dense(sizes, options.readout_mlp_nonlinearity, **make)
         self.register_buffer("identity", torch.eye(len(self.species), dtype=dtype), persistent=False)
+        self.feature_dim = scalars
 
-    def _make_embedding(
-        self, options: allegro_options.Options, *, generator: torch.Generator, dtype: torch.dtype
-    ) -> int:
+    def _make_embedding(self, options: AllegroOptions, *, generator: torch.Generator, dtype: torch.dtype) -> int:
         """Parameters of the embedding of length and species; returns its width."""
         make: dict[str, Any] = {"generator": generator, "dtype": dtype}
         n_species, width = len(self.species), options.radial_chemical_embed_dim or options.num_scalar_features
@@ -131,29 +124,36 @@ class Allegro(SpeciesTerms):
             self.splines = nn.Parameter(splines)
         return width
 
-    @property
-    def feature_dim(self) -> int:
-        return self.options.num_scalar_features
+    @classmethod
+    def preset_options(cls, name: str, section: Mapping[str, Any]) -> dict[str, object]:
+        return preset_options(name, section)
 
-    def forward(self, batch: dict[str, Any]) -> Tensor:
+    @classmethod
+    def complete_options(
+        cls, options: AllegroOptions, species: tuple[str, ...], cutoff: float, statistics: Mapping[str, Any]
+    ) -> AllegroOptions:
+        return complete_options(options, species, cutoff, statistics)
+
+    def forward(self, batch: Batch, edges: EdgeContext | None = None) -> Tensor:
         """(n_atoms,) atomic energies, eV, float64."""
-        _, energies = self._evaluate(batch, features=False, energies=True)
+        _, energies = self._evaluate(batch, edges or EdgeContext.of(batch), features=False, energies=True)
         assert energies is not None
         return energies
 
-    def encode(self, batch: dict[str, Any], *, energies: bool = True) -> tuple[Tensor, Tensor | None]:
+    def encode(
+        self, batch: Batch, edges: EdgeContext | None = None, *, energies: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
         """Scalar features of the last layer, summed over the edges of each atom and normalised, (n_atoms, feature_dim) in
         the interior precision, and atomic energies."""
-        features, atomic = self._evaluate(batch, features=True, energies=energies)
+        features, atomic = self._evaluate(batch, edges or EdgeContext.of(batch), features=True, energies=energies)
         assert features is not None
         return features, atomic
 
     def _evaluate(
-        self, batch: dict[str, Any], *, features: bool, energies: bool
+        self, batch: Batch, edges: EdgeContext, *, features: bool, energies: bool
     ) -> tuple[Tensor | None, Tensor | None]:
-        vectors, species = batch["edge_vectors"], batch["species"]
-        switch: GradientSwitch | None = batch.get("edge_gradient")
-        graph: EdgeGraph = batch.get("edge_graph") or edge_graph(batch)
+        vectors, species = edges.vectors, batch["species"]
+        switch, graph = edges.gradient, edges.graph
         pairs = self.pair_lengths(vectors, species, graph)
         embedding = self._embed(pairs, species, graph, switch)
         harmonics = self.harmonics(vectors / pairs.lengths.unsqueeze(1)).to(embedding.dtype)

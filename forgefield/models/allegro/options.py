@@ -17,7 +17,7 @@ from forgefield.models.nequip.options import (
 
 
 @dataclass
-class Options:
+class AllegroOptions:
     """Hyperparameters of Allegro. Numbers left `None` are filled in from the statistics of the training data."""
 
     l_max: int = 1
@@ -107,11 +107,11 @@ EMBEDDINGS: dict[str, dict[str, Any]] = {
     "bessel": {"num_bessels": 8, "bessel_trainable": False, "polynomial_cutoff_p": 6.0},
     "spline": {"num_splines": 16, "spline_span": 12},
 }
-"""Options of each embedding and their defaults."""
+"""AllegroOptions of each embedding and their defaults."""
 
 
 def preset_options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a preset; the perceptrons follow another number of scalar features."""
+    """AllegroOptions of a preset; the perceptrons follow another number of scalar features."""
     options = dict(PRESETS[name])
     scalars = given.get("num_scalar_features")
     if isinstance(scalars, int):
@@ -121,8 +121,8 @@ def preset_options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def complete_options(
-    options: Options, species: tuple[str, ...], cutoff: float, statistics: Mapping[str, Any]
-) -> Options:
+    options: AllegroOptions, species: tuple[str, ...], cutoff: float, statistics: Mapping[str, Any]
+) -> AllegroOptions:
     """See `Allegro.complete`."""
     _check(options)
     filled: dict[str, Any] = _complete_embedding(options)
@@ -142,8 +142,8 @@ def complete_options(
     return dataclasses.replace(options, **filled)
 
 
-def _complete_embedding(options: Options) -> dict[str, Any]:
-    """Options of the embedding with their defaults; those of the other one are refused."""
+def _complete_embedding(options: AllegroOptions) -> dict[str, Any]:
+    """AllegroOptions of the embedding with their defaults; those of the other one are refused."""
     kind = options.radial_chemical_embed
     for other, defaults in EMBEDDINGS.items():
         for key in defaults if other != kind else ():
@@ -171,7 +171,7 @@ def _complete_embedding(options: Options) -> dict[str, Any]:
     return filled | {"radial_chemical_embed_dim": width}
 
 
-def _check(options: Options) -> None:
+def _check(options: AllegroOptions) -> None:
     """Raise for options that have no meaning, naming the key."""
     at_least = {
         "l_max": 0, "num_layers": 1, "num_scalar_features": 1, "num_tensor_features": 1,

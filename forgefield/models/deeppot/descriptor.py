@@ -13,7 +13,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from forgefield.ops.graph import EdgeGraph, is_traced
+from forgefield.models.edges import Batch, EdgeContext
+from forgefield.ops.graph import is_traced
 
 
 class Descriptor(nn.Module, ABC):
@@ -55,10 +56,8 @@ class Descriptor(nn.Module, ABC):
         return not (tensor.is_cuda and (self.training or torch.cuda.is_current_stream_capturing()))
 
     @abstractmethod
-    def forward(self, batch: dict[str, Any], graph: EdgeGraph) -> tuple[Tensor, Tensor | None]:
+    def forward(self, batch: Batch, edges: EdgeContext, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Descriptor (n_atoms, dim_out) and rotation (n_atoms, dim_rotation, 3) or None, both in the descriptor's precision.
 
-        batch: with `species` (n_atoms,), `edge_vectors` (n_edges, 3), A, float64, from centre to neighbour, and
-        `edge_index`; with `edge_mask` (n_edges,) float64, where it is there, 0 for edges that count as absent. graph: its
-        edges, `destination` is the centre.
+        mask: (n_edges,) float64, 0 for edges that are ignored.
         """

@@ -18,6 +18,7 @@ from forgefield.models.deeppot.grouping import ATOM_BLOCK, group_rows
 from forgefield.models.deeppot.networks import Networks
 from forgefield.models.deeppot.options import EnergyFittingOptions, check_fitting
 from forgefield.models.deeppot.se_e2 import DTYPES
+from forgefield.models.edges import Batch
 
 PARAMETERS = ("fparam", "aparam")
 
@@ -94,7 +95,7 @@ class Fitting(nn.Module):
                 filled[key] = list(value)
         return dataclasses.replace(options, **filled)
 
-    def forward(self, descriptor: Tensor, batch: dict[str, Any]) -> Tensor:
+    def forward(self, descriptor: Tensor, batch: Batch) -> Tensor:
         """(n_atoms, dim_out) in the networks' precision. descriptor: (n_atoms, dim_descriptor)."""
         species, dtype = batch["species"], self.networks.dtype
         kinds = torch.zeros_like(species) if self.per_branch == 1 else species
@@ -112,7 +113,7 @@ class Fitting(nn.Module):
         isolated = groups.collect(self.networks(groups.spread(bare), groups))
         return outputs - isolated * self.isolated.to(dtype).index_select(0, species).unsqueeze(1)
 
-    def parameters_of_atoms(self, batch: dict[str, Any]) -> list[Tensor]:
+    def parameters_of_atoms(self, batch: Batch) -> list[Tensor]:
         """Standardised parameters of every atom, each (n_atoms, number) float64."""
         result = []
         for name in PARAMETERS:
@@ -136,7 +137,7 @@ class Fitting(nn.Module):
         return result
 
 
-def branch_of_atoms(batch: dict[str, Any]) -> Tensor:
+def branch_of_atoms(batch: Batch) -> Tensor:
     """(n_atoms,) number of the branch of each atom's frame."""
     if "branch" not in batch:
         raise ForgefieldError("this model has several branches; choose one by its name (head=NAME, --head NAME).")

@@ -8,7 +8,7 @@ weights can be exchanged with it. Geometry and energies are float64, networks ha
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,32 +16,27 @@ from ase.data import atomic_numbers
 from torch import Tensor, nn
 
 from forgefield.errors import ForgefieldError
-from forgefield.models.deeppot import options as model_options
 from forgefield.models.deeppot.branches import check_branches, draw_again, fitting_section, flat_bias, owners
 from forgefield.models.deeppot.descriptor import Descriptor
 from forgefield.models.deeppot.fitting import PARAMETERS, Fitting, branch_of_atoms
-from forgefield.models.deeppot.options import check_pairs, excluded_kinds, per_species, unseen_species
+from forgefield.models.deeppot.options import DeepPotOptions, check_pairs, excluded_kinds, per_species, unseen_species
 from forgefield.models.deeppot.parts import check_parts, descriptor_part, fitting_part
 from forgefield.models.deeppot.short_range import PairTable, complete_short_range, zbl_energies
 from forgefield.models.deeppot.statistics import environment_statistics
 from forgefield.models.deeppot.tensor_fitting import TensorFitting
+from forgefield.models.edges import Batch, EdgeContext
 from forgefield.models.heads.direct import DirectOutput
-from forgefield.ops.graph import EdgeGraph, Segments, edge_graph, gather, join
+from forgefield.models.interface import RegisteredModel
+from forgefield.ops.graph import EdgeGraph, Segments, gather, join
 
 
-def _check_options(given: Mapping[str, Any]) -> None:
-    check_parts(given)
-    check_branches(given)
-
-
-class DeepPot(nn.Module):
+class DeepPot(RegisteredModel[DeepPotOptions]):
     """Atomic energies from edge vectors, or what another fitting network gives. Built from resolved options: every number is
     given."""
 
     only_edge_vectors = True
-    Options = model_options.Options
-    presets: dict[str, dict[str, Any]] = {}
-    check_options = staticmethod(_check_options)
+    Options = DeepPotOptions
+    shift_option = "out_bias"
     out_bias: Tensor
     pair_seen: Tensor
     atom_seen: Tensor
@@ -49,15 +44,14 @@ class DeepPot(nn.Module):
 
     def __init__(
         self,
-        options: model_options.Options,
+        options: DeepPotOptions,
         *,
         species: Sequence[str],
         cutoff: float,
         dtype: torch.dtype = torch.float32,
         generator: torch.Generator,
     ) -> None:
-        super().__init__()
-        self.options, self.species, self.cutoff = options, tuple(species), float(cutoff)
+        super().__init__(options, species=species, cutoff=cutoff)
         made_of: dict[str, Any] = {"species": self.species, "dtype": dtype, "generator": generator}
         descriptor, of_descriptor = descriptor_part(options.descriptor)
         fitting, of_fitting = fitting_part(options.fitting_net)
@@ -84,34 +78,46 @@ class DeepPot(nn.Module):
         atom_seen = [float(number not in self.unseen) for number in range(len(self.species))]
         self.register_buffer("atom_seen", torch.tensor(atom_seen, dtype=torch.float64), persistent=False)
 
-    @property
-    def inputs(self) -> dict[str, tuple[str, int]]:
-        """Parameters of frames and atoms that the fitting network reads; see `Potential.inputs`."""
-        numbers = {name: getattr(self.fitting.options, f"numb_{name}") for name in PARAMETERS}
-        return {name: ("frame" if name == "fparam" else "atom", n) for name, n in numbers.items() if n}
+        sizes = {name: int(getattr(of_fitting, f"numb_{name}")) for name in PARAMETERS}
+        self.inputs = {name: ("frame" if name == "fparam" else "atom", n) for name, n in sizes.items() if n}
+        self.optional_inputs = ("fparam",) if of_fitting.default_fparam is not None else ()
+        self.branches = tuple(sorted(options.branches or ()))
+        self.feature_dim = self.descriptor.dim_out + len(self.species)
 
-    @property
-    def optional_inputs(self) -> tuple[str, ...]:
-        """Parameters that stand for themselves where a frame does not carry them."""
-        return ("fparam",) if self.fitting.options.default_fparam is not None else ()
+    @classmethod
+    def check_options(cls, section: Mapping[str, Any], *, make: Callable[..., object] | None = None) -> None:
+        check_parts(section)
+        check_branches(section)
+
+    def species_shifts(self) -> Tensor | None:
+        return self.out_bias if self.gives_energy and not self.branches else None
+
+    def counted_species(self) -> Tensor | None:
+        return self.atom_seen
 
     @classmethod
     def measure(
         cls,
-        given: Mapping[str, Any],
-        batches: Iterable[Mapping[str, Tensor]],
+        section: Mapping[str, Any],
+        batches: Callable[[], Iterable[Batch]],
         *,
         species: tuple[str, ...],
         cutoff: float,
-    ) -> dict[str, Any]:
-        """Statistics of training data that `complete` fills options with; given: the `model` section."""
-        return {"environment": environment_statistics(given, batches, species=species, cutoff=cutoff)}
+    ) -> dict[str, object]:
+        return {"environment": environment_statistics(section, batches(), species=species, cutoff=cutoff)}
 
     @classmethod
     def complete(
-        cls, options: model_options.Options, *, species: tuple[str, ...], cutoff: float, statistics: Mapping[str, Any]
-    ) -> model_options.Options:
-        """Options checked and with every number explicit; see `environment_statistics` for those of the data."""
+        cls,
+        options: DeepPotOptions,
+        *,
+        species: tuple[str, ...],
+        cutoff: float,
+        statistics: Mapping[str, Any],
+        adaptive_cutoff: float | None = None,
+        make: Callable[..., object] | None = None,
+    ) -> DeepPotOptions:
+        """See `environment_statistics` for the numbers that come from the data."""
         check_pairs("model.pair_exclude_types", options.pair_exclude_types, len(species))
         for number in options.atom_exclude_types:
             if not 0 <= number < len(species):
@@ -133,37 +139,29 @@ class DeepPot(nn.Module):
             own["out_bias"] = _out_bias(options, fitting, species, statistics)
         return dataclasses.replace(options, descriptor=dataclasses.asdict(descriptor), **own, **short_range)
 
-    @property
-    def feature_dim(self) -> int:
-        return self.descriptor.dim_out + len(self.species)
-
-    @staticmethod
-    def direct_outputs(options: Mapping[str, Any]) -> dict[str, DirectOutput]:
-        """What the model gives by itself in place of energies, by name; nothing with a fitting network of energies.
-
-        options: the `model` section, resolved or not.
-        """
-        kind, of_fitting = fitting_part(options.get("fitting_net", {}))
+    @classmethod
+    def direct_outputs(cls, section: Mapping[str, Any]) -> dict[str, DirectOutput]:
+        """None with a fitting network for energies."""
+        kind, of_fitting = fitting_part(section.get("fitting_net", {}))
         facts = kind.facts(of_fitting) if issubclass(kind, TensorFitting) else {}
-        excluded = list(options.get("atom_exclude_types") or ())
+        excluded = list(section.get("atom_exclude_types") or ())
         return {name: dataclasses.replace(output, uncounted=excluded) for name, output in facts.items()}
 
     def energy_parameters(self) -> Iterator[nn.Parameter]:
         """What energies depend on and features do not."""
         return self.fitting.parameters()
 
-    def forward(self, batch: dict[str, Any]) -> Tensor:
+    def forward(self, batch: Batch, edges: EdgeContext | None = None) -> Tensor:
         """(n_atoms,) atomic energies, eV, float64."""
-        _, energies = self._evaluate(batch, energies=True)
+        _, energies = self._evaluate(batch, edges or EdgeContext.of(batch), energies=True)
         assert energies is not None
         return energies
 
-    def values(self, batch: dict[str, Any], names: Iterable[str]) -> dict[str, Tensor]:
-        """Outputs of these names (`direct_outputs`), (n_frames, *shape) or (n_atoms, *shape) float64."""
+    def values(self, batch: Batch, edges: EdgeContext, names: Sequence[str]) -> dict[str, Tensor]:
         assert isinstance(self.fitting, TensorFitting)
-        batch, graph, _, _ = self._neighbours(batch)
+        _, mask = self._pairs(batch["species"], edges.graph)
         (output,) = self.fitting.outputs
-        atomic = self.fitting(*self.descriptor(batch, graph), batch)[output.name]
+        atomic = self.fitting(*self.descriptor(batch, edges, mask), batch)[output.name]
         if self.unseen:
             seen = self.atom_seen.index_select(0, batch["species"])
             atomic = atomic * seen.view(-1, *[1] * len(output.shape))
@@ -173,36 +171,35 @@ class DeepPot(nn.Module):
             found[name] = _running_sums(values) if facts[name].cumulative else values
         return found
 
-    def encode(self, batch: dict[str, Any], *, energies: bool = True) -> tuple[Tensor, Tensor | None]:
+    def encode(
+        self, batch: Batch, edges: EdgeContext | None = None, *, energies: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
         """The descriptor and which species the atom is, (n_atoms, feature_dim) in the precision of the descriptor, and
         atomic energies."""
-        descriptor, atomic = self._evaluate(batch, energies=energies)
+        descriptor, atomic = self._evaluate(batch, edges or EdgeContext.of(batch), energies=energies)
         kinds = torch.eye(len(self.species), dtype=descriptor.dtype, device=descriptor.device)
         return join([descriptor, kinds.index_select(0, batch["species"])], 1), atomic
 
-    def _neighbours(self, batch: dict[str, Any]) -> tuple[dict[str, Any], EdgeGraph, Tensor | None, Tensor | None]:
-        """The batch, its edges, pairs of species (n_edges,) where they are asked for, and 0 for edges that count as absent."""
-        species, options = batch["species"], self.options
-        graph: EdgeGraph = batch.get("edge_graph") or edge_graph(batch)
-        kinds = mask = None
+    def _pairs(self, species: Tensor, graph: EdgeGraph) -> tuple[Tensor | None, Tensor | None]:
+        """Pairs of species (n_edges,) if anything depends on them, and (n_edges,) 0 for edges that are ignored, if any are."""
+        options, kinds, mask = self.options, None, None
         if options.pair_exclude_types or self.table is not None:
             kinds = species.index_select(0, graph.destination) * len(self.species)
             kinds = kinds + species.index_select(0, graph.source)
         if options.pair_exclude_types and kinds is not None:
             mask = self.pair_seen.index_select(0, kinds)
-            batch = batch | {"edge_mask": mask}
-        return batch, graph, kinds, mask
+        return kinds, mask
 
-    def _evaluate(self, batch: dict[str, Any], *, energies: bool) -> tuple[Tensor, Tensor | None]:
+    def _evaluate(self, batch: Batch, edges: EdgeContext, *, energies: bool) -> tuple[Tensor, Tensor | None]:
         """Descriptor and atomic energies."""
-        species, options, lengths = batch["species"], self.options, None
-        batch, graph, kinds, mask = self._neighbours(batch)
-        descriptor, _ = self.descriptor(batch, graph)
+        species, options, graph, lengths = batch["species"], self.options, edges.graph, None
+        kinds, mask = self._pairs(species, graph)
+        descriptor, _ = self.descriptor(batch, edges, mask)
         if not energies:
             return descriptor, None
         atomic = self.fitting(descriptor, batch).squeeze(1).double()
         if self.table is not None or options.zbl:
-            lengths = torch.linalg.vector_norm(batch["edge_vectors"], dim=1)
+            lengths = torch.linalg.vector_norm(edges.vectors, dim=1)
         if self.table is not None:
             tabulated, weights = self.table(lengths, kinds, graph, mask)
             atomic = (1 - weights) * atomic + weights * tabulated
@@ -219,7 +216,7 @@ class DeepPot(nn.Module):
 
 
 def _complete_branches(
-    options: model_options.Options, species: tuple[str, ...], statistics: Mapping[str, Any]
+    options: DeepPotOptions, species: tuple[str, ...], statistics: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Fitting network and bias of each branch in full."""
     check_branches(dataclasses.asdict(options))
@@ -241,7 +238,7 @@ def _running_sums(values: Tensor) -> Tensor:
     return values @ torch.ones(n, n, dtype=values.dtype, device=values.device).triu()
 
 
-def _refuse_energy_options(options: model_options.Options, fitting: Any) -> None:
+def _refuse_energy_options(options: DeepPotOptions, fitting: Any) -> None:
     """Raise for what belongs to energies, beside a fitting network of something else."""
     for key in ("out_bias", "zbl", "use_srtab", "srtab"):
         if getattr(options, key):
@@ -252,7 +249,7 @@ def _refuse_energy_options(options: model_options.Options, fitting: Any) -> None
 
 
 def _out_bias(
-    options: model_options.Options, fitting: Any, species: tuple[str, ...], statistics: Mapping[str, Any]
+    options: DeepPotOptions, fitting: Any, species: tuple[str, ...], statistics: Mapping[str, Any]
 ) -> list[float]:
     """Given, or fitted to the data; energies of isolated atoms are taken as they are."""
     bias = options.out_bias

@@ -1,4 +1,4 @@
-"""Options of Deep Potential models, with DeePMD-kit's names and defaults, and the checks that can be made without data.
+"""DeepPotOptions of Deep Potential models, with DeePMD-kit's names and defaults, and the checks that can be made without data.
 
 What DeePMD-kit keeps elsewhere is not repeated here: `rcut` is `data.cutoff`, the type map is `data.species`. Numbers that
 come from the training data (`davg`, `dstd`, `out_bias`, ...) are options too: resolved options hold all of them.
@@ -110,8 +110,8 @@ class EnergyFittingOptions(FittingOptions):
 
 
 @dataclass
-class Options:
-    """Options of a Deep Potential."""
+class DeepPotOptions:
+    """DeepPotOptions of a Deep Potential."""
 
     descriptor: dict[str, Any] = field(default_factory=lambda: {"type": "se_e2_a"})
     """The descriptor: `type` (se_e2_a, se_e2_r, se_atten) and its options by DeePMD-kit's names."""

@@ -36,6 +36,7 @@ from forgefield.models.deeppot.se_atten_options import (
 )
 from forgefield.models.deeppot.se_e2 import DTYPES
 from forgefield.models.deeppot.type_embedding import TypeEmbedding, pick_rows
+from forgefield.models.edges import Batch, EdgeContext
 from forgefield.ops.graph import EdgeGraph, barrier, cut, is_traced, join
 
 ALL = Groups(1)
@@ -44,7 +45,7 @@ CHUNK = 1 << 20
 """Numbers that what is computed of some atoms at a time fills on a CPU: larger arrays would be new memory each time."""
 
 
-class _Edges(NamedTuple):
+class _Rows(NamedTuple):
     """Of every edge: standardised row (n_edges, 4); what networks read (n_edges, 1); switch (n_edges, 1); direction
     (n_edges, 3); species of centre and neighbour, each (n_edges,). Floating numbers in the weights' precision.
 
@@ -126,21 +127,21 @@ class SeAtten(Descriptor):
         """Options with davg, dstd, neighbour_norm and max_neighbours given."""
         return complete_options(options, species, cutoff, statistics)
 
-    def forward(self, batch: dict[str, Any], graph: EdgeGraph) -> tuple[Tensor, Tensor | None]:
-        options, table = self.options, self.type_embedding()
-        edges = self._edges(batch, graph, table.dtype)
-        features = self._embed(edges.scalars, edges.switch, table, edges.centre, edges.neighbour)
-        moments = self._moments(features, edges, graph)
+    def forward(self, batch: Batch, edges: EdgeContext, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        options, table, graph = self.options, self.type_embedding(), edges.graph
+        rows = self._rows(batch, edges, mask, table.dtype)
+        features = self._embed(rows.scalars, rows.switch, table, rows.centre, rows.neighbour)
+        moments = self._moments(features, rows, graph)
         if self.room is not None and self.standardise.has_shift:
-            moments = moments + self._empty_slots(batch, table, edges.room)
+            moments = moments + self._empty_slots(batch, table, rows.room)
         moments = moments / options.neighbour_norm
         result = torch.bmm(moments, moments[:, : options.axis_neuron].transpose(1, 2)).flatten(1)
         if options.concat_output_tebd:
             result = join([result, pick_rows(table, batch["species"])], 1)
-        return self._refuse(result, edges.room), moments[:, :, 1:]
+        return self._refuse(result, rows.room), moments[:, :, 1:]
 
-    def _edges(self, batch: dict[str, Any], graph: EdgeGraph, dtype: torch.dtype) -> _Edges:
-        options, vectors, mask = self.options, batch["edge_vectors"], batch.get("edge_mask")
+    def _rows(self, batch: Batch, edges: EdgeContext, mask: Tensor | None, dtype: torch.dtype) -> _Rows:
+        options, vectors, graph = self.options, edges.vectors, edges.graph
         lengths = torch.linalg.vector_norm(vectors, dim=1)
         within = lengths.detach() < self.cutoff
         if mask is not None:
@@ -154,14 +155,14 @@ class SeAtten(Descriptor):
         rows, scalars = self.standardise(rows, centre)
         directions = rows[:, 1:] * rows[:, 1:].square().sum(1, keepdim=True).clamp(min=1e-24).rsqrt()
         fades = switch(lengths, options.rcut_smth, self.cutoff).unsqueeze(1)
-        alone = batch.get("edge_gradient")
+        alone = edges.gradient
         rows, scalars, fades, directions = (
             barrier(value.to(dtype), alone) for value in (rows, scalars.unsqueeze(1), fades, directions)
         )
         room = count_edges(within, graph.by_destination.pointers)
-        return _Edges(rows, scalars, fades, directions, centre, neighbour, seen, room)
+        return _Rows(rows, scalars, fades, directions, centre, neighbour, seen, room)
 
-    def _moments(self, features: Tensor, edges: _Edges, graph: EdgeGraph) -> Tensor:
+    def _moments(self, features: Tensor, edges: _Rows, graph: EdgeGraph) -> Tensor:
         """(n_atoms, m, 4): the sum over each atom's neighbours of what attention makes of their features (x) their rows."""
         parts = (features, edges.rows, edges.switch, edges.directions)
         if self._is_fixed(edges.room) or graph.n_atoms == 0:
@@ -174,7 +175,7 @@ class SeAtten(Descriptor):
         chunks = zip(*(cut(part, sizes, 0) for part in parts), slots_of_chunks)
         return join([self._attend(*chunk) for chunk in chunks], 0)
 
-    def _chunks(self, edges: _Edges, graph: EdgeGraph, dtype: torch.dtype) -> list[Slots]:
+    def _chunks(self, edges: _Rows, graph: EdgeGraph, dtype: torch.dtype) -> list[Slots]:
         """Places of the neighbours of some atoms after the other, as many as the fullest of them needs."""
         options, n_atoms, pointers = self.options, graph.n_atoms, graph.by_destination.pointers
         columns = max(options.neuron[-1], 3 * options.attn if options.attn_layer else 0)
@@ -241,7 +242,7 @@ class SeAtten(Descriptor):
                 features = layer(features, around)
         return torch.bmm(slots.spread(features).transpose(1, 2), slots.spread(rows))
 
-    def _empty_slots(self, batch: dict[str, Any], table: Tensor, room: Tensor) -> Tensor:
+    def _empty_slots(self, batch: Batch, table: Tensor, room: Tensor) -> Tensor:
         """(n_atoms, m, 4): what the empty slots of each atom add to its moments.
 
         DeePMD-kit takes the species of a frame's first atom for that of a neighbour that is not there.

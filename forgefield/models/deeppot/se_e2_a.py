@@ -15,7 +15,7 @@ from forgefield.models.deeppot.environment import environment_rows
 from forgefield.models.deeppot.neighbour_sum import neighbour_sum
 from forgefield.models.deeppot.options import SeE2AOptions
 from forgefield.models.deeppot.se_e2 import TwoBodyDescriptor
-from forgefield.ops.graph import EdgeGraph
+from forgefield.models.edges import Batch, EdgeContext
 
 
 class SeE2A(TwoBodyDescriptor):
@@ -29,10 +29,10 @@ class SeE2A(TwoBodyDescriptor):
         self.dim_rotation = options.neuron[-1]
         self.dim_out = options.neuron[-1] * options.axis_neuron
 
-    def forward(self, batch: dict[str, Any], graph: EdgeGraph) -> tuple[Tensor, Tensor | None]:
-        options, species, mask = self.options, batch["species"], batch.get("edge_mask")
+    def forward(self, batch: Batch, edges: EdgeContext, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        options, species, graph = self.options, batch["species"], edges.graph
         centre, neighbour, pair = self.edge_kinds(species, graph)
-        rows = environment_rows(batch["edge_vectors"], options.rcut_smth, self.cutoff, options.env_protection)
+        rows = environment_rows(edges.vectors, options.rcut_smth, self.cutoff, options.env_protection)
         rows, scalars = self.standardise(rows, centre)
         if self.excludes:
             rows = rows * self.seen.index_select(0, pair).unsqueeze(1)
@@ -46,8 +46,8 @@ class SeE2A(TwoBodyDescriptor):
             kinds,
             self.networks,
             graph,
-            vectors=batch["edge_vectors"],
-            switch=batch.get("edge_gradient"),
+            vectors=edges.vectors,
+            switch=edges.gradient,
         )
         if self.sel is not None and self.standardise.has_shift:
             empty = self.standardise.empty.to(dtype).index_select(0, species)

@@ -11,6 +11,7 @@ from forgefield.models.deeppot.environment import radial_rows
 from forgefield.models.deeppot.neighbour_sum import neighbour_sum
 from forgefield.models.deeppot.options import SeE2ROptions
 from forgefield.models.deeppot.se_e2 import TwoBodyDescriptor
+from forgefield.models.edges import Batch, EdgeContext
 from forgefield.ops.graph import EdgeGraph
 
 SCALE = 0.2
@@ -26,10 +27,10 @@ class SeE2R(TwoBodyDescriptor):
         super().__init__(options, **made_of)
         self.dim_out = options.neuron[-1]
 
-    def forward(self, batch: dict[str, Any], graph: EdgeGraph) -> tuple[Tensor, Tensor | None]:
-        options, species, mask = self.options, batch["species"], batch.get("edge_mask")
+    def forward(self, batch: Batch, edges: EdgeContext, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        options, species, graph = self.options, batch["species"], edges.graph
         centre, neighbour, pair = self.edge_kinds(species, graph)
-        rows = radial_rows(batch["edge_vectors"], options.rcut_smth, self.cutoff, options.env_protection)
+        rows = radial_rows(edges.vectors, options.rcut_smth, self.cutoff, options.env_protection)
         _, scalars = self.standardise(rows, centre)
         weights = torch.ones_like(scalars) if mask is None else mask
         seen = self.seen.index_select(0, pair) if self.excludes else None
@@ -42,8 +43,8 @@ class SeE2R(TwoBodyDescriptor):
             kinds,
             self.networks,
             graph,
-            vectors=batch["edge_vectors"],
-            switch=batch.get("edge_gradient"),
+            vectors=edges.vectors,
+            switch=edges.gradient,
         ).squeeze(1)
         ends = self._ends(species, neighbour, pair, graph, mask if seen is None else weights)
         return (total + ends) * (SCALE / options.neighbour_norm), None

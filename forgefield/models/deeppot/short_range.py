@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from forgefield.errors import ForgefieldError
 from forgefield.models.deeppot.environment import switch
-from forgefield.models.deeppot.options import Options
+from forgefield.models.deeppot.options import DeepPotOptions
 from forgefield.models.nequip.options import check_zbl
 from forgefield.ops.graph import EdgeGraph, segment_sum
 from forgefield.ops.radial import polynomial_cutoff
@@ -36,8 +36,8 @@ def zbl_energies(
     return segment_sum(0.5 * pair * polynomial_cutoff(lengths / cutoff, p), graph.by_destination)
 
 
-def complete_short_range(options: Options, species: Sequence[str], cutoff: float) -> dict[str, Any]:
-    """Options of the short range, checked and with the table read."""
+def complete_short_range(options: DeepPotOptions, species: Sequence[str], cutoff: float) -> dict[str, Any]:
+    """DeepPotOptions of the short range, checked and with the table read."""
     if options.zbl:
         check_zbl(options.zbl, tuple(species))
     if options.use_srtab is None and options.srtab is None:
@@ -103,7 +103,7 @@ class PairTable(nn.Module):
 
     splines: Tensor
 
-    def __init__(self, options: Options, n_species: int, cutoff: float) -> None:
+    def __init__(self, options: DeepPotOptions, n_species: int, cutoff: float) -> None:
         super().__init__()
         assert options.srtab is not None
         self.options, self.n_species, self.cutoff = options, n_species, cutoff

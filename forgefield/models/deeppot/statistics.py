@@ -15,11 +15,11 @@ from torch import Tensor
 
 from forgefield.errors import ForgefieldError
 from forgefield.models.deeppot.environment import environment_rows
-from forgefield.models.deeppot.options import Options, excluded_kinds, unseen_species
+from forgefield.models.deeppot.options import DeepPotOptions, excluded_kinds, unseen_species
 from forgefield.models.deeppot.output_statistics import OutputFit
 from forgefield.models.deeppot.parts import descriptor_part, fitting_part
 from forgefield.models.deeppot.tensor_fitting import TensorFitting
-from forgefield.models.potential import edge_vectors
+from forgefield.models.edges import edge_vectors
 
 LEAST_DEVIATION = 1e-2
 """Deviations are at least this; DeePMD-kit calls it the protection."""
@@ -57,7 +57,7 @@ def environment_statistics(
     model: the `model` section. batches: of training data, with edges. The result is JSON-able; `DeepPot.complete` looks for it
     under the key `environment` of its statistics.
     """
-    options = Options(**{key: value for key, value in model.items() if key != "name"})
+    options = DeepPotOptions(**{key: value for key, value in model.items() if key != "name"})
     _, descriptor = descriptor_part(options.descriptor)
     kind, fitting = fitting_part(options.fitting_net)
     rows = RowStatistics(options, descriptor, len(species), cutoff)
@@ -79,7 +79,7 @@ def environment_statistics(
     return found
 
 
-def _output_statistics(kind: Any, fitting: Any, options: Options, n_species: int) -> EnergyFit | OutputFit:
+def _output_statistics(kind: Any, fitting: Any, options: DeepPotOptions, n_species: int) -> EnergyFit | OutputFit:
     if not issubclass(kind, TensorFitting):
         return EnergyFit(n_species, fitting)
     return OutputFit(kind, fitting, n_species, unseen_species(options.atom_exclude_types, fitting, n_species))
@@ -88,7 +88,7 @@ def _output_statistics(kind: Any, fitting: Any, options: Options, n_species: int
 class RowStatistics:
     """Mean and deviation of the rows around atoms of each species."""
 
-    def __init__(self, options: Options, descriptor: Any, n_species: int, cutoff: float) -> None:
+    def __init__(self, options: DeepPotOptions, descriptor: Any, n_species: int, cutoff: float) -> None:
         self.options, self.cutoff, self.n = descriptor, cutoff, n_species
         sel = descriptor.sel
         self.places = sum(sel) if isinstance(sel, list) else sel if isinstance(sel, int) else None

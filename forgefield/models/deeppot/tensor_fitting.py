@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from forgefield.errors import ForgefieldError
 from forgefield.models.deeppot.fitting import Fitting
 from forgefield.models.deeppot.tensor_options import DipoleOptions, DosOptions, PolarOptions, PropertyOptions
+from forgefield.models.edges import Batch
 from forgefield.models.heads.direct import DirectOutput
 from forgefield.ops.graph import Segments, segment_sum
 
@@ -36,7 +37,7 @@ class Output:
         if self.reduction not in REDUCTIONS:
             raise ValueError(f"there is no reduction '{self.reduction}'")
 
-    def of_frames(self, values: Tensor, batch: Mapping[str, Any]) -> Tensor:
+    def of_frames(self, values: Tensor, batch: Batch) -> Tensor:
         """(n_atoms, *shape) -> (n_frames, *shape)."""
         n_atoms = batch["n_atoms"]
         total = segment_sum(values, Segments(batch["frame"], n_atoms.shape[0], rows_are_sorted=True))
@@ -111,7 +112,7 @@ class TensorFitting(nn.Module, ABC):
         return (self.output(self.options),)
 
     @abstractmethod
-    def forward(self, descriptor: Tensor, rotation: Tensor | None, batch: dict[str, Any]) -> dict[str, Tensor]:
+    def forward(self, descriptor: Tensor, rotation: Tensor | None, batch: Batch) -> dict[str, Tensor]:
         """Values of every atom by name, (n_atoms, *shape) float64. descriptor: (n_atoms, dim_descriptor); rotation:
         (n_atoms, dim_rotation, 3); batch: with `species`, and `frame`, `fparam`, `aparam` where the network reads them."""
 
@@ -152,7 +153,7 @@ class DipoleFitting(TensorFitting):
     def _dim_out(self) -> int:
         return self.dim_rotation
 
-    def forward(self, descriptor: Tensor, rotation: Tensor | None, batch: dict[str, Any]) -> dict[str, Tensor]:
+    def forward(self, descriptor: Tensor, rotation: Tensor | None, batch: Batch) -> dict[str, Tensor]:
         weights = self.network(descriptor, batch).double()
         return {"dipole": torch.bmm(weights.unsqueeze(1), self._rotation(rotation)).squeeze(1)}
 
@@ -190,7 +191,7 @@ class PolarFitting(TensorFitting):
     def _dim_out(self) -> int:
         return self.dim_rotation if self.options.fit_diag else self.dim_rotation**2
 
-    def forward(self, descriptor: Tensor, rotation: Tensor | None, batch: dict[str, Any]) -> dict[str, Tensor]:
+    def forward(self, descriptor: Tensor, rotation: Tensor | None, batch: Batch) -> dict[str, Tensor]:
         rotation, species = self._rotation(rotation), batch["species"]
         matrix = self.network(descriptor, batch).double()
         if self.options.fit_diag:
@@ -228,7 +229,7 @@ class DosFitting(TensorFitting):
 
     @classmethod
     def facts(cls, options: DosOptions) -> dict[str, DirectOutput]:
-        """Beside the density its running sum, the number of states, where it is trained."""
+        """Concurrent the density its running sum, the number of states, where it is trained."""
         found = super().facts(options)
         for name, per in (("cdf", "frame"), ("atom_cdf", "atom")):
             by_atom = per == "frame"
@@ -240,7 +241,7 @@ class DosFitting(TensorFitting):
     def _dim_out(self) -> int:
         return self.options.numb_dos
 
-    def forward(self, descriptor: Tensor, rotation: Tensor | None, batch: dict[str, Any]) -> dict[str, Tensor]:
+    def forward(self, descriptor: Tensor, rotation: Tensor | None, batch: Batch) -> dict[str, Tensor]:
         values = self.network(descriptor, batch).double()
         return {"dos": values + self.out_bias.index_select(0, batch["species"])}
 
@@ -280,7 +281,7 @@ class PropertyFitting(TensorFitting):
     def _dim_out(self) -> int:
         return self.options.task_dim
 
-    def forward(self, descriptor: Tensor, rotation: Tensor | None, batch: dict[str, Any]) -> dict[str, Tensor]:
+    def forward(self, descriptor: Tensor, rotation: Tensor | None, batch: Batch) -> dict[str, Tensor]:
         values, species = self.network(descriptor, batch).double(), batch["species"]
         bias, deviation = self.out_bias.index_select(0, species), self.out_std.index_select(0, species)
         return {self.options.property_name: torch.addcmul(bias, values, deviation)}

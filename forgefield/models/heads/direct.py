@@ -1,19 +1,20 @@
-"""A model that gives its outputs by itself, in the unit of their labels, in place of an energy: no head is needed."""
+"""A model whose outputs are not energies but the labels themselves, in their units; it needs no heads."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor, nn
 
-from forgefield.models.potential import Batch, ExtraOutput, Potential, edge_vectors
+from forgefield.models.edges import Batch, EdgeContext, StepMemory
+from forgefield.models.interface import ExtraOutput
+from forgefield.models.potential import Potential
 
 
 @dataclass
 class DirectOutput:
-    """What a model gives under a name (`models.potential.ExtraOutput`). cumulative: running sums of the fitting's numbers."""
+    """An output of a model (`models.interface.ExtraOutput`). cumulative: running sums of the values of the fitting network."""
 
     per: str
     shape: list[int]
@@ -24,15 +25,15 @@ class DirectOutput:
     classes: list[float] | None = None
     cumulative: bool = False
     always: bool = True
-    """Given whether or not it is trained."""
+    """Whether it is an output also where it is not trained."""
     per_atom_errors: bool = False
-    """Errors of frames are also measured per atom."""
+    """Whether errors of frames are also measured per atom."""
     uncounted: list[int] = field(default_factory=list)
-    """Numbers of the species whose atoms have no value: errors per atom are divided by the number of the other atoms."""
+    """Indices of the species whose atoms have no value: errors per atom are divided by the number of the other atoms."""
 
 
 class DirectOutputs(Potential):
-    """model: has `values(batch, names)`, outputs by name. outputs: what is said of each that is asked for."""
+    """model: has `values`. outputs: description of each requested output, by name."""
 
     has_energy = False
 
@@ -46,7 +47,8 @@ class DirectOutputs(Potential):
     def extra_outputs(self) -> Mapping[str, ExtraOutput]:
         return self._outputs_of_model
 
-    def forward(self, batch: Batch, *, forces: bool = True, stress: bool = False) -> dict[str, Tensor]:
-        """Every output by its name: (n_frames, *shape) or (n_atoms, *shape), float64. It has no forces and no stress."""
-        whole: dict[str, Any] = batch | {"edge_vectors": edge_vectors(batch)}
-        return self.model.values(whole, tuple(self.extra_outputs))  # type: ignore[operator]
+    def forward(
+        self, batch: Batch, *, forces: bool = True, stress: bool = False, memory: StepMemory | None = None
+    ) -> dict[str, Tensor]:
+        """Every output by its name: (n_frames, *shape) or (n_atoms, *shape), float64. There are no forces and no stress."""
+        return self.interface.values(batch, EdgeContext.of(batch), tuple(self.extra_outputs))

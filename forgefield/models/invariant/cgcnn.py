@@ -28,7 +28,7 @@ from forgefield.ops.products import product
 
 
 @dataclass
-class Options(SharedOptions):
+class CGCNNOptions(SharedOptions):
     """Hyperparameters of CGCNN. Numbers left `None` are filled in from the statistics of the training data."""
 
     num_gaussians: int = 41
@@ -37,10 +37,10 @@ class Options(SharedOptions):
     at_least: ClassVar[dict[str, float]] = SharedOptions.at_least | {"num_gaussians": 2}
 
 
-class CGCNN(MessagePassing):
+class CGCNN(MessagePassing[CGCNNOptions]):
     """Atomic energies and features from edge lengths. Built from resolved options: every number is given."""
 
-    Options = Options
+    Options = CGCNNOptions
     presets = sizes(S=(3, 64), M=(4, 128), L=(5, 192))
     activation = "ssp"
 
@@ -61,7 +61,7 @@ class GatedConvolution(nn.Module):
     The products with x_i and x_j are made for atoms; columns of all weights: gate, then core.
     """
 
-    def __init__(self, options: Options, *, generator: torch.Generator, dtype: torch.dtype) -> None:
+    def __init__(self, options: CGCNNOptions, *, generator: torch.Generator, dtype: torch.dtype) -> None:
         super().__init__()
         make: dict[str, Any] = {"generator": generator, "dtype": dtype}
         self.width = width = options.num_features

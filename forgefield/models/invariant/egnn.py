@@ -19,7 +19,7 @@ from forgefield.ops.products import product
 
 
 @dataclass
-class Options(SharedOptions):
+class EGNNOptions(SharedOptions):
     """Hyperparameters of EGNN. Numbers left `None` are filled in from the statistics of the training data."""
 
     update_coordinates: bool = True
@@ -28,20 +28,16 @@ class Options(SharedOptions):
     """Weigh every message by a number between 0 and 1 that is made of it."""
 
 
-class EGNN(MessagePassing):
+class EGNN(MessagePassing[EGNNOptions]):
     """Atomic energies, features and steps of atoms from edge vectors. Built from resolved options: every number is given."""
 
-    Options = Options
+    Options = EGNNOptions
     presets = sizes(S=(3, 64), M=(4, 128), L=(7, 128))
-
-    @property
-    def vector_dim(self) -> int:  # type: ignore[override]
-        """One step of the atom for each layer but the last, after which nothing looks at distances."""
-        return self.options.num_layers - 1 if self.options.update_coordinates else 0
 
     def make_layers(self, **make: Any) -> list[nn.Module]:
         last = self.options.num_layers - 1
         moves = self.options.update_coordinates
+        self.vector_dim = last if moves else 0  # a step in each layer but the last, after which no distance is read
         return [Layer(self.options, moves=moves and number < last, **make) for number in range(last + 1)]
 
     def interact(self, x: Tensor, around: Surroundings) -> tuple[Tensor, Tensor | None]:
@@ -58,7 +54,7 @@ class EGNN(MessagePassing):
 class Layer(nn.Module):
     """moves: whether atoms move along their edges."""
 
-    def __init__(self, options: Options, *, moves: bool, generator: torch.Generator, dtype: torch.dtype) -> None:
+    def __init__(self, options: EGNNOptions, *, moves: bool, generator: torch.Generator, dtype: torch.dtype) -> None:
         super().__init__()
         make: dict[str, Any] = {"generator": generator, "dtype": dtype}
         self.width = width = options.num_features

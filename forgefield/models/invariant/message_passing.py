@@ -13,16 +13,17 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from forgefield.errors import ForgefieldError
+from forgefield.models.edges import Batch, EdgeContext
 from forgefield.models.nequip.options import check_pair_cutoffs, check_per_species, check_zbl, from_statistics
 from forgefield.models.terms import PairLengths, SpeciesTerms
 from forgefield.ops.activations import activate
-from forgefield.ops.graph import EdgeGraph, GradientSwitch, Segments, barrier, edge_graph, gather
+from forgefield.ops.graph import EdgeGraph, GradientSwitch, Segments, barrier, gather
 from forgefield.ops.linear import unit_normal
 from forgefield.ops.products import product
 from forgefield.ops.radial import polynomial_cutoff
@@ -66,9 +67,10 @@ class SharedOptions:
     """Smallest values that have a meaning, by option."""
 
 
-def complete_options(
-    options: SharedOptions, species: tuple[str, ...], cutoff: float, statistics: Mapping[str, Any]
-) -> Any:
+O = TypeVar("O", bound=SharedOptions)  # noqa: E741
+
+
+def complete_options(options: O, species: tuple[str, ...], cutoff: float, statistics: Mapping[str, Any]) -> O:
     """Options checked and with every default explicit; numbers not given come from the statistics."""
     for key, least in options.at_least.items():
         value = getattr(options, key)
@@ -167,24 +169,21 @@ class Encoded(NamedTuple):
     energies: Tensor | None
 
 
-class MessagePassing(SpeciesTerms, ABC):
+class MessagePassing(SpeciesTerms[O], ABC):
     """Base of the networks. State: `embedding` (n_species, num_features), `layers`, `readout`.
 
     A subclass says how its layers are made (`make_layers`) and what they do with features of atoms (`features`).
     """
 
-    only_edge_vectors = True
-    vector_dim = 0
-    """How many vectors an atom has."""
+    vector_dim: int = 0
+    """Equivariant vectors of an atom."""
     activation = "silu"
     embedding: nn.Parameter
     readout: Dense
-    complete_options = staticmethod(complete_options)  # type: ignore[assignment]
-    presets: dict[str, dict[str, Any]]
 
     def __init__(
         self,
-        options: Any,
+        options: O,
         *,
         species: Sequence[str],
         cutoff: float,
@@ -193,7 +192,6 @@ class MessagePassing(SpeciesTerms, ABC):
         generator: torch.Generator,
     ) -> None:
         super().__init__(options, species, cutoff, adaptive_cutoff)
-        self.options = options
         self.reach = self.cutoff if adaptive_cutoff is None else float(adaptive_cutoff)
         width = options.num_features
         make: dict[str, Any] = {"generator": generator, "dtype": dtype}
@@ -201,14 +199,11 @@ class MessagePassing(SpeciesTerms, ABC):
         self.layers = nn.ModuleList(self.make_layers(**make))
         hidden = options.readout_mlp_width or max(1, width // 2)
         self.readout = Dense([width, hidden, 1], self.activation, **make)
+        self.feature_dim = width
 
     @classmethod
-    def preset_options(cls, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-        return dict(cls.presets[name])
-
-    @property
-    def feature_dim(self) -> int:
-        return self.options.num_features
+    def complete_options(cls, options: O, species: tuple[str, ...], cutoff: float, statistics: Mapping[str, Any]) -> O:
+        return complete_options(options, species, cutoff, statistics)
 
     @abstractmethod
     def make_layers(self, **make: Any) -> list[nn.Module]:
@@ -218,27 +213,29 @@ class MessagePassing(SpeciesTerms, ABC):
     def interact(self, x: Tensor, around: Surroundings) -> tuple[Tensor, Tensor | None]:
         """From embedded species (n_rows, num_features) to features of the same shape, and vectors (n_rows, vector_dim, 3)."""
 
-    def forward(self, batch: dict[str, Any]) -> Tensor:
+    def forward(self, batch: Batch, edges: EdgeContext | None = None) -> Tensor:
         """(n_atoms,) atomic energies, eV, float64."""
-        energies = self.encode_all(batch).energies
+        energies = self.encode_all(batch, edges).energies
         assert energies is not None
         return energies
 
-    def encode(self, batch: dict[str, Any], *, energies: bool = True) -> tuple[Tensor, Tensor | None]:
+    def encode(
+        self, batch: Batch, edges: EdgeContext | None = None, *, energies: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
         """Features of the last layer, (n_atoms, feature_dim) in the interior precision, and atomic energies."""
-        found = self.encode_all(batch, energies=energies)
-        return found.features, found.energies
+        encoded = self.encode_all(batch, edges, energies=energies)
+        return encoded.features, encoded.energies
 
-    def encode_all(self, batch: dict[str, Any], *, energies: bool = True) -> Encoded:
+    def encode_all(self, batch: Batch, edges: EdgeContext | None = None, *, energies: bool = True) -> Encoded:
         """Features, vectors and energies from one pass."""
-        species: Tensor = batch["species"]
-        graph: EdgeGraph = batch.get("edge_graph") or edge_graph(batch)
+        edges = edges or EdgeContext.of(batch)
+        species, graph = batch["species"], edges.graph
         if self.inverse_cutoff.numel() > 1:  # an edge and its reverse may end at different lengths
             graph = EdgeGraph(graph.source, graph.destination, graph.n_atoms)
-        pairs = self.pair_lengths(batch["edge_vectors"], species, graph)
+        pairs = self.pair_lengths(edges.vectors, species, graph)
         n_atoms, n_species = species.shape[0], len(self.species)
         kinds = torch.cat([species, torch.arange(n_species, device=species.device)])
-        around = self._surroundings(batch["edge_vectors"], pairs, kinds, graph, batch.get("edge_gradient"))
+        around = self._surroundings(edges.vectors, pairs, kinds, graph, edges.gradient)
         features, vectors = self.interact(gather(self.embedding, Segments(kinds, n_species)), around)
         atomic = None
         if energies:

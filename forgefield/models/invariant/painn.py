@@ -36,7 +36,7 @@ neighbours of one species add up coherently. In SchNetPack's PaiNN they start as
 
 
 @dataclass
-class Options(SharedOptions):
+class PaiNNOptions(SharedOptions):
     """Hyperparameters of PaiNN. Numbers left `None` are filled in from the statistics of the training data."""
 
     num_bessels: int = 20
@@ -50,22 +50,21 @@ class Options(SharedOptions):
     at_least: ClassVar[dict[str, float]] = SharedOptions.at_least | {"num_bessels": 1, "norm_epsilon": 1e-12}
 
 
-class PaiNN(MessagePassing):
+class PaiNN(MessagePassing[PaiNNOptions]):
     """Atomic energies, features and vectors from edge vectors. Built from resolved options: every number is given."""
 
-    Options = Options
+    Options = PaiNNOptions
     presets = sizes(S=(3, 64), M=(3, 128), L=(5, 256))
 
-    @staticmethod
-    def complete_options(options: Any, species: tuple[str, ...], cutoff: float, statistics: Mapping[str, Any]) -> Any:
+    @classmethod
+    def complete_options(
+        cls, options: PaiNNOptions, species: tuple[str, ...], cutoff: float, statistics: Mapping[str, Any]
+    ) -> PaiNNOptions:
         normalise = True if options.normalise is None else options.normalise
         return replace(complete_options(options, species, cutoff, statistics), normalise=normalise)
 
-    @property
-    def vector_dim(self) -> int:  # type: ignore[override]
-        return self.options.num_features
-
     def make_layers(self, **make: Any) -> list[nn.Module]:
+        self.vector_dim = self.options.num_features
         return [Layer(self.options, is_first=number == 0, **make) for number in range(self.options.num_layers)]
 
     def interact(self, x: Tensor, around: Surroundings) -> tuple[Tensor, Tensor | None]:
@@ -84,7 +83,9 @@ class PaiNN(MessagePassing):
 class Layer(nn.Module):
     """One message and one update. The first layer's messages know no vectors yet."""
 
-    def __init__(self, options: Options, *, is_first: bool, generator: torch.Generator, dtype: torch.dtype) -> None:
+    def __init__(
+        self, options: PaiNNOptions, *, is_first: bool, generator: torch.Generator, dtype: torch.dtype
+    ) -> None:
         super().__init__()
         make: dict[str, Any] = {"generator": generator, "dtype": dtype}
         self.width, self.epsilon = options.num_features, options.norm_epsilon

@@ -25,7 +25,7 @@ from forgefield.ops.graph import barrier, gather, segment_sum
 
 
 @dataclass
-class Options(SharedOptions):
+class SchNetOptions(SharedOptions):
     """Hyperparameters of SchNet. Numbers left `None` are filled in from the statistics of the training data."""
 
     num_filters: int | None = None
@@ -36,10 +36,10 @@ class Options(SharedOptions):
     at_least: ClassVar[dict[str, float]] = SharedOptions.at_least | {"num_filters": 1, "num_gaussians": 2}
 
 
-class SchNet(MessagePassing):
+class SchNet(MessagePassing[SchNetOptions]):
     """Atomic energies and features from edge lengths. Built from resolved options: every number is given."""
 
-    Options = Options
+    Options = SchNetOptions
     presets = sizes(S=(3, 64), M=(4, 128), L=(6, 256))
     activation = "ssp"
 
@@ -55,7 +55,7 @@ class SchNet(MessagePassing):
 
 
 class Interaction(nn.Module):
-    def __init__(self, options: Options, *, generator: torch.Generator, dtype: torch.dtype) -> None:
+    def __init__(self, options: SchNetOptions, *, generator: torch.Generator, dtype: torch.dtype) -> None:
         super().__init__()
         make: dict[str, Any] = {"generator": generator, "dtype": dtype}
         width, filters = options.num_features, options.num_filters or options.num_features

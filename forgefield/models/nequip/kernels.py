@@ -1,14 +1,14 @@
 """NequIP through generated kernels: the geometry that these ask for, and the two halves of a step.
 
-What a layer does is written in `nequip.py`, how it is done on fields in `nequip_passes.py`. Radial weights are read from a
-table (`nequip_tables.py`) where that is precise enough.
+What a layer computes is in `model.py`, how it is computed on fields in `passes.py`. Radial weights are read from a table
+(`tables.py`) where that is precise enough.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -16,11 +16,13 @@ from torch import Tensor
 
 from forgefield.kernels.convolution.passes import Motion, Radial, Rows
 from forgefield.kernels.core.availability import use_kernels, use_tables
-from forgefield.kernels.core.streams import Beside
+from forgefield.kernels.core.streams import Concurrent
 from forgefield.kernels.dense.readout import energies_by_kernel, moved_energies_by_kernel
 from forgefield.kernels.edges.geometry import EdgeGeometry, moved_geometry
 from forgefield.kernels.radial.packing import StoredTable
 from forgefield.kernels.radial.table import Intervals, TableGradient
+from forgefield.models.edges import Batch, EdgeContext
+from forgefield.models.interface import Tangents
 from forgefield.models.nequip.passes import Network
 from forgefield.models.nequip.tables import RadialTable, radial_tables
 from forgefield.models.terms import PairLengths
@@ -32,9 +34,9 @@ if TYPE_CHECKING:
     from forgefield.models.nequip.model import NequIP
 
 
-def by_kernels(model: NequIP, batch: dict[str, Any]) -> bool:
-    """Whether a pass goes through kernels: where nobody differentiates its forces, and nothing is traced."""
-    if batch.get("differentiated_again", True) or is_traced(batch["positions"]):
+def by_kernels(model: NequIP, batch: Batch, edges: EdgeContext) -> bool:
+    """Whether a pass uses kernels: only if its forces are not differentiated again, and nothing is traced."""
+    if edges.differentiated_again or is_traced(batch["positions"]):
         return False
     return use_kernels(model.type_embedding) and model.one_hot_self_connection
 
@@ -107,15 +109,31 @@ class ReadTables:
     """Tables of all layers, and each as it is stored, which a layer waits for when it reads it."""
 
     tables: list[RadialTable]
-    stored: list[Beside[StoredTable]]
+    stored: list[Concurrent[StoredTable]]
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What depends on the weights and not on where atoms are. tables: none where weights are computed for every edge."""
+    """What depends on the weights and not on the positions. tables: None where weights are computed for every edge."""
 
     network: Network
     tables: ReadTables | None
+
+
+@dataclass(frozen=True)
+class FirstPass:
+    """What the first pass of a training step leaves for the second one."""
+
+    network: Network
+    geometry: Geometry
+    tables: list[RadialTable] | None
+    pairs: PairLengths | None
+
+
+def first_pass(prepared: Prepared, geometry: Geometry, pairs: PairLengths | None) -> FirstPass:
+    """pairs: lengths of the edges, where they were computed."""
+    tables = None if prepared.tables is None else prepared.tables.tables
+    return FirstPass(prepared.network, geometry, tables, None if pairs is None else pairs.at_rest())
 
 
 def prepare(model: NequIP, species: Tensor, graph: EdgeGraph, *, trained: bool) -> Prepared:
@@ -126,17 +144,14 @@ def prepare(model: NequIP, species: Tensor, graph: EdgeGraph, *, trained: bool) 
 
 
 def _begin_tables(model: NequIP) -> ReadTables:
-    made = Beside("tables", partial(radial_tables, model, current().knots))
+    made = Concurrent("tables", partial(radial_tables, model, current().knots))
     tables = made.unfinished()  # what follows has the same stream, or waits for it
-    return ReadTables(tables, [Beside("tables", table.stored) for table in tables])
+    return ReadTables(tables, [Concurrent("tables", table.stored) for table in tables])
 
 
-def features_at_rest(model: NequIP, prepared: Prepared, geometry: Geometry, remember: dict[str, Any] | None) -> Tensor:
+def features_at_rest(model: NequIP, prepared: Prepared, geometry: Geometry, *, trained: bool) -> Tensor:
     """(n_atoms, feature_dim), the scalars of the last layer, with a gradient in the geometry and none in the weights."""
-    network, read, trained = prepared.network, prepared.tables, remember is not None
-    if remember is not None:
-        remember["network"], remember["geometry"] = network, geometry
-        remember["tables"] = None if read is None else read.tables
+    network, read = prepared.network, prepared.tables
     if geometry.basis is not None:
         return _AtRest.apply(network, trained, [], None, geometry.harmonics, *model.radial_weights(geometry.basis))
     assert read is not None
@@ -182,15 +197,16 @@ class _AtRest(torch.autograd.Function):
         return None, None, None, None, geometry, *(_shared_rows(of_edges, ctx.network.graph) for of_edges in rows)
 
 
-def features_moved(model: NequIP, moved: Moved, remembered: dict[str, Any]) -> Tensor:
+def features_moved(model: NequIP, moved: Moved, first: FirstPass) -> Tensor:
     """Features of the last layer and then their tangents, (2 n_atoms, feature_dim), with a gradient in the weights.
 
     It is right where the tangents of the atomic energies have the cotangents that forces were made with: one for each.
     """
-    network: Network = remembered["network"]
-    given = (network, moved, remembered["geometry"], remembered["tables"])
+    network = first.network
+    given = (network, moved, first.geometry, first.tables)
     if moved.basis is None:
-        return _Moving.apply(*given, network.row, *(one for table in remembered["tables"] for one in table.tracked()))
+        assert first.tables is not None
+        return _Moving.apply(*given, network.row, *(one for table in first.tables for one in table.tracked()))
     rows = carried(lambda given: model.radial_weights(given[0]), [moved.basis])
     pieces = [piece for pair in rows for piece in (pair[:, 0], pair[:, 1])]
     return _Moving.apply(*given, network.row, *pieces)
@@ -252,32 +268,41 @@ class _SummedTables:
         assert geometry.place is not None
         self.tables, self.at, self.place = tables, geometry.at, geometry.place.detach()
         self._sums: dict[int, TableGradient] = {}
-        self._begun: dict[int, Beside[list[Tensor]]] = {}
+        self._begun: dict[int, Concurrent[list[Tensor]]] = {}
 
     def begin(self, layer: int, motion: Motion) -> None:
         assert motion.place is not None
         n_weights = self.tables[layer].matrix.shape[1]
         self._sums[layer] = TableGradient(self.at, self.place, motion.place, n_weights)
 
-    def add(self, layer: int, rows: Rows) -> Beside[None]:
+    def add(self, layer: int, rows: Rows) -> Concurrent[None]:
         columns = None if rows.block is None else rows.block.columns
-        return Beside("sums", partial(self._sums[layer].add, rows.of_w, rows.of_dw, columns))
+        return Concurrent("sums", partial(self._sums[layer].add, rows.of_w, rows.of_dw, columns))
 
     def end(self, layer: int) -> None:
-        to_table = Beside("sums", self._sums[layer].result)
-        self._begun[layer] = Beside("tables", lambda: self.tables[layer].gradients(to_table.result()))
+        to_table = Concurrent("sums", self._sums[layer].result)
+        self._begun[layer] = Concurrent("tables", lambda: self.tables[layer].gradients(to_table.result()))
 
     def gradients(self) -> list[Tensor]:
         return [gradient for layer in range(len(self.tables)) for gradient in self._begun[layer].result()]
 
 
-def encode_moved(
-    model: NequIP, moved: Moved, species: Tensor, graph: EdgeGraph, remembered: dict[str, Any]
+def moved_encoding(model: NequIP, species: Tensor, graph: EdgeGraph, edges: EdgeContext) -> Tangents | None:
+    """See `AtomisticModel.tangents`; None where the first pass did not use kernels."""
+    first = None if edges.memory is None else edges.memory.state
+    if not isinstance(first, FirstPass):
+        return None
+    moved = geometry_moved(model, edges.vectors, species, graph, first.geometry)
+    return partial(_encode_moved, model, moved, species, graph, first)
+
+
+def _encode_moved(
+    model: NequIP, moved: Moved, species: Tensor, graph: EdgeGraph, first: FirstPass
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Features of the last layer at rest, atomic energies (n_atoms,), eV, float64, and how these change. What in the change
-    does not depend on any weight is left out."""
-    rows = features_moved(model, moved, remembered)
-    pairs, features = remembered["pairs"], rows[: graph.n_atoms]
+    """Features of the last layer at rest, atomic energies (n_atoms,), eV, float64, and their tangents. The part of the tangents
+    that does not depend on any weight is left out."""
+    rows = features_moved(model, moved, first)
+    pairs, features = first.pairs, rows[: graph.n_atoms]
     if linear_readout(model):
         energies, slopes = moved_energies_by_kernel(rows, *_readout(model, species))
         return features, model.repelled(energies, pairs, species, graph), slopes

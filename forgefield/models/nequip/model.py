@@ -15,22 +15,23 @@ import torch
 from torch import Tensor, nn
 
 from forgefield.kernels.convolution.dispatch import EdgeHarmonics
-from forgefield.kernels.convolution.form_key import key_of_plan
+from forgefield.kernels.convolution.form import key_of_plan
 from forgefield.models.adaptive import adaptive_bessel_basis
-from forgefield.models.nequip import options as nequip_options
+from forgefield.models.edges import Batch, EdgeContext
+from forgefield.models.interface import Tangents
 from forgefield.models.nequip.kernels import (
-    Moved,
     by_kernels,
-    encode_moved,
     energies_at_rest,
     features_at_rest,
+    first_pass,
     geometry_at_rest,
-    geometry_moved,
     in_tables,
     linear_readout,
+    moved_encoding,
     prepare,
 )
-from forgefield.models.nequip.options import PRESETS, Options, complete_options, preset_options
+from forgefield.models.nequip.options import PRESETS, NequIPOptions, complete_options, preset_options
+from forgefield.models.nequip.tables import table_line
 from forgefield.models.terms import PairLengths, SpeciesTerms
 from forgefield.ops.activations import activate
 from forgefield.ops.convolution_plan import Block, list_paths, plan_convolution
@@ -39,7 +40,6 @@ from forgefield.ops.graph import (
     GradientSwitch,
     barrier,
     cut,
-    edge_graph,
     join,
 )
 from forgefield.ops.harmonics import SphericalHarmonics
@@ -48,21 +48,18 @@ from forgefield.ops.products import product
 from forgefield.ops.radial import bessel_basis
 
 
-class NequIP(SpeciesTerms):
+class NequIP(SpeciesTerms[NequIPOptions]):
     """Atomic energies from edge vectors. Built from resolved options: every number is given."""
 
-    only_edge_vectors = True
     layers: list[Interaction]
     bessel_frequencies: Tensor
     identity: Tensor
-    Options = Options
+    Options = NequIPOptions
     presets = PRESETS
-    preset_options = staticmethod(preset_options)
-    complete_options = staticmethod(complete_options)
 
     def __init__(
         self,
-        options: nequip_options.Options,
+        options: NequIPOptions,
         *,
         species: Sequence[str],
         cutoff: float,
@@ -71,7 +68,6 @@ class NequIP(SpeciesTerms):
         generator: torch.Generator,
     ) -> None:
         super().__init__(options, species, cutoff, adaptive_cutoff)
-        self.options = options
         n_species = len(self.species)
         features = options.num_features
         features = [features] * (options.l_max + 1) if isinstance(features, int) else list(features)
@@ -101,37 +97,45 @@ class NequIP(SpeciesTerms):
         self.knot_basis: tuple[Any, Tensor] | None = None
         """The radial basis at the knots of a table, and what it was made of; kernels keep it here."""
         self.register_buffer("identity", torch.eye(n_species, dtype=dtype), persistent=False)
+        self.feature_dim = blocks[0].mul
 
-    @property
-    def feature_dim(self) -> int:
-        return self.layers[-1].out_blocks[0].mul
+    @classmethod
+    def preset_options(cls, name: str, section: Mapping[str, Any]) -> dict[str, object]:
+        return preset_options(name, section)
 
-    def forward(self, batch: dict[str, Any]) -> Tensor:
+    @classmethod
+    def complete_options(
+        cls, options: NequIPOptions, species: tuple[str, ...], cutoff: float, statistics: Mapping[str, Any]
+    ) -> NequIPOptions:
+        return complete_options(options, species, cutoff, statistics)
+
+    def forward(self, batch: Batch, edges: EdgeContext | None = None) -> Tensor:
         """(n_atoms,) atomic energies, eV, float64."""
-        _, energies = self.encode(batch)
+        _, energies = self.encode(batch, edges)
         assert energies is not None
         return energies
 
-    def encode(self, batch: dict[str, Any], *, energies: bool = True) -> tuple[Tensor, Tensor | None]:
+    def encode(
+        self, batch: Batch, edges: EdgeContext | None = None, *, energies: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
         """Scalar features of the last layer, (n_atoms, feature_dim) in the interior precision, and atomic energies."""
-        vectors, species = batch["edge_vectors"], batch["species"]
-        graph = self._graph(batch)
-        kernels = by_kernels(self, batch)
+        edges = edges or EdgeContext.of(batch)
+        vectors, species, graph = edges.vectors, batch["species"], self._graph(edges)
+        kernels = by_kernels(self, batch, edges)
         need_pairs = not kernels or not in_tables(self) or bool(self._zbl)
         pairs = self.pair_lengths(vectors, species, graph) if need_pairs else None
         if kernels:
-            remember = batch.get("memory")
-            trained = remember is not None
+            memory = edges.memory
+            trained = memory is not None
             prepared = prepare(self, species, graph, trained=trained)
             geometry = geometry_at_rest(self, vectors, pairs, species, graph, trained=trained)
-            features = features_at_rest(self, prepared, geometry, remember)
-            if remember is not None:
-                remember["pairs"] = None if pairs is None else pairs.at_rest()
-                remember["vectors"], remember["graph"] = vectors.detach(), graph
+            features = features_at_rest(self, prepared, geometry, trained=trained)
+            if memory is not None:
+                memory.fill(vectors, graph, first_pass(prepared, geometry, pairs))
         else:
             assert pairs is not None
             basis = self.radial_basis(pairs, graph)
-            features = self._features(vectors, pairs.lengths, basis, species, graph, batch.get("edge_gradient"))
+            features = self._features(vectors, pairs.lengths, basis, species, graph, edges.gradient)
         if not energies:
             return features, None
         if kernels and linear_readout(self):
@@ -188,28 +192,25 @@ class NequIP(SpeciesTerms):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights and everything that is computed with them."""
+        """Precision of the weights and of everything that is computed with them."""
         return self.type_embedding.dtype
 
-    def against_kernels(self) -> str | None:
-        """Why generated kernels cannot take the place of plain operations, if so."""
+    def weight_dtype(self) -> torch.dtype:
+        return self.dtype
+
+    def kernel_refusal(self) -> str | None:
         if not self.one_hot_self_connection:
             return "they are made for models with no more species than numbers in a species' embedding; use double or tangent."
         return None
 
-    def moved(self, batch: dict[str, Any]) -> Moved | None:
-        """What `encode_moved` needs of edge vectors that carry tangents; None where the pass before was not made by kernels."""
-        if not batch.get("memory"):
-            return None
-        rest = batch["memory"]["geometry"]
-        return geometry_moved(self, batch["edge_vectors"], batch["species"], self._graph(batch), rest)
+    def tangents(self, batch: Batch, edges: EdgeContext) -> Tangents | None:
+        return moved_encoding(self, batch["species"], self._graph(edges), edges)
 
-    def encode_moved(self, moved: Moved, batch: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-        """Features (n_atoms, feature_dim), atomic energies and their tangents (n_atoms,)."""
-        return encode_moved(self, moved, batch["species"], self._graph(batch), batch["memory"])
+    def radial_table_line(self, knots: int) -> str | None:
+        return None if self.adaptive_cutoff is not None else table_line(self, knots)
 
-    def _graph(self, batch: dict[str, Any]) -> EdgeGraph:
-        graph: EdgeGraph = batch.get("edge_graph") or edge_graph(batch)
+    def _graph(self, edges: EdgeContext) -> EdgeGraph:
+        graph = edges.graph
         if self.inverse_cutoff.numel() > 1:  # an edge and its reverse may end at different lengths
             graph = EdgeGraph(graph.source, graph.destination, graph.n_atoms, reverse=graph.reverse)
         return graph
@@ -253,7 +254,7 @@ class Interaction(nn.Module):
         self,
         in_blocks: tuple[Block, ...],
         hidden: tuple[Block, ...],
-        options: Options,
+        options: NequIPOptions,
         number: int,
         n_embedding: int,
         *,

@@ -13,7 +13,7 @@ from forgefield.errors import ForgefieldError
 
 
 @dataclass
-class Options:
+class NequIPOptions:
     """Hyperparameters of NequIP. Numbers left `None` are filled in from the statistics of the training data."""
 
     num_layers: int = 4
@@ -91,7 +91,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def preset_options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a preset beside those given: with another l_max, higher orders get as many channels as the highest."""
+    """NequIPOptions of a preset beside those given: with another l_max, higher orders get as many channels as the highest."""
     options = dict(PRESETS[name])
     l_max = given.get("l_max")
     if isinstance(l_max, int) and "num_features" not in given:
@@ -101,8 +101,8 @@ def preset_options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def complete_options(
-    options: Options, species: tuple[str, ...], cutoff: float, statistics: Mapping[str, Any]
-) -> Options:
+    options: NequIPOptions, species: tuple[str, ...], cutoff: float, statistics: Mapping[str, Any]
+) -> NequIPOptions:
     """See `NequIP.complete`."""
     _check(options, species, cutoff)
     features = options.num_features
@@ -129,7 +129,7 @@ def from_statistics(statistics: Mapping[str, Any], fact: str, key: str) -> Any:
     return statistics[fact]
 
 
-def _check(options: Options, species: tuple[str, ...], cutoff: float) -> None:
+def _check(options: NequIPOptions, species: tuple[str, ...], cutoff: float) -> None:
     """Raise for options that have no meaning, naming the key."""
     features = options.num_features if isinstance(options.num_features, list) else [options.num_features]
     at_least = {

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 _SHORTEST = 1e-8
 """First knot of a table, in units of the cutoff: the basis has a limit at zero and no value."""
+NOTICEABLE = 10.0
+"""More intervals are advised where slopes from a table deviate more than this many times as much as float32 itself."""
 _COMPARED = 2999
 """Lengths at which a table is compared with the network; a prime number, so that they lie anywhere in its intervals."""
 
@@ -149,6 +151,24 @@ def table_deviation(model: NequIP, knots: int) -> tuple[Deviation, Deviation]:
     expected = _rows(exact, basis)
     read = [_read(unpack(pack(table.polynomials())), x) for table in radial_tables(single, knots)]
     return _deviation(read, expected), _deviation(_rows(single, basis.float()), expected)
+
+
+def table_line(model: NequIP, knots: int) -> str:
+    """The deviation as a sentence. It is not a verdict: before its first step a training with kernels is compared with one
+    without, gradients included."""
+    table, single = table_deviation(model, knots)
+    advice = ""
+    if table.slopes[0] > NOTICEABLE * single.slopes[0]:
+        advice = " The table is too coarse for these weights: raise training.kernels.knots."
+    return (
+        f"Radial table, {knots} intervals: weights differ from the network by {_text(table)}; float32 itself: {_text(single)}. "
+        f"Root mean squares, relative to that of all weights or slopes.{advice}"
+    )
+
+
+def _text(deviation: Deviation) -> str:
+    (rms, largest), (rms_slope, largest_slope) = deviation.values, deviation.slopes
+    return f"{rms:.1e} (largest {largest:.1e}), slopes by {rms_slope:.1e} ({largest_slope:.1e})"
 
 
 def _in_precision(model: NequIP, dtype: torch.dtype) -> NequIP:

@@ -127,12 +127,9 @@ def why_not_kernels(choice: Choice, function: StepFunction, device: torch.device
         return "kernels are launched as they are, not compiled or scripted; use training.engine=graphs or auto."
     if (reason := why_no_kernels_on(device)) is not None:
         return reason
-    against = getattr(function.potential.model, "against_kernels", None)
-    if against is None:
-        return "of all models NequIP alone has them; use double or tangent."
     if not (function.task.needs_forces or function.task.needs_stress):
         return "they make forces, and none are trained here; use double."
-    return against()
+    return function.potential.interface.kernel_refusal()
 
 
 def why_no_kernels_on(device: torch.device) -> str | None:
@@ -178,7 +175,7 @@ def knots_wanted(options: Any) -> int:
 def can_use_kernels(on: Circumstances, device: torch.device) -> bool:
     """Whether `auto` may take them: float64 is left to the plain operations that are its reference."""
     function = on.function("double")
-    if getattr(function.potential.model, "dtype", None) == torch.float64:
+    if function.potential.interface.weight_dtype() == torch.float64:
         return False
     return why_not_kernels(Choice("graphs", "kernels", "eager"), function, device) is None
 

@@ -16,6 +16,7 @@ from torch.func import functional_call
 
 from forgefield.data.batch import SHAPES, Shapes
 from forgefield.kernels.convolution.dispatch import use_edge_operators
+from forgefield.models.edges import StepMemory
 from forgefield.models.potential import Potential
 from forgefield.ops.execution import KNOTS, execution
 from forgefield.ops.products import lowered_type
@@ -124,12 +125,12 @@ class StepFunction:
     def _by_tangent(
         self, weights: list[Tensor], batch: Batch, target_weights: Tensor, denominators: Tensor | None
     ) -> Differentiated:
-        batch = {**batch, "memory": {}}  # type: ignore[dict-item]  # what the first pass leaves for the second
+        memory = StepMemory()
         # Nothing below it is told to evaluate: what is left out by chance has to be so in both passes.
         with _Evaluating(self.potential, alone=True):
-            outputs = self._outputs(batch)
+            outputs = self._outputs(batch, memory)
         loss, measured, adjoints = self._adjoints(outputs, batch, target_weights, denominators)
-        values, cotangents = self.potential.response(batch, adjoints)
+        values, cotangents = self.potential.response(batch, adjoints, memory)
         gradients = torch.autograd.grad(values, weights, cotangents, allow_unused=True)
         return Differentiated(list(gradients), loss.detach(), measured)
 
@@ -167,7 +168,7 @@ class StepFunction:
     def sums_by_kernels(self) -> bool:
         """Whether the model has sums over edges that go through kernels, whatever the engine."""
         weight = next(self.potential.parameters(), None)
-        if weight is None or not getattr(self.potential.model, "sums_over_edges", False):
+        if weight is None or not self.potential.interface.sums_over_edges:
             return False
         with self.edge_setting():
             return use_edge_operators(weight)
@@ -178,8 +179,9 @@ class StepFunction:
         named = {f"potential.{name}": tensor for name, tensor in named.items()}
         return functional_call(self._holder, named, (compute,))
 
-    def _outputs(self, batch: Batch) -> Batch:
-        return self.potential(batch, forces=self.task.needs_forces, stress=self.task.needs_stress)
+    def _outputs(self, batch: Batch, memory: StepMemory | None = None) -> Batch:
+        task = self.task
+        return self.potential(batch, forces=task.needs_forces, stress=task.needs_stress, memory=memory)
 
     def _loss(
         self, outputs: Batch, batch: Batch, target_weights: Tensor, denominators: Tensor | None

@@ -17,6 +17,7 @@ from forgefield.data.dataset import GraphDataset
 from forgefield.data.module import FrameData
 from forgefield.data.readers import plain
 from forgefield.errors import ForgefieldError
+from forgefield.models.interface import AtomisticModel
 from forgefield.models.potential import Potential
 from forgefield.models.registry import check_model
 from forgefield.parallel.environment import MPI_LAUNCHERS
@@ -36,7 +37,7 @@ def check_settings(config: DictConfig, options: dict[str, Any], ranks: Ranks) ->
         refuse_itself(config)
     else:
         name, found, _ = check_model(plain(config.model), trust=CONFIG)
-        if not getattr(found, "trainable", True):
+        if issubclass(found, AtomisticModel) and not found.trainable:
             raise ForgefieldError(
                 f"model.name={name}: an ASE calculator has no weights that could be trained. `forgefield import ase "
                 f"{config.model.module} --species ...` makes a run of it, to be tested and compared with trained models."

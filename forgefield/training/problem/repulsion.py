@@ -12,18 +12,16 @@ from torch import Tensor
 
 from forgefield.data.batch import Batch
 from forgefield.data.statistics.statistics import Statistics
+from forgefield.models.edges import EdgeContext
 from forgefield.models.potential import Potential
-from forgefield.models.terms import SpeciesTerms
-from forgefield.ops.graph import EdgeGraph, edge_graph
+from forgefield.models.terms import SpeciesTerms, TermOptions
 
 
-class ZBL(SpeciesTerms):
+class ZBL(SpeciesTerms[TermOptions]):
     """The repulsion that the built-in models add, alone: (n_atoms,) eV.
 
     model: the `model` section; `zbl` and `per_edge_type_cutoff` are read.
     """
-
-    only_edge_vectors = True
 
     def __init__(
         self, model: Mapping[str, Any], species: tuple[str, ...], cutoff: float, adaptive_cutoff: float | None
@@ -39,10 +37,9 @@ class ZBL(SpeciesTerms):
         )
         super().__init__(options, species, cutoff, adaptive_cutoff)
 
-    def forward(self, batch: dict[str, Any]) -> Tensor:
-        species, vectors = batch["species"], batch["edge_vectors"]
-        graph: EdgeGraph = batch.get("edge_graph") or edge_graph(batch)
-        pairs = self.pair_lengths(vectors, species, graph)
+    def forward(self, batch: Batch, edges: EdgeContext) -> Tensor:
+        species, graph = batch["species"], edges.graph
+        pairs = self.pair_lengths(edges.vectors, species, graph)
         return self.repelled(torch.zeros_like(species, dtype=torch.float64), pairs, species, graph)
 
 

@@ -23,8 +23,6 @@ from forgefield.training.problem.model_options import measured_batches, spread
 MOST_FRAMES = 2000
 """Of larger data sets so many frames are looked at, evenly spread."""
 EDGES_AT_ONCE = 50_000
-NAMES = ("energy_shifts", "out_bias")
-"""What models call their shifts, (n_species,) eV."""
 
 
 @dataclass(frozen=True)
@@ -54,21 +52,19 @@ class ShiftFit:
 
 def shifts_of(potential: Potential) -> Tensor:
     """The shifts themselves, a parameter or a buffer of the model."""
-    for name in NAMES:
-        found = getattr(potential.model, name, None)
-        if isinstance(found, Tensor) and found.shape == (len(potential.species),):
-            return found
+    shifts = potential.interface.species_shifts()
+    if shifts is not None:
+        return shifts
     if potential.reference_energies is not None:
         return potential.reference_energies
-    branches = getattr(getattr(potential.model, "options", None), "branches", None)
-    if branches:
+    if branches := potential.interface.branches:
         raise ForgefieldError(
-            f"model.shifts is fit, but the model has the branches {', '.join(sorted(branches))}, each with energy shifts of "
-            "its own; shifts are fitted for models with one energy alone. Leave model.shifts out."
+            f"model.shifts is fit, but the model has the branches {', '.join(branches)}, each with its own energy shifts; "
+            "shifts are fitted only for models with one energy. Leave model.shifts out."
         )
     raise ForgefieldError(
-        f"model.shifts is fit, but {type(potential.model).__name__} has no energy shift for each species "
-        f"({' or '.join(NAMES)}); leave model.shifts out."
+        f"model.shifts is fit, but {type(potential.model).__name__} has no energy shift for each species (energy_shifts); "
+        "leave model.shifts out."
     )
 
 
@@ -123,8 +119,8 @@ def _errors(
         errors.append(batch["energy"] - predicted)
         n_atoms.append(batch["n_atoms"].double())
     potential.to("cpu").train(training)
-    seen = getattr(potential.model, "atom_seen", None)  # a Deep Potential may leave species out of the energy
-    weight = 1.0 if seen is None else seen
+    counted = potential.interface.counted_species()
+    weight = 1.0 if counted is None else counted
     return (torch.cat(counts) * weight).numpy(), torch.cat(errors).numpy(), torch.cat(n_atoms).numpy()
 
 

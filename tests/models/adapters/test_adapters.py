@@ -20,7 +20,7 @@ from forgefield.data.species import SpeciesTable
 from forgefield.errors import ForgefieldError
 from forgefield.models import Potential, build_model, resolve_model
 from forgefield.models.adapters.pyg import triplets
-from forgefield.models.potential import edge_vectors
+from forgefield.models.edges import edge_vectors
 from tests.support.check_structures import as_frame
 from tests.support.helpers import emt_frames, tiny_config, write_emt
 from tests.support.structures import SPECIES, STATISTICS, make_batch, make_frame

@@ -20,7 +20,7 @@ from forgefield.models.allegro import model as allegro
 from forgefield.models.allegro import tensors as allegro_tensors
 from forgefield.models.allegro.model import Allegro
 from forgefield.models.allegro.tensors import harmonic_irreps, layer_irreps
-from forgefield.models.potential import edge_vectors
+from forgefield.models.edges import edge_vectors
 from forgefield.ops.graph import edge_graph
 from forgefield.physics.zbl import zbl_pair_energy
 from tests.support.allegro_models import TINY, potential_of

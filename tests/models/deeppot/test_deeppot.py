@@ -21,9 +21,8 @@ from forgefield.models import build_model, resolve_model
 from forgefield.models.deeppot.environment import environment_rows, switch
 from forgefield.models.deeppot.importer import read_deepmd
 from forgefield.models.deeppot.statistics import environment_statistics
-from forgefield.models.potential import edge_vectors
+from forgefield.models.edges import EdgeContext, edge_vectors
 from forgefield.models.registry import model_statistics
-from forgefield.ops.graph import edge_graph
 from tests.support.deeppots import CUTOFF, SPECIES, make_deeppot, section
 from tests.support.structures import SHARED, make_batch, make_frame
 
@@ -62,7 +61,7 @@ def test_reference_of_deepmd_kit_is_met(number):
     if box:
         np.testing.assert_allclose(-found["stress"][0] * np.linalg.det(cell), virial, atol=1e-10)
     if "descriptor" in expected:
-        described, _ = potential.model.descriptor(batch | {"edge_vectors": edge_vectors(batch)}, edge_graph(batch))
+        described, _ = potential.model.descriptor(batch, EdgeContext.of(batch))
         shape = tuple(described.shape)
         np.testing.assert_allclose(described.detach(), np.reshape(expected["descriptor"], shape), atol=1e-10)
 

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from forgefield.data.frame import Frame
 from forgefield.errors import ForgefieldError
@@ -23,8 +22,8 @@ from forgefield.models.deeppot.deepmd_attention import from_deepmd, to_deepmd
 from forgefield.models.deeppot.fitting import EnergyFitting
 from forgefield.models.deeppot.se_atten import SeAtten, SeAttenV2
 from forgefield.models.deeppot.type_embedding import electronic_configuration, occupations
-from forgefield.models.potential import edge_vectors
-from forgefield.ops.graph import edge_graph
+from forgefield.models.edges import EdgeContext
+from forgefield.models.interface import AtomisticModel
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.script import ScriptEngine
 from tests.support.engine_cases import difference, labelled, step_function
@@ -67,7 +66,7 @@ def make_descriptor(species: tuple[str, ...] = SPECIES, dtype: torch.dtype = tor
     return made
 
 
-class Energies(nn.Module):
+class Energies(AtomisticModel):
     """Atomic energies from a descriptor."""
 
     only_edge_vectors = True
@@ -85,8 +84,8 @@ class Energies(nn.Module):
             generator=torch.Generator().manual_seed(3),
         )
 
-    def forward(self, batch):
-        described, _ = self.descriptor(batch, batch.get("edge_graph") or edge_graph(batch))
+    def forward(self, batch, edges):
+        described, _ = self.descriptor(batch, edges)
         return self.fitting(described, batch).squeeze(1)
 
 
@@ -96,7 +95,7 @@ def make_energies(**options: Any) -> Potential:
 
 def describe(descriptor: SeAtten, *frames: Frame) -> tuple[torch.Tensor, torch.Tensor]:
     batch = make_batch(*frames, cutoff=CUTOFF)
-    described, rotation = descriptor(batch | {"edge_vectors": edge_vectors(batch)}, edge_graph(batch))
+    described, rotation = descriptor(batch, EdgeContext.of(batch))
     assert rotation is not None
     return described.detach(), rotation.detach()
 

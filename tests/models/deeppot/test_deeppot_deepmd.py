@@ -16,10 +16,10 @@ from forgefield.data.species import SpeciesTable
 from forgefield.models import Potential, build_model, resolve_model
 from forgefield.models.deeppot.exporter import write_deepmd
 from forgefield.models.deeppot.importer import read_deepmd
-from forgefield.models.deeppot.options import Options
+from forgefield.models.deeppot.options import DeepPotOptions
 from forgefield.models.deeppot.short_range import PairTable, complete_short_range
 from forgefield.models.deeppot.statistics import environment_statistics
-from forgefield.models.potential import edge_vectors
+from forgefield.models.edges import edge_vectors
 from forgefield.ops.graph import edge_graph
 from tests.support.deepmd_program import ask, deepmd_python
 
@@ -253,7 +253,7 @@ def test_a_pair_table_takes_over_at_short_range_as_there(tmp_path, n_rows):
     mixed, network = (np.load(case["results"])["atomic_energy"].ravel() for case in cases)
 
     batch = batch_of(frames)
-    options = Options(**short)
+    options = DeepPotOptions(**short)
     table = PairTable(replace(options, **complete_short_range(options, SPECIES, CUTOFF)), 2, CUTOFF)
     graph, species = edge_graph(batch), batch["species"]
     lengths = torch.linalg.vector_norm(edge_vectors(batch), dim=1)

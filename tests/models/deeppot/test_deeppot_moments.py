@@ -13,7 +13,7 @@ from forgefield.data.frame import Frame
 from forgefield.models.deeppot.grouping import Groups, group_rows
 from forgefield.models.deeppot.moments import Cells, expand
 from forgefield.models.deeppot.networks import Networks
-from forgefield.models.potential import edge_vectors
+from forgefield.models.edges import edge_vectors
 from forgefield.ops.graph import edge_graph
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.script import ScriptEngine

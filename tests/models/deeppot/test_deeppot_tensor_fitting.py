@@ -26,8 +26,7 @@ from forgefield.models.deeppot.tensor_fitting import (
     PropertyFitting,
     TensorFitting,
 )
-from forgefield.models.potential import edge_vectors
-from forgefield.ops.graph import edge_graph
+from forgefield.models.edges import EdgeContext
 from tests.support.structures import SPECIES, make_batch, make_frame
 
 CUTOFF = 3.0
@@ -74,7 +73,7 @@ def make_descriptor() -> SeE2A:
 def predict(fitting: TensorFitting, *frames: Frame) -> tuple[torch.Tensor, torch.Tensor]:
     """The output of every atom and of every frame."""
     batch = make_batch(*frames, cutoff=CUTOFF)
-    described, rotation = make_descriptor()(batch | {"edge_vectors": edge_vectors(batch)}, edge_graph(batch))
+    described, rotation = make_descriptor()(batch, EdgeContext.of(batch))
     (output,) = fitting.outputs
     values = fitting(described, rotation, batch)[output.name].detach()
     assert values.shape == (batch["species"].shape[0], *output.shape)

@@ -13,7 +13,7 @@ from forgefield.checks import run_checks
 from forgefield.data.species import SpeciesTable
 from forgefield.errors import ForgefieldError
 from forgefield.models import Potential, build_model, resolve_model
-from forgefield.models.potential import edge_vectors
+from forgefield.models.edges import edge_vectors
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.traced_engine import TracedEngine
 from forgefield.training.engines.tracing import trace

@@ -104,7 +104,7 @@ def test_kernels_are_refused_for_models_that_have_none(monkeypatch):
     monkeypatch.setattr("forgefield.training.engines.choose.interpreted", lambda: True)
     monkeypatch.setattr("forgefield.training.engines.choose.has_triton", lambda: True)
     own = Potential(ReadsAValue("value"))
-    with pytest.raises(ForgefieldError, match="NequIP alone has them"):
+    with pytest.raises(ForgefieldError, match="this model has none"):
         build(Choice("eager", "kernels"), circumstances(own, []), CPU)
 
 

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from forgefield.checks import radial_table_line
 from forgefield.kernels.radial.packing import pack_by_operations
 from forgefield.models.nequip import tables as nequip_tables
 from forgefield.models.nequip.tables import table_deviation
@@ -47,8 +46,8 @@ def test_model_is_left_as_it_is_and_its_precision_does_not_matter():
 
 def test_line_says_when_the_table_is_too_coarse_and_is_missing_where_there_is_none():
     potential = make_potential("float32", **WIDE)
-    usual, coarse = radial_table_line(potential, 1024), radial_table_line(potential, 16)
+    usual, coarse = (potential.interface.radial_table_line(knots) for knots in (1024, 16))
     assert (usual or "").startswith("Radial table, 1024 intervals")
     assert (usual or "").endswith("slopes.")
     assert (coarse or "").endswith("raise training.kernels.knots.")
-    assert radial_table_line(Potential(toys.HardCutoff()), 1024) is None
+    assert Potential(toys.HardCutoff()).interface.radial_table_line(1024) is None
