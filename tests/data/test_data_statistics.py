@@ -17,9 +17,10 @@ from forgefield.config.schema import DataOptions
 from forgefield.data.dataset import GraphDataset
 from forgefield.data.frame import Frame
 from forgefield.data.species import SpeciesTable
+from forgefield.data.statistics import references
+from forgefield.data.statistics import statistics as statistics_module
 from forgefield.data.statistics.references import fit_by_composition, robust_fit
-from forgefield.data.statistics.statistics import Statistics, compute_statistics, references
-from forgefield.data.statistics.statistics import statistics as statistics_module
+from forgefield.data.statistics.statistics import Statistics, compute_statistics
 from forgefield.data.store.table import FrameTable
 from forgefield.errors import ForgefieldError
 

@@ -8,8 +8,8 @@ from ase import Atoms
 
 from forgefield.data.frame import Frame
 from forgefield.data.species import SpeciesTable
+from forgefield.data.statistics import field_statistics, references
 from forgefield.data.statistics.field_statistics import atom_moments, extensive_moments, intensive_moments, largest
-from forgefield.data.statistics.statistics import field_statistics, references
 from forgefield.data.store.table import FrameTable
 
 SPECIES = SpeciesTable(("Cu", "Au", "Ag"))
