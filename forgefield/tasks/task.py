@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
 import torch
-from omegaconf import OmegaConf
 from torch import Tensor
 
 from forgefield.config.nearest import did_you_mean
@@ -383,8 +382,7 @@ def _schedule(options: Any) -> WeightSchedule | None:
     given = getattr(options, "schedule", None)
     if given is None:
         return None
-    plain: Any = OmegaConf.to_container(given) if OmegaConf.is_config(given) else asdict(given)
-    return WeightSchedule.from_options(float(options.weight), plain)
+    return WeightSchedule.from_options(float(options.weight), asdict(given))
 
 
 def _species_weights(weights: dict[str, float] | None, species: tuple[str, ...], where: str) -> Tensor | None:
