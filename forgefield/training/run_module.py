@@ -13,6 +13,7 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
+from forgefield.config.schema import TrainingOptions
 from forgefield.errors import ForgefieldError
 from forgefield.parallel.exchange import StepExchange
 from forgefield.parallel.ranks import Ranks, alone
@@ -78,7 +79,7 @@ class RunModule(L.LightningModule, ABC):
         self,
         trained: nn.Module,
         task: TaskLike,
-        options: Any,
+        options: TrainingOptions,
         *,
         monitor: str,
         samples: tuple[str, ...],
