@@ -11,11 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-
 from forgefield.config.components import environment_of_children
 from forgefield.config.loading import load_config, require_training_data
-from forgefield.config.schema import DataOptions
+from forgefield.config.schema import Config, DataOptions
+from forgefield.config.sources import read_yaml
 from forgefield.config.template import commented_yaml
 from forgefield.config.test_sets import is_named
 from forgefield.errors import ForgefieldError
@@ -63,14 +62,14 @@ __all__ = [
 
 
 def train(
-    config: str | Path | dict[str, Any] | DictConfig,
+    config: str | Path | dict[str, Any] | Config,
     *overrides: str,
     fresh: bool = False,
     trust_code: bool = False,
 ) -> Run:
     """Train as a config says and return the run. Calling it again continues the run where it was.
 
-    config: a YAML file, a dictionary, an OmegaConf config, or the folder of a run to resume with the settings it was made with.
+    config: a YAML file, a dictionary, a loaded config, or the folder of a run to resume with the settings it was made with.
     overrides: `key=value` strings, as on the command line.
     fresh: start over even if the run exists; the old one is moved aside. trust_code: whether code may be imported that is named
     by a run (`model.from`, or one that is resumed) and not by the config.
@@ -90,7 +89,7 @@ def train(
 
 
 def train_with_outcome(
-    config: DictConfig,
+    config: Config,
     *,
     fresh: bool = False,
     log: Path | None = None,
@@ -117,7 +116,7 @@ def train_with_outcome(
         journal.close()
 
 
-def _measured(fitted: TrainingResult, config: DictConfig, journal: Journal, ranks: Ranks) -> TrainingResult:
+def _measured(fitted: TrainingResult, config: Config, journal: Journal, ranks: Ranks) -> TrainingResult:
     """Evaluate the best model and write the report. A request to stop ends this at once; the same command does it again."""
     requeue_exit = config.training.checkpoint.requeue_exit
     try:
@@ -135,7 +134,7 @@ def _measured(fitted: TrainingResult, config: DictConfig, journal: Journal, rank
 
 
 def _train_in_processes(
-    config: DictConfig, n: int, *, fresh: bool, log: Path | None, log_mode: str, trust_code: bool
+    config: Config, n: int, *, fresh: bool, log: Path | None, log_mode: str, trust_code: bool
 ) -> TrainingResult:
     """Start n processes on this machine that train together, and wait for them."""
     with tempfile.TemporaryDirectory(prefix="forgefield-") as folder:
@@ -146,9 +145,7 @@ def _train_in_processes(
         command += ["--trust-code"] if trust_code else []
         command += ["-l", str(log)] if log is not None else []
         code = run_ranks(command, n, environ=environment_of_children())
-    run = Run(
-        Path(config.out) / config.name, trust_code=code == 0
-    )  # what it names, the config named or the user allowed
+    run = Run(config.folder, trust_code=code == 0)  # what it names, the config named or the user allowed
     if code == 0:
         return TrainingResult(run, None, "quick" if config.trainer.get("fast_dev_run") else "finished")
     stopped = code in (config.training.checkpoint.requeue_exit, 128 + signal.SIGINT)
@@ -164,14 +161,14 @@ def train_example(overrides: list[str] | None = None, *, fresh: bool = False) ->
         return train_with_outcome(config, fresh=fresh)
 
 
-def example_config(overrides: list[str], *, make: bool) -> DictConfig:
+def example_config(overrides: list[str], *, make: bool) -> Config:
     """Config of the built-in example. make: whether to make its data where it is not there yet."""
     from importlib.resources import as_file, files
 
     from forgefield.data.example import make_example
 
     with as_file(files("forgefield.config") / "presets" / "example.yaml") as path:
-        folder = Path(OmegaConf.load(path).data.train).parent
+        folder = Path(read_yaml(path)["data"]["train"]).parent
         if make and not all((folder / name).exists() for name in ("train.extxyz", "test.extxyz")):
             print(f"Making a small data set with ASE's EMT (copper-gold alloys) in {folder} ...", flush=True)
             make_example(folder, seed=0)
@@ -206,7 +203,7 @@ def test(
     run: str | os.PathLike[str] | Run,
     data: Any,
     *,
-    options: DataOptions | DictConfig | None = None,
+    options: DataOptions | None = None,
     which: str = "best",
     device: str = "cpu",
     labels_required: bool = False,
@@ -249,7 +246,7 @@ def predict(
     source: Any,
     out: str | os.PathLike[str],
     *,
-    options: DataOptions | DictConfig | None = None,
+    options: DataOptions | None = None,
     which: str = "best",
     device: str = "cpu",
     labels_required: bool = False,
@@ -325,7 +322,7 @@ def _predict_electrons(
 
 
 def tune(
-    config: str | Path | dict[str, Any] | DictConfig,
+    config: str | Path | dict[str, Any] | Config,
     *overrides: str,
     space: Sequence[str] = (),
     trials: int | None = None,
@@ -425,12 +422,10 @@ def _refuse_company(verb: str) -> None:
         raise ForgefieldError(f"{verb} runs in one process: call it on rank 0 alone (this is rank {launch.rank}).")
 
 
-def _data_options(run: Run) -> Any:
+def _data_options(run: Run) -> DataOptions:
     """The data section of the run; for an imported model, the defaults. Fields that the model predicts are read as in training,
     where a store said what they are, too."""
-    defaults = OmegaConf.structured(DataOptions)  # a run of an earlier version lacks what came later
-    stored = run.config.get("data")
-    options = OmegaConf.merge(defaults, stored) if stored is not None else defaults
+    options = run.config.data
     if options.labels.fields is None and run.heads:
         options.labels.fields = {
             name: {"per": head["per"], "shape": head["shape"], "unit": head["unit"]} for name, head in run.heads.items()

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from omegaconf import DictConfig
 from torch import Tensor
 
+from forgefield.config.schema import Config
 from forgefield.config.trust import CONFIG
 from forgefield.data.batch import Batch, batch_shapes, to_device, with_edges
 from forgefield.data.module import DataModule, FrameData, read_data
-from forgefield.data.readers import plain
 from forgefield.models.potential import Potential
 from forgefield.models.registry import branch_names, build_model
 from forgefield.parallel.ranks import alone
@@ -113,9 +111,9 @@ class BareStep:
         return [*parameters, *self.potential.buffers(), *gradients, *_tensors(self.optimiser.state), *average]
 
 
-def bare_step(config: DictConfig, *, precision: str | None = None, data: FrameData | None = None) -> BareStep:
+def bare_step(config: Config, *, precision: str | None = None, data: FrameData | None = None) -> BareStep:
     """precision: another than the config's. data: prepared before, for the same data section."""
-    run = Run(Path(config.out) / config.name)
+    run = Run(config.folder)
     initial = initial_model(run, config, alone())
     if initial is not None:
         config = initial.settle(config, lambda text: None)
@@ -123,7 +121,7 @@ def bare_step(config: DictConfig, *, precision: str | None = None, data: FrameDa
         data = read_data(
             config.data,
             config.seed,
-            branches=branch_names(plain(config.model) if initial is None else initial.known.resolved),
+            branches=branch_names(config.model if initial is None else initial.known.resolved),
             species_of=None if initial is None else initial.known.whose,
         )
     device = training_device(config)
@@ -153,16 +151,16 @@ def bare_step(config: DictConfig, *, precision: str | None = None, data: FrameDa
     return BareStep(data, batches, potential, task, optimiser, average, device, resolved, arithmetic, *kept)
 
 
-def first_precision(config: DictConfig) -> str:
+def first_precision(config: Config) -> str:
     """The precision that a training begins with."""
-    return Precision(plain(config.training.precision)).start
+    return Precision(config.training.precision).start
 
 
-def training_device(config: DictConfig) -> torch.device:
+def training_device(config: Config) -> torch.device:
     """Where a process that trains alone does so."""
     if (config.trainer.get("accelerator") or "auto") == "cpu" or not torch.accelerator.is_available():
         return torch.device("cpu")
-    devices: Any = plain(config.trainer.get("devices"))
+    devices: Any = config.trainer.get("devices")
     kind = torch.accelerator.current_accelerator() or torch.device("cpu")
     return torch.device(kind.type, devices[0] if isinstance(devices, list) and devices else 0)
 

@@ -54,7 +54,6 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     words = args.data or []
     files = [word for word in words if Path(word).exists() or not is_override(word)]
     overrides = refuse_files([*(word for word in words if word not in files), *args.overrides])
-    from omegaconf import OmegaConf
     from rich.console import Console
 
     with for_good():
@@ -70,7 +69,7 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     options = override_config(opened.config, overrides, allowed=takes, verb="test").data if overrides else None
     if files and "data.test" in override_keys(overrides):
         raise ForgefieldError("--data and data.test both say what to test on; leave one of them out.")
-    named = options.test if options is not None else OmegaConf.select(opened.config, "data.test")
+    named = options.test if options is not None else opened.config.data.test
     data: Any = (files[0] if len(files) == 1 else files) if files else _own_data(opened, named)
     sets = {title(name): source for name, source in test_sets(data).items()}
     errors = api.test(
@@ -106,9 +105,7 @@ def _in_words(source: Any) -> str:
 
 def _own_data(opened: Run, named: Any) -> Any:
     """What `data.test` of the run, or of the command line, names."""
-    from forgefield.data.readers import plain
 
-    named = plain(named)
     instead = f"name {'snapshots with --data SNAPSHOTS' if opened.of_points else 'files with --data FILE'}."
     if named is None or named == []:
         raise ForgefieldError(f"Run {opened.name} has no data.test; {instead}")

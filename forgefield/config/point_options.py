@@ -6,10 +6,7 @@ As in `schema.py`, the docstring under each field is its documentation.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Optional
-
-# OmegaConf reads these annotations at run time and knows `Optional[X]`, not `X | None`, in every supported version.
-# ruff: noqa: UP045
+from typing import Any
 
 DEFAULT_POINTS = 1000
 """Points of a batch where nothing is said."""
@@ -32,19 +29,19 @@ class PointsOptions:
 
     target: str = "ldos"
     """What the target files hold at each point: ldos or density."""
-    units: Optional[str] = None
+    units: str | None = None
     """Unit of the target files: 1/(eV*A^3), 1/(eV*Bohr^3), 1/(Ry*Bohr^3); of densities 1/A^3 or 1/Bohr^3. Default: what the
     files state, else the one in eV and A."""
-    energies: Any = None
+    energies: dict[str, float] | list[dict[str, float]] | None = None
     """The levels of an LDOS, eV: {first: -5.0, spacing: 2.5, levels: 11}; a list of such windows where the spacing changes."""
     scaling: ScalingOptions = field(default_factory=ScalingOptions)
     """How inputs and outputs of the network are scaled, from the training data."""
     keep: str = "auto"
     """Where rows are kept: device, memory, disk (read in random blocks, for data that is larger than memory); auto: the first
     of these that has room."""
-    descriptors: Any = None
+    descriptors: dict[str, Any] | None = None
     """How the inputs were made, for predictions from structures: {type: bispectrum, twojmax: 10, cutoff: 4.67637}."""
-    pseudopotentials: Optional[str] = None
+    pseudopotentials: str | None = None
     """Folder of the pseudopotential files (UPF), for total energies. Default: beside the snapshots."""
 
 
@@ -58,7 +55,7 @@ class PointTargetOptions:
     """mse, mae or huber."""
     huber_delta: float = 0.1
     """Where Huber turns from quadratic to linear, in units of the scaled target."""
-    level_weights: Optional[list[float]] = None
+    level_weights: list[float] | None = None
     """Weight of each level (column of the target). Default: 1 for all."""
 
 
@@ -82,7 +79,7 @@ class ObservablesOptions:
     """Of band_energy, total_energy, fermi_energy, density, dos, electrons."""
     every: int = 1
     """At every so many validations; also before the first step and after the last."""
-    snapshots: Any = None
+    snapshots: str | list[Any] | dict[str, Any] | None = None
     """Snapshot files to measure on. Default: those of data.val."""
     fermi: str = "self_consistent"
     """Fermi energy of the predictions: self_consistent (that which gives the number of electrons) or given (that of the
@@ -93,15 +90,15 @@ class ObservablesOptions:
 class PointTaskOptions:
     """What is trained on points, and which observables are measured."""
 
-    ldos: Optional[PointTargetOptions] = None
+    ldos: PointTargetOptions | None = None
     """The LDOS at each point."""
-    density: Optional[PointTargetOptions] = None
+    density: PointTargetOptions | None = None
     """The electron density at each point (data.points.target=density)."""
-    dos: Optional[SnapshotTermOptions] = None
+    dos: SnapshotTermOptions | None = None
     """The density of states of a snapshot: mean squared error over levels, (states/eV per electron)^2."""
-    electrons: Optional[SnapshotTermOptions] = None
+    electrons: SnapshotTermOptions | None = None
     """The number of electrons at the Fermi energy of the targets: squared error, relative to their number."""
-    band_energy: Optional[SnapshotTermOptions] = None
+    band_energy: SnapshotTermOptions | None = None
     """The band energy at the self-consistent Fermi energy: squared error, (eV/atom)^2."""
-    observables: Optional[ObservablesOptions] = None
+    observables: ObservablesOptions | None = None
     """Physical metrics on whole snapshots."""

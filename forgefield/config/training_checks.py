@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from omegaconf import DictConfig
-
 from forgefield.config import schema
 from forgefield.config.nearest import did_you_mean
 from forgefield.config.refusals import check_choice, wrong
@@ -21,7 +19,7 @@ FEWEST_KNOTS, MOST_KNOTS = 256, 2**15 - 1
 """Intervals of a table: with fewer it would be what limits the precision, and kernels number them by 16 bits."""
 
 
-def check_training(config: DictConfig, sources: Sources) -> None:
+def check_training(config: schema.Config, sources: Sources) -> None:
     """Refuse settings of a training that have no meaning or do not apply."""
     training = config.training
     ema = training.ema
@@ -45,10 +43,10 @@ def check_training(config: DictConfig, sources: Sources) -> None:
     _check_precision(training.precision, sources)
 
 
-def _check_kernels(training: Any, sources: Sources) -> None:
+def _check_kernels(training: schema.TrainingOptions, sources: Sources) -> None:
     """Settings of kernels that cannot be used are not ignored."""
     given, defaults = training.kernels, schema.KernelOptions()
-    if all(given[key] == getattr(defaults, key) for key in ("radial", "knots", "storage")):
+    if all(getattr(given, key) == getattr(defaults, key) for key in ("radial", "knots", "storage")):
         return
     for key, value in (
         ("training.derivative", training.derivative),
@@ -71,7 +69,7 @@ def _check_kernels(training: Any, sources: Sources) -> None:
         )
 
 
-def _check_edges(config: DictConfig, sources: Sources) -> None:
+def _check_edges(config: schema.Config, sources: Sources) -> None:
     name = config.model.get("name") if isinstance(config.model, Mapping) else config.model
     if not config.training.kernels.edges and name not in (None, "allegro"):
         raise ForgefieldError(
@@ -80,7 +78,7 @@ def _check_edges(config: DictConfig, sources: Sources) -> None:
         )
 
 
-def _check_swa(training: Any, sources: Sources) -> None:
+def _check_swa(training: schema.TrainingOptions, sources: Sources) -> None:
     swa = training.swa
     if swa is None:
         return

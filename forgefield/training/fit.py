@@ -7,19 +7,20 @@ them run it; rank 0 decides and writes, the others are told.
 
 from __future__ import annotations
 
+import copy
 import json
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import Callback
-from omegaconf import DictConfig, OmegaConf
 
 from forgefield.config.nearest import did_you_mean
+from forgefield.config.schema import Config, EarlyStoppingOptions, TrainingOptions
 from forgefield.config.template import commented_yaml
-from forgefield.data.readers import plain
+from forgefield.config.typed import select
 from forgefield.errors import ForgefieldError
 from forgefield.files import write_atomically
 from forgefield.parallel.accelerators import settle_accelerator
@@ -78,7 +79,7 @@ class _Plan:
     """What is trained with which settings. options: the config's `trainer` section, completed on the way."""
 
     run: Run
-    config: DictConfig
+    config: Config
     options: dict[str, Any]
     problem: Problem
     callbacks: Sequence[Callback] = ()
@@ -99,7 +100,7 @@ class _Plan:
             return
         run, problem = self.run, self.problem
         status = run.info["status"] if has_begun(run) else "new"
-        setting = plain(self.config.training.precision)
+        setting = self.config.training.precision
         write_atomically(run.path / "config.yaml", commented_yaml(self.config))
         run.write_info(
             name=run.name,
@@ -120,7 +121,7 @@ class _Plan:
 
 
 def fit(
-    config: DictConfig,
+    config: Config,
     *,
     fresh: bool,
     journal: Journal,
@@ -130,7 +131,7 @@ def fit(
 ) -> TrainingResult:
     """Train as `config` says. With `fresh` an existing run of that name is moved aside, else it is continued. callbacks: of the
     caller, beside those of the config. trust_code: whether code may be imported that a run names and not the config."""
-    options: dict[str, Any] = plain(config.trainer)
+    options = copy.deepcopy(config.trainer)
     require_same_settings(config, ranks)
     lr_factor = learning_rate_factor(config.training.scale_lr, ranks.world_size)
     check_settings(config, options, ranks)
@@ -153,7 +154,7 @@ def fit(
 
 
 def _fit_in(
-    run: Run, config: DictConfig, options: dict[str, Any], callbacks: Sequence[Callback], session: TrainingSession
+    run: Run, config: Config, options: dict[str, Any], callbacks: Sequence[Callback], session: TrainingSession
 ) -> TrainingResult:
     """Train in a folder that is ours."""
     ranks, journal = session.ranks, session.journal
@@ -186,7 +187,7 @@ def _asked_already(session: TrainingSession) -> StopRequested | None:
     return session.stop.look_together([sum(column) for column in zip(*flags)])
 
 
-def _changed_settings(run: Run, config: DictConfig, session: TrainingSession) -> list[str]:
+def _changed_settings(run: Run, config: Config, session: TrainingSession) -> list[str]:
     before = int(run.info.get("world_size", 1)) if run.exists else session.ranks.world_size
     return [
         change.key
@@ -217,9 +218,10 @@ def _has_weights(run: Run, step: int) -> bool:
         return False
 
 
-def _limits(config: DictConfig) -> str:
+def _limits(config: Config) -> str:
     """The settings that say when training ends, as text."""
-    return json.dumps({key: plain(OmegaConf.select(config, key)) for key in _LIMITS}, sort_keys=True, default=str)
+    values = asdict(config)
+    return json.dumps({key: select(values, key) for key in _LIMITS}, sort_keys=True, default=str)
 
 
 def _run_lightning(
@@ -298,7 +300,7 @@ def _callbacks(
     return [
         *([] if plan.quick else [BestModel(run.checkpoints, monitor)]),
         *([TensorBoardLog(run.path / "tensorboard", training.tensorboard, step)] if training.tensorboard else []),
-        StepLog(plain(plan.config), tensorboard=bool(training.tensorboard), from_step=step),
+        StepLog(asdict(plan.config), tensorboard=bool(training.tensorboard), from_step=step),
         *([_early_stop(training.early_stopping, monitor, session)] if training.early_stopping is not None else []),
         *([Pace(ranks, session.journal, exchange)] if ranks.world_size > 1 else []),
         *(
@@ -318,7 +320,7 @@ def _callbacks(
     ]
 
 
-def _early_stop(options: Any, monitor: str, session: TrainingSession) -> EarlyStop:
+def _early_stop(options: EarlyStoppingOptions, monitor: str, session: TrainingSession) -> EarlyStop:
     return EarlyStop(
         options.monitor or monitor,
         patience=options.patience,
@@ -378,7 +380,7 @@ def _write_status(run: Run, ranks: Ranks, **values: Any) -> None:
         run.write_info(**values)
 
 
-def _monitor(training: Any, columns: list[str], has_val: bool, journal: Journal) -> str:
+def _monitor(training: TrainingOptions, columns: list[str], has_val: bool, journal: Journal) -> str:
     """What picks the best model; every value that is to be watched must be one that will exist."""
     monitor = training.monitor
     if not has_val and monitor == "val/loss":

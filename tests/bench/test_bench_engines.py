@@ -236,7 +236,7 @@ def test_water_takes_the_place_of_the_data_of_a_config(tmp_path: Path) -> None:
         assert all(len(frame) == 192 for frame in frames)
         assert (config.training.lr, config.data.cutoff, config.data.batch.frames) == (0.5, 3.5, 3)
         assert (config.data.test, config.task.stress) == (None, None)
-        assert config.model.num_features == content["model"]["num_features"]
+        assert config.model["num_features"] == content["model"]["num_features"]
     assert not Path(config.data.train).parent.exists()
 
 

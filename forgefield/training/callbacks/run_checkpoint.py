@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback
 
+from forgefield.config.schema import CheckpointOptions
 from forgefield.errors import ForgefieldError
 from forgefield.parallel.accelerators import random_state_of_accelerator, set_random_state_of_accelerator
 from forgefield.parallel.exchange import StepExchange
@@ -47,7 +48,7 @@ class RunCheckpoint(Callback):
     def __init__(
         self,
         folder: Path,
-        options: Any,
+        options: CheckpointOptions,
         stop: StopControl,
         *,
         ranks: Ranks | None = None,
@@ -112,7 +113,7 @@ class RunCheckpoint(Callback):
         every_steps, every_epochs = self._every
         if every_steps and step // every_steps > before // every_steps:  # a batch may be many steps
             return True
-        return bool(every_epochs) and batch_idx == 0 and trainer.current_epoch % every_epochs == 0
+        return every_epochs is not None and batch_idx == 0 and trainer.current_epoch % every_epochs == 0
 
     # ---- what
 

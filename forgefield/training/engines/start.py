@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from forgefield.config.schema import TrainingOptions
 from forgefield.parallel.ranks import Ranks
 from forgefield.training.engines.choose import Choice, Circumstances, can_use_kernels, measure_and_choose, start, wanted
 from forgefield.training.engines.engine import Engine
@@ -28,7 +29,7 @@ class EngineStarter:
 
     def __init__(
         self,
-        options: Any,
+        options: TrainingOptions,
         ranks: Ranks,
         *,
         plan: Callable[[], SizePlan],

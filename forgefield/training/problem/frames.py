@@ -7,13 +7,11 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
 
-from forgefield.config.schema import TaskOptions
+from forgefield.config.schema import Config, TaskOptions
 from forgefield.config.trust import CONFIG
 from forgefield.data.batch import batch_shapes
 from forgefield.data.module import DataModule, FrameData, read_data
-from forgefield.data.readers import plain
 from forgefield.data.sampling.batching import training_budget
 from forgefield.data.sampling.loader import FrameLoader
 from forgefield.models.potential import Potential
@@ -54,7 +52,7 @@ class FramesProblem(Problem):
     change: Transfer | None
     """What became of the model of another run."""
 
-    def __init__(self, run: Run, config: DictConfig, options: dict[str, Any], session: TrainingSession) -> None:
+    def __init__(self, run: Run, config: Config, options: dict[str, Any], session: TrainingSession) -> None:
         self.initial = initial_model(run, config, session.ranks, trust_code=session.trust_code)
         settled = config if self.initial is None else self.initial.settle(config, session.journal.notify)
         super().__init__(run, settled, options, session)
@@ -69,7 +67,7 @@ class FramesProblem(Problem):
             config.seed,
             rank=ranks.rank,
             world_size=ranks.world_size,
-            branches=branch_names(plain(config.model) if self.initial is None else self.initial.known.resolved),
+            branches=branch_names(config.model if self.initial is None else self.initial.known.resolved),
             species_of=whose,
             keep_species=not ranks.broadcast(old),
             converting=_conversion_report(journal.notify),
@@ -190,7 +188,7 @@ class FramesProblem(Problem):
     def facts(self) -> dict[str, Any]:
         return {
             "species": list(self.data.species.symbols),
-            "cutoff": float(self.config.data.cutoff),
+            "cutoff": self.config.cutoff,
             "statistics": asdict(self.data.statistics),
             "initial_model": self.initial.record if self.initial is not None else None,
             "keep_species": self.data.keep_species,

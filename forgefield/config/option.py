@@ -1,0 +1,80 @@
+"""How an option is declared: a field of a dataclass with its default, and with the bounds, choices and unit of its values.
+
+    knots: int = option(1024, at_least=256, at_most=32767)
+    \"\"\"Intervals of the table of radial weights.\"\"\"
+
+The type is the annotation and the description the docstring below. The checks of a config, the comments in the config that
+`forgefield init` writes, and the reference in docs/options.md are all made from this declaration.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+_KEY = "forgefield"
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What values of an option are allowed, besides its type. Bounds apply to numbers, and to each number of a list."""
+
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+    choices: tuple[Any, ...] = ()
+    """All values that are allowed; None stands for null."""
+    open_choices: str | None = None
+    """What else is allowed where the choices are not all, such as "an import path"; checked elsewhere."""
+    unit: str | None = None
+    expected: str | None = None
+    """What messages say is expected; made of the bounds where it is not given."""
+
+    @property
+    def has_bounds(self) -> bool:
+        return any(bound is not None for bound in (self.at_least, self.above, self.at_most, self.below))
+
+    def allows(self, number: float) -> bool:
+        """Whether a number is finite and within the bounds."""
+        return (
+            math.isfinite(number)
+            and (self.at_least is None or number >= self.at_least)
+            and (self.above is None or number > self.above)
+            and (self.at_most is None or number <= self.at_most)
+            and (self.below is None or number < self.below)
+        )
+
+    def describe(self) -> str:
+        """The bounds, such as `above 0, at most 1`; empty where there are none."""
+        bounds = (("at least", self.at_least), ("above", self.above), ("at most", self.at_most), ("below", self.below))
+        return ", ".join(f"{word} {bound:.10g}" for word, bound in bounds if bound is not None)
+
+
+def option(
+    default: Any = dataclasses.MISSING,
+    *,
+    make: Callable[[], Any] | None = None,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    below: float | None = None,
+    choices: Sequence[Any] = (),
+    open_choices: str | None = None,
+    unit: str | None = None,
+    expected: str | None = None,
+) -> Any:
+    """A field of an options dataclass; `make` gives defaults that are lists or mappings. The rest: see `Limits`."""
+    limits = Limits(at_least, above, at_most, below, tuple(choices), open_choices, unit, expected)
+    metadata: Mapping[str, Limits] = {_KEY: limits}
+    if make is not None:
+        return dataclasses.field(default_factory=make, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def limits_of(field: dataclasses.Field[Any]) -> Limits:
+    """What is declared about a field; nothing for a plain one."""
+    limits = field.metadata.get(_KEY)
+    return limits if isinstance(limits, Limits) else Limits()
