@@ -43,7 +43,7 @@ from forgefield.report.page import write_parity_png, write_report
 from forgefield.runs import Run, built
 from forgefield.tasks.classes import auroc
 from forgefield.tasks.metrics import ErrorMetrics
-from forgefield.tasks.task import LABELS
+from forgefield.tasks.targets import LABELS
 from forgefield.training.fit import TrainingResult
 from forgefield.training.problem.preflight import require_same_data
 from forgefield.training.run.evaluation_progress import with_progress

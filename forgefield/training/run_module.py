@@ -17,7 +17,7 @@ from forgefield.config.schema import TrainingOptions
 from forgefield.errors import ForgefieldError
 from forgefield.parallel.exchange import StepExchange
 from forgefield.parallel.ranks import Ranks, single_process
-from forgefield.tasks.weights import StepState
+from forgefield.tasks.schedules import StepState
 from forgefield.training.epoch_length import epochs_of_fit, fit_epoch_length, steps_of_fit
 from forgefield.training.optim.averages import weight_average
 from forgefield.training.optim.captured_update import portable_optimiser_states
