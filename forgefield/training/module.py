@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from forgefield.config.schema import TrainingOptions
 from forgefield.errors import ForgefieldError
 from forgefield.parallel.exchange import StepExchange
-from forgefield.parallel.ranks import Ranks, alone
+from forgefield.parallel.ranks import Ranks, single_process
 from forgefield.tasks.schedules import StepState
 from forgefield.training.epoch_length import epochs_of_fit, fit_epoch_length
 from forgefield.training.executor import StepExecutor, TaskLike
@@ -73,7 +73,7 @@ class TrainingModule(L.LightningModule):
         self.automatic_optimization = executor.automatic_optimization
         self.options = options
         self.monitor = monitor
-        self.ranks = ranks if ranks is not None else alone()
+        self.ranks = ranks if ranks is not None else single_process()
         self.exchange = exchange
         self.lr_factor = lr_factor
         self.ema = weight_average(executor.model, options)
@@ -204,7 +204,7 @@ class TrainingModule(L.LightningModule):
         row, names = self.throughput.take(), self.throughput.samples
         if self.ranks.world_size > 1:
             counts = torch.tensor([row[name] for name in names], dtype=torch.float64, device=self.device)
-            row.update(zip(names, (int(n) for n in self.ranks.sum(counts).tolist())))
+            row.update(zip(names, (int(n) for n in self.ranks.all_reduce(counts).tolist())))
             seconds = row["seconds"] or 0.0
             for name in names:
                 row[f"{name}_per_second"] = row[name] / seconds if row[name] and seconds > 0 else None  # type: ignore[operator]
@@ -232,7 +232,7 @@ class TrainingModule(L.LightningModule):
         """Accumulators added up over ranks, in one message."""
         if self.ranks.world_size == 1:
             return list(sums)
-        total = self.ranks.sum(torch.cat([part.reshape(-1).to(self.device) for part in sums]))
+        total = self.ranks.all_reduce(torch.cat([part.reshape(-1).to(self.device) for part in sums]))
         parts = total.split([part.numel() for part in sums])
         return [part.reshape(like.shape) for part, like in zip(parts, sums)]
 
@@ -330,4 +330,4 @@ def own_sums(stored: list[dict[str, Tensor]], ranks: Ranks) -> dict[str, Tensor]
     if len(stored) == ranks.world_size:
         return stored[ranks.rank]
     total = {name: torch.stack([part[name] for part in stored]).sum(0) for name in stored[0]}
-    return total if ranks.is_first else {name: torch.zeros_like(tensor) for name, tensor in total.items()}
+    return total if ranks.is_rank_zero else {name: torch.zeros_like(tensor) for name, tensor in total.items()}

@@ -83,7 +83,7 @@ def initial_network(run: Run, config: Config, ranks: Ranks, *, begun: bool) -> I
     """
     if "from" not in config.model:
         return None
-    return ranks.broadcast(_read(run, config, begun) if ranks.is_first else None)
+    return ranks.broadcast(_read(run, config, begun) if ranks.is_rank_zero else None)
 
 
 def _read(run: Run, config: Config, begun: bool) -> InitialNetwork:

@@ -92,7 +92,7 @@ class FramesProblem(Problem):
     def _read(self) -> FrameData:
         config, ranks = self.config, self.session.ranks
         # A run that was started when splits could leave a species out of training keeps its split.
-        keep_species = not (ranks.is_first and self.has_begun) or bool(self.run.info["keep_species"])
+        keep_species = not (ranks.is_rank_zero and self.has_begun) or bool(self.run.info["keep_species"])
         return read_data(
             config.data,
             config.seed,
@@ -118,7 +118,7 @@ class FramesProblem(Problem):
             require_same_data(dataset.frames.fingerprint, ranks)
         resolved: dict[str, Any] = {}
         change: Transfer | None = None
-        if ranks.is_first:
+        if ranks.is_rank_zero:
             begun = self.has_begun
             if self.initial is not None:
                 known = self.initial.known.resolved if begun else self.initial.options(self.config, data)
@@ -165,10 +165,10 @@ class FramesProblem(Problem):
     def _engine_starter(self, restart: ResumePoint | None, quick: bool) -> EngineStarter:
         """A resumed run goes on with the engine it was started with, unless the config names another."""
         run, ranks, training = self.run, self.session.ranks, self.config.training
-        before = run.info.get("engine") if ranks.is_first and restart is not None else None
+        before = run.info.get("engine") if ranks.is_rank_zero and restart is not None else None
 
         def keep(choice: dict[str, Any]) -> None:
-            if ranks.is_first and not quick:
+            if ranks.is_rank_zero and not quick:
                 run.write_info(engine=choice)
 
         return EngineStarter(

@@ -21,7 +21,7 @@ from forgefield.errors import ForgefieldError
 from forgefield.kinds import FRAMES, POINTS
 from forgefield.models.registry import MODULE_FOLDER, names_same_code, with_found_folder
 from forgefield.parallel.exchange import StepExchange
-from forgefield.parallel.ranks import Ranks, alone
+from forgefield.parallel.ranks import Ranks, single_process
 from forgefield.runs import Run
 from forgefield.training.executor import StepExecutor
 from forgefield.training.module import TrainingModule
@@ -49,7 +49,7 @@ class TrainingSession:
     @classmethod
     def silent(cls) -> TrainingSession:
         """One process that reports nothing and takes no requests to stop, for checks and measurements."""
-        return cls(alone(), Journal(Console(quiet=True)), StopControl(None), 1.0)
+        return cls(single_process(), Journal(Console(quiet=True)), StopControl(None), 1.0)
 
 
 class Loader(Protocol):
@@ -169,7 +169,7 @@ class Problem(ABC):
 
     def kept_model(self, resolved: dict[str, Any]) -> dict[str, Any]:
         """The options of the model on all ranks: those in `run.json` once the run has begun, else `resolved` of rank 0."""
-        if self.session.ranks.is_first and self.has_begun:
+        if self.session.ranks.is_rank_zero and self.has_begun:
             if self.run.info["data_fingerprint"] != self.fingerprint:
                 raise ForgefieldError(
                     f"The data of run {self.run.name} is not the data it was started with (a file or the split changed); "
