@@ -16,10 +16,11 @@ from ase.data import atomic_numbers
 from torch import Tensor
 
 from forgefield.errors import ForgefieldError
+from forgefield.models.building import build_model
 from forgefield.models.deeppot import deepmd_attention, deepmd_fittings
 from forgefield.models.deeppot.deepmd_files import Tree, read_tree
-from forgefield.models.nequip.framework import ImportedModel
-from forgefield.models.registry import build_model, resolve_model
+from forgefield.models.importing import ImportedModel, Importer, ImportRequest
+from forgefield.models.resolving import resolve_model
 
 
 def read_deepmd(path: str | os.PathLike[str], *, head: str | None = None) -> ImportedModel:
@@ -31,6 +32,18 @@ def read_deepmd(path: str | os.PathLike[str], *, head: str | None = None) -> Imp
         return _assemble(path, tree)
     except (KeyError, TypeError, IndexError, AttributeError) as error:
         raise ForgefieldError(f"{path} is not a model as DeePMD-kit 3 writes them: {error!r}.") from error
+
+
+class DeepmdImporter(Importer):
+    """Reads models of DeePMD-kit."""
+
+    accepts = ("head",)
+
+    def read(self, request: ImportRequest) -> ImportedModel:
+        return read_deepmd(request.source, head=request.head)
+
+
+IMPORTER = DeepmdImporter()
 
 
 def _assemble(path: Path, tree: Tree) -> ImportedModel:

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from forgefield.errors import ForgefieldError
 from forgefield.models.deeppot.grouping import Groups
+from forgefield.models.interface import StackedNetworks
 
 
 def _silu_then_tanh(x: Tensor, threshold: float) -> Tensor:
@@ -64,9 +65,10 @@ def check_activation(key: str, name: str) -> None:
         raise ForgefieldError(f"{key} is '{name}'; choose one of {words}.") from error
 
 
-class Layer(nn.Module):
+class Layer(StackedNetworks):
     """One layer of `count` networks; `residual`: whether x is added where widths allow it."""
 
+    matrices = ("w",)
     idt: Tensor | None
 
     def __init__(

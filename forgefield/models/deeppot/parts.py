@@ -8,7 +8,7 @@ from typing import Any
 
 from forgefield.config.nearest import did_you_mean
 from forgefield.errors import ForgefieldError
-from forgefield.models.registry import check_keys
+from forgefield.models.options import check_keys
 
 DESCRIPTORS = {
     "se_e2_a": "se_e2_a.SeE2A",

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from forgefield.errors import ForgefieldError
 from forgefield.models.deeppot.environment import switch
 from forgefield.models.deeppot.options import DeepPotOptions
-from forgefield.models.nequip.options import check_zbl
+from forgefield.models.options import check_zbl
 from forgefield.ops.graph import EdgeGraph, segment_sum
 from forgefield.ops.radial import polynomial_cutoff
 from forgefield.physics.zbl import zbl_pair_energy

@@ -18,7 +18,7 @@ from forgefield.errors import ForgefieldError
 from forgefield.models.deeppot.fitting import Fitting
 from forgefield.models.deeppot.tensor_options import DipoleOptions, DosOptions, PolarOptions, PropertyOptions
 from forgefield.models.edges import Batch
-from forgefield.models.heads.direct import DirectOutput
+from forgefield.models.interface import DirectOutput
 from forgefield.ops.graph import Segments, segment_sum
 
 REDUCTIONS = ("sum", "mean")

@@ -29,14 +29,8 @@ from forgefield.data.readers import plain
 from forgefield.errors import ForgefieldError
 from forgefield.files import cache_folder, remove_leftovers, write_atomically
 from forgefield.models.potential import Potential
-from forgefield.models.registry import (
-    BUILT_IN,
-    branch_names,
-    direct_outputs,
-    extra_outputs_of,
-    model_statistics,
-    resolve_model,
-)
+from forgefield.models.registry import ARCHITECTURES
+from forgefield.models.resolving import branch_names, direct_outputs, extra_outputs_of, model_statistics, resolve_model
 from forgefield.tasks.task import Task, default_task, require_labels
 from forgefield.training.problem.heads import has_energy, head_facts, output_units
 from forgefield.training.problem.repulsion import ZBL, less_repulsion, statistics_without_repulsion
@@ -115,7 +109,7 @@ def _measured(config: DictConfig, data: FrameData) -> dict[str, Any]:
 def _repulsion(config: DictConfig, data: FrameData) -> Potential | None:
     """The ZBL term that the config's model adds, if it does."""
     model = plain(config.model)
-    if model.get("name") not in BUILT_IN or not model.get("zbl"):
+    if model.get("name") not in ARCHITECTURES or not model.get("zbl"):
         return None
     adaptive = config.data.adaptive_cutoff
     return Potential(ZBL(model, data.species.symbols, float(config.data.cutoff), adaptive))
