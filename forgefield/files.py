@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import socket
 import time
 from collections.abc import Iterator
@@ -31,21 +32,26 @@ def temporary_name(path: Path) -> Path:
     return path.with_name(f".{path.stem}{PARTIAL}-{_host()}-{os.getpid()}{path.suffix}")
 
 
-def remove_leftovers(folder: Path) -> list[Path]:
-    """Delete temporary files in `folder` whose processes are gone; returns them.
+def remove_leftovers(folder: Path, of: Path | None = None) -> list[Path]:
+    """Delete temporary files and folders in `folder` whose processes are gone; returns them.
 
     A process of another host cannot be asked: its files are deleted when they have not changed for a week.
+    of: delete only those of this file, for a folder that holds files of others too.
     """
     removed = []
     try:
         names = [entry.name for entry in os.scandir(folder) if PARTIAL in entry.name]
+        if of is not None:
+            begin = f".{of.stem}{PARTIAL}-"
+            names = [name for name in names if name.startswith(begin) and name.removeprefix(begin).endswith(of.suffix)]
+            names = [name for name in names if "." not in name.removeprefix(begin).removesuffix(of.suffix)]
     except OSError:
         return []
     for name in names:
         match, path = _TEMPORARY.fullmatch(name), folder / name
         with suppress(OSError):
-            if match is not None and path.is_file() and _is_abandoned(match, path):
-                path.unlink()
+            if match is not None and not path.is_symlink() and _is_abandoned(match, path):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
                 removed.append(path)
     return removed
 
@@ -97,6 +103,7 @@ def read_bytes(path: Path) -> bytes:
 def written_whole(path: Path) -> Iterator[Path]:
     """A temporary name with the ending of `path`; it becomes `path` when the block succeeds and vanishes when not."""
     partial = temporary_name(path)
+    remove_leftovers(path.parent, of=path)
     try:
         yield partial
         _flush(partial)

@@ -141,18 +141,20 @@ def _import(path: str, *, where: str, trust: Trust, folders: Sequence[str | Path
     places = [Path.cwd(), *map(Path, folders), *_FOLDERS]
     try:
         with _searching(places):
-            _refuse_code_in(trust.never_from, parts[0], path)
+            _refuse_code_in_runs(parts[0], path, trust.never_from)
             _refuse_namesake(parts[0], path)
-            return _attribute(parts, path, places)
+            return _attribute(parts, path, places, trust.never_from)
     except ForgefieldError as error:
         raise ForgefieldError(f"{where}: {error}") from error
 
 
-def _attribute(parts: Sequence[str], path: str, places: Sequence[Path]) -> Any:
+def _attribute(parts: Sequence[str], path: str, places: Sequence[Path], run: Path | None) -> Any:
     found: Any = _module(parts[0], path, places=places)
     for depth, part in enumerate(parts[1:], start=1):
         if not hasattr(found, part) and isinstance(found, ModuleType) and hasattr(found, "__path__"):
-            _module(".".join(parts[: depth + 1]), path, optional=True)
+            inner = ".".join(parts[: depth + 1])
+            _refuse_code_in_runs(inner, path, run)
+            _module(inner, path, optional=True)
         if not hasattr(found, part):
             owner = ".".join(parts[:depth])
             names = [name for name in dir(found) if not name.startswith("_")]
@@ -182,22 +184,27 @@ def _return_annotation(function: Callable[..., Any]) -> Any:
         return None
 
 
-def _refuse_code_in(folder: Path | None, name: str, path: str) -> None:
-    """Refuse a module that lies in `folder`, however it would be found."""
-    if folder is None:
-        return
+def _refuse_code_in_runs(name: str, path: str, run: Path | None) -> None:
+    """Refuse the module `name`, whose parents have been imported, if it lies in `run` or any other run folder."""
     if name in sys.modules:
         loaded = sys.modules[name]
         origins = [getattr(loaded, "__file__", None), *getattr(loaded, "__path__", ())]
     else:
-        spec = importlib.util.find_spec(name)  # a name without dots: nothing is imported to find it
-        origins = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or ())]
+        spec = importlib.util.find_spec(name)  # its parents are there: nothing is imported to find it
+        origins = [] if spec is None else [*(spec.submodule_search_locations or ())]
+        origins += [spec.origin] if spec is not None and spec.has_location else []
     for origin in filter(None, origins):
-        if Path(origin).resolve().is_relative_to(folder.resolve()):
-            raise ForgefieldError(
-                f"'{path}': {origin} lies in the run folder {folder}, and code in a run is never executed; move the module "
-                "to a folder of your own."
-            )
+        place = Path(origin).resolve()
+        for folder in (place, *place.parents):
+            if (run is not None and folder == run.resolve()) or _is_run(folder):
+                raise ForgefieldError(
+                    f"'{path}': {origin} lies in the run folder {folder}, and code in a run is never executed; move the "
+                    "module to a folder of your own."
+                )
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / "run.json").is_file() and (folder / "checkpoints").is_dir()
 
 
 def user_module_folder(path: str) -> Path | None:

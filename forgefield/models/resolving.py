@@ -168,9 +168,12 @@ def names_same_code(section: Mapping[str, Any], stored: Mapping[str, Any]) -> bo
         given, kept = section.get("options") or {}, dict(stored.get("options") or {})
         added = [kept.pop(key) for key in list(kept) if key not in given]
         return _equal(given, kept) and all(_only_numbers(value) for value in added)
-    added_by_us = (*FROM_DATA, MODULE_FOLDER, PREDICTS)
+    added_by_forgefield = {*FROM_DATA, MODULE_FOLDER, PREDICTS}
+    references = stored.get(REFERENCES)
+    if REFERENCES not in section and isinstance(references, dict) and _only_numbers([*references.values()]):
+        added_by_forgefield.add(REFERENCES)
     given = {key: value for key, value in section.items() if key != HEADS or HEADS in stored}
-    return _equal(given, {key: value for key, value in stored.items() if key not in added_by_us})
+    return _equal(given, {key: value for key, value in stored.items() if key not in added_by_forgefield})
 
 
 def with_found_folder(stored: Mapping[str, Any]) -> Options:

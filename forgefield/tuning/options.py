@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
 
 from forgefield.config.nearest import did_you_mean
 from forgefield.errors import ForgefieldError
@@ -15,41 +14,41 @@ PRUNERS = ("median", "halving", "none")
 
 @dataclass(frozen=True)
 class TuneOptions:
-    """How a search goes. As in the config's other sections, the docstring under each field is its documentation."""
+    """How a search is done. As in the config's other sections, the docstring under each field is its documentation."""
 
     trials: int = 50
-    """Trainings in all, those that were ended early included. The same command again goes on until there are so many."""
+    """Total number of trainings, including those ended early. Run the same command to resume until there are this many."""
     monitor: str | None = None
-    """What is to become small, the best value of a training counts: val/loss, val/band_energy_mae, ... Default:
-    training.monitor."""
-    space: Any = None
+    """Metric to minimise, by the best value of a training: val/loss, val/band_energy_mae, ... Default: training.monitor."""
+    space: Mapping[str, object] | None = None
     """Keys of the config and their values: a list of choices, {log: [low, high]}, {range: [low, high]} or {range: [low, high,
     step]}."""
     storage: str | None = None
-    """Database of the search, for workers on several machines: sqlite:///FILE, or what SQLAlchemy takes. Default: a file in the
-    folder of the search."""
+    """Database of the search, for workers on several machines: sqlite:///FILE or another SQLAlchemy URL. Default: a file in
+    the folder of the search."""
     sampler: str = "tpe"
     """tpe (learns from finished trials), random, or grid (all combinations of choices)."""
     pruner: str = "median"
     """Ends a training early: median (worse than half of the others at the same validation), halving (asynchronous successive
     halving) or none."""
     startup: int = 5
-    """Trials before sampler and pruner begin to judge."""
+    """Number of trials before sampler and pruner use results."""
     warmup: int = 1
-    """Validations of a training before it can be ended early."""
+    """Number of validations before a training can be ended early."""
     repeats: int = 1
-    """Trainings of a trial, with seeds one after the other; their mean counts."""
+    """Number of trainings per trial, with consecutive seeds; their mean counts."""
 
     @classmethod
-    def from_mapping(cls, section: Any) -> TuneOptions:
-        given = {} if section is None else section
-        if not isinstance(given, Mapping):
+    def from_mapping(cls, section: object) -> TuneOptions:
+        """Options of the section `tune` of a config; unknown keys are an error."""
+        values = {} if section is None else section
+        if not isinstance(values, Mapping):
             raise ForgefieldError(f"'tune' is {section!r}; it should be a section such as {{trials: 50, space: ...}}.")
         names = [entry.name for entry in fields(cls)]
-        for name in given:
+        for name in values:
             if name not in names:
                 raise ForgefieldError(f"unknown key 'tune.{name}'.{did_you_mean(str(name), names)}")
-        return cls(**given)
+        return cls(**values)
 
     def __post_init__(self) -> None:
         for name, low in (("trials", 1), ("startup", 0), ("warmup", 0), ("repeats", 1)):

@@ -1,7 +1,7 @@
-"""What a search found, for people: `trials.csv` and `tune.html`, one page with its figures inside.
+"""The results of a search: `trials.csv`, and `tune.html`, a self-contained page with figures.
 
-Figures: the value of each trial and the best so far; the share of each key in the spread of the better trials (PED-ANOVA); all
-trials as lines through their values, the better the darker.
+Figures: the value of each trial and the best so far; the importance of each key for the better trials (PED-ANOVA); all trials
+as lines through their values, the better the darker.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import html
 import io
 import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,16 +21,22 @@ from forgefield.tuning.search import Search, short
 from forgefield.tuning.space import Dimension
 from forgefield.tuning.study import require_optuna
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from optuna import Study
+    from optuna.trial import FrozenTrial
+
 _STYLE = (
     "body{font:15px/1.5 sans-serif;margin:2em auto;max-width:60em;color:#222}td,th{padding:.15em .8em;text-align:left}"
 )
 
 
-def write_page(search: Search, study: Any) -> Path:
-    """`tune.html` and `trials.csv` of a search."""
+def write_page(search: Search, study: Study) -> Path:
+    """Write `tune.html` and `trials.csv` of a search and return the path of the page."""
     trials = [trial for trial in study.trials if trial.state.name in ("COMPLETE", "PRUNED", "FAIL")]
     write_atomically(search.folder / "trials.csv", _csv(search, trials))
-    done = sorted((trial for trial in trials if trial.state.name == "COMPLETE"), key=lambda trial: trial.value)
+    done = sorted((trial for trial in trials if trial.state.name == "COMPLETE"), key=lambda trial: trial.value or 0.0)
     figures = [_history(search, trials), _importance(study, done), _lines(search, done)]
     shown = "".join(f'<p><img src="data:image/png;base64,{figure}" alt=""></p>' for figure in figures if figure)
     head = "".join(
@@ -52,8 +58,8 @@ def write_page(search: Search, study: Any) -> Path:
 _STATES = {"complete": "COMPLETE", "ended early": "PRUNED", "failed": "FAIL"}
 
 
-def importances(study: Any) -> dict[str, float]:
-    """Share of each key, adding up to 1; empty where there are too few trials to tell."""
+def importances(study: Study) -> dict[str, float]:
+    """Importance of each key, adding up to 1; empty where there are too few trials."""
     optuna = require_optuna()
     try:
         return optuna.importance.get_param_importances(
@@ -63,26 +69,26 @@ def importances(study: Any) -> dict[str, float]:
         return {}
 
 
-def _cells(search: Search, trial: Any) -> list[str]:
-    values = [short(d.decoded(trial.params[d.key])) if d.key in trial.params else "" for d in search.space]
+def _cells(search: Search, trial: FrozenTrial) -> list[str]:
+    values = [short(d.decode(trial.params[d.key])) if d.key in trial.params else "" for d in search.space]
     return [str(trial.number), "" if trial.value is None else f"{trial.value:.6g}", *values]
 
 
-def _csv(search: Search, trials: list[Any]) -> str:
+def _csv(search: Search, trials: list[FrozenTrial]) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["trial", search.monitor, *(d.key for d in search.space), "state", "folder", "error"])
     for trial in trials:
         state = next(name for name, code in _STATES.items() if code == trial.state.name)
-        own = trial.user_attrs
-        writer.writerow([*_cells(search, trial), state, own.get("folder", ""), own.get("error", "")])
+        about = trial.user_attrs
+        writer.writerow([*_cells(search, trial), state, about.get("folder", ""), about.get("error", "")])
     return text.getvalue()
 
 
 # ---- figures
 
 
-def _canvas(width: float = 8.0, height: float = 3.2) -> tuple[Any, Any]:
+def _canvas(width: float = 8.0, height: float = 3.2) -> tuple[Figure, Axes]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -91,13 +97,13 @@ def _canvas(width: float = 8.0, height: float = 3.2) -> tuple[Any, Any]:
     return figure, figure.add_subplot()
 
 
-def _png(figure: Any) -> str:
+def _png(figure: Figure) -> str:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=110)
     return base64.b64encode(buffer.getvalue()).decode()
 
 
-def _history(search: Search, trials: list[Any]) -> str | None:
+def _history(search: Search, trials: list[FrozenTrial]) -> str | None:
     done = [(trial.number, trial.value) for trial in trials if trial.state.name == "COMPLETE"]
     ended = [
         (t.number, min(t.intermediate_values.values()))
@@ -119,18 +125,18 @@ def _history(search: Search, trials: list[Any]) -> str | None:
     return _png(figure)
 
 
-def _importance(study: Any, done: list[Any]) -> str | None:
-    found = importances(study) if len(done) > 2 else {}
-    if not found:
+def _importance(study: Study, done: list[FrozenTrial]) -> str | None:
+    shares = importances(study) if len(done) > 2 else {}
+    if not shares:
         return None
-    figure, axes = _canvas(height=0.8 + 0.35 * len(found))
-    names = list(found)[::-1]
-    axes.barh(names, [found[name] for name in names])
-    axes.set(xlabel="share in what makes trials good", xlim=(0, 1))
+    figure, axes = _canvas(height=0.8 + 0.35 * len(shares))
+    names = list(shares)[::-1]
+    axes.barh(names, [shares[name] for name in names])
+    axes.set(xlabel="importance", xlim=(0, 1))
     return _png(figure)
 
 
-def _lines(search: Search, done: list[Any]) -> str | None:
+def _lines(search: Search, done: list[FrozenTrial]) -> str | None:
     if len(done) < 2:
         return None
     figure, axes = _canvas(width=max(6.0, 1.8 * len(search.space)), height=3.8)
@@ -153,10 +159,10 @@ def _lines(search: Search, done: list[Any]) -> str | None:
     return _png(figure)
 
 
-def _height(dimension: Dimension, stored: Any) -> float:
-    """Place of a value on its axis, 0 to 1."""
+def _height(dimension: Dimension, stored: float) -> float:
+    """Position of a value on its axis, 0 to 1."""
     if dimension.choices is not None:
-        value = dimension.decoded(stored)
+        value = dimension.decode(stored)
         return dimension.choices.index(value) / max(len(dimension.choices) - 1, 1)
     low, high, x = dimension.low, dimension.high, stored
     if dimension.log:

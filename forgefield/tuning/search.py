@@ -1,7 +1,7 @@
-"""One worker of a search: trial after trial is trained until there are enough of them. Several may share a study.
+"""One worker of a search, which trains trials until there are enough. Several workers may share a study.
 
-Each trial is a run of its own, in a folder of the search, with the settings of the config but for the values it tries. A search
-that was stopped or killed goes on where it was: finished trials count, the training of an unfinished one continues.
+Each trial is a separate run in the folder of the search, with the settings of the config except for the values it tries. A
+search that was stopped or killed resumes: finished trials count, the training of an unfinished one continues.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -44,8 +44,14 @@ from forgefield.tuning.study import (
 )
 from forgefield.tuning.watching import ReportTrial
 
+if TYPE_CHECKING:
+    from optuna import Study, Trial
+    from optuna.trial import FrozenTrial
+
+ConfigSource = str | Path | dict[str, Any] | DictConfig
+
 IN_A_ROW = 3
-"""So many trials that fail one after the other end a search: the next would, too."""
+"""Number of consecutive failed trials that ends a search, since the next ones would fail too."""
 
 
 class Stopped(Exception):
@@ -62,9 +68,9 @@ class TrialFailed(Exception):
 
 @dataclass(frozen=True)
 class Search:
-    """source, overrides: the config, as `load_config` takes it. base: what it gives. options, space: what is searched."""
+    """source, overrides: the arguments of `load_config`. base: the config it returns. options, space: the search."""
 
-    source: Any
+    source: ConfigSource
     overrides: tuple[str, ...]
     base: DictConfig
     options: TuneOptions
@@ -85,10 +91,10 @@ class Search:
             return min(self.options.trials, n_combinations(self.space))
         return self.options.trials
 
-    def config(self, values: dict[str, Any], folder: str, repeat: int) -> DictConfig:
+    def config(self, values: dict[str, object], folder: str, repeat: int) -> DictConfig:
         """The config of one training of a trial."""
-        own = [override(key, value) for key, value in values.items()]
-        config = load_config(self.source, [*self.overrides, *own], trust_code=self.trust_code)
+        trial = [override(key, value) for key, value in values.items()]
+        config = load_config(self.source, [*self.overrides, *trial], trust_code=self.trust_code)
         config.out, config.name = str(self.folder / "trials"), folder if repeat == 0 else f"{folder}-{repeat}"
         config.seed += repeat
         config.training.monitor = self.monitor
@@ -96,8 +102,8 @@ class Search:
         OmegaConf.update(config, "trainer.devices", 1, force_add=True)
         return config
 
-    def open(self) -> Any:
-        """Its study; made, or compared with what it was made with."""
+    def open(self) -> Study:
+        """The study of the search, created, or checked to have the same config and space."""
         self.folder.mkdir(parents=True, exist_ok=True)
         study = open_study(self.folder, str(self.base.name), self.options)
         _require_same(study, self)
@@ -105,21 +111,21 @@ class Search:
 
 
 def prepare(
-    source: Any,
+    source: ConfigSource,
     overrides: Sequence[str],
     *,
     space: Sequence[str] = (),
     trials: int | None = None,
     trust_code: bool = False,
 ) -> Search:
-    """Everything checked before a study is made. space, trials, trust_code: of the command line."""
+    """Load the config and check everything before a study is created. space, trials, trust_code: from the command line."""
     require_optuna()
     base = load_config(source, overrides, trust_code=trust_code)
     section: Any = OmegaConf.to_container(base.tune) if OmegaConf.is_config(base.tune) else base.tune
     options = TuneOptions.from_mapping({**(section or {}), **({} if trials is None else {"trials": trials})})
     dimensions = read_space(options.space, space)
     if base.name is None:
-        raise ForgefieldError("'name' is missing: a search needs a name, from which its folder follows.")
+        raise ForgefieldError("'name' is missing: a search needs a name for its folder.")
     search = Search(source, tuple(overrides), base, options, tuple(dimensions), trust_code)
     config = search.config({d.key: d.example() for d in dimensions}, "0000", 0)
     if processes_wanted(base) > 1 and base.trainer.get("devices") not in (None, "auto", -1, "-1"):
@@ -131,30 +137,30 @@ def prepare(
     return search
 
 
-def work(search: Search, *, worker: int = 0, notify: Callable[[str], None] = print) -> Any:
-    """Train trials until there are enough; returns the study. worker: number of this one among those of a command."""
+def work(search: Search, *, worker: int = 0, notify: Callable[[str], None] = print) -> Study:
+    """Train trials until there are enough and return the study. worker: its number among the workers of one command."""
     study = search.open()
     for number in queue_dead_trials(study):
-        notify(f"Trial {number} was left by a process that is gone; its training goes on in another trial.")
+        notify(f"Trial {number} was abandoned by a process that died; another trial resumes its training.")
     worker_of_study = _Worker(search, study, notify)
     while worker_of_study.is_needed():
         study.sampler = sampler_of(study, search.options, search.space, int(search.base.seed), worker)
-        study.optimize(worker_of_study.train, n_trials=1, catch=(TrialFailed,), callbacks=[worker_of_study.told])
+        study.optimize(worker_of_study.train, n_trials=1, catch=(TrialFailed,), callbacks=[worker_of_study.finish])
         if worker_of_study.failed >= IN_A_ROW:
             raise ForgefieldError(
-                f"{IN_A_ROW} trials failed one after the other, so the search ends here; the last: {worker_of_study.reason}"
+                f"{IN_A_ROW} trials in a row failed, so the search ends here. The last error: {worker_of_study.reason}"
             )
     return study
 
 
 class _Worker:
-    def __init__(self, search: Search, study: Any, notify: Callable[[str], None]) -> None:
+    def __init__(self, search: Search, study: Study, notify: Callable[[str], None]) -> None:
         self.search, self.study, self.notify = search, study, notify
         self.failed, self.reason, self._began = 0, "", 0.0
 
     def is_needed(self) -> bool:
-        """Whether there are too few trials, done or in the hands of a living worker. Waits for those of other machines, which
-        may be lost."""
+        """Whether there are too few trials that are done or being trained. Waits for those of other machines, which may be
+        lost."""
         optuna, waits = require_optuna(), False
         states = optuna.trial.TrialState
         while True:
@@ -166,12 +172,14 @@ class _Worker:
             if len(trials) - len(running) >= self.search.trials or not has_foreign_trials(running):
                 return False
             if not waits:
-                self.notify("What is left is being trained on other machines; waiting, in case a trial is lost there.")
+                self.notify(
+                    "The remaining trials are being trained on other machines; waiting, in case one of them is lost."
+                )
             waits = True
             time.sleep(HEARTBEAT)
 
-    def train(self, trial: Any) -> float:
-        """The objective: what Optuna makes small."""
+    def train(self, trial: Trial) -> float:
+        """The objective that Optuna minimises."""
         self._began = time.monotonic()
         values = {dimension.key: dimension.suggest(trial) for dimension in self.search.space}
         folder = trial.user_attrs.get("folder") or f"{trial.number:04d}"
@@ -180,11 +188,11 @@ class _Worker:
         best = [self._repeat(trial, values, folder, repeat) for repeat in range(self.search.options.repeats)]
         return sum(best) / len(best)
 
-    def _repeat(self, trial: Any, values: dict[str, Any], folder: str, repeat: int) -> float:
+    def _repeat(self, trial: Trial, values: dict[str, object], folder: str, repeat: int) -> float:
         optuna = require_optuna()
-        watching = ReportTrial(trial, self.search.monitor, may_end=repeat == 0)
-        with open(os.devnull, "w") as nowhere:
-            journal = Journal(Console(file=nowhere, force_jupyter=False))
+        progress = ReportTrial(trial, self.search.monitor, may_end=repeat == 0)
+        with open(os.devnull, "w") as discarded:
+            journal = Journal(Console(file=discarded, force_jupyter=False))
             try:
                 config = self.search.config(values, folder, repeat)
                 fitted = fit(
@@ -192,7 +200,7 @@ class _Worker:
                     fresh=False,
                     journal=journal,
                     ranks=alone(),
-                    callbacks=[watching],
+                    callbacks=[progress],
                     trust_code=self.search.trust_code,
                 )
             except optuna.TrialPruned:
@@ -209,53 +217,50 @@ class _Worker:
         if fitted.outcome == "stopped":
             queue_again(self.study, self.study.trials[trial.number])  # Optuna marks this one as failed
             raise Stopped(fitted.exit_code)
-        best = watching.best if watching.values else _best_of(fitted.run, self.search.monitor)
+        best = progress.best if progress.values else _best_of(fitted.run, self.search.monitor)
         if not math.isfinite(best):
             trial.set_user_attr("error", f"{self.search.monitor} is not a finite number")
             raise TrialFailed(f"{self.search.monitor} is not a finite number: the training diverged.")
         return best
 
-    def told(self, study: Any, trial: Any) -> None:
-        """After each trial: a line for the user, and the count of failures."""
+    def finish(self, study: Study, trial: FrozenTrial) -> None:
+        """After each trial: print a line, and count failures."""
         state = trial.state.name
         if state == "FAIL":
-            self.failed, self.reason = self.failed + 1, trial.user_attrs.get("error", "it was given up")
+            self.failed, self.reason = self.failed + 1, trial.user_attrs.get("error", "it was abandoned")
         else:
             self.failed = 0
         self.notify(line_of(self.search, study, trial, time.monotonic() - self._began))
 
 
-def line_of(search: Search, study: Any, trial: Any, seconds: float) -> str:
+def line_of(search: Search, study: Study, trial: FrozenTrial, seconds: float) -> str:
     """One line about a trial that ended."""
-    values = {d.key: d.decoded(trial.params[d.key]) for d in search.space if d.key in trial.params}
+    values = {d.key: d.decode(trial.params[d.key]) for d in search.space if d.key in trial.params}
     shown = "  ".join(f"{key}={short(value)}" for key, value in values.items())
     if trial.state.name == "COMPLETE":
         outcome = f"{trial.value:<10.4g}" + (" best so far" if study.best_trial.number == trial.number else "")
     elif trial.state.name == "PRUNED":
         outcome = f"ended early after {len(trial.intermediate_values)} validations"
     else:
-        outcome = f"failed: {trial.user_attrs.get('error', 'it was given up')}"
+        outcome = f"failed: {trial.user_attrs.get('error', 'it was abandoned')}"
     return f"trial {trial.number:>4}  {search.monitor} {outcome}  {seconds:.0f} s  {shown}"
 
 
-def short(value: Any) -> str:
-    return (
-        f"{value:.4g}"
-        if isinstance(value, float)
-        else json.dumps(value)
-        if isinstance(value, (list, dict))
-        else str(value)
-    )
+def short(value: object) -> str:
+    """A value of a setting, with four digits if it is not a whole number."""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return json.dumps(value) if isinstance(value, (list, dict)) else str(value)
 
 
 def _best_of(run: Run, monitor: str) -> float:
-    """Of a training that was complete before."""
+    """The best value in the metrics of a training that was already complete."""
     values = [row[monitor] for row in run.metrics() if isinstance(row.get(monitor), (int, float))]
     return min((value for value in values if math.isfinite(value)), default=math.nan)
 
 
-def _require_same(study: Any, search: Search) -> None:
-    """A study is of one config and one space; what they were is kept with it."""
+def _require_same(study: Study, search: Search) -> None:
+    """Refuse a study that was created with another config or space, which are stored with it."""
     plain: Any = OmegaConf.to_container(search.base, resolve=True)
     plain.pop("tune", None)
     mine = {
@@ -275,27 +280,28 @@ def _require_same(study: Any, search: Search) -> None:
             )
             key = next(key for key in {**now, **before} if now.get(key) != before.get(key))
             raise ForgefieldError(
-                f"The search {search.base.name} was begun with another {what} ({key}: {before.get(key)}, now {now.get(key)}); "
-                "trials would not be comparable. Use the old one, another name, or start over with --fresh."
+                f"The search {search.base.name} was started with another {what} ({key}: {before.get(key)}, now "
+                f"{now.get(key)}); trials would not be comparable. Use the old one, another name, or start over with --fresh."
             )
 
 
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _flat(tree: dict[str, object], prefix: str = "") -> dict[str, object]:
+    """Nested dictionaries as one, with dotted keys."""
+    flat: dict[str, object] = {}
     for key, value in tree.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
-    return found
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+    return flat
 
 
-def write_best(search: Search, study: Any) -> Path | None:
-    """`best.yaml`: the config of the best trial, under a name of its own. None where no trial is complete."""
+def write_best(search: Search, study: Study) -> Path | None:
+    """Write `best.yaml`, the config of the best trial under a new name. None where no trial is complete."""
     from forgefield.config.template import commented_yaml
 
     try:
         trial = study.best_trial
     except ValueError:
         return None
-    values = {d.key: d.decoded(trial.params[d.key]) for d in search.space}
+    values = {d.key: d.decode(trial.params[d.key]) for d in search.space}
     config = search.config(values, f"{search.base.name}-best", 0)
     config.out = search.base.out
     if "devices" not in search.base.trainer:
@@ -307,11 +313,11 @@ def write_best(search: Search, study: Any) -> Path | None:
 
 
 def move_aside(search: Search) -> None:
-    """Make room for a search that starts over."""
+    """Rename the folder of an existing search, so that a new one can start."""
     if search.options.storage is not None:
         raise ForgefieldError(
-            "--fresh cannot empty tune.storage, which others may use; choose another name or database."
+            "--fresh does not clear tune.storage, which other searches may use; choose another name or database."
         )
     if search.folder.exists():
-        places = (search.folder.with_name(f"{search.folder.name}.{n}") for n in itertools.count(1))
-        search.folder.rename(next(place for place in places if not place.exists()))
+        names = (search.folder.with_name(f"{search.folder.name}.{n}") for n in itertools.count(1))
+        search.folder.rename(next(path for path in names if not path.exists()))

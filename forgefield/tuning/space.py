@@ -1,4 +1,4 @@
-"""What a search may vary: keys of a config, each with a range or a list of choices; and how a value becomes an override.
+"""The search space: keys of a config, each with a range or a list of choices; and how a value becomes an override.
 
 In a config: `training.lr: {log: [1e-5, 1e-2]}`, `model.hidden: [[100], [200, 200]]`, `training.ema: {range: [0.9, 0.999]}`,
 `data.batch.points: {range: [500, 4000, 500]}` (whole numbers, with a step). Ranges of whole numbers give whole numbers.
@@ -10,56 +10,62 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import yaml
 
 from forgefield.errors import ForgefieldError
 
+if TYPE_CHECKING:
+    from optuna import Trial
+
+Stored = None | bool | int | float | str
+"""A value that Optuna can store."""
 KINDS = ("range", "log")
 FORM = "a list of choices, {range: [low, high]}, {range: [low, high, step]} or {log: [low, high]}"
 
 
 @dataclass(frozen=True)
 class Dimension:
-    """One key that is varied. choices: its values, or None for a range from low to high."""
+    """One key of the search space. choices: its values, or None for a range from low to high."""
 
     key: str
-    choices: tuple[Any, ...] | None = None
+    choices: tuple[object, ...] | None = None
     low: float = 0.0
     high: float = 0.0
     step: float | None = None
     log: bool = False
 
     @property
-    def whole(self) -> bool:
+    def is_integer(self) -> bool:
+        """Whether it is a range of whole numbers."""
         return self.choices is None and all(isinstance(x, int) for x in (self.low, self.high, self.step or 1))
 
-    def suggest(self, trial: Any) -> Any:
-        """The value that a trial of Optuna takes."""
+    def suggest(self, trial: Trial) -> object:
+        """The value that Optuna suggests for a trial."""
         if self.choices is not None:
-            return self.decoded(trial.suggest_categorical(self.key, [_word(choice) for choice in self.choices]))
-        if self.whole:
-            return trial.suggest_int(self.key, self.low, self.high, step=int(self.step or 1), log=self.log)
+            return self.decode(trial.suggest_categorical(self.key, [storable(choice) for choice in self.choices]))
+        if self.is_integer:
+            return trial.suggest_int(self.key, int(self.low), int(self.high), step=int(self.step or 1), log=self.log)
         return trial.suggest_float(self.key, self.low, self.high, step=self.step, log=self.log)
 
-    def decoded(self, stored: Any) -> Any:
-        """The value that Optuna keeps as `stored`: it knows numbers and words only."""
+    def decode(self, stored: Stored) -> object:
+        """The value that Optuna stores as `stored`."""
         if self.choices is None:
             return stored
-        return next(choice for choice in self.choices if _word(choice) == stored)
+        return next(choice for choice in self.choices if storable(choice) == stored)
 
-    def example(self) -> Any:
-        """A value, to see whether a config takes it."""
+    def example(self) -> object:
+        """Some value, to check whether a config accepts it."""
         return self.choices[0] if self.choices is not None else self.low
 
-    def describe(self) -> Any:
-        """Plain values that two searches over the same space share."""
+    def describe(self) -> list[object]:
+        """A description as JSON values, equal for equal dimensions."""
         return list(self.choices) if self.choices is not None else [self.low, self.high, self.step, self.log]
 
 
-def read_space(section: Any, extra: Sequence[str] = ()) -> list[Dimension]:
-    """The space of a config's `tune.space` and of `KEY=SPEC` words, which come on top."""
+def read_space(section: object, extra: Sequence[str] = ()) -> list[Dimension]:
+    """The dimensions in `tune.space` of a config and in additional `KEY=SPEC` strings, which take precedence."""
     if section is not None and not isinstance(section, Mapping):
         raise ForgefieldError(f"tune.space is {section!r}; it should give for each key {FORM}.")
     specs = dict(section or {})
@@ -79,43 +85,44 @@ def read_space(section: Any, extra: Sequence[str] = ()) -> list[Dimension]:
     return [_dimension(str(key), spec) for key, spec in specs.items()]
 
 
-def override(key: str, value: Any) -> str:
+def override(key: str, value: object) -> str:
     """`key=value` as a command line would give it."""
     return f"{key}={_hydra(value)}"
 
 
-def _dimension(key: str, spec: Any) -> Dimension:
+def _dimension(key: str, spec: object) -> Dimension:
     where = f"tune.space: {key}"
     if isinstance(spec, list):
-        if len(spec) < 2 or len({_word(choice) for choice in spec}) != len(spec):
+        if len(spec) < 2 or len({storable(choice) for choice in spec}) != len(spec):
             raise ForgefieldError(f"{where} is {spec}; a list of choices has two or more, all different.")
         return Dimension(key, choices=tuple(spec))
     if not isinstance(spec, Mapping) or len(spec) != 1 or next(iter(spec)) not in KINDS:
         raise ForgefieldError(f"{where} is {spec!r}; it should be {FORM}.")
     kind, numbers = next(iter(spec.items()))
-    numbers = [_number(x) for x in numbers] if isinstance(numbers, list) else []
-    if len(numbers) not in ((2, 3) if kind == "range" else (2,)) or any(x is None for x in numbers):
+    limits = [x for x in map(_number, numbers) if x is not None] if isinstance(numbers, list) else []
+    if len(limits) not in ((2, 3) if kind == "range" else (2,)) or len(limits) != len(numbers):
         raise ForgefieldError(f"{where} is {spec!r}; it should be {FORM}.")
-    low, high, step = (*numbers, None)[:3]
+    low, high = limits[:2]
+    step = limits[2] if len(limits) > 2 else None
     if not low < high or (kind == "log" and not low > 0) or (step is not None and not 0 < step <= high - low):
         positive = ", above 0" if kind == "log" else ""
         raise ForgefieldError(f"{where}: {spec[kind]} should rise from low to high{positive}, with a step that fits.")
     return Dimension(key, None, low, high, step, kind == "log")
 
 
-def _number(value: Any) -> Any:
-    """YAML takes 1e-5 for a word."""
+def _number(value: object) -> int | float | None:
+    """A number; None for anything else. YAML reads 1e-5 as a string."""
     if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
         return float(value)
     return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
-def _word(value: Any) -> Any:
-    """What Optuna can keep: numbers and words as they are, lists and mappings as text."""
+def storable(value: object) -> Stored:
+    """The form in which Optuna stores a value: numbers and strings as they are, lists and mappings as JSON."""
     return value if value is None or isinstance(value, (str, int, float, bool)) else json.dumps(value)
 
 
-def _hydra(value: Any) -> str:
+def _hydra(value: object) -> str:
     if isinstance(value, Mapping):
         return "{" + ",".join(f"{key}:{_hydra(item)}" for key, item in value.items()) + "}"
     if isinstance(value, (list, tuple)):

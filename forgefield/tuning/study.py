@@ -1,7 +1,7 @@
-"""The study of a search: where it is kept, which of its trials were left by dead processes, what sampler and pruner it has.
+"""The Optuna study of a search: its database, sampler and pruner, and trials abandoned by dead processes.
 
-A trial that a process left behind (killed, or its machine lost) is given up and queued again; the new trial goes on with the
-training of the old one, from its last checkpoint.
+A trial whose process died (killed, or its machine lost) is marked as failed and queued again; the new trial resumes the
+training of the old one from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -15,19 +15,35 @@ import warnings
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 
 from forgefield.errors import ForgefieldError
 from forgefield.tuning.options import TuneOptions
-from forgefield.tuning.space import Dimension, _word
+from forgefield.tuning.space import Dimension, storable
+
+if TYPE_CHECKING:
+    from optuna import Study
+    from optuna.pruners import BasePruner
+    from optuna.samplers import BaseSampler
+    from optuna.trial import FrozenTrial
 
 HEARTBEAT = 60
-"""Seconds between signs of life of a trial; after three of them without one, it counts as lost."""
+"""Seconds between heartbeats of a trial; after three missing ones it counts as lost."""
 
 
-def require_optuna() -> Any:
+class WorkerIdentity(TypedDict):
+    """The process that trains a trial. born: its start time, since process ids are reused."""
+
+    host: str
+    pid: int
+    born: str | None
+
+
+def require_optuna() -> ModuleType:
+    """The module `optuna`; an error that names the package where it is not installed."""
     try:
         import optuna
     except ImportError as error:
@@ -40,8 +56,8 @@ def require_optuna() -> Any:
     return optuna
 
 
-def open_study(folder: Path, name: str, options: TuneOptions) -> Any:
-    """The study of that name, made where there is none."""
+def open_study(folder: Path, name: str, options: TuneOptions) -> Study:
+    """The study of that name, created if it does not exist."""
     optuna = require_optuna()
     url = options.storage or f"sqlite:///{(folder / 'study.db').resolve()}"
     on_loss = "heartbeat_stale_trial_callback"
@@ -70,19 +86,19 @@ def open_study(folder: Path, name: str, options: TuneOptions) -> Any:
         raise ForgefieldError(f"tune.storage: the database {url} cannot be used: {reason}") from error
 
 
-def sampler_of(study: Any, options: TuneOptions, space: Sequence[Dimension], seed: int, worker: int) -> Any:
-    """What chooses the values of the next trial: by seed, worker and the number of trials so far, so that a search that was
-    interrupted goes on as it would have. Workers that share a database draw differently from each other."""
+def sampler_of(study: Study, options: TuneOptions, space: Sequence[Dimension], seed: int, worker: int) -> BaseSampler:
+    """The sampler of the next trial, seeded by seed, worker and the number of trials so far, so that an interrupted search
+    resumes as it would have continued. Workers that share a database draw different values."""
     optuna = require_optuna()
-    place = [zlib.crc32(f"{socket.gethostname()} {os.getpid()}".encode())] if options.storage is not None else []
+    process = [zlib.crc32(f"{socket.gethostname()} {os.getpid()}".encode())] if options.storage is not None else []
     if options.sampler != "grid":
-        words = [seed, worker, len(study.get_trials(deepcopy=False)), *place]
+        words = [seed, worker, len(study.get_trials(deepcopy=False)), *process]
         seed = int(np.random.SeedSequence(words).generate_state(1)[0])
     if options.sampler == "grid":
         ranges = [dimension.key for dimension in space if dimension.choices is None]
         if ranges:
             raise ForgefieldError(f"tune.sampler=grid needs choices, and {ranges[0]} has a range.")
-        return optuna.samplers.GridSampler({d.key: [_word(x) for x in d.choices or ()] for d in space}, seed=seed)
+        return optuna.samplers.GridSampler({d.key: [storable(x) for x in d.choices or ()] for d in space}, seed=seed)
     if options.sampler == "random":
         return optuna.samplers.RandomSampler(seed=seed)
     return optuna.samplers.TPESampler(
@@ -90,7 +106,7 @@ def sampler_of(study: Any, options: TuneOptions, space: Sequence[Dimension], see
     )
 
 
-def _pruner(optuna: Any, options: TuneOptions) -> Any:
+def _pruner(optuna: ModuleType, options: TuneOptions) -> BasePruner:
     if options.pruner == "median":
         return optuna.pruners.MedianPruner(n_startup_trials=options.startup, n_warmup_steps=options.warmup)
     if options.pruner == "halving":
@@ -102,24 +118,24 @@ def n_combinations(space: Sequence[Dimension]) -> int:
     return len(list(itertools.product(*(dimension.choices or () for dimension in space))))
 
 
-# ---- trials without a process
+# ---- abandoned trials
 
 
-def this_worker() -> dict[str, Any]:
+def this_worker() -> WorkerIdentity:
     return {"host": _machine(), "pid": os.getpid(), "born": _birth(os.getpid())}
 
 
 def _machine() -> str:
-    """Where numbers of processes mean the same: the machine, or the container on it."""
+    """The scope of process ids: the machine, or the container on it."""
     try:
         return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return socket.gethostname()
 
 
-def queue_dead_trials(study: Any) -> list[int]:
-    """Give up trials whose process on this machine is dead, and queue them again; returns their numbers."""
-    optuna, found = require_optuna(), []
+def queue_dead_trials(study: Study) -> list[int]:
+    """Mark trials whose process on this machine is dead as failed and queue them again. Returns their numbers."""
+    optuna, dead = require_optuna(), []
     for trial in study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.RUNNING,)):
         worker = trial.user_attrs.get("worker")
         if worker is None or worker["host"] != _machine() or _alive(worker):
@@ -129,23 +145,23 @@ def queue_dead_trials(study: Any) -> list[int]:
         except ValueError:  # another worker was faster
             continue
         queue_again(study, trial)
-        found.append(trial.number)
-    return found
+        dead.append(trial.number)
+    return dead
 
 
-def has_foreign_trials(running: Sequence[Any]) -> bool:
-    """Whether any of these trials is trained on another machine, whose processes cannot be seen from here."""
+def has_foreign_trials(running: Sequence[FrozenTrial]) -> bool:
+    """Whether any of these trials is trained on another machine, whose processes are not visible from here."""
     workers = [trial.user_attrs.get("worker") for trial in running]
     return any(worker is not None and worker["host"] != _machine() for worker in workers)
 
 
-def queue_again(study: Any, trial: Any) -> None:
-    """A new trial with the same values, to go on in the same folder."""
+def queue_again(study: Study, trial: FrozenTrial) -> None:
+    """Queue a new trial with the same values that resumes the training in the same folder."""
     folder = trial.user_attrs.get("folder")
     study.enqueue_trial(dict(trial.params), user_attrs={"folder": folder} if folder is not None else None)
 
 
-def _alive(worker: dict[str, Any]) -> bool:
+def _alive(worker: WorkerIdentity) -> bool:
     try:
         os.kill(worker["pid"], 0)
     except ProcessLookupError:
@@ -157,7 +173,7 @@ def _alive(worker: dict[str, Any]) -> bool:
 
 
 def _birth(pid: int) -> str | None:
-    """When a process was started, since numbers of processes are used again; None where that is not told."""
+    """Start time of a process; None where it is not available."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -1,4 +1,4 @@
-"""Several workers of one search on this machine: processes that share its study, each with a GPU where there are any."""
+"""Several workers of one search on this machine: processes that share its study, each with one GPU if there are GPUs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from forgefield.processes import die_with_parent
 
 
 def run_workers(words: Sequence[str], n: int) -> int:
-    """Run `forgefield tune WORDS --worker i` for i below n; the first exit code that is not 0. A wish to stop is passed on."""
+    """Run `forgefield tune WORDS --worker i` for i below n and return the first exit code that is not 0. Stop signals are
+    passed on to the workers."""
     gpus = _gpus()
     children = []
     for number in range(n):
@@ -25,12 +26,12 @@ def run_workers(words: Sequence[str], n: int) -> int:
         command = [sys.executable, "-m", "forgefield", "tune", *words, "--worker", str(number)]
         children.append(subprocess.Popen(command, env=environ, preexec_fn=die_with_parent()))
 
-    def pass_on(number: int, frame: object) -> None:
+    def forward_signal(number: int, frame: object) -> None:
         for child in children:
             if child.poll() is None:
                 child.send_signal(number)
 
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, forward_signal) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         codes = [child.wait() for child in children]
     finally:
@@ -40,8 +41,8 @@ def run_workers(words: Sequence[str], n: int) -> int:
 
 
 def _gpus() -> list[str]:
-    """What CUDA_VISIBLE_DEVICES calls the GPUs that this process sees."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if named:
-        return named.split(",")
+    """The GPUs that this process can use, as named in CUDA_VISIBLE_DEVICES."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible:
+        return visible.split(",")
     return [str(number) for number in range(torch.cuda.device_count())]

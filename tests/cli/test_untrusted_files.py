@@ -202,6 +202,33 @@ def test_code_in_the_run_folder_is_not_executed_even_with_permission(marker):
     assert not marker.exists()
 
 
+def test_code_in_the_run_folder_is_not_found_as_part_of_a_package(marker):
+    run = nice_run()
+    (run.path / "stranger_net.py").write_text(MODULE.format(marker=str(marker)))
+    run.write_info(model={"species": ["Cu", "Au"], "cutoff": 3.5, "name": "runs.nice.stranger_net.Net"})
+    with pytest.raises(ForgefieldError, match="code in a run is never executed"):
+        forgefield.load("nice", trust_code=True)
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("section", ["callbacks", "loss", "model"])
+def test_a_resume_from_inside_the_run_folder_executes_nothing_in_it(section, marker, monkeypatch, capsys):
+    run = forgefield.train(tiny_config(Path.cwd(), trainer={"max_epochs": 1}))
+    (run.path / "stranger_parts.py").write_text(MODULE.format(marker=str(marker)))
+    config = yaml.safe_load((run.path / "config.yaml").read_text())
+    if section == "loss":
+        config["task"]["forces"]["loss"] = "stranger_parts.loss"
+    else:
+        config[section] = ["stranger_parts.Net"] if section == "callbacks" else {"name": "stranger_parts.Net"}
+    (run.path / "config.yaml").write_text(yaml.safe_dump(config))
+    monkeypatch.chdir(run.path)
+    for words in (["train", ".", "trainer.max_epochs=2"], ["train", "config.yaml", "name=new"]):
+        for permission, expected in (([], "--trust-code"), (["--trust-code"], "code in a run is never executed")):
+            assert main([*words, *permission]) == 2
+            assert expected in capsys.readouterr().err
+            assert not marker.exists()
+
+
 def test_the_config_of_a_run_neither_names_code_nor_reads_the_environment(marker, monkeypatch, capsys):
     monkeypatch.setenv("A_SECRET", "secret-value")
     run = nice_run()

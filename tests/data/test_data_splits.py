@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -45,6 +48,25 @@ def test_the_seed_matters_and_split_seed_overrides_it(source):
 
     assert val(0) != val(1)
     assert val(0, split_seed=1) == val(1)
+
+
+def test_an_index_file_that_is_damaged_or_cannot_be_read_is_refused(source, tmp_path, monkeypatch):
+    path = tmp_path / "rows.npy"
+    np.save(path, np.array([3, 4]))
+    options = DataOptions(train=str(source), val={"indices": str(path)})
+    assert energies(resolve_splits(options, 0).val) == [3, 4]
+    content = path.read_bytes()
+    path.write_bytes(content + b"\0" * 8)
+    with pytest.raises(ForgefieldError, match=r"data\.val\.indices: .*rows\.npy is longer than its header says"):
+        resolve_splits(options, 0)
+    path.write_bytes(content)
+
+    def failing(*words):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(np, "memmap", failing)
+    with pytest.raises(ForgefieldError, match=r"rows\.npy could not be read \(Input/output error\)"):
+        resolve_splits(options, 0)
 
 
 def test_index_lists_count_in_the_numbering_of_the_file(source, tmp_path):

@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from forgefield.errors import ForgefieldError
 from forgefield.kernels.convolution import dispatch
 from forgefield.kernels.convolution.dispatch import evaluation, use_operators
-from forgefield.kernels.convolution.form_key import key_of_plan, plan_of_key
+from forgefield.kernels.convolution.form import key_of_plan, plan_of_key
 from forgefield.kernels.convolution.operators import convolve_by_operator
 from forgefield.kernels.core.availability import interpreted
 from forgefield.ops.convolution import convolve

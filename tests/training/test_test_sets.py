@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from forgefield import api
 from forgefield.cli import main
@@ -13,6 +15,7 @@ from forgefield.config.loading import load_config
 from forgefield.errors import ForgefieldError
 from forgefield.inference.predict import predict_file
 from forgefield.report.folder import predictions_from_npz
+from forgefield.training.run.summary import end_summary
 from tests.support.helpers import tiny_config, write_emt
 
 
@@ -35,7 +38,7 @@ def folder(tmp_path_factory):
 def no_figures(monkeypatch):
     """Reports take most of the time of a test; here only the files with numbers matter."""
     for name in ("write_report", "write_parity_png"):
-        monkeypatch.setattr(api, name, lambda *words: None)
+        monkeypatch.setattr(f"forgefield.evaluation.{name}", lambda *words: None)
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +50,17 @@ def named(folder):
 @pytest.fixture(scope="module")
 def plain_run(folder):
     return api.train(tiny_config(folder, name="plain"))
+
+
+def test_the_result_panel_names_every_set_in_full(tmp_path):
+    errors = {"energy_mae": 1.0, "energy_rmse": 2.0, "forces_mae": 3.0, "forces_rmse": 4.0}
+    results = {"val": errors, "test-cold": errors, "test-hot": errors}
+    for width in (80, 200):
+        console = Console(width=width, file=io.StringIO())
+        end_summary(console, tmp_path, results, [])
+        shown = console.file.getvalue()
+        assert all(name in shown for name in ("validation", "test cold", "test hot", "meV/atom"))
+        assert "\u2026" not in shown  # nothing is cut off
 
 
 def test_each_named_set_has_results_of_its_own(named, folder, no_figures):

@@ -78,7 +78,7 @@ def test_a_killed_search_goes_on_with_the_training_it_was_in(straight, capsys):
     done = run_warm("forgefield", "tune", str(path), folder=folder, environ=environ)
     assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
     assert main(["tune", str(path)]) == 0
-    assert "was left by a process that is gone" in capsys.readouterr().out
+    assert "was abandoned by a process that died" in capsys.readouterr().out
     found = rows(again)
     assert [row["state"] for row in found] == ["complete", "failed", "complete"]
     assert [row["folder"] for row in found] == ["0000", "0001", "0001"]
@@ -150,7 +150,7 @@ def test_workers_are_started_and_their_exit_code_is_passed_on(capfd):
 def test_settings_that_do_not_work_are_told_and_end_the_search(tmp_path):
     with pytest.raises(ForgefieldError, match=r"training.lrr.*training.lr"):
         api.tune(write(tmp_path, "points"), space=["training.lrr=[1, 2]"])
-    with pytest.raises(ForgefieldError, match=r"3 trials failed.*not a value of this run"):
+    with pytest.raises(ForgefieldError, match=r"3 trials in a row failed.*not a value of this run"):
         api.tune(write(tmp_path, "points", tune={"monitor": "val/los"}))
     with pytest.raises(ForgefieldError, match="one process on one device"):
         api.tune(write(tmp_path, "two", trainer={"devices": 2, "accelerator": "cpu"}))

@@ -33,8 +33,8 @@ def test_a_space_is_lists_and_ranges_and_the_command_line_comes_on_top():
         "data.batch.points",
     ]
     assert [dimension.suggest(Lowest()) for dimension in space] == [1e-5, [100], 0.9, 500]
-    assert [dimension.whole for dimension in space] == [False, False, False, True]
-    assert space[1].decoded("[200, 200]") == [200, 200]
+    assert [dimension.is_integer for dimension in space] == [False, False, False, True]
+    assert space[1].decode("[200, 200]") == [200, 200]
 
 
 @pytest.mark.parametrize(

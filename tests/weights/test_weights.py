@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from safetensors.torch import save_file
 
 from forgefield.api import Calculator, predict
 from forgefield.errors import ForgefieldError
-from forgefield.files import read_bytes, remove_leftovers, temporary_name
+from forgefield.files import read_bytes, remove_leftovers, temporary_name, written_whole
 from forgefield.report.folder import read_run
 from forgefield.weights import digest, read_weights, write_weights
 from tests.support.helpers import tiny_config
@@ -117,6 +118,33 @@ with written_whole(Path({str(tmp_path / "a.json")!r})) as partial:
     os.utime(elsewhere, (0, 0))
     assert remove_leftovers(tmp_path) == [elsewhere]
     assert remove_leftovers(tmp_path / "missing") == []
+
+
+def test_writing_a_file_removes_what_a_crash_left_of_it_and_nothing_else(tmp_path):
+    """Predictions are written to folders of the user, which no run looks after."""
+    code = f"""
+import os, signal
+from pathlib import Path
+from forgefield.files import temporary_name
+for name in ("a.xyz", "b.xyz", "a.json", "a"):
+    temporary_name(Path({str(tmp_path)!r}) / name).write_text("half")
+folder = temporary_name(Path({str(tmp_path)!r}) / "folder")
+folder.mkdir()
+(folder / "file").write_text("half")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    subprocess.run([sys.executable, "-c", code], check=False)
+    assert len(list(tmp_path.iterdir())) == 5
+    with written_whole(tmp_path / "a.xyz") as partial:
+        partial.write_text("whole")
+
+    def names() -> list[str]:
+        return sorted(re.sub(r"-\w+-\d+", "", path.name) for path in tmp_path.iterdir())
+
+    assert names() == [".a.partial", ".a.partial.json", ".b.partial.xyz", ".folder.partial", "a.xyz"]
+    remove_leftovers(tmp_path, of=tmp_path / "folder")
+    remove_leftovers(tmp_path, of=tmp_path / "a")
+    assert names() == [".a.partial.json", ".b.partial.xyz", "a.xyz"]
 
 
 def test_the_layout_in_memory_is_not_part_of_the_checksum():

@@ -22,6 +22,7 @@ from forgefield.data.splits.rare_species import TRAIN, keep_species_in_training,
 from forgefield.data.splits.representative import representative_rows
 from forgefield.data.store.table import FrameTable
 from forgefield.errors import ForgefieldError
+from forgefield.untrusted.npy import map_npy
 
 ON_DEVICE = "device"
 """As `data.neighbours`: neighbour lists are made where the model runs."""
@@ -266,14 +267,18 @@ def _index_file(text: str, setting: str) -> np.ndarray:
     path = Path(text).expanduser()
     try:
         if path.suffix == ".npy":
-            rows = np.load(path, allow_pickle=False)
+            rows = np.array(map_npy(path))
         else:
             rows = np.array(whole_numbers(read_text(path).replace(",", " ").split()), dtype=np.int64)
     except FileNotFoundError:
         raise ForgefieldError(f"{setting}: there is no file {path} (looked from {Path.cwd()})") from None
     except PermissionError:
         raise ForgefieldError(f"{setting}: no permission to read {path}") from None
-    except (ValueError, OverflowError, OSError):
+    except OSError as error:
+        raise ForgefieldError(f"{setting}: {path} could not be read ({error.strerror or error})") from error
+    except ForgefieldError as error:
+        raise ForgefieldError(f"{setting}: {error}") from error
+    except (ValueError, OverflowError):
         raise ForgefieldError(f"{setting}: {path} should hold integers, separated by blanks, commas or lines") from None
     if rows.ndim != 1 or rows.dtype.kind not in "iu":
         raise ForgefieldError(f"{setting}: {path} should hold one row of integers, not {rows.dtype} {rows.shape}")

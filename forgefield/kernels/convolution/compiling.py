@@ -1,12 +1,13 @@
-"""Compiles the kernels of all layers side by side, before the first of them is launched.
+"""Compiles the kernels of all layers in parallel, before the first of them is launched.
 
-Triton compiles a kernel when it is first launched, one after the other. Those of the convolution take seconds each, and most of
-that time Triton spends where other threads can go on.
+Triton compiles a kernel when it is first launched, one after the other. Those of the convolution take seconds each, and Triton
+spends most of that time in code that does not hold Python's global lock.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,8 +16,8 @@ from typing import Any
 from torch import Tensor
 
 from forgefield.kernels.convolution.form import Form
+from forgefield.kernels.convolution.kind import Kind
 from forgefield.kernels.convolution.passes import Convolution, Motion, Radial, in_manner, writes_much
-from forgefield.kernels.convolution.source import Kind
 from forgefield.kernels.core.availability import interpreted, storage_type, weight_cotangent_type
 from forgefield.kernels.core.fields import Field
 from forgefield.ops.graph import EdgeGraph
@@ -26,7 +27,7 @@ MOST_THREADS = 16
 
 
 class Compiled(Convolution):
-    """A convolution whose passes compile their kernels, and compute nothing."""
+    """A convolution whose passes compile their kernels and compute nothing."""
 
     def launcher(self, kernel: Any) -> Any:
         return _Warmed(kernel)
@@ -38,7 +39,7 @@ class Compiled(Convolution):
         self._launch(kind, {"x": self._read(x), "out": out.flat, **tensors})
 
     def passes(self, x: Field, z: Field, to_x: Field, to_z: Field) -> None:
-        """All four of a training."""
+        """All four passes of a training."""
         weights = None if self.radial.in_table else self.radial.weights
         motion = Motion(self.harmonics, weights=weights, place=self.radial.place)
         columns = 4 if self.radial.in_table else self.form.n_harmonics
@@ -50,18 +51,18 @@ class Compiled(Convolution):
 
 
 class _Warmed:
-    """A Triton function that is compiled for what it would be launched with."""
+    """A Triton function that is compiled for the arguments of a launch instead of being launched."""
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
 
     def __getitem__(self, grid: Any) -> Any:
-        return lambda *given, **options: self.kernel.warmup(*given, grid=grid, **options)
+        return lambda **arguments: self.kernel.warmup(grid=grid, **arguments)
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A convolution that is to come, with its fields. still: features have no tangents."""
+    """A convolution that will be launched, with its fields. still: features have no tangents."""
 
     form: Form
     radial: Radial
@@ -72,7 +73,7 @@ class Planned:
     to_z: Field
 
     def key(self, graph: EdgeGraph, harmonics: Tensor) -> Any:
-        """What decides which kernels its passes launch."""
+        """Everything that determines which kernels its passes launch."""
         kind = Kind(table=self.radial.in_table, packed=self.radial.packed, still=self.still)
         large = writes_much(self.form, graph.n_edges, harmonics.dtype)
         stored = (storage_type(harmonics.dtype), weight_cotangent_type(harmonics.dtype))
@@ -81,7 +82,7 @@ class Planned:
 
 
 def compile_together(layers: Sequence[Planned], graph: EdgeGraph, harmonics: Tensor) -> None:
-    """Those of these convolutions whose kernels this process does not have yet."""
+    """Compile the kernels of those convolutions that this process has not compiled yet."""
     if not harmonics.is_cuda or interpreted():
         return
     new = {layer.key(graph, harmonics): layer for layer in layers}
@@ -90,7 +91,7 @@ def compile_together(layers: Sequence[Planned], graph: EdgeGraph, harmonics: Ten
         return
     try:
         from triton.runtime._async_compile import AsyncCompileMode
-    except ImportError:  # not part of what Triton promises to have; kernels are then compiled one after the other
+    except ImportError:  # not part of the public API; kernels are then compiled one after the other
         return
     with ThreadPoolExecutor(_threads()) as executor, AsyncCompileMode(executor, ignore_errors=True):
         for layer in new.values():
@@ -100,6 +101,6 @@ def compile_together(layers: Sequence[Planned], graph: EdgeGraph, harmonics: Ten
 
 
 def _threads() -> int:
-    """No more than this process may use: several share a machine."""
-    known = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(MOST_THREADS, known)
+    """At most the number of cores that this process may use: several processes share a machine."""
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return min(MOST_THREADS, cores)

@@ -1,36 +1,44 @@
-"""The convolution as a trilinear form, in the terms a kernel is written in: places of blocks and paths, lists of coefficients.
+"""The convolution as a trilinear form, as the code generator needs it: addresses of blocks and paths, lists of coefficients.
 
-For one edge and channel a path maps x_i, y_j, w to `sum_ij C_ijk x_i y_j w`. Zeros among the coefficients are left out here, so
-that no kernel multiplies by them. Features and outputs lie in fields; paths with results of one kind share a block of the
-output, each with columns of its own.
+For one edge and channel a path maps x_i, y_j, w to `sum_ij C_ijk x_i y_j w`. Coefficients that are zero are dropped here, so
+that no kernel multiplies by them. Features and outputs are fields (`core/fields.py`); paths whose results have the same irrep
+share a block of the output, in separate columns.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
+from torch.utils._python_dispatch import _disable_current_modes
+
+from forgefield.errors import ForgefieldError
 from forgefield.kernels.core.fields import Shape
-from forgefield.ops.convolution_plan import ConvolutionPlan
+from forgefield.kernels.core.modules import mark_of_code
+from forgefield.ops.convolution_plan import Block, ConvolutionPlan, plan_convolution
 from forgefield.ops.harmonics import clebsch_gordan
 
 LANES = 32
 WIDEST = 128
-"""Channels that one program holds at most: four to a lane of a warp."""
+"""Largest number of channels of one program: four per lane of a warp."""
 REGISTERS = 80
-"""Of each lane, that a program may use for cotangents of its outputs, values and tangents; with more, too few programs run at a
-time."""
+"""Registers of a lane that a program may use for cotangents of its outputs, values and tangents; with more, too few programs
+run at the same time."""
 _ZERO = 1e-12
 
 
 @dataclass(frozen=True)
 class FormPath:
-    """weight: where the path begins in a row of weights. start, width, column: of its block of the output, and its first column
-    there; component k of an atom begins at k * width + column.
+    """A path of the convolution.
 
-    terms: for (i, k) the coefficients and harmonics (numbered over all degrees) that couple them. row: length of a row of
-    outputs where these lie as rows of atoms, zero where they lie in a field.
+    weight: offset of the path in a row of weights.
+    start, width, column: of its block of the output, and its first column there; component k of an atom begins at
+        k * width + column.
+    n_out: number of components of the result.
+    terms: for (i, k) the coefficients and harmonics (numbered over all degrees) that couple them.
+    row: length of a row of outputs where outputs are rows of atoms; 0 where they are a field.
     """
 
     weight: int
@@ -44,10 +52,10 @@ class FormPath:
 
 @dataclass(frozen=True)
 class FormBlock:
-    """Source block of `channels` channels and `n_in` components that begins at `start` among the numbers of an atom; its paths.
+    """Source block of `channels` channels and `n_in` components, at offset `start` in the features of an atom, with its paths.
 
-    tile: channels that one program takes; chunk: number of its first program among those of an atom. row: length of a row of
-    features where these lie as rows of atoms, zero where they lie in a field.
+    tile: number of channels of one program. chunk: index of its first program among those of an atom.
+    row: length of a row of features where features are rows of atoms; 0 where they are a field.
     """
 
     start: int
@@ -68,19 +76,19 @@ class FormBlock:
 
     @property
     def columns(self) -> tuple[int, ...]:
-        """Which numbers of a row of weights are those of its paths, in their order."""
+        """Columns of a row of weights that belong to its paths, in their order."""
         return tuple(path.weight + c for path in self.paths for c in range(self.channels))
 
     @property
     def harmonics(self) -> list[int]:
-        """Numbers of the harmonics that its paths use, but for the first, which is one."""
+        """Indices of the harmonics that its paths use, except the first, which is one."""
         return sorted({j for path in self.paths for terms in path.terms.values() for _, j in terms if j})
 
 
 @dataclass(frozen=True, eq=False)
 class Form:
-    """Everything a kernel is generated from. features, outputs: shapes of the fields; rows of weights and harmonics have these
-    lengths."""
+    """Everything that a kernel is generated from. features, outputs: shapes of the fields. n_weights, n_harmonics: lengths of
+    the rows of weights and harmonics."""
 
     blocks: tuple[FormBlock, ...]
     features: Shape
@@ -95,12 +103,12 @@ class Form:
 
     @property
     def n_couplings(self) -> int:
-        """Pairs of components of features and outputs that are coupled, of all paths."""
+        """Number of coupled pairs of components of features and outputs, of all paths."""
         return sum(len(path.terms) for block in self.blocks for path in block.paths)
 
     @cached_property
     def parts(self) -> tuple[Form, ...]:
-        """The same in forms of one block each."""
+        """The same as forms of one block each."""
         return tuple(replace(self, blocks=(block,)) for block in self.blocks)
 
     @property
@@ -118,9 +126,12 @@ class Form:
 def form_of(
     plan: ConvolutionPlan, targets: tuple[tuple[int, ...], ...], extra: tuple[int, ...], rows: bool = False
 ) -> Form:
-    """The form of a planned convolution. targets: for every block of the output the paths whose results it holds side by side;
-    extra: how many columns it has after these, which are left alone. rows: features and outputs lie as rows of atoms, of values
-    and then, where a pass has both, of tangents."""
+    """The form of a planned convolution.
+
+    targets: for every block of the output, the paths whose results it holds in adjacent columns.
+    extra: for every block, the number of columns after these, which are not written.
+    rows: features and outputs are rows of atoms, of values and then, where a pass has both, of tangents.
+    """
     places, shape = _places(plan, targets, extra)
     features = Shape(tuple((2 * block.l + 1, block.mul) for block in plan.in_blocks))
     weights = _starts([block.mul for block in plan.out_blocks])
@@ -171,13 +182,57 @@ def _starts(sizes: Sequence[int]) -> list[int]:
 
 
 def _terms(l1: int, l2: int, l3: int) -> dict[tuple[int, int], tuple[tuple[float, int], ...]]:
-    """Coefficients as e3nn scales them for component normalisation."""
+    """Coefficients in e3nn's scale for component normalisation."""
     values = clebsch_gordan(l1, l2, l3) * (2 * l3 + 1) ** 0.5
     terms = {}
     for i in range(2 * l1 + 1):
         for k in range(2 * l3 + 1):
-            found = [(float(values[i, j, k]), l2 * l2 + j) for j in range(2 * l2 + 1)]
-            found = [(value, j) for value, j in found if abs(value) > _ZERO]
-            if found:
-                terms[i, k] = tuple(found)
+            coupled = [(float(values[i, j, k]), l2 * l2 + j) for j in range(2 * l2 + 1)]
+            coupled = [(value, j) for value, j in coupled if abs(value) > _ZERO]
+            if coupled:
+                terms[i, k] = tuple(coupled)
     return terms
+
+
+# ---- keys: plans as arguments of operators
+
+
+def code_mark() -> str:
+    """A hash of the code that generates the kernels of the convolution."""
+    from forgefield.kernels.convolution import form, kind, source  # not at the top: source imports this module
+
+    return mark_of_code(form, kind, source)
+
+
+def key_of_plan(plan: ConvolutionPlan) -> str:
+    """The plan as a line of JSON, so that an operator in an exported graph is self-contained: blocks of features as
+    [channels, l, parity], l_max of harmonics, irreps of the results as [l, parity].
+
+    `code` is a hash of the code generator, so that compiled graphs are not mistaken for those of other code.
+    """
+    out = sorted({(path.l3, path.p3) for path in plan.paths})
+    content = {"features": plan.in_blocks, "l_max": plan.l_max, "outputs": out, "code": code_mark()}
+    return json.dumps(content, separators=(",", ":"))
+
+
+@lru_cache(maxsize=256)
+def plan_of_key(key: str) -> ConvolutionPlan:
+    """The plan of a key, in any process."""
+    try:
+        content = json.loads(key)
+        blocks = tuple(Block(*block) for block in content["features"])
+        with _disable_current_modes():  # its coefficients outlive the trace that may be the first to need them
+            return plan_convolution(blocks, content["l_max"], frozenset((l3, p) for l3, p in content["outputs"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ForgefieldError(
+            f"forgefield::convolve was called with the form {key!r}; it has to be the key of a plan (key_of_plan)."
+        ) from error
+
+
+@lru_cache(maxsize=256)
+def form_of_key(key: str) -> Form:
+    """The form whose features and outputs are rows of atoms, as in the reference convolution: a block for every path."""
+    plan = plan_of_key(key)
+    paths = range(len(plan.paths))
+    with _disable_current_modes():
+        return form_of(plan, tuple((path,) for path in paths), tuple(0 for _ in paths), rows=True)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from forgefield.errors import ForgefieldError
-from forgefield.kernels.convolution.form import Form
-from forgefield.kernels.convolution.form_key import form_of_key
+from forgefield.kernels.convolution.form import Form, form_of_key
+from forgefield.kernels.convolution.kind import Kind
 from forgefield.kernels.convolution.passes import Convolution, Motion, Radial, Rows
 from forgefield.kernels.convolution.reference import (
     edges_of,
@@ -23,7 +23,6 @@ from forgefield.kernels.convolution.reference import (
     empty_second,
     empty_values,
 )
-from forgefield.kernels.convolution.source import Kind
 from forgefield.kernels.core.availability import can_launch
 from forgefield.kernels.core.fields import Field, Shape
 from forgefield.kernels.core.modules import launcher, operator

@@ -1,5 +1,5 @@
-"""The convolution by generated kernels, in the four passes of a training: values, the cotangents that forces are made of,
-tangents, and cotangents once more, of values and tangents together.
+"""The convolution by generated kernels, in the four passes of a training: values, cotangents for the forces, tangents, and
+cotangents of values and tangents together.
 """
 
 from __future__ import annotations
@@ -13,28 +13,29 @@ import torch
 from torch import Tensor
 
 from forgefield.kernels.convolution.form import Form, FormBlock
-from forgefield.kernels.convolution.source import ARGUMENTS, Kind, write_kernel
+from forgefield.kernels.convolution.kind import ARGUMENTS, Kind
+from forgefield.kernels.convolution.source import write_kernel
 from forgefield.kernels.convolution.sums import add_shares, sum_into_field
 from forgefield.kernels.core.availability import storage_type, weight_cotangent_type
 from forgefield.kernels.core.fields import TANGENT, VALUE, Field
 from forgefield.kernels.core.modules import module_from
-from forgefield.kernels.core.streams import Beside
+from forgefield.kernels.core.streams import Concurrent
 from forgefield.ops.graph import EdgeGraph, is_traced
 
 FEW = 4096
-"""Programs, one warp each, that leave a GPU idle while they wait for memory; edges are then shared out."""
+"""With fewer programs, one warp each, a GPU idles while they wait for memory; programs then share the edges of an atom."""
 SHARES = 4
-"""Programs that share the edges of one atom and some of its channels, where programs are few. Where they are not, cotangents,
-which are written for every edge and need no sum over programs, are shared out to two."""
+"""Number of programs that share the edges of one atom, for a chunk of channels, where programs are few. Where they are many,
+two programs share the edges for cotangents, which are written for every edge and need no sum over programs."""
 LONG = 200
-"""With so many couplings the code of all blocks is more than the cache for instructions holds: programs of different blocks
-would drive out each other's. Blocks are then launched one after the other where they compute cotangents."""
+"""With this many couplings the code of all blocks exceeds the instruction cache, and programs of different blocks would evict
+each other's code. Blocks are then launched one after the other in passes that compute cotangents."""
 MOST_ROWS = 5 * 2**28
-"""Bytes that the last pass writes for edges at a time: where all blocks together would write more, they go one after the other,
-and what is written for one is summed before the next."""
+"""Limit on the bytes that the last pass writes for edges at a time: where all blocks together would write more, they are
+launched one after the other, and the rows of each are summed before the next."""
 MOST_REGISTERS = {("forces", 9): 96}
-"""By pass and number of harmonics, where tables are read: a few registers fewer than a kernel would take, for one more warp on
-every scheduler."""
+"""By pass and number of harmonics, for kernels that read tables: slightly fewer registers than the compiler would use, for one
+more warp on every scheduler."""
 
 
 @lru_cache(maxsize=512)
@@ -44,14 +45,15 @@ def kernel(form: Form, kind: Kind) -> Any:
 
 
 def in_manner(kind: Kind, form: Form, n_atoms: int) -> Kind:
-    """The same with the number of shares that suits so many atoms."""
+    """The same kind with the number of shares that suits this number of atoms."""
     if n_atoms * form.n_chunks < FEW:
         return replace(kind, shares=SHARES)
     return replace(kind, shares=2 if kind.backward and form.n_couplings < LONG else 1)
 
 
 def writes_much(form: Form, n_edges: int, dtype: torch.dtype) -> bool:
-    """Whether the last pass, computed in this type with a table, writes more for so many edges than is to lie there at once."""
+    """Whether the last pass, computed in this type with a table, would write more than `MOST_ROWS` bytes for this many
+    edges."""
     of_features = form.features.dim * storage_type(dtype).itemsize
     of_weights = 2 * form.n_weights * weight_cotangent_type(dtype).itemsize
     return n_edges * (of_features + of_weights) > MOST_ROWS
@@ -59,9 +61,14 @@ def writes_much(form: Form, n_edges: int, dtype: torch.dtype) -> bool:
 
 @dataclass(frozen=True)
 class Radial:
-    """Weights of a layer: rows (n_rows, n_weights) and which one an edge has; or, where `place` (n_edges,) is given, a table of
-    polynomials (n_intervals, 4, n_weights), the interval of each edge and its place in it. unit: of a table that is packed
-    (`packing.py`), (n_intervals, 3, n_weights)."""
+    """Radial weights of a layer.
+
+    weights: (n_rows, n_weights); or, where `place` is set, a table of polynomials (n_intervals, 4, n_weights), packed
+        (n_intervals, 3, n_weights).
+    row: (n_edges,), row of weights of each edge, or its interval in the table.
+    place: (n_edges,), position of each edge in its interval.
+    unit: (n_intervals,), units of a packed table (`radial/packing.py`).
+    """
 
     weights: Tensor
     row: Tensor
@@ -77,13 +84,13 @@ class Radial:
         return self.unit is not None
 
     def stored_as(self, dtype: torch.dtype) -> Radial:
-        """With a table of coefficients in this type."""
+        """The same with a table in this type, unless it is packed."""
         return replace(self, weights=self.weights.to(dtype)) if self.in_table and not self.packed else self
 
 
 @dataclass(frozen=True)
 class Motion:
-    """Tangents: of harmonics (n_edges, n_harmonics), of rows of weights or of the places of edges in a table."""
+    """Tangents of harmonics (n_edges, n_harmonics), and of rows of weights or of the positions of edges in a table."""
 
     harmonics: Tensor
     weights: Tensor | None = None
@@ -91,23 +98,26 @@ class Motion:
 
 
 class Rows(NamedTuple):
-    """Cotangents that the last pass writes for every edge: of weights and of their tangents, (n_edges, n_weights) both, or only
-    those that belong to one block."""
+    """Cotangents that the last pass writes for every edge: of weights and of their tangents, both (n_edges, n_weights), or only
+    the columns of one block."""
 
     of_w: Tensor
     of_dw: Tensor
     block: FormBlock | None
 
 
-Take = Callable[[Rows], Beside[None] | None]
-"""Begins to sum rows up. What it returns is asked for before the rows' memory is used again."""
+Take = Callable[[Rows], Concurrent[None] | None]
+"""Starts to sum rows. Its result is awaited before the memory of the rows is used again."""
 
 
 class Convolution:
-    """Over the edges of one graph. harmonics: (n_edges, n_harmonics), the first of them one. still: features have no tangents
-    and nobody asks what they would have to be for the forces. Where kernels are set to store in bfloat16, so are features as
-    neighbours read them, a table of coefficients, and what is written for every edge but for cotangents of rows of weights.
-    With products in tf32 those of the weights of a table are."""
+    """A convolution over the edges of one graph.
+
+    harmonics: (n_edges, n_harmonics), the first of which is one. still: features have no tangents and need no cotangents.
+
+    With storage in bfloat16, features as neighbours read them, a table of coefficients and rows written for edges are stored in
+    it, except cotangents of rows of weights. With products in tf32, cotangents of the weights of a table are.
+    """
 
     def __init__(self, form: Form, graph: EdgeGraph, harmonics: Tensor, radial: Radial, *, still: bool) -> None:
         self.form, self.graph, self.harmonics, self.still = form, graph, harmonics, still
@@ -125,9 +135,9 @@ class Convolution:
         self._forward(self._kind(dual=True, still=self.still), x, out, **_moving(motion))
 
     def forces(self, x: Field, g: Field, to_x: Field | None, parts: Tensor) -> Tensor:
-        """From the cotangents of the output, in the tangents' place of g, those of features, to the same place, and of
-        harmonics, to `parts` (n_chunks, n_edges, n_harmonics). Those of rows of weights, (n_edges, n_weights), are returned.
-        With a table there are none, and `parts` (n_chunks, n_edges, 4) are of directions and places in the table."""
+        """From the cotangents of the output, in the tangents of g, compute those of features, into the tangents of to_x, and of
+        harmonics, into `parts` (n_chunks, n_edges, n_harmonics). Returns those of rows of weights, (n_edges, n_weights). With
+        a table there are none, and `parts` (n_chunks, n_edges, 4) are of directions and positions in the table."""
         kind = self._kind(backward=True, features=to_x is not None)
         of_x = self._per_edge(x, to_x)
         of_w = x.flat.new_empty((0 if self.radial.in_table else self.graph.n_edges, self.form.n_weights))
@@ -135,10 +145,10 @@ class Convolution:
         self._sum(of_x, to_x, TANGENT)
         return of_w
 
-    def back(self, x: Field, g: Field, to_x: Field, motion: Motion, take: Take) -> Beside[None] | None:
-        """From the cotangents of values and tangents those of the features' values, to their place, and for every edge those of
-        weights and of their tangents, which are given to `take`, block by block where they are large. What that returned last
-        is returned."""
+    def back(self, x: Field, g: Field, to_x: Field, motion: Motion, take: Take) -> Concurrent[None] | None:
+        """From the cotangents of values and tangents, compute those of the features' values, into to_x, and for every edge
+        those of weights and of their tangents, which are passed to `take`, block by block where they are large. Returns the
+        last result of `take`."""
         kind = self._kind(dual=True, backward=True, still=self.still)
         launch = partial(self._back, x=x, g=g, to_x=to_x, motion=motion, take=take)
         if not self._apart(kind):
@@ -146,7 +156,7 @@ class Convolution:
         for number, start in enumerate(self.form.features.starts):
             if start not in {block.start for block in self.form.blocks}:
                 to_x.block(number, VALUE).zero_()
-        done: Beside[None] | None = None
+        done: Concurrent[None] | None = None
         for part in self.form.parts:
             if done is not None:
                 done.result()
@@ -163,21 +173,21 @@ class Convolution:
         to_x: Field,
         motion: Motion,
         take: Take,
-    ) -> Beside[None] | None:
-        """Of one block alone, or of all."""
+    ) -> Concurrent[None] | None:
+        """The last pass of one block, or of all."""
         block = None if part is None else part.blocks[0]
         n_edges, n_weights = self.graph.n_edges, self.form.n_weights if block is None else len(block.columns)
         of_x = self._per_edge(x, to_x) if block is None else x.flat.new_empty((n_edges, block.dim), dtype=self.stored)
         dtype = weight_cotangent_type(x.flat.dtype) if self.radial.in_table else x.flat.dtype
         of_w, of_dw = (x.flat.new_empty((n_edges, n_weights), dtype=dtype) for _ in range(2))
-        given = {"x": self._read(x), "g": g.flat, "to_x": of_x, "to_w": of_w, "to_dw": of_dw, **_moving(motion)}
-        self._launch(kind, given, part)
+        tensors = {"x": self._read(x), "g": g.flat, "to_x": of_x, "to_w": of_w, "to_dw": of_dw, **_moving(motion)}
+        self._launch(kind, tensors, part)
         done = take(Rows(of_w, of_dw, block))
         self._sum(of_x, to_x, VALUE, 0 if block is None else block.start)
         return done
 
     def _apart(self, kind: Kind) -> bool:
-        """Whether each block has rows of its own, for which blocks are launched one by one."""
+        """Whether each block has its own rows, for which blocks are launched one by one."""
         if not self.radial.in_table or len(self.form.blocks) == 1:
             return False
         return self._one_by_one(kind) or writes_much(self.form, self.graph.n_edges, self.harmonics.dtype)
@@ -187,7 +197,7 @@ class Convolution:
         return in_manner(kind, self.form, self.graph.n_atoms)
 
     def _read(self, x: Field) -> Tensor:
-        """Features as kernels read them; a copy is kept until they change."""
+        """Features in the storage type; the copy is kept until features change."""
         if not self.narrow:
             return x.flat
         if self._copy is None:
@@ -215,19 +225,20 @@ class Convolution:
             sum_into_field(rows, self.graph.by_source, to_x, place, first)
 
     def launcher(self, kernel: Any) -> Any:
-        """The kernel as it is; operators (`library.py`) have traces see it."""
+        """The kernel itself; operators (`operators.py`) wrap it so that traces record the launch."""
         return kernel
 
     def _one_by_one(self, kind: Kind) -> bool:
         return kind.backward and kind.shares == 1 and self.form.n_couplings >= LONG
 
-    def _launch(self, kind: Kind, given: dict[str, Tensor], part: Form | None = None) -> None:
-        """Of a part of the form, or of all of it. given: arguments by name, without those that all passes have."""
+    def _launch(self, kind: Kind, tensors: dict[str, Tensor], part: Form | None = None) -> None:
+        """Launch the kernel of a part of the form, or of all of it. tensors: arguments of the pass by their names in
+        `ARGUMENTS`, without those that all passes have."""
         graph, radial = self.graph, self.radial
         n_atoms = graph.n_atoms
         if not is_traced(graph.source) and not n_atoms:
             return
-        tensors = {**given, "y": self.harmonics, "w": radial.weights, "row": radial.row, "source": graph.source}
+        tensors = {**tensors, "y": self.harmonics, "w": radial.weights, "row": radial.row, "source": graph.source}
         tensors["pointers"] = graph.by_destination.pointers
         if radial.place is not None:
             tensors["u"] = radial.place
@@ -235,17 +246,19 @@ class Convolution:
             tensors["unit"] = radial.unit
         for name, tensor in tensors.items():
             if not is_traced(graph.source) and not tensor.is_contiguous():
-                raise RuntimeError(f"rows of {name} do not lie one after the other")
-        arguments: list[Any] = [tensors.get(name, self.harmonics) for name in ARGUMENTS[:-2]]
+                raise RuntimeError(f"{kind.name}: the argument {name} is not contiguous")
+        numbers = {"n_atoms": n_atoms, "n_edges": graph.n_edges}
+        arguments = ARGUMENTS.bind(kind.name, {**tensors, **numbers}, unused=self.harmonics, used=kind.arguments)
         options = {"num_warps": 1, "num_stages": 1}
         if kind.table and (kind.pass_name, self.form.n_harmonics) in MOST_REGISTERS:
             options["maxnreg"] = MOST_REGISTERS[kind.pass_name, self.form.n_harmonics]
         parts = self.form.parts if self._one_by_one(kind) else (self.form,)
         for form in parts if part is None else (part,):
             grid = (n_atoms * kind.shares * form.n_chunks,)
-            self.launcher(kernel(form, kind))[grid](*arguments, n_atoms, graph.n_edges, **options)
+            self.launcher(kernel(form, kind))[grid](**arguments, **options)
 
 
 def _moving(motion: Motion) -> dict[str, Tensor]:
-    found = {"dy": motion.harmonics, "dw": motion.weights, "du": motion.place}
-    return {name: tensor for name, tensor in found.items() if tensor is not None}
+    """Tangents as arguments of a kernel."""
+    tangents = {"dy": motion.harmonics, "dw": motion.weights, "du": motion.place}
+    return {name: tensor for name, tensor in tangents.items() if tensor is not None}

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from forgefield.kernels.convolution.form_key import plan_of_key
+from forgefield.kernels.convolution.form import plan_of_key
 from forgefield.ops.convolution import gradients_of_convolution, sum_over_edges
 from forgefield.ops.convolution_plan import ConvolutionPlan
 from forgefield.ops.graph import EdgeGraph, Segments

@@ -1,105 +1,33 @@
-"""Writes Triton code for the convolution and its derivatives, all from one description of the trilinear form.
+"""Generates Triton code for the convolution and its derivatives, all from one description of the trilinear form.
 
-One program is one warp: it takes one atom and up to 128 channels of one source block, walks over the atom's edges and keeps
-what it sums in registers. Harmonics are scalars there, Clebsch-Gordan coefficients are literals. Nothing is added atomically:
-what belongs to the source of an edge is written for every edge and summed afterwards, in a fixed order.
+One program is one warp: it processes one atom and up to 128 channels of one source block, loops over the atom's edges and
+keeps sums in registers. Harmonics are scalars there, Clebsch-Gordan coefficients are literals. Nothing is added atomically:
+contributions to the source of an edge are written for every edge and summed afterwards, in a fixed order.
 
 With a prime for a tangent and M_ik = sum_j C_ijk y_j, an edge adds
     o = w x M    and    p = (w x' + w' x) M + w x M'
 to the output and its tangent. Given cotangents o and p of these, with s = M o + M' p and u = M p,
     to_x = w s + w' u,    to_w = x' u + x s,    to_w' = x u.
-The cotangent of x' would be w u: what the backward pass of the values alone gives for cotangents p. A training has made that
-pass already, for the forces, so it is not computed again.
+The cotangent of x' would be w u, which is what the backward pass of the values gives for cotangents p. A training has run
+that pass already, for the forces, so it is not computed again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from math import isqrt
 
 from forgefield.kernels.convolution.form import Form, FormBlock, FormPath
-from forgefield.kernels.core.fields import TANGENT, VALUE
+from forgefield.kernels.convolution.kind import ARGUMENTS, Kind
 from forgefield.kernels.radial.packing import HALF, MASK
 from forgefield.ops.harmonics import lowering_terms
 
-
-@dataclass(frozen=True)
-class Kind:
-    """What a kernel computes.
-
-    dual, backward: neither, the values of the output; `backward` alone, from the cotangents of the output's tangents, which
-    are those of a total of the values, those of features, harmonics and weights; `dual` alone, the tangents of the output;
-    both, from cotangents of values and tangents those of features, weights and tangents of weights.
-    table: weights are read from a table of cubic polynomials, at the place of each edge in it, which then has the cotangent
-    that rows of weights would have in a backward pass of the values. packed: their two highest coefficients share a word
-    (`packing.py`). still: features have no tangents. features: their cotangents are wanted. narrow: features, a table that is
-    not packed and what is written for edges are stored in fewer bits than are computed with, which are float32. apart: what is
-    written for edges are rows of the one block that the form has, and of nothing else.
-
-    How it is computed: shares, programs that an atom's edges are shared out to, each of which writes an output of its own.
-    """
-
-    dual: bool = False
-    backward: bool = False
-    table: bool = False
-    packed: bool = False
-    still: bool = False
-    features: bool = True
-    narrow: bool = False
-    apart: bool = False
-    shares: int = 1
-
-    @property
-    def name(self) -> str:
-        words = [word for word in self.__dataclass_fields__ if getattr(self, word) is True]
-        words += [f"shares{self.shares}"] if self.shares > 1 else []
-        return "_".join(["convolution", *words])
-
-    @property
-    def pass_name(self) -> str:
-        """Of the four passes of a training."""
-        return ("back" if self.backward else "tangents") if self.dual else ("forces" if self.backward else "values")
-
-    @property
-    def geometry(self) -> bool:
-        """Whether harmonics have cotangents."""
-        return self.backward and not self.dual
-
-    @property
-    def weights(self) -> bool:
-        """Whether weights have cotangents for every edge."""
-        return self.backward and (self.dual or not self.table)
-
-    @property
-    def places(self) -> list[tuple[str, int]]:
-        """Outputs by the letter of their accumulators, and which place of the field they lie in: o values, p tangents."""
-        if not self.backward:
-            return [("p", TANGENT)] if self.dual else [("o", VALUE)]
-        return [("o", VALUE), ("p", TANGENT)] if self.dual else [("o", TANGENT)]
-
-
-ARGUMENTS = (
-    *("x", "y", "dy", "w", "dw", "u", "du", "unit", "g", "out", "to_x", "to_w", "to_dw", "to_y"),
-    *("source", "pointers", "row", "n_atoms", "n_edges"),
-)
-"""Of every kernel, in this order; a kernel is given any tensor for those that it does not use.
-
-x: field of features. y, dy: (n_edges, n_harmonics) and their tangents. w, dw: (n_rows, n_weights) and their tangents or, a
-table, w (n_intervals, 4, n_weights); a packed one w (n_intervals, 3, n_weights) and unit (n_intervals,). u, du: (n_edges,)
-where in its interval of the table an edge lies, from -1/2 to 1/2, and its tangent. g, out: fields of outputs. to_x: (n_edges,
-dim of features). to_w, to_dw: (n_edges, n_weights); apart, all three are of one block. to_y: (n_chunks, n_edges, n_harmonics)
-or, with a table, (n_chunks, n_edges, 4), of the direction and the place. source: (n_edges,). pointers: (n_atoms + 1,). row:
-(n_edges,) the row of weights of an edge, or its interval in the table.
-"""
-
-
 SEPARATE = 4
-"""From so many blocks on each is compiled as a function of its own: the kernel is a little slower, and made several times
-faster."""
+"""With at least this many blocks each is compiled as a separate function: the kernel is slightly slower and compiles several
+times faster."""
 TOGETHER = 16
-"""So many harmonics, which are those up to degree 3, are read at once and taken apart; fewer are as fast one by one, and other
-numbers are not powers of two."""
+"""This number of harmonics, which are those up to degree 3, is read at once and split; fewer are as fast one by one, and other
+counts are not powers of two."""
 
 
 class _Writer:
@@ -113,7 +41,7 @@ class _Writer:
         self.lines.append("    " * self.depth + line)
 
     def add(self, name: str, terms: Iterable[str], *, to: bool = False) -> None:
-        """name = sum of the terms, or += where `to` is set. Nothing where there are none and it is added to."""
+        """name = sum of the terms; with `to` name += sum, or no line if there are no terms."""
         text = " + ".join(terms).replace("+ -", "- ")
         if text or not to:
             self(f"{name} {'+=' if to else '='} {text or '0.0'}")
@@ -128,11 +56,10 @@ def write_kernel(form: Form, kind: Kind) -> str:
         write("")
         write("")
         _write_block(write, form, block, kind)
-    arguments = ", ".join(ARGUMENTS)
     write("")
     write("")
     write("@triton.jit(do_not_specialize=['n_atoms', 'n_edges'], do_not_specialize_on_alignment=['to_y'])")
-    write(f"def {kind.name}({arguments}):")
+    write(f"def {kind.name}({ARGUMENTS.signature}):")
     write.depth = 1
     write("program = tl.program_id(0)")
     write("n_atoms = tl.cast(n_atoms, tl.int64)")
@@ -143,14 +70,15 @@ def write_kernel(form: Form, kind: Kind) -> str:
             branch = "if" if number == 0 else "elif"
             write("else:" if last else f"{branch} chunk < {block.chunk + block.n_chunks}:")
             write.depth = 2
-        write(f"block_{block.chunk}(atom, chunk, share, {arguments})")
+        write(f"block_{block.chunk}(atom, chunk, share, {ARGUMENTS.signature})")
         write.depth = 1
     return "\n".join(write.lines) + "\n"
 
 
 def _write_numbers(write: _Writer, form: Form, kind: Kind) -> None:
-    """Which atom, chunk of channels and share of edges a program has. In the pass of values programs that run together have one
-    chunk, and so read the same part of the table; where more is read or written of an atom, its chunks go together."""
+    """Atom, chunk of channels and share of edges of a program. In the pass of values, programs that run at the same time have
+    the same chunk, so that they read the same part of the table; in the others they have the same atom, of which more is read
+    or written."""
     if kind.pass_name == "values" and kind.shares == 1:
         write("atom = program % n_atoms")
         write("chunk = (program // n_atoms).to(tl.int32)")
@@ -164,7 +92,7 @@ def _write_numbers(write: _Writer, form: Form, kind: Kind) -> None:
 
 def _write_block(write: _Writer, form: Form, block: FormBlock, kind: Kind) -> None:
     write("@triton.jit(noinline=True)" if len(form.blocks) >= SEPARATE else "@triton.jit")
-    write(f"def block_{block.chunk}(atom, chunk, share, {', '.join(ARGUMENTS)}):")
+    write(f"def block_{block.chunk}(atom, chunk, share, {ARGUMENTS.signature}):")
     write.depth = 1
     write("begin = tl.load(pointers + atom)")
     write("end = tl.load(pointers + atom + 1)")
@@ -176,7 +104,7 @@ def _write_block(write: _Writer, form: Form, block: FormBlock, kind: Kind) -> No
     if _masked(block):
         write(f"inside = c < {block.channels}")
     write(f"x_values = x + {block.start if block.row else f'n_atoms * {2 * block.start}'} + c")
-    if _moves(kind):
+    if kind.moves:
         write(f"x_tangents = x_values + n_atoms * {block.row or block.dim}")
     for name, where in _outputs(block, kind):
         if kind.backward:
@@ -193,8 +121,8 @@ def _write_block(write: _Writer, form: Form, block: FormBlock, kind: Kind) -> No
 
 
 def _write_edges(write: _Writer, form: Form, block: FormBlock, kind: Kind) -> None:
-    """The loop over edges. Indices are read one edge ahead, since other reads depend on them; all reads come before what is
-    computed and written, since no read is moved before a write."""
+    """The loop over edges. Indices are read one edge ahead, since other reads depend on them; all reads precede computation and
+    writes, since the compiler does not move a read before a write."""
     _write_next(write, "begin")
     write("for edge in range(begin, end):")
     write.depth = 2
@@ -214,11 +142,6 @@ def _write_next(write: _Writer, edge: str) -> None:
         write(f"{name} = tl.load({indices} + {edge}, mask={edge} < end, other=0)")
 
 
-def _moves(kind: Kind) -> bool:
-    """Whether tangents of features are read."""
-    return kind.dual and not kind.still
-
-
 def _masked(block: FormBlock) -> bool:
     return block.channels % block.tile != 0
 
@@ -226,36 +149,36 @@ def _masked(block: FormBlock) -> bool:
 def _load(
     write: _Writer, block: FormBlock, name: str, where: str, *, narrow: bool = False, again: bool = False
 ) -> None:
-    """again: it is read many times, and is to stay in the cache."""
+    """again: it is read many times and should stay in the cache."""
     more = ", mask=inside, other=0.0" if _masked(block) else ""
     more += ", eviction_policy='evict_last'" if again else ""
     write(f"{name} = tl.load({where}{more}){'.to(tl.float32)' if narrow else ''}")
 
 
 def _store(write: _Writer, block: FormBlock, where: str, value: str, *, once: bool = False) -> None:
-    """once: it is large and not read soon, and need not stay in the cache."""
+    """once: it is large and not read again soon, so it need not stay in the cache."""
     more = ", mask=inside" if _masked(block) else ""
     more += ", eviction_policy='evict_first'" if once else ""
     write(f"tl.store({where}, {value}{more})")
 
 
 def _outputs(block: FormBlock, kind: Kind) -> list[tuple[str, str]]:
-    """Names of what belongs to each component of the outputs, and where it lies."""
-    found = []
+    """Variable of each component of the outputs, and its address."""
+    outputs = []
     for row, (name, place) in enumerate(kind.places):
         for number, path in enumerate(block.paths):
             dim = path.n_out * path.width
             base = f"n_atoms * {2 * path.start + place * dim} + atom * {dim}"
             if path.row:
                 base = f"{path.start} + (n_atoms * {row} + atom) * {path.row}"
-            found += [
+            outputs += [
                 (f"{name}{number}_{k}", f"({base} + {k * path.width + path.column} + c)") for k in range(path.n_out)
             ]
-    return found
+    return outputs
 
 
 def _write_loads(write: _Writer, form: Form, block: FormBlock, kind: Kind) -> None:
-    for prefix, base in (("", "x_values"), ("d", "x_tangents"))[: 2 if _moves(kind) else 1]:
+    for prefix, base in (("", "x_values"), ("d", "x_tangents"))[: 2 if kind.moves else 1]:
         for i in range(block.n_in):
             where = f"{base} + atom_in * {block.row or block.dim} + {i * block.channels}"
             _load(write, block, f"{prefix}x{i}", where, narrow=kind.narrow)
@@ -275,7 +198,7 @@ def _write_loads(write: _Writer, form: Form, block: FormBlock, kind: Kind) -> No
 
 
 def _write_place(write: _Writer, kind: Kind) -> None:
-    """What coefficients are multiplied with, for weights and their tangents or slopes; a packed c3 counts units."""
+    """Factors of the coefficients, for weights and for their tangents or derivatives; a packed c3 counts units."""
     write("t = tl.load(u + edge)")
     write(f"t_last = {'t * tl.load(unit + at)' if kind.packed else 't'}")
     if kind.dual:
@@ -296,7 +219,7 @@ def _write_harmonics(write: _Writer, form: Form, name: str, wanted: list[int]) -
 
 
 def _write_halves(write: _Writer, tensor: str, name: str, size: int, first: int, step: int) -> None:
-    """A tensor of the numbers first, first + step and so on, halved until each is a scalar of its name."""
+    """A tensor of the elements first, first + step and so on, halved until each is a scalar variable."""
     if size == 2:
         write(f"{name}{first}, {name}{first + step} = tl.split({tensor})")
         return
@@ -306,7 +229,7 @@ def _write_halves(write: _Writer, tensor: str, name: str, size: int, first: int,
 
 
 def _write_weights(write: _Writer, block: FormBlock, kind: Kind) -> None:
-    """From the coefficients in the table: weights and their tangents or, where places have cotangents, their slopes."""
+    """Weights from the coefficients in the table, and their tangents or, in the pass of the forces, their derivatives."""
     for number in range(len(block.paths) if kind.table else 0):
         c0, c1, c2, c3 = (f"c{number}_{q}" for q in range(4))
         if kind.packed:  # as the last bits of 2^23
@@ -325,7 +248,7 @@ def _write_path(write: _Writer, form: Form, block: FormBlock, kind: Kind, number
         for i in range(block.n_in):
             write(f"a{i} = {w} * x{i}")
             if kind.dual:
-                write(f"e{i} = {w} * dx{i} + {dw} * x{i}" if _moves(kind) else f"e{i} = {dw} * x{i}")
+                write(f"e{i} = {w} * dx{i} + {dw} * x{i}" if kind.moves else f"e{i} = {dw} * x{i}")
     if not kind.backward:
         for k in range(path.n_out):
             sources = [i for i in range(block.n_in) if (i, k) in path.terms]
@@ -340,9 +263,9 @@ def _write_path(write: _Writer, form: Form, block: FormBlock, kind: Kind, number
 
 
 def _write_couplings(write: _Writer, path: FormPath, name: str, harmonic: str) -> dict[tuple[int, int], str]:
-    """Names of M_ik (or of its tangent), as scalars; a lone harmonic with coefficient one goes by its own name.
+    """Names of M_ik (or of its tangent), as scalars; a single harmonic with coefficient one is used directly.
 
-    The first harmonic is one everywhere: it is not read, and has no tangent.
+    The first harmonic is one everywhere: it is not read and has no tangent.
     """
     names = {}
     for (i, k), terms in path.terms.items():
@@ -381,7 +304,7 @@ def _write_path_backward(
         if kind.features:
             before = [f"tx{i}"] if number > 0 else []  # first in the sum, so that every term is one multiply-add
             write.add(f"tx{i}", [*before, f"{w} * s{i} + {dw} * v{i}" if kind.dual else f"{w} * s{i}"])
-    write.add("tw", [f"dx{i} * v{i} + x{i} * s{i}" if _moves(kind) else f"x{i} * s{i}" for i in components])
+    write.add("tw", [f"dx{i} * v{i} + x{i} * s{i}" if kind.moves else f"x{i} * s{i}" for i in components])
     if kind.dual:
         write.add("td", [f"x{i} * v{i}" for i in components])
     if kind.weights:
@@ -397,7 +320,7 @@ def _write_path_backward(
 
 
 def _write_geometry(write: _Writer, block: FormBlock, kind: Kind, number: int, path: FormPath) -> None:
-    """Cotangents of harmonics, and of the place in the table, are sums over channels, made when all paths are through."""
+    """Cotangents of harmonics and of the position in the table are summed over channels after the last path."""
     seen = {j for earlier in block.paths[:number] for terms in earlier.terms.values() for _, j in terms}
     for products, terms in _products_of_couplings(path, number):
         write.add("z", products)
@@ -409,18 +332,18 @@ def _write_geometry(write: _Writer, block: FormBlock, kind: Kind, number: int, p
 
 
 def _products_of_couplings(path: FormPath, number: int) -> list[tuple[list[str], tuple[tuple[float, int], ...]]]:
-    """For each M_ik, but for those of the first harmonic, the products that its cotangent is the sum of: couplings that are
-    equal, or but for their sign, are one."""
-    found: dict[tuple[tuple[float, int], ...], tuple[list[str], tuple[tuple[float, int], ...]]] = {}
+    """For each M_ik except those of the first harmonic, the products whose sum is its cotangent. Couplings that are equal up to
+    their sign are merged."""
+    by_coupling: dict[tuple[tuple[float, int], ...], tuple[list[str], tuple[tuple[float, int], ...]]] = {}
     for (i, k), terms in path.terms.items():
         if terms[0][1] == 0:
             continue
         key, opposite = (tuple((sign * round(value, 9), j) for value, j in terms) for sign in (1, -1))
-        if opposite in found:
-            found[opposite][0].append(f"-a{i} * o{number}_{k}")
+        if opposite in by_coupling:
+            by_coupling[opposite][0].append(f"-a{i} * o{number}_{k}")
         else:
-            found.setdefault(key, ([], terms))[0].append(f"a{i} * o{number}_{k}")
-    return list(found.values())
+            by_coupling.setdefault(key, ([], terms))[0].append(f"a{i} * o{number}_{k}")
+    return list(by_coupling.values())
 
 
 def _write_cotangents(write: _Writer, form: Form, block: FormBlock, kind: Kind) -> None:
@@ -442,26 +365,27 @@ def _write_cotangents(write: _Writer, form: Form, block: FormBlock, kind: Kind) 
 
 
 def _write_direction(write: _Writer, block: FormBlock) -> None:
-    """Cotangents of the direction from those of harmonics, before either is summed over channels: three sums are fewer than one
+    """Cotangents of the direction from those of harmonics, before the sum over channels: that takes three sums instead of one
     for each harmonic."""
     for direction in range(3):
         terms = []
         for j in block.harmonics:
             degree = isqrt(j)
-            found = lowering_terms(degree)[j - degree**2, direction]
-            if found and degree == 1:  # of the first harmonic, which is one
-                terms.append(f"{found[0][1]!r} * ty{j}")
-            elif found:
-                write.add(f"q{j}_{direction}", [f"{value!r} * y{(degree - 1) ** 2 + i}" for i, value in found])
+            lowered = lowering_terms(degree)[j - degree**2, direction]
+            if lowered and degree == 1:  # of the first harmonic, which is one
+                terms.append(f"{lowered[0][1]!r} * ty{j}")
+            elif lowered:
+                write.add(f"q{j}_{direction}", [f"{value!r} * y{(degree - 1) ** 2 + i}" for i, value in lowered])
                 terms.append(f"q{j}_{direction} * ty{j}")
         write.add(f"tu{direction}", terms)
         write(f"tl.store(to_y + line + {direction}, {f'tl.sum(tu{direction}, 0)' if terms else '0.0'})")
 
 
 def _read_harmonics(block: FormBlock, kind: Kind) -> list[int]:
-    """Numbers of harmonics that a block's programs read: for cotangents of directions also those of the degree below."""
-    found = set(block.harmonics)
+    """Indices of the harmonics that the programs of a block read; for cotangents of directions also those of the next lower
+    degree."""
+    indices = set(block.harmonics)
     if kind.geometry and kind.table:
         for degree in {isqrt(j) for j in block.harmonics} - {1}:
-            found |= set(range((degree - 1) ** 2, degree**2))
-    return sorted(found)
+            indices |= set(range((degree - 1) ** 2, degree**2))
+    return sorted(indices)

@@ -1,10 +1,10 @@
-"""Work that goes on beside the rest of a captured step, on a stream of its own.
+"""Work that runs concurrently with the rest of a captured step, on a separate CUDA stream.
 
-A GPU has room for it where the rest is limited by latency or by memory, as small batches are. Memory that is given back may be
-used again at once by the stream that it came from, so: what the work reads is kept until its result has been asked for, by the
-work itself if that is where it was begun, by whoever asks if it is on another stream. What the work makes may be given back by
-anybody, since the next work of its stream first waits for the present one. Whoever captures does so within `joined`, which
-waits for what nobody has asked for.
+A GPU has capacity for it where the rest is limited by latency or by memory, as for small batches. A stream may reuse memory
+that it has freed at once. What the work reads is therefore kept until its result is requested: by the work itself if the
+request comes from the stream on which it was started, by the requester if it comes from another. What the work allocates may
+be freed by anyone, since the next work on its stream first waits for the previous one. Captures are made within `joined`,
+which waits for work whose result was never requested.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from typing import Generic, TypeVar
 import torch
 
 T = TypeVar("T")
-_begun: set[torch.cuda.Stream] = set()
-"""Streams with work in the present capture."""
+_started: set[torch.cuda.Stream] = set()
+"""Streams with work in the current capture."""
 
 
-class Beside(Generic[T]):
-    """work: begun here, on the stream of this name. Where nothing is captured it is simply done."""
+class Concurrent(Generic[T]):
+    """Work that is started at construction, on the stream of this name. Outside of a capture it is simply executed."""
 
     def __init__(self, stream: str, work: Callable[[], T]) -> None:
-        self._kept: Callable[[], T] | None = work  # and with it all that it reads
+        self._kept: Callable[[], T] | None = work  # keeps everything alive that the work reads
         self._done: torch.cuda.Event | None = None
         if not capturing():
             self._value = work()
             return
         side = _stream(stream, torch.cuda.current_device())
         side.wait_stream(torch.cuda.current_stream())
-        _begun.add(side)
+        _started.add(side)
         with torch.cuda.stream(side):
             self._value = work()
             self._done = side.record_event()
 
     def unfinished(self) -> T:
-        """What the work gives, which nobody may read yet."""
+        """The result, which must not be read yet."""
         return self._value
 
     def result(self) -> T:
-        """What the work gave; the present stream waits for it."""
+        """The result; the current stream waits for it."""
         if self._done is not None:
             torch.cuda.current_stream().wait_event(self._done)
         self._kept = None
@@ -51,27 +51,27 @@ class Beside(Generic[T]):
 
 @contextmanager
 def joined() -> Iterator[None]:
-    """Inside a capture. At the end, also by an exception, the present stream waits for all others that were begun: a capture
-    cannot end otherwise."""
+    """For the body of a capture. At the end, also after an exception, the current stream waits for all others that were
+    started: a capture cannot end otherwise."""
     try:
         yield
     except BaseException:
-        with suppress(RuntimeError):  # the capture may be at an end itself, and what went wrong first is to be heard
+        with suppress(RuntimeError):  # the capture may have ended already, and the first error is the one to report
             _join()
         raise
     else:
         _join()
     finally:
-        _begun.clear()
+        _started.clear()
 
 
 def _join() -> None:
-    for side in _begun:
+    for side in _started:
         torch.cuda.current_stream().wait_stream(side)
 
 
 def capturing() -> bool:
-    """Whether what is launched now becomes part of a graph."""
+    """Whether the current stream is being captured into a CUDA graph."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 

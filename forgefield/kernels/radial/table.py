@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from forgefield.kernels.core.availability import has_triton, use_kernels
-from forgefield.kernels.core.streams import Beside
+from forgefield.kernels.core.streams import Concurrent
 from forgefield.kernels.radial.intervals import MOST_EDGES, MOST_INTERVALS, sorted_by_kernels
 from forgefield.ops.segment_sum import sum_by_pointers
 
@@ -44,11 +44,11 @@ class Intervals:
 
     def __init__(self, at: Tensor, count: int) -> None:
         self.at, self.count = at, count
-        self._sorting: Beside[SortedEdges] | None = None
+        self._sorting: Concurrent[SortedEdges] | None = None
 
     def sort(self) -> Intervals:
         at, count = self.at, self.count
-        self._sorting = Beside("edges", lambda: _sorted(at, count))
+        self._sorting = Concurrent("edges", lambda: _sorted(at, count))
         return self
 
     def sorted(self) -> SortedEdges:

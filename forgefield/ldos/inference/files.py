@@ -20,7 +20,7 @@ from forgefield.config.schema import LabelOptions, UnitOptions
 from forgefield.data.labels.label_reader import PREDICTED_BY, LabelReader
 from forgefield.data.readers import frames_with_values, source_files
 from forgefield.errors import ForgefieldError
-from forgefield.files import PARTIAL
+from forgefield.files import remove_leftovers, temporary_name
 from forgefield.inference.predict import keep_labels, keep_values
 from forgefield.inference.xyz_files import write_extxyz
 from forgefield.ldos.inference.electrons import ElectronicStructure, ElectronModel
@@ -49,7 +49,8 @@ def predict_electrons(
     units = units or UnitOptions()
     reader = LabelReader(LabelOptions(), units)
     frames = [pair for file in source_files(source) for pair in frames_with_values(file, reader, units)]
-    partial = out.with_name(f".{out.name}{PARTIAL}-{os.getpid()}")
+    partial = temporary_name(out)
+    remove_leftovers(out.parent, of=out)
     try:
         partial.mkdir(parents=True)
         rows, images, states = [], [], []

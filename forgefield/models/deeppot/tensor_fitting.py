@@ -229,7 +229,7 @@ class DosFitting(TensorFitting):
 
     @classmethod
     def facts(cls, options: DosOptions) -> dict[str, DirectOutput]:
-        """Beside the density its running sum, the number of states, where it is trained."""
+        """The density of states, and its running sum (the number of states) where that is trained."""
         found = super().facts(options)
         for name, per in (("cdf", "frame"), ("atom_cdf", "atom")):
             by_atom = per == "frame"

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from forgefield.kernels.convolution.passes import Motion, Radial, Rows
 from forgefield.kernels.core.availability import use_kernels, use_tables
-from forgefield.kernels.core.streams import Beside
+from forgefield.kernels.core.streams import Concurrent
 from forgefield.kernels.dense.readout import energies_by_kernel, moved_energies_by_kernel
 from forgefield.kernels.edges.geometry import EdgeGeometry, moved_geometry
 from forgefield.kernels.radial.packing import StoredTable
@@ -109,7 +109,7 @@ class ReadTables:
     """Tables of all layers, and each as it is stored, which a layer waits for when it reads it."""
 
     tables: list[RadialTable]
-    stored: list[Beside[StoredTable]]
+    stored: list[Concurrent[StoredTable]]
 
 
 @dataclass(frozen=True)
@@ -144,9 +144,9 @@ def prepare(model: NequIP, species: Tensor, graph: EdgeGraph, *, trained: bool) 
 
 
 def _begin_tables(model: NequIP) -> ReadTables:
-    made = Beside("tables", partial(radial_tables, model, current().knots))
+    made = Concurrent("tables", partial(radial_tables, model, current().knots))
     tables = made.unfinished()  # what follows has the same stream, or waits for it
-    return ReadTables(tables, [Beside("tables", table.stored) for table in tables])
+    return ReadTables(tables, [Concurrent("tables", table.stored) for table in tables])
 
 
 def features_at_rest(model: NequIP, prepared: Prepared, geometry: Geometry, *, trained: bool) -> Tensor:
@@ -268,20 +268,20 @@ class _SummedTables:
         assert geometry.place is not None
         self.tables, self.at, self.place = tables, geometry.at, geometry.place.detach()
         self._sums: dict[int, TableGradient] = {}
-        self._begun: dict[int, Beside[list[Tensor]]] = {}
+        self._begun: dict[int, Concurrent[list[Tensor]]] = {}
 
     def begin(self, layer: int, motion: Motion) -> None:
         assert motion.place is not None
         n_weights = self.tables[layer].matrix.shape[1]
         self._sums[layer] = TableGradient(self.at, self.place, motion.place, n_weights)
 
-    def add(self, layer: int, rows: Rows) -> Beside[None]:
+    def add(self, layer: int, rows: Rows) -> Concurrent[None]:
         columns = None if rows.block is None else rows.block.columns
-        return Beside("sums", partial(self._sums[layer].add, rows.of_w, rows.of_dw, columns))
+        return Concurrent("sums", partial(self._sums[layer].add, rows.of_w, rows.of_dw, columns))
 
     def end(self, layer: int) -> None:
-        to_table = Beside("sums", self._sums[layer].result)
-        self._begun[layer] = Beside("tables", lambda: self.tables[layer].gradients(to_table.result()))
+        to_table = Concurrent("sums", self._sums[layer].result)
+        self._begun[layer] = Concurrent("tables", lambda: self.tables[layer].gradients(to_table.result()))
 
     def gradients(self) -> list[Tensor]:
         return [gradient for layer in range(len(self.tables)) for gradient in self._begun[layer].result()]

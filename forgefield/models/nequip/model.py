@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from forgefield.kernels.convolution.dispatch import EdgeHarmonics
-from forgefield.kernels.convolution.form_key import key_of_plan
+from forgefield.kernels.convolution.form import key_of_plan
 from forgefield.models.adaptive import adaptive_bessel_basis
 from forgefield.models.edges import Batch, EdgeContext
 from forgefield.models.interface import Tangents

@@ -18,7 +18,7 @@ from forgefield.kernels.convolution.compiling import Planned, compile_together
 from forgefield.kernels.convolution.form import Form
 from forgefield.kernels.convolution.passes import Convolution, Motion, Radial, Rows, Take
 from forgefield.kernels.core.fields import TANGENT, VALUE, Field, new_field
-from forgefield.kernels.core.streams import Beside
+from forgefield.kernels.core.streams import Concurrent
 from forgefield.kernels.dense.gate import GateByKernels, Nonlinearity
 from forgefield.kernels.dense.products import Kinds, Products, sort_kinds
 from forgefield.models.nequip.fields import FIELDS, Layout, all_matrices, forms, layout
@@ -145,7 +145,7 @@ class Layer:
             self._back_to_h(TANGENT)
         return found
 
-    def back(self, motion: Motion, take: Take, before: Beside[None] | None) -> Beside[None] | None:
+    def back(self, motion: Motion, take: Take, before: Concurrent[None] | None) -> Concurrent[None] | None:
         """take: given the cotangents of the weights of every edge and of their tangents. before, and what is returned: what it
         has begun with those of the layer behind this one, whose memory is used again, and with those of this one."""
         self.nonlinearity.back(self.a, self.to_h, self.to_a)
@@ -191,7 +191,7 @@ class Radials(Protocol):
 
     def begin(self, layer: int, motion: Motion) -> None: ...
 
-    def add(self, layer: int, rows: Rows) -> Beside[None] | None: ...
+    def add(self, layer: int, rows: Rows) -> Concurrent[None] | None: ...
 
     def end(self, layer: int) -> None: ...
 
@@ -204,7 +204,7 @@ class Network:
         self.graph = graph
         where = layout(model)
         arena = model.type_embedding.detach().new_empty(2 * species.shape[0] * where.dim)
-        self._prepared = Beside("matrices", partial(_prepare, model, where, species, arena))
+        self._prepared = Concurrent("matrices", partial(_prepare, model, where, species, arena))
         self.row, packed, kinds = self._prepared.unfinished()
         scale = model.neighbour_scale(species)
         scale = None if scale is None else scale.view(-1, 1, 1)
@@ -255,12 +255,12 @@ class Network:
         of their tangents."""
         self.layers[-1].to_h.block(0, VALUE).copy_(to_features.unsqueeze(1))
         out = torch.empty_like(self.atoms.row)
-        begun: list[Beside[None]] = []
-        summed: Beside[None] | None = None
+        begun: list[Concurrent[None]] = []
+        summed: Concurrent[None] | None = None
         for number in reversed(range(len(self.layers))):
             radials.begin(number, motions[number])
             summed = self.layers[number].back(motions[number], partial(radials.add, number), summed)
-            begun.append(Beside("matrices", partial(self.atoms.gradients, number, out)))
+            begun.append(Concurrent("matrices", partial(self.atoms.gradients, number, out)))
             radials.end(number)
         for gradients in begun if summed is None else [*begun, summed]:
             gradients.result()

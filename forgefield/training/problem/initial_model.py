@@ -18,6 +18,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
+from forgefield.config.starter import CUTOFFS
 from forgefield.data.dataset import GraphDataset
 from forgefield.data.module import FrameData
 from forgefield.data.readers import plain
@@ -25,7 +26,7 @@ from forgefield.errors import ForgefieldError
 from forgefield.models.potential import Potential
 from forgefield.parallel.ranks import Ranks
 from forgefield.runs import Run
-from forgefield.training.problem.initial_options import KnownModel, require_same_options, section_of
+from forgefield.training.problem.initial_options import KnownModel, is_proposed, require_same_options, section_of
 from forgefield.training.problem.model_options import MOST_FRAMES, measured_batches, spread
 from forgefield.training.problem.shifts import fit_shifts, set_shifts
 from forgefield.training.problem.transfer import Transfer
@@ -96,10 +97,17 @@ class InitialModel:
                 f"(data.species has {', '.join(species)})."
             )
         config.data.species = [*known.species, *strange]
+        unused = ["model.preset"] if config.model.get("preset") is not None else []
+        if is_proposed(plain(config.model), known) and config.data.cutoff in CUTOFFS:
+            if config.data.cutoff != known.resolved["cutoff"]:
+                unused.append(f"data.cutoff={config.data.cutoff:g}")
+            config.data.cutoff = None
         for name in GRAPH:
             config.data[name] = self._of_model(name, config.data[name])
-        if config.model.pop("preset", None) is not None and self.state is not None:
-            notify(f"The model is that of {known.whose}; model.preset of the config is not used.")
+        config.model.pop("preset", None)
+        if unused and self.state is not None:
+            verb = "is" if len(unused) == 1 else "are"
+            notify(f"The model is that of {known.whose}; {' and '.join(unused)} of the config {verb} not used.")
         OmegaConf.update(config, "model.name", known.resolved["name"], force_add=True)
         return config
 

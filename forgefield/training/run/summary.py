@@ -29,7 +29,9 @@ from forgefield.tasks.plausibility import ADVICE, implausible_errors
 
 Rows = list[tuple[str, str]]
 SIDE_BY_SIDE = 3
-"""How many splits have columns of a table."""
+"""How many splits at most have columns of a table."""
+_FRAME = 4
+"""Characters that the border and padding of a panel take from each line."""
 SPLIT_TITLES = {"train": "training", "val": "validation", "test": "test"}
 
 
@@ -117,7 +119,10 @@ def end_summary(
     parts: list[RenderableType] = []
     if by_split:
         if any(key.removesuffix("_mae") != key for errors in by_split.values() for key in errors):
-            parts.append(errors_table(by_split, units))
+            table = errors_table(by_split, units)
+            if len(by_split) > 1 and console.measure(table).maximum > console.width - _FRAME:
+                table = _long_errors_table(by_split, UNITS | dict(units or {}))
+            parts.append(table)
         if any(key.endswith("_accuracy") for errors in by_split.values() for key in errors):
             parts.append(classes_table(by_split))
     else:
@@ -138,9 +143,9 @@ def end_summary(
 def errors_table(by_split: dict[str, dict[str, float]], units: Mapping[str, str] | None = None) -> Table:
     """One row per quantity (and species), MAE and RMSE of each split, with units. units: of further quantities."""
     units = UNITS | dict(units or {})
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="dim")
     if len(by_split) > SIDE_BY_SIDE:
-        return _long_errors_table(table, by_split, units)
+        return _long_errors_table(by_split, units)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="dim")
     table.add_column("error", no_wrap=True)
     for split in by_split:
         for kind in ("MAE", "RMSE"):
@@ -158,8 +163,9 @@ def errors_table(by_split: dict[str, dict[str, float]], units: Mapping[str, str]
     return table
 
 
-def _long_errors_table(table: Table, by_split: dict[str, dict[str, float]], units: Mapping[str, str]) -> Table:
+def _long_errors_table(by_split: dict[str, dict[str, float]], units: Mapping[str, str]) -> Table:
     """One row per quantity and split, where there are too many splits for columns; without species."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="dim")
     for heading in ("error", "data"):
         table.add_column(heading, no_wrap=True)
     for kind in ("MAE", "RMSE"):

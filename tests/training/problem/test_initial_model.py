@@ -236,23 +236,27 @@ def test_what_agrees_with_the_model_may_be_said(place, tmp_path):
 
 
 def test_a_config_of_init_is_fine_tuned(place, tmp_path, monkeypatch, capsys):
-    """The model that `init` proposes is not a contradiction; one that the user chose is."""
+    """The model and the cutoff that `init` proposes are not a contradiction; what the user chose is."""
     monkeypatch.chdir(tmp_path)
     assert main(["init", str(place / "frames.extxyz"), "-o", "new.yaml"]) == 0
     assert "preset: S" in (tmp_path / "new.yaml").read_text()
     words = ["train", "new.yaml", "--finetune", str(place / "runs" / "nequip"), "trainer.max_steps=1", "data.test=null"]
-    assert main(words) == 2
+    assert "cutoff: 5.0" in (tmp_path / "new.yaml").read_text()
+    assert main([*words, "data.cutoff=3"]) == 2
     assert "data.cutoff is" in (error := capsys.readouterr().err)
     assert "data.cutoff=null" in error
     assert main([*words, "data.cutoff=null", "model.preset=M"]) == 2
     assert "model.num_features" in capsys.readouterr().err
-    assert main([*words, "data.cutoff=null"]) == 0
-    assert "The model is that of run nequip; model.preset of the config is not used." in capsys.readouterr().out
+    assert main(words) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "The model is that of run nequip; model.preset and data.cutoff=5 of the config are not used." in said
     fine_tuned, first = Run(tmp_path / "runs" / "new"), Run(place / "runs" / "nequip")
     assert fine_tuned.info["model"]["num_features"] == first.info["model"]["num_features"]
+    assert fine_tuned.info["model"]["cutoff"] == fine_tuned.config.data.cutoff == first.info["model"]["cutoff"]
     assert "preset" not in fine_tuned.config.model
-    assert main([*words, "data.cutoff=null"]) == 0  # complete: nothing has changed
-    assert "is complete" in capsys.readouterr().out
+    for unchanged in ([], ["data.cutoff=null"]):
+        assert main([*words, *unchanged]) == 0
+        assert "is complete" in capsys.readouterr().out
 
 
 def test_options_that_number_species_are_compared_by_symbol(place, tmp_path):
