@@ -102,11 +102,11 @@ EMBEDDINGS: dict[str, dict[str, Any]] = {
     "bessel": {"num_bessels": 8, "bessel_trainable": False, "polynomial_cutoff_p": 6.0},
     "spline": {"num_splines": 16, "spline_span": 12},
 }
-"""AllegroOptions of each embedding and their defaults."""
+"""Options of each embedding and their defaults."""
 
 
 def preset_options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """AllegroOptions of a preset; the perceptrons follow another number of scalar features."""
+    """Options of a preset; the perceptrons follow another number of scalar features."""
     options = dict(PRESETS[name])
     scalars = given.get("num_scalar_features")
     if isinstance(scalars, int):
@@ -125,7 +125,7 @@ def complete_options(
 
 
 def _complete_embedding(options: AllegroOptions) -> dict[str, Any]:
-    """AllegroOptions of the embedding with their defaults; those of the other one are refused."""
+    """Options of the embedding with their defaults; those of the other one are refused."""
     kind = options.radial_chemical_embed
     for other, defaults in EMBEDDINGS.items():
         for key in defaults if other != kind else ():

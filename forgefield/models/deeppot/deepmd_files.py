@@ -17,9 +17,8 @@ from torch import Tensor
 
 from forgefield.errors import ForgefieldError
 from forgefield.models.deeppot.deepmd_fittings import TYPES
-from forgefield.models.deeppot.options import EnergyFittingOptions, SeE2AOptions
-from forgefield.models.deeppot.parts import fitting_part
-from forgefield.models.deeppot.se_atten_options import SeAttenOptions, SeAttenV2Options
+from forgefield.models.deeppot.options import EnergyFittingOptions, SeE2AOptions, fitting_part
+from forgefield.models.deeppot.se_atten import SeAttenOptions, SeAttenV2Options
 from forgefield.untrusted.documents import load_json, load_yaml
 from forgefield.untrusted.expansion import check_expansion
 from forgefield.untrusted.torch_files import read_torch_file

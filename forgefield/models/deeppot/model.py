@@ -20,8 +20,16 @@ from forgefield.models.deeppot.branches import check_branches, draw_again, fitti
 from forgefield.models.deeppot.descriptor import Descriptor
 from forgefield.models.deeppot.fitting import PARAMETERS, Fitting, branch_of_atoms
 from forgefield.models.deeppot.new_species import extended_options, extended_state, require_extensible
-from forgefield.models.deeppot.options import DeepPotOptions, check_pairs, excluded_kinds, per_species, unseen_species
-from forgefield.models.deeppot.parts import check_parts, descriptor_part, fitting_part
+from forgefield.models.deeppot.options import (
+    DeepPotOptions,
+    check_pairs,
+    check_parts,
+    descriptor_part,
+    excluded_kinds,
+    fitting_part,
+    per_species,
+    unseen_species,
+)
 from forgefield.models.deeppot.short_range import PairTable, complete_short_range, zbl_energies
 from forgefield.models.deeppot.statistics import environment_statistics
 from forgefield.models.deeppot.tensor_fitting import TensorFitting

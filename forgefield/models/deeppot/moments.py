@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from forgefield.models.deeppot.grouping import Groups
-from forgefield.models.deeppot.networks import Networks
+from forgefield.models.deeppot.networks import Groups, Networks
 from forgefield.ops.graph import EdgeGraph, GradientSwitch
 
 CHUNK = 1 << 17

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from forgefield.errors import ForgefieldError
 from forgefield.models.deeppot.fitting import Fitting
-from forgefield.models.deeppot.tensor_options import DipoleOptions, DosOptions, PolarOptions, PropertyOptions
+from forgefield.models.deeppot.options import DipoleOptions, DosOptions, PolarOptions, PropertyOptions
 from forgefield.models.edges import Batch
 from forgefield.models.interface import DirectOutput
 from forgefield.ops.graph import Segments, segment_sum

@@ -90,7 +90,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def preset_options(name: str, given: Mapping[str, Any]) -> dict[str, object]:
-    """NequIPOptions of a preset beside those given: with another l_max, higher orders get as many channels as the highest."""
+    """Options of a preset. With another l_max, higher orders get as many channels as the highest one."""
     options = dict(PRESETS[name])
     l_max = given.get("l_max")
     if isinstance(l_max, int) and "num_features" not in given:

@@ -18,7 +18,7 @@ from forgefield.data.frame import Frame
 from forgefield.data.species import SpeciesTable
 from forgefield.errors import ForgefieldError
 from forgefield.models import build_model, resolve_model
-from forgefield.models.deeppot.environment import environment_rows, switch
+from forgefield.models.deeppot.descriptor import environment_rows, switch
 from forgefield.models.deeppot.importer import read_deepmd
 from forgefield.models.deeppot.statistics import environment_statistics
 from forgefield.models.edges import EdgeContext, edge_vectors
