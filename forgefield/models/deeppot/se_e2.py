@@ -1,8 +1,8 @@
 """The descriptors `se_e2_a` and `se_e2_r`: a two-body embedding of each neighbour, by species.
 
 `se_e2_a` (DeepPot-SE, Zhang et al., NeurIPS 2018) has distances and angles. With T the sum over neighbours of embedding (x)
-row, the descriptor of an atom is T T_<^T, where T_< holds the first `axis_neuron` rows of T: it is invariant, because rows enter
-through their scalar products only. `se_e2_r` has distances only: a fifth of the mean embedding over neighbours.
+row, the descriptor of an atom is T T_<^T, where T_< holds the first `axis_neuron` rows of T: it is invariant, because
+rows enter through their scalar products only. `se_e2_r` has distances only: a fifth of the mean embedding over neighbours.
 
 DeePMD-kit reserves places for `sel` neighbours of each species and treats empty places like neighbours at the cutoff. Here sums
 are over actual neighbours, and the contribution of the empty places is their number times the embedding of an empty row.
