@@ -11,11 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-
 from forgefield.config.components import environment_of_children
 from forgefield.config.loading import load_config, require_training_data
-from forgefield.config.schema import DataOptions
+from forgefield.config.schema import Config, DataOptions
+from forgefield.config.sources import read_yaml
 from forgefield.config.template import commented_yaml
 from forgefield.config.test_sets import is_named
 from forgefield.errors import ForgefieldError
@@ -35,10 +34,10 @@ from forgefield.ldos.model import LDOSNetwork
 from forgefield.models.importing import ImportedModel, ImportRequest
 from forgefield.models.potential import Potential
 from forgefield.models.registry import importer
-from forgefield.parallel.failures import failing_together, stop_together
+from forgefield.parallel.failures import abort_all_on_error, stop_all_ranks
 from forgefield.parallel.launch import detect_launch
 from forgefield.parallel.ranks import Ranks
-from forgefield.parallel.session import this_group
+from forgefield.parallel.session import current_ranks
 from forgefield.parallel.spawn import run_ranks
 from forgefield.report.page import write_report
 from forgefield.runs import Run, create_run_from_model, run_exists
@@ -65,19 +64,19 @@ __all__ = [
 
 
 def train(
-    config: str | Path | dict[str, Any] | DictConfig,
+    config: str | Path | dict[str, Any] | Config,
     *overrides: str,
     fresh: bool = False,
     trust_code: bool = False,
 ) -> Run:
     """Train as a config says and return the run. Calling it again continues the run where it was.
 
-    config: a YAML file, a dictionary, an OmegaConf config, or the folder of a run to resume with the settings it was made with.
+    config: a YAML file, a dictionary, a loaded config, or the folder of a run to resume with the settings it was made with.
     overrides: `key=value` strings, as on the command line.
     fresh: start over even if the run exists; the old one is moved aside. trust_code: whether code may be imported that is named
     by a run (`model.from`, or one that is resumed) and not by the config.
     """
-    with failing_together(this_group()):
+    with abort_all_on_error(current_ranks()):
         if isinstance(config, (str, Path)) and (Path(config) / "run.json").is_file():
             loaded = config_of_run(Run(Path(config)), overrides, trust_code=trust_code)
         else:
@@ -92,7 +91,7 @@ def train(
 
 
 def train_with_outcome(
-    config: DictConfig,
+    config: Config,
     *,
     fresh: bool = False,
     log: Path | None = None,
@@ -101,11 +100,11 @@ def train_with_outcome(
 ) -> TrainingResult:
     """Train, measure the best model on validation and test frames, write the report.
 
-    Under a launcher (torchrun, srun, mpirun) every process calls this, inside `failing_together`. In one process with
+    Under a launcher (torchrun, srun, mpirun) every process calls this, inside `abort_all_on_error`. In one process with
     `trainer.devices` above one, the processes are started here. log: a file for what is said, beside the one in the run
     folder. log_mode: whose words go there, `master`, `collect` or `workers`. trust_code: as in `train`.
     """
-    ranks = this_group()
+    ranks = current_ranks()
     n = processes_wanted(config) if ranks.launch.launcher == "none" else 1
     if n > 1:
         return _train_in_processes(config, n, fresh=fresh, log=log, log_mode=log_mode, trust_code=trust_code)
@@ -119,7 +118,7 @@ def train_with_outcome(
         journal.close()
 
 
-def _measured(fitted: TrainingResult, config: DictConfig, journal: Journal, ranks: Ranks) -> TrainingResult:
+def _measured(fitted: TrainingResult, config: Config, journal: Journal, ranks: Ranks) -> TrainingResult:
     """Evaluate the best model and write the report. A request to stop ends this at once; the same command does it again."""
     requeue_exit = config.training.checkpoint.requeue_exit
     try:
@@ -128,16 +127,16 @@ def _measured(fitted: TrainingResult, config: DictConfig, journal: Journal, rank
     except StopNow as stopped:
         reason = stopped.request.reason
         sentence = f"Stopped during the final evaluation: {reason}. Run the same command to finish it."
-        if ranks.is_first:
+        if ranks.is_rank_zero:
             journal.notify(sentence)
         code = code_after(stopped.request, requeue_exit, ranks, journal)
-        stop_together(ranks, sentence, code)
+        stop_all_ranks(ranks, sentence, code)
         return replace(fitted, outcome="stopped", exit_code=code)
     return fitted
 
 
 def _train_in_processes(
-    config: DictConfig, n: int, *, fresh: bool, log: Path | None, log_mode: str, trust_code: bool
+    config: Config, n: int, *, fresh: bool, log: Path | None, log_mode: str, trust_code: bool
 ) -> TrainingResult:
     """Start n processes on this machine that train together, and wait for them."""
     with tempfile.TemporaryDirectory(prefix="forgefield-") as folder:
@@ -148,9 +147,7 @@ def _train_in_processes(
         command += ["--trust-code"] if trust_code else []
         command += ["-l", str(log)] if log is not None else []
         code = run_ranks(command, n, environ=environment_of_children())
-    run = Run(
-        Path(config.out) / config.name, trust_code=code == 0
-    )  # what it names, the config named or the user allowed
+    run = Run(config.folder, trust_code=code == 0)  # what it names, the config named or the user allowed
     if code == 0:
         return TrainingResult(run, None, "quick" if config.trainer.get("fast_dev_run") else "finished")
     stopped = code in (config.training.checkpoint.requeue_exit, 128 + signal.SIGINT)
@@ -159,21 +156,21 @@ def _train_in_processes(
 
 def train_example(overrides: list[str] | None = None, *, fresh: bool = False) -> TrainingResult:
     """The built-in example: make a small data set from real physics and train on it."""
-    ranks = this_group()
-    with failing_together(ranks):
-        config = example_config(overrides or [], make=ranks.is_first)
+    ranks = current_ranks()
+    with abort_all_on_error(ranks):
+        config = example_config(overrides or [], make=ranks.is_rank_zero)
         ranks.barrier()
         return train_with_outcome(config, fresh=fresh)
 
 
-def example_config(overrides: list[str], *, make: bool) -> DictConfig:
+def example_config(overrides: list[str], *, make: bool) -> Config:
     """Config of the built-in example. make: whether to make its data where it is not there yet."""
     from importlib.resources import as_file, files
 
     from forgefield.data.example import make_example
 
     with as_file(files("forgefield.config") / "presets" / "example.yaml") as path:
-        folder = Path(OmegaConf.load(path).data.train).parent
+        folder = Path(read_yaml(path)["data"]["train"]).parent
         if make and not all((folder / name).exists() for name in ("train.extxyz", "test.extxyz")):
             print(f"Making a small data set with ASE's EMT (copper-gold alloys) in {folder} ...", flush=True)
             make_example(folder, seed=0)
@@ -208,7 +205,7 @@ def test(
     run: str | os.PathLike[str] | Run,
     data: Any,
     *,
-    options: DataOptions | DictConfig | None = None,
+    options: DataOptions | None = None,
     which: str = "best",
     device: str = "cpu",
     labels_required: bool = False,
@@ -222,8 +219,8 @@ def test(
     labels_required: whether every label that `options` names must be found in the data. head: branch of a model that has
     several. trust_code: as in `load`.
     """
-    ranks = this_group()
-    with failing_together(ranks):
+    ranks = current_ranks()
+    with abort_all_on_error(ranks):
         run = Run.open(run, trust_code=trust_code)
         run.require_head(head)
         settings: Any = options if options is not None else _data_options(run)
@@ -241,7 +238,7 @@ def test(
                 head=head,
                 ranks=ranks,
             )
-        if ranks.is_first:
+        if ranks.is_rank_zero:
             write_report(run.path)
         return errors if is_named(data) else errors[""]
 
@@ -251,7 +248,7 @@ def predict(
     source: Any,
     out: str | os.PathLike[str],
     *,
-    options: DataOptions | DictConfig | None = None,
+    options: DataOptions | None = None,
     which: str = "best",
     device: str = "cpu",
     labels_required: bool = False,
@@ -327,7 +324,7 @@ def _predict_electrons(
 
 
 def tune(
-    config: str | Path | dict[str, Any] | DictConfig,
+    config: str | Path | dict[str, Any] | Config,
     *overrides: str,
     space: Sequence[str] = (),
     trials: int | None = None,
@@ -429,12 +426,10 @@ def _refuse_company(verb: str) -> None:
         raise ForgefieldError(f"{verb} runs in one process: call it on rank 0 alone (this is rank {launch.rank}).")
 
 
-def _data_options(run: Run) -> Any:
+def _data_options(run: Run) -> DataOptions:
     """The data section of the run; for an imported model, the defaults. Fields that the model predicts are read as in training,
     where a store said what they are, too."""
-    defaults = OmegaConf.structured(DataOptions)  # a run of an earlier version lacks what came later
-    stored = run.config.get("data")
-    options = OmegaConf.merge(defaults, stored) if stored is not None else defaults
+    options = run.config.data
     if options.labels.fields is None and run.heads:
         options.labels.fields = {
             name: {"per": head["per"], "shape": head["shape"], "unit": head["unit"]} for name, head in run.heads.items()

@@ -18,16 +18,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from forgefield.config.schema import DataOptions
+from forgefield.config.schema import Config, DataOptions
 from forgefield.config.test_sets import test_sets
 from forgefield.config.trust import code_of_model
 from forgefield.data.batch_spec import BatchSpec
 from forgefield.data.dataset import GraphDataset
 from forgefield.data.labels.label_reader import LabelReader
-from forgefield.data.readers import plain
 from forgefield.data.reading import label_settings, read_table, unit_settings
 from forgefield.data.sampling.batching import evaluation_budget
 from forgefield.data.sampling.loader import FrameLoader
@@ -44,7 +42,7 @@ from forgefield.report.page import write_parity_png, write_report
 from forgefield.runs import Run, built
 from forgefield.tasks.classes import auroc
 from forgefield.tasks.metrics import ErrorMetrics
-from forgefield.tasks.task import LABELS
+from forgefield.tasks.targets import LABELS
 from forgefield.training.fit import TrainingResult
 from forgefield.training.problem.preflight import require_same_data
 from forgefield.training.run.evaluation_progress import with_progress
@@ -66,21 +64,21 @@ def is_unmeasured(fitted: TrainingResult) -> bool:
     return bool(info["measured"] != _what_is_measured(run, run.config))
 
 
-def _what_is_measured(run: Run, config: DictConfig) -> dict[str, str]:
+def _what_is_measured(run: Run, config: Config) -> dict[str, str]:
     """What the results of a run depend on: the best weights and the test data."""
-    return {"weights_sha256": run.read_weights("best").sha256, "test": str(plain(config.data.test))}
+    return {"weights_sha256": run.read_weights("best").sha256, "test": str(config.data.test)}
 
 
-def measure(fitted: TrainingResult, config: DictConfig, journal: Journal, ranks: Ranks) -> None:
+def measure(fitted: TrainingResult, config: Config, journal: Journal, ranks: Ranks) -> None:
     """Evaluate the best weights on validation and test data; rank 0 writes the results and the report."""
     run, data = fitted.run, fitted.data
     assert data is not None
     run.kind.measure.load()(run, config, data, journal, ranks)
-    if ranks.is_first:  # last: results count only when all of them are there
+    if ranks.is_rank_zero:  # last: results count only when all of them are there
         run.write_info(measured=_what_is_measured(run, config))
 
 
-def measure_frames(run: Run, config: DictConfig, data: Any, journal: Journal, ranks: Ranks) -> None:
+def measure_frames(run: Run, config: Config, data: Any, journal: Journal, ranks: Ranks) -> None:
     """Errors on validation and test frames, each frame predicted by one rank; rank 0 writes."""
     batch = evaluation_budget(config.data)
     device = evaluation_device(config.trainer.get("accelerator"))
@@ -91,9 +89,9 @@ def measure_frames(run: Run, config: DictConfig, data: Any, journal: Journal, ra
             results[split] = evaluate(
                 run, dataset, split, which="best", device=device, batch=batch, ranks=ranks, journal=journal
             )
-    if not ranks.is_first:
+    if not ranks.is_rank_zero:
         return
-    sources = test_sets(plain(config.data.test))
+    sources = test_sets(config.data.test)
     for name in data.tests.keys() & results.keys():
         write_test(run, results[name], name=name, data=sources[name], which="best", frames=len(data.tests[name]))
     write_report(run.path)
@@ -150,7 +148,7 @@ def test_frames(
     errors = evaluate(
         run, dataset, name, which=which, device=device, batch=batch, ranks=ranks, head=head, hints=reader.hints()
     )
-    if ranks.is_first:
+    if ranks.is_rank_zero:
         write_test(run, errors, name=name, data=data, which=which, head=head, frames=len(frames))
         if any("_mae" in error for error in errors):
             write_parity_png(run.path, name)
@@ -197,7 +195,7 @@ def evaluate(
         device=device,
     )
     all_gather = ranks.gather(parts)
-    if not ranks.is_first:
+    if not ranks.is_rank_zero:
         return {}
     arrays = in_order([part for of_rank in all_gather for part in of_rank], per_atom=outputs_of_atoms(potential))
     arrays["species_symbols"] = np.array(run.species)
@@ -252,7 +250,7 @@ def load_shared(run: Run, which: str, device: str, ranks: Ranks, head: str | Non
     """The trained model (one branch of it) on every rank, read from the disk by rank 0 alone."""
     if ranks.world_size == 1:
         return run.load_model(which, device, head=head)
-    potential = run.load_model(which, "cpu", head=head) if ranks.is_first else None
+    potential = run.load_model(which, "cpu", head=head) if ranks.is_rank_zero else None
     resolved = run.info["model"] if head is None else single_branch(run.info["model"], None, head)[0]
     recipe = ranks.broadcast((resolved, run.info["precision"], potential.state_dict()) if potential else None)
     if potential is None:
@@ -278,7 +276,7 @@ def name_of_test(run: Run, data: Any, *, which: str, head: str | None = None, ca
     name of its first file. Results on other data or with other weights that have this name already are kept: a number is
     added."""
     wanted = _identity(data, which, head)
-    own = plain(OmegaConf.select(run.config, "data.test"))
+    own = run.config.data.test
     names = [name for name, files in test_sets(own).items() if _identity(files, "best", None) == wanted]
     if names:
         return names[0]
@@ -301,7 +299,7 @@ def _is_free(run: Run, name: str, identity: str, data: Any) -> bool:
     try:
         stored = json.loads((run.path / f"{name}.json").read_text())
     except FileNotFoundError:
-        return name not in test_sets(plain(OmegaConf.select(run.config, "data.test"))) or name == "test"
+        return name not in test_sets(run.config.data.test) or name == "test"
     except (OSError, ValueError):
         return True  # nobody can read it
     if "identity" not in stored:  # written by an earlier version
@@ -311,7 +309,7 @@ def _is_free(run: Run, name: str, identity: str, data: Any) -> bool:
 
 def _identity(data: Any, which: str, head: str | None) -> str:
     """The same for the same files, weights and branch, wherever they are named from."""
-    words = json.dumps([_absolute(plain(data)), which, head], default=str)
+    words = json.dumps([_absolute(data), which, head], default=str)
     return hashlib.blake2b(words.encode(), digest_size=8).hexdigest()
 
 

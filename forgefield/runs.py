@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from forgefield._version import __version__
+from forgefield.config.checking import stored_config
 from forgefield.config.nearest import did_you_mean
-from forgefield.config.sources import read_yaml
+from forgefield.config.schema import Config
+from forgefield.config.sources import Sources, read_yaml
+from forgefield.config.template import plain_yaml
 from forgefield.config.trust import Trust, refuse_interpolations
 from forgefield.data.neighbours.graph import GraphOptions
 from forgefield.errors import ForgefieldError
@@ -120,11 +122,16 @@ class Run:
         return self.path.resolve().name
 
     @property
-    def config(self) -> DictConfig:
-        """The settings the run was made with."""
-        config = OmegaConf.create(read_yaml(self.path / "config.yaml"))
-        refuse_interpolations(OmegaConf.to_container(config, resolve=False), self.path / "config.yaml")
-        return config
+    def config(self) -> Config:
+        """The settings the run was made with; those that its version did not have yet are at their defaults."""
+        return stored_config(self.settings, Sources(main=self.path / "config.yaml"))
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The content of `config.yaml`: only what was written there."""
+        content = read_yaml(self.path / "config.yaml")
+        refuse_interpolations(content, self.path / "config.yaml")
+        return content
 
     @property
     def trust(self) -> Trust:
@@ -323,7 +330,7 @@ def create_run_from_model(
     for which in WEIGHTS:
         write_weights(run.weights_path(which), state, {"origin": origin})
     config = {"name": name, "model": resolved, "training": {"precision": precision}, **(settings or {})}
-    (path / "config.yaml").write_text(f"# {origin}\n" + OmegaConf.to_yaml(OmegaConf.create(config)))
+    (path / "config.yaml").write_text(f"# {origin}\n" + plain_yaml(config))
     run.write_info(
         name=name,
         status="imported",

@@ -20,10 +20,9 @@ from forgefield.errors import ForgefieldError
 from forgefield.processes import die_with_parent
 
 if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
     from forgefield.bench.roofline import Work
     from forgefield.bench.step import BareStep
+    from forgefield.config.schema import Config
     from forgefield.data.batch import Batch
     from forgefield.parallel.ranks import Ranks
 
@@ -53,7 +52,7 @@ class Children:
     warmup: int
     trust_code: bool = False
 
-    def run(self, config: DictConfig, job: str, n: int = 1, more: Sequence[str] = ()) -> dict[str, Any] | Refused:
+    def run(self, config: Config, job: str, n: int = 1, more: Sequence[str] = ()) -> dict[str, Any] | Refused:
         """Let n processes do a job of `JOBS`."""
         from forgefield.config.components import environment_of_children
         from forgefield.config.template import commented_yaml
@@ -115,7 +114,7 @@ def _has(python: str, module: str) -> bool:
 # ---- what a child does
 
 
-def be_child(config: DictConfig, ranks: Ranks, args: argparse.Namespace) -> int:
+def be_child(config: Config, ranks: Ranks, args: argparse.Namespace) -> int:
     """Do the job and write its result, or the reason why not."""
     if ranks.world_size > 1:
         return _measure(config, ranks, args)
@@ -134,7 +133,7 @@ def be_child(config: DictConfig, ranks: Ranks, args: argparse.Namespace) -> int:
         return 2 if known else 1
 
 
-def _measure(config: DictConfig, ranks: Ranks, args: argparse.Namespace) -> int:
+def _measure(config: Config, ranks: Ranks, args: argparse.Namespace) -> int:
     from forgefield.bench.training import measure
 
     measurement, code = measure(
@@ -145,7 +144,7 @@ def _measure(config: DictConfig, ranks: Ranks, args: argparse.Namespace) -> int:
     return code
 
 
-def _work(config: DictConfig, ranks: Ranks, args: argparse.Namespace) -> int:
+def _work(config: Config, ranks: Ranks, args: argparse.Namespace) -> int:
     """Limits of the device, work of a step in each precision, and the structures of the first batch for peers."""
     from forgefield.bench.roofline import measure_limits
     from forgefield.bench.step import bare_step
@@ -193,7 +192,7 @@ def _save_structures(path: Path, batch: Batch, species: Sequence[str]) -> None:
     np.savez(path, numbers=np.array([atomic_numbers[symbol] for symbol in species]), **arrays)
 
 
-def _plan(config: DictConfig, ranks: Ranks, args: argparse.Namespace) -> int:
+def _plan(config: Config, ranks: Ranks, args: argparse.Namespace) -> int:
     from forgefield.bench.memory import plan_memory
 
     args.worker.write_text(json.dumps(plan_memory(config).as_dict()))

@@ -7,7 +7,7 @@ import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from omegaconf import DictConfig
+    from forgefield.config.schema import Config
 
 
 def processes(n: int) -> str:
@@ -18,7 +18,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def places(config: DictConfig) -> tuple[int, str]:
+def places(config: Config) -> tuple[int, str]:
     """How many processes can run beside each other here without sharing a GPU or a core, and which of the two it is."""
     import torch
 
@@ -28,17 +28,16 @@ def places(config: DictConfig) -> tuple[int, str]:
     return (len(named) if named is not None else torch.accelerator.device_count()), "GPU"
 
 
-def indices(config: DictConfig) -> list[int] | None:
+def indices(config: Config) -> list[int] | None:
     """The GPUs that the config names one by one; None where it does not."""
-    from forgefield.data.readers import plain
 
-    devices = plain(config.trainer.get("devices"))
+    devices = config.trainer.get("devices")
     if isinstance(devices, str) and "," in devices:
         devices = [int(word) for word in devices.split(",") if word.strip().isdecimal()]
     return list(devices) if isinstance(devices, list) else None
 
 
-def on_devices(config: DictConfig, n: int, kind: str) -> DictConfig:
+def on_devices(config: Config, n: int, kind: str) -> Config:
     """The config for n processes on this machine, whatever number of devices and nodes it was written for."""
     changed, named = copy.deepcopy(config), indices(config)
     changed.trainer.pop("num_nodes", None)

@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from omegaconf import DictConfig
 from scipy.optimize import nnls
 from torch import Tensor
 
 from forgefield.bench.step import BareStep, bare_step
+from forgefield.config.schema import Config
 from forgefield.data.batch import Batch
 from forgefield.data.sampling.loader import FrameLoader
 from forgefield.errors import ForgefieldError
@@ -79,7 +79,7 @@ class MemoryPlan:
         return asdict(self)
 
 
-def plan_memory(config: DictConfig, notify: Callable[[str], None] = lambda text: None) -> MemoryPlan:
+def plan_memory(config: Config, notify: Callable[[str], None] = lambda text: None) -> MemoryPlan:
     """Measure small batches of the config's own data and extend to its configured batch. say: what is being done."""
     step = bare_step(config)
     choice = planned_choice(config, step.device)
@@ -109,7 +109,7 @@ def plan_memory(config: DictConfig, notify: Callable[[str], None] = lambda text:
     )
 
 
-def planned_choice(config: DictConfig, device: torch.device) -> Choice:
+def planned_choice(config: Config, device: torch.device) -> Choice:
     """The engine that is measured: the configured one; for graphs the step that would be captured; for auto eager."""
     name = config.training.engine or "eager"
     if name not in (*ENGINES, "auto"):
@@ -123,7 +123,7 @@ def planned_choice(config: DictConfig, device: torch.device) -> Choice:
     return choice
 
 
-def _engine(step: BareStep, choice: Choice, config: DictConfig, notify: Callable[[str], None]) -> Engine:
+def _engine(step: BareStep, choice: Choice, config: Config, notify: Callable[[str], None]) -> Engine:
     circumstances = Circumstances(
         function=step.function,
         options=config.training,

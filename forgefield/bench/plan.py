@@ -15,11 +15,12 @@ from forgefield.bench.tables import plain_table
 from forgefield.errors import ForgefieldError
 
 if TYPE_CHECKING:
-    from omegaconf import DictConfig
     from rich.table import Table
 
+    from forgefield.config.schema import Config
 
-def plan(config: DictConfig, args: argparse.Namespace) -> int:
+
+def plan(config: Config, args: argparse.Namespace) -> int:
     """`--plan`."""
     _, kind = places(config)
     out = console()

@@ -20,11 +20,11 @@ from forgefield.bench.rows import Row, best_row, engines_notes, engines_table, m
 from forgefield.errors import ForgefieldError
 
 if TYPE_CHECKING:
-    from omegaconf import DictConfig
     from rich.console import Console
 
     from forgefield.bench.roofline import Limits, Work
     from forgefield.bench.timer import Measurement
+    from forgefield.config.schema import Config
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Found:
     """Atoms and edges of the structures that peers get."""
 
 
-def measure_here(config: DictConfig, args: argparse.Namespace) -> int:
+def measure_here(config: Config, args: argparse.Namespace) -> int:
     """Start the processes of each measurement on this machine, one measurement after the other."""
     from forgefield.cli.bench import asks_for_engines, asks_for_ranks, numbers_of_ranks
 
@@ -80,7 +80,7 @@ def threads(n: int) -> str:
 
 
 def _measure_engines(
-    out: Console, config: DictConfig, args: argparse.Namespace, children: Children, found: Found, kind: str
+    out: Console, config: Config, args: argparse.Namespace, children: Children, found: Found, kind: str
 ) -> dict[str, Measurement]:
     """Fills in rows. Returns measurements of the configured precision, by engine."""
     import torch
@@ -118,7 +118,7 @@ def _measure_engines(
 
 
 def _combinations(
-    config: DictConfig, args: argparse.Namespace, precisions: Sequence[str], kind: str
+    config: Config, args: argparse.Namespace, precisions: Sequence[str], kind: str
 ) -> list[tuple[str, str, str]]:
     """Engine, derivative and precision of each row."""
     if args.engines:
@@ -131,7 +131,7 @@ def _combinations(
     return [(e, d.strip(), p.strip()) for p in precisions for e in engines for d in derivatives]
 
 
-def _count_work(out: Console, config: DictConfig, children: Children, found: Found, precisions: Sequence[str]) -> None:
+def _count_work(out: Console, config: Config, children: Children, found: Found, precisions: Sequence[str]) -> None:
     from forgefield.bench.roofline import Limits, Work
 
     _begin(out, "Measuring the limits of the device, counting the work of a step")
@@ -148,16 +148,14 @@ def _count_work(out: Console, config: DictConfig, children: Children, found: Fou
     (Path(result["folder"]) / STRUCTURES).rename(children.folder / STRUCTURES)
 
 
-def _precision(config: DictConfig) -> str:
+def _precision(config: Config) -> str:
     """The precision that a training begins with."""
     from forgefield.bench.step import first_precision
 
     return first_precision(config)
 
 
-def _measure_peers(
-    out: Console, config: DictConfig, args: argparse.Namespace, children: Children, found: Found
-) -> None:
+def _measure_peers(out: Console, config: Config, args: argparse.Namespace, children: Children, found: Found) -> None:
     from forgefield.bench.peers import PEERS
 
     if not found.work:
@@ -185,13 +183,13 @@ def _measure_peers(
 # ---- numbers of processes
 
 
-def _with_fastest(config: DictConfig, found: Found) -> DictConfig:
+def _with_fastest(config: Config, found: Found) -> Config:
     """Where the config leaves the engine open, the one that was found to be the fastest."""
     best = best_row(found.rows, _precision(config))
     if config.training.engine != "auto" or best is None:
         return config
     changed = copy.deepcopy(config)
-    changed.training.engine, changed.training.derivative = best.engine, best.derivative
+    changed.training.engine, changed.training.derivative = best.engine, best.derivative or "auto"
     if best.captured is not None:
         changed.training.graphs.compiled = best.captured == "compile"
     return changed
@@ -199,7 +197,7 @@ def _with_fastest(config: DictConfig, found: Found) -> DictConfig:
 
 def _measure_ranks(
     out: Console,
-    config: DictConfig,
+    config: Config,
     args: argparse.Namespace,
     children: Children,
     found: Found,
@@ -255,7 +253,7 @@ def doing(n: int, args: argparse.Namespace) -> str:
     return f"Measuring {processes(n)}, {args.warmup} + {args.steps} steps"
 
 
-def announcement(config: DictConfig, args: argparse.Namespace) -> str:
+def announcement(config: Config, args: argparse.Namespace) -> str:
     from forgefield.bench.training import not_measured
 
     left_out = not_measured(config)
@@ -271,7 +269,7 @@ def announcement(config: DictConfig, args: argparse.Namespace) -> str:
     )
 
 
-def conclude(out: Console, found: Found, config: DictConfig, args: argparse.Namespace, warned: list[str]) -> None:
+def conclude(out: Console, found: Found, config: Config, args: argparse.Namespace, warned: list[str]) -> None:
     """Print the tables, write the numbers, draw the figure."""
     notes = []
     if found.rows:
@@ -295,8 +293,7 @@ def conclude(out: Console, found: Found, config: DictConfig, args: argparse.Name
         notify(out, f"figure             {args.figure}")
 
 
-def as_json(found: Found, config: DictConfig, args: argparse.Namespace, notes: list[str]) -> dict[str, Any]:
-    from forgefield.data.readers import plain
+def as_json(found: Found, config: Config, args: argparse.Namespace, notes: list[str]) -> dict[str, Any]:
     from forgefield.runs import versions
 
     measured = found.measured
@@ -310,9 +307,9 @@ def as_json(found: Found, config: DictConfig, args: argparse.Namespace, notes: l
     ]
     return {
         "config": config.name,
-        "model": plain(config.model),
+        "model": config.model,
         "cutoff": config.data.cutoff,
-        "precision": plain(config.training.precision),
+        "precision": config.training.precision,
         "warmup": args.warmup,
         "steps": args.steps,
         "cores": cores(),

@@ -8,22 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from omegaconf import DictConfig
 from torch import Tensor
 
+from forgefield.config.schema import Config
 from forgefield.config.trust import CONFIG
 from forgefield.data.batch import Batch, batch_shapes, to_device, with_edges
 from forgefield.data.module import DataModule, FrameData, read_data
-from forgefield.data.readers import plain
 from forgefield.models.building import build_model
 from forgefield.models.potential import Potential
 from forgefield.models.resolving import branch_names
-from forgefield.parallel.ranks import alone
+from forgefield.parallel.ranks import single_process
 from forgefield.runs import Run
 from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.task import Task
@@ -114,17 +112,17 @@ class BareStep:
         return [*parameters, *self.potential.buffers(), *gradients, *_tensors(self.optimiser.state), *average]
 
 
-def bare_step(config: DictConfig, *, precision: str | None = None, data: FrameData | None = None) -> BareStep:
+def bare_step(config: Config, *, precision: str | None = None, data: FrameData | None = None) -> BareStep:
     """precision: another than the config's. data: prepared before, for the same data section."""
-    run = Run(Path(config.out) / config.name)
-    initial = initial_model(run, config, alone())
+    run = Run(config.folder)
+    initial = initial_model(run, config, single_process())
     if initial is not None:
         config = initial.settle(config, lambda text: None)
     if data is None:
         data = read_data(
             config.data,
             config.seed,
-            branches=branch_names(plain(config.model) if initial is None else initial.known.resolved),
+            branches=branch_names(config.model if initial is None else initial.known.resolved),
             species_of=None if initial is None else initial.known.whose,
         )
     device = training_device(config)
@@ -154,16 +152,16 @@ def bare_step(config: DictConfig, *, precision: str | None = None, data: FrameDa
     return BareStep(data, batches, potential, task, optimiser, average, device, resolved, arithmetic, *kept)
 
 
-def first_precision(config: DictConfig) -> str:
+def first_precision(config: Config) -> str:
     """The precision that a training begins with."""
-    return Precision(plain(config.training.precision)).start
+    return Precision(config.training.precision).start
 
 
-def training_device(config: DictConfig) -> torch.device:
+def training_device(config: Config) -> torch.device:
     """Where a process that trains alone does so."""
     if (config.trainer.get("accelerator") or "auto") == "cpu" or not torch.accelerator.is_available():
         return torch.device("cpu")
-    devices: Any = plain(config.trainer.get("devices"))
+    devices: Any = config.trainer.get("devices")
     kind = torch.accelerator.current_accelerator() or torch.device("cpu")
     return torch.device(kind.type, devices[0] if isinstance(devices, list) and devices else 0)
 

@@ -10,13 +10,11 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
-from typing import Any
 
-from omegaconf import DictConfig
 from rich.console import Console
 
 from forgefield.bench.timer import Measurement, StepTimer
-from forgefield.data.readers import plain
+from forgefield.config.schema import Config
 from forgefield.parallel.ranks import Ranks
 from forgefield.training.fit import fit
 from forgefield.training.precision import Precision
@@ -44,7 +42,7 @@ NOT_MEASURED = ("logger", "callbacks", "profiler", "overfit_batches")
 
 
 def measure(
-    config: DictConfig, ranks: Ranks, *, steps: int, warmup: int, folder: Path, trust_code: bool = False
+    config: Config, ranks: Ranks, *, steps: int, warmup: int, folder: Path, trust_code: bool = False
 ) -> tuple[Measurement | None, int]:
     """Train some steps in `folder` and time them. Every rank calls this; rank 0 gets the result. trust_code: as in `fit`.
 
@@ -62,26 +60,26 @@ def measure(
         )
     finally:
         journal.close()
-    if fitted.outcome != "finished" or not ranks.is_first:
+    if fitted.outcome != "finished" or not ranks.is_rank_zero:
         return None, fitted.exit_code
     return Measurement.from_dict(json.loads(file.read_text())), 0
 
 
-def measured_config(config: DictConfig, *, steps: int, warmup: int, folder: Path) -> DictConfig:
+def measured_config(config: Config, *, steps: int, warmup: int, folder: Path) -> Config:
     """The same training, but for what is not part of a step. It ends by itself when enough has been measured."""
     changed = copy.deepcopy(config)
     changed.name, changed.out = "bench", str(folder / "runs")
     for split in ("val", "test"):
-        if isinstance(plain(changed.data[split]), (str, list)):  # files of their own: nothing of them is trained on
-            changed.data[split] = 0
-    training: Any = changed.training
+        if isinstance(getattr(changed.data, split), (str, list)):  # files of their own: nothing of them is trained on
+            setattr(changed.data, split, 0)
+    training = changed.training
     training.tensorboard, training.early_stopping, training.monitor = 0, None, "train/loss"
-    training.precision = Precision(plain(training.precision)).start  # a schedule counts from an end that is not reached
+    training.precision = Precision(training.precision).start  # a schedule counts from an end that is not reached
     training.checkpoint.every_epochs = training.checkpoint.every_steps = None
     # On a GPU the steps are run twice, and every epoch may have one step that is not full.
     enough = 2 * (warmup + 2 * steps)
     changed.trainer = {
-        **{key: value for key, value in plain(changed.trainer).items() if key in TRAINER_KEYS},
+        **{key: value for key, value in changed.trainer.items() if key in TRAINER_KEYS},
         "max_steps": enough,
         "max_epochs": enough,  # an epoch has at least one step
         "limit_val_batches": 0,
@@ -94,7 +92,7 @@ def measured_config(config: DictConfig, *, steps: int, warmup: int, folder: Path
     return changed
 
 
-def not_measured(config: DictConfig) -> list[str]:
+def not_measured(config: Config) -> list[str]:
     """Settings of a config that cost time in a training and have no part in a measurement."""
     given = [f"trainer.{key}" for key in NOT_MEASURED if config.trainer.get(key)]
     return [*given, "callbacks"] if config.callbacks else given

@@ -12,13 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from omegaconf import DictConfig
 from torch import Tensor
 
+from forgefield.config.schema import Config
 from forgefield.config.trust import CONFIG
 from forgefield.data.batch import batch_shapes, with_edges
 from forgefield.data.module import read_data
-from forgefield.data.readers import plain
 from forgefield.errors import ForgefieldError
 from forgefield.models.building import build_model
 from forgefield.models.resolving import branch_names
@@ -151,9 +150,9 @@ def _part(values: list[float], i: int, parts: int) -> list[float]:
     return values[i * len(values) // parts : (i + 1) * len(values) // parts]
 
 
-def overfit_config(config: DictConfig, *, steps: int, goal: float) -> OverfitResult:
+def overfit_config(config: Config, *, steps: int, goal: float) -> OverfitResult:
     """The model of a config, with fresh weights, on the first batch of its data, with its loss, optimiser and learning rate."""
-    data = read_data(config.data, config.seed, branches=branch_names(plain(config.model)))
+    data = read_data(config.data, config.seed, branches=branch_names(config.model))
     resolved = resolved_model(config, data)
     options = requested_task(config, data)
     task = build_task(options, resolved)

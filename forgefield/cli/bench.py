@@ -26,8 +26,7 @@ from forgefield.config.nearest import did_you_mean
 from forgefield.errors import ForgefieldError
 
 if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
+    from forgefield.config.schema import Config
     from forgefield.parallel.ranks import Ranks
 
 STEPS, WARMUP = 20, 5
@@ -80,9 +79,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     check(args)
-    from forgefield.parallel.session import run_as_one
+    from forgefield.parallel.session import run_on_all_ranks
 
-    return run_as_one(lambda ranks: _run(args, ranks))
+    return run_on_all_ranks(lambda ranks: _run(args, ranks))
 
 
 def check(args: argparse.Namespace) -> None:
@@ -187,7 +186,7 @@ class Water:
         self.folder = Path(tempfile.gettempdir()) / ranks.broadcast(name)
         self.writes = ranks.launch.local_rank == 0
 
-    def __enter__(self) -> DictConfig:
+    def __enter__(self) -> Config:
         from forgefield.bench.water import frames_for, water_config, write_water
         from forgefield.config.loading import load_config
 
@@ -196,10 +195,10 @@ class Water:
         trust_code = self.args.trust_code
         config = water if self.file is None else load_config(self.file, self.overrides, trust_code=trust_code)
         if self.file is not None:  # everything of the config but its data
-            kept = {key: copy.deepcopy(config.data[key]) for key in ("cutoff", "batch", "neighbours")}
+            kept = {key: copy.deepcopy(getattr(config.data, key)) for key in ("cutoff", "batch", "neighbours")}
             config.data, config.task = water.data, water.task
             for key, value in kept.items():
-                config.data[key] = value
+                setattr(config.data, key, value)
         n, _ = places(config)
         most = self.ranks.world_size if self.ranks.launch.launcher != "none" else n
         if self.args.ranks is not None:
@@ -215,7 +214,7 @@ class Water:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def _dispatch(config: DictConfig, ranks: Ranks, args: argparse.Namespace) -> int:
+def _dispatch(config: Config, ranks: Ranks, args: argparse.Namespace) -> int:
     from forgefield.bench import plan as bench_plan
     from forgefield.bench import session as bench_session
 
@@ -228,7 +227,7 @@ def _dispatch(config: DictConfig, ranks: Ranks, args: argparse.Namespace) -> int
     return bench_session.measure_here(config, args)
 
 
-def measure_group(config: DictConfig, ranks: Ranks, args: argparse.Namespace) -> int:
+def measure_group(config: Config, ranks: Ranks, args: argparse.Namespace) -> int:
     """Be one of the processes that a launcher has started: they are what is measured."""
     launch = ranks.launch
     for option in ("ranks", "engines", "precisions", "derivatives", "peers", "plan", "figure"):
@@ -243,11 +242,11 @@ def measure_group(config: DictConfig, ranks: Ranks, args: argparse.Namespace) ->
     from forgefield.bench.training import measure
 
     console, warned = session.console(), warnings(launch.local_size, *places(config))
-    if ranks.is_first:
+    if ranks.is_rank_zero:
         session.notify(
             console, session.announcement(config, args), *warned, f"{session.doing(ranks.world_size, args)} ..."
         )
-    own = tempfile.TemporaryDirectory(prefix="forgefield-bench-") if ranks.is_first else nullcontext("")
+    own = tempfile.TemporaryDirectory(prefix="forgefield-bench-") if ranks.is_rank_zero else nullcontext("")
     with own as name:
         folder = Path(ranks.broadcast(name))
         measurement, code = measure(

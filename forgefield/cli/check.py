@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
+    from forgefield.config.schema import Config
     from forgefield.data.frame import Frame
     from forgefield.data.store.table import FrameTable
     from forgefield.models.potential import Potential
@@ -148,17 +149,14 @@ class _Checked(NamedTuple):
 
 def _from_run(args: argparse.Namespace, overrides: list[str]) -> _Checked:
     """Of the trained model."""
-    from omegaconf import OmegaConf
-
     from forgefield.config.loading import override_config
-    from forgefield.config.schema import DataOptions
     from forgefield.data.reading import read_table
     from forgefield.runs import Run
 
     opened = Run.open(args.target, trust_code=args.trust_code)
     opened.require_head(args.head)
     config = override_config(opened.config, overrides, allowed=READING, verb="check") if overrides else opened.config
-    data = config.get("data") or OmegaConf.structured(DataOptions)
+    data = config.data
     source = args.data if args.data is not None else data.train
     if source is None:
         raise ForgefieldError(f"Run {opened.name} does not know its training data; name a file with --data FILE.")
@@ -173,7 +171,6 @@ def _from_config(args: argparse.Namespace, overrides: list[str]) -> _Checked:
     from forgefield.config.point_checks import require_frames
     from forgefield.config.trust import CONFIG
     from forgefield.data.module import read_data
-    from forgefield.data.readers import plain
     from forgefield.data.reading import read_table
     from forgefield.models.building import build_model
     from forgefield.models.resolving import branch_names, single_branch
@@ -181,7 +178,7 @@ def _from_config(args: argparse.Namespace, overrides: list[str]) -> _Checked:
 
     config = load_config(args.target, overrides, trust_code=args.trust_code)
     require_frames(config, "check", "their gradients are compared with autograd at the start of a training")
-    data = read_data(config.data, config.seed, branches=branch_names(plain(config.model)))
+    data = read_data(config.data, config.seed, branches=branch_names(config.model))
     resolved = resolved_model(config, data)
     if args.head is not None or branch_names(resolved):
         resolved, _ = single_branch(resolved, None, args.head)
@@ -192,16 +189,13 @@ def _from_config(args: argparse.Namespace, overrides: list[str]) -> _Checked:
     return _Checked(potential, frames, resolved, _knots(config))
 
 
-def _knots(config: Any) -> int:
+def _knots(config: Config) -> int:
     """Intervals of the tables that a training with this config reads radial weights from; zero where it reads none."""
-    from omegaconf import OmegaConf
 
-    from forgefield.ops.execution import KNOTS
-
-    exact = OmegaConf.select(config, "training.kernels.radial") == "exact"
-    if exact or OmegaConf.select(config, "training.precision") == "float64":
+    kernels = config.training.kernels
+    if kernels.radial == "exact" or config.training.precision == "float64":
         return 0
-    return int(OmegaConf.select(config, "training.kernels.knots", default=KNOTS))
+    return kernels.knots
 
 
 def _pick(frames: FrameTable, count: int, random: np.random.Generator) -> list[Frame]:

@@ -50,8 +50,6 @@ def run(args: argparse.Namespace) -> int:
 
 def converted(file: Path, out: Path | None) -> str:
     """The config of an input as the text of `out`. Relative paths stay as they are where they mean the same there."""
-    from omegaconf import OmegaConf
-
     from forgefield.config.deepmd import is_deepmd_input, read_input, translation
     from forgefield.config.loading import load_config
     from forgefield.config.template import yaml_with_comments
@@ -66,7 +64,7 @@ def converted(file: Path, out: Path | None) -> str:
     values = found.config
     places = {place.absolute().parent for place in (file, out or file)} | {Path.cwd()}
     if len(places) > 1:
-        data = {key: OmegaConf.to_container(checked.data)[key] for key in ("train", "val")}  # type: ignore[index,call-overload]
+        data = {"train": checked.data.train, "val": checked.data.val}
         values = {**values, "data": {**values["data"], **data}}
     header = [f"The run of {file.name}, an input of DeePMD-kit; written by `forgefield convert-config`."]
     if found.notes:

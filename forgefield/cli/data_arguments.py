@@ -65,9 +65,8 @@ def take_settings(args: argparse.Namespace, settings: list[str]) -> None:
     """Set the options that mean the same as these settings."""
     if not settings:
         return
-    from omegaconf import OmegaConf
-
-    from forgefield.config.loading import override_config, override_keys
+    from forgefield.config.loading import load_config, override_config, override_keys
+    from forgefield.config.typed import select
 
     options = {f"data.units.{name}": f"{name}_unit" for name in UNITS}
     options |= {f"data.labels.{name}": f"{name}_key" for name in LABELS}
@@ -76,9 +75,9 @@ def take_settings(args: argparse.Namespace, settings: list[str]) -> None:
     verb = f"data {args.data_verb}"
     if not options:
         raise ForgefieldError(f"'{settings[0]}': forgefield {verb} takes no settings (key=value).")
-    config = override_config(OmegaConf.create({"name": "data"}), settings, allowed=list(options), verb=verb)
+    config = override_config(load_config({"name": "data"}), settings, allowed=list(options), verb=verb)
     for key in override_keys(settings):
-        setattr(args, options[key], OmegaConf.select(config, key))
+        setattr(args, options[key], select(config, key))
 
 
 def spec_of(paths: list[str]) -> Any:

@@ -65,10 +65,10 @@ def run(args: argparse.Namespace) -> int:
 
 def propose(files: list[str], overrides: Sequence[str], *, out: Path, name: str) -> tuple[str, DataFacts]:
     """Text of a config at `out` for these files, and the facts it is based on."""
-    from omegaconf import OmegaConf
-
     from forgefield.config.loading import load_config, override_keys
     from forgefield.config.starter import starter_config, starter_yaml
+    from forgefield.config.targets import as_dict
+    from forgefield.config.typed import select, update
     from forgefield.data.inspection.suspicions import label_doubts
     from forgefield.data.labels.label_reader import LabelReader
     from forgefield.data.readers import read_frames
@@ -88,13 +88,11 @@ def propose(files: list[str], overrides: Sequence[str], *, out: Path, name: str)
     missing = [f"no frame carries {label}; {hint}" for label, hint in reader.hints().items() if not facts.labels[label]]
     facts = replace(facts, doubts=[*missing, *label_doubts(FrameTable.from_frames(frames))])
     values, notes = starter_config(facts, name=name)
-    config = OmegaConf.create(values)
+    chosen = as_dict(settings)
     for key in override_keys(overrides):
-        OmegaConf.update(config, key, OmegaConf.select(settings, key), force_add=True)
+        update(values, key, select(chosen, key))
         notes = {noted: text for noted, text in notes.items() if noted != key}
-    plain = OmegaConf.to_container(config)
-    assert isinstance(plain, dict)
-    return starter_yaml({str(key): value for key, value in plain.items()}, notes, file=str(out)), facts
+    return starter_yaml(values, notes, file=str(out)), facts
 
 
 def survey(frames: Sequence[Frame], files: list[str]) -> DataFacts:

@@ -44,9 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from forgefield.parallel.session import run_as_one
+    from forgefield.parallel.session import run_on_all_ranks
 
-    return run_as_one(lambda ranks: _run(args, ranks))
+    return run_on_all_ranks(lambda ranks: _run(args, ranks))
 
 
 def _run(args: argparse.Namespace, ranks: Ranks) -> int:
@@ -54,7 +54,6 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     words = args.data or []
     files = [word for word in words if Path(word).exists() or not is_override(word)]
     overrides = refuse_files([*(word for word in words if word not in files), *args.overrides])
-    from omegaconf import OmegaConf
     from rich.console import Console
 
     with for_good():
@@ -70,7 +69,7 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     options = override_config(opened.config, overrides, allowed=takes, verb="test").data if overrides else None
     if files and "data.test" in override_keys(overrides):
         raise ForgefieldError("--data and data.test both say what to test on; leave one of them out.")
-    named = options.test if options is not None else OmegaConf.select(opened.config, "data.test")
+    named = options.test if options is not None else opened.config.data.test
     data: Any = (files[0] if len(files) == 1 else files) if files else _own_data(opened, named)
     sets = {title(name): source for name, source in test_sets(data).items()}
     errors = api.test(
@@ -82,7 +81,7 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
         device=device_name(args.device, local_rank=ranks.launch.local_rank),
         labels_required=any(key.startswith("data.labels") for key in override_keys(overrides)),
     )
-    if not ranks.is_first:
+    if not ranks.is_rank_zero:
         return 0
     results = {title(f"test-{name}"): found for name, found in errors.items()} if is_named(data) else {"test": errors}
     hints = [f"{name}: {_in_words(source)}; {args.which} weights" for name, source in sets.items()]
@@ -106,9 +105,7 @@ def _in_words(source: Any) -> str:
 
 def _own_data(opened: Run, named: Any) -> Any:
     """What `data.test` of the run, or of the command line, names."""
-    from forgefield.data.readers import plain
 
-    named = plain(named)
     instead = f"name {'snapshots with --data SNAPSHOTS' if opened.of_points else 'files with --data FILE'}."
     if named is None or named == []:
         raise ForgefieldError(f"Run {opened.name} has no data.test; {instead}")

@@ -13,15 +13,12 @@ import inspect
 import re
 import typing
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from copy import deepcopy
 from typing import Any
-
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from forgefield.config import schema
 from forgefield.config.data_checks import check_data
 from forgefield.config.nearest import nearest
+from forgefield.config.option import Limits, limits_of
 from forgefield.config.peer_terms import KEYS
 from forgefield.config.point_checks import check_frames_only, check_points
 from forgefield.config.point_options import PointTaskOptions
@@ -30,46 +27,8 @@ from forgefield.config.sources import Sources
 from forgefield.config.target_checks import check_task
 from forgefield.config.targets import BRANCHES, FIELDS, POINTS, TARGETS, as_typed, has_points
 from forgefield.config.training_checks import check_training
+from forgefield.config.typed import alternatives, convert, field_types, is_optional, section_class, select, without_none
 from forgefield.errors import ForgefieldError
-
-CHOICES = {
-    "data.neighbours": ("auto", "vesin", "matscipy", "device"),
-    "data.lazy": ("auto", True, False, None),
-    "data.batch.oversized": ("error", "alone", "skip"),
-    "data.batch.bound": ("upper", "lower"),
-    "training.engine": ("auto", "eager", "compile", "graphs", "script", None),
-    "training.derivative": ("auto", "double", "tangent", "kernels"),
-    "training.kernels.radial": ("table", "exact"),
-    "training.kernels.storage": ("float32", "bfloat16"),
-    "training.tensorboard": (0, 1, 2),
-}
-POSITIVE = (
-    "data.cutoff",
-    "data.batch.frames",
-    "data.batch.atoms",
-    "data.batch.edges",
-    "data.batch.points",
-    "data.adaptive_cutoff",
-    "data.max_neighbours",
-    "data.devset",
-    "data.max_force",
-    "data.max_energy_deviation",
-    "training.lr",
-    "training.clip_norm",
-    "training.accumulate",
-    "training.graphs.sizes",
-    "training.kernels.knots",
-    "training.lora.rank",
-    "training.lora.alpha",
-    "training.memory.parts",
-    "training.block",
-    "training.early_stopping.patience",
-    "training.checkpoint.every_epochs",
-    "training.checkpoint.every_steps",
-    "training.checkpoint.keep",
-)
-
-# What other programs call our settings.
 
 EXPECTED = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
@@ -80,7 +39,7 @@ def unknown_key(key: str, fields: Collection[str] | None = None, *, points: bool
     fields: of the data, as far as the config names them. Without, any other name in `task` may be one of a store's, unless it
     looks like one of our own targets. points: whether samples are grid points, whose task is another.
     """
-    cls: Any = schema.RunOptions
+    cls: Any = schema.Config
     parts = key.split(".")
     for depth, part in enumerate(parts):
         cls = PointTaskOptions if points and cls is schema.TaskOptions else cls
@@ -92,10 +51,10 @@ def unknown_key(key: str, fields: Collection[str] | None = None, *, points: bool
             return _hint(parts, depth, [*_kinds(cls), *extra_outputs])
         if key.startswith("trainer."):
             return None if parts[1] in trainer_keys() else _hint(parts, 1, trainer_keys())
-        inner = _section(kind)
+        inner = section_class(kind)
         if inner is None:
             rest = parts[depth + 1 :]
-            opens = kind is Any or typing.get_origin(_strip(kind)) in (list, dict)
+            opens = kind is Any or len(alternatives(kind)) > 1 or typing.get_origin(without_none(kind)) in (list, dict)
             return None if opens or not rest else f" '{'.'.join(parts[: depth + 1])}' has no keys below it."
         cls = inner
     return None
@@ -110,7 +69,7 @@ def _may_be_field(name: str, fields: Collection[str] | None) -> bool:
 def check_keys(values: Mapping[str, Any], sources: Sources, *, variables: Sequence[str] = ()) -> None:
     """Refuse every key that the schema does not have. `variables` are top-level keys of the user's own."""
     fields, points = declared_fields(values), has_points(values)
-    for key in _paths(values, schema.RunOptions, "", points=points):
+    for key in _paths(values, schema.Config, "", points=points):
         if key in variables:
             continue
         hint = unknown_key(key, fields, points=points)
@@ -136,33 +95,46 @@ def refuse_lists(content: Mapping[str, Any], sources: Sources) -> None:
             raise wrong(sources, key, value, f"a section with the keys {', '.join(_kinds(section))}")
 
 
-def typed_config(values: Mapping[str, Any], sources: Sources) -> DictConfig:
+def typed_config(values: Mapping[str, Any], sources: Sources) -> schema.Config:
     """A config of the schema's types, defaults filled in, from plain values whose keys are known to be valid."""
-    config = deepcopy(_defaults())
+    config = schema.Config()
     if "task" in values:
         values = {**values, "task": as_typed(values["task"], points=has_points(values))}
-    _fill(config, schema.RunOptions, values, "", sources)
+    _fill(config, values, "", sources)
     return config
 
 
-@functools.cache
-def _defaults() -> DictConfig:
-    """A config of defaults alone, to be copied: made anew it takes six times as long."""
-    return OmegaConf.structured(schema.RunOptions)
+def stored_config(values: Mapping[str, Any], sources: Sources) -> schema.Config:
+    """The config of a run from the content of its `config.yaml`.
+
+    Settings that this version does not have are left out; those that the version of the run did not have are at their defaults.
+    """
+    task = as_typed(values.get("task"), points=has_points(values))
+    config = schema.Config()
+    _fill(config, _with_known_keys({**values, "task": task}, schema.Config), "", sources)
+    return config
 
 
-def check_values(config: DictConfig, sources: Sources) -> None:
+def _with_known_keys(values: Mapping[str, Any], cls: type) -> dict[str, Any]:
+    """The plain values of a section without those that the section does not have."""
+    known: dict[str, Any] = {}
+    for name, kind in field_types(cls).items():
+        if name not in values:
+            continue
+        value, inner = values[name], section_class(kind)
+        of_each = section_class(typing.get_args(kind)[1]) if typing.get_origin(kind) is dict else None
+        if inner is not None and isinstance(value, Mapping):
+            value = _with_known_keys(value, inner)
+        elif of_each is not None and isinstance(value, Mapping):
+            sections = {key: item for key, item in value.items() if isinstance(item, Mapping)}
+            value = {key: _with_known_keys(item, of_each) for key, item in sections.items()}
+        known[name] = value
+    return known
+
+
+def check_values(config: schema.Config, sources: Sources) -> None:
     """Refuse values without meaning and settings that do not apply."""
-    for key, choices in CHOICES.items():
-        check_choice(OmegaConf.select(config, key), choices, key, sources)
-    for key in POSITIVE:
-        value = OmegaConf.select(config, key)
-        if value is not None and not value > 0:
-            raise wrong(sources, key, value, "a positive number")
-    for key in ("seed", "data.split_seed"):
-        value = OmegaConf.select(config, key)
-        if value is not None and not 0 <= value < 2**32:
-            raise wrong(sources, key, value, "a whole number from 0 to 4294967295")
+    check_limits(config, "", sources)
     check_training(config, sources)
     _check_name(config, sources)
     check_data(config.data, sources)
@@ -173,6 +145,35 @@ def check_values(config: DictConfig, sources: Sources) -> None:
         if config.task is not None:
             check_task(config.task, sources)
     _check_components(config, sources)
+
+
+def check_limits(section: Any, prefix: str, sources: Sources) -> None:
+    """Refuse values outside the bounds and choices that the fields of a dataclass declare, and those of its sections.
+
+    prefix: the dotted key of `section` with a dot at its end, as it is written in a config; empty at the top.
+    """
+    cls: type = type(section)
+    types = field_types(cls)
+    for field in dataclasses.fields(section):
+        value, key = getattr(section, field.name), f"{prefix}{field.name}"
+        in_task = isinstance(section, schema.TaskOptions)
+        if dataclasses.is_dataclass(value):
+            check_limits(value, prefix if in_task and field.name == POINTS else f"{key}.", sources)
+        elif in_task and isinstance(value, dict):
+            for name, item in value.items():
+                check_limits(item, f"{prefix if field.name == FIELDS else key + '.'}{name}.", sources)
+        elif value is not None:
+            _check_limits_of(value, limits_of(field), is_optional(types[field.name]), key, sources)
+
+
+def _check_limits_of(value: Any, limits: Limits, optional: bool, key: str, sources: Sources) -> None:
+    numbers = [value] if isinstance(value, (int, float)) else value if isinstance(value, list) else []
+    if limits.has_bounds and not all(limits.allows(number) for number in numbers):
+        raise wrong(sources, key, value, limits.expected or limits.describe())
+    is_path = limits.open_choices is not None and isinstance(value, str) and "." in value
+    if limits.choices and not is_path:
+        others = [limits.open_choices] if limits.open_choices is not None else [None] if optional else []
+        check_choice(value, (*limits.choices, *others), key, sources)
 
 
 @functools.cache
@@ -186,27 +187,10 @@ def trainer_keys() -> list[str]:
 # --- keys
 
 
-@functools.cache
-def _types(cls: type) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
-
-
 def _kinds(cls: type) -> dict[str, Any]:
     """Keys of a section as they are written, with the type of each."""
     hidden = (FIELDS, POINTS) if cls is schema.TaskOptions else ()
-    return {name: kind for name, kind in _types(cls).items() if name not in hidden}
-
-
-def _strip(kind: Any) -> Any:
-    """X of Optional[X]."""
-    inner = [arg for arg in typing.get_args(kind) if arg is not type(None)]
-    return inner[0] if typing.get_origin(kind) is typing.Union and len(inner) == 1 else kind
-
-
-def _section(kind: Any) -> type | None:
-    """The dataclass of a section, or None for a plain setting."""
-    inner = _strip(kind)
-    return inner if dataclasses.is_dataclass(inner) and isinstance(inner, type) else None
+    return {name: kind for name, kind in field_types(cls).items() if name not in hidden}
 
 
 def _paths(values: Any, cls: type | None, prefix: str, *, points: bool = False) -> Iterator[str]:
@@ -216,7 +200,7 @@ def _paths(values: Any, cls: type | None, prefix: str, *, points: bool = False) 
         key = f"{prefix}{name}"
         yield key
         kind = _kinds(cls).get(str(name)) if cls is not None else None
-        inner = schema.FieldTargetOptions if kind is None and cls is schema.TaskOptions else _section(kind)
+        inner = schema.FieldTargetOptions if kind is None and cls is schema.TaskOptions else section_class(kind)
         if isinstance(value, Mapping) and (inner is not None or key == "trainer"):
             yield from _paths(value, inner, f"{key}.", points=points)
 
@@ -232,12 +216,12 @@ def _schema() -> dict[str, type | None]:
 
     def below(cls: type, prefix: str) -> Iterator[tuple[str, type | None]]:
         for name, kind in _kinds(cls).items():
-            inner = _section(kind)
+            inner = section_class(kind)
             yield f"{prefix}{name}", inner
             if inner is not None:
                 yield from below(inner, f"{prefix}{name}.")
 
-    return dict(below(schema.RunOptions, ""))
+    return dict(below(schema.Config, ""))
 
 
 def _hint(parts: list[str], depth: int, siblings: list[str]) -> str:
@@ -266,79 +250,76 @@ def _hint(parts: list[str], depth: int, siblings: list[str]) -> str:
 # --- types
 
 
-def _fill(node: DictConfig, cls: type, values: Mapping[str, Any], prefix: str, sources: Sources) -> None:
+def _fill(section: Any, values: Mapping[str, Any], prefix: str, sources: Sources) -> None:
+    """Set fields of the dataclass `section` from plain values. prefix: its dotted key with a dot, or nothing at the top."""
+    cls: type = type(section)
     for name, value in values.items():
-        key, kind = f"{prefix}{name}", _types(cls)[str(name)]
-        if cls is schema.TaskOptions and name == FIELDS:
-            _fill_fields(node, value, prefix, sources)
+        key, kind = f"{prefix}{name}", field_types(cls)[name]
+        if isinstance(section, schema.TaskOptions) and name == FIELDS:
+            _fill_fields(section, value, prefix, sources)
             continue
-        if cls is schema.TaskOptions and name == BRANCHES:
-            _fill_branches(node, value, key, sources)
+        if isinstance(section, schema.TaskOptions) and name == BRANCHES:
+            _fill_branches(section, value, key, sources)
             continue
-        if cls is schema.TaskOptions and name == POINTS:
-            node[name] = PointTaskOptions()
-            _fill(node[name], PointTaskOptions, value, prefix, sources)
+        if isinstance(section, schema.TaskOptions) and name == POINTS and value is not None:
+            section.points = PointTaskOptions()
+            _fill(section.points, value, prefix, sources)
             continue
-        inner = _section(kind)
+        inner = section_class(kind)
         if inner is None:
-            _set(node, str(name), value, kind, key, sources)
+            setattr(section, name, _converted(value, kind, key, sources))
         elif value is None:
             # An empty section of the file is a section of defaults; an optional one is off.
-            if kind is not inner:
-                node[name] = None
+            if is_optional(kind):
+                setattr(section, name, None)
         elif isinstance(value, Mapping):
-            if node[name] is None:
-                node[name] = inner()
-            _fill(node[name], inner, value, f"{key}.", sources)
+            if getattr(section, name) is None:
+                setattr(section, name, inner())
+            _fill(getattr(section, name), value, f"{key}.", sources)
         else:
-            options = ", ".join(_types(inner))
-            raise wrong(sources, key, value, f"a section with the keys {options}")
+            raise wrong(sources, key, value, f"a section with the keys {', '.join(field_types(inner))}")
 
 
-def _fill_fields(task: DictConfig, values: Mapping[str, Any], prefix: str, sources: Sources) -> None:
+def _fill_fields(task: schema.TaskOptions, values: Mapping[str, Any], prefix: str, sources: Sources) -> None:
     for name, value in values.items():
         if isinstance(value, Mapping):
             task.fields[name] = schema.FieldTargetOptions()
-            _fill(task.fields[name], schema.FieldTargetOptions, value, f"{prefix}{name}.", sources)
+            _fill(task.fields[name], value, f"{prefix}{name}.", sources)
         elif value is not None:
-            options = ", ".join(_types(schema.FieldTargetOptions))
-            raise wrong(sources, f"{prefix}{name}", value, f"a section with the keys {options}")
+            keys = ", ".join(field_types(schema.FieldTargetOptions))
+            raise wrong(sources, f"{prefix}{name}", value, f"a section with the keys {keys}")
 
 
-def _fill_branches(task: DictConfig, values: Any, key: str, sources: Sources) -> None:
+def _fill_branches(task: schema.TaskOptions, values: Any, key: str, sources: Sources) -> None:
     """Targets of each branch of the model."""
-    kinds = ", ".join(_types(schema.BranchTaskOptions))
+    keys = ", ".join(field_types(schema.BranchTaskOptions))
     if not isinstance(values, Mapping):
-        raise wrong(sources, key, values, f"a section with a name for each branch, which has the keys {kinds}")
+        raise wrong(sources, key, values, f"a section with a name for each branch, which has the keys {keys}")
     for branch, section in values.items():
         if not re.fullmatch(r"[A-Za-z0-9_-]+", str(branch)):
             raise ForgefieldError(
                 f"{sources.where(key)}: '{key}': the name of a branch is made of letters, digits, - and _."
             )
         if not isinstance(section, Mapping):
-            raise wrong(sources, f"{key}.{branch}", section, f"a section with the keys {kinds}")
+            raise wrong(sources, f"{key}.{branch}", section, f"a section with the keys {keys}")
         for path in _paths(section, schema.BranchTaskOptions, ""):
             hint = unknown_key(f"task.{path}", ())
             if hint is not None:
                 raise ForgefieldError(f"{sources.where(key)}: unknown key '{key}.{branch}.{path}'.{hint}")
         task.branches[branch] = schema.BranchTaskOptions()
-        _fill(task.branches[branch], schema.BranchTaskOptions, section, f"{key}.{branch}.", sources)
+        _fill(task.branches[branch], section, f"{key}.{branch}.", sources)
 
 
-def _set(node: DictConfig, name: str, value: Any, kind: Any, key: str, sources: Sources) -> None:
-    expected = _expected(kind)
-    inner = _strip(kind)
-    if typing.get_origin(inner) is list and isinstance(value, list) and any(isinstance(i, (dict, list)) for i in value):
-        raise wrong(sources, key, value, expected)
+def _converted(value: Any, kind: Any, key: str, sources: Sources) -> Any:
     try:
-        node[name] = value
-    except OmegaConfBaseException as error:
-        raise wrong(sources, key, value, expected) from error
+        return convert(value, kind)
+    except ValueError as error:
+        raise wrong(sources, key, value, _expected(kind)) from error
 
 
 def _expected(kind: Any) -> str:
-    inner = _strip(kind)
-    suffix = " or null" if inner is not kind else ""
+    inner = without_none(kind)
+    suffix = " or null" if is_optional(kind) else ""
     if typing.get_origin(inner) is list:
         return f"a list such as [H, O]{suffix}"
     if typing.get_origin(inner) is dict:
@@ -346,7 +327,7 @@ def _expected(kind: Any) -> str:
     return EXPECTED.get(inner, "another value") + suffix
 
 
-def _check_name(config: DictConfig, sources: Sources) -> None:
+def _check_name(config: schema.Config, sources: Sources) -> None:
     name = config.name
     if name is not None and (name.strip() in ("", ".", "..") or re.search(r"[/\\\0]", name)):
         raise wrong(sources, "name", name, "the name of a folder, without slashes (the place is 'out')")
@@ -354,7 +335,7 @@ def _check_name(config: DictConfig, sources: Sources) -> None:
         raise wrong(sources, "out", config.out, "a folder")
 
 
-def _check_components(config: DictConfig, sources: Sources) -> None:
+def _check_components(config: schema.Config, sources: Sources) -> None:
     model = config.model
     if isinstance(model, str):
         raise ForgefieldError(
@@ -368,10 +349,9 @@ def _check_components(config: DictConfig, sources: Sources) -> None:
     elif config.data.cutoff is None and config.data.points is None:
         raise wrong(sources, "data.cutoff", None, "a number")
     for key, optional in (("training.optimizer", False), ("training.scheduler", True)):
-        spec = OmegaConf.select(config, key)
+        spec = select(config, key)
         if not (_is_component(spec) or (optional and spec is None)):
-            shown = OmegaConf.to_container(spec) if OmegaConf.is_config(spec) else spec
-            raise wrong(sources, key, shown, "a name, or a mapping such as {name: adamw, weight_decay: 1e-3}")
+            raise wrong(sources, key, spec, "a name, or a mapping such as {name: adamw, weight_decay: 1e-3}")
     if not isinstance(config.trainer, Mapping):
         raise wrong(sources, "trainer", config.trainer, "a section with what lightning.Trainer takes")
     callbacks = config.callbacks

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from omegaconf import DictConfig
-
 from forgefield.config.fields import field_options
 from forgefield.config.refusals import check_choice, wrong
+from forgefield.config.schema import DataOptions
 from forgefield.config.sources import Sources
 from forgefield.config.test_sets import NAME, is_named
 from forgefield.errors import ForgefieldError
@@ -18,7 +17,7 @@ _NOT_NAMES = ("index", "paths", "file", "files", "weight", "share", "branch", "t
 REFERENCES = ("auto", "isolated", "fit", "none")
 
 
-def check_data(data: DictConfig, sources: Sources) -> None:
+def check_data(data: DataOptions, sources: Sources) -> None:
     """Refuse data settings without a meaning."""
     reference = data.reference_energies
     if not isinstance(reference, Mapping):
@@ -28,10 +27,10 @@ def check_data(data: DictConfig, sources: Sources) -> None:
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise wrong(sources, f"data.reference_energies.{symbol}", value, "an energy in eV")
     for key in ("train", "val", "test", "indices"):
-        if data[key] == "":
+        if getattr(data, key) == "":
             raise wrong(sources, f"data.{key}", "", "the name of a file, folder or pattern")
     for key in ("val", "test"):
-        value = data[key]
+        value = getattr(data, key)
         if isinstance(value, bool) or (isinstance(value, (int, float)) and value < 0):
             raise wrong(sources, f"data.{key}", value, "a share of train (0.1), a number of frames (50) or a file")
         if isinstance(value, float) and value >= 1 and not value.is_integer():
@@ -42,15 +41,11 @@ def check_data(data: DictConfig, sources: Sources) -> None:
             raise wrong(sources, f"data.{key}", dict(value), "a share, a number, a file, or {indices: file-or-list}")
     _check_batch(data, sources)
     field_options(data.labels.fields, lambda key: f"{sources.where(key)}: ")
-    if data.workers is not None and data.workers < 0:
-        raise wrong(sources, "data.workers", data.workers, "zero or more")
-    if data.prefetch is not None and data.prefetch < 1:
-        raise wrong(sources, "data.prefetch", data.prefetch, "one or more (data.workers=0 prepares nothing ahead)")
     if data.prefetch is not None and data.workers == 0:
         raise ForgefieldError(
             f"{sources.where('data.prefetch')}: 'data.prefetch' needs a thread that prepares batches; data.workers is 0."
         )
-    if None not in (data.cutoff, data.adaptive_cutoff) and not data.adaptive_cutoff > data.cutoff:
+    if data.cutoff is not None and data.adaptive_cutoff is not None and not data.adaptive_cutoff > data.cutoff:
         raise wrong(
             sources, "data.adaptive_cutoff", data.adaptive_cutoff, f"a radius above data.cutoff={data.cutoff:g}"
         )
@@ -81,8 +76,8 @@ def _check_test_sets(sets: Mapping[Any, Any], of_points: bool, sources: Sources)
             raise wrong(sources, key, files, "a file, folder, pattern or list of them")
 
 
-def _check_batch(data: DictConfig, sources: Sources) -> None:
-    counted = [name for name in ("frames", "atoms", "edges") if data.batch[name] is not None]
+def _check_batch(data: DataOptions, sources: Sources) -> None:
+    counted = [name for name in ("frames", "atoms", "edges") if getattr(data.batch, name) is not None]
     if len(counted) > 1:
         raise ForgefieldError(
             f"{sources.where(f'data.batch.{counted[-1]}')}: 'data.batch' gives {' and '.join(counted)}; a batch is counted "

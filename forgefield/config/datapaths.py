@@ -12,24 +12,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-
+from forgefield.config.schema import DataOptions
 from forgefield.config.test_sets import is_named
 
 SLICE = re.compile(r"^-?\d*:-?\d*(:-?\d*)?$")
 
 
-def absolute_data_paths(data: DictConfig, folders: Sequence[Path]) -> None:
+def absolute_data_paths(data: DataOptions, folders: Sequence[Path]) -> None:
     """Rewrite `train`, `val`, `test`, `indices` and the folder of pseudopotentials in place; numbers, slices and lists of
     numbers stay as they are."""
     for key in ("train", "val", "test", "indices"):
-        value = data[key]
-        plain = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
-        if key == "test" and isinstance(plain, dict) and is_named(plain):
-            data[key] = {name: absolute(files, folders) for name, files in plain.items()}
+        value = getattr(data, key)
+        if key == "test" and is_named(value):
+            setattr(data, key, {name: absolute(files, folders) for name, files in value.items()})
         else:
-            data[key] = absolute(plain, folders)
-    if data.get("points") is not None and data.points.pseudopotentials is not None:
+            setattr(data, key, absolute(value, folders))
+    if data.points is not None and data.points.pseudopotentials is not None:
         data.points.pseudopotentials = find_path(data.points.pseudopotentials, folders)
 
 

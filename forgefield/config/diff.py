@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
-
-from omegaconf import DictConfig, OmegaConf
 
 from forgefield.config import schema
 from forgefield.config.point_options import PointsOptions, PointTaskOptions
-from forgefield.config.targets import DENOISE, TARGETS, as_written, has_points
+from forgefield.config.targets import DENOISE, TARGETS, as_dict, has_points
 
 HARMLESS = (
     "name",
@@ -80,13 +78,13 @@ class Change:
     """Whether a run that is continued with the new value would mean something else."""
 
 
-def config_diff(old: DictConfig, new: DictConfig) -> list[Change]:
+def config_diff(old: schema.Config, new: schema.Config) -> list[Change]:
     """All settings that differ, in the order of the new config. A setting left out counts as its default."""
-    given = _plain(new)
+    given = as_dict(new)
     defaults = _all_defaults(points=has_points(given))
     return [
         Change(key, before, after, meaning=not _harmless(key))
-        for key, before, after in _differences(_plain(old), given, defaults, "")
+        for key, before, after in _differences(as_dict(old), given, defaults, "")
     ]
 
 
@@ -99,15 +97,9 @@ def format_diff(changes: Sequence[Change]) -> str:
     )
 
 
-def _plain(config: DictConfig) -> dict[str, Any]:
-    plain = OmegaConf.to_container(config, resolve=True)
-    assert isinstance(plain, dict)
-    return {str(key): as_written(value) if key == "task" else value for key, value in plain.items()}
-
-
 def _all_defaults(*, points: bool = False) -> dict[str, Any]:
     """Defaults of every setting, optional sections included. points: whether samples are grid points."""
-    options = schema.RunOptions()
+    options = schema.Config()
     targets: dict[str, Any] = {name: schema.TargetOptions() for name in TARGETS}
     options.task = schema.TaskOptions(**targets)
     if points:
@@ -117,10 +109,7 @@ def _all_defaults(*, points: bool = False) -> dict[str, Any]:
         options.task = schema.TaskOptions(points=PointTaskOptions(**made))
     options.training.early_stopping = schema.EarlyStoppingOptions()
     options.training.lora = schema.LoraOptions()
-    plain = OmegaConf.to_container(OmegaConf.structured(options))
-    assert isinstance(plain, dict)
-    plain["task"] = as_written(plain["task"])
-    return {str(key): value for key, value in plain.items() if key != "model"}
+    return {key: value for key, value in as_dict(options).items() if key != "model"}
 
 
 def _differences(old: Any, new: Any, defaults: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any, Any]]:
@@ -145,10 +134,10 @@ def _default(defaults: Any, key: str) -> Any:
         _, _, setting = rest.partition(".")[2].partition(".")
         if not setting:
             return None
-        key, defaults = setting, _plain(OmegaConf.structured(schema.TargetOptions))
+        key, defaults = setting, asdict(schema.TargetOptions())
     elif key.startswith("task.") and (section not in defaults["task"] or defaults["task"][section] is None):
         kind = schema.DenoiseOptions if section == DENOISE else schema.FieldTargetOptions
-        key, defaults = rest, _plain(OmegaConf.structured(kind))
+        key, defaults = rest, asdict(kind())
     for part in key.split("."):
         if not isinstance(defaults, Mapping) or part not in defaults:
             return ABSENT

@@ -12,8 +12,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from forgefield.config.nearest import did_you_mean
 from forgefield.config.schema import FieldOptions
 from forgefield.errors import ForgefieldError
@@ -36,8 +34,6 @@ def field_options(values: Any, place: Callable[[str], str] = lambda key: "") -> 
 
     place: what messages about a dotted key begin with.
     """
-    if OmegaConf.is_config(values):
-        values = OmegaConf.to_container(values, resolve=True)
     if values is None:
         return {}
     if not isinstance(values, Mapping):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import asdict
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
@@ -23,7 +24,6 @@ from omegaconf.errors import (
     UnsupportedInterpolationType,
 )
 
-from forgefield.config import schema
 from forgefield.config.checking import (
     check_keys,
     check_values,
@@ -39,8 +39,9 @@ from forgefield.config.deepmd import is_deepmd_input, read_input, translate
 from forgefield.config.hydra_state import DEFAULTS, ENTRY, USER, hydra_for, store
 from forgefield.config.nearest import did_you_mean
 from forgefield.config.resolvers import RESOLVERS, register_resolvers
+from forgefield.config.schema import Config
 from forgefield.config.sources import Sources, first_line, read_text, read_yaml
-from forgefield.config.targets import as_written, has_points
+from forgefield.config.targets import as_dict, as_written, has_points
 from forgefield.config.trust import Trust, named_code, refuse_interpolations
 from forgefield.errors import ForgefieldError
 
@@ -70,15 +71,17 @@ WHOLE = (
 """Settings whose mapping is one value: given as an override, it replaces what is there. Other mappings are merged."""
 INITIAL_MODEL = {"which": "best", "shifts": "keep"}
 """Settings of a `model` that is taken from a run, beside `from`: its weights, and whether its energy shifts are fitted."""
+Source = str | Path | Mapping[str, Any] | Config
+"""What a config is read from: a file, plain values, or a loaded config."""
 PRESETS = Path(__file__).parent / "presets"
 
 
 def load_config(
-    source: str | Path | Mapping[str, Any] | DictConfig | None,
+    source: Source | None,
     overrides: Sequence[str] = (),
     *,
     trust_code: bool = False,
-) -> DictConfig:
+) -> Config:
     """The checked config of a file, a mapping, or (None) the defaults alone, with `overrides` as on the command line.
 
     All defaults are present, interpolations are resolved, files under `data` are absolute, and `name` is the stem
@@ -97,9 +100,8 @@ def load_config(
     check_keys(composed, sources, variables=variables)
     values = _resolved(composed, sources)
     config = typed_config({key: value for key, value in values.items() if key not in variables}, sources)
-    for key, empty in (("trainer", {}), ("callbacks", [])):
-        if config[key] is None:
-            config[key] = empty
+    config.trainer = {} if config.trainer is None else config.trainer
+    config.callbacks = [] if config.callbacks is None else config.callbacks
     if config.name is None and sources.main is not None:
         config.name = sources.main.stem
     if isinstance(config.model, Mapping) and "from" in config.model:
@@ -110,14 +112,14 @@ def load_config(
     absolute_data_paths(config.data, [Path.cwd(), folder])
     if of_run:
         trust = Trust(f"{sources.main}, the config of a run,", trust_code, never_from=folder)
-        for where, path in named_code(OmegaConf.to_container(config)):  # type: ignore[arg-type]
+        for where, path in named_code(asdict(config)):
             trust.require(path, where)
     elif sources.main is not None:
         also_look_in(folder)
     return config
 
 
-def override_config(config: DictConfig, overrides: Sequence[str], *, allowed: Sequence[str], verb: str) -> DictConfig:
+def override_config(config: Config, overrides: Sequence[str], *, allowed: Sequence[str], verb: str) -> Config:
     """A loaded config with overrides, of which only keys under `allowed` make sense for `verb`."""
     for text in overrides:
         key = _parse([text])[0].key_or_group
@@ -134,7 +136,7 @@ def override_keys(overrides: Sequence[str]) -> list[str]:
     return [item.key_or_group for item in _parse(overrides)]
 
 
-def require_training_data(config: DictConfig, file: str | Path | None = None) -> None:
+def require_training_data(config: Config, file: str | Path | None = None) -> None:
     """Refuse a config that names no data to train on. (An imported model's config has none, and that is fine.)"""
     if config.data.train in (None, []):
         place = f"{file}: " if file is not None else ""
@@ -150,15 +152,10 @@ def preset_path(name: str) -> Path:
     return path
 
 
-def options(config: DictConfig) -> schema.RunOptions:
-    """A loaded config as the plain dataclasses of the schema."""
-    return OmegaConf.to_object(config)  # type: ignore[return-value]
-
-
 # --- reading and composing
 
 
-def _read(source: Any) -> tuple[Sources, dict[str, Any], Path]:
+def _read(source: Source | None) -> tuple[Sources, dict[str, Any], Path]:
     """Places, content and folder of what the user gave."""
     if source is None:
         return Sources(), {}, Path.cwd()
@@ -173,10 +170,12 @@ def _read(source: Any) -> tuple[Sources, dict[str, Any], Path]:
                 "YAML; `forgefield init DATA` writes one."
             )
         return Sources(main=path), content, path.absolute().parent
+    if isinstance(source, Config):
+        return Sources(), as_dict(source), Path.cwd()
     if isinstance(source, DictConfig):
-        source = OmegaConf.to_container(source, resolve=False)
+        source = OmegaConf.to_container(source, resolve=False)  # type: ignore[assignment]
     if not isinstance(source, Mapping):
-        raise ForgefieldError(f"a config is a file, a mapping or a DictConfig, not a {type(source).__name__}.")
+        raise ForgefieldError(f"a config is a file, a mapping or a loaded config, not a {type(source).__name__}.")
     content = {str(key): as_written(value) if key == "task" else value for key, value in source.items()}
     return Sources(), content, Path.cwd()
 
@@ -374,9 +373,7 @@ def _defaults(content: Mapping[str, Any], sources: Sources) -> dict[str, Any]:
 
 @cache
 def _schema_defaults() -> dict[str, Any]:
-    defaults = OmegaConf.to_container(OmegaConf.structured(schema.RunOptions))
-    assert isinstance(defaults, dict)
-    return {str(key): value for key, value in defaults.items()}
+    return asdict(Config())
 
 
 def _composition_error(error: Exception, overrides: Sequence[str], sources: Sources) -> ForgefieldError:

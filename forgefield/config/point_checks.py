@@ -6,20 +6,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-
 from forgefield.config.descriptor_options import DescriptorOptions
+from forgefield.config.point_options import ObservablesOptions, PointsOptions, PointTargetOptions, PointTaskOptions
 from forgefield.config.refusals import check_choice, wrong
+from forgefield.config.schema import Config
 from forgefield.config.sources import Sources
+from forgefield.config.typed import select
 from forgefield.errors import ForgefieldError
 
 TARGETS = ("ldos", "density")
-SCALINGS = ("none", "standard", "minmax", "feature-wise-standard", "feature-wise-minmax")
 OBSERVABLES = ("band_energy", "total_energy", "fermi_energy", "density", "dos", "electrons")
-FERMI = ("self_consistent", "given")
 MODEL = "ldos"
 
 FRAMES_ONLY = (
@@ -71,10 +69,10 @@ _NOT_YET = ("trainer.accumulate_grad_batches", "trainer.overfit_batches")
 """Settings of Lightning that have no meaning for blocks of steps."""
 
 
-def check_frames_only(config: DictConfig, sources: Sources) -> None:
+def check_frames_only(config: Config, sources: Sources) -> None:
     """Refuse settings of points in a config of frames."""
     for key in POINTS_ONLY:
-        if OmegaConf.select(config, key) is not None:
+        if select(config, key) is not None:
             raise ForgefieldError(
                 f"{sources.where(key)}: '{key}' applies to grid points only, and there is no section 'data.points'."
             )
@@ -86,7 +84,7 @@ def check_frames_only(config: DictConfig, sources: Sources) -> None:
         )
 
 
-def require_frames(config: DictConfig, verb: str, instead: str) -> None:
+def require_frames(config: Config, verb: str, instead: str) -> None:
     """Refuse a config of points for a verb that is about frames. instead: what does the like for points."""
     if config.data.points is not None:
         raise ForgefieldError(
@@ -94,7 +92,7 @@ def require_frames(config: DictConfig, verb: str, instead: str) -> None:
         )
 
 
-def check_points(config: DictConfig, sources: Sources) -> None:
+def check_points(config: Config, sources: Sources) -> None:
     """Refuse settings of frames in a config of points, and settings of points without a meaning."""
     for key in FRAMES_ONLY:
         if sources.explicit(key) or not _is_default(config, key):
@@ -103,7 +101,7 @@ def check_points(config: DictConfig, sources: Sources) -> None:
                 f"{sources.where(key)}: '{key}' does not apply to grid points (data.points){instead}."
             )
     for key in _NOT_YET:
-        if OmegaConf.select(config, key) not in (None, 0, 1, 0.0):
+        if select(config, key) not in (None, 0, 1, 0.0):
             raise ForgefieldError(f"{sources.where(key)}: '{key}' does not apply to grid points (data.points).")
     model = config.model
     if isinstance(model, Mapping) and "from" not in model and model.get("name") != MODEL:
@@ -115,12 +113,12 @@ def check_points(config: DictConfig, sources: Sources) -> None:
         raise ForgefieldError(
             f"{sources.where('training.engine')}: 'training.engine' is eager, compile, graphs or auto for grid points."
         )
-    _check_section(config.data.points, sources)
-    if config.task is not None:
-        _check_task(config.task.points, config.data.points, sources)
+    _check_section(config.points, sources)
+    if config.task is not None and config.task.points is not None:
+        _check_task(config.task.points, config.points, sources)
 
 
-def _check_section(points: DictConfig, sources: Sources) -> None:
+def _check_section(points: PointsOptions, sources: Sources) -> None:
     key = "data.points"
     if points.target == "dos":
         raise ForgefieldError(
@@ -128,9 +126,6 @@ def _check_section(points: DictConfig, sources: Sources) -> None:
             "a target of its points. Train on the LDOS; its DOS follows, and task.dos adds it to the loss."
         )
     check_choice(points.target, TARGETS, f"{key}.target", sources)
-    for side in ("inputs", "outputs"):
-        check_choice(points.scaling[side], SCALINGS, f"{key}.scaling.{side}", sources)
-    check_choice(points.keep, ("auto", "device", "memory", "disk"), f"{key}.keep", sources)
     if points.target == "density" and points.energies is not None:
         raise ForgefieldError(
             f"{sources.where(f'{key}.energies')}: '{key}.energies' are the levels of an LDOS, and the target is a density."
@@ -149,18 +144,16 @@ def _check_section(points: DictConfig, sources: Sources) -> None:
 def _check_descriptors(descriptors: Any, key: str, sources: Sources) -> None:
     if not isinstance(descriptors, Mapping):
         raise wrong(sources, key, descriptors, "a section such as {type: bispectrum, twojmax: 10}")
-    settings: Any = OmegaConf.to_container(descriptors) if OmegaConf.is_config(descriptors) else dict(descriptors)
     try:
-        DescriptorOptions.from_mapping(settings, key)
+        DescriptorOptions.from_mapping(descriptors, key)
     except ForgefieldError as error:
         raise ForgefieldError(f"{sources.where(key)}: {error}") from None
 
 
 def _check_energies(energies: Any, key: str, sources: Sources) -> None:
-    windows: Any = OmegaConf.to_container(energies) if OmegaConf.is_config(energies) else energies
-    for window in windows if isinstance(windows, list) and windows else [windows]:
+    for window in energies if isinstance(energies, list) and energies else [energies]:
         if not isinstance(window, Mapping) or set(window) != {"first", "spacing", "levels"}:
-            raise wrong(sources, key, windows, "{first: ..., spacing: ..., levels: ...}, or a list of such windows")
+            raise wrong(sources, key, energies, "{first: ..., spacing: ..., levels: ...}, or a list of such windows")
         for name, value in window.items():
             good = isinstance(value, int) if name == "levels" else isinstance(value, (int, float))
             if isinstance(value, bool) or not good or (name != "first" and not value > 0):
@@ -168,34 +161,27 @@ def _check_energies(energies: Any, key: str, sources: Sources) -> None:
                 raise wrong(sources, f"{key}.{name}", value, "a number of eV" if name == "first" else expected)
 
 
-def _check_task(task: DictConfig, points: DictConfig, sources: Sources) -> None:
+def _check_task(task: PointTaskOptions, points: PointsOptions, sources: Sources) -> None:
     for name in TARGETS:
-        if task[name] is not None and name != points.target:
+        if getattr(task, name) is not None and name != points.target:
             raise ForgefieldError(
                 f"{sources.where(f'task.{name}')}: 'task.{name}' needs data.points.target={name}, which is {points.target}."
             )
-    terms = [name for name in ("dos", "electrons", "band_energy") if task[name] is not None]
+    terms = [name for name in ("dos", "electrons", "band_energy") if getattr(task, name) is not None]
     if terms and points.target != "ldos":
         raise ForgefieldError(
             f"{sources.where(f'task.{terms[0]}')}: 'task.{terms[0]}' follows from an LDOS, not a density."
         )
-    if task[points.target] is None and not terms:
+    target: PointTargetOptions | None = getattr(task, points.target)
+    if target is None and not terms:
         raise ForgefieldError(f"{sources.where('task')}: 'task' trains nothing; give task.{points.target}.")
-    if task[points.target] is not None:
-        _check_target(task[points.target], f"task.{points.target}", sources)
-    for name in terms:
-        _positive(task[name].every, f"task.{name}.every", sources)
-    for name in (points.target, *terms):
-        if task[name] is not None and task[name].weight < 0:
-            raise wrong(sources, f"task.{name}.weight", task[name].weight, "zero or positive")
+    if target is not None:
+        _check_target(target, f"task.{points.target}", sources)
     if task.observables is not None:
         _check_observables(task.observables, points, sources)
 
 
-def _check_target(options: DictConfig, key: str, sources: Sources) -> None:
-    check_choice(options.loss, ("mse", "mae", "huber"), f"{key}.loss", sources)
-    if not options.huber_delta > 0:
-        raise wrong(sources, f"{key}.huber_delta", options.huber_delta, "a positive number")
+def _check_target(options: PointTargetOptions, key: str, sources: Sources) -> None:
     if options.loss != "huber" and sources.explicit(f"{key}.huber_delta"):
         raise ForgefieldError(
             f"{sources.where(f'{key}.huber_delta')}: '{key}.huber_delta' applies to loss huber only, and '{key}.loss' is "
@@ -208,7 +194,7 @@ def _check_target(options: DictConfig, key: str, sources: Sources) -> None:
         )
 
 
-def _check_observables(options: DictConfig, points: DictConfig, sources: Sources) -> None:
+def _check_observables(options: ObservablesOptions, points: PointsOptions, sources: Sources) -> None:
     key = "task.observables"
     for name in options.metrics:
         check_choice(name, OBSERVABLES, f"{key}.metrics", sources)
@@ -218,27 +204,12 @@ def _check_observables(options: DictConfig, points: DictConfig, sources: Sources
             )
     if not options.metrics or len(set(options.metrics)) != len(options.metrics):
         raise wrong(sources, f"{key}.metrics", list(options.metrics), f"different ones of {', '.join(OBSERVABLES)}")
-    _positive(options.every, f"{key}.every", sources)
-    check_choice(options.fermi, FERMI, f"{key}.fermi", sources)
 
 
-def _positive(value: Any, key: str, sources: Sources) -> None:
-    if not value > 0:
-        raise wrong(sources, key, value, "a positive whole number")
-
-
-def _is_default(config: DictConfig, key: str) -> bool:
-    value = OmegaConf.select(config, key)
-    found = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
-    default: Any = _defaults()
-    for part in key.split("."):
-        default = default[part]
-    return found == default
+def _is_default(config: Config, key: str) -> bool:
+    return bool(select(config, key) == select(_defaults(), key))
 
 
 @functools.cache
-def _defaults() -> dict[str, Any]:
-    """Defaults of the sections that hold settings of frames, as plain values."""
-    from forgefield.config.schema import DataOptions, TrainingOptions
-
-    return {"data": asdict(DataOptions()), "training": asdict(TrainingOptions())}
+def _defaults() -> Config:
+    return Config()

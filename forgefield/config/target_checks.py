@@ -6,20 +6,18 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-
 from forgefield.config import schema
 from forgefield.config.refusals import check_choice, wrong
 from forgefield.config.sources import Sources
 from forgefield.config.targets import DENOISE, TARGETS
 from forgefield.errors import ForgefieldError
 
-LOSSES = ("mse", "mae", "rmse", "huber")
+Target = schema.TargetOptions | schema.FieldTargetOptions | schema.DenoiseOptions
 
 
-def check_task(task: DictConfig, sources: Sources) -> None:
+def check_task(task: schema.TaskOptions, sources: Sources) -> None:
     """Refuse targets whose settings have no meaning."""
-    given = [target for target in TARGETS if task[target] is not None]
+    given = [target for target in TARGETS if getattr(task, target) is not None]
     branches = {f"task.branches.{name}": section for name, section in task.branches.items()}
     if not given and not task.fields and not branches and task.denoise is None:
         raise ForgefieldError(
@@ -27,8 +25,9 @@ def check_task(task: DictConfig, sources: Sources) -> None:
         )
     for section, prefix in ((task, "task"), *((section, key) for key, section in branches.items())):
         for target in TARGETS:
-            if section[target] is not None:
-                _check_ours(section[target], target, prefix, sources)
+            options = getattr(section, target)
+            if options is not None:
+                _check_ours(options, target, prefix, sources)
     if task.denoise is not None:
         _check_denoise(task.denoise, f"task.{DENOISE}", sources)
     for name, options in task.fields.items():
@@ -36,13 +35,11 @@ def check_task(task: DictConfig, sources: Sources) -> None:
         _check_field_target(options, f"task.{name}", sources)
 
 
-def _check_ours(options: DictConfig, target: str, prefix: str, sources: Sources) -> None:
+def _check_ours(options: schema.TargetOptions, target: str, prefix: str, sources: Sources) -> None:
     """A target that every potential knows. prefix: the section that it stands in."""
     key = f"{prefix}.{target}"
     _check_target(options, key, schema.TargetOptions(), sources)
     _only_for("per_atom", ("energy", "virial"), target, options, sources, prefix)
-    if options.per_atom not in (True, False, "root"):
-        raise wrong(sources, f"{key}.per_atom", options.per_atom, "true, false or root")
     for name in ("species_weights", "direct", "net_zero"):
         _only_for(name, ("forces",), target, options, sources, prefix)
     if options.direct and prefix != "task":
@@ -56,14 +53,8 @@ def _check_ours(options: DictConfig, target: str, prefix: str, sources: Sources)
         )
 
 
-def _check_target(options: DictConfig, key: str, default: Any, sources: Sources) -> None:
+def _check_target(options: Target, key: str, default: Target, sources: Sources) -> None:
     """What all targets have. default: the same without any setting."""
-    if not 0 <= options.weight < math.inf:
-        raise wrong(sources, f"{key}.weight", options.weight, "zero or positive, and finite")
-    if not 0 < options.huber_delta < math.inf:
-        raise wrong(sources, f"{key}.huber_delta", options.huber_delta, "a positive number")
-    if options.loss is not None and "." not in options.loss:
-        check_choice(options.loss, (*LOSSES, "an import path"), f"{key}.loss", sources)
     if options.schedule is not None:
         _check_schedule(options.schedule, f"{key}.schedule", sources)
     delta = f"{key}.huber_delta"
@@ -73,21 +64,13 @@ def _check_target(options: DictConfig, key: str, default: Any, sources: Sources)
         )
 
 
-def _check_denoise(options: DictConfig, key: str, sources: Sources) -> None:
+def _check_denoise(options: schema.DenoiseOptions, key: str, sources: Sources) -> None:
     _check_target(options, key, schema.DenoiseOptions(), sources)
-    if not 0 < options.sigma < float("inf"):
-        raise wrong(sources, f"{key}.sigma", options.sigma, "a positive length in A")
-    if options.share is not None and not 0 < options.share <= 1:
-        raise wrong(sources, f"{key}.share", options.share, "a share of the frames, above 0 and at most 1")
 
 
-def _check_field_target(options: DictConfig, key: str, sources: Sources) -> None:
-    check_choice(options.kind, ("values", "vector", "symmetric", "tensor", None), f"{key}.kind", sources)
-    check_choice(options.reduce, ("sum", "mean", "max", "attention", None), f"{key}.reduce", sources)
+def _check_field_target(options: schema.FieldTargetOptions, key: str, sources: Sources) -> None:
     if options.kind not in (None, "values"):
         _check_turning(options, key, sources)
-    if options.per_atom not in (True, False, "root", None):
-        raise wrong(sources, f"{key}.per_atom", options.per_atom, "true, false or root")
     if options.per_atom is not None and options.reduce != "sum":
         raise ForgefieldError(
             f"{sources.where(f'{key}.per_atom')}: '{key}.per_atom' applies to extensive values only ({key}.reduce=sum)."
@@ -98,21 +81,20 @@ def _check_field_target(options: DictConfig, key: str, sources: Sources) -> None
     if normalise is None or isinstance(normalise, str):
         check_choice(normalise, ("auto", "none", None), f"{key}.normalise", sources)
         return
-    shown = OmegaConf.to_container(normalise) if OmegaConf.is_config(normalise) else normalise
-    if not isinstance(shown, Mapping) or set(shown) != {"mean", "scale"}:
-        raise wrong(sources, f"{key}.normalise", shown, "auto, none or {mean: ..., scale: ...}")
-    scale = shown["scale"]
+    if not isinstance(normalise, Mapping) or set(normalise) != {"mean", "scale"}:
+        raise wrong(sources, f"{key}.normalise", normalise, "auto, none or {mean: ..., scale: ...}")
+    scale = normalise["scale"]
     if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale < float("inf"):
         raise wrong(sources, f"{key}.normalise.scale", scale, "a positive number: network outputs are multiplied by it")
-    mean = shown["mean"] if isinstance(shown["mean"], (list, dict)) else [shown["mean"]]
+    mean = normalise["mean"] if isinstance(normalise["mean"], (list, dict)) else [normalise["mean"]]
     for value in mean.values() if isinstance(mean, dict) else _leaves(mean):
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise wrong(
-                sources, f"{key}.normalise.mean", shown["mean"], "a number, one for each component, or {H: ...}"
+                sources, f"{key}.normalise.mean", normalise["mean"], "a number, one for each component, or {H: ...}"
             )
 
 
-def _check_turning(options: DictConfig, key: str, sources: Sources) -> None:
+def _check_turning(options: schema.FieldTargetOptions, key: str, sources: Sources) -> None:
     """What a vector or a tensor cannot have."""
     if options.classes is not None:
         raise ForgefieldError(f"{sources.where(f'{key}.kind')}: '{key}.kind' does not apply to classes.")
@@ -132,8 +114,8 @@ def _check_turning(options: DictConfig, key: str, sources: Sources) -> None:
         raise wrong(sources, f"{key}.normalise.mean", mean, allowed)
 
 
-def _check_classes(options: DictConfig, key: str, sources: Sources) -> None:
-    given: Any = OmegaConf.to_container(options.classes) if OmegaConf.is_config(options.classes) else options.classes
+def _check_classes(options: schema.FieldTargetOptions, key: str, sources: Sources) -> None:
+    given: Any = options.classes
     is_list = isinstance(given, list) and len(set(map(str, given))) == len(given) > 1
     numbers = is_list and all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in given)
     several = isinstance(given, int) and not isinstance(given, bool) and given > 1
@@ -146,7 +128,8 @@ def _check_classes(options: DictConfig, key: str, sources: Sources) -> None:
         "normalise": ("auto", "none", None),
     }
     for name, allowed in fixed.items():
-        if options[name] is not None and (allowed is None or options[name] not in allowed):
+        value = getattr(options, name)
+        if value is not None and (allowed is None or value not in allowed):
             raise ForgefieldError(
                 f"{sources.where(f'{key}.{name}')}: '{key}.{name}' does not apply to classes, whose cross-entropy is minimised."
             )
@@ -171,37 +154,26 @@ _SCHEDULES = {
 """Settings of each kind of schedule, beside `to`."""
 
 
-def _check_schedule(schedule: DictConfig, key: str, sources: Sources) -> None:
-    check_choice(schedule.kind, tuple(_SCHEDULES), f"{key}.kind", sources)
-    for name, value in schedule.items():
-        name = str(name)
+def _check_schedule(schedule: schema.ScheduleOptions, key: str, sources: Sources) -> None:
+    for name, value in vars(schedule).items():
         if value is not None and name not in ("kind", "to", *_SCHEDULES[schedule.kind]):
             raise ForgefieldError(
                 f"{sources.where(f'{key}.{name}')}: '{key}.{name}' does not apply to kind {schedule.kind}, "
                 f"which takes {', '.join(['to', *_SCHEDULES[schedule.kind]])}."
             )
-    if schedule.unit is not None:
-        check_choice(schedule.unit, ("step", "epoch"), f"{key}.unit", sources)
     values = schedule.to if isinstance(schedule.to, Sequence) and not isinstance(schedule.to, str) else [schedule.to]
     if not all(isinstance(v, (int, float)) and not isinstance(v, bool) and 0 <= v < math.inf for v in values):
-        shown = OmegaConf.to_container(schedule.to) if OmegaConf.is_config(schedule.to) else schedule.to
-        raise wrong(sources, f"{key}.to", shown, "the last value, zero or positive, and finite")
+        raise wrong(sources, f"{key}.to", schedule.to, "the last value, zero or positive, and finite")
     if schedule.kind == "step":
         _check_places(schedule, list(values), key, sources)
     elif len(values) != 1 or values[0] is not schedule.to:
         raise wrong(sources, f"{key}.to", list(values), "one number; a list goes with kind step")
     begin = schedule.begin or 0
-    if begin < 0:
-        raise wrong(sources, f"{key}.begin", begin, "a whole number from 0")
     if schedule.end is not None and schedule.end <= begin:
         raise wrong(sources, f"{key}.end", schedule.end, f"larger than {key}.begin, which is {begin}")
-    if schedule.slope is not None and not 0 < schedule.slope < math.inf:
-        raise wrong(sources, f"{key}.slope", schedule.slope, "a positive number")
-    if schedule.centre is not None and not 0 <= schedule.centre <= 1:
-        raise wrong(sources, f"{key}.centre", schedule.centre, "a number from 0 to 1")
 
 
-def _check_places(schedule: DictConfig, values: list[Any], key: str, sources: Sources) -> None:
+def _check_places(schedule: schema.ScheduleOptions, values: list[Any], key: str, sources: Sources) -> None:
     places = list(schedule.at or [])
     if not places or places != sorted(set(places)) or places[0] < 1:
         raise wrong(sources, f"{key}.at", places, "ascending positive whole numbers")
@@ -212,10 +184,10 @@ def _check_places(schedule: DictConfig, values: list[Any], key: str, sources: So
 
 
 def _only_for(
-    name: str, targets: tuple[str, ...], target: str, options: DictConfig, sources: Sources, prefix: str
+    name: str, targets: tuple[str, ...], target: str, options: schema.TargetOptions, sources: Sources, prefix: str
 ) -> None:
     key = f"{prefix}.{target}.{name}"
-    if target not in targets and _is_set(key, options[name], name, sources):
+    if target not in targets and _is_set(key, getattr(options, name), name, sources):
         right = f"{prefix}.{targets[0]}.{name}"
         raise ForgefieldError(f"{sources.where(key)}: '{key}' does not apply to {target}. Did you mean '{right}'?")
 

@@ -54,6 +54,11 @@ def as_written(task: Any) -> Any:
     return {**known, **task.get(FIELDS, {})}
 
 
+def as_dict(config: schema.Config) -> dict[str, Any]:
+    """A config as plain values, in the form in which files have it."""
+    return {key: as_written(value) if key == "task" else value for key, value in dataclasses.asdict(config).items()}
+
+
 def given_targets(task: Any) -> dict[str, Any]:
     """Options of every target that is on, of a typed section or a `TaskOptions`: ours in their order, then fields by name, then
     those of branches as `branch.target`, by branch."""

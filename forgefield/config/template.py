@@ -6,38 +6,34 @@ config.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import textwrap
 import typing
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
 
 from forgefield.config import schema
 from forgefield.config.fielddocs import class_doc, field_docs
 from forgefield.config.point_checks import FRAMES_ONLY
 from forgefield.config.point_options import PointTaskOptions
-from forgefield.config.targets import BRANCHES, DENOISE, TARGETS, as_written, has_points
+from forgefield.config.targets import BRANCHES, DENOISE, TARGETS, as_dict, has_points
+from forgefield.config.typed import field_types, section_class
 
 WIDTH = 110
 """Longest line with a comment."""
 
 
-def commented_yaml(config: DictConfig, *, header: str = "", notes: Mapping[str, str] | None = None) -> str:
+def commented_yaml(config: schema.Config, *, header: str = "", notes: Mapping[str, str] | None = None) -> str:
     """`config` as YAML with a comment to each setting. `load_config` of it gives the same config.
 
     notes: comments by dotted key, in place of the schema's own (for a model's options, say). header: lines on top.
     """
-    plain = OmegaConf.to_container(config, resolve=True)
-    assert isinstance(plain, dict)
-    plain["task"] = as_written(plain.get("task"))
-    _drop_inapplicable(plain["task"] or {})
-    for key in FRAMES_ONLY if has_points(plain) else ():
-        _drop(plain, key)
-    return yaml_with_comments({str(key): value for key, value in plain.items()}, header=header, notes=notes)
+    values = as_dict(config)
+    _drop_inapplicable(values["task"] or {})
+    for key in FRAMES_ONLY if has_points(values) else ():
+        _drop(values, key)
+    return yaml_with_comments(values, header=header, notes=notes)
 
 
 def yaml_with_comments(values: Mapping[str, Any], *, header: str = "", notes: Mapping[str, str] | None = None) -> str:
@@ -45,7 +41,7 @@ def yaml_with_comments(values: Mapping[str, Any], *, header: str = "", notes: Ma
     lines = [f"# {line}".rstrip() for line in header.splitlines()]
     task = PointTaskOptions if has_points(values) else schema.TaskOptions
     for name, value in values.items():
-        block = list(_emit(str(name), value, schema.RunOptions, "", 0, notes or {}, task))
+        block = list(_emit(str(name), value, schema.Config, "", 0, notes or {}, task))
         if len(block) > 1 and lines and lines[-1]:
             lines.append("")
         lines += block
@@ -60,6 +56,11 @@ def flow(value: Any) -> str:
         value, Dumper=_Dumper, default_flow_style=True, width=float("inf"), allow_unicode=True, sort_keys=False
     )
     return text.removesuffix("\n").removesuffix("\n...").strip()
+
+
+def plain_yaml(values: Mapping[str, Any]) -> str:
+    """Values as YAML without comments, one setting a line."""
+    return yaml.dump(values, Dumper=_Dumper, default_flow_style=False, allow_unicode=True, sort_keys=False)
 
 
 def _drop(values: Any, key: str) -> None:
@@ -129,16 +130,9 @@ def _section(cls: type | None, name: str) -> type | None:
     """The dataclass of the section `name` of `cls`."""
     if cls is schema.TaskOptions and name not in (*TARGETS, BRANCHES, DENOISE):
         return schema.FieldTargetOptions
-    kind = _types(cls).get(name) if cls is not None else None
-    for candidate in (kind, *typing.get_args(kind)):
-        if isinstance(candidate, type) and dataclasses.is_dataclass(candidate):
-            return candidate
-    return None
-
-
-@functools.cache
-def _types(cls: type) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
+    kind = field_types(cls).get(name) if cls is not None else None
+    of_each = typing.get_args(kind)[1] if typing.get_origin(kind) is dict else kind
+    return section_class(of_each)
 
 
 class _Dumper(yaml.SafeDumper):

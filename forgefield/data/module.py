@@ -15,7 +15,6 @@ from forgefield.data.batch_spec import BatchSpec, Noise
 from forgefield.data.dataset import GraphDataset
 from forgefield.data.inspection.suspicions import cutoff_doubts, label_doubts, lone_atoms
 from forgefield.data.neighbours.edges import Progress
-from forgefield.data.readers import plain
 from forgefield.data.reading import Progress as ConversionProgress
 from forgefield.data.sampling.batching import batch_threads, evaluation_budget, training_budget, training_order
 from forgefield.data.sampling.by_source import SourceBatches
@@ -91,7 +90,7 @@ def read_data(
 ) -> FrameData:
     """Read the frames that the data section names, divide them, build neighbour lists and measure them.
 
-    options: a `DataOptions` or an OmegaConf section of the same shape. seed: of random splits and of the order of frames.
+    options: the section `data` of a config. seed: of random splits and of the order of frames.
     rank, world_size: which share of the batches is served. branches: names of the model's branches, where it has several.
     species_of: the run whose model fixes `data.species`, for messages. keep_species: random splits leave every species in
     training; False for runs that were started before they did. progress(done, total): called as neighbour lists of frames are
@@ -102,7 +101,7 @@ def read_data(
     if len(splits.train) == 0:
         raise ForgefieldError("data.train holds no frame")
     _require_branches(splits, branches)
-    symbols = plain(options.species)
+    symbols = options.species
     species = SpeciesTable.from_frames(splits.train) if symbols is None else SpeciesTable(symbols, whose=species_of)
     datasets = _build_graphs(options, splits, species, branches, progress)
     train = datasets["train"]

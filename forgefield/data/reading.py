@@ -17,14 +17,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from forgefield.config.fields import field_options
 from forgefield.config.schema import FieldOptions, LabelOptions, UnitOptions
 from forgefield.data.labels.fields import Fields, chosen_fields
 from forgefield.data.labels.label_reader import USUAL_NAMES, LabelReader, is_none
 from forgefield.data.neighbours.graph import GraphOptions, same_graph
-from forgefield.data.readers import SourceFile, frames_of, plain, source_files
+from forgefield.data.readers import SourceFile, frames_of, source_files
 from forgefield.data.store.convert import convert
 from forgefield.data.store.manifest import VERSION, is_store
 from forgefield.data.store.store import open_store
@@ -83,7 +81,7 @@ def read_table(
     if stores_only:
         _refuse_settings_for_files(labels, units)
     elif required and in_memory:  # what is converted has been asked for its labels then
-        reader.finish(str(plain(spec)))
+        reader.finish(str(spec))
     return table
 
 
@@ -110,9 +108,9 @@ def _refuse_settings_for_files(labels: LabelOptions, units: UnitOptions) -> None
             )
 
 
-def label_settings(labels: Any, fields: Fields | None = None) -> LabelOptions:
-    """`data.labels` as plain values. fields: what is carried where it says nothing about fields."""
-    settings = LabelOptions(**_settings(labels))
+def label_settings(labels: LabelOptions | None, fields: Fields | None = None) -> LabelOptions:
+    """A copy of `data.labels`. fields: what is carried where it says nothing about fields."""
+    settings = replace(labels) if labels is not None else LabelOptions()
     if settings.fields is None and fields:
         settings.fields = {
             name: {"per": field.per, "shape": list(field.shape), "unit": field.unit} for name, field in fields.items()
@@ -120,16 +118,9 @@ def label_settings(labels: Any, fields: Fields | None = None) -> LabelOptions:
     return settings
 
 
-def unit_settings(units: Any) -> UnitOptions:
-    """`data.units` as plain values."""
-    return UnitOptions(**_settings(units))
-
-
-def _settings(section: Any) -> dict[str, Any]:
-    """A section of the settings, as dataclass or as OmegaConf has it, as keywords."""
-    if section is None:
-        return {}
-    return plain(section) if OmegaConf.is_config(section) else asdict(section)
+def unit_settings(units: UnitOptions | None) -> UnitOptions:
+    """A copy of `data.units`."""
+    return replace(units) if units is not None else UnitOptions()
 
 
 def _kind(file: SourceFile) -> tuple[bool, Share | None, str | None]:

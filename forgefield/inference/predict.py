@@ -30,7 +30,7 @@ from forgefield.data.batch import batch_from_frames, to_device
 from forgefield.data.frame import Frame, RawFrame
 from forgefield.data.labels.label_reader import CALCULATOR, PREDICTED_BY, LabelReader
 from forgefield.data.neighbours.graph import graph_of
-from forgefield.data.readers import SourceFile, frames_with_values, plain, source_files
+from forgefield.data.readers import SourceFile, frames_with_values, source_files
 from forgefield.data.reading import label_settings
 from forgefield.data.species import SpeciesTable
 from forgefield.errors import ForgefieldError
@@ -75,7 +75,7 @@ def predict_file(
                 keep_values(atoms, raw, reader)
         predicted += images
     if labels_required:
-        reader.finish(str(plain(source)))
+        reader.finish(str(source))
     with written_whole(out) as partial:
         write(partial, predicted)
     return out

@@ -12,10 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from omegaconf import DictConfig
 
-from forgefield.config.schema import DataOptions
-from forgefield.data.readers import plain
+from forgefield.config.schema import Config, DataOptions, TaskOptions
 from forgefield.errors import ForgefieldError
 from forgefield.evaluation import load_shared, write_test
 from forgefield.files import written_whole
@@ -37,7 +35,7 @@ SAMPLED = 4000
 """Approximate number of points of a snapshot whose density is stored for figures."""
 
 
-def measure_points(run: Run, config: DictConfig, data: PointData, journal: Journal, ranks: Ranks) -> None:
+def measure_points(run: Run, config: Config, data: PointData, journal: Journal, ranks: Ranks) -> None:
     """Evaluate the best weights on the validation and test snapshots of a training; rank 0 writes errors and the report."""
     device = evaluation_device(config.trainer.get("accelerator"))
     model = _network(run, "best", device, ranks)
@@ -51,10 +49,10 @@ def measure_points(run: Run, config: DictConfig, data: PointData, journal: Journ
         )
         if part.is_whole:
             _report_missing(missing, journal.notify)
-    if not ranks.is_first:
+    if not ranks.is_rank_zero:
         return
     if data.test is not None:
-        write_test(run, results["test"], name="test", data=plain(config.data.test), which="best", points=len(data.test))
+        write_test(run, results["test"], name="test", data=config.data.test, which="best", points=len(data.test))
     write_report(run.path)
     hints = [f"forgefield test {run.path} --data SNAPSHOTS", f"report: {run.path / 'report.html'}"]
     units, note = run.units | OBSERVABLE_UNITS, run.info.get("stopped_early")
@@ -83,8 +81,8 @@ def test_points(
     table = PointTable(find_snapshots(data, target=points.target, units=points.units, setting="--data"))
     require_same_data(table.fingerprint, ranks)
     model = _network(run, which, device, ranks)
-    errors, missing = _evaluate(run, model, table, name, options, run.config.get("task"), ranks)
-    if ranks.is_first:
+    errors, missing = _evaluate(run, model, table, name, options, run.config.task, ranks)
+    if ranks.is_rank_zero:
         _report_missing(missing, print)
         write_test(run, errors, name=name, data=data, which=which, points=table.n_points)
     return ranks.broadcast(errors)
@@ -102,14 +100,14 @@ def _evaluate(
     table: PointTable,
     split: str,
     options: DataOptions,
-    task: DictConfig | None,
+    task: TaskOptions | None,
     ranks: Ranks,
     *,
     selection: Selection | None = None,
 ) -> tuple[dict[str, float], dict[str, str]]:
     """`evaluate_points` with the batch size, Fermi energy and pseudopotentials of a config."""
-    batch = plain(options.eval_batch)
-    observables = (task.get("points") or task).get("observables") if task is not None else None
+    batch = options.eval_batch
+    observables = task.points.observables if task is not None and task.points is not None else None
     return evaluate_points(
         run,
         model,
@@ -206,7 +204,7 @@ def _target_errors(
         outputs = model.network(model.scaled_inputs(part["inputs"].to(device))).to(torch.float64)
         targets = (part["targets"].to(device) - model.output_shift) / model.output_scale
         errors.add(PointErrors.measure(outputs - targets, part["weight"].to(device)).cpu())
-    return errors.compute(ranks.sum(errors.sums))
+    return errors.compute(ranks.all_reduce(errors.sums))
 
 
 def _write_predictions(
@@ -234,7 +232,7 @@ def _write_predictions(
     }
     arrays |= {f"error_{name}": np.array([each[name] for each in errors]) for name in errors[0]}
     samples = ranks.gather([_sample(pair, fact) for pair, fact in zip(pairs, facts)])
-    if not ranks.is_first:
+    if not ranks.is_rank_zero:
         return
     if samples[0][0] is not None:
         for number in range(len(facts)):

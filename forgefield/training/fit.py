@@ -7,24 +7,25 @@ them run it; rank 0 decides and writes, the others are told.
 
 from __future__ import annotations
 
+import copy
 import json
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import Callback
-from omegaconf import DictConfig, OmegaConf
 
 from forgefield.config.nearest import did_you_mean
+from forgefield.config.schema import Config, EarlyStoppingOptions, TrainingOptions
 from forgefield.config.template import commented_yaml
-from forgefield.data.readers import plain
+from forgefield.config.typed import select
 from forgefield.errors import ForgefieldError
 from forgefield.files import write_atomically
-from forgefield.parallel.accelerators import settle_accelerator
+from forgefield.parallel.accelerators import resolve_accelerator
 from forgefield.parallel.exchange import StepExchange
-from forgefield.parallel.failures import stop_together
+from forgefield.parallel.failures import stop_all_ranks
 from forgefield.parallel.ranks import Ranks
 from forgefield.runs import Run, versions
 from forgefield.training.callbacks.best_model import BestModel
@@ -78,7 +79,7 @@ class _Plan:
     """What is trained with which settings. options: the config's `trainer` section, completed on the way."""
 
     run: Run
-    config: DictConfig
+    config: Config
     options: dict[str, Any]
     problem: Problem
     callbacks: Sequence[Callback] = ()
@@ -95,11 +96,11 @@ class _Plan:
 
     def write_record(self, ranks: Ranks) -> None:
         """Store settings and record, when it is certain that they will be used."""
-        if not ranks.is_first:
+        if not ranks.is_rank_zero:
             return
         run, problem = self.run, self.problem
         status = run.info["status"] if has_begun(run) else "new"
-        setting = plain(self.config.training.precision)
+        setting = self.config.training.precision
         write_atomically(run.path / "config.yaml", commented_yaml(self.config))
         run.write_info(
             name=run.name,
@@ -120,7 +121,7 @@ class _Plan:
 
 
 def fit(
-    config: DictConfig,
+    config: Config,
     *,
     fresh: bool,
     journal: Journal,
@@ -130,11 +131,11 @@ def fit(
 ) -> TrainingResult:
     """Train as `config` says. With `fresh` an existing run of that name is moved aside, else it is continued. callbacks: of the
     caller, beside those of the config. trust_code: whether code may be imported that a run names and not the config."""
-    options: dict[str, Any] = plain(config.trainer)
+    options = copy.deepcopy(config.trainer)
     require_same_settings(config, ranks)
     lr_factor = learning_rate_factor(config.training.scale_lr, ranks.world_size)
     check_settings(config, options, ranks)
-    if (note := settle_accelerator(options, world_size=ranks.world_size)) is not None:
+    if (note := resolve_accelerator(options, world_size=ranks.world_size)) is not None:
         journal.notify(note)
     agree_with_training(options, config.training)
     requeue_exit = config.training.checkpoint.requeue_exit
@@ -153,19 +154,19 @@ def fit(
 
 
 def _fit_in(
-    run: Run, config: DictConfig, options: dict[str, Any], callbacks: Sequence[Callback], session: TrainingSession
+    run: Run, config: Config, options: dict[str, Any], callbacks: Sequence[Callback], session: TrainingSession
 ) -> TrainingResult:
     """Train in a folder that is ours."""
     ranks, journal = session.ranks, session.journal
     problem = problem_for(run, config, options, session)
     config = problem.config
-    changed = ranks.broadcast(_changed_settings(run, config, session) if ranks.is_first else None)
+    changed = ranks.broadcast(_changed_settings(run, config, session) if ranks.is_rank_zero else None)
     L.seed_everything(config.seed, verbose=False)
     problem.prepare()
     run = Run(run.path, trust_code=True)  # `prepare` has settled that code it names may be imported
     plan = _Plan(run, config, options, problem, callbacks)
     restart, is_done, has_outputs = ranks.broadcast(
-        _where_to_resume(plan, changed, journal) if ranks.is_first else None
+        _where_to_resume(plan, changed, journal) if ranks.is_rank_zero else None
     )
     if is_done and has_outputs:
         longer = "trainer.max_steps" if options.get("max_epochs") in (None, -1) else "trainer.max_epochs"
@@ -186,7 +187,7 @@ def _asked_already(session: TrainingSession) -> StopRequested | None:
     return session.stop.look_together([sum(column) for column in zip(*flags)])
 
 
-def _changed_settings(run: Run, config: DictConfig, session: TrainingSession) -> list[str]:
+def _changed_settings(run: Run, config: Config, session: TrainingSession) -> list[str]:
     before = int(run.info.get("world_size", 1)) if run.exists else session.ranks.world_size
     return [
         change.key
@@ -217,9 +218,10 @@ def _has_weights(run: Run, step: int) -> bool:
         return False
 
 
-def _limits(config: DictConfig) -> str:
+def _limits(config: Config) -> str:
     """The settings that say when training ends, as text."""
-    return json.dumps({key: plain(OmegaConf.select(config, key)) for key in _LIMITS}, sort_keys=True, default=str)
+    values = asdict(config)
+    return json.dumps({key: select(values, key) for key in _LIMITS}, sort_keys=True, default=str)
 
 
 def _run_lightning(
@@ -254,7 +256,7 @@ def _run_lightning(
     if not plan.quick:
         precision.require_end(epochs=trainer.max_epochs, steps=trainer.max_steps)
     plan.write_record(ranks)
-    if ranks.is_first:
+    if ranks.is_rank_zero:
         metrics_log.start(restart.rows if restart else 0)
     loader = problem.loader(device)
     if restart is not None:
@@ -292,13 +294,13 @@ def _callbacks(
 ) -> list[Callback]:
     """All but the two that must be there and come first, in the order in which they act. step: where a run goes on."""
     run, training, ranks = plan.run, plan.config.training, session.ranks
-    shows_progress = ranks.is_first and plan.options.get("enable_progress_bar", True)
-    if not ranks.is_first:
+    shows_progress = ranks.is_rank_zero and plan.options.get("enable_progress_bar", True)
+    if not ranks.is_rank_zero:
         plan.options["enable_progress_bar"] = False
     return [
         *([] if plan.quick else [BestModel(run.checkpoints, monitor)]),
         *([TensorBoardLog(run.path / "tensorboard", training.tensorboard, step)] if training.tensorboard else []),
-        StepLog(plain(plan.config), tensorboard=bool(training.tensorboard), from_step=step),
+        StepLog(asdict(plan.config), tensorboard=bool(training.tensorboard), from_step=step),
         *([_early_stop(training.early_stopping, monitor, session)] if training.early_stopping is not None else []),
         *([Pace(ranks, session.journal, exchange)] if ranks.world_size > 1 else []),
         *(
@@ -318,7 +320,7 @@ def _callbacks(
     ]
 
 
-def _early_stop(options: Any, monitor: str, session: TrainingSession) -> EarlyStop:
+def _early_stop(options: EarlyStoppingOptions, monitor: str, session: TrainingSession) -> EarlyStop:
     return EarlyStop(
         options.monitor or monitor,
         patience=options.patience,
@@ -357,28 +359,28 @@ def _stopped_at_once(run: Run, stopped: StopRequested, requeue_exit: int, sessio
     has_checkpoint = has_begun(run)
     when = "Stopped before the next step" if has_checkpoint else "Stopped before the first step"
     sentence = f"{when}: {stopped.reason}. Run the same command to resume."
-    if ranks.is_first:
+    if ranks.is_rank_zero:
         if run.exists and run.info.get("status") == "running":
             run.write_info(status="stopped")
         journal.notify(sentence)
     code = code_after(stopped, requeue_exit, ranks, journal)
-    stop_together(ranks, sentence, code)
+    stop_all_ranks(ranks, sentence, code)
     return TrainingResult(run, None, "stopped", exit_code=code)
 
 
 def code_after(stopped: StopRequested, requeue_exit: int, ranks: Ranks, journal: Journal) -> int:
     """The exit code of a training that was stopped. Where the signal asks for it, SLURM is told to start the job again."""
-    if stopped.signal_number == signal.SIGUSR1 and ranks.is_first:
+    if stopped.signal_number == signal.SIGUSR1 and ranks.is_rank_zero:
         ask_slurm_to_requeue(journal.notify)
     return exit_code(stopped, requeue_exit)
 
 
 def _write_status(run: Run, ranks: Ranks, **values: Any) -> None:
-    if ranks.is_first:
+    if ranks.is_rank_zero:
         run.write_info(**values)
 
 
-def _monitor(training: Any, columns: list[str], has_val: bool, journal: Journal) -> str:
+def _monitor(training: TrainingOptions, columns: list[str], has_val: bool, journal: Journal) -> str:
     """What picks the best model; every value that is to be watched must be one that will exist."""
     monitor = training.monitor
     if not has_val and monitor == "val/loss":

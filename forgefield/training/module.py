@@ -9,8 +9,8 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
+from forgefield.config.schema import TrainingOptions
 from forgefield.data.batch import SHAPES, Shapes, to_device, with_edges
-from forgefield.data.readers import plain
 from forgefield.errors import ForgefieldError
 from forgefield.models.potential import Potential
 from forgefield.parallel.exchange import StepExchange
@@ -69,7 +69,7 @@ class TrainingModule(RunModule, ProbedModule):
         self,
         potential: Potential,
         task: Task,
-        options: Any,
+        options: TrainingOptions,
         species: tuple[str, ...],
         *,
         monitor: str,
@@ -99,7 +99,7 @@ class TrainingModule(RunModule, ProbedModule):
         self.starter = starter
         self.engine: Engine | None = None
         self.shapes = shapes
-        self.weighting = build_weighting(plain(options.weighting), task, options.optimizer)
+        self.weighting = build_weighting(options.weighting, task, options.optimizer)
         self.task_loss_scaling = _TargetWeights(task)
         self._eager = Engine(self._step_function("double"))
         self._update: CapturedUpdate | None = None
@@ -180,7 +180,7 @@ class TrainingModule(RunModule, ProbedModule):
             return step.loss
         sums, counts = step.measured.sums
         counts = counts if denominators is None else denominators()
-        own = self.task.plain_weights_on(sums.device)
+        own = self.task.configured_weights_on(sums.device)
         return step.loss + self.weighting.loss(sums * self.ranks.world_size, counts, own)
 
     def eager_loss(self, batch: Batch) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -24,13 +24,13 @@ from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from omegaconf import DictConfig, OmegaConf
 
 from forgefield.config.components import check_signature, import_class
+from forgefield.config.schema import Config, TrainingOptions
 from forgefield.config.training_checks import PRECISIONS
 from forgefield.config.trust import CONFIG, TRAINER_OBJECTS
 from forgefield.errors import ForgefieldError, missing_package
-from forgefield.parallel.accelerators import device_count, settle_accelerator
+from forgefield.parallel.accelerators import device_count, resolve_accelerator
 from forgefield.parallel.environment import LaunchedEnvironment
 from forgefield.parallel.launch import Launch
 from forgefield.parallel.network import free_port
@@ -74,9 +74,9 @@ def take_max_seconds(trainer: dict[str, Any]) -> float | None:
         ) from error
 
 
-def processes_wanted(config: DictConfig) -> int:
+def processes_wanted(config: Config) -> int:
     """How many processes `trainer.devices` asks for on this machine: all GPUs where it is not given, one on a CPU."""
-    options: Any = OmegaConf.to_container(config.trainer, resolve=True)
+    options = config.trainer
     devices, accelerator = options.get("devices"), options.get("accelerator", "auto")
     if isinstance(devices, (list, tuple)):
         return len(devices)
@@ -90,7 +90,7 @@ def processes_wanted(config: DictConfig) -> int:
         return 1  # Lightning will say what is wrong with it
 
 
-def agree_with_training(options: dict[str, Any], training: Any) -> None:
+def agree_with_training(options: dict[str, Any], training: TrainingOptions) -> None:
     """Take over what `training` says of settings that Lightning has, too; they must not contradict each other."""
     _agree(options, "gradient_clip_val", training.clip_norm, "training.clip_norm")
     accumulate = training.accumulate if training.accumulate != 1 else None
@@ -109,7 +109,7 @@ def build_trainer(
     ranks: who trains; they exist already, and Lightning is told so.
     """
     register_strategies()
-    settle_accelerator(options, world_size=ranks.world_size)
+    resolve_accelerator(options, world_size=ranks.world_size)
     options = {key: _build(value, f"trainer.{key}") if key in _KINDS else value for key, value in options.items()}
     if options.get("max_epochs") is None and options.get("max_steps", -1) == -1:
         options["max_epochs"] = DEFAULT_EPOCHS
@@ -232,10 +232,9 @@ def _refuse(options: dict[str, Any]) -> None:
         raise ForgefieldError("trainer.barebones=true turns off what makes a run (metrics, checkpoints); leave it out.")
 
 
-def user_callbacks(specs: Any) -> list[Callback]:
+def user_callbacks(specs: Sequence[Any]) -> list[Callback]:
     """The config's `callbacks`: names of ours, import paths, or {name: name or path, argument: value}."""
-    specs = OmegaConf.to_container(specs, resolve=True) if OmegaConf.is_config(specs) else specs
-    built = [_build(spec, "callbacks") for spec in specs or []]
+    built = [_build(spec, "callbacks") for spec in specs]
     for item in built:
         if not isinstance(item, Callback):
             raise ForgefieldError(f"callbacks: {item!r} is not a name, an import path or {{name: import.path}}.")

@@ -13,18 +13,18 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from forgefield.config.loading import load_config
+from forgefield.config.schema import Config
 from forgefield.errors import ForgefieldError
 from forgefield.files import write_atomically
-from forgefield.parallel.ranks import alone
+from forgefield.parallel.ranks import single_process
 from forgefield.runs import Run
 from forgefield.training.fit import fit
 from forgefield.training.run.journal import Journal
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from optuna import Study, Trial
     from optuna.trial import FrozenTrial
 
-ConfigSource = str | Path | dict[str, Any] | DictConfig
+ConfigSource = str | Path | dict[str, Any] | Config
 
 IN_A_ROW = 3
 """Number of consecutive failed trials that ends a search, since the next ones would fail too."""
@@ -72,7 +72,7 @@ class Search:
 
     source: ConfigSource
     overrides: tuple[str, ...]
-    base: DictConfig
+    base: Config
     options: TuneOptions
     space: tuple[Dimension, ...]
     trust_code: bool = False
@@ -91,7 +91,7 @@ class Search:
             return min(self.options.trials, n_combinations(self.space))
         return self.options.trials
 
-    def config(self, values: dict[str, object], folder: str, repeat: int) -> DictConfig:
+    def config(self, values: dict[str, object], folder: str, repeat: int) -> Config:
         """The config of one training of a trial."""
         trial = [override(key, value) for key, value in values.items()]
         config = load_config(self.source, [*self.overrides, *trial], trust_code=self.trust_code)
@@ -99,7 +99,7 @@ class Search:
         config.seed += repeat
         config.training.monitor = self.monitor
         config.tune = None
-        OmegaConf.update(config, "trainer.devices", 1, force_add=True)
+        config.trainer["devices"] = 1
         return config
 
     def open(self) -> Study:
@@ -121,8 +121,7 @@ def prepare(
     """Load the config and check everything before a study is created. space, trials, trust_code: from the command line."""
     require_optuna()
     base = load_config(source, overrides, trust_code=trust_code)
-    section: Any = OmegaConf.to_container(base.tune) if OmegaConf.is_config(base.tune) else base.tune
-    options = TuneOptions.from_mapping({**(section or {}), **({} if trials is None else {"trials": trials})})
+    options = TuneOptions.from_mapping({**(base.tune or {}), **({} if trials is None else {"trials": trials})})
     dimensions = read_space(options.space, space)
     if base.name is None:
         raise ForgefieldError("'name' is missing: a search needs a name for its folder.")
@@ -130,7 +129,7 @@ def prepare(
     config = search.config({d.key: d.example() for d in dimensions}, "0000", 0)
     if processes_wanted(base) > 1 and base.trainer.get("devices") not in (None, "auto", -1, "-1"):
         raise ForgefieldError(
-            f"trainer.devices={base.trainer.devices}: each trial is trained in one process on one device; start as many "
+            f"trainer.devices={base.trainer['devices']}: each trial is trained in one process on one device; start as many "
             "workers as there are devices (--workers)."
         )
     del config
@@ -199,7 +198,7 @@ class _Worker:
                     config,
                     fresh=False,
                     journal=journal,
-                    ranks=alone(),
+                    ranks=single_process(),
                     callbacks=[progress],
                     trust_code=self.search.trust_code,
                 )
@@ -261,13 +260,13 @@ def _best_of(run: Run, monitor: str) -> float:
 
 def _require_same(study: Study, search: Search) -> None:
     """Refuse a study that was created with another config or space, which are stored with it."""
-    plain: Any = OmegaConf.to_container(search.base, resolve=True)
-    plain.pop("tune", None)
+    values = asdict(search.base)
+    del values["tune"]
     mine = {
         "space": {d.key: json.loads(json.dumps(d.describe())) for d in search.space},
         "monitor": search.monitor,
         "repeats": search.options.repeats,
-        "config": json.loads(json.dumps(plain)),
+        "config": json.loads(json.dumps(values)),
     }
     kept = study.user_attrs.get("forgefield")
     if kept is None:

@@ -57,8 +57,8 @@ def test_the_config_says_what_was_found_and_loads(alloys, capsys):
     assert config.task.stress is None
     # About 5000 steps with the 27 frames that are left to train on, but no more than 1000 epochs.
     steps = math.ceil(27 / config.data.batch.frames)
-    assert config.trainer.max_epochs == min(1000, math.ceil(5000 / steps))
-    assert f"# {steps} batches make an epoch; {config.trainer.max_epochs * steps} optimiser steps in all." in text
+    assert config.trainer["max_epochs"] == min(1000, math.ceil(5000 / steps))
+    assert f"# {steps} batches make an epoch; {config.trainer['max_epochs'] * steps} optimiser steps in all." in text
 
 
 def test_neighbours_are_counted_as_a_slow_oracle_counts_them(alloys):

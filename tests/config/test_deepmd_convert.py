@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from omegaconf import OmegaConf
 
 from forgefield.cli import main
 from forgefield.config.loading import load_config
@@ -51,8 +51,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "run"
 
 
-def resolved(file: str | Path) -> Any:
-    return OmegaConf.to_container(load_config(file))
+def resolved(file: str | Path) -> dict[str, Any]:
+    return asdict(load_config(file))
 
 
 @pytest.mark.parametrize("name", INPUTS)

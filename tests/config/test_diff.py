@@ -1,10 +1,15 @@
 """Which changes of a config a run may be continued with."""
 
-import pytest
-from omegaconf import OmegaConf
+from pathlib import Path
 
+import pytest
+
+from forgefield.config.checking import stored_config
 from forgefield.config.diff import config_diff, format_diff
 from forgefield.config.loading import load_config
+from forgefield.config.schema import Config
+from forgefield.config.sources import Sources, read_yaml
+from forgefield.config.targets import as_dict
 from forgefield.config.template import commented_yaml
 
 BASE = {
@@ -13,6 +18,10 @@ BASE = {
     "trainer": {"max_epochs": 10},
     "name": "x",
 }
+
+
+def stored(file: str) -> Config:
+    return stored_config(read_yaml(Path(file)), Sources())
 
 
 def changes(*overrides):
@@ -73,21 +82,22 @@ def test_equal_configs_do_not_differ_also_when_one_comes_from_the_run_folder(fol
     config = load_config(BASE)
     assert config_diff(config, config) == []
     (folder / "stored.yaml").write_text(commented_yaml(config))
-    assert config_diff(OmegaConf.load("stored.yaml"), config) == []
-    assert config_diff(config, OmegaConf.load("stored.yaml")) == []
+    assert config_diff(stored("stored.yaml"), config) == []
+    assert config_diff(config, stored("stored.yaml")) == []
 
 
 def test_a_setting_that_an_older_config_lacks_counts_as_its_default():
     old = load_config(BASE)
-    plain = OmegaConf.to_container(old)
-    del plain["training"]["accumulate"]
-    assert config_diff(OmegaConf.create(plain), old) == []
-    (change,) = config_diff(OmegaConf.create(plain), load_config(BASE, ["training.accumulate=2"]))
+    values = as_dict(old)
+    del values["training"]["accumulate"]
+    assert config_diff(stored_config(values, Sources()), old) == []
+    (change,) = config_diff(stored_config(values, Sources()), load_config(BASE, ["training.accumulate=2"]))
     assert (change.old, change.new) == (1, 2)
 
 
 def test_true_is_not_one():
-    assert config_diff(OmegaConf.create({"model": {"zbl": True}}), OmegaConf.create({"model": {"zbl": 1}}))
+    old, new = (stored_config({"model": {"zbl": value}}, Sources()) for value in (True, 1))
+    assert [change.key for change in config_diff(old, new)] == ["model.zbl"]
 
 
 def test_the_text_marks_what_matters():

@@ -51,7 +51,7 @@ def test_trainer_settings_and_callbacks_of_the_examples_work_in_a_training(folde
 
 def test_the_page_names_every_section_and_resolver():
     assert len(EXAMPLES) >= 8
-    for field in dataclasses.fields(schema.RunOptions):
+    for field in dataclasses.fields(schema.Config):
         assert f"`{field.name}`" in PAGE
     for resolver in RESOLVERS:
         assert resolver in PAGE

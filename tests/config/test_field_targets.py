@@ -1,18 +1,25 @@
 """Fields as targets in a config: written beside energy and forces, checked like them, stored and compared like them."""
 
 import re
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
+import yaml
 
+from forgefield.config.checking import stored_config
 from forgefield.config.diff import config_diff
-from forgefield.config.loading import load_config, options
-from forgefield.config.schema import FieldTargetOptions, ScheduleOptions, TargetOptions, TaskOptions
+from forgefield.config.loading import load_config
+from forgefield.config.schema import Config, FieldTargetOptions, ScheduleOptions, TargetOptions, TaskOptions
+from forgefield.config.sources import Sources
 from forgefield.config.targets import given_targets
 from forgefield.config.template import commented_yaml
 
 DATA = "data: {train: a.xyz, labels: {fields: {band_gap: {unit: eV}, energy_above_hull: {}, q: atom}}}\n"
+
+
+def stored(text: str) -> Config:
+    return stored_config(yaml.safe_load(text), Sources())
 
 
 def test_the_examples_of_the_docs_load(load):
@@ -36,13 +43,13 @@ def test_a_field_is_a_target_by_its_own_name(load):
             "energy_above_hull": FieldTargetOptions(reduce="sum", per_atom="root"),
         },
     )
-    assert options(config).task == expected
+    assert config.task == expected
     assert list(given_targets(config.task)) == ["energy", "band_gap", "energy_above_hull", "q"]
 
 
 def test_normalise_on_the_command_line_replaces_the_whole(load):
     config = load(DATA + "task: {band_gap: {normalise: {mean: 1, scale: 2}}}", "task.band_gap.normalise=none")
-    assert config.task.fields.band_gap.normalise == "none"
+    assert config.task.fields["band_gap"].normalise == "none"
     config = load(DATA + "task: {band_gap: {}, q: {}}", "~task.q", "task.band_gap=null", "task.energy={}")
     assert list(given_targets(config.task)) == ["energy"]
 
@@ -56,12 +63,12 @@ def test_what_is_written_loads_to_the_same_config_and_shows_no_difference(load, 
     again = load_config("again.yaml", ["name=my"])
     assert again == config
     assert load_config(config) == config
-    assert load_config(OmegaConf.to_container(config)) == config
-    assert config_diff(OmegaConf.create(text), config) == []
+    assert load_config(asdict(config)) == config
+    assert config_diff(stored(text), config) == []
 
 
 def test_differences_name_the_key_as_it_is_written(load):
-    old = OmegaConf.create(commented_yaml(load(DATA + "task: {band_gap: {}}")))
+    old = stored(commented_yaml(load(DATA + "task: {band_gap: {}}")))
     changes = config_diff(old, load(DATA + "task: {band_gap: {loss: mae}, q: {}}"))
     assert [(change.key, change.meaning) for change in changes] == [("task.band_gap.loss", True), ("task.q", True)]
 

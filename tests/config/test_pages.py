@@ -26,7 +26,7 @@ from forgefield.config.loading import load_config, override_keys
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted([*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "examples").glob("*.py")])
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
-SECTIONS = {field.name for field in dataclasses.fields(schema.RunOptions)}
+SECTIONS = {field.name for field in dataclasses.fields(schema.Config)}
 LAUNCHERS = r"(?:^|[\s;(])(?:torchrun|srun|mpirun|mpiexec|until|OMP_NUM_THREADS=\d+)\b"
 PATHS = r"(?<![\w/.])((?:benchmarks|examples|tests|forgefield|docs)/[\w./*-]*\w)"
 by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

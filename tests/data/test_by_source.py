@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from omegaconf import OmegaConf
 
+from forgefield.config.checking import typed_config
 from forgefield.config.schema import DataOptions
+from forgefield.config.sources import Sources
 from forgefield.data.dataset import GraphDataset
 from forgefield.data.frame import Frame
 from forgefield.data.module import read_data
@@ -158,7 +159,7 @@ SOURCE = np.repeat([0, 1, 2], [11, 6, 3])
 
 
 def options(**changes) -> DataOptions:
-    return OmegaConf.merge(OmegaConf.structured(DataOptions), changes)  # type: ignore[return-value]
+    return typed_config({"data": changes}, Sources()).data
 
 
 def loaders(

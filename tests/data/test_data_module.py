@@ -8,7 +8,6 @@ import lightning
 import numpy as np
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 from forgefield.cli import data as data_command
 from forgefield.config.schema import BatchOptions, DataOptions, UnitOptions
@@ -29,9 +28,8 @@ def file(tmp_path):
     return tmp_path / "a.xyz"
 
 
-@pytest.mark.parametrize("wrap", [OmegaConf.structured, lambda options: options])
-def test_options_as_dataclass_or_omegaconf(file, wrap):
-    options = wrap(DataOptions(train=str(file), val=0.25, batch=BatchOptions(frames=4), eval_batch=2))
+def test_data_is_split_batched_and_described_as_the_options_say(file):
+    options = DataOptions(train=str(file), val=0.25, batch=BatchOptions(frames=4), eval_batch=2)
     calls = []
     module = read_data(options, seed=1, progress=lambda done, total: calls.append((done, total)))
     assert calls[-1] == (12, 12)

@@ -15,7 +15,6 @@ from ase import Atoms
 from ase.build import bulk, molecule
 from ase.calculators.emt import EMT
 from ase.calculators.singlepoint import SinglePointCalculator
-from omegaconf import OmegaConf
 
 from forgefield.config.schema import LabelOptions, UnitOptions
 from forgefield.data.readers import frames_from_atoms, read_frames
@@ -147,7 +146,7 @@ def test_folder_glob_list_and_weights(tmp_path):
         write(tmp_path, name, f"1\nenergy={ord(name[0])} weight=2\nH 0 0 0\n")
     assert [f.energy for f in read_frames(str(tmp_path))] == [97, 98]
     assert [f.energy for f in read_frames(str(tmp_path / "*xyz"))] == [97, 98]
-    spec = OmegaConf.create([{"path": str(tmp_path / "b.xyz"), "weight": 3}, str(tmp_path / "a.extxyz")])
+    spec = [{"path": str(tmp_path / "b.xyz"), "weight": 3}, str(tmp_path / "a.extxyz")]
     assert [(f.energy, f.weight) for f in read_frames(spec)] == [(98, 6), (97, 2)]
     with pytest.raises(ForgefieldError, match="named twice"):
         read_frames([str(tmp_path), str(tmp_path / "b.xyz")])

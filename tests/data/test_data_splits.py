@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from omegaconf import OmegaConf
 
 from forgefield.config.schema import DataOptions
 from forgefield.data.splits.splits import parse_indices, resolve_splits, split_frames
@@ -77,7 +76,7 @@ def test_index_lists_count_in_the_numbering_of_the_file(source, tmp_path):
     with pytest.raises(ForgefieldError, match="frames in common"):
         resolve_splits(options, 0)
     options.val = {"indices": [19, 18]}
-    splits = resolve_splits(OmegaConf.structured(options), 0)
+    splits = resolve_splits(options, 0)
     assert energies(splits.train) == [0, 1, 2, 4, 5, 6, 7, 8, 9]
     assert energies(splits.val) == [19, 18]
     assert energies(splits.test) == [15, 16, 3]

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from omegaconf import OmegaConf
 
 from forgefield.config.schema import DataOptions
 from forgefield.data.dataset import GraphDataset
@@ -141,7 +140,7 @@ def test_isolated_atoms_that_disagree_are_refused(make_frame):
 
 def test_given_energies_are_taken_as_they_are_and_must_be_complete(molecules):
     given_energies = {"H": -13.0, "C": -1030.0, "O": -2042.0}
-    options = OmegaConf.structured(DataOptions(reference_energies=given_energies))
+    options = DataOptions(reference_energies=given_energies)
     found = compute_statistics(graphs(molecules), options)
     assert found.reference_energies == given_energies
     assert found.reference_kind == "given"

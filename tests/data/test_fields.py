@@ -12,9 +12,10 @@ import torch
 from ase.io import read as ase_read
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from omegaconf import OmegaConf
 
+from forgefield.config.checking import typed_config
 from forgefield.config.schema import DataOptions, LabelOptions, UnitOptions
+from forgefield.config.sources import Sources
 from forgefield.data.batch import SHAPES, batch_from_frames, batch_shapes, without_labels
 from forgefield.data.batch_spec import BatchSpec
 from forgefield.data.dataset import GraphDataset
@@ -336,7 +337,7 @@ def test_data_converted_by_itself_keeps_its_fields(tmp_path):
 
 
 def options(**changes) -> DataOptions:
-    return OmegaConf.merge(OmegaConf.structured(DataOptions), changes)  # type: ignore[return-value]
+    return typed_config({"data": changes}, Sources()).data
 
 
 def labelled(n: int, seed: int, gap: bool = True) -> list[Frame]:

@@ -9,9 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from omegaconf import OmegaConf
 
+from forgefield.config.checking import typed_config
 from forgefield.config.schema import BatchOptions, DataOptions
+from forgefield.config.sources import Sources
 from forgefield.data.dataset import GraphDataset
 from forgefield.data.frame import Frame
 from forgefield.data.sampling.batching import batch_threads, evaluation_budget, training_budget, training_order
@@ -146,7 +147,7 @@ def test_oversized_frames_are_named_or_left_out_or_alone():
 
 
 def options(**changes) -> DataOptions:
-    return OmegaConf.merge(OmegaConf.structured(DataOptions), changes)  # type: ignore[return-value]
+    return typed_config({"data": changes}, Sources()).data
 
 
 def test_budgets_from_the_settings():

@@ -17,7 +17,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from omegaconf import OmegaConf
 
 from forgefield.config.schema import DataOptions, LabelOptions, UnitOptions
 from forgefield.data.dataset import GraphDataset
@@ -31,7 +30,7 @@ from forgefield.data.store import convert as convert_module
 from forgefield.data.store.convert import convert, store_frames
 from forgefield.data.store.manifest import manifest_hash
 from forgefield.data.store.store import StoreColumns, open_store
-from forgefield.data.store.table import FrameTable, Part
+from forgefield.data.store.table import FrameTable, TablePart
 from forgefield.data.store.writer import PartWriter
 from forgefield.errors import ForgefieldError
 
@@ -121,7 +120,7 @@ def test_columns_in_memory_and_on_disk_give_back_the_frames(tmp_path, seed, size
     about = writer.finish()
     for table in (
         FrameTable.from_frames(frames),
-        FrameTable([Part(StoreColumns(folder, about, GraphOptions(4.0)))]),
+        FrameTable([TablePart(StoreColumns(folder, about, GraphOptions(4.0)))]),
     ):
         assert len(table) == len(frames)
         for frame, kept in zip(frames, table):
@@ -236,7 +235,7 @@ def test_a_share_of_the_draws_belongs_to_all_that_one_entry_names(source, tmp_pa
     table = read_table([{"path": str(tmp_path / "b*.extxyz"), "share": 0.75}, str(tmp_path / "store")])
     assert table.systems.shares == [0.75, None]
     assert np.bincount(table.systems.of_frame).tolist() == [20, 60]
-    order = training_order(OmegaConf.structured(DataOptions), table, 0)(np.arange(80), table.n_atoms)
+    order = training_order(DataOptions(), table, 0)(np.arange(80), table.n_atoms)
     assert (order.rows(0) < 20).sum() == 60
 
 
@@ -285,7 +284,7 @@ def damaged(store: Path, how: str) -> None:
         ("edited", "the manifest does not match its own hash"),
         (
             "version",
-            r"written by a newer version of Forgefield \(store format 99; this version reads formats up to 1\)",
+            r"manifest\.json is a store of format version 99; Forgefield .* reads versions up to 1",
         ),
         ("not JSON", "not valid JSON"),
     ],
@@ -385,9 +384,8 @@ def test_the_fingerprint_is_that_of_the_frames_however_they_are_kept(source, tmp
 )
 def test_lazy_files_obey_labels_and_units(settings, source, tmp_path, monkeypatch):
     monkeypatch.setenv("FORGEFIELD_CACHE", str(tmp_path / "cache"))
-    for chosen in (settings, tuple(None if s is None else OmegaConf.structured(s) for s in settings)):
-        lazy, plain = read_table(str(source), *chosen, lazy=True), read_table(str(source), *chosen)
-        assert lazy.fingerprint == plain.fingerprint
+    lazy, in_memory = read_table(str(source), *settings, lazy=True), read_table(str(source), *settings)
+    assert lazy.fingerprint == in_memory.fingerprint
     with pytest.raises(ForgefieldError, match=r"no frame of .*frames\.extxyz.* has that key|NOTHERE"):
         read_table(str(source), LabelOptions(energy="NOTHERE"), lazy=True)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 from forgefield.api import train
 from forgefield.config.loading import load_config
@@ -31,9 +30,7 @@ def test_outputs_and_parameter_gradients_equal_those_of_the_cpu(model, tmp_path)
     config["model"].update(model)
     config = load_config(config)
     data = read_data(config.data, seed=0)
-    resolved = resolve_model(
-        OmegaConf.to_container(config.model), species=data.species.symbols, cutoff=3.5, statistics=data.statistics
-    )
+    resolved = resolve_model(config.model, species=data.species.symbols, cutoff=3.5, statistics=data.statistics)
     task = Task(config.task, data.species.symbols)
     batch = next(iter(data.serve(BatchSpec()).train_dataloader()))
     results = {}
@@ -84,9 +81,7 @@ def test_a_training_step_does_not_wait_for_the_device(tmp_path):
     """Nothing in forward, loss or metrics reads a value back: torch would raise here."""
     config = load_config(tiny_config(tmp_path, task={"energy": {}, "forces": {"species_weights": {"Cu": 2.0}}}))
     data = read_data(config.data, seed=0)
-    resolved = resolve_model(
-        OmegaConf.to_container(config.model), species=data.species.symbols, cutoff=3.5, statistics=data.statistics
-    )
+    resolved = resolve_model(config.model, species=data.species.symbols, cutoff=3.5, statistics=data.statistics)
     potential = build_model(resolved, precision="float32", seed=0).to("cuda").train()
     task = Task(config.task, data.species.symbols)
     batch = to_device(next(iter(data.serve(BatchSpec()).train_dataloader())), "cuda")

@@ -13,7 +13,6 @@ from ase.calculators.singlepoint import SinglePointCalculator
 
 from forgefield.config.loading import load_config
 from forgefield.data.module import read_data
-from forgefield.data.readers import plain
 from forgefield.data.sampling.order import epoch_permutation
 from forgefield.models.building import build_model
 from forgefield.models.resolving import resolve_model
@@ -111,7 +110,7 @@ def test_the_mean_of_the_ranks_own_means_is_another_gradient(loss, folder):
     data = read_data(config.data, seed=config.seed)
     task = Task(config.task, data.species.symbols)
     resolved = resolve_model(
-        plain(config.model), species=data.species.symbols, cutoff=config.data.cutoff, statistics=data.statistics
+        config.model, species=data.species.symbols, cutoff=config.data.cutoff, statistics=data.statistics
     )
     potential = build_model(resolved, precision="float64", seed=config.seed).train()
     rows = epoch_permutation(len(data.train), config.seed, 0)[:FRAMES_A_STEP]

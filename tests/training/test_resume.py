@@ -327,7 +327,7 @@ def test_a_run_folder_resumes_with_the_settings_it_was_made_with(tmp_path):
 def test_a_run_folder_is_trained_longer_and_not_under_another_name(tmp_path):
     run = train_only(tiny_config(tmp_path), "training.lr=0.02")
     settings = config_of_run(run, ["trainer.max_epochs=4"])
-    assert (settings.training.lr, settings.trainer.max_epochs) == (0.02, 4)
+    assert (settings.training.lr, settings.trainer["max_epochs"]) == (0.02, 4)
     assert (Path(settings.out), settings.name) == (run.path.parent, run.name)
     with pytest.raises(ForgefieldError, match=r"config.yaml --name NAME"):
         config_of_run(run, ["name=other"])

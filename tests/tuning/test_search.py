@@ -63,7 +63,7 @@ def test_the_best_of_all_trials_is_written_as_a_config(straight, capsys):
     config = load_config(found / "best.yaml")
     assert (config.name, config.tune, config.training.monitor) == ("straight-best", None, "val/ldos_rmse")
     assert config.training.lr == pytest.approx(float(best["training.lr"]), rel=1e-3)
-    assert str(list(config.model.hidden)) == best["model.hidden"]
+    assert str(config.model["hidden"]) == best["model.hidden"]
     assert (found / "tune.html").read_text().count("data:image/png") == 2  # two trials do not tell what matters
     assert main(["tune", str(folder / "straight.yaml"), "--space", "training.ema=[null, 0.5]"]) == 2
     assert "another space (training.ema" in capsys.readouterr().err

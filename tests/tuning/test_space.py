@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 
 from forgefield.config.loading import load_config
@@ -48,10 +50,8 @@ def test_a_space_is_lists_and_ranges_and_the_command_line_comes_on_top():
     ],
 )
 def test_any_value_arrives_in_the_config_as_it_is(key, value):
-    from omegaconf import OmegaConf
-
     config = load_config({"data": {"train": "x.xyz"}}, [override(key, value)])
-    found = OmegaConf.to_container(config)
+    found = asdict(config)
     for part in key.split("."):
         found = found[part]
     if isinstance(value, dict):

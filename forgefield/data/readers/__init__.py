@@ -12,7 +12,7 @@ from forgefield.data.readers.frames import (
     frames_with_values,
     read_frames,
 )
-from forgefield.data.readers.sources import plain, source_files
+from forgefield.data.readers.sources import source_files
 
 __all__ = [
     "SourceFile",
@@ -21,7 +21,6 @@ __all__ = [
     "frames_from_atoms",
     "frames_of",
     "frames_with_values",
-    "plain",
     "read_frames",
     "source_files",
 ]

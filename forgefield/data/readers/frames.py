@@ -19,7 +19,7 @@ from forgefield.data.readers.base import ReadOptions, SourceFile
 from forgefield.data.readers.block_labels import block_frames
 from forgefield.data.readers.blocks import RawBlock, even_ranges
 from forgefield.data.readers.registry import reader_of
-from forgefield.data.readers.sources import plain, source_files
+from forgefield.data.readers.sources import source_files
 from forgefield.errors import ForgefieldError, SourceUnreadable
 
 
@@ -43,7 +43,7 @@ def read_frames(
     for file in source_files(spec):
         frames.extend(frames_of(file, reader, units))
     if required:
-        reader.finish(str(plain(spec)))
+        reader.finish(str(spec))
     return frames
 
 

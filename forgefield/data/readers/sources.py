@@ -15,8 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from forgefield.data.readers.base import SourceFile
 from forgefield.data.readers.registry import SUFFIXES, find_reader
 from forgefield.errors import ForgefieldError
@@ -29,17 +27,10 @@ PROSE_SUFFIXES = (".md", ".txt", ".log", ".html", ".py", ".csv")
 """Skipped in folders: ASE reads some of them, but files with these names next to data are seldom data."""
 
 
-def plain(value: Any) -> Any:
-    """`value` with OmegaConf containers turned into dicts and lists."""
-    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-
-
 def source_files(spec: Any) -> list[SourceFile]:
     """All sources `spec` names, each of which exists and may be read."""
-    files = [
-        replace(file, entry=entry) for entry, part in enumerate(_entries(plain(spec))) for file in _expand(part, None)
-    ]
-    _refuse_overlap(files, plain(spec))
+    files = [replace(file, entry=entry) for entry, part in enumerate(_entries(spec)) for file in _expand(part, None)]
+    _refuse_overlap(files, spec)
     return files
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from forgefield.config.schema import DataOptions
-from forgefield.data.readers import plain
 from forgefield.data.sampling.by_source import SourceBatches
 from forgefield.data.sampling.order import EpochOrder, EveryFrameOnce, WeightedDraws, system_probabilities
 from forgefield.data.sampling.plan import KINDS, Budget
@@ -28,18 +27,18 @@ Order = Callable[[np.ndarray, np.ndarray], EpochOrder]
 def training_budget(options: DataOptions) -> Budget:
     """What `data.batch` says."""
     sizes = _frames_by_source(options)
-    return _budget(plain(options.batch), "data.batch") if sizes is None else Budget("frames", max(sizes))
+    return _budget(options.batch, "data.batch") if sizes is None else Budget("frames", max(sizes))
 
 
 def _frames_by_source(options: DataOptions) -> list[int] | None:
     """Frames of a batch of each source, where `data.batch.by_source` gives them."""
-    given = plain(options.batch.by_source)
+    given = options.batch.by_source
     return None if isinstance(given, bool) else list(given)
 
 
 def evaluation_budget(options: DataOptions) -> Budget:
     """What `data.eval_batch` says, else twice what `data.batch` says. No frame is too large to be measured."""
-    given, sizes = plain(options.eval_batch), _frames_by_source(options)
+    given, sizes = options.eval_batch, _frames_by_source(options)
     if given is None:
         found = training_budget(options) if sizes is None else Budget("frames", min(sizes))
         found = replace(found, size=MORE_IN_EVALUATION * found.size)
@@ -77,9 +76,9 @@ def training_order(options: DataOptions, table: FrameTable, seed: int, *, keep_o
 
     keep_order: the order of the data, each row once, the same in every epoch; batches of one source stay so.
     """
-    rule, draws, branches = _sampling(plain(options.sampling))
+    rule, draws, branches = _sampling(options.sampling)
     weighted = rule is not None or branches is not None or any(part.share is not None for part in table.parts)
-    by_source = plain(options.batch.by_source) is not False
+    by_source = options.batch.by_source is not False
     if weighted and not options.shuffle:
         raise ForgefieldError("data.shuffle=false and weighted sampling contradict each other: draws are random")
     if by_source and draws is not None:

@@ -14,7 +14,7 @@ from forgefield.config.test_sets import test_sets, title
 from forgefield.data.labels.fields import Fields
 from forgefield.data.labels.label_reader import LabelReader
 from forgefield.data.neighbours.graph import GraphOptions
-from forgefield.data.readers import plain, source_files
+from forgefield.data.readers import source_files
 from forgefield.data.readers.numerals import read_text, whole_number, whole_numbers
 from forgefield.data.reading import Progress, label_settings, read_table, unit_settings
 from forgefield.data.sampling.order import seeded_permutation
@@ -72,7 +72,6 @@ def split_size(n: int, wanted: float | int, name: str) -> int:
 
 def parse_indices(spec: Any, n: int, setting: str) -> np.ndarray:
     """Rows of n frames from a list, a 'start:stop[:step]' range, or a file of integers. (k,) int64, no row twice."""
-    spec = plain(spec)
     if isinstance(spec, str):
         rows = np.arange(n)[_slice(spec, setting)] if ":" in spec else _index_file(spec, setting)
     elif isinstance(spec, Sequence) and all(isinstance(i, int) and not isinstance(i, bool) for i in spec):
@@ -99,15 +98,15 @@ def resolve_splits(
     progress: told about frames that are converted on the way. keep_species: a random split leaves every species in training;
     False for runs that were started before it did.
     """
-    if plain(options.train) is None:
+    if options.train is None:
         raise ForgefieldError("data.train is not set; give a file, folder or glob of structures to train on")
-    wanted = {"val": plain(options.val), **test_sets(plain(options.test))}
+    wanted = {"val": options.val, **test_sets(options.test)}
     kinds = {name: _kind(value, name) for name, value in wanted.items()}
     _refuse_shared_files(options, wanted, kinds)
     reader = LabelReader(label_settings(options.labels), unit_settings(options.units))
     frames = _read(options.train, options, progress, reader=reader)
     pool = np.arange(len(frames))
-    if plain(options.indices) is not None:
+    if options.indices is not None:
         pool = np.sort(parse_indices(options.indices, len(frames), "data.indices"))
     chosen = {
         name: parse_indices(wanted[name]["indices"], len(frames), f"data.{name}.indices")
@@ -234,7 +233,7 @@ def _kind(value: Any, name: str) -> str:
 
 
 def _refuse_shared_files(options: DataOptions, wanted: dict[str, Any], kinds: dict[str, str]) -> None:
-    specs = {"train": plain(options.train), **{name: wanted[name] for name, kind in kinds.items() if kind == "files"}}
+    specs = {"train": options.train, **{name: wanted[name] for name, kind in kinds.items() if kind == "files"}}
     owner: dict[str, str] = {}
     for name, spec in specs.items():
         for file in source_files(spec):

@@ -20,7 +20,6 @@ from forgefield.config.schema import DataOptions
 from forgefield.data.dataset import GraphDataset
 from forgefield.data.neighbours.edges import build_block, geometry_of, read_geometry
 from forgefield.data.neighbours.graph import same_graph
-from forgefield.data.readers import plain
 from forgefield.data.sampling.order import seeded_permutation
 from forgefield.data.species import SpeciesTable
 from forgefield.data.statistics.references import (
@@ -94,7 +93,7 @@ def compute_statistics(dataset: GraphDataset, options: DataOptions, others: Sequ
     for table in tables:
         check_forces(table, options.max_force)
     check_energies(tables, dataset.species, options.max_energy_deviation)
-    statistics = _measure(dataset, plain(options.reference_energies))
+    statistics = _measure(dataset, options.reference_energies)
     if dataset.frames.branches in ([None], []):
         _check_residuals(dataset, statistics, options.max_energy_deviation)
     _save(store, statistics)
@@ -289,7 +288,7 @@ def _store_path(dataset: GraphDataset, others: Sequence[GraphDataset], options: 
         "species": dataset.species.symbols,
         "graph": asdict(same_graph(dataset.graph)),
         "all_neighbours": dataset.edges.neighbours is not None,
-        "reference_energies": plain(options.reference_energies),
+        "reference_energies": options.reference_energies,
         "max_force": options.max_force,
         "max_energy_deviation": options.max_energy_deviation,
     }

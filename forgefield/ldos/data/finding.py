@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from forgefield.config.nearest import did_you_mean
-from forgefield.data.readers import plain
 from forgefield.errors import ForgefieldError
 from forgefield.ldos.data.rows import require_file
 from forgefield.ldos.data.snapshot import Snapshot
@@ -43,7 +42,7 @@ def find_snapshots(
     """
     require_target(target)
     found: list[Snapshot] = []
-    for entry in _entries(plain(spec), setting):
+    for entry in _entries(spec, setting):
         options: dict[str, Any] = {"units": units, "coordinates": coordinates}
         if isinstance(entry, Mapping):
             files, own = _named(entry, setting, target)

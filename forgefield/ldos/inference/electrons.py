@@ -211,8 +211,8 @@ class ElectronModel:
         return read_pseudopotentials(place, symbols, names)
 
     def _named_folder(self) -> Path | None:
-        points = self.run.config.get("data", {}).get("points")
-        folder = None if points is None else points.get("pseudopotentials")
+        points = self.run.config.data.points
+        folder = None if points is None else points.pseudopotentials
         return None if folder is None else Path(folder)
 
     def _density_energies(self, atoms: Atoms, shape: tuple[int, int, int]) -> tuple[DensityEnergies | None, str | None]:

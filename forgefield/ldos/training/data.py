@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from forgefield.config.point_options import DEFAULT_POINTS
-from forgefield.data.readers import plain
+from forgefield.config.schema import DataOptions
 from forgefield.data.sampling.loader import prepared_ahead
 from forgefield.errors import ForgefieldError
 from forgefield.ldos.data import (
@@ -116,7 +116,8 @@ class PointData:
     outputs: Scaling
     place: str = "memory"
 
-    def __init__(self, options: Any, seed: int, ranks: Ranks) -> None:
+    def __init__(self, options: DataOptions, seed: int, ranks: Ranks) -> None:
+        assert options.points is not None, "samples are points"
         self.options, self.points, self.seed, self.ranks = options, options.points, int(seed), ranks
         self.batch = int(options.batch.points or DEFAULT_POINTS)
 
@@ -124,11 +125,11 @@ class PointData:
 
     def prepare(self) -> None:
         """Find the snapshots, divide points and measure the training points, one pass over them."""
-        table = PointTable(self.find(plain(self.options.train), "data.train"))
+        table = PointTable(self.find(self.options.train, "data.train"))
         shares: dict[str, float] = {}
         others: dict[str, Part | None] = {"val": None, "test": None}
         for name in others:
-            value = plain(self.options[name])
+            value = getattr(self.options, name)
             if isinstance(value, (int, float)) and not isinstance(value, bool):
                 if value:
                     shares[name] = self._share(name, value)
@@ -246,7 +247,7 @@ class PointData:
 
     @property
     def eval_batch(self) -> int:
-        given = plain(self.options.eval_batch)
+        given = self.options.eval_batch
         if isinstance(given, dict):
             given = given["points"]
         return EVALUATED if given is None else int(given)
@@ -269,7 +270,7 @@ class PointData:
             ("scaling", f"inputs {self.inputs.describe()}; outputs {self.outputs.describe()}"),
         ]
         if self.points.energies is not None:
-            rows.append(("energies", str(plain(self.points.energies)).strip("{}").replace("'", "") + " eV"))
+            rows.append(("energies", str(self.points.energies).strip("{}").replace("'", "") + " eV"))
         return rows
 
 

@@ -9,10 +9,9 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
-from forgefield.data.readers import plain
+from forgefield.config.schema import Config
 from forgefield.errors import ForgefieldError
 from forgefield.ldos.data import PointTable, Scaling
 from forgefield.ldos.model import LDOSNetwork, load_network
@@ -33,11 +32,11 @@ class InitialNetwork:
     resolved: dict[str, Any]
     state: dict[str, Tensor] | None
 
-    def settle(self, config: DictConfig) -> DictConfig:
+    def settle(self, config: Config) -> Config:
         """The config with what the network decides. Refuses what contradicts it."""
         from forgefield.ldos.electronic.energy_grid import EnergyGrid
 
-        config, model = copy.deepcopy(config), plain(config.model)
+        config, model = copy.deepcopy(config), config.model
         if model.get("shifts") != "keep":
             raise ForgefieldError("model.shifts is for energies of potentials; for grid points leave it out.")
         for key, value in model.items():
@@ -46,8 +45,8 @@ class InitialNetwork:
                     f"model.{key} is {value}, and the network of {self.whose} has {self.resolved.get(key)}; leave it out: it "
                     "comes with the network."
                 )
-        points, known = config.data.points, self.resolved["points"]
-        given = plain(points.energies)
+        points, known = config.points, self.resolved["points"]
+        given = points.energies
         grid = None if given is None else EnergyGrid.from_segments(given if isinstance(given, list) else [given])
         same = grid is None if known["energies"] is None else grid == EnergyGrid.from_dict(known["energies"])
         if points.target != known["target"] or not same:
@@ -55,7 +54,7 @@ class InitialNetwork:
                 f"data.points: target {points.target} and energies {given} are not those of the network of {self.whose}, which "
                 f"gives {known['target']} at {known['energies']}."
             )
-        OmegaConf.update(config, "model.name", self.resolved["name"], force_add=True)
+        config.model["name"] = self.resolved["name"]
         return config
 
     def options(self, table: PointTable, descriptors: Any) -> dict[str, Any]:
@@ -78,15 +77,15 @@ class InitialNetwork:
             model.load_state_dict(self.state)
 
 
-def initial_network(run: Run, config: DictConfig, ranks: Ranks) -> InitialNetwork | None:
+def initial_network(run: Run, config: Config, ranks: Ranks) -> InitialNetwork | None:
     """What `model.from` names, read by rank 0 and known to all; None where the config describes a model of its own."""
     if "from" not in config.model:
         return None
-    return ranks.broadcast(_read(run, config) if ranks.is_first else None)
+    return ranks.broadcast(_read(run, config) if ranks.is_rank_zero else None)
 
 
-def _read(run: Run, config: DictConfig) -> InitialNetwork:
-    model = plain(config.model)
+def _read(run: Run, config: Config) -> InitialNetwork:
+    model = config.model
     if has_begun(run):
         return InitialNetwork(f"run {model['from']}", run.info["model"], None)
     first = Run.open(model["from"], out=config.out)

@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
+from forgefield.config.schema import TrainingOptions
 from forgefield.errors import ForgefieldError
 from forgefield.ldos.loss import PointErrors, PointTask, errors_known_in_training
 from forgefield.ldos.model import LDOSNetwork
@@ -37,7 +38,7 @@ class PointsModule(RunModule):
         self,
         model: LDOSNetwork,
         task: PointTask,
-        options: Any,
+        options: TrainingOptions,
         *,
         monitor: str,
         make_engine: MakeEngine,

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
 
 from forgefield.config.point_options import ObservablesOptions, PointTargetOptions
+from forgefield.config.schema import Config
 from forgefield.config.trust import CONFIG
-from forgefield.data.readers import plain
 from forgefield.errors import ForgefieldError
 from forgefield.ldos.data import PointTable
 from forgefield.ldos.data.conditions import calculation_facts, keep_pseudopotentials
@@ -39,7 +38,7 @@ class PointsProblem(Problem):
     task: PointTask
     model: LDOSNetwork
 
-    def __init__(self, run: Run, config: DictConfig, options: dict[str, Any], session: TrainingSession) -> None:
+    def __init__(self, run: Run, config: Config, options: dict[str, Any], session: TrainingSession) -> None:
         super().__init__(run, config, options, session)
         self.initial = initial_network(run, config, session.ranks)
         if self.initial is not None:
@@ -62,14 +61,14 @@ class PointsProblem(Problem):
         self.fingerprint = self.data.fingerprint
         require_same_data(self.fingerprint, ranks)
         if self.initial is None:
-            _, _, given = check_model(plain(config.model), trust=CONFIG)
+            _, _, given = check_model(config.model, trust=CONFIG)
             self.resolved = self.kept_model(resolve(given, self._facts()))
         else:
             self.data.inputs, self.data.outputs = self.initial.scaling("inputs"), self.initial.scaling("outputs")
-            self.resolved = self.kept_model(self.initial.options(table, plain(config.data.points.descriptors)))
+            self.resolved = self.kept_model(self.initial.options(table, config.points.descriptors))
         if (made_by := self.resolved["points"]["descriptors"]) is not None:
             options = DescriptorOptions.from_mapping(made_by, "data.points.descriptors")
-            said_here = config.data.points.descriptors is not None
+            said_here = config.points.descriptors is not None
             require_fitting(options, self.data.symbols, table.n_inputs if said_here else None)
         precision = Precision(config.training.precision).weights
         self.model = build_network(self.resolved, precision=precision, seed=config.seed)
@@ -80,13 +79,13 @@ class PointsProblem(Problem):
         self._block_size()
 
     def _facts(self) -> PointFacts:
-        points = self.config.data.points
+        points = self.config.points
         return PointFacts(
             target=points.target,
             inputs=LinearScale(**self.data.inputs.to_dict()),
             outputs=LinearScale(**self.data.outputs.to_dict()),
             energies=energy_grid(points.energies),
-            descriptors=plain(points.descriptors),
+            descriptors=points.descriptors,
         )
 
     def _find_observed(self) -> None:
@@ -95,14 +94,14 @@ class PointsProblem(Problem):
         self.observables = ObservablesOptions(metrics=[])
         task, val = self.config.task, self.data.val
         whole = val.table if val is not None and val.is_whole else None
-        if self.config.data.points.target != "ldos":
+        if self.config.points.target != "ldos":
             return
         if task is None:
             self.observed = whole
             self.observables.metrics = [] if whole is None else _possible(whole)
-        elif task.points.observables is not None:
+        elif task.points is not None and task.points.observables is not None:
             self.observables = task.points.observables
-            named = plain(self.observables.snapshots)
+            named = self.observables.snapshots
             self.observed = whole if named is None else PointTable(self.data.find(named, "task.observables.snapshots"))
             if self.observed is None:
                 raise ForgefieldError(
@@ -112,7 +111,7 @@ class PointsProblem(Problem):
             self.observed = None
 
     def _measure(self, table: PointTable, metrics: list[str], fermi: str, *, part: Any = None) -> SnapshotMeasure:
-        folder = self.config.data.points.pseudopotentials
+        folder = self.config.points.pseudopotentials
         kept = part.kept if part is not None and part.table is table else None
         return SnapshotMeasure(
             table,
@@ -198,7 +197,7 @@ class PointsProblem(Problem):
 
     def _tell(self, values: dict[str, float], quick: bool) -> None:
         """Observables before the first step."""
-        if self.session.ranks.is_first and not quick:
+        if self.session.ranks.is_rank_zero and not quick:
             self.run.write_info(before_training=values)
         shown = [
             f"{name} {value:.4g} {OBSERVABLE_UNITS[name]}"
@@ -230,9 +229,9 @@ class PointsProblem(Problem):
         EngineMaker.refuse(self.config, device, self.session.ranks.world_size)
 
     def facts(self) -> dict[str, Any]:
-        descriptors = plain(self.config.data.points.descriptors) or {}
+        descriptors = self.config.points.descriptors or {}
         snapshots = self.data.train.table.snapshots
-        keep_pseudopotentials(snapshots, self.config.data.points.pseudopotentials, self.run.path)
+        keep_pseudopotentials(snapshots, self.config.points.pseudopotentials, self.run.path)
         return {
             "samples": "points",
             "species": self.data.symbols,
@@ -256,20 +255,19 @@ class PointsProblem(Problem):
 
 def energy_grid(energies: Any) -> dict[str, Any] | None:
     """The config's levels as the model keeps them."""
-    given = plain(energies)
-    if given is None:
+    if energies is None:
         return None
-    return EnergyGrid.from_segments(given if isinstance(given, list) else [given]).to_dict()
+    return EnergyGrid.from_segments(energies if isinstance(energies, list) else [energies]).to_dict()
 
 
-def point_task(config: DictConfig, n_targets: int) -> PointTask:
+def point_task(config: Config, n_targets: int) -> PointTask:
     """The task of a config; without one, the target alone."""
-    target = config.data.points.target
-    if config.task is None:
-        return PointTask(target, OmegaConf.structured(PointTargetOptions), {}, n_targets)
+    target = config.points.target
+    if config.task is None or config.task.points is None:
+        return PointTask(target, PointTargetOptions(), {}, n_targets)
     options = config.task.points
-    terms = {name: options[name] for name in TERMS if options[name] is not None}
-    return PointTask(target, options[target], terms, n_targets)
+    terms = {name: getattr(options, name) for name in TERMS if getattr(options, name) is not None}
+    return PointTask(target, getattr(options, target), terms, n_targets)
 
 
 def _possible(table: PointTable) -> list[str]:

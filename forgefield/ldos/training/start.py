@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
 from torch import Tensor
 
+from forgefield.config.schema import Config, TrainingOptions
 from forgefield.errors import ForgefieldError
 from forgefield.ldos.loss import PointTask
 from forgefield.ldos.model import LDOSNetwork
@@ -37,7 +37,7 @@ COMPARED = 256
 """Points on which an engine that is not compiled is compared with autograd, at most."""
 
 
-def block_size(training: Any, options: dict[str, Any], steps: int, flops: float) -> int:
+def block_size(training: TrainingOptions, options: dict[str, Any], steps: int, flops: float) -> int:
     """Steps of a block: what the config says or what suits their length, and such that validations and checkpoints within an
     epoch fall between blocks. options: the trainer's. steps: of an epoch."""
     wanted = int(training.block) if training.block is not None else (64 if flops < SHORT else 16)
@@ -68,7 +68,7 @@ class EngineMaker:
 
     def __init__(
         self,
-        config: DictConfig,
+        config: Config,
         session: TrainingSession,
         data: PointData,
         block: int,
@@ -77,7 +77,7 @@ class EngineMaker:
         self.config, self.session, self.data, self.block, self.terms = config, session, data, block, terms
 
     @staticmethod
-    def refuse(config: Any, device: torch.device, world_size: int) -> None:
+    def refuse(config: Config, device: torch.device, world_size: int) -> None:
         """Stop where the engine that the config names cannot run."""
         training = config.training
         name = training.engine or "eager"

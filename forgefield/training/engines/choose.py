@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forgefield.config.schema import TrainingOptions
 from forgefield.errors import ForgefieldError
 from forgefield.kernels.core.availability import has_triton, interpreted
 from forgefield.training.engines.engine import Engine
@@ -36,7 +37,7 @@ class Circumstances:
     """What an engine is built for. steps: of the training, None where it has no end. plan: sizes of its batches."""
 
     function: Callable[[str], StepFunction]
-    options: Any
+    options: TrainingOptions
     world_size: int
     steps: int | None
     plan: Callable[[], SizePlan]
@@ -90,7 +91,7 @@ def build(choice: Choice, on: Circumstances, device: torch.device) -> Engine:
     return engine
 
 
-def refuse_engine(options: Any, device: torch.device) -> None:
+def refuse_engine(options: TrainingOptions, device: torch.device) -> None:
     """Stop where the device does not support the engine that the config asks for, before anything is done."""
     against = why_no_kernels_on(device) if options.derivative == "kernels" else None
     if against is not None:
@@ -138,7 +139,7 @@ def why_no_kernels_on(device: torch.device) -> str | None:
     return None if has_triton() else "kernels are made with Triton, which is not installed; use double or tangent."
 
 
-def inductor_options(options: Any) -> dict[str, Any]:
+def inductor_options(options: TrainingOptions) -> dict[str, Any]:
     """Settings of `training.compile`, each of which Inductor must know."""
     import torch._inductor.config as known
 
@@ -153,7 +154,7 @@ def inductor_options(options: Any) -> dict[str, Any]:
     return given
 
 
-def wanted(options: Any, *, can_use_kernels: bool = False) -> Choice | None:
+def wanted(options: TrainingOptions, *, can_use_kernels: bool = False) -> Choice | None:
     """What the config asks for; None where it leaves the choice to a measurement."""
     name = options.engine or "eager"
     if name == "auto":
@@ -167,7 +168,7 @@ def wanted(options: Any, *, can_use_kernels: bool = False) -> Choice | None:
     return Choice(name, derivative, captured)
 
 
-def knots_wanted(options: Any) -> int:
+def knots_wanted(options: TrainingOptions) -> int:
     """Intervals of the tables that kernels read radial weights from; zero where they take the network's own values."""
     return int(options.kernels.knots) if options.kernels.radial == "table" else 0
 

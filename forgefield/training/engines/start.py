@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from forgefield.config.schema import TrainingOptions
 from forgefield.parallel.ranks import Ranks
 from forgefield.training.engines.choose import Choice, Circumstances, can_use_kernels, measure_and_choose, start, wanted
 from forgefield.training.engines.engine import Engine
@@ -28,7 +29,7 @@ class EngineStarter:
 
     def __init__(
         self,
-        options: Any,
+        options: TrainingOptions,
         ranks: Ranks,
         *,
         plan: Callable[[], SizePlan],
@@ -69,7 +70,7 @@ class EngineStarter:
         if choice is None and self.chosen_before is not None:
             choice = Choice(**self.chosen_before)
         if choice is None:
-            if self.ranks.is_first:
+            if self.ranks.is_rank_zero:
                 choice, engine = measure_and_choose(on, batch)
             choice = self.ranks.broadcast(choice)
         chosen: Choice = choice

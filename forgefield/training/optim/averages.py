@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from forgefield.config.schema import TrainingOptions
 from forgefield.errors import ForgefieldError
 
 
@@ -127,7 +127,7 @@ class StochasticAverage(WeightAverage):
         self.first_step, self.stride = int(state["first_step"]), int(state["stride"])
 
 
-def weight_average(module: nn.Module, training: Any) -> WeightAverage | None:
+def weight_average(module: nn.Module, training: TrainingOptions) -> WeightAverage | None:
     """The average that `training.swa` or `training.ema` asks for, None where neither does. training: that section."""
     if (swa := getattr(training, "swa", None)) is not None:
         return StochasticAverage(module, start=swa.start, every=swa.every)

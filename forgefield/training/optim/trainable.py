@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from forgefield.config.nearest import did_you_mean
+from forgefield.config.schema import TrainingOptions
 from forgefield.errors import ForgefieldError
 from forgefield.models.interface import StackedNetworks
 
@@ -40,7 +41,9 @@ def require_trained(module: nn.Module) -> None:
         )
 
 
-def choose_trained(module: nn.Module, training: Any, notify: Callable[[str], None] = lambda text: None) -> None:
+def choose_trained(
+    module: nn.Module, training: TrainingOptions, notify: Callable[[str], None] = lambda text: None
+) -> None:
     """Apply `training.freeze` and `training.lora` to a model, and say how much of it is trained. training: that section."""
     lora = training.lora
     frozen = freeze(module, training.freeze) if training.freeze else []

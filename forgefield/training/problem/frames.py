@@ -7,13 +7,11 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
 
-from forgefield.config.schema import TaskOptions
+from forgefield.config.schema import Config, TaskOptions
 from forgefield.config.trust import CONFIG
 from forgefield.data.batch import batch_shapes
 from forgefield.data.module import DataModule, FrameData, read_data
-from forgefield.data.readers import plain
 from forgefield.data.sampling.batching import training_budget
 from forgefield.data.sampling.loader import FrameLoader
 from forgefield.models.building import build_model
@@ -55,7 +53,7 @@ class FramesProblem(Problem):
     change: Transfer | None
     """What became of the model of another run."""
 
-    def __init__(self, run: Run, config: DictConfig, options: dict[str, Any], session: TrainingSession) -> None:
+    def __init__(self, run: Run, config: Config, options: dict[str, Any], session: TrainingSession) -> None:
         self.initial = initial_model(run, config, session.ranks, trust_code=session.trust_code)
         settled = config if self.initial is None else self.initial.settle(config, session.journal.notify)
         super().__init__(run, settled, options, session)
@@ -64,13 +62,13 @@ class FramesProblem(Problem):
         config, ranks, journal = self.config, self.session.ranks, self.session.journal
         whose = None if self.initial is None else self.initial.known.whose
         # A run that was started when splits could leave a species out of training keeps its split.
-        old = ranks.is_first and has_begun(self.run) and not self.run.info["keep_species"]
+        old = ranks.is_rank_zero and has_begun(self.run) and not self.run.info["keep_species"]
         self.data = read_data(
             config.data,
             config.seed,
             rank=ranks.rank,
             world_size=ranks.world_size,
-            branches=branch_names(plain(config.model) if self.initial is None else self.initial.known.resolved),
+            branches=branch_names(config.model if self.initial is None else self.initial.known.resolved),
             species_of=whose,
             keep_species=not ranks.broadcast(old),
             converting=_conversion_report(journal.notify),
@@ -100,7 +98,7 @@ class FramesProblem(Problem):
             require_same_data(dataset.frames.fingerprint, ranks)
         resolved: dict[str, Any] = {}
         change: Transfer | None = None
-        if ranks.is_first:
+        if ranks.is_rank_zero:
             begun = has_begun(self.run)
             if self.initial is not None:
                 known = self.initial.known.resolved if begun else self.initial.options(self.config, data)
@@ -150,10 +148,10 @@ class FramesProblem(Problem):
     def _engine_starter(self, restart: ResumePoint | None, quick: bool) -> EngineStarter:
         """A resumed run goes on with the engine it was started with, unless the config names another."""
         run, ranks, training = self.run, self.session.ranks, self.config.training
-        before = run.info.get("engine") if ranks.is_first and restart is not None else None
+        before = run.info.get("engine") if ranks.is_rank_zero and restart is not None else None
 
         def keep(choice: dict[str, Any]) -> None:
-            if ranks.is_first and not quick:
+            if ranks.is_rank_zero and not quick:
                 run.write_info(engine=choice)
 
         return EngineStarter(
@@ -191,7 +189,7 @@ class FramesProblem(Problem):
     def facts(self) -> dict[str, Any]:
         return {
             "species": list(self.data.species.symbols),
-            "cutoff": float(self.config.data.cutoff),
+            "cutoff": self.config.cutoff,
             "statistics": asdict(self.data.statistics),
             "initial_model": self.initial.record if self.initial is not None else None,
             "keep_species": self.data.keep_species,

@@ -14,7 +14,6 @@ import numpy as np
 from forgefield.config.targets import DENOISE, TARGETS, given_targets, quantity
 from forgefield.data.labels.fields import Field
 from forgefield.data.module import FrameData
-from forgefield.data.readers import plain
 from forgefield.data.statistics.field_statistics import (
     atom_moments,
     extensive_moments,
@@ -28,7 +27,7 @@ from forgefield.data.store.table import FrameTable
 from forgefield.errors import ForgefieldError
 from forgefield.models.heads.equivariant import SHAPES
 from forgefield.models.predictor import FORCES
-from forgefield.tasks.task import require_labels
+from forgefield.tasks.targets import require_labels
 
 TAKEN = ("atomic_energy", "energy_total")
 """Names of outputs and errors that every potential has."""
@@ -80,7 +79,7 @@ def output_units(outputs: Mapping[str, Any], task: Any, data: FrameData) -> dict
         if name not in outputs:
             raise ForgefieldError(f"task.{name}: the fitting network of this model gives {', '.join(outputs)}.")
         for key, fixed in (("classes", None), ("reduce", (None, outputs[name].reduce)), ("normalise", ("auto",))):
-            if plain(options[key]) not in (fixed or (None,)):
+            if getattr(options, key) not in (fixed or (None,)):
                 raise ForgefieldError(
                     f"task.{name}.{key} does not apply: it is part of model.fitting_net; leave it out."
                 )
@@ -108,7 +107,7 @@ def _facts(name: str, options: Any, data: FrameData) -> dict[str, Any]:
         return _class_facts(name, options, field, data)
     if kind != "values":
         _require_shape(name, kind, field, data)
-    shift, scale = _moments(name, plain(options.normalise), field, reduce, kind, data)
+    shift, scale = _moments(name, options.normalise, field, reduce, kind, data)
     return {
         "kind": kind,
         "neighbours": 1.0 if kind == "values" else float(data.statistics.mean_neighbours),
@@ -155,13 +154,13 @@ def _class_facts(name: str, options: Any, field: Field, data: FrameData) -> dict
             f"task.{name}.classes: a class is one number, and {name} has the shape {list(field.shape)}."
         )
     table = data.train.frames
-    classes = _classes(plain(options.classes), table, name)
+    classes = _classes(options.classes, table, name)
     for _, part in data.splits():
         if name in part.fields:
             _refuse_other_classes(name, classes, part.frames)
     counts = np.array([(_labels(table, name) == value).sum() for value in classes], dtype=float)
     shares = (counts + 1) / (counts.sum() + len(classes))
-    shift = np.zeros(len(classes)) if plain(options.normalise) in (None, "none") else np.log(shares)
+    shift = np.zeros(len(classes)) if options.normalise in (None, "none") else np.log(shares)
     return {
         "per": field.per,
         "shape": [],

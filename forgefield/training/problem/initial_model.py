@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
+from forgefield.config.schema import Config
 from forgefield.config.starter import CUTOFFS
+from forgefield.config.typed import select
 from forgefield.data.dataset import GraphDataset
 from forgefield.data.module import FrameData
-from forgefield.data.readers import plain
 from forgefield.errors import ForgefieldError
 from forgefield.models.potential import Potential
 from forgefield.parallel.ranks import Ranks
@@ -54,13 +54,13 @@ class InitialModel:
     new_species: list[str] = field(default_factory=list)
     """Those of the data that the model does not know yet."""
 
-    def options(self, config: DictConfig, data: FrameData) -> dict[str, Any]:
+    def options(self, config: Config, data: FrameData) -> dict[str, Any]:
         """The model's options in full: those of the run, with what the config says of parts that are trained, and with
         statistics of species that are new to it."""
         resolved = copy.deepcopy(dict(self.known.resolved))
         hooks = self.known.hooks
         for part, _, option in (name.rpartition(".") for name in hooks.training_options):
-            given = plain(config.model).get(part)
+            given = config.model.get(part)
             if isinstance(given, Mapping) and option in given:
                 resolved[part][option] = given[option]
         if not self.new_species:
@@ -75,10 +75,10 @@ class InitialModel:
         )
         return hooks.add_species(resolved, self.new_species, measured)
 
-    def settle(self, config: DictConfig, notify: Callable[[str], None]) -> DictConfig:
+    def settle(self, config: Config, notify: Callable[[str], None]) -> Config:
         """The config with everything that the model decides: species and neighbours. Refuses what contradicts it."""
         known, config = self.known, copy.deepcopy(config)
-        species = plain(config.data.species)
+        species = config.data.species
         strange = [symbol for symbol in species or [] if symbol not in known.species]
         if strange:
             known.hooks.check_new_species(known.resolved, strange, known.whose)
@@ -89,8 +89,8 @@ class InitialModel:
                 )
             self.new_species.extend(strange)
             notify(f"New species, of which the model of {known.whose} learns from now on: {', '.join(strange)}.")
-        require_same_options(plain(config.model), known, species)
-        self._require_same_references(plain(config.data.reference_energies))
+        require_same_options(config.model, known, species)
+        self._require_same_references(config.data.reference_energies)
         if species is not None and species != known.species and not strange:
             notify(
                 f"Species are those of {known.whose}, in its order: {', '.join(known.species)} "
@@ -98,17 +98,17 @@ class InitialModel:
             )
         config.data.species = [*known.species, *strange]
         unused = ["model.preset"] if config.model.get("preset") is not None else []
-        if is_proposed(plain(config.model), known) and config.data.cutoff in CUTOFFS:
+        if is_proposed(config.model, known) and config.data.cutoff in CUTOFFS:
             if config.data.cutoff != known.resolved["cutoff"]:
                 unused.append(f"data.cutoff={config.data.cutoff:g}")
             config.data.cutoff = None
         for name in GRAPH:
-            config.data[name] = self._of_model(name, config.data[name])
+            setattr(config.data, name, self._of_model(name, getattr(config.data, name)))
         config.model.pop("preset", None)
         if unused and self.state is not None:
             verb = "is" if len(unused) == 1 else "are"
             notify(f"The model is that of {known.whose}; {' and '.join(unused)} of the config {verb} not used.")
-        OmegaConf.update(config, "model.name", known.resolved["name"], force_add=True)
+        config.model["name"] = known.resolved["name"]
         return config
 
     def _of_model(self, name: str, given: float | int | None) -> float | int | None:
@@ -155,19 +155,21 @@ class InitialModel:
         gained = change.gained_energy and fits_shifts and train.frames.carries("energy").any()
         if self.shifts != "fit" and not gained:
             return None
-        fitted = ranks.broadcast(fit_shifts(potential, train, device=torch.device(device)) if ranks.is_first else None)
+        fitted = ranks.broadcast(
+            fit_shifts(potential, train, device=torch.device(device)) if ranks.is_rank_zero else None
+        )
         set_shifts(potential, resolved, fitted.after)
         self.record["fitted_shifts"] = asdict(fitted)
         return fitted.table()
 
 
-def starts_from_run(config: DictConfig) -> bool:
+def starts_from_run(config: Config) -> bool:
     return "from" in config.model
 
 
-def refuse_itself(config: DictConfig) -> None:
+def refuse_itself(config: Config) -> None:
     """Refuse a run that would start from itself, before its folder is touched."""
-    own = (Path(config.out) / config.name).resolve()
+    own = config.folder.resolve()
     if own in [place.resolve() for place in (Path(config.model["from"]), Path(config.out) / config.model["from"])]:
         raise ForgefieldError(
             f"Run {config.name} cannot start from itself (model.from); give the new run its own name=NAME, or leave "
@@ -175,18 +177,18 @@ def refuse_itself(config: DictConfig) -> None:
         )
 
 
-def initial_model(run: Run, config: DictConfig, ranks: Ranks, *, trust_code: bool = False) -> InitialModel | None:
+def initial_model(run: Run, config: Config, ranks: Ranks, *, trust_code: bool = False) -> InitialModel | None:
     """What `model.from` names, read by rank 0 and known to all; None where the config describes a model of its own.
 
     trust_code: whether code that the run names may be imported.
     """
     if not starts_from_run(config):
         return None
-    return ranks.broadcast(_read(run, config, trust_code) if ranks.is_first else None)
+    return ranks.broadcast(_read(run, config, trust_code) if ranks.is_rank_zero else None)
 
 
-def _read(run: Run, config: DictConfig, trust_code: bool) -> InitialModel:
-    model = plain(config.model)
+def _read(run: Run, config: Config, trust_code: bool) -> InitialModel:
+    model = config.model
     if has_begun(run):
         info = run.info
         record = info.get(RECORD) or {}
@@ -201,8 +203,7 @@ def _read(run: Run, config: DictConfig, trust_code: bool) -> InitialModel:
     info = first.info
     potential = first.load_potential(model["which"])
     resolved = _at_any_precision(info, model) if info.get("status") == "imported" else info["model"]
-    stored = first.config.get("data")
-    references = plain(stored.get("reference_energies")) if stored is not None else None
+    references = select(first.settings, "data.reference_energies")
     record = {
         "run": first.name,
         "folder": str(first.path),
@@ -221,7 +222,7 @@ def _section(run: Run) -> dict[str, Any]:
     info = run.info
     if info.get(RECORD):
         return info[RECORD]["section"]
-    return section_of(info["model"]) if info.get("status") == "imported" else plain(run.config.model)
+    return section_of(info["model"]) if info.get("status") == "imported" else run.config.model
 
 
 def _at_any_precision(info: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:

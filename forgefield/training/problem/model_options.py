@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from omegaconf import DictConfig
 
-from forgefield.config.schema import TaskOptions
+from forgefield.config.schema import Config, TaskOptions
 from forgefield.config.targets import DENOISE, given_targets
 from forgefield.config.trust import CONFIG
 from forgefield.data.batch import Batch, with_edges
@@ -25,13 +24,13 @@ from forgefield.data.batch_spec import BatchSpec, Noise
 from forgefield.data.dataset import GraphDataset
 from forgefield.data.module import FrameData
 from forgefield.data.neighbours.graph import same_graph
-from forgefield.data.readers import plain
 from forgefield.errors import ForgefieldError
 from forgefield.files import cache_folder, remove_leftovers, write_atomically
 from forgefield.models.potential import Potential
 from forgefield.models.registry import ARCHITECTURES
 from forgefield.models.resolving import branch_names, direct_outputs, extra_outputs_of, model_statistics, resolve_model
-from forgefield.tasks.task import Task, default_task, require_labels
+from forgefield.tasks.targets import default_task, require_labels
+from forgefield.tasks.task import Task
 from forgefield.training.problem.heads import has_energy, head_facts, output_units
 from forgefield.training.problem.repulsion import ZBL, less_repulsion, statistics_without_repulsion
 
@@ -52,13 +51,13 @@ def batch_spec(
     return BatchSpec(frozenset(targets), potential.needs_keys, noise, on_gpu, keep_order)
 
 
-def resolved_model(config: DictConfig, data: FrameData) -> dict[str, Any]:
+def resolved_model(config: Config, data: FrameData) -> dict[str, Any]:
     """Options of the config's model with everything explicit; see `models.registry.resolve_model`."""
-    task, own = config.task, direct_outputs(plain(config.model), trust=CONFIG)
+    task, own = config.task, direct_outputs(config.model, trust=CONFIG)
     return resolve_model(
-        plain(config.model),
+        config.model,
         species=data.species.symbols,
-        cutoff=config.data.cutoff,
+        cutoff=config.cutoff,
         adaptive_cutoff=config.data.adaptive_cutoff,
         max_neighbours=config.data.max_neighbours,
         statistics=asdict(data.statistics) | _without_repulsion(config, data) | _measured(config, data),
@@ -69,7 +68,7 @@ def resolved_model(config: DictConfig, data: FrameData) -> dict[str, Any]:
     )
 
 
-def requested_task(config: DictConfig, data: FrameData) -> TaskOptions | Any:
+def requested_task(config: Config, data: FrameData) -> TaskOptions | Any:
     """The task of the config, or the default one for the labels of the data. The data has all labels that it needs."""
     options = config.task if config.task is not None else default_task(data.statistics.labels, data.label_hints)
     require_labels(given_targets(options), data.statistics.labels, "training", data.label_hints)
@@ -81,9 +80,9 @@ def build_task(options: TaskOptions | Any, resolved: Mapping[str, Any]) -> Task:
     return Task(options, tuple(resolved["species"]), extra_outputs_of(resolved), branch_names(resolved))
 
 
-def _measured(config: DictConfig, data: FrameData) -> dict[str, Any]:
+def _measured(config: Config, data: FrameData) -> dict[str, Any]:
     """What the model itself measures on the training data; nothing for most models."""
-    species, cutoff, model = data.species.symbols, float(config.data.cutoff), plain(config.model)
+    species, cutoff, model = data.species.symbols, config.cutoff, config.model
     kept = _place(config, data) if config.data.cache else None
     try:
         if kept is not None:
@@ -106,23 +105,23 @@ def _measured(config: DictConfig, data: FrameData) -> dict[str, Any]:
     return found
 
 
-def _repulsion(config: DictConfig, data: FrameData) -> Potential | None:
+def _repulsion(config: Config, data: FrameData) -> Potential | None:
     """The ZBL term that the config's model adds, if it does."""
-    model = plain(config.model)
+    model = config.model
     if model.get("name") not in ARCHITECTURES or not model.get("zbl"):
         return None
     adaptive = config.data.adaptive_cutoff
-    return Potential(ZBL(model, data.species.symbols, float(config.data.cutoff), adaptive))
+    return Potential(ZBL(model, data.species.symbols, config.cutoff, adaptive))
 
 
-def _batches(config: DictConfig, data: FrameData, rows: np.ndarray) -> Iterator[Batch]:
+def _batches(config: Config, data: FrameData, rows: np.ndarray) -> Iterator[Batch]:
     """Training frames with edges; energies and forces are what the model has to give besides its ZBL term."""
-    batches = measured_batches(data.train, rows, float(config.data.cutoff))
+    batches = measured_batches(data.train, rows, config.cutoff)
     repulsion = _repulsion(config, data)
     return batches if repulsion is None else less_repulsion(batches, repulsion)
 
 
-def _without_repulsion(config: DictConfig, data: FrameData) -> dict[str, Any]:
+def _without_repulsion(config: Config, data: FrameData) -> dict[str, Any]:
     """Statistics that replace those of the data where the model adds ZBL; none otherwise."""
     if _repulsion(config, data) is None:
         return {}
@@ -130,7 +129,7 @@ def _without_repulsion(config: DictConfig, data: FrameData) -> dict[str, Any]:
     return statistics_without_repulsion(_batches(config, data, rows), data.statistics)
 
 
-def with_fitted_shifts(config: DictConfig, data: FrameData, resolved: Mapping[str, Any]) -> FrameData:
+def with_fitted_shifts(config: Config, data: FrameData, resolved: Mapping[str, Any]) -> FrameData:
     """The data with the reference energies of the model in its statistics, where they were fitted to energies less ZBL."""
     shifts, statistics = resolved.get("energy_shifts"), data.statistics
     if not resolved.get("zbl") or statistics.reference_kind != "fit" or not isinstance(shifts, Mapping):
@@ -141,11 +140,11 @@ def with_fitted_shifts(config: DictConfig, data: FrameData, resolved: Mapping[st
     return replace(data, statistics=replace(statistics, reference_energies=dict(shifts), reference_note=note))
 
 
-def _place(config: DictConfig, data: FrameData) -> Path:
+def _place(config: Config, data: FrameData) -> Path:
     settings = {
-        "format": 2 if plain(config.model).get("zbl") else 1,
+        "format": 2 if config.model.get("zbl") else 1,
         "frames": data.train.frames.fingerprint,
-        "model": plain(config.model),
+        "model": config.model,
         "species": data.species.symbols,
         "graph": asdict(same_graph(data.train.graph)),
         "most": MOST_FRAMES,

@@ -7,15 +7,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from omegaconf import DictConfig
 from torch import nn
 
+from forgefield.config.schema import Config
 from forgefield.config.targets import DENOISE, given_targets, quantity
 from forgefield.config.template import commented_yaml
 from forgefield.config.trust import CONFIG
 from forgefield.data.dataset import GraphDataset
 from forgefield.data.module import FrameData
-from forgefield.data.readers import plain
 from forgefield.errors import ForgefieldError
 from forgefield.models.interface import AtomisticModel
 from forgefield.models.potential import Potential
@@ -24,25 +23,25 @@ from forgefield.parallel.environment import MPI_LAUNCHERS
 from forgefield.parallel.launch_checks import check_trainer_options
 from forgefield.parallel.ranks import Ranks
 from forgefield.parallel.registry import check_strategy
-from forgefield.tasks.task import LABELS
+from forgefield.tasks.targets import LABELS
 from forgefield.training.optim.optimisers import build_optimiser
 from forgefield.training.problem.heads import has_energy
 from forgefield.training.problem.initial_model import refuse_itself, starts_from_run
 from forgefield.training.weighting import weighting_options
 
 
-def check_settings(config: DictConfig, options: dict[str, Any], ranks: Ranks) -> None:
+def check_settings(config: Config, options: dict[str, Any], ranks: Ranks) -> None:
     """Refuse settings that cannot work. options: the config's `trainer` section as a plain dict."""
     if starts_from_run(config):
         refuse_itself(config)
     else:
-        name, found, _ = check_model(plain(config.model), trust=CONFIG)
+        name, found, _ = check_model(config.model, trust=CONFIG)
         if issubclass(found, AtomisticModel) and not found.trainable:
             raise ForgefieldError(
                 f"model.name={name}: an ASE calculator has no weights that could be trained. `forgefield import ase "
-                f"{config.model.module} --species ...` makes a run of it, to be tested and compared with trained models."
+                f"{config.model['module']} --species ...` makes a run of it, to be tested and compared with trained models."
             )
-    weighting_options(plain(config.training.weighting))
+    weighting_options(config.training.weighting)
     optimiser = build_optimiser(config.training.optimizer, [nn.Parameter(torch.zeros(2, 2))], lr=config.training.lr)
     if ranks.world_size > 1 and isinstance(optimiser, torch.optim.LBFGS):
         raise ForgefieldError(
@@ -69,7 +68,7 @@ def check_settings(config: DictConfig, options: dict[str, Any], ranks: Ranks) ->
     )
 
 
-def require_same_settings(config: DictConfig, ranks: Ranks) -> None:
+def require_same_settings(config: Config, ranks: Ranks) -> None:
     """A variable of the environment may differ between nodes, and with it what a config means there."""
     _require_same("the same settings", commented_yaml(config), ranks)
 

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from omegaconf import DictConfig
 from torch import nn
 
+from forgefield.config.schema import Config
 from forgefield.config.trust import code_of_model
-from forgefield.data.readers import plain
 from forgefield.errors import ForgefieldError
 from forgefield.kinds import FRAMES, POINTS
 from forgefield.models.resolving import MODULE_FOLDER, names_same_code, with_found_folder
@@ -70,7 +69,7 @@ class Problem(ABC):
     resolved: dict[str, Any]
     fingerprint: str
 
-    def __init__(self, run: Run, config: DictConfig, options: dict[str, Any], session: TrainingSession) -> None:
+    def __init__(self, run: Run, config: Config, options: dict[str, Any], session: TrainingSession) -> None:
         self.run, self.config, self.options, self.session = run, config, options, session
 
     @property
@@ -123,7 +122,7 @@ class Problem(ABC):
     def kept_model(self, resolved: dict[str, Any]) -> dict[str, Any]:
         """The options in full that all ranks take: those that the run has kept, once it has begun, else `resolved`, which only
         rank 0 needs to give."""
-        if self.session.ranks.is_first and has_begun(self.run):
+        if self.session.ranks.is_rank_zero and has_begun(self.run):
             if self.run.info["data_fingerprint"] != self.fingerprint:
                 raise ForgefieldError(
                     f"The data of run {self.run.name} is not the data it was started with (a file or the split changed); "
@@ -134,7 +133,7 @@ class Problem(ABC):
 
     def _stored_model(self) -> dict[str, Any]:
         """The options in `run.json`. Code that they name is that of the config, or the user has allowed it."""
-        stored, section = self.run.info["model"], plain(self.config.model)
+        stored, section = self.run.info["model"], self.config.model
         if "from" in section or not any(code_of_model(stored)):
             return stored  # code of the first run was allowed, or refused, when that run was opened
         trust = Run(self.run.path, trust_code=self.session.trust_code).trust
@@ -145,7 +144,7 @@ class Problem(ABC):
         return with_found_folder(stored)
 
 
-def problem_for(run: Run, config: DictConfig, options: dict[str, Any], session: TrainingSession) -> Problem:
+def problem_for(run: Run, config: Config, options: dict[str, Any], session: TrainingSession) -> Problem:
     """The training problem that a config describes."""
     kind = FRAMES if config.data.points is None else POINTS
     return kind.problem.load()(run, config, options, session)

@@ -12,12 +12,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from omegaconf import DictConfig
 from torch import Tensor
 
+from forgefield.config.schema import Config
 from forgefield.config.trust import NO_CODE, Trust
 from forgefield.data.module import FrameData
-from forgefield.data.readers import plain
 from forgefield.errors import ForgefieldError
 from forgefield.models.heads.heads import CHOSEN, check_heads, complete_heads
 from forgefield.models.predictor import head_key
@@ -66,7 +65,7 @@ class Transfer:
 def transfer(
     known: Mapping[str, Any],
     section: Mapping[str, Any],
-    config: DictConfig,
+    config: Config,
     task: Any,
     data: FrameData,
     *,
@@ -78,7 +77,7 @@ def transfer(
     if (resolved.get(PREDICTS) or {}).get(OWN):  # what it gives is part of the model itself
         return _own(resolved, config, data)
     before = resolved.pop(PREDICTS, None) or {"energy": True, HEADS: {}}
-    given = check_heads(plain(config.model).get(HEADS)) if HEADS not in known else {}
+    given = check_heads(config.model.get(HEADS)) if HEADS not in known else {}
     facts, wants_energy = head_facts(task, data), has_energy(task)
     heads, kept = _heads(given, facts, before[HEADS])
     if heads:
@@ -97,10 +96,10 @@ def transfer(
     )
 
 
-def _own(resolved: dict[str, Any], config: DictConfig, data: FrameData) -> Transfer:
+def _own(resolved: dict[str, Any], config: Config, data: FrameData) -> Transfer:
     """For a model that gives its outputs by itself: nothing of it changes, the task chooses among them."""
     outputs = direct_outputs(section_of(resolved))
-    if plain(config.model).get(HEADS):
+    if config.model.get(HEADS):
         raise ForgefieldError(
             f"model.heads does not apply: the fitting network of this model gives {', '.join(outputs)} by itself; leave it out."
         )

@@ -9,11 +9,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from omegaconf import DictConfig
-
 from forgefield.config.diff import Change, config_diff, format_diff
 from forgefield.config.loading import load_config, override_keys
 from forgefield.config.point_options import DEFAULT_POINTS
+from forgefield.config.schema import Config
 from forgefield.data.sampling.batching import DEFAULT_FRAMES
 from forgefield.errors import ForgefieldError
 from forgefield.files import remove_leftovers
@@ -23,9 +22,9 @@ from forgefield.training.run.journal import Journal
 
 
 @contextmanager
-def run_folder(config: DictConfig, *, fresh: bool, quick: bool, journal: Journal, ranks: Ranks) -> Iterator[Run]:
+def run_folder(config: Config, *, fresh: bool, quick: bool, journal: Journal, ranks: Ranks) -> Iterator[Run]:
     """The folder of the run, made and held by rank 0 alone; the others enter when it is ready."""
-    if ranks.is_first:
+    if ranks.is_rank_zero:
         with _own_folder(config, fresh=fresh, quick=quick, journal=journal) as run:
             ranks.broadcast(str(run.path))
             yield run
@@ -34,12 +33,12 @@ def run_folder(config: DictConfig, *, fresh: bool, quick: bool, journal: Journal
 
 
 @contextmanager
-def _own_folder(config: DictConfig, *, fresh: bool, quick: bool, journal: Journal) -> Iterator[Run]:
+def _own_folder(config: Config, *, fresh: bool, quick: bool, journal: Journal) -> Iterator[Run]:
     """The folder of the run, held by this process alone. With `fresh` an existing run is moved aside first.
 
     quick: for `trainer.fast_dev_run`, a hidden folder of its own, so that the real run stays as it is.
     """
-    path = Path(config.out) / (f".{config.name}-quick" if quick else config.name)
+    path = config.folder.with_name(f".{config.name}-quick") if quick else config.folder
     is_new = not path.exists()
     try:
         if fresh and (path / "run.json").exists():
@@ -72,7 +71,7 @@ def _own_folder(config: DictConfig, *, fresh: bool, quick: bool, journal: Journa
             raise
 
 
-def config_of_run(run: Run, overrides: Sequence[str] = (), *, trust_code: bool = False) -> DictConfig:
+def config_of_run(run: Run, overrides: Sequence[str] = (), *, trust_code: bool = False) -> Config:
     """The settings that a run was made with, checked like those of a config file, with `overrides`; for resuming it.
 
     trust_code: whether code that the run names may be imported.
@@ -104,7 +103,7 @@ def has_begun(run: Run) -> bool:
 
 
 def compare_with_stored_config(
-    run: Run, config: DictConfig, journal: Journal, *, world_sizes: tuple[int, int] = (1, 1)
+    run: Run, config: Config, journal: Journal, *, world_sizes: tuple[int, int] = (1, 1)
 ) -> list[Change]:
     """What changed since the run was started. Refuses to continue it with settings that change its meaning.
 

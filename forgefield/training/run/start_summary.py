@@ -9,7 +9,7 @@ from typing import Any
 import lightning as L
 import torch
 
-from forgefield.data.readers import plain
+from forgefield.config.schema import Config, TrainingOptions
 from forgefield.data.sampling.plan import Budget
 from forgefield.parallel.ranks import Ranks
 from forgefield.training.precision import Precision
@@ -22,7 +22,7 @@ def summarise(journal: Journal, problem: Problem, trainer: L.Trainer, monitor: s
     config, ranks = problem.config, problem.session.ranks
     sections: dict[str, Sequence[tuple[str, str]]] = {
         "Data": [*problem.describe_data(), *_no_descriptors(problem)],
-        "Model": [("name", str(config.model.name)), *_first_weights(config), *model_rows(problem.model)],
+        "Model": [("name", str(config.model["name"])), *_first_weights(config), *model_rows(problem.model)],
         "Task": list(problem.task.describe()),
         "Training": _training_rows(problem, trainer, monitor),
         "Summary of the training": process_rows(trainer, ranks),
@@ -37,18 +37,20 @@ def _no_descriptors(problem: Problem) -> Rows:
     return [("descriptors", "no data.points.descriptors: this run will not predict from structures")]
 
 
-def _precision(config: Any) -> str:
+def _precision(config: Config) -> str:
     """For points: without geometry, which they have none of."""
-    text = Precision(plain(config.training.precision)).describe()
+    text = Precision(config.training.precision).describe()
     if config.data.points is None:
         return text
     return text.replace("geometry and energy sums float64", "scaling and sums over snapshots float64")
 
 
-def _first_weights(config: Any) -> Rows:
+def _first_weights(config: Config) -> Rows:
     model = config.model
     return (
-        [("first weights", f"{model['which']} of {model['from']}, shifts: {model.shifts}")] if "from" in model else []
+        [("first weights", f"{model['which']} of {model['from']}, shifts: {model['shifts']}")]
+        if "from" in model
+        else []
     )
 
 
@@ -92,7 +94,7 @@ def effective(size: int, kind: str, world_size: int, accumulate: int = 1, at_mos
     return text if len(factors) == 1 else f"{text} = {at_most}{size * world_size * accumulate} {kind} a step"
 
 
-def learning_rate(training: Any, world_size: int, factor: float) -> str:
+def learning_rate(training: TrainingOptions, world_size: int, factor: float) -> str:
     """`lr 0.01`, or `lr 0.01 x 2 (scale_lr=sqrt, 4 ranks) = 0.02`."""
     if training.scale_lr == "none":
         return f"lr {training.lr:g}"
@@ -108,7 +110,7 @@ def schedule_rows(scheduler: Any, world_size: int) -> Rows:
     return [("schedule", f"{name}{note}")]
 
 
-def _average(training: Any) -> str:
+def _average(training: TrainingOptions) -> str:
     if training.swa is not None:
         return f"SWA from {training.swa.start:g} on"
     return f"EMA {training.ema:g}; validation and test use the averaged weights" if training.ema else "none"

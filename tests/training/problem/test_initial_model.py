@@ -20,7 +20,6 @@ from forgefield.api import load
 from forgefield.cli import main
 from forgefield.config.loading import load_config
 from forgefield.data.frame import Frame
-from forgefield.data.readers import plain
 from forgefield.errors import ForgefieldError
 from forgefield.models.deeppot.exporter import write_deepmd
 from forgefield.runs import Run
@@ -386,7 +385,7 @@ def test_flags_of_the_command_say_the_same(place, tmp_path, monkeypatch, capsys)
     assert_equal(Remember.state, state_of(place, "nequip"))
     assert main(["train", "my.yaml", "--finetune", first, "--name", "fitted", "model.which=last"]) == 0
     assert "Energy shifts fitted to 10 training frames" in capsys.readouterr().out
-    assert plain(Run(tmp_path / "runs" / "fitted").config.model) == {
+    assert Run(tmp_path / "runs" / "fitted").config.model == {
         "from": first,
         "which": "last",
         "shifts": "fit",
@@ -407,7 +406,7 @@ def test_a_model_section_of_the_config_is_compared_not_ignored(place, tmp_path, 
     assert "model.l_max  1 -> 2" in capsys.readouterr().err
     assert main(["train", "my.yaml", "--init-model", first]) == 0
     config = load_config("my.yaml", [f"model={{from: {json.dumps(first)}}}"])
-    assert plain(config.model) == {"from": first, "which": "best", "shifts": "keep"}
+    assert config.model == {"from": first, "which": "best", "shifts": "keep"}
 
 
 # ---- imported models
