@@ -103,7 +103,7 @@ def _build_user_model(found: Callable[..., nn.Module], options: Options, dtype: 
 
     `species` and `cutoff` are set where the class does not set them itself.
     """
-    named = inspect.signature(found.__init__).parameters  # type: ignore[misc]
+    named = inspect.signature(found.__init__).parameters
     unset: Options = {"adaptive_cutoff": None, "max_neighbours": None}
     options = unset | options
     given = {key: value for key, value in options.items() if key not in FROM_DATA or key in named}

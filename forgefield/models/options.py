@@ -82,7 +82,7 @@ def _in_words(hint: Any) -> str:
     names |= {list[float]: "a list of numbers", list[bool]: "a list of true and false"}
     names |= {list[list[int]]: "a list of pairs of whole numbers"}
     others = {dict: "a mapping", list: "a list"}
-    return names.get(hint) or others.get(typing.get_origin(hint)) or str(hint)  # type: ignore[arg-type]
+    return names.get(hint) or others.get(typing.get_origin(hint)) or str(hint)
 
 
 def from_statistics(statistics: Mapping[str, Any], fact: str, key: str) -> Any:

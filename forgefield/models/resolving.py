@@ -58,7 +58,10 @@ def model_class(name: str, folder: str | None = None, *, trust: Trust = NO_CODE)
             f"model.name is '{name}', which is neither a built-in model ({', '.join(known)}) "
             f"nor an import path like my_package.MyModel.{did_you_mean(name, known)}"
         )
-    return import_class(name, nn.Module, where="model.name", trust=trust, folders=[] if folder is None else [folder])
+    result: type[nn.Module] = import_class(
+        name, nn.Module, where="model.name", trust=trust, folders=[] if folder is None else [folder]
+    )
+    return result
 
 
 def adapted_class(

@@ -48,7 +48,8 @@ def read_tree(path: Path, head: str | None = None) -> Tree:
 def _read_yaml(path: Path) -> Tree:
     try:
         content = load_yaml(path.read_text())
-        return _with_arrays(content, lambda value: value)
+        result: dict[str, Any] = _with_arrays(content, lambda value: value)
+        return result
     except (yaml.YAMLError, ValueError, TypeError, KeyError) as error:
         raise ForgefieldError(f"{path} is not readable YAML: {error}") from error
 
@@ -59,7 +60,8 @@ def _read_hdf5(path: Path) -> Tree:
     try:
         with h5py.File(path, "r") as file:
             content = load_json(file.attrs["json"])
-            return _with_arrays(content, lambda name: _fetched(path, file[name]))
+            result: dict[str, Any] = _with_arrays(content, lambda name: _fetched(path, file[name]))
+            return result
     except ForgefieldError:
         raise
     except Exception as error:  # the HDF5 library has errors of all types

@@ -90,7 +90,8 @@ def _assemble(path: Path, tree: Tree) -> ImportedModel:
 def _energy_bias(model: Tree, fitting: Tree, n_species: int) -> list[float]:
     bias = np.asarray(model["@variables"]["out_bias"], dtype=np.float64).reshape(n_species)
     more = fitting["@variables"].get("bias_atom_e")
-    return (bias if more is None else bias + np.asarray(more, dtype=np.float64).reshape(-1)).tolist()
+    result: list[float] = (bias if more is None else bias + np.asarray(more, dtype=np.float64).reshape(-1)).tolist()
+    return result
 
 
 def _tensor_fitting(path: Path, model: Tree, section: Tree, excluded: list[int]) -> tuple[Tree, dict[str, np.ndarray]]:
@@ -161,7 +162,8 @@ def _one_per_centre(path: Path, name: str, values: np.ndarray) -> list[list[floa
     """(species, slots, columns) -> (species, columns): they are the same in all slots."""
     if not np.allclose(values, values[:, :1], rtol=1e-12, atol=0):
         raise ForgefieldError(f"{path}: descriptor.{name} differs between the neighbours of a centre.")
-    return values[:, 0].astype(np.float64).tolist()
+    result: list[list[float]] = values[:, 0].astype(np.float64).tolist()
+    return result
 
 
 def _attention(path: Path, section: Tree, n_species: int) -> tuple[Tree, dict[str, np.ndarray]]:

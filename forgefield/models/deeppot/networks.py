@@ -23,6 +23,7 @@ from torch.nn import functional
 from forgefield.errors import ForgefieldError
 from forgefield.models.interface import StackedNetworks
 from forgefield.ops import products
+from forgefield.ops.autograd import AutogradContext, Gradients, TypedFunction
 from forgefield.ops.graph import Segments, cut, gather, is_traced, join
 
 EDGE_BLOCK = 128
@@ -56,19 +57,23 @@ class Groups:
         if self.slot is None:
             return rows
         if self.order is not None:
-            return _Permute.apply(rows, self.order, self.slot)
+            result: Tensor = _Permute.apply(rows, self.order, self.slot)
+            return result
         assert self.block_group is not None
         place = torch.div(self.slot, self.block, rounding_mode="floor"), self.slot % self.block
-        return _Spread.apply(rows, place, (self.block_group.shape[0], self.block))
+        spread: Tensor = _Spread.apply(rows, place, (self.block_group.shape[0], self.block))
+        return spread
 
     def collect(self, values: Tensor) -> Tensor:
         """The rows (n_rows, ...) of values in the layout: inverse of `spread`."""
         if self.slot is None:
             return values
         if self.order is not None:
-            return _Permute.apply(values, self.slot, self.order)
+            result: Tensor = _Permute.apply(values, self.slot, self.order)
+            return result
         place = torch.div(self.slot, self.block, rounding_mode="floor"), self.slot % self.block
-        return _Collect.apply(values, place)
+        collected: Tensor = _Collect.apply(values, place)
+        return collected
 
     def affine(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         """x W + b with each row's own network, in the layout. weight: (count, n_in, n_out); bias: (count, n_out)."""
@@ -125,56 +130,59 @@ def _inverse(order: Tensor) -> Tensor:
     return torch.zeros_like(order).index_copy_(0, order, numbers)
 
 
-class _Permute(torch.autograd.Function):
+class _Permute(TypedFunction):
     """rows[order]; `back` is the inverse permutation."""
 
     @staticmethod
-    def forward(ctx, rows: Tensor, order: Tensor, back: Tensor) -> Tensor:
+    def forward(ctx: AutogradContext, rows: Tensor, order: Tensor, back: Tensor) -> Tensor:
         ctx.both = order, back
         return rows.index_select(0, order)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: AutogradContext, grad: Tensor) -> Gradients:
         order, back = ctx.both
         return _Permute.apply(grad.contiguous(), back, order), None, None
 
     @staticmethod
-    def jvp(ctx, tangent: Tensor, order: None, back: None) -> Tensor:
-        return _Permute.apply(tangent, *ctx.both)
+    def jvp(ctx: AutogradContext, tangent: Tensor, order: None, back: None) -> Tensor:
+        result: Tensor = _Permute.apply(tangent, *ctx.both)
+        return result
 
 
-class _Spread(torch.autograd.Function):
+class _Spread(TypedFunction):
     """Rows to their places in blocks, zero elsewhere. place: block and row in it, each (n_rows,); no two are the same."""
 
     @staticmethod
-    def forward(ctx, rows: Tensor, place: tuple[Tensor, Tensor], shape: tuple[int, int]) -> Tensor:
+    def forward(ctx: AutogradContext, rows: Tensor, place: tuple[Tensor, Tensor], shape: tuple[int, int]) -> Tensor:
         ctx.place, ctx.shape = place, shape
         return rows.new_zeros((*shape, *rows.shape[1:])).index_put_(place, rows)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: AutogradContext, grad: Tensor) -> Gradients:
         return _Collect.apply(grad, ctx.place), None, None
 
     @staticmethod
-    def jvp(ctx, tangent: Tensor, place: None, shape: None) -> Tensor:
-        return _Spread.apply(tangent, ctx.place, ctx.shape)
+    def jvp(ctx: AutogradContext, tangent: Tensor, place: None, shape: None) -> Tensor:
+        result: Tensor = _Spread.apply(tangent, ctx.place, ctx.shape)
+        return result
 
 
-class _Collect(torch.autograd.Function):
+class _Collect(TypedFunction):
     """Rows from their places in blocks."""
 
     @staticmethod
-    def forward(ctx, values: Tensor, place: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(ctx: AutogradContext, values: Tensor, place: tuple[Tensor, Tensor]) -> Tensor:
         ctx.place, ctx.shape = place, tuple(values.shape[:2])
         return values[place]
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: AutogradContext, grad: Tensor) -> Gradients:
         return _Spread.apply(grad, ctx.place, ctx.shape), None
 
     @staticmethod
-    def jvp(ctx, tangent: Tensor, place: None) -> Tensor:
-        return _Collect.apply(tangent, ctx.place)
+    def jvp(ctx: AutogradContext, tangent: Tensor, place: None) -> Tensor:
+        result: Tensor = _Collect.apply(tangent, ctx.place)
+        return result
 
 
 def _silu_then_tanh(x: Tensor, threshold: float) -> Tensor:

@@ -323,14 +323,16 @@ class SeAtten(Descriptor):
         one_side = self.options.type_one_side
         if self.type_network is None:
             kinds = [neighbour] if one_side else [neighbour, centre]
-            return self.embedding(join([scalars, *(pick_rows(table, kind) for kind in kinds)], 1), ALL)
+            result: Tensor = self.embedding(join([scalars, *(pick_rows(table, kind) for kind in kinds)], 1), ALL)
+            return result
         n = table.shape[0]
         pairs = table
         if not one_side:
             pairs = torch.cat([table.repeat(n, 1), table.repeat_interleave(n, 0)], 1)
         factors = pick_rows(self.type_network(pairs, ALL), neighbour if one_side else centre * n + neighbour)
         radial = self.embedding(scalars, ALL)
-        return radial + radial * (factors * fades if self.smooth else factors)
+        embedded: Tensor = radial + radial * (factors * fades if self.smooth else factors)
+        return embedded
 
     def _attend(self, features: Tensor, rows: Tensor, fades: Tensor, directions: Tensor, slots: Slots) -> Tensor:
         """(n_atoms, m, 4): moments of the atoms whose neighbours are in these slots."""
@@ -364,7 +366,8 @@ class SeAtten(Descriptor):
         moments = (features.unsqueeze(2) * rows.unsqueeze(1)).flatten(1)
         first = species.index_select(0, torch.searchsorted(frame, frame))
         number = (self.n_slots - room).to(table.dtype).unsqueeze(1)
-        return (number * pick_rows(moments, species * n + first)).unflatten(1, (-1, 4))
+        result: Tensor = (number * pick_rows(moments, species * n + first)).unflatten(1, (-1, 4))
+        return result
 
 
 class SeAttenV2(SeAtten):

@@ -154,7 +154,8 @@ class TwoBodyDescriptor(Descriptor):
         places = scalars.expand(n, n) if one_side else scalars.unsqueeze(1).expand(n, n)  # in the order of networks
         groups = Groups.in_order([n] * n if one_side else [1] * (n * n))
         found = self.networks(places.reshape(n * n, 1), groups)
-        return found.unflatten(0, (n, n)).transpose(0, 1).flatten(0, 1) if one_side else found
+        result: Tensor = found.unflatten(0, (n, n)).transpose(0, 1).flatten(0, 1) if one_side else found
+        return result
 
     def empty_places(self, species: Tensor, neighbour: Tensor, graph: EdgeGraph, mask: Tensor | None) -> Tensor:
         """(n_atoms, n_species): how many of the places for each species are empty. mask: (n_edges,) of real neighbours."""

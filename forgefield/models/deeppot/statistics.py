@@ -49,7 +49,8 @@ class OutputFit:
     @property
     def is_wanted(self) -> bool:
         """Whether anything is made of the labels; nothing is added to dipoles."""
-        return self.fitting.type != "dipole"
+        result: bool = self.fitting.type != "dipole"
+        return result
 
     def add(self, batch: Mapping[str, Tensor]) -> None:
         if not self.is_wanted:

@@ -239,7 +239,8 @@ class DosFitting(TensorFitting):
         return found
 
     def _dim_out(self) -> int:
-        return self.options.numb_dos
+        result: int = self.options.numb_dos
+        return result
 
     def forward(self, descriptor: Tensor, rotation: Tensor | None, batch: Batch) -> dict[str, Tensor]:
         values = self.network(descriptor, batch).double()
@@ -279,7 +280,8 @@ class PropertyFitting(TensorFitting):
         return 1.0 if options.out_std is None else list(options.out_std[0])
 
     def _dim_out(self) -> int:
-        return self.options.task_dim
+        result: int = self.options.task_dim
+        return result
 
     def forward(self, descriptor: Tensor, rotation: Tensor | None, batch: Batch) -> dict[str, Tensor]:
         values, species = self.network(descriptor, batch).double(), batch["species"]

@@ -67,4 +67,5 @@ class Interaction(nn.Module):
         hidden = activate("ssp", basis @ self.filter.weights[0] + self.filter.biases[0])
         weights = around.per_edge((hidden @ self.filter.weights[1] + self.filter.biases[1]) * around.envelope)
         messages = gather(self.enter(x), around.graph.by_source) * weights
-        return self.leave(segment_sum(messages, around.graph.by_destination) * around.scale)
+        result: Tensor = self.leave(segment_sum(messages, around.graph.by_destination) * around.scale)
+        return result
