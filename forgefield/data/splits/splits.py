@@ -58,7 +58,7 @@ def split_frames(n: int, val: float | int, test: float | int, seed: int) -> tupl
     part = np.zeros(n, dtype=np.int8)
     part[order[:n_val]] = 1
     part[order[n_val : n_val + n_test]] = 2
-    return tuple(np.flatnonzero(part == number) for number in range(3))  # type: ignore[return-value]
+    return np.flatnonzero(part == 0), np.flatnonzero(part == 1), np.flatnonzero(part == 2)
 
 
 def split_size(n: int, wanted: float | int, name: str) -> int:
