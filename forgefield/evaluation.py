@@ -35,8 +35,7 @@ from forgefield.data.splits.splits import is_lazy
 from forgefield.errors import ForgefieldError
 from forgefield.files import write_atomically, written_whole
 from forgefield.inference.evaluate import evaluate_batches, join_in_order, per_atom_outputs
-from forgefield.models.deeppot.branches import single
-from forgefield.models.registry import branch_names
+from forgefield.models.resolving import branch_names, single_branch
 from forgefield.parallel.accelerators import evaluation_device
 from forgefield.parallel.ranks import Ranks
 from forgefield.report.page import write_parity_png, write_report
@@ -252,7 +251,7 @@ def load_shared(run: Run, which: str, device: str, ranks: Ranks, head: str | Non
     if ranks.world_size == 1:
         return run.load_model(which, device, head=head)
     potential = run.load_model(which, "cpu", head=head) if ranks.is_rank_zero else None
-    resolved = run.info["model"] if head is None else single(run.info["model"], None, head)[0]
+    resolved = run.info["model"] if head is None else single_branch(run.info["model"], None, head)[0]
     recipe = ranks.broadcast((resolved, run.info["precision"], potential.state_dict()) if potential else None)
     if potential is None:
         potential = built(recipe[0], recipe[1], run.trust)

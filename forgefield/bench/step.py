@@ -18,8 +18,9 @@ from forgefield.config.schema import Config
 from forgefield.config.trust import CONFIG
 from forgefield.data.batch import Batch, batch_shapes, to_device, with_edges
 from forgefield.data.module import DataModule, FrameData, read_data
+from forgefield.models.building import build_model
 from forgefield.models.potential import Potential
-from forgefield.models.registry import branch_names, build_model
+from forgefield.models.resolving import branch_names
 from forgefield.parallel.ranks import single_process
 from forgefield.runs import Run
 from forgefield.tasks.metrics import ErrorMetrics

@@ -23,7 +23,7 @@ from forgefield.ldos.training.initial import initial_network
 from forgefield.ldos.training.module import PointsModule
 from forgefield.ldos.training.observing import NEEDED, SnapshotMeasure
 from forgefield.ldos.training.start import EngineMaker, block_size
-from forgefield.models.registry import check_model
+from forgefield.models.resolving import check_model
 from forgefield.parallel.exchange import StepExchange
 from forgefield.runs import Run
 from forgefield.training.precision import Precision

@@ -14,8 +14,9 @@ from forgefield.data.batch import batch_shapes
 from forgefield.data.module import DataModule, FrameData, read_data
 from forgefield.data.sampling.batching import training_budget
 from forgefield.data.sampling.loader import FrameLoader
+from forgefield.models.building import build_model
 from forgefield.models.potential import Potential
-from forgefield.models.registry import branch_names, build_model
+from forgefield.models.resolving import branch_names
 from forgefield.parallel.accelerators import evaluation_device
 from forgefield.parallel.exchange import StepExchange
 from forgefield.runs import Run

@@ -18,7 +18,7 @@ from forgefield.config.schema import Config
 from forgefield.config.trust import code_of_model
 from forgefield.errors import ForgefieldError
 from forgefield.kinds import FRAMES, POINTS
-from forgefield.models.registry import MODULE_FOLDER, names_same_code, with_found_folder
+from forgefield.models.resolving import MODULE_FOLDER, names_same_code, with_found_folder
 from forgefield.parallel.exchange import StepExchange
 from forgefield.parallel.ranks import Ranks
 from forgefield.runs import Run
