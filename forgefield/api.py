@@ -27,15 +27,17 @@ from forgefield.evaluation import (
 )
 from forgefield.inference.ase import Calculator
 from forgefield.inference.predict import predict_file
+from forgefield.kinds import kind_of_model
 from forgefield.ldos.inference.electrons import ElectronModel
 from forgefield.ldos.inference.files import predict_electrons
-from forgefield.ldos.loss import UNITS
-from forgefield.ldos.model import LDOSNetwork, build_network
+from forgefield.ldos.model import LDOSNetwork
+from forgefield.models.importing import ImportedModel, ImportRequest
 from forgefield.models.potential import Potential
-from forgefield.parallel.failures import failing_together, stop_together
+from forgefield.models.registry import importer
+from forgefield.parallel.failures import abort_all_on_error, stop_all_ranks
 from forgefield.parallel.launch import detect_launch
 from forgefield.parallel.ranks import Ranks
-from forgefield.parallel.session import this_group
+from forgefield.parallel.session import current_ranks
 from forgefield.parallel.spawn import run_ranks
 from forgefield.report.page import write_report
 from forgefield.runs import Run, create_run_from_model, run_exists
@@ -74,7 +76,7 @@ def train(
     fresh: start over even if the run exists; the old one is moved aside. trust_code: whether code may be imported that is named
     by a run (`model.from`, or one that is resumed) and not by the config.
     """
-    with failing_together(this_group()):
+    with abort_all_on_error(current_ranks()):
         if isinstance(config, (str, Path)) and (Path(config) / "run.json").is_file():
             loaded = config_of_run(Run(Path(config)), overrides, trust_code=trust_code)
         else:
@@ -98,11 +100,11 @@ def train_with_outcome(
 ) -> TrainingResult:
     """Train, measure the best model on validation and test frames, write the report.
 
-    Under a launcher (torchrun, srun, mpirun) every process calls this, inside `failing_together`. In one process with
+    Under a launcher (torchrun, srun, mpirun) every process calls this, inside `abort_all_on_error`. In one process with
     `trainer.devices` above one, the processes are started here. log: a file for what is said, beside the one in the run
     folder. log_mode: whose words go there, `master`, `collect` or `workers`. trust_code: as in `train`.
     """
-    ranks = this_group()
+    ranks = current_ranks()
     n = processes_wanted(config) if ranks.launch.launcher == "none" else 1
     if n > 1:
         return _train_in_processes(config, n, fresh=fresh, log=log, log_mode=log_mode, trust_code=trust_code)
@@ -125,10 +127,10 @@ def _measured(fitted: TrainingResult, config: Config, journal: Journal, ranks: R
     except StopNow as stopped:
         reason = stopped.request.reason
         sentence = f"Stopped during the final evaluation: {reason}. Run the same command to finish it."
-        if ranks.is_first:
+        if ranks.is_rank_zero:
             journal.notify(sentence)
         code = code_after(stopped.request, requeue_exit, ranks, journal)
-        stop_together(ranks, sentence, code)
+        stop_all_ranks(ranks, sentence, code)
         return replace(fitted, outcome="stopped", exit_code=code)
     return fitted
 
@@ -154,9 +156,9 @@ def _train_in_processes(
 
 def train_example(overrides: list[str] | None = None, *, fresh: bool = False) -> TrainingResult:
     """The built-in example: make a small data set from real physics and train on it."""
-    ranks = this_group()
-    with failing_together(ranks):
-        config = example_config(overrides or [], make=ranks.is_first)
+    ranks = current_ranks()
+    with abort_all_on_error(ranks):
+        config = example_config(overrides or [], make=ranks.is_rank_zero)
         ranks.barrier()
         return train_with_outcome(config, fresh=fresh)
 
@@ -217,8 +219,8 @@ def test(
     labels_required: whether every label that `options` names must be found in the data. head: branch of a model that has
     several. trust_code: as in `load`.
     """
-    ranks = this_group()
-    with failing_together(ranks):
+    ranks = current_ranks()
+    with abort_all_on_error(ranks):
         run = Run.open(run, trust_code=trust_code)
         run.require_head(head)
         settings: Any = options if options is not None else _data_options(run)
@@ -236,7 +238,7 @@ def test(
                 head=head,
                 ranks=ranks,
             )
-        if ranks.is_first:
+        if ranks.is_rank_zero:
             write_report(run.path)
         return errors if is_named(data) else errors[""]
 
@@ -381,33 +383,35 @@ def tune_with_outcome(
     return search.folder, code
 
 
+def import_model(
+    program: str, request: ImportRequest, *, name: str | None = None, out: str | os.PathLike[str] = "runs"
+) -> tuple[Run, ImportedModel]:
+    """A run around a model of another program, and what was read. program: see `models.registry.import_formats`.
+
+    name: of the run; default: that of the file.
+    """
+    reader = importer(program)
+    reader.check(request, program)
+    imported = reader.read(request)
+    build = kind_of_model(imported.resolved["name"]).build_model.load()
+    model = build(imported.resolved, precision=imported.precision, seed=0, trust=reader.trust)
+    model.load_state_dict(imported.state)
+    created = create_run_from_model(
+        name=name or reader.run_name(request),
+        out=out,
+        resolved=imported.resolved,
+        potential=model,
+        origin=imported.origin,
+        precision=imported.precision,
+        settings=imported.settings,
+        facts=imported.facts,
+    )
+    return created, imported
+
+
 def import_mala(file: str | os.PathLike[str], *, name: str | None = None, out: str | os.PathLike[str] = "runs") -> Run:
     """A run around the model in an archive of MALA's `save_run`. name: default that of the file."""
-    from forgefield.ldos.data.conditions import calculation_facts
-    from forgefield.ldos.data.info import info_from
-    from forgefield.ldos.importer import read_mala
-
-    found = read_mala(file)
-    network = build_network(found.resolved, precision=found.precision, seed=0)
-    network.load_state_dict(found.state)
-    info = info_from(found.info, f"{file}: info.json")
-    return create_run_from_model(
-        name=name or Path(file).stem,
-        out=out,
-        resolved=found.resolved,
-        potential=network,
-        origin=found.origin,
-        precision=found.precision,
-        settings={"data": {"points": found.points}},
-        facts={
-            "samples": "points",
-            "species": found.species,
-            "cutoff": (found.points["descriptors"] or {}).get("cutoff"),
-            "units": {"ldos": UNITS["ldos"]},
-            "negative": found.negative,
-            "calculation": calculation_facts([info]) if found.info else {},
-        },
-    )
+    return import_model("mala", ImportRequest(str(file)), name=name, out=out)[0]
 
 
 def report(run: str | os.PathLike[str] | Run) -> Path:

@@ -35,8 +35,7 @@ from forgefield.data.splits.splits import is_lazy
 from forgefield.errors import ForgefieldError
 from forgefield.files import write_atomically, written_whole
 from forgefield.inference.evaluate import in_order, outputs_of_atoms, predict_batches
-from forgefield.models.deeppot.branches import single
-from forgefield.models.registry import branch_names
+from forgefield.models.resolving import branch_names, single_branch
 from forgefield.parallel.accelerators import evaluation_device
 from forgefield.parallel.ranks import Ranks
 from forgefield.report.page import write_parity_png, write_report
@@ -75,7 +74,7 @@ def measure(fitted: TrainingResult, config: Config, journal: Journal, ranks: Ran
     run, data = fitted.run, fitted.data
     assert data is not None
     run.kind.measure.load()(run, config, data, journal, ranks)
-    if ranks.is_first:  # last: results count only when all of them are there
+    if ranks.is_rank_zero:  # last: results count only when all of them are there
         run.write_info(measured=_what_is_measured(run, config))
 
 
@@ -90,7 +89,7 @@ def measure_frames(run: Run, config: Config, data: Any, journal: Journal, ranks:
             results[split] = evaluate(
                 run, dataset, split, which="best", device=device, batch=batch, ranks=ranks, journal=journal
             )
-    if not ranks.is_first:
+    if not ranks.is_rank_zero:
         return
     sources = test_sets(config.data.test)
     for name in data.tests.keys() & results.keys():
@@ -149,7 +148,7 @@ def test_frames(
     errors = evaluate(
         run, dataset, name, which=which, device=device, batch=batch, ranks=ranks, head=head, hints=reader.hints()
     )
-    if ranks.is_first:
+    if ranks.is_rank_zero:
         write_test(run, errors, name=name, data=data, which=which, head=head, frames=len(frames))
         if any("_mae" in error for error in errors):
             write_parity_png(run.path, name)
@@ -196,7 +195,7 @@ def evaluate(
         device=device,
     )
     all_gather = ranks.gather(parts)
-    if not ranks.is_first:
+    if not ranks.is_rank_zero:
         return {}
     arrays = in_order([part for of_rank in all_gather for part in of_rank], per_atom=outputs_of_atoms(potential))
     arrays["species_symbols"] = np.array(run.species)
@@ -251,8 +250,8 @@ def load_shared(run: Run, which: str, device: str, ranks: Ranks, head: str | Non
     """The trained model (one branch of it) on every rank, read from the disk by rank 0 alone."""
     if ranks.world_size == 1:
         return run.load_model(which, device, head=head)
-    potential = run.load_model(which, "cpu", head=head) if ranks.is_first else None
-    resolved = run.info["model"] if head is None else single(run.info["model"], None, head)[0]
+    potential = run.load_model(which, "cpu", head=head) if ranks.is_rank_zero else None
+    resolved = run.info["model"] if head is None else single_branch(run.info["model"], None, head)[0]
     recipe = ranks.broadcast((resolved, run.info["precision"], potential.state_dict()) if potential else None)
     if potential is None:
         potential = built(recipe[0], recipe[1], run.trust)

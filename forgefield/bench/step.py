@@ -18,9 +18,10 @@ from forgefield.config.schema import Config
 from forgefield.config.trust import CONFIG
 from forgefield.data.batch import Batch, batch_shapes, to_device, with_edges
 from forgefield.data.module import DataModule, FrameData, read_data
+from forgefield.models.building import build_model
 from forgefield.models.potential import Potential
-from forgefield.models.registry import branch_names, build_model
-from forgefield.parallel.ranks import alone
+from forgefield.models.resolving import branch_names
+from forgefield.parallel.ranks import single_process
 from forgefield.runs import Run
 from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.task import Task
@@ -114,7 +115,7 @@ class BareStep:
 def bare_step(config: Config, *, precision: str | None = None, data: FrameData | None = None) -> BareStep:
     """precision: another than the config's. data: prepared before, for the same data section."""
     run = Run(config.folder)
-    initial = initial_model(run, config, alone())
+    initial = initial_model(run, config, single_process())
     if initial is not None:
         config = initial.settle(config, lambda text: None)
     if data is None:

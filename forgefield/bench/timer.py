@@ -238,7 +238,7 @@ class StepTimer(Callback):
         parts = [astuple(times) for times in self.parts]
         share = self.processor_seconds / own_work
         all_gather = ranks.gather((self.seconds, counts, parts, share, self.first_step_seconds))
-        if ranks.is_first:
+        if ranks.is_rank_zero:
             measurement = self._measurement(trainer, pl_module, all_gather)
             write_atomically(self.file, json.dumps(measurement.as_dict(), indent=1) + "\n")
 

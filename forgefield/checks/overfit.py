@@ -19,7 +19,8 @@ from forgefield.config.trust import CONFIG
 from forgefield.data.batch import batch_shapes, with_edges
 from forgefield.data.module import read_data
 from forgefield.errors import ForgefieldError
-from forgefield.models.registry import branch_names, build_model
+from forgefield.models.building import build_model
+from forgefield.models.resolving import branch_names
 from forgefield.ops.keyed import combined
 from forgefield.tasks.metrics import ErrorMetrics, unit_of
 from forgefield.tasks.task import Task

@@ -79,9 +79,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     check(args)
-    from forgefield.parallel.session import run_as_one
+    from forgefield.parallel.session import run_on_all_ranks
 
-    return run_as_one(lambda ranks: _run(args, ranks))
+    return run_on_all_ranks(lambda ranks: _run(args, ranks))
 
 
 def check(args: argparse.Namespace) -> None:
@@ -242,11 +242,11 @@ def measure_group(config: Config, ranks: Ranks, args: argparse.Namespace) -> int
     from forgefield.bench.training import measure
 
     console, warned = session.console(), warnings(launch.local_size, *places(config))
-    if ranks.is_first:
+    if ranks.is_rank_zero:
         session.notify(
             console, session.announcement(config, args), *warned, f"{session.doing(ranks.world_size, args)} ..."
         )
-    own = tempfile.TemporaryDirectory(prefix="forgefield-bench-") if ranks.is_first else nullcontext("")
+    own = tempfile.TemporaryDirectory(prefix="forgefield-bench-") if ranks.is_rank_zero else nullcontext("")
     with own as name:
         folder = Path(ranks.broadcast(name))
         measurement, code = measure(

@@ -73,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
     from forgefield.checks import print_checks, run_checks
     from forgefield.data.neighbours.graph import graph_of
     from forgefield.data.species import SpeciesTable
+    from forgefield.models.resolving import hooks_of
 
     random = np.random.default_rng(args.seed)
     potential, frames, options, knots = (_from_config if is_config else _from_run)(args, overrides)
@@ -86,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
         SpeciesTable(potential.species),
         graph_of(potential).reach,
         generator=random,
-        reference_energies=_isolated_atoms(options) if potential.interface.isolated_limit else None,
+        reference_energies=hooks_of(options).isolated_energies(options) if potential.interface.isolated_limit else None,
     )
     print_checks(console, results)
     line = potential.interface.radial_table_line(knots) if knots else None
@@ -171,8 +172,8 @@ def _from_config(args: argparse.Namespace, overrides: list[str]) -> _Checked:
     from forgefield.config.trust import CONFIG
     from forgefield.data.module import read_data
     from forgefield.data.reading import read_table
-    from forgefield.models.deeppot.branches import single
-    from forgefield.models.registry import branch_names, build_model
+    from forgefield.models.building import build_model
+    from forgefield.models.resolving import branch_names, single_branch
     from forgefield.training.problem.model_options import resolved_model
 
     config = load_config(args.target, overrides, trust_code=args.trust_code)
@@ -180,7 +181,7 @@ def _from_config(args: argparse.Namespace, overrides: list[str]) -> _Checked:
     data = read_data(config.data, config.seed, branches=branch_names(config.model))
     resolved = resolved_model(config, data)
     if args.head is not None or branch_names(resolved):
-        resolved, _ = single(resolved, None, args.head)
+        resolved, _ = single_branch(resolved, None, args.head)
     frames = data.train.frames
     if args.data is not None:
         frames = read_table(args.data, config.data.labels, config.data.units, required=False)
@@ -203,11 +204,3 @@ def _pick(frames: FrameTable, count: int, random: np.random.Generator) -> list[F
     rows = several if len(several) else (frames.n_atoms > 0).nonzero()[0]
     chosen = random.permutation(len(rows))[:count]
     return list(frames.frames(rows[sorted(chosen)]))
-
-
-def _isolated_atoms(options: Mapping[str, Any]) -> Mapping[str, float] | None:
-    """The energies the model's options promise for isolated atoms; None where they promise nothing fixed."""
-    shifts = options.get("energy_shifts")
-    if shifts is None or options.get("energy_shifts_trainable"):
-        return None
-    return shifts if isinstance(shifts, dict) else dict.fromkeys(options["species"], shifts)

@@ -29,9 +29,9 @@ from forgefield.errors import ForgefieldError
 from forgefield.inference.evaluate import further_answers, outputs_of_atoms
 from forgefield.kernels.convolution.dispatch import evaluation
 from forgefield.kinds import FRAMES
-from forgefield.models.deeppot.branches import single
+from forgefield.models.building import build_model
 from forgefield.models.potential import Potential
-from forgefield.models.registry import build_model
+from forgefield.models.resolving import single_branch
 from forgefield.runs import Run
 
 
@@ -262,7 +262,7 @@ def _potential(
         potential = run.load_potential(which, device, head=head)
         if dtype is not None:
             weights = potential.state_dict()
-            resolved = run.info["model"] if head is None else single(run.info["model"], None, head)[0]
+            resolved = run.info["model"] if head is None else single_branch(run.info["model"], None, head)[0]
             precision = str(dtype).removeprefix("torch.")
             potential = build_model(resolved, precision=precision, seed=0, trust=run.trust)
             potential.load_state_dict(weights)

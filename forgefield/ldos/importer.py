@@ -21,9 +21,13 @@ from ase.data import chemical_symbols
 from torch import Tensor
 
 from forgefield.errors import ForgefieldError
+from forgefield.ldos.data.conditions import calculation_facts
+from forgefield.ldos.data.info import info_from
 from forgefield.ldos.descriptors import DescriptorOptions
 from forgefield.ldos.electronic.energy_grid import EnergyGrid
+from forgefield.ldos.loss import UNITS
 from forgefield.ldos.model import ACTIVATIONS, LinearScale, PointFacts, resolve
+from forgefield.models.importing import ImportedModel, Importer, ImportRequest
 from forgefield.untrusted.archives import open_archive
 from forgefield.untrusted.expansion import check_expansion
 
@@ -302,3 +306,40 @@ def _descriptors(path: Path, given: Mapping[str, Any], species: list[str]) -> di
         return None
     DescriptorOptions.from_mapping(options, f"{path}: descriptors")
     return options
+
+
+SHAPES_ONLY = (
+    "Checked: weights, layers and scalings have the shapes that the file's parameters say, and all of them are used; the file "
+    "holds no predictions to compare with."
+)
+
+
+class MalaImporter(Importer):
+    """Reads archives of MALA's `save_run`."""
+
+    def read(self, request: ImportRequest) -> ImportedModel:
+        network = read_mala(request.source)
+        info = info_from(network.info, f"{request.source}: info.json")
+        descriptors = network.points["descriptors"]
+        without = "Its descriptors cannot be made here: it is tested and trained with descriptor files only."
+        species = " ".join(network.species) or "unknown: there is no info.json in the archive"
+        return ImportedModel(
+            resolved=network.resolved,
+            state=network.state,
+            precision=network.precision,
+            origin=network.origin,
+            checked="\n".join([SHAPES_ONLY, *([without] if descriptors is None else [])]),
+            settings={"data": {"points": network.points}},
+            facts={
+                "samples": "points",
+                "species": network.species,
+                "cutoff": (descriptors or {}).get("cutoff"),
+                "units": {"ldos": UNITS["ldos"]},
+                "negative": network.negative,
+                "calculation": calculation_facts([info]) if network.info else {},
+            },
+            summary=f"species {species}",
+        )
+
+
+IMPORTER = MalaImporter()

@@ -31,7 +31,7 @@ from forgefield.cli import main
 from forgefield.cli.bench import Water
 from forgefield.config.loading import load_config
 from forgefield.config.schema import BatchOptions
-from forgefield.parallel.ranks import alone
+from forgefield.parallel.ranks import single_process
 from tests.support.helpers import tiny_config
 from tests.support.launching import write_config
 
@@ -230,7 +230,7 @@ def test_water_takes_the_place_of_the_data_of_a_config(tmp_path: Path) -> None:
     args: Any = SimpleNamespace(
         ranks="1,2", engines=None, precisions=None, derivatives=None, quick=False, peers=False, trust_code=False
     )
-    with Water(str(file), ["training.lr=0.5"], alone(), args) as config:
+    with Water(str(file), ["training.lr=0.5"], single_process(), args) as config:
         frames = ase.io.read(config.data.train, ":")
         assert len(frames) >= 6
         assert all(len(frame) == 192 for frame in frames)
@@ -243,7 +243,7 @@ def test_water_takes_the_place_of_the_data_of_a_config(tmp_path: Path) -> None:
 def test_a_job_that_fails_leaves_its_reason(tmp_path: Path) -> None:
     config = load_config(tiny_config(tmp_path, data={"max_force": 1e-6}))
     args: Any = SimpleNamespace(job="plan", worker=tmp_path / "result.json")
-    assert be_child(config, alone(), args) == 2
+    assert be_child(config, single_process(), args) == 2
     result = json.loads(args.worker.read_text())
     assert "max_force" in result["refusal"]
     assert result["of_memory"] is False

@@ -23,7 +23,7 @@ from forgefield.ldos.training.initial import initial_network
 from forgefield.ldos.training.module import PointsModule
 from forgefield.ldos.training.observing import NEEDED, SnapshotMeasure
 from forgefield.ldos.training.start import EngineMaker, block_size
-from forgefield.models.registry import check_model
+from forgefield.models.resolving import check_model
 from forgefield.parallel.exchange import StepExchange
 from forgefield.runs import Run
 from forgefield.training.precision import Precision
@@ -197,7 +197,7 @@ class PointsProblem(Problem):
 
     def _tell(self, values: dict[str, float], quick: bool) -> None:
         """Observables before the first step."""
-        if self.session.ranks.is_first and not quick:
+        if self.session.ranks.is_rank_zero and not quick:
             self.run.write_info(before_training=values)
         shown = [
             f"{name} {value:.4g} {OBSERVABLE_UNITS[name]}"

@@ -12,7 +12,7 @@ from torch import nn
 from forgefield.config.schema import TrainingOptions
 from forgefield.errors import ForgefieldError
 from forgefield.models import Potential
-from forgefield.parallel.ranks import alone
+from forgefield.parallel.ranks import single_process
 from forgefield.tasks.losses import MSE
 from forgefield.tasks.targets import Target
 from forgefield.training.engines.choose import (
@@ -114,7 +114,7 @@ def test_a_resume_goes_on_with_the_form_it_had(before, now, monkeypatch):
     chosen = None if before is None else {"name": "graphs", "derivative": before, "captured": "eager"}
     options = settings(engine="graphs")
     starter = EngineStarter(
-        options, alone(), plan=lambda: SizePlan(()), tolerance=1e-9, notify=print, chosen_before=chosen
+        options, single_process(), plan=lambda: SizePlan(()), tolerance=1e-9, notify=print, chosen_before=chosen
     )
     assert starter._takes_kernels(circumstances(make_potential(), []), labelled(3)) is now
 
