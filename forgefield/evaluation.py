@@ -35,7 +35,7 @@ from forgefield.data.splits.splits import is_lazy
 from forgefield.errors import ForgefieldError
 from forgefield.files import write_atomically, written_whole
 from forgefield.inference.evaluate import evaluate_batches, join_in_order, per_atom_outputs
-from forgefield.models.resolving import branch_names, single_branch
+from forgefield.models.resolving import branch_names, excluded_species, single_branch
 from forgefield.parallel.accelerators import evaluation_device
 from forgefield.parallel.ranks import Ranks
 from forgefield.report.page import write_parity_png, write_report
@@ -205,7 +205,8 @@ def evaluate(
         np.savez_compressed(partial, allow_pickle=False, **arrays)
     names = tuple(labels)
     classes = {name: values for name, values in run.classes.items() if name in names}
-    uncounted = {name: head.get("uncounted") or () for name, head in run.heads.items()}
+    uncounted = {name: excluded_species(run.info["model"]) for name in ("energy", "forces", "virial")}
+    uncounted |= {name: head.get("uncounted") or () for name, head in run.heads.items()}
     metrics = ErrorMetrics(names, run.species, classes=classes, extensive=run.extensive, uncounted=uncounted)
     tensors = {
         key: torch.from_numpy(np.ascontiguousarray(value)) for key, value in arrays.items() if value.dtype.kind != "U"

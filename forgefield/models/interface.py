@@ -285,6 +285,11 @@ class RegisteredModel(AtomisticModel, Generic[O]):
         return {}
 
     @classmethod
+    def excluded_species(cls, section: Section) -> tuple[int, ...]:
+        """Indices of species whose atoms have no energy and do not count in losses and errors. Default: none."""
+        return ()
+
+    @classmethod
     def branch_names(cls, section: Section) -> list[str]:
         """Names of the branches (`AtomisticModel.branches`) of a model with these options. Default: none."""
         return []

@@ -207,6 +207,11 @@ def branch_names(options: Section) -> list[str]:
     return hooks_of(options).branch_names(options)
 
 
+def excluded_species(options: Section) -> tuple[int, ...]:
+    """Indices of species whose atoms do not count in losses and errors; empty for most models. options: resolved or not."""
+    return hooks_of(options).excluded_species(options)
+
+
 def single_branch(
     resolved: Section, state: Mapping[str, Tensor] | None, name: str | None
 ) -> tuple[Options, dict[str, Tensor]]:

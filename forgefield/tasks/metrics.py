@@ -91,17 +91,22 @@ class ErrorMetrics:
                 added += class_sums(outputs[label].detach(), batch[label], values)
                 continue
             error = self._of_branch(name, _errors(outputs[label].detach(), batch[label]), batch)
+            uncounted = self.uncounted.get(name, ())
             if target == "energy":
-                added += [_moments(error / batch["n_atoms"]), _moments(error)]
+                added += [_moments(error / counted_atoms(batch, uncounted)), _moments(error)]
             elif target == "forces":
+                for index in uncounted:
+                    error = torch.where((batch["species"] == index).unsqueeze(1), float("nan"), error)
                 by_species = _moments_by(error, batch["species"], len(self.species))
                 added += [by_species.sum(0), *by_species]
             elif target == "virial":
-                added.append(_moments(error * (volumes(batch["cell"]) / batch["n_atoms"]).view(-1, 1, 1)))
+                added.append(
+                    _moments(error * (volumes(batch["cell"]) / counted_atoms(batch, uncounted)).view(-1, 1, 1))
+                )
             else:
                 added.append(_moments(error))
                 if target in self.extensive:
-                    n_atoms = _counted(batch, self.uncounted.get(target, ()))
+                    n_atoms = counted_atoms(batch, uncounted)
                     added.append(_moments(error / n_atoms.view(-1, *[1] * (error.dim() - 1))))
         return torch.stack(added)
 
@@ -156,7 +161,7 @@ class ErrorMetrics:
         self.sums = torch.zeros_like(self.sums)
 
 
-def _counted(batch: dict[str, Tensor], uncounted: Sequence[int]) -> Tensor:
+def counted_atoms(batch: Mapping[str, Tensor], uncounted: Sequence[int]) -> Tensor:
     """(n_frames,): atoms of each frame that are not of these species; at least 1."""
     n_atoms, species = batch["n_atoms"], batch["species"]
     if not uncounted:
@@ -165,10 +170,10 @@ def _counted(batch: dict[str, Tensor], uncounted: Sequence[int]) -> Tensor:
     if frame is None:
         frame = torch.repeat_interleave(n_atoms, output_size=species.shape[0])
     counts = torch.ones_like(species, dtype=torch.float64)
-    for number in uncounted:
-        counts = torch.where(species == number, 0.0, counts)
-    found = torch.zeros_like(n_atoms, dtype=torch.float64).index_add(0, frame, counts)
-    return found.clamp(min=1)
+    for index in uncounted:
+        counts = torch.where(species == index, 0.0, counts)
+    totals = torch.zeros_like(n_atoms, dtype=torch.float64).index_add(0, frame, counts)
+    return totals.clamp(min=1)
 
 
 def _errors(predicted: Tensor, labels: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ class Target:
     reduce: for a field of frames, how it follows from the contributions of atoms: "sum", "mean", "max" or "attention".
     classes: labels of the classes of a classifier, whose outputs are logits.
     per_atom_errors: whether errors of frames are also reported per atom.
-    uncounted: indices of species that are not counted as atoms in such errors.
+    uncounted: indices of species whose atoms do not count in the number of atoms of a frame, nor in errors of forces.
     branch: index of the branch of the model whose frames are used; None: all frames.
     kind: how values transform under rotations: "values" (invariant), "vector", "symmetric" or "tensor".
     direct: for forces, whether they are an output of the model and not the derivative of its energy.
@@ -101,18 +101,23 @@ class Target:
 
 
 def build_targets(
-    options: TaskOptions, species: tuple[str, ...], extra_outputs: Mapping[str, ExtraOutput], branches: tuple[str, ...]
+    options: TaskOptions,
+    species: tuple[str, ...],
+    extra_outputs: Mapping[str, ExtraOutput],
+    branches: tuple[str, ...],
+    excluded: Sequence[int] = (),
 ) -> list[Target]:
     """Targets of a `task` section, in their order.
 
     species: symbols, in the order of the batch's indices.
     extra_outputs: outputs of the model other than energy, forces and stress; every target that is a field is one of them.
     branches: of the model, in the order of the batch's indices.
+    excluded: indices of species whose atoms do not count in losses and errors of energies, forces and virials.
     """
     by_name = given_targets(options)
     _check_branches(by_name, branches)
     targets = [
-        _potential_target(name, target, species, branches)
+        _potential_target(name, target, species, branches, tuple(excluded))
         if quantity(name) in TARGETS
         else _field_target(name, target, extra_outputs)
         for name, target in by_name.items()
@@ -126,15 +131,22 @@ def build_targets(
     return targets
 
 
-def _potential_target(name: str, options: TargetOptions, species: tuple[str, ...], branches: Sequence[str]) -> Target:
+def _potential_target(
+    name: str, options: TargetOptions, species: tuple[str, ...], branches: Sequence[str], excluded: tuple[int, ...]
+) -> Target:
+    weights = _species_weights(options.species_weights, species, f"task.{name}.species_weights")
+    if excluded and quantity(name) == "forces":
+        weights = torch.ones(len(species), dtype=torch.float64) if weights is None else weights
+        weights[list(excluded)] = 0.0
     return Target(
         name=name,
         weight=_weight(name, options),
         loss=find_loss(options.loss, huber_delta=options.huber_delta, key=f"task.{name}.loss"),
         per_atom=options.per_atom,
-        species_weights=_species_weights(options.species_weights, species, f"task.{name}.species_weights"),
+        species_weights=weights,
         schedule=_schedule(options),
         per="atom" if quantity(name) == "forces" else "frame",
+        uncounted=excluded,
         direct=bool(options.direct),
         branch=branches.index(name.partition(".")[0]) if "." in name else None,
     )

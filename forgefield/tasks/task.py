@@ -17,7 +17,7 @@ from forgefield.config.schema import TaskOptions
 from forgefield.models.edges import volumes
 from forgefield.models.interface import ExtraOutput
 from forgefield.tasks.classes import cross_entropy, one_hot
-from forgefield.tasks.metrics import ErrorMetrics
+from forgefield.tasks.metrics import ErrorMetrics, counted_atoms
 from forgefield.tasks.schedules import StepState
 from forgefield.tasks.targets import Target, build_targets
 
@@ -63,9 +63,10 @@ class Task:
         species: tuple[str, ...],
         extra_outputs: Mapping[str, ExtraOutput] | None = None,
         branches: Sequence[str] = (),
+        excluded: Sequence[int] = (),
     ) -> None:
         self.branches = tuple(branches)
-        self.targets = build_targets(options, species, extra_outputs or {}, self.branches)
+        self.targets = build_targets(options, species, extra_outputs or {}, self.branches, excluded)
         self.names = tuple(target.name for target in self.targets)
         self.weights = torch.tensor([target.weight for target in self.targets], dtype=torch.float64)
         self.reported = torch.tensor(
@@ -254,7 +255,7 @@ def _factor(target: Target, batch: Batch) -> Tensor | float | None:
     unit = target.scale if isinstance(target.scale, float) else 1.0
     if target.is_field and not target.per_atom:
         return 1.0 / unit
-    n_atoms = batch["n_atoms"].to(batch["weight"].dtype)
+    n_atoms = counted_atoms(batch, target.uncounted).to(batch["weight"].dtype)
     divisor = n_atoms.sqrt() if target.per_atom == "root" else n_atoms
     if target.quantity == "virial":
         return -volumes(batch["cell"]) / divisor if target.per_atom else -volumes(batch["cell"])

@@ -75,14 +75,24 @@ def test_selected_and_excluded_species_are_combined(tmp_path):
     assert fields["atomic_dipole"]["species"] == ["O"]
 
 
-def test_an_energy_with_excluded_species_says_how_its_loss_differs(tmp_path):
+def test_energies_and_forces_are_averaged_over_the_remaining_atoms(tmp_path):
+    """DeePMD-kit's formulas: squared errors of energies over the number of remaining atoms, of forces averaged over these."""
     path = excluding_hydrogen(tmp_path, "dipole")
     content = json.loads(path.read_text())
     content["model"]["fitting_net"] = {"type": "ener", "neuron": [6]}
-    content["loss"] = {"type": "ener"}
-    assert "averages over all atoms" in translation(content, path).notes["model.atom_exclude_types"]
-    del content["model"]["atom_exclude_types"]
-    assert "model.atom_exclude_types" not in translation(content, path).notes
+    content["loss"] = {"type": "ener", "start_pref_e": 1, "limit_pref_e": 1, "start_pref_f": 1, "limit_pref_f": 1}
+    path.write_text(json.dumps(content))
+    folder, generator = tmp_path / "a" / "set.000", np.random.default_rng(1)
+    n_frames, n_components = np.load(folder / "coord.npy").shape
+    np.save(folder / "energy.npy", generator.normal(size=n_frames))
+    np.save(folder / "force.npy", generator.normal(size=(n_frames, n_components)))
+    squares, metrics, outputs, batch = measured(path)
+    oxygen = batch["species"] == 0
+    off, force_off = outputs["energy"] - batch["energy"], (outputs["forces"] - batch["forces"])[oxygen]
+    assert squares["energy"] == pytest.approx(off[0] ** 2 / oxygen.sum(), rel=1e-12)
+    assert squares["forces"] == pytest.approx((force_off**2).mean(), rel=1e-12)
+    assert metrics["energy_rmse"] == pytest.approx(1000 * abs(off[0]) / oxygen.sum(), rel=1e-12)
+    assert metrics["forces_rmse"] == pytest.approx(1000 * np.sqrt((force_off**2).mean()), rel=1e-12)
 
 
 @pytest.mark.skipif(not EXAMPLES.exists(), reason="the inputs of DeePMD-kit's examples are not here")

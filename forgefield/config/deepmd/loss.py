@@ -52,11 +52,6 @@ def translate_loss(
         return tensor_task(section, fitting, species, excluded)
     if kind == "dos":
         return dos_task(section, fitting, species, excluded)
-    if kind == "ener" and excluded:
-        section.notes["model.atom_exclude_types"] = (
-            "the loss of energies, forces and virials averages over all atoms; DeePMD-kit 3.2 averages over those that are not "
-            "excluded."
-        )
     return property_task(section, fitting, batch) if kind == "property" else OutputTask(_energy(section))
 
 

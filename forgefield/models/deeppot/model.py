@@ -198,11 +198,15 @@ class DeepPot(RegisteredModel[DeepPotOptions]):
         return dataclasses.replace(options, descriptor=dataclasses.asdict(descriptor), **own, **short_range)
 
     @classmethod
+    def excluded_species(cls, section: Mapping[str, Any]) -> tuple[int, ...]:
+        return tuple(section.get("atom_exclude_types") or ())
+
+    @classmethod
     def direct_outputs(cls, section: Mapping[str, Any]) -> dict[str, DirectOutput]:
         """None with a fitting network for energies."""
         kind, of_fitting = fitting_part(section.get("fitting_net", {}))
         facts = kind.facts(of_fitting) if issubclass(kind, TensorFitting) else {}
-        excluded = list(section.get("atom_exclude_types") or ())
+        excluded = list(cls.excluded_species(section))
         return {name: dataclasses.replace(output, uncounted=excluded) for name, output in facts.items()}
 
     def energy_parameters(self) -> Iterator[nn.Parameter]:

@@ -28,7 +28,14 @@ from forgefield.errors import ForgefieldError
 from forgefield.files import cache_folder, remove_leftovers, write_atomically
 from forgefield.models.potential import Potential
 from forgefield.models.registry import ARCHITECTURES
-from forgefield.models.resolving import branch_names, direct_outputs, extra_outputs_of, model_statistics, resolve_model
+from forgefield.models.resolving import (
+    branch_names,
+    direct_outputs,
+    excluded_species,
+    extra_outputs_of,
+    model_statistics,
+    resolve_model,
+)
 from forgefield.tasks.targets import default_task, require_labels
 from forgefield.tasks.task import Task
 from forgefield.training.problem.heads import has_energy, head_facts, output_units
@@ -77,7 +84,8 @@ def requested_task(config: Config, data: FrameData) -> TaskOptions | Any:
 
 def build_task(options: TaskOptions | Any, resolved: Mapping[str, Any]) -> Task:
     """The task of a model with these resolved options."""
-    return Task(options, tuple(resolved["species"]), extra_outputs_of(resolved), branch_names(resolved))
+    species, outputs = tuple(resolved["species"]), extra_outputs_of(resolved)
+    return Task(options, species, outputs, branch_names(resolved), excluded_species(resolved))
 
 
 def _measured(config: Config, data: FrameData) -> dict[str, Any]:
