@@ -57,7 +57,7 @@ def warnings(n: int, n_slots: int, kind: str) -> list[str]:
     if kind == "GPU":
         return [
             f"Warning: {count_processes(n)} were requested and there {'is 1 GPU' if n_slots == 1 else f'are {n_slots} GPUs'}. "
-            "Processes that share a GPU exchange data through gloo; this helps only where steps are too small to keep the GPU busy."
+            "Processes that share a GPU communicate through gloo, which helps only where steps are too small to keep it busy."
         ]
     return [
         f"Warning: {count_processes(n)} were requested and there {'is 1 core' if n_slots == 1 else f'are {n_slots} cores'}. "
