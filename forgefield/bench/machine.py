@@ -61,5 +61,5 @@ def warnings(n: int, n_slots: int, kind: str) -> list[str]:
         ]
     return [
         f"Warning: {count_processes(n)} were requested and there {'is 1 core' if n_slots == 1 else f'are {n_slots} cores'}. "
-        "Processes that share a core take turns, so more of them cannot be faster."
+        "Processes that share a core take turns, so no speed-up can be expected from more of them."
     ]
