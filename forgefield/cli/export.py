@@ -1,4 +1,4 @@
-"""`forgefield export`: write the model of a run in a form that another program reads."""
+"""Export the model of a run in the format of another program."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from forgefield.errors import ForgefieldError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", help="name or folder of a run")
-    parser.add_argument("--to", required=True, choices=["deepmd"], help="who is to read it")
+    parser.add_argument("run", help="name of a run in the folder runs/, or its path")
+    parser.add_argument("--to", required=True, choices=["deepmd"], help="program that will read it")
     parser.add_argument("-o", "--out", required=True, help="file to write; deepmd: .yaml or .dp")
     parser.add_argument("--force", "--overwrite", action="store_true", help="overwrite the file OUT if it exists")
     parser.add_argument("--which", choices=["best", "last"], default="best", help="weights (default: best)")
-    parser.add_argument("--head", metavar="NAME", help="branch of a model that has several")
+    parser.add_argument("--head", metavar="NAME", help="branch of a model with several branches")
     parser.add_argument(
-        "--sel", type=int, nargs="+", help="deepmd: room for neighbours of each species, for a model trained without"
+        "--sel",
+        type=int,
+        nargs="+",
+        help="deepmd: maximum number of neighbours of each species, if trained without it",
     )
     add_trust(parser)
 
