@@ -106,7 +106,7 @@ def test_one_frame_that_does_not_fit_is_said(tmp_path: Path) -> None:
         def step(self, batch: Any, denominators: Any = None) -> Any:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-    with pytest.raises(ForgefieldError, match=r"Already 1 frame of the training data \(\d atoms, \d+ edges\)"):
+    with pytest.raises(ForgefieldError, match=r"1 frame of the training data \(\d atoms, \d+ edges\) already exceed"):
         peak_of_step(step, Full(step.function("double")), step.batch([0]))
 
 

@@ -169,9 +169,7 @@ def test_folders_of_others_are_not_deleted(source, work, capsys):
 def test_options_that_would_change_nothing_are_refused(source, capsys):
     done(capsys, "convert", "cu.extxyz", "cu")
     for words in (["info", "cu"], ["convert", "cu", "x"], ["sample", "cu", "3"]):
-        assert "--energy-unit is for reading files, but cu is a store" in refused(
-            capsys, *words, "--energy-unit", "Ha"
-        )
+        assert "--energy-unit is for reading files, but cu is a store" in refused(capsys, *words, "--energy-unit", "Ha")
 
 
 # ---- interrupted and parallel conversions
@@ -255,7 +253,9 @@ def test_ctrl_c_says_that_the_same_command_goes_on(large, whole, tmp_path, worke
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert out == ""
-    assert err.splitlines() == [f"interrupted: the same command goes on; what is done is kept in {target}.partial"]
+    assert err.splitlines() == [
+        f"interrupted: run the same command to resume; finished parts are kept in {target}.partial"
+    ]
     assert not target.exists()
     assert main(["data", "convert", str(large), str(target), "--cutoff", "3.5", "--workers", "1"]) == 0
     assert contents(target) == whole
