@@ -28,6 +28,10 @@ $(TRITON): $(INSTALLED)
 demo: $(INSTALLED)
 	$(BIN)/forgefield train
 
+# The reference of all options, made from their declarations.
+docs/options.md: $(INSTALLED) $(wildcard forgefield/config/*.py)
+	$(BIN)/python -m forgefield.config.reference > $@
+
 # Three workers for two cores: some tests wait for launchers and schedulers, and others go on meanwhile.
 test: $(INSTALLED) $(TRITON)
 	OMP_NUM_THREADS=1 SYMPY_CACHE_SIZE=100000 $(BIN)/python -m pytest -n 3 --dist worksteal $(PYTEST_ARGS)

@@ -23,7 +23,7 @@ from forgefield.api import example_config
 from forgefield.diagnosis.figures import FIGURES, image_of
 from forgefield.diagnosis.loss_spike import LossSpike
 from forgefield.diagnosis.records import read_records
-from forgefield.parallel.ranks import alone
+from forgefield.parallel.ranks import single_process
 from forgefield.training import fit as fitting
 from forgefield.training.callbacks.names import CALLBACKS
 from forgefield.training.run.journal import Journal
@@ -115,7 +115,7 @@ def measure(steps: int, model: str, folder: Path, more: dict[str, dict[str, Any]
     original, fitting.user_callbacks = fitting.user_callbacks, watched
     journal = Journal()
     try:
-        fitting.fit(config, fresh=True, journal=journal, ranks=alone())
+        fitting.fit(config, fresh=True, journal=journal, ranks=single_process())
     finally:
         fitting.user_callbacks = original
         journal.close()
@@ -172,7 +172,7 @@ def save_pictures(place: Path, folder: Path) -> None:
     fitting.user_callbacks = lambda specs: [Disturb(), *built(specs)]
     journal = Journal()
     try:
-        run = fitting.fit(config, fresh=True, journal=journal, ranks=alone()).run.path
+        run = fitting.fit(config, fresh=True, journal=journal, ranks=single_process()).run.path
     finally:
         fitting.user_callbacks = built
         journal.close()

@@ -63,7 +63,7 @@ def ours(folder: Path, case: dict[str, Any], columns: list[int], settings: dict[
     import ldos_clock
 
     from forgefield.config.loading import load_config
-    from forgefield.parallel.ranks import alone
+    from forgefield.parallel.ranks import single_process
     from forgefield.training.fit import fit
     from forgefield.training.run.journal import Journal
 
@@ -107,7 +107,7 @@ def ours(folder: Path, case: dict[str, Any], columns: list[int], settings: dict[
     with open(os.devnull, "w") as nowhere:
         kept, sys.stdout = sys.stdout, nowhere
         try:
-            fit(load_config(config), fresh=True, journal=Journal(ranks=alone()), ranks=alone())
+            fit(load_config(config), fresh=True, journal=Journal(ranks=single_process()), ranks=single_process())
         finally:
             sys.stdout = kept
     return min(ldos_clock.SECONDS[1:])

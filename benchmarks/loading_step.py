@@ -27,7 +27,7 @@ from forgefield.data.neighbours.graph import GraphOptions
 from forgefield.data.readers import read_frames
 from forgefield.data.species import SpeciesTable
 from forgefield.data.store.convert import convert
-from forgefield.parallel.ranks import alone
+from forgefield.parallel.ranks import single_process
 
 SHARED = Path(__file__).parents[1].parent / "shared" / "data"
 UNITS = {"energy": "kcal/mol"}
@@ -67,7 +67,7 @@ def main() -> None:
                 model = {"name": "nequip", "preset": "S"}
                 config = load_config({"name": "loading", "out": str(folder), "data": data, "model": model}, [])
                 own = Path(tempfile.mkdtemp(dir=folder))
-                found, _ = measure(config, alone(), steps=args.steps, warmup=10, folder=own)
+                found, _ = measure(config, single_process(), steps=args.steps, warmup=10, folder=own)
                 if found is None:
                     raise SystemExit(f"{name}: nothing was measured")
                 row = f"{name:<34}{workers:>8}{found.step_ms:>10.2f}{found.mean_ms['data']:>10.2f}"

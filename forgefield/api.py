@@ -32,10 +32,10 @@ from forgefield.ldos.inference.files import predict_electrons
 from forgefield.ldos.loss import UNITS
 from forgefield.ldos.model import LDOSNetwork, build_network
 from forgefield.models.potential import Potential
-from forgefield.parallel.failures import failing_together, stop_together
+from forgefield.parallel.failures import abort_all_on_error, stop_all_ranks
 from forgefield.parallel.launch import detect_launch
 from forgefield.parallel.ranks import Ranks
-from forgefield.parallel.session import this_group
+from forgefield.parallel.session import current_ranks
 from forgefield.parallel.spawn import run_ranks
 from forgefield.report.page import write_report
 from forgefield.runs import Run, create_run_from_model, run_exists
@@ -84,7 +84,7 @@ def train(
     trust_code
         Whether to import code to which a run refers (`model.from`, or a run that is resumed) and the config does not.
     """
-    with failing_together(this_group()):
+    with abort_all_on_error(current_ranks()):
         if isinstance(config, (str, Path)) and (Path(config) / "run.json").is_file():
             loaded = config_of_run(Run(Path(config)), overrides, trust_code=trust_code)
         else:
@@ -108,7 +108,7 @@ def train_with_outcome(
 ) -> TrainingResult:
     """Train, evaluate the best model on validation and test frames, and write the report.
 
-    Under a launcher (torchrun, srun, mpirun) every process calls this, inside `failing_together`. In a single process with
+    Under a launcher (torchrun, srun, mpirun) every process calls this, inside `abort_all_on_error`. In a single process with
     `trainer.devices` above one, the processes are started here.
 
     Parameters
@@ -122,7 +122,7 @@ def train_with_outcome(
     log_mode
         Ranks that write to `log`: `master`, `collect` or `workers`.
     """
-    ranks = this_group()
+    ranks = current_ranks()
     n = processes_wanted(config) if ranks.launch.launcher == "none" else 1
     if n > 1:
         return _train_in_processes(config, n, fresh=fresh, log=log, log_mode=log_mode, trust_code=trust_code)
@@ -145,10 +145,10 @@ def _measured(fitted: TrainingResult, config: Config, journal: Journal, ranks: R
     except StopNow as stopped:
         reason = stopped.request.reason
         sentence = f"Stopped during the final evaluation: {reason}. Run the same command to finish it."
-        if ranks.is_first:
+        if ranks.is_rank_zero:
             journal.notify(sentence)
         code = code_after(stopped.request, requeue_exit, ranks, journal)
-        stop_together(ranks, sentence, code)
+        stop_all_ranks(ranks, sentence, code)
         return replace(fitted, outcome="stopped", exit_code=code)
     return fitted
 
@@ -174,9 +174,9 @@ def _train_in_processes(
 
 def train_example(overrides: list[str] | None = None, *, fresh: bool = False) -> TrainingResult:
     """Train the built-in example, which generates a small data set with a classical potential."""
-    ranks = this_group()
-    with failing_together(ranks):
-        config = example_config(overrides or [], make=ranks.is_first)
+    ranks = current_ranks()
+    with abort_all_on_error(ranks):
+        config = example_config(overrides or [], make=ranks.is_rank_zero)
         ranks.barrier()
         return train_with_outcome(config, fresh=fresh)
 
@@ -257,8 +257,8 @@ def test(
     labels_required
         Whether every label that `options` names must be in the data.
     """
-    ranks = this_group()
-    with failing_together(ranks):
+    ranks = current_ranks()
+    with abort_all_on_error(ranks):
         run = Run.open(run, trust_code=trust_code)
         run.require_head(head)
         settings = options if options is not None else _data_options(run)
@@ -276,7 +276,7 @@ def test(
                 head=head,
                 ranks=ranks,
             )
-        if ranks.is_first:
+        if ranks.is_rank_zero:
             write_report(run.path)
         return errors if is_named(data) else errors[""]
 

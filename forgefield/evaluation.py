@@ -43,7 +43,7 @@ from forgefield.report.page import write_parity_png, write_report
 from forgefield.runs import Run, built
 from forgefield.tasks.classes import auroc
 from forgefield.tasks.metrics import ErrorMetrics
-from forgefield.tasks.task import LABELS
+from forgefield.tasks.targets import LABELS
 from forgefield.training.fit import TrainingResult
 from forgefield.training.problem.preflight import require_same_data
 from forgefield.training.run.evaluation_progress import with_progress
@@ -75,7 +75,7 @@ def measure(fitted: TrainingResult, config: Config, journal: Journal, ranks: Ran
     run, data = fitted.run, fitted.data
     assert data is not None
     run.kind.measure.load()(run, config, data, journal, ranks)
-    if ranks.is_first:  # last: results count only when all of them are there
+    if ranks.is_rank_zero:  # last: results count only when all of them are there
         run.write_info(measured=_what_is_measured(run, config))
 
 
@@ -90,7 +90,7 @@ def measure_frames(run: Run, config: Config, data: Any, journal: Journal, ranks:
             results[split] = evaluate(
                 run, dataset, split, which="best", device=device, batch=batch, ranks=ranks, journal=journal
             )
-    if not ranks.is_first:
+    if not ranks.is_rank_zero:
         return
     sources = test_sets(config.data.test)
     for name in data.tests.keys() & results.keys():
@@ -149,7 +149,7 @@ def test_frames(
     errors = evaluate(
         run, dataset, name, which=which, device=device, batch=batch, ranks=ranks, head=head, hints=reader.hints()
     )
-    if ranks.is_first:
+    if ranks.is_rank_zero:
         write_test(run, errors, name=name, data=data, which=which, head=head, frames=len(frames))
         if any("_mae" in error for error in errors):
             write_parity_png(run.path, name)
@@ -196,7 +196,7 @@ def evaluate(
         device=device,
     )
     all_gather = ranks.gather(parts)
-    if not ranks.is_first:
+    if not ranks.is_rank_zero:
         return {}
     arrays = in_order([part for of_rank in all_gather for part in of_rank], per_atom=outputs_of_atoms(potential))
     arrays["species_symbols"] = np.array(run.species)
@@ -251,7 +251,7 @@ def load_shared(run: Run, which: str, device: str, ranks: Ranks, head: str | Non
     """The trained model (one branch of it) on every rank, read from the disk by rank 0 alone."""
     if ranks.world_size == 1:
         return run.load_model(which, device, head=head)
-    potential = run.load_model(which, "cpu", head=head) if ranks.is_first else None
+    potential = run.load_model(which, "cpu", head=head) if ranks.is_rank_zero else None
     resolved = run.info["model"] if head is None else single(run.info["model"], None, head)[0]
     recipe = ranks.broadcast((resolved, run.info["precision"], potential.state_dict()) if potential else None)
     if potential is None:

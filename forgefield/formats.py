@@ -27,10 +27,11 @@ class NewerFormat(ForgefieldError):
 @dataclass(frozen=True)
 class Format:
     """One kind of file. name: with its article, for messages. migrations: the first upgrades version 1 to version 2, the next
-    version 2 to version 3."""
+    version 2 to version 3. key: of the version in the file."""
 
     name: str
     migrations: tuple[Migration, ...] = ()
+    key: str = VERSION
 
     @property
     def version(self) -> int:
@@ -39,9 +40,9 @@ class Format:
 
     def upgrade(self, content: dict[str, Any], file: object) -> dict[str, Any]:
         """`content` of a file in the current version, with that version stated. file: named in messages."""
-        version = content.get(VERSION, 1)
+        version = content.get(self.key, 1)
         if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-            raise ForgefieldError(f"{file} is damaged: '{VERSION}' should be a positive integer, not {version!r:.60}.")
+            raise ForgefieldError(f"{file} is damaged: '{self.key}' should be a positive integer, not {version!r:.60}.")
         if version > self.version:
             raise NewerFormat(
                 f"{file} is {self.name} of format version {version}; Forgefield {__version__} reads versions up to "
@@ -49,4 +50,4 @@ class Format:
             )
         for migrate in self.migrations[version - 1 :]:
             content = migrate(content)
-        return {**content, VERSION: self.version}
+        return {**content, self.key: self.version}

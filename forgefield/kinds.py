@@ -44,6 +44,10 @@ class SampleKind:
     """`(run, data, options, name, *, which, device, labels_required, head, ranks) -> errors by name`."""
     errors_section: ImportPath
     """`(RunData) -> Html`: the section of the report on errors."""
+    usage_section: ImportPath
+    """`(RunData) -> Html`: the section of the report on how to use the model."""
+    counted: str
+    """What the speed of a training is measured in: `atoms` (per second) or `points`."""
     error_units: ImportPath | None = None
     """Units of errors by quantity, where they do not follow from the heads of the model."""
 
@@ -56,7 +60,9 @@ FRAMES = SampleKind(
     calculator=ImportPath("forgefield.inference.ase.Calculator"),
     measure=ImportPath("forgefield.evaluation.measure_frames"),
     test=ImportPath("forgefield.evaluation.test_frames"),
-    errors_section=ImportPath("forgefield.report.sections_errors.errors_section"),
+    errors_section=ImportPath("forgefield.report.sections.errors.errors_section"),
+    usage_section=ImportPath("forgefield.report.sections.usage.usage_section"),
+    counted="atoms",
 )
 """Structures with atoms; all models that are not listed for another kind."""
 POINTS = SampleKind(
@@ -67,7 +73,9 @@ POINTS = SampleKind(
     calculator=ImportPath("forgefield.ldos.inference.ase.LDOSCalculator"),
     measure=ImportPath("forgefield.ldos.evaluation.measure_points"),
     test=ImportPath("forgefield.ldos.evaluation.test_points"),
-    errors_section=ImportPath("forgefield.ldos.report.points_section"),
+    errors_section=ImportPath("forgefield.ldos.report.errors_section"),
+    usage_section=ImportPath("forgefield.ldos.report.usage_section"),
+    counted="points",
     error_units=ImportPath("forgefield.ldos.observables.OBSERVABLE_UNITS"),
 )
 """Points of a real-space grid: descriptors and the local density of states or the density."""

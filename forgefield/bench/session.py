@@ -101,9 +101,9 @@ def measure_group(config: Config, ranks: Ranks, options: BenchOptions) -> int:
     from forgefield.bench.training import measure
 
     out, warned = console(), warnings(launch.local_size, *slots(config))
-    if ranks.is_first:
+    if ranks.is_rank_zero:
         notify(out, announcement(config, options), *warned, f"{_description(ranks.world_size, options)} ...")
-    scratch = tempfile.TemporaryDirectory(prefix="forgefield-bench-") if ranks.is_first else nullcontext("")
+    scratch = tempfile.TemporaryDirectory(prefix="forgefield-bench-") if ranks.is_rank_zero else nullcontext("")
     with scratch as name:
         folder = Path(ranks.broadcast(name))
         measurement, code = measure(

@@ -20,7 +20,7 @@ from forgefield.data.batch import Batch, batch_shapes, to_device, with_edges
 from forgefield.data.module import DataModule, FrameData, read_data
 from forgefield.models.potential import Potential
 from forgefield.models.registry import branch_names, build_model
-from forgefield.parallel.ranks import alone
+from forgefield.parallel.ranks import single_process
 from forgefield.runs import Run
 from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.task import Task
@@ -118,7 +118,7 @@ def bare_step(config: Config, *, precision: str | None = None, data: FrameData |
     """Read the data and build the step of a config. precision: instead of the config's. data: of the same data section, if it
     was read before."""
     run = Run(config.folder)
-    initial = initial_model(run, config, alone())
+    initial = initial_model(run, config, single_process())
     if initial is not None:
         config = initial.settle(config, lambda text: None)
     if data is None:

@@ -243,7 +243,7 @@ class StepTimer(Callback):
         parts = [astuple(times) for times in self.parts]
         share = self.processor_seconds / computing
         gathered = ranks.gather((self.seconds, counts, parts, share, self.first_step_seconds))
-        if ranks.is_first:
+        if ranks.is_rank_zero:
             measurement = self._measurement(trainer, module, gathered)
             write_atomically(self.file, json.dumps(measurement.as_dict(), indent=1) + "\n")
 

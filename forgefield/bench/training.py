@@ -60,7 +60,7 @@ def measure(
         )
     finally:
         journal.close()
-    if fitted.outcome != "finished" or not ranks.is_first:
+    if fitted.outcome != "finished" or not ranks.is_rank_zero:
         return None, fitted.exit_code
     return Measurement.from_dict(json.loads(file.read_text())), 0
 

@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     job = None
     if args.worker is not None:
         job = Job(args.job, args.worker, args.steps, args.warmup, args.precisions or (), args.trust_code)
-    from forgefield.parallel.session import run_as_one
+    from forgefield.parallel.session import run_on_all_ranks
 
     def measure(ranks: Ranks) -> int:
         from forgefield.bench.session import run_bench
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
         file, overrides = split_config(args.words)
         return run_bench(file, overrides, options, ranks, water=args.water, job=job)
 
-    return run_as_one(measure)
+    return run_on_all_ranks(measure)
 
 
 def _names(text: str) -> list[str]:

@@ -47,9 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from forgefield.parallel.session import run_as_one
+    from forgefield.parallel.session import run_on_all_ranks
 
-    return run_as_one(lambda ranks: _run(args, ranks))
+    return run_on_all_ranks(lambda ranks: _run(args, ranks))
 
 
 def _run(args: argparse.Namespace, ranks: Ranks) -> int:
@@ -84,7 +84,7 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
         device=device_name(args.device, local_rank=ranks.launch.local_rank),
         labels_required=any(key.startswith("data.labels") for key in override_keys(overrides)),
     )
-    if not ranks.is_first:
+    if not ranks.is_rank_zero:
         return 0
     results = {title(f"test-{name}"): found for name, found in errors.items()} if is_named(data) else {"test": errors}
     hints = [f"{name}: {_in_words(source)}; {args.which} weights" for name, source in sets.items()]

@@ -67,9 +67,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from forgefield.parallel.session import run_as_one
+    from forgefield.parallel.session import run_on_all_ranks
 
-    return run_as_one(lambda ranks: _run(args, ranks))
+    return run_on_all_ranks(lambda ranks: _run(args, ranks))
 
 
 def _run(args: argparse.Namespace, ranks: Ranks) -> int:
@@ -89,14 +89,14 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
         loaded = config_of_run(api.Run(folder), overrides, trust_code=args.trust_code)
         require_training_data(loaded, folder / "config.yaml")
     elif config is None:
-        loaded = api.example_config(overrides, make=ranks.is_first)
+        loaded = api.example_config(overrides, make=ranks.is_rank_zero)
         ranks.barrier()
     else:
         from forgefield.config.loading import load_config, require_training_data
 
         loaded = load_config(config, overrides, trust_code=args.trust_code)
         require_training_data(loaded, config)
-        if ranks.is_first:
+        if ranks.is_rank_zero:
             _print_notes(config)
     return api.train_with_outcome(
         loaded, fresh=args.fresh, log=args.log, log_mode=args.log_mode, trust_code=args.trust_code

@@ -7,6 +7,7 @@ would be right.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import re
@@ -17,6 +18,7 @@ from typing import Any
 from forgefield.config import schema
 from forgefield.config.data_checks import check_data
 from forgefield.config.nearest import nearest
+from forgefield.config.option import Limits, limits_of
 from forgefield.config.peer_terms import KEYS
 from forgefield.config.point_checks import check_frames_only, check_points
 from forgefield.config.point_options import PointTaskOptions
@@ -27,43 +29,6 @@ from forgefield.config.targets import BRANCHES, FIELDS, POINTS, TARGETS, as_type
 from forgefield.config.training_checks import check_training
 from forgefield.config.typed import alternatives, convert, field_types, is_optional, section_class, select, without_none
 from forgefield.errors import ForgefieldError
-
-CHOICES = {
-    "data.neighbours": ("auto", "vesin", "matscipy", "device"),
-    "data.lazy": ("auto", True, False, None),
-    "data.batch.oversized": ("error", "alone", "skip"),
-    "data.batch.bound": ("upper", "lower"),
-    "training.engine": ("auto", "eager", "compile", "graphs", "script", None),
-    "training.derivative": ("auto", "double", "tangent", "kernels"),
-    "training.kernels.radial": ("table", "exact"),
-    "training.kernels.storage": ("float32", "bfloat16"),
-    "training.tensorboard": (0, 1, 2),
-}
-POSITIVE = (
-    "data.cutoff",
-    "data.batch.frames",
-    "data.batch.atoms",
-    "data.batch.edges",
-    "data.batch.points",
-    "data.adaptive_cutoff",
-    "data.max_neighbours",
-    "data.devset",
-    "data.max_force",
-    "data.max_energy_deviation",
-    "training.lr",
-    "training.clip_norm",
-    "training.accumulate",
-    "training.graphs.sizes",
-    "training.kernels.knots",
-    "training.lora.rank",
-    "training.lora.alpha",
-    "training.memory.parts",
-    "training.block",
-    "training.early_stopping.patience",
-    "training.checkpoint.every_epochs",
-    "training.checkpoint.every_steps",
-    "training.checkpoint.keep",
-)
 
 EXPECTED = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
@@ -169,16 +134,7 @@ def _with_known_keys(values: Mapping[str, Any], cls: type) -> dict[str, Any]:
 
 def check_values(config: schema.Config, sources: Sources) -> None:
     """Refuse values without meaning and settings that do not apply."""
-    for key, choices in CHOICES.items():
-        check_choice(select(config, key), choices, key, sources)
-    for key in POSITIVE:
-        value = select(config, key)
-        if value is not None and not value > 0:
-            raise wrong(sources, key, value, "a positive number")
-    for key in ("seed", "data.split_seed"):
-        value = select(config, key)
-        if value is not None and not 0 <= value < 2**32:
-            raise wrong(sources, key, value, "a whole number from 0 to 4294967295")
+    check_limits(config, "", sources)
     check_training(config, sources)
     _check_name(config, sources)
     check_data(config.data, sources)
@@ -189,6 +145,35 @@ def check_values(config: schema.Config, sources: Sources) -> None:
         if config.task is not None:
             check_task(config.task, sources)
     _check_components(config, sources)
+
+
+def check_limits(section: Any, prefix: str, sources: Sources) -> None:
+    """Refuse values outside the bounds and choices that the fields of a dataclass declare, and those of its sections.
+
+    prefix: the dotted key of `section` with a dot at its end, as it is written in a config; empty at the top.
+    """
+    cls: type = type(section)
+    types = field_types(cls)
+    for field in dataclasses.fields(section):
+        value, key = getattr(section, field.name), f"{prefix}{field.name}"
+        in_task = isinstance(section, schema.TaskOptions)
+        if dataclasses.is_dataclass(value):
+            check_limits(value, prefix if in_task and field.name == POINTS else f"{key}.", sources)
+        elif in_task and isinstance(value, dict):
+            for name, item in value.items():
+                check_limits(item, f"{prefix if field.name == FIELDS else key + '.'}{name}.", sources)
+        elif value is not None:
+            _check_limits_of(value, limits_of(field), is_optional(types[field.name]), key, sources)
+
+
+def _check_limits_of(value: Any, limits: Limits, optional: bool, key: str, sources: Sources) -> None:
+    numbers = [value] if isinstance(value, (int, float)) else value if isinstance(value, list) else []
+    if limits.has_bounds and not all(limits.allows(number) for number in numbers):
+        raise wrong(sources, key, value, limits.expected or limits.describe())
+    is_path = limits.open_choices is not None and isinstance(value, str) and "." in value
+    if limits.choices and not is_path:
+        others = [limits.open_choices] if limits.open_choices is not None else [None] if optional else []
+        check_choice(value, (*limits.choices, *others), key, sources)
 
 
 @functools.cache

@@ -41,10 +41,6 @@ def check_data(data: DataOptions, sources: Sources) -> None:
             raise wrong(sources, f"data.{key}", dict(value), "a share, a number, a file, or {indices: file-or-list}")
     _check_batch(data, sources)
     field_options(data.labels.fields, lambda key: f"{sources.where(key)}: ")
-    if data.workers is not None and data.workers < 0:
-        raise wrong(sources, "data.workers", data.workers, "zero or more")
-    if data.prefetch is not None and data.prefetch < 1:
-        raise wrong(sources, "data.prefetch", data.prefetch, "one or more (data.workers=0 prepares nothing ahead)")
     if data.prefetch is not None and data.workers == 0:
         raise ForgefieldError(
             f"{sources.where('data.prefetch')}: 'data.prefetch' needs a thread that prepares batches; data.workers is 0."

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 _KEY = "forgefield"
@@ -38,9 +38,9 @@ class Limits:
         return any(bound is not None for bound in (self.at_least, self.above, self.at_most, self.below))
 
     def allows(self, number: float) -> bool:
-        """Whether a number is finite and within the bounds."""
+        """Whether a number is within the bounds; nan is not."""
         return (
-            math.isfinite(number)
+            not math.isnan(number)
             and (self.at_least is None or number >= self.at_least)
             and (self.above is None or number > self.above)
             and (self.at_most is None or number <= self.at_most)
@@ -48,15 +48,19 @@ class Limits:
         )
 
     def describe(self) -> str:
-        """The bounds, such as `above 0, at most 1`; empty where there are none."""
-        bounds = (("at least", self.at_least), ("above", self.above), ("at most", self.at_most), ("below", self.below))
-        return ", ".join(f"{word} {bound:.10g}" for word, bound in bounds if bound is not None)
+        """The bounds in words: `a positive number`, `from 256 to 32767`, `above 0, at most 1`; empty where there are none."""
+        lower, upper = (self.at_least, self.above), (self.at_most, None if self.below == math.inf else self.below)
+        if lower == (None, 0) and upper == (None, None):
+            return "a positive number"
+        if self.at_least is not None and self.at_most is not None:
+            return f"from {self.at_least:.10g} to {self.at_most:.10g}"
+        words = zip(("at least", "above", "at most", "below"), (*lower, *upper))
+        return ", ".join(f"{word} {bound:.10g}" for word, bound in words if bound is not None)
 
 
 def option(
-    default: Any = dataclasses.MISSING,
+    default: Any,
     *,
-    make: Callable[[], Any] | None = None,
     at_least: float | None = None,
     above: float | None = None,
     at_most: float | None = None,
@@ -66,12 +70,9 @@ def option(
     unit: str | None = None,
     expected: str | None = None,
 ) -> Any:
-    """A field of an options dataclass; `make` gives defaults that are lists or mappings. The rest: see `Limits`."""
+    """A field of an options dataclass with this default; see `Limits` for what can be declared."""
     limits = Limits(at_least, above, at_most, below, tuple(choices), open_choices, unit, expected)
-    metadata: Mapping[str, Limits] = {_KEY: limits}
-    if make is not None:
-        return dataclasses.field(default_factory=make, metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata={_KEY: limits})
 
 
 def limits_of(field: dataclasses.Field[Any]) -> Limits:

@@ -17,9 +17,7 @@ from forgefield.config.typed import select
 from forgefield.errors import ForgefieldError
 
 TARGETS = ("ldos", "density")
-SCALINGS = ("none", "standard", "minmax", "feature-wise-standard", "feature-wise-minmax")
 OBSERVABLES = ("band_energy", "total_energy", "fermi_energy", "density", "dos", "electrons")
-FERMI = ("self_consistent", "given")
 MODEL = "ldos"
 
 FRAMES_ONLY = (
@@ -128,9 +126,6 @@ def _check_section(points: PointsOptions, sources: Sources) -> None:
             "a target of its points. Train on the LDOS; its DOS follows, and task.dos adds it to the loss."
         )
     check_choice(points.target, TARGETS, f"{key}.target", sources)
-    for side in ("inputs", "outputs"):
-        check_choice(getattr(points.scaling, side), SCALINGS, f"{key}.scaling.{side}", sources)
-    check_choice(points.keep, ("auto", "device", "memory", "disk"), f"{key}.keep", sources)
     if points.target == "density" and points.energies is not None:
         raise ForgefieldError(
             f"{sources.where(f'{key}.energies')}: '{key}.energies' are the levels of an LDOS, and the target is a density."
@@ -182,20 +177,11 @@ def _check_task(task: PointTaskOptions, points: PointsOptions, sources: Sources)
         raise ForgefieldError(f"{sources.where('task')}: 'task' trains nothing; give task.{points.target}.")
     if target is not None:
         _check_target(target, f"task.{points.target}", sources)
-    for name in terms:
-        _positive(getattr(task, name).every, f"task.{name}.every", sources)
-    for name in (points.target, *terms):
-        term = getattr(task, name)
-        if term is not None and term.weight < 0:
-            raise wrong(sources, f"task.{name}.weight", term.weight, "zero or positive")
     if task.observables is not None:
         _check_observables(task.observables, points, sources)
 
 
 def _check_target(options: PointTargetOptions, key: str, sources: Sources) -> None:
-    check_choice(options.loss, ("mse", "mae", "huber"), f"{key}.loss", sources)
-    if not options.huber_delta > 0:
-        raise wrong(sources, f"{key}.huber_delta", options.huber_delta, "a positive number")
     if options.loss != "huber" and sources.explicit(f"{key}.huber_delta"):
         raise ForgefieldError(
             f"{sources.where(f'{key}.huber_delta')}: '{key}.huber_delta' applies to loss huber only, and '{key}.loss' is "
@@ -218,13 +204,6 @@ def _check_observables(options: ObservablesOptions, points: PointsOptions, sourc
             )
     if not options.metrics or len(set(options.metrics)) != len(options.metrics):
         raise wrong(sources, f"{key}.metrics", list(options.metrics), f"different ones of {', '.join(OBSERVABLES)}")
-    _positive(options.every, f"{key}.every", sources)
-    check_choice(options.fermi, FERMI, f"{key}.fermi", sources)
-
-
-def _positive(value: Any, key: str, sources: Sources) -> None:
-    if not value > 0:
-        raise wrong(sources, key, value, "a positive whole number")
 
 
 def _is_default(config: Config, key: str) -> bool:

@@ -8,6 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from forgefield.config.option import option
+
+SCALINGS = ("none", "standard", "minmax", "feature-wise-standard", "feature-wise-minmax")
 DEFAULT_POINTS = 1000
 """Points of a batch where nothing is said."""
 
@@ -17,9 +20,9 @@ class ScalingOptions:
     """What the network sees: none, standard, minmax, feature-wise-standard or feature-wise-minmax. It is part of the model; the
     data stays as it is."""
 
-    inputs: str = "feature-wise-standard"
+    inputs: str = option("feature-wise-standard", choices=SCALINGS)
     """Scaling of the descriptors."""
-    outputs: str = "minmax"
+    outputs: str = option("minmax", choices=SCALINGS)
     """Scaling of the targets."""
 
 
@@ -36,7 +39,7 @@ class PointsOptions:
     """The levels of an LDOS, eV: {first: -5.0, spacing: 2.5, levels: 11}; a list of such windows where the spacing changes."""
     scaling: ScalingOptions = field(default_factory=ScalingOptions)
     """How inputs and outputs of the network are scaled, from the training data."""
-    keep: str = "auto"
+    keep: str = option("auto", choices=("auto", "device", "memory", "disk"))
     """Where rows are kept: device, memory, disk (read in random blocks, for data that is larger than memory); auto: the first
     of these that has room."""
     descriptors: dict[str, Any] | None = None
@@ -49,11 +52,11 @@ class PointsOptions:
 class PointTargetOptions:
     """The target at each point. Errors are those of the scaled target, as the network sees it."""
 
-    weight: float = 1.0
+    weight: float = option(1.0, at_least=0, expected="zero or positive")
     """Weight of this term in the loss."""
-    loss: str = "mse"
+    loss: str = option("mse", choices=("mse", "mae", "huber"))
     """mse, mae or huber."""
-    huber_delta: float = 0.1
+    huber_delta: float = option(0.1, above=0)
     """Where Huber turns from quadratic to linear, in units of the scaled target."""
     level_weights: list[float] | None = None
     """Weight of each level (column of the target). Default: 1 for all."""
@@ -64,10 +67,10 @@ class SnapshotTermOptions:
     """A term on what whole snapshots add up to. Every so many steps, the loss of a step holds it for one training snapshot, the
     next one each time; its gradient is exact."""
 
-    weight: float = 0.001
+    weight: float = option(0.001, at_least=0, expected="zero or positive")
     """Weight of this term in the loss of those steps. Errors of a network that has learnt nothing yet are large: it is to be
     small."""
-    every: int = 10
+    every: int = option(10, above=0, expected="a positive whole number")
     """Once in so many optimiser steps."""
 
 
@@ -77,11 +80,11 @@ class ObservablesOptions:
 
     metrics: list[str] = field(default_factory=lambda: ["band_energy", "density"])
     """Of band_energy, total_energy, fermi_energy, density, dos, electrons."""
-    every: int = 1
+    every: int = option(1, above=0, expected="a positive whole number")
     """At every so many validations; also before the first step and after the last."""
     snapshots: str | list[Any] | dict[str, Any] | None = None
     """Snapshot files to measure on. Default: those of data.val."""
-    fermi: str = "self_consistent"
+    fermi: str = option("self_consistent", choices=("self_consistent", "given"))
     """Fermi energy of the predictions: self_consistent (that which gives the number of electrons) or given (that of the
     calculation, for predictions and targets)."""
 

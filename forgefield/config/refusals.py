@@ -19,7 +19,10 @@ def wrong(sources: Sources, key: str, value: Any, expected: str) -> ForgefieldEr
 def check_choice(value: Any, choices: Sequence[Any], key: str, sources: Sources) -> None:
     """Refuse a value that is none of these."""
     if value not in choices:
-        names = ["null" if choice is None else str(choice) for choice in choices]
+        names = [
+            "null" if choice is None else str(choice).lower() if isinstance(choice, bool) else str(choice)
+            for choice in choices
+        ]
         valid = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"
         hint = did_you_mean(str(value), names)
         raise ForgefieldError(f"{sources.where(key)}: '{key}' is {valid}, not {value!r}.{hint}")

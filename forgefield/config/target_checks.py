@@ -13,7 +13,6 @@ from forgefield.config.targets import DENOISE, TARGETS
 from forgefield.errors import ForgefieldError
 
 Target = schema.TargetOptions | schema.FieldTargetOptions | schema.DenoiseOptions
-LOSSES = ("mse", "mae", "rmse", "huber")
 
 
 def check_task(task: schema.TaskOptions, sources: Sources) -> None:
@@ -41,8 +40,6 @@ def _check_ours(options: schema.TargetOptions, target: str, prefix: str, sources
     key = f"{prefix}.{target}"
     _check_target(options, key, schema.TargetOptions(), sources)
     _only_for("per_atom", ("energy", "virial"), target, options, sources, prefix)
-    if options.per_atom not in (True, False, "root"):
-        raise wrong(sources, f"{key}.per_atom", options.per_atom, "true, false or root")
     for name in ("species_weights", "direct", "net_zero"):
         _only_for(name, ("forces",), target, options, sources, prefix)
     if options.direct and prefix != "task":
@@ -58,12 +55,6 @@ def _check_ours(options: schema.TargetOptions, target: str, prefix: str, sources
 
 def _check_target(options: Target, key: str, default: Target, sources: Sources) -> None:
     """What all targets have. default: the same without any setting."""
-    if not 0 <= options.weight < math.inf:
-        raise wrong(sources, f"{key}.weight", options.weight, "zero or positive, and finite")
-    if not 0 < options.huber_delta < math.inf:
-        raise wrong(sources, f"{key}.huber_delta", options.huber_delta, "a positive number")
-    if options.loss is not None and "." not in options.loss:
-        check_choice(options.loss, (*LOSSES, "an import path"), f"{key}.loss", sources)
     if options.schedule is not None:
         _check_schedule(options.schedule, f"{key}.schedule", sources)
     delta = f"{key}.huber_delta"
@@ -75,19 +66,11 @@ def _check_target(options: Target, key: str, default: Target, sources: Sources) 
 
 def _check_denoise(options: schema.DenoiseOptions, key: str, sources: Sources) -> None:
     _check_target(options, key, schema.DenoiseOptions(), sources)
-    if not 0 < options.sigma < float("inf"):
-        raise wrong(sources, f"{key}.sigma", options.sigma, "a positive length in A")
-    if options.share is not None and not 0 < options.share <= 1:
-        raise wrong(sources, f"{key}.share", options.share, "a share of the frames, above 0 and at most 1")
 
 
 def _check_field_target(options: schema.FieldTargetOptions, key: str, sources: Sources) -> None:
-    check_choice(options.kind, ("values", "vector", "symmetric", "tensor", None), f"{key}.kind", sources)
-    check_choice(options.reduce, ("sum", "mean", "max", "attention", None), f"{key}.reduce", sources)
     if options.kind not in (None, "values"):
         _check_turning(options, key, sources)
-    if options.per_atom not in (True, False, "root", None):
-        raise wrong(sources, f"{key}.per_atom", options.per_atom, "true, false or root")
     if options.per_atom is not None and options.reduce != "sum":
         raise ForgefieldError(
             f"{sources.where(f'{key}.per_atom')}: '{key}.per_atom' applies to extensive values only ({key}.reduce=sum)."
@@ -172,15 +155,12 @@ _SCHEDULES = {
 
 
 def _check_schedule(schedule: schema.ScheduleOptions, key: str, sources: Sources) -> None:
-    check_choice(schedule.kind, tuple(_SCHEDULES), f"{key}.kind", sources)
     for name, value in vars(schedule).items():
         if value is not None and name not in ("kind", "to", *_SCHEDULES[schedule.kind]):
             raise ForgefieldError(
                 f"{sources.where(f'{key}.{name}')}: '{key}.{name}' does not apply to kind {schedule.kind}, "
                 f"which takes {', '.join(['to', *_SCHEDULES[schedule.kind]])}."
             )
-    if schedule.unit is not None:
-        check_choice(schedule.unit, ("step", "epoch"), f"{key}.unit", sources)
     values = schedule.to if isinstance(schedule.to, Sequence) and not isinstance(schedule.to, str) else [schedule.to]
     if not all(isinstance(v, (int, float)) and not isinstance(v, bool) and 0 <= v < math.inf for v in values):
         raise wrong(sources, f"{key}.to", schedule.to, "the last value, zero or positive, and finite")
@@ -189,14 +169,8 @@ def _check_schedule(schedule: schema.ScheduleOptions, key: str, sources: Sources
     elif len(values) != 1 or values[0] is not schedule.to:
         raise wrong(sources, f"{key}.to", list(values), "one number; a list goes with kind step")
     begin = schedule.begin or 0
-    if begin < 0:
-        raise wrong(sources, f"{key}.begin", begin, "a whole number from 0")
     if schedule.end is not None and schedule.end <= begin:
         raise wrong(sources, f"{key}.end", schedule.end, f"larger than {key}.begin, which is {begin}")
-    if schedule.slope is not None and not 0 < schedule.slope < math.inf:
-        raise wrong(sources, f"{key}.slope", schedule.slope, "a positive number")
-    if schedule.centre is not None and not 0 <= schedule.centre <= 1:
-        raise wrong(sources, f"{key}.centre", schedule.centre, "a number from 0 to 1")
 
 
 def _check_places(schedule: schema.ScheduleOptions, values: list[Any], key: str, sources: Sources) -> None:

@@ -15,21 +15,12 @@ PRECISIONS = ("float64", "float32", "tf32", "bf16-mixed", "fp16-mixed")
 SCHEDULE = ("start", "finish", "finish_epochs", "finish_steps")
 """Keys of a schedule of precisions."""
 
-FEWEST_KNOTS, MOST_KNOTS = 256, 2**15 - 1
-"""Intervals of a table: with fewer it would be what limits the precision, and kernels number them by 16 bits."""
-
 
 def check_training(config: schema.Config, sources: Sources) -> None:
     """Refuse settings of a training that have no meaning or do not apply."""
     training = config.training
-    ema = training.ema
-    if ema is not None and not 0 < ema < 1:
-        raise wrong(sources, "training.ema", ema, "a number between 0 and 1, or null for no average")
     _check_kernels(training, sources)
     _check_edges(config, sources)
-    if not FEWEST_KNOTS <= training.kernels.knots <= MOST_KNOTS:
-        hint = f"from {FEWEST_KNOTS} to {MOST_KNOTS}"
-        raise wrong(sources, "training.kernels.knots", training.kernels.knots, hint)
     for pattern, factor in (training.lr_groups or {}).items():
         if not 0 < factor < float("inf"):
             hint = f"; what is not to be trained goes into training.freeze=[{pattern}]" if factor == 0 else ""
@@ -87,10 +78,6 @@ def _check_swa(training: schema.TrainingOptions, sources: Sources) -> None:
             f"{sources.where('training.swa')}: training.swa takes the place of training.ema={training.ema:g}; set "
             "training.ema=null."
         )
-    if not swa.start > 0:
-        raise wrong(sources, "training.swa.start", swa.start, "a share of the training, or a number of steps")
-    if swa.every is not None and swa.every < 1:
-        raise wrong(sources, "training.swa.every", swa.every, "a number of steps, 1 or more")
 
 
 def _check_precision(value: Any, sources: Sources) -> None:

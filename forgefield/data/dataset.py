@@ -17,7 +17,7 @@ from forgefield.data.neighbours.edges import (
     BuiltEdges,
     DeviceEdges,
     MemoryEdges,
-    Neighbourhoods,
+    NeighbourLists,
     Progress,
     StoredEdges,
     build_block,
@@ -65,7 +65,7 @@ class GraphDataset:
                 "data.neighbours=device supports neighbour lists with one cutoff only; leave out data.adaptive_cutoff and "
                 "data.max_neighbours, or use data.neighbours=auto"
             )
-        self.edges: Neighbourhoods = DeviceEdges() if on_device else _neighbourhoods(self.frames, self.graph, progress)
+        self.edges: NeighbourLists = DeviceEdges() if on_device else _neighbourhoods(self.frames, self.graph, progress)
 
     def serve(self, spec: BatchSpec, *, device_may_build_edges: bool) -> GraphDataset:
         """The same frames and neighbour lists, for batches as `spec` describes them.
@@ -201,7 +201,7 @@ def _branch_indices(frames: FrameTable, branches: Sequence[str]) -> np.ndarray:
     return indices
 
 
-def _neighbourhoods(table: FrameTable, graph: GraphOptions, progress: Progress | None) -> Neighbourhoods:
+def _neighbourhoods(table: FrameTable, graph: GraphOptions, progress: Progress | None) -> NeighbourLists:
     if holds_graph(table, graph):
         return StoredEdges(table)
     if any(isinstance(part.columns, StoreColumns) for part in table.parts):

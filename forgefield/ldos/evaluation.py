@@ -49,7 +49,7 @@ def measure_points(run: Run, config: Config, data: PointData, journal: Journal, 
         )
         if part.is_whole:
             _report_missing(missing, journal.notify)
-    if not ranks.is_first:
+    if not ranks.is_rank_zero:
         return
     if data.test is not None:
         write_test(run, results["test"], name="test", data=config.data.test, which="best", points=len(data.test))
@@ -82,7 +82,7 @@ def test_points(
     require_same_data(table.fingerprint, ranks)
     model = _network(run, which, device, ranks)
     errors, missing = _evaluate(run, model, table, name, options, run.config.task, ranks)
-    if ranks.is_first:
+    if ranks.is_rank_zero:
         _report_missing(missing, print)
         write_test(run, errors, name=name, data=data, which=which, points=table.n_points)
     return ranks.broadcast(errors)
@@ -204,7 +204,7 @@ def _target_errors(
         outputs = model.network(model.scaled_inputs(part["inputs"].to(device))).to(torch.float64)
         targets = (part["targets"].to(device) - model.output_shift) / model.output_scale
         errors.add(PointErrors.measure(outputs - targets, part["weight"].to(device)).cpu())
-    return errors.compute(ranks.sum(errors.sums))
+    return errors.compute(ranks.all_reduce(errors.sums))
 
 
 def _write_predictions(
@@ -232,7 +232,7 @@ def _write_predictions(
     }
     arrays |= {f"error_{name}": np.array([each[name] for each in errors]) for name in errors[0]}
     samples = ranks.gather([_sample(pair, fact) for pair, fact in zip(pairs, facts)])
-    if not ranks.is_first:
+    if not ranks.is_rank_zero:
         return
     if samples[0][0] is not None:
         for number in range(len(facts)):

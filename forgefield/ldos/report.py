@@ -1,10 +1,11 @@
-"""The errors of a run on grid points: observables of each snapshot, its density of states and its density, as figures.
+"""Sections of the report of an LDOS run: errors of observables, density of states and density, and how to use the model.
 
-Read from `predictions/SPLIT-points.npz`, which may be absent or damaged; that is then said in the place of the figures.
+Predictions are read from `predictions/SPLIT-points.npz`; where it is missing or damaged, the page says so in place of figures.
 """
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,20 +17,20 @@ from forgefield.report.analysis import Pairs, Quantity
 from forgefield.report.canvas import COLOURS, house_style, linear_ticks, new_figure, to_svg
 from forgefield.report.figures import parity_figure
 from forgefield.report.folder import SPLITS, RunData, split_title
+from forgefield.report.layout import card, dim_comments, section, tabbed
 from forgefield.report.markup import Child, Html, join, table, tag
 from forgefield.report.numbers import shorten, significant
-from forgefield.report.sections import card, section, tabbed
-from forgefield.report.sections_errors import tests_table
+from forgefield.report.sections.errors import tests_table
 from forgefield.untrusted.archives import npz_arrays
 
 SHOWN = 4
-"""Snapshots of a split that get figures."""
+"""Number of snapshots of a split that are shown with figures."""
 DENSITY = Quantity("density", "Density", "n", "1/Å³", "1/Å³", 1.0)
 
 
 @dataclass(frozen=True)
 class PointPredictions:
-    """What was predicted for some snapshots; arrays as `predictions/SPLIT-points.npz` names them."""
+    """Predictions for the snapshots of a split: the arrays of `predictions/SPLIT-points.npz`, by name."""
 
     arrays: dict[str, np.ndarray]
 
@@ -43,28 +44,31 @@ class PointPredictions:
 
 
 def read_points(path: Path) -> PointPredictions | None:
-    """The predictions of a split; None where there are none that can be read."""
+    """The predictions of a split; None where the file is missing, damaged or inconsistent."""
     try:
         arrays = npz_arrays(path)
         n, levels = len(arrays["names"]), len(arrays["energies"])
-        fit = all(arrays[f"dos_{kind}"].shape == (n, levels) for kind in ("pred", "ref"))
-        fit = fit and all(arrays[key].shape == (n,) for key in arrays if key.startswith("error_"))
-        return PointPredictions(arrays) if fit and n else None
+        consistent = all(arrays[f"dos_{kind}"].shape == (n, levels) for kind in ("pred", "ref"))
+        consistent = consistent and all(arrays[key].shape == (n,) for key in arrays if key.startswith("error_"))
+        return PointPredictions(arrays) if consistent and n else None
     except (OSError, ForgefieldError, KeyError, TypeError):
         return None
 
 
-def points_section(run: RunData) -> Html:
-    lead = "Observables of the predicted LDOS of whole snapshots against those of the LDOS they should have."
+def errors_section(run: RunData) -> Html:
+    """Errors of observables for each split: a table, densities of states and parity plots of densities."""
+    lead = (
+        "Observables computed from the predicted LDOS of complete snapshots, compared with those of the reference LDOS."
+    )
     splits = run.splits if run.tests else SPLITS
-    found = {split: read_points(run.path / "predictions" / f"{split}-points.npz") for split in splits}
-    available = {split: predictions for split, predictions in found.items() if predictions is not None}
+    stored = {split: read_points(run.path / "predictions" / f"{split}-points.npz") for split in splits}
+    available = {split: predictions for split, predictions in stored.items() if predictions is not None}
     if not available:
-        words = (
-            "There are no predictions of whole snapshots yet; forgefield test RUN --data SNAPSHOTS makes them. Observables "
-            "need the temperature, the number of electrons and the cell of a snapshot."
+        message = (
+            "There are no predictions for complete snapshots yet; forgefield test RUN --data SNAPSHOTS writes them. "
+            "Observables need the temperature, the number of electrons and the cell of each snapshot."
         )
-        return section("errors", "Errors", lead, tag("div", tag("p", words), class_="card empty"))
+        return section("errors", "Errors", lead, tag("div", tag("p", message), class_="card empty"))
     panels = []
     for split, predictions in available.items():
         count = len(predictions.names)
@@ -86,8 +90,17 @@ def _panel(run: RunData, split: str, predictions: PointPredictions) -> Html:
     return join([tag("div", _table(run, predictions), class_="grid"), tag("div", *figures, class_="grid")])
 
 
+def usage_section(run: RunData) -> Html:
+    """Commands and Python code that use the model."""
+    name = shorten(run.argument, 300)
+    python = f"import forgefield\n\nmodel = forgefield.load({name!r})\nldos = model(descriptors)  # 1/(eV A^3)"
+    shell = f"forgefield test {shlex.quote(name)} --data SNAPSHOTS"
+    cards = [card("In Python", tag("pre", dim_comments(python))), card("On the command line", tag("pre", shell))]
+    return section("use", "Use this model", None, tag("div", *cards, class_="grid two"))
+
+
 def dos_figure(predictions: PointPredictions, number: int) -> Figure:
-    """Predicted and reference density of states over energy, and the error below; the Fermi energy as a line."""
+    """Predicted and reference density of states over energy, their difference below, and the reference Fermi energy."""
     arrays = predictions.arrays
     energies, predicted, reference = arrays["energies"], arrays["dos_pred"][number], arrays["dos_ref"][number]
     with house_style():
@@ -112,7 +125,7 @@ def dos_figure(predictions: PointPredictions, number: int) -> Figure:
 
 
 def density_pairs(predictions: PointPredictions, number: int) -> Pairs | None:
-    """The sampled points of a snapshot."""
+    """Predicted and reference density at the sampled points of a snapshot; None where none were stored."""
     stored = predictions.arrays.get(f"density_{number}")
     if stored is None or stored.ndim != 2 or len(stored) != 2 or stored.shape[1] == 0:
         return None
@@ -120,27 +133,27 @@ def density_pairs(predictions: PointPredictions, number: int) -> Pairs | None:
 
 
 def _table(run: RunData, predictions: PointPredictions) -> Html:
-    """Errors of every observable of every snapshot, and energies as the calculation printed them."""
+    """Errors of all observables of each snapshot, and of energies against the DFT calculation."""
     arrays, units = predictions.arrays, run.heads
     header: list[Child] = [
         "Snapshot",
         *(f"{name.replace('_', ' ')}, {units.get(name, '')}" for name in predictions.metrics),
     ]
     against_dft = {"band": "band_energy", "total": "total"}
-    extra = {
+    with_dft = {
         name: key
         for name, key in against_dft.items()
         if f"{key}_pred" in arrays and np.isfinite(arrays.get(f"{name}_dft", np.nan)).all()
     }
-    header += [f"{name} energy against DFT, meV/atom" for name in extra]
+    header += [f"{name} energy error against DFT, meV/atom" for name in with_dft]
     rows: list[list[Child]] = []
     for number, snapshot in enumerate(predictions.names[:200]):
         row: list[Child] = [shorten(snapshot, 40)]
         row += [significant(float(arrays[f"error_{name}"][number])) for name in predictions.metrics]
-        for name, key in extra.items():
+        for name, key in with_dft.items():
             difference = arrays[f"{key}_pred"][number] - arrays[f"{name}_dft"][number]
             row.append(significant(float(1000 * difference / arrays["n_atoms"][number])))
         rows.append(row)
-    note = "Energies are prediction minus reference; against DFT, also by what the targets themselves miss of it."
-    content = [table(header, rows), tag("p", note, class_="note") if extra else None]
+    note = "Errors are prediction minus reference. Errors against DFT include those of the reference LDOS itself."
+    content = [table(header, rows), tag("p", note, class_="note") if with_dft else None]
     return tag("div", tag("h3", "Observables of each snapshot"), *content, class_="card whole-row")

@@ -19,7 +19,7 @@ _NO_FLOAT64 = (
 )
 
 
-def settle_accelerator(options: dict[str, Any], *, world_size: int = 1) -> str | None:
+def resolve_accelerator(options: dict[str, Any], *, world_size: int = 1) -> str | None:
     """Complete `accelerator` and, where it needs one of its own, `strategy` in the config's `trainer` section, in place.
 
     Returns a sentence where something was decided that a user may wonder about. Refuses what cannot work.
@@ -75,12 +75,12 @@ def evaluation_device(accelerator: Any) -> str:
     return "cpu"
 
 
-def random_state_of_accelerator() -> dict[str, Any]:
+def accelerator_random_state() -> dict[str, Any]:
     """State of the random numbers of each kind of device that is there, beside the CPU."""
     return {name: module.get_rng_state() for name, module in _random_modules().items()}
 
 
-def set_random_state_of_accelerator(state: dict[str, Any]) -> None:
+def set_accelerator_random_state(state: dict[str, Any]) -> None:
     for name, module in _random_modules().items():
         if state.get(name) is not None:
             module.set_rng_state(state[name])

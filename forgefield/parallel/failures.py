@@ -1,14 +1,12 @@
-"""When one rank fails, all end: within seconds, and with the words of the one that failed first.
+"""When one rank fails, all ranks end within seconds, with the error message of the rank that failed first.
 
-A rank that dies leaves the others waiting for a message that never comes. The watch tells them; what they do then is here.
-Nothing
-is saved on this way out: the checkpoints on disk are whole, and the same command goes on from the newest.
+A rank that dies leaves the others waiting for a message that never comes. The watch notifies them; what they do then is here.
+Nothing is saved: the checkpoints on disk are complete, and the same command resumes from the newest.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import sys
 import threading
 import time
@@ -19,33 +17,31 @@ from typing import NoReturn
 
 from forgefield.errors import ForgefieldError
 from forgefield.parallel.ranks import Ranks
-from forgefield.parallel.watch_thread import Loss
+from forgefield.parallel.watch_thread import Loss, LossKind
 from forgefield.processes import Terminated
 
-MOMENT = 1.0
-"""Seconds in which the news of a lost rank arrives; an error that comes first may be its consequence."""
+NOTICE_DELAY = 1.0
+"""Seconds in which the notice of a lost rank arrives; an error that comes first may be a consequence of the loss."""
 GRACE = 3.0
 """Seconds that a rank has to end by itself once another one is gone."""
-_ERROR = "error: "
-_STOPPED = re.compile(r"stopped with exit code (\d+): ")
 
 
 def on_loss(ranks: Ranks, loss: Loss) -> None:
-    """Called on every remaining rank: say it once, then see to it that this process ends."""
-    # Rank 0 speaks for all. Of its own error it speaks itself; that it ended without a word is for rank 1 to say.
+    """Called on every remaining rank: one of them prints what happened, and each makes sure that its process ends."""
+    # Rank 0 prints for all. It prints its own error itself; that it died without one is printed by rank 1.
     if ranks.rank == (0 if loss.rank > 0 else 1) and (loss.rank > 0 or loss.text is None):
-        if loss.text is not None and (stopped := _STOPPED.match(loss.text)):
-            print(loss.text[stopped.end() :], flush=True)
-            _end_soon(exit_code(loss.text))
-            return
-        if exit_code(loss.text) == 2:  # a wrong setting is met by all ranks at about the same time
-            _wait_until(lambda: ranks.own_error is not None, MOMENT / 2)
-        text = loss.text if loss.text is not None and loss.text == ranks.own_error else describe_loss(ranks, loss)
-        print(text, file=sys.stderr, flush=True)
-    _end_soon(exit_code(loss.text))
+        if loss.kind is LossKind.STOPPED:
+            print(loss.text, flush=True)
+        else:
+            if loss.kind is LossKind.ERROR:  # all ranks meet a wrong setting at about the same time
+                _wait_until(lambda: ranks.error_text is not None, NOTICE_DELAY / 2)
+            everywhere = loss.kind is LossKind.ERROR and loss.text == ranks.error_text
+            text = f"error: {loss.text}" if everywhere else describe_loss(ranks, loss)
+            print(text, file=sys.stderr, flush=True)
+    _exit_soon(loss.exit_code)
 
 
-def _end_soon(code: int) -> None:
+def _exit_soon(code: int) -> None:
     last_resort = threading.Timer(GRACE, os._exit, args=(code,))
     last_resort.daemon = True
     last_resort.start()
@@ -55,72 +51,68 @@ def describe_loss(ranks: Ranks, loss: Loss) -> str:
     where = f"rank {loss.rank} on {loss.host}"
     if loss.text is None:
         return (
-            f"{_ERROR}{where} ended without a word (killed, or out of memory?); all {ranks.world_size} processes stop. "
-            "The checkpoints are whole: run the same command to go on."
+            f"error: {where} exited without an error message (killed, or out of memory?); all {ranks.world_size} processes "
+            "stop. The checkpoints are complete: run the same command to resume."
         )
-    if loss.text.startswith(_ERROR):
-        return f"{loss.text} ({where})"
-    return f"{loss.text.rstrip()}\n{_ERROR}{where} failed with the error above; all {ranks.world_size} processes stop."
+    if loss.kind is LossKind.ERROR:
+        return f"error: {loss.text} ({where})"
+    return f"{loss.text.rstrip()}\nerror: {where} failed with the error above; all {ranks.world_size} processes stop."
 
 
-def exit_code(text: str | None) -> int:
-    """2 for something the user can mend, as in one process; that of a stop on request; 1 for all else."""
-    if text is not None and (stopped := _STOPPED.match(text)):
-        return int(stopped[1])
-    return 2 if text is not None and text.startswith(_ERROR) else 1
+def announce_failure(ranks: Ranks, error: BaseException) -> None:
+    """Notify all ranks that this one is about to end, unless another one is gone already. Once per process.
 
-
-def tell_failure(ranks: Ranks, error: BaseException) -> None:
-    """Have all ranks know that this one is about to end, unless another one has gone before. Once per process."""
-    if ranks.watch is None or ranks.own_error is not None:
+    The exit code of all ranks is then 2 for an error that the user can correct, as in one process, and 1 for any other.
+    """
+    if ranks.watch is None or ranks.error_text is not None:
         return
     watch = ranks.watch
     expected = isinstance(error, ForgefieldError)
-    text = f"{_ERROR}{error}" if expected else "".join(traceback.format_exception(error))
+    text = str(error) if expected else "".join(traceback.format_exception(error))
     if not expected:
-        _wait_until(lambda: watch.loss is not None, MOMENT)
+        _wait_until(lambda: watch.loss is not None, NOTICE_DELAY)
     ranks.failed_first = watch.loss is None
-    ranks.own_error = text
+    ranks.error_text, ranks.error_code = text, 2 if expected else 1
     if ranks.failed_first:
-        watch.fail(text)
+        watch.fail(text, LossKind.ERROR if expected else LossKind.EXCEPTION, ranks.error_code)
 
 
-def stop_together(ranks: Ranks, sentence: str, code: int) -> None:
+def stop_all_ranks(ranks: Ranks, message: str, code: int) -> None:
     """Stop all ranks at once, wherever they are; nothing is saved. With several ranks this does not return.
 
-    sentence: what rank 0 tells the user where this is another rank.
+    message: what rank 0 prints where this is another rank. code: exit code.
     """
     if ranks.watch is None:
         return
-    if ranks.own_error is None and ranks.watch.loss is None:
-        ranks.own_error = f"stopped with exit code {code}: {sentence}"
-        ranks.watch.fail(ranks.own_error)
-    time.sleep(MOMENT)  # rank 0 is printing; once this process has gone, a launcher may kill it
-    leave_at_once(code)
+    if ranks.error_text is None and ranks.watch.loss is None:
+        ranks.error_text, ranks.error_code = message, code
+        ranks.watch.fail(message, LossKind.STOPPED, code)
+    time.sleep(NOTICE_DELAY)  # rank 0 is printing; once this process is gone, a launcher may kill it
+    exit_immediately(code)
 
 
 @contextmanager
-def failing_together(ranks: Ranks) -> Iterator[None]:
+def abort_all_on_error(ranks: Ranks) -> Iterator[None]:
     """Inside the block an exception on one rank ends all ranks. It is raised on rank 0 if it happened there first; every other
-    rank ends here, in silence, because rank 0 speaks for all."""
+    rank exits here without a message, because rank 0 prints for all."""
     if ranks.watch is None:
         yield
         return
     try:
         yield
     except Terminated as stopped:
-        stop_together(ranks, f"stopped by {stopped}", stopped.exit_code)
+        stop_all_ranks(ranks, f"stopped by {stopped}", stopped.exit_code)
         raise
     except BaseException as error:
-        tell_failure(ranks, error)
-        if ranks.failed_first and ranks.is_first:
+        announce_failure(ranks, error)
+        if ranks.failed_first and ranks.is_rank_zero:
             raise
-        time.sleep(MOMENT)  # rank 0 is printing; once this process has gone, a launcher may kill it
+        time.sleep(NOTICE_DELAY)  # rank 0 is printing; once this process is gone, a launcher may kill it
         loss = ranks.watch.loss
-        leave_at_once(exit_code(loss.text if loss is not None else ranks.own_error))
+        exit_immediately(loss.exit_code if loss is not None else ranks.error_code)
 
 
-def leave_at_once(code: int) -> NoReturn:
+def exit_immediately(code: int) -> NoReturn:
     """End the process without waiting for anything that may wait for a rank that is gone."""
     sys.stdout.flush()
     sys.stderr.flush()

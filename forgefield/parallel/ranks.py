@@ -1,13 +1,13 @@
-"""The processes that train together: who they are, and the few ways in which they talk outside of the gradient.
+"""The processes of a training and their collective operations outside of the gradient: broadcast, gather, all_reduce.
 
-A process that trains alone is a group of one: the same calls return at once. `meeting.connect` makes groups of several.
+A single process is a group of one, for which these return at once. `rendezvous.connect` makes groups of several.
 """
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
@@ -15,9 +15,11 @@ from torch import Tensor
 from forgefield.parallel.launch import Launch, detect_launch
 from forgefield.parallel.watch_thread import Watch
 
+T = TypeVar("T")
+
 
 class Ranks:
-    """This process among `world_size`. hosts: name of the node of every rank. backend: what carries the messages."""
+    """This process among `world_size`. hosts: name of the node of each rank. backend: of `torch.distributed`."""
 
     def __init__(self, launch: Launch, *, hosts: Sequence[str], backend: str) -> None:
         self.launch = launch
@@ -25,14 +27,16 @@ class Ranks:
         self.hosts = list(hosts)
         self.backend = backend
         self.watch: Watch | None = None
-        self.own_error: str | None = None
-        """What went wrong in this process, once something has."""
+        self.error_text: str | None = None
+        """Message of the error that ended this process, once one has."""
+        self.error_code = 1
+        """The exit code that goes with it."""
         self.failed_first = False
-        self.on_line: Any = None
+        self.on_line: Callable[[int, str], None] | None = None
         """On rank 0: called with (rank, text) for each line of log that another rank sends."""
 
     @property
-    def is_first(self) -> bool:
+    def is_rank_zero(self) -> bool:
         return self.rank == 0
 
     @property
@@ -40,7 +44,7 @@ class Ranks:
         """Names of the nodes, in the order of their first ranks."""
         return list(dict.fromkeys(self.hosts))
 
-    def sum(self, tensor: Tensor) -> Tensor:
+    def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over ranks, the same bits on each."""
         if self.world_size == 1:
             return tensor
@@ -48,32 +52,32 @@ class Ranks:
         dist.all_reduce(total)
         return total
 
-    def broadcast(self, value: Any) -> Any:
-        """What rank 0 has. The others may pass anything."""
+    def broadcast(self, value: object) -> Any:
+        """The value of rank 0, on every rank. What other ranks pass is ignored."""
         if self.world_size == 1:
             return value
-        box = [value if self.is_first else None]
-        dist.broadcast_object_list(box, src=0)
-        return box[0]
+        values: list[Any] = [value if self.is_rank_zero else None]
+        dist.broadcast_object_list(values, src=0)
+        return values[0]
 
-    def gather(self, value: Any) -> list[Any]:
-        """What every rank has, in the order of ranks; empty on all ranks but the first."""
+    def gather(self, value: T) -> list[T]:
+        """The values of all ranks, in the order of ranks, on rank 0; an empty list on the others."""
         if self.world_size == 1:
             return [value]
-        boxes: list[Any] | None = [None] * self.world_size if self.is_first else None
-        dist.gather_object(value, boxes, dst=0)
-        return boxes or []
+        values: list[Any] | None = [None] * self.world_size if self.is_rank_zero else None
+        dist.gather_object(value, values, dst=0)
+        return values or []
 
-    def all_gather(self, value: Any) -> list[Any]:
-        """What every rank has, in the order of ranks, on every rank."""
+    def all_gather(self, value: T) -> list[T]:
+        """The values of all ranks, in the order of ranks, on every rank."""
         if self.world_size == 1:
             return [value]
-        boxes: list[Any] = [None] * self.world_size
-        dist.all_gather_object(boxes, value)
-        return boxes
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
 
     def barrier(self) -> None:
-        """Wait until all ranks are here."""
+        """Wait until all ranks have reached this call."""
         self.all_gather(None)
 
     def describe(self, rank: int) -> str:
@@ -81,7 +85,7 @@ class Ranks:
         return f"rank {rank} on {self.hosts[rank]}" if self.world_size > 1 else "this process"
 
     def leave(self) -> None:
-        """The end of this process in good order; the others may go on for a while."""
+        """Leave the group before this process ends; the others may run longer."""
         if self.world_size == 1:
             return
         if self.watch is not None:
@@ -90,7 +94,7 @@ class Ranks:
             dist.destroy_process_group()
 
 
-def alone(launch: Launch | None = None) -> Ranks:
+def single_process(launch: Launch | None = None) -> Ranks:
     """A group of one process."""
     launch = detect_launch({}) if launch is None else launch
     return Ranks(launch, hosts=[socket.gethostname()], backend="none")

@@ -1,6 +1,6 @@
-"""How processes become a group: they meet where the launcher said, agree on a fresh start, and begin to watch each other.
+"""How processes become a group: a rendezvous at the address of the launcher, a new key for this attempt, and the watch.
 
-`connect` is called once per process, before anything else is done, so that an error on any rank can be told to all of them.
+`connect` is called once per process, before anything else is done, so that all ranks are notified of an error on any of them.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import os
 import secrets
 import socket
 import time
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,21 +18,22 @@ import torch.distributed as dist
 from forgefield.errors import ForgefieldError
 from forgefield.parallel.launch import Launch
 from forgefield.parallel.network import interface_towards
-from forgefield.parallel.ranks import Ranks, alone
+from forgefield.parallel.ranks import Ranks, single_process
 from forgefield.parallel.watch import start_watch
+from forgefield.parallel.watch_thread import Loss
 
-MEETING_MINUTES = 10
+RENDEZVOUS_MINUTES = 10
 """How long the first ranks wait for the last one to start."""
 
 
-def connect(launch: Launch, *, on_loss: Any) -> Ranks:
-    """Meet the other processes. on_loss(ranks, loss): called in a thread of its own when another rank has gone."""
+def connect(launch: Launch, *, on_loss: Callable[[Ranks, Loss], None]) -> Ranks:
+    """Connect to the other processes. on_loss(ranks, loss): called in a separate thread when another rank is lost."""
     if launch.world_size == 1:
-        return alone(launch)
-    _tell_libraries(launch)
+        return single_process(launch)
+    _set_environment(launch)
     try:
         store, _, _ = next(
-            dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timedelta(minutes=MEETING_MINUTES))
+            dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timedelta(minutes=RENDEZVOUS_MINUTES))
         )
         store = dist.PrefixStore(f"forgefield/{_fresh_token(launch, store)}", store)
         backend = backends(shared_gpus=_share_gpus(launch, store))
@@ -42,7 +43,7 @@ def connect(launch: Launch, *, on_loss: Any) -> Ranks:
     except (RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise ForgefieldError(
-            f"Rank {launch.rank} could not meet the other {launch.world_size - 1} processes at {launch.master_address}:"
+            f"Rank {launch.rank} could not connect to the other {launch.world_size - 1} processes at {launch.master_address}:"
             f"{launch.master_port} ({reason}). Did all of them start, can this node reach that address, is the port free? "
             "MASTER_ADDR and MASTER_PORT set another one."
         ) from error
@@ -62,10 +63,10 @@ def connect(launch: Launch, *, on_loss: Any) -> Ranks:
 
 
 def _fresh_token(launch: Launch, store: dist.Store) -> str:
-    """A word that the processes which are alive now agree on.
+    """A key that the processes of this attempt agree on.
 
-    An agent that starts processes again offers the same store: what dead ones left there must not be met. Every rank asks with
-    a word of its own, which nobody can have answered before, and rank 0 answers until all have said that they heard it.
+    An agent that restarts processes offers the same store again, in which entries of dead processes must not be read. Every
+    rank asks with a random token, which nobody can have answered before, and rank 0 answers until all have confirmed.
     """
     own = secrets.token_hex(8)
     if launch.launcher != "torchrun":
@@ -75,7 +76,7 @@ def _fresh_token(launch: Launch, store: dist.Store) -> str:
         token = store.get(f"forgefield/answer/{launch.rank}/{own}").decode()
         store.set(f"forgefield/heard/{launch.rank}/{token}", "yes")
         return token
-    deadline = time.monotonic() + 60 * MEETING_MINUTES
+    deadline = time.monotonic() + 60 * RENDEZVOUS_MINUTES
     missing, answered = set(range(1, launch.world_size)), dict[int, str]()
     while missing:
         for rank in sorted(missing):
@@ -88,15 +89,14 @@ def _fresh_token(launch: Launch, store: dist.Store) -> str:
             if store.check([f"forgefield/heard/{rank}/{own}"]):
                 missing.discard(rank)
         if missing and time.monotonic() > deadline:
-            raise RuntimeError(f"ranks {sorted(missing)[:8]} did not come")
+            raise RuntimeError(f"ranks {sorted(missing)[:8]} did not connect")
         if missing:
             time.sleep(0.02)
     return own
 
 
 def backends(*, shared_gpus: bool = False) -> str:
-    """What carries messages here, in torch's notation: by kind of device where there are several. nccl wants a GPU for each
-    process."""
+    """The backend of `torch.distributed`, by kind of device where there are several. NCCL needs a GPU for each process."""
     if torch.cuda.is_available() and dist.is_nccl_available() and not shared_gpus:
         return "cpu:gloo,cuda:nccl"
     if hasattr(torch, "xpu") and torch.xpu.is_available() and dist.is_xccl_available():
@@ -105,12 +105,12 @@ def backends(*, shared_gpus: bool = False) -> str:
 
 
 def gpu_index(launch: Launch) -> int:
-    """Which of the GPUs that this process sees is its own; the only one, where the launcher shows each process its own."""
+    """Index of the GPU of this process among those that it sees; 0 where the launcher shows each process one GPU."""
     return launch.local_rank % max(torch.cuda.device_count(), 1)
 
 
 def _share_gpus(launch: Launch, store: dist.Store) -> bool:
-    """Whether any two processes of a node have the same GPU, found out through the store; the same answer on all ranks."""
+    """Whether any two processes of a node have the same GPU, compared through the store; the same result on all ranks."""
     own = ""
     if torch.cuda.is_available():
         own = str(torch.cuda.get_device_properties(gpu_index(launch)).uuid)
@@ -124,14 +124,14 @@ def _share_gpus(launch: Launch, store: dist.Store) -> bool:
 
 
 def usable_threads(launch: Launch) -> int:
-    """Threads for this process when nobody has said: its share of the cores it may run on."""
+    """Default number of threads of this process: its share of the cores it may run on."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     bound_by_launcher = cores < (os.cpu_count() or 1)
     return max(1, cores if bound_by_launcher else cores // launch.local_size)
 
 
-def _tell_libraries(launch: Launch) -> None:
-    """Say in the variables that torch and Lightning read what was detected."""
+def _set_environment(launch: Launch) -> None:
+    """Set the variables that torch and Lightning read to what was detected."""
     os.environ.update(
         MASTER_ADDR=launch.master_address,
         MASTER_PORT=str(launch.master_port),
@@ -143,7 +143,7 @@ def _tell_libraries(launch: Launch) -> None:
     if "GLOO_SOCKET_IFNAME" not in os.environ:
         interface = interface_towards(launch.master_address)
         if interface == "lo" and launch.n_nodes > 1:
-            # Rank 0's node, whose own name means loopback: what leads outwards is meant.
+            # On the node of rank 0, whose name resolves to loopback: use the interface of the default route.
             interface = interface_towards("192.0.2.1")
         if interface is not None:
             os.environ["GLOO_SOCKET_IFNAME"] = interface

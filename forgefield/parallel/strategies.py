@@ -66,7 +66,7 @@ class SimpleDDPStrategy(DDPStrategy):
         """Instead of a wrapper: the same weights everywhere, and buckets for their gradients."""
         model = self.lightning_module
         assert model is not None
-        same_everywhere(model)
+        broadcast_weights(model)
         self.buckets = GradientBuckets(list(model.parameters()), bucket_bytes=self.bucket_bytes)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -102,7 +102,7 @@ class SimpleDDPStrategy(DDPStrategy):
 
 
 @torch.no_grad()
-def same_everywhere(module: nn.Module) -> None:
+def broadcast_weights(module: nn.Module) -> None:
     """Give all ranks the weights and buffers of rank 0, after making sure that all have built the same model."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
@@ -121,7 +121,7 @@ def same_everywhere(module: nn.Module) -> None:
 
 
 @torch.no_grad()
-def first_rank_that_differs(module: nn.Module) -> int | None:
+def first_differing_rank(module: nn.Module) -> int | None:
     """The first rank whose weights and buffers are not, bit for bit, those of rank 0; None where all agree."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None

@@ -1,11 +1,11 @@
-"""Every rank learns at once that another rank is gone, however it went: each keeps one TCP connection to rank 0, and
-the operating system closes it when the process ends. Rank 0 tells all the others which rank went first.
+"""Every rank is notified at once when another rank is lost, for whatever reason: each keeps one TCP connection to rank 0,
+which the operating system closes when the process ends. Rank 0 notifies all others which rank was lost first.
 
-Contract. One daemon thread per process owns all sockets; other threads only hand it requests, without locks, so that
+Contract: one daemon thread per process owns all sockets; other threads only queue requests, without locks, so that
 `line` may be called from anywhere. Messages are JSON objects, one per line: hello, line, fail, leave to rank 0;
-welcome, refused, loss, leave from rank 0. Those in `POSTED` arrive in order, and the other side says `got` (so many
-bytes) when it has dealt with them. That is how `fail` and `leave` know that they were heard, and it keeps so little
-under way that a rank 0 that is busy for long does not look like a broken network.
+welcome, refused, loss, leave from rank 0. Those in `POSTED` arrive in order, and the other side confirms with `got`
+(a number of bytes) when it has handled them. That is how `fail` and `leave` know that they arrived, and it keeps so
+little in flight that a rank 0 that is busy for long does not look like a broken network.
 """
 
 from __future__ import annotations
@@ -18,25 +18,34 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Protocol
 
 from forgefield.errors import ForgefieldError
 from forgefield.parallel.watch_messages import (
     MESSAGE_LIMIT,
     Connection,
-    Unreadable,
+    InvalidMessage,
+    Message,
     allow_open_files,
     decode,
     encode,
     listen,
     shortened,
 )
-from forgefield.parallel.watch_thread import Loss, Watch, call_safely, loss_message
+from forgefield.parallel.watch_thread import Loss, Watch, call_safely, loss_from, loss_message
 
 KEY = "forgefield/watch"
-"""Where rank 0 leaves "port token" in the store."""
+"""Key in the store under which rank 0 writes "port token"."""
 PENDING_LIMIT = 16 * 1024**2
-"""Bytes of lines that wait for a busy rank 0; what comes on top is counted and left out."""
+"""Bytes of lines that may wait for a busy rank 0; further lines are counted and dropped."""
+
+
+class KeyValueStore(Protocol):
+    """What ranks find each other through, such as `torch.distributed.Store`. `get` waits for the key."""
+
+    def set(self, key: str, value: str, /) -> object: ...
+
+    def get(self, key: str, /) -> bytes | str: ...
 
 
 def start_watch(
@@ -45,25 +54,24 @@ def start_watch(
     world_size: int,
     host: str,
     address: str,
-    store: Any,
+    store: KeyValueStore,
     on_loss: Callable[[Loss], None],
     on_line: Callable[[int, str], None] | None = None,
     timeout: float = 60,
 ) -> Watch:
-    """Meet the other ranks: rank 0 returns when all have said hello, the others when rank 0 has answered.
+    """Connect to the other ranks: rank 0 returns when all have connected, the others when rank 0 has answered.
 
-    address: where the others find rank 0. store: anything with `set(key, value)` and a `get(key)` that waits for
-    the key; fresh for each attempt of a job. timeout: seconds. on_loss: called once, in the watch thread, also when
-    a rank goes while others are still on their way (rank 0 then waits no longer). on_line: called on rank 0, in the
-    watch thread for the lines of other ranks and in the calling thread for its own.
+    address: of the node of rank 0. store: new for each attempt of a job. timeout: seconds. on_loss: called once, in the
+    watch thread, also when a rank is lost while others are still connecting (rank 0 then stops waiting). on_line: called on
+    rank 0, in the watch thread for the lines of other ranks and in the calling thread for its own.
     """
     if rank == 0:
-        return _Centre(world_size, host, on_loss, on_line).meet(store, timeout)
+        return _Coordinator(world_size, host, on_loss, on_line).meet(store, timeout)
     hello = {"kind": "hello", "rank": rank, "host": host, "world_size": world_size}
-    return _Member(rank, host, on_loss, on_line).begin(_connect(hello, address, store, timeout))
+    return _Participant(rank, host, on_loss, on_line).begin(_connect(hello, address, store, timeout))
 
 
-class _Centre(Watch):
+class _Coordinator(Watch):
     """The watch of rank 0, which every other rank is connected to."""
 
     def __init__(
@@ -77,7 +85,7 @@ class _Centre(Watch):
         self._trouble: str | None = None
         self._listener: socket.socket | None = None
 
-    def meet(self, store: Any, timeout: float) -> Watch:
+    def meet(self, store: KeyValueStore, timeout: float) -> Watch:
         if self._world_size == 1:
             self._close()
             return self
@@ -104,10 +112,10 @@ class _Centre(Watch):
 
     def line(self, text: str) -> None:
         if self._on_line is not None:
-            call_safely(self._on_line, 0, text)
+            call_safely(partial(self._on_line, 0, text))
 
-    def _tell(self, text: str) -> None:
-        self._learn(Loss(0, self._host, text))
+    def _announce(self, loss: Loss) -> None:
+        self._record_loss(loss)
 
     def _accept(self, _: int) -> None:
         if self._listener is None:
@@ -116,7 +124,7 @@ class _Centre(Watch):
             self._add(Connection(self._listener.accept()[0]))
         except OSError as error:
             if error.errno not in (errno.EMFILE, errno.ENFILE):
-                return  # the one that knocked went away again
+                return  # the peer closed the connection again
             self._stop_listening()
             enough = self._world_size + 512
             self._trouble = (
@@ -130,34 +138,34 @@ class _Centre(Watch):
             self._listener.close()
             self._listener = None
 
-    def _handle(self, connection: Connection, message: dict[str, Any]) -> None:
+    def _handle(self, connection: Connection, message: Message) -> None:
         kind = message["kind"]
         if (connection.rank < 0) != (kind == "hello"):
-            raise Unreadable
+            raise InvalidMessage
         if kind == "hello":
             self._greet(connection, message)
         elif kind == "line":
             if self._on_line is not None:
-                call_safely(self._on_line, connection.rank, message["text"])
+                call_safely(partial(self._on_line, connection.rank, message["text"]))
         elif kind == "fail":
-            connection.spoken = True
-            self._learn(Loss(connection.rank, connection.host, message["text"]))
+            connection.has_failed = True
+            self._record_loss(loss_from({**message, "rank": connection.rank, "host": connection.host}))
         elif kind == "leave":
             connection.left = True
         else:
-            raise Unreadable
+            raise InvalidMessage
 
-    def _greet(self, connection: Connection, hello: dict[str, Any]) -> None:
+    def _greet(self, connection: Connection, hello: Message) -> None:
         rank, world_size = hello["rank"], hello["world_size"]
         if not secrets.compare_digest(hello["token"].encode("utf-8", "replace"), self._token.encode()):
-            raise Unreadable
+            raise InvalidMessage
         if world_size != self._world_size or rank not in self._missing:
             text = (
                 f"Rank 0 expects {self._world_size} ranks and each of them once, but rank {rank} of {world_size} came"
             )
             connection.out += encode({"kind": "refused", "text": f"{text} from {hello['host']}: compare their start."})
             connection.send()
-            raise Unreadable
+            raise InvalidMessage
         connection.rank, connection.host = rank, hello["host"]
         connection.out += encode({"kind": "welcome", "host": self._host})
         if self._loss is not None:
@@ -170,11 +178,11 @@ class _Centre(Watch):
             self._met.set()
 
     def _lost(self, connection: Connection) -> None:
-        if connection.rank > 0 and not (connection.left or connection.spoken):
-            self._learn(Loss(connection.rank, connection.host, None))
+        if connection.rank > 0 and not (connection.left or connection.has_failed):
+            self._record_loss(Loss(connection.rank, connection.host, None))
 
-    def _learn(self, loss: Loss) -> None:
-        super()._learn(loss)
+    def _record_loss(self, loss: Loss) -> None:
+        super()._record_loss(loss)
         self._met.set()
 
     def _close(self) -> None:
@@ -183,13 +191,13 @@ class _Centre(Watch):
             self._listener.close()
 
 
-class _Member(Watch):
+class _Participant(Watch):
     """The watch of any other rank, with one connection: that to rank 0."""
 
-    def begin(self, centre: Connection) -> Watch:
-        self._centre, self._left_out = centre, 0
-        self._add(centre)
-        self._request(lambda: self._hear(centre, centre.messages()))  # what came together with the welcome
+    def begin(self, coordinator: Connection) -> Watch:
+        self._coordinator, self._left_out = coordinator, 0
+        self._add(coordinator)
+        self._request(lambda: self._receive(coordinator, coordinator.messages()))  # what came together with the welcome
         self._thread.start()
         return self
 
@@ -198,7 +206,7 @@ class _Member(Watch):
             self._request(partial(self._post_line, shortened(text)))
 
     def _post_line(self, text: str) -> None:
-        if self._centre.queued > PENDING_LIMIT:
+        if self._coordinator.queued > PENDING_LIMIT:
             self._left_out += 1
             return
         if self._left_out:
@@ -207,26 +215,26 @@ class _Member(Watch):
             self._left_out = 0
         self._post_to_all({"kind": "line", "text": text})
 
-    def _tell(self, text: str) -> None:
-        self._post_to_all({"kind": "fail", "text": text})
+    def _announce(self, loss: Loss) -> None:
+        self._post_to_all({"kind": "fail", "text": loss.text, "reason": str(loss.kind), "exit_code": loss.exit_code})
 
-    def _handle(self, connection: Connection, message: dict[str, Any]) -> None:
+    def _handle(self, connection: Connection, message: Message) -> None:
         if message["kind"] == "loss":
-            self._learn(Loss(message["rank"], message["host"], message["text"]))
+            self._record_loss(loss_from(message))
         elif message["kind"] == "leave":
             connection.left = True  # nothing is held back any more, so that it goes out before our confirmation
             connection.send()
         else:
-            raise Unreadable
+            raise InvalidMessage
 
     def _lost(self, connection: Connection) -> None:
         if not connection.left:
-            self._learn(Loss(0, connection.host, None))
+            self._record_loss(Loss(0, connection.host, None))
         self._finish()
 
 
-def _connect(hello: dict[str, Any], address: str, store: Any, timeout: float) -> Connection:
-    """Say hello to rank 0 until it answers."""
+def _connect(hello: Message, address: str, store: KeyValueStore, timeout: float) -> Connection:
+    """Connect to rank 0, trying again until it answers."""
     deadline = time.monotonic() + timeout
     where, reason = address, "no time left"
     while (left := deadline - time.monotonic()) > 0:
@@ -249,8 +257,8 @@ def _connect(hello: dict[str, Any], address: str, store: Any, timeout: float) ->
     )
 
 
-def _greeted(sock: socket.socket, hello: dict[str, Any], deadline: float) -> Connection:
-    """A connection over which rank 0 said welcome; OSError where nobody of ours is at the other end."""
+def _greeted(sock: socket.socket, hello: Message, deadline: float) -> Connection:
+    """A connection on which rank 0 has answered `welcome`; OSError where another program is at the other end."""
     try:
         sock.sendall(encode(hello))
         received = bytearray()
@@ -264,9 +272,9 @@ def _greeted(sock: socket.socket, hello: dict[str, Any], deadline: float) -> Con
         if answer["kind"] == "refused":
             raise ForgefieldError(answer["text"])
         if answer["kind"] != "welcome":
-            raise Unreadable
+            raise InvalidMessage
         return Connection(sock, rank=0, host=answer["host"], received=rest)
-    except Unreadable:
+    except InvalidMessage:
         sock.close()
         raise ConnectionError("another program listens there") from None
     except BaseException:

@@ -1,6 +1,6 @@
-"""Messages over a TCP connection for the watch: whole JSON objects, one per line, confirmed by the other side.
+"""Messages of the watch over a TCP connection: JSON objects, one per line, confirmed by the other side.
 
-A message that is not of the kinds below ends its connection; nothing that arrives is ever executed.
+A message that is not of the kinds below closes its connection; nothing that arrives is ever executed.
 """
 
 from __future__ import annotations
@@ -14,27 +14,29 @@ from contextlib import suppress
 from typing import Any
 
 WINDOW = 32 * 1024
-"""Bytes under way on one connection; one longer message goes alone."""
+"""Unconfirmed bytes on one connection; a longer message is sent on its own."""
 MESSAGE_LIMIT, STRANGER_LIMIT, TEXT_LIMIT = 16 * 1024**2, 4096, 1_000_000
-FIELDS: dict[str, dict[str, Any]] = {
+Message = dict[str, Any]
+"""`kind` and the fields of that kind."""
+FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "hello": {"token": str, "rank": int, "host": str, "world_size": int},
     "welcome": {"host": str},
     "refused": {"text": str},
     "line": {"text": str},
-    "fail": {"text": str},
-    "loss": {"rank": int, "host": str, "text": (str, type(None))},
+    "fail": {"text": str, "reason": str, "exit_code": int},
+    "loss": {"rank": int, "host": str, "text": (str, type(None)), "reason": str, "exit_code": int},
     "leave": {},
     "got": {"bytes": int},
 }
 POSTED = frozenset({"line", "fail", "loss", "leave"})
 
 
-class Unreadable(Exception):
-    """The other side sent what is no message of ours."""
+class InvalidMessage(Exception):
+    """The other side sent something that is not a message of the watch."""
 
 
 class Connection:
-    """One end of a connection: whole messages in and out, and how much of what was posted is dealt with over there."""
+    """One end of a connection: complete messages in and out, and how many posted bytes the other side has confirmed."""
 
     def __init__(
         self, sock: socket.socket, *, rank: int = -1, host: str = "", received: bytearray | None = None
@@ -43,7 +45,7 @@ class Connection:
         _keep_alive(sock)
         self.sock, self.rank, self.host = sock, rank, host
         self.events = selectors.EVENT_READ
-        self.spoken = self.left = self.closed = self.deaf = False
+        self.has_failed = self.left = self.closed = self.deaf = False
         self.received, self.handled = received or bytearray(), 0
         self.queue: deque[bytes] = deque()
         self.out, self.queued, self.unconfirmed = bytearray(), 0, 0
@@ -52,12 +54,12 @@ class Connection:
     def confirmed(self) -> bool:
         return self.closed or self.deaf or not (self.queue or self.unconfirmed)
 
-    def post(self, message: dict[str, Any]) -> None:
+    def post(self, message: Message) -> None:
         self.queue.append(data := encode(message))
         self.queued += len(data)
 
     def send(self) -> None:
-        """Hand the operating system what it takes now."""
+        """Send as much as the operating system accepts now."""
         while self.queue and (self.left or self.unconfirmed < WINDOW):
             data = self.queue.popleft()
             self.queued -= len(data)
@@ -69,13 +71,13 @@ class Connection:
         except (BlockingIOError, InterruptedError):
             return
         except OSError:
-            self.deaf = True  # what the other side said before it went may still be there to be read
+            self.deaf = True  # what the other side sent before it closed may still be there to be read
         if self.deaf:
             self.out.clear()
             self.queue.clear()
             self.queued = 0
 
-    def receive(self) -> Iterator[dict[str, Any]]:
+    def receive(self) -> Iterator[Message]:
         """The messages that one read completes."""
         try:
             data = self.sock.recv(65536)
@@ -88,9 +90,9 @@ class Connection:
         if b"\n" in data:
             yield from self.messages()
         if len(self.received) > (STRANGER_LIMIT if self.rank < 0 else MESSAGE_LIMIT):
-            raise Unreadable
+            raise InvalidMessage
 
-    def messages(self) -> Iterator[dict[str, Any]]:
+    def messages(self) -> Iterator[Message]:
         *lines, self.received = self.received.split(b"\n")
         for line in lines:
             message = decode(line)
@@ -98,22 +100,22 @@ class Connection:
             yield message
 
 
-def encode(message: dict[str, Any]) -> bytes:
+def encode(message: Message) -> bytes:
     return json.dumps(message).encode("ascii") + b"\n"
 
 
-def decode(line: bytes | bytearray) -> dict[str, Any]:
+def decode(line: bytes | bytearray) -> Message:
     try:
         message = json.loads(line)
         if all(isinstance(message[name], kind) for name, kind in FIELDS[message["kind"]].items()):
             return message
     except (ValueError, TypeError, KeyError, RecursionError):
         pass
-    raise Unreadable
+    raise InvalidMessage
 
 
 def shortened(text: str) -> str:
-    """The beginning and the end of an immense text."""
+    """The text, or the beginning and the end of a very long one."""
     half = TEXT_LIMIT // 2
     if len(text) <= TEXT_LIMIT:
         return text

@@ -1,6 +1,6 @@
-"""The thread behind the watch of ranks: it owns all sockets, carries out what other threads ask for, and waits for neither.
+"""The thread of the watch of ranks: it owns all sockets and carries out requests of other threads without waiting for either.
 
-What the two sides do with messages is in `watch.py`.
+How rank 0 and the other ranks handle messages is in `watch.py`.
 """
 
 from __future__ import annotations
@@ -17,24 +17,36 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from forgefield.parallel.watch_messages import Connection, Unreadable, encode, shortened
+from forgefield.parallel.watch_messages import Connection, InvalidMessage, Message, encode, shortened
 
 FAIL_PATIENCE, LEAVE_PATIENCE = 2.0, 5.0
-"""Seconds to wait until `fail` and `leave` are heard."""
+"""Seconds to wait until `fail` and `leave` are confirmed."""
 SPREAD = 1.0
-"""Seconds at most in which rank 0 has all others know of a loss before it calls its own `on_loss`, which may exit."""
+"""Seconds that rank 0 waits at most until all others know of a loss before it calls its own `on_loss`, which may exit."""
+
+
+class LossKind(StrEnum):
+    """Why a rank ended: an error that the user can correct, any other exception, a stop on request, or unknown (killed)."""
+
+    ERROR = "error"
+    EXCEPTION = "exception"
+    STOPPED = "stopped"
+    UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True)
 class Loss:
-    """The first rank that went. text: its own error message if it could still speak; None: it ended without a word."""
+    """The first rank that was lost. text: its error message; None where it exited without one. exit_code: of all ranks."""
 
     rank: int
     host: str
     text: str | None
+    kind: LossKind = LossKind.UNKNOWN
+    exit_code: int = 1
 
 
 class _Wait(NamedTuple):
@@ -51,19 +63,19 @@ class Watch(ABC):
     ) -> None:
         self._rank, self._host, self._on_loss, self._on_line = rank, host, on_loss, on_line
         self._loss: Loss | None = None
-        self._spoken = self._left = self._stop = self._over = False
+        self._has_failed = self._left = self._stop = self._over = False
         self._connections: set[Connection] = set()
         self._dirty: set[Connection] = set()
         self._waits: list[_Wait] = []
         self._requests: deque[Callable[[], None]] = deque()
         self._askers: list[threading.Event] = []
         self._selector = selectors.DefaultSelector()
-        self._ear, self._bell = socket.socketpair()
-        self._ear.setblocking(False)
-        self._bell.setblocking(False)
-        self._selector.register(self._ear, selectors.EVENT_READ, lambda _: self._ear.recv(65536))
+        self._wake_receiver, self._wake_sender = socket.socketpair()
+        self._wake_receiver.setblocking(False)
+        self._wake_sender.setblocking(False)
+        self._selector.register(self._wake_receiver, selectors.EVENT_READ, lambda _: self._wake_receiver.recv(65536))
         self._thread = threading.Thread(target=self._run, name="forgefield-watch", daemon=True)
-        # A forked child would hold our sockets open after our death, and nobody would notice that.
+        # A forked child would keep these sockets open after this process has died, and the others would not notice.
         in_child = weakref.WeakMethod(self._close)
         os.register_at_fork(after_in_child=lambda: (close := in_child()) and close())
 
@@ -73,37 +85,38 @@ class Watch(ABC):
 
     @abstractmethod
     def line(self, text: str) -> None:
-        """Send one line of log to rank 0. Never raises, does not wait, does nothing after the end of the watch."""
+        """Send one line of log to rank 0. Never raises or waits; does nothing after the end of the watch."""
 
-    def fail(self, text: str) -> None:
-        """Tell everybody that this rank is about to end with this error; return when it was heard, or after 2 s.
+    def fail(self, text: str, kind: LossKind = LossKind.EXCEPTION, exit_code: int = 1) -> None:
+        """Notify all ranks that this one is about to end with this error; returns when that is confirmed, or after 2 s.
 
-        Afterwards `loss` is the first loss: this one, or one that came before. `on_loss` is not called here any more.
+        Afterwards `loss` is the first loss: this one, or an earlier one. `on_loss` is no longer called here.
         """
-        if not (self._spoken or self._left):
-            self._spoken = True
-            self._ask(partial(self._tell, shortened(text)), lambda: None, FAIL_PATIENCE)
+        if not (self._has_failed or self._left):
+            self._has_failed = True
+            loss = Loss(self._rank, self._host, shortened(text), kind, exit_code)
+            self._ask(partial(self._announce, loss), lambda: None, FAIL_PATIENCE)
 
     def leave(self) -> None:
-        """End the watch in good order, after all that was sent: that this connection closes is no loss to anybody."""
+        """End the watch after all that was sent. That this connection then closes does not count as a loss."""
         if not self._left:
             self._left = True
             self._ask(partial(self._post_to_all, {"kind": "leave"}), self._finish, LEAVE_PATIENCE)
 
     @abstractmethod
-    def _tell(self, text: str) -> None:
-        """Have everybody know that this rank fails."""
+    def _announce(self, loss: Loss) -> None:
+        """Notify all ranks that this one fails."""
 
     @abstractmethod
-    def _handle(self, connection: Connection, message: dict[str, Any]) -> None:
-        """Deal with a message that came in whole."""
+    def _handle(self, connection: Connection, message: Message) -> None:
+        """Handle one complete message."""
 
     @abstractmethod
     def _lost(self, connection: Connection) -> None:
-        """Deal with a connection that the other side has closed."""
+        """Handle a connection that the other side has closed."""
 
     def _ask(self, begin: Callable[[], None], then: Callable[[], None], patience: float) -> None:
-        """Have the watch thread `begin` something and, once all it posted is confirmed or patience ends, do `then`."""
+        """Call `begin` in the watch thread and, once all it posted is confirmed or `patience` seconds have passed, `then`."""
         done = threading.Event()
 
         def finish() -> None:
@@ -121,8 +134,8 @@ class Watch(ABC):
 
     def _request(self, action: Callable[[], None]) -> None:
         self._requests.append(action)
-        with suppress(OSError):  # full: it rings already; closed: nobody is there
-            self._bell.send(b"!")
+        with suppress(OSError):  # full: a wake-up is pending already; closed: the thread has ended
+            self._wake_sender.send(b"!")
 
     # Everything below runs in the watch thread.
 
@@ -141,7 +154,7 @@ class Watch(ABC):
                 done.set()
 
     def _proceed(self) -> None:
-        """Send what is to be sent, and do what was waiting for that, until nothing more follows."""
+        """Send what is queued and run what waits for it, until nothing is left to do."""
         while True:
             for connection in self._dirty:
                 if not connection.closed:
@@ -163,16 +176,16 @@ class Watch(ABC):
         if events & selectors.EVENT_WRITE:
             self._dirty.add(connection)
         if events & selectors.EVENT_READ and not connection.closed:
-            self._hear(connection, connection.receive())
+            self._receive(connection, connection.receive())
 
-    def _hear(self, connection: Connection, messages: Iterator[dict[str, Any]]) -> None:
+    def _receive(self, connection: Connection, messages: Iterator[Message]) -> None:
         try:
             for message in messages:
                 if message["kind"] == "got":
                     connection.unconfirmed = max(0, connection.unconfirmed - message["bytes"])
                 else:
                     self._handle(connection, message)
-        except Unreadable:
+        except InvalidMessage:
             connection.closed = True
         if connection.closed:
             self._drop(connection)
@@ -199,7 +212,7 @@ class Watch(ABC):
     def _all_confirmed(self) -> bool:
         return all(c.confirmed for c in self._peers())
 
-    def _post_to_all(self, message: dict[str, Any]) -> None:
+    def _post_to_all(self, message: Message) -> None:
         for connection in self._peers():
             connection.post(message)
             self._dirty.add(connection)
@@ -207,7 +220,7 @@ class Watch(ABC):
     def _wait(self, patience: float, ready: Callable[[], bool], then: Callable[[], None]) -> None:
         self._waits.append(_Wait(time.monotonic() + patience, ready, then))
 
-    def _learn(self, loss: Loss) -> None:
+    def _record_loss(self, loss: Loss) -> None:
         if self._loss is None and not self._left:
             self._loss = loss
             if self._rank == 0:
@@ -215,8 +228,8 @@ class Watch(ABC):
             self._wait(SPREAD, self._all_confirmed, self._deliver)
 
     def _deliver(self) -> None:
-        if self._loss is not None and not self._spoken:
-            call_safely(self._on_loss, self._loss)
+        if self._loss is not None and not self._has_failed:
+            call_safely(partial(self._on_loss, self._loss))
 
     def _finish(self) -> None:
         self._stop = True
@@ -226,18 +239,24 @@ class Watch(ABC):
         for connection in self._connections:
             connection.sock.close()
         self._selector.close()
-        self._ear.close()
-        self._bell.close()
+        self._wake_receiver.close()
+        self._wake_sender.close()
 
 
-def call_safely(function: Callable[..., None], *arguments: Any) -> None:
-    """A callback that fails must not end the watch."""
+def call_safely(callback: Callable[[], None]) -> None:
+    """Run a callback, whose failure must not end the watch."""
     try:
-        function(*arguments)
+        callback()
     except Exception:
         with suppress(Exception):
             traceback.print_exc()
 
 
-def loss_message(loss: Loss) -> dict[str, Any]:
-    return {"kind": "loss", "rank": loss.rank, "host": loss.host, "text": loss.text}
+def loss_message(loss: Loss) -> Message:
+    values = {"rank": loss.rank, "host": loss.host, "text": loss.text}
+    return {"kind": "loss", **values, "reason": str(loss.kind), "exit_code": loss.exit_code}
+
+
+def loss_from(message: Message) -> Loss:
+    kind = next((kind for kind in LossKind if kind == message["reason"]), LossKind.UNKNOWN)
+    return Loss(message["rank"], message["host"], message["text"], kind, message["exit_code"])

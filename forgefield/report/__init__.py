@@ -1,5 +1,5 @@
-"""The report of a run: figures and one self-contained HTML page, made from the run folder alone.
+"""The report of a run: figures and one self-contained HTML page, written from the run folder alone.
 
-`page.write_report` writes the page, `figures` holds the plots, each usable by itself. Nothing here needs the model,
-the training data or a network.
+`page.write_report` writes the page, `figures` holds the plots, which can also be used separately. The
+model, the training data and a network connection are not needed.
 """

@@ -1,7 +1,7 @@
-"""Errors of predictions in the units of the metrics: meV/atom, meV/A, GPa; of further outputs in their own.
+"""Errors of predictions in the units of the metrics: meV/atom, meV/A, GPa; extra outputs have their own units.
 
 The definitions are those of `tasks.metrics`: energies per atom, every component of forces and stress counted once,
-a missing label (NaN) counted never. Pure functions on arrays.
+missing labels (NaN) are not counted. Pure functions on arrays.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from forgefield.physics.units import EV_PER_A3_TO_GPA
-from forgefield.report.folder import Predictions
 from forgefield.report.numbers import shorten
+from forgefield.report.predictions import Predictions
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ QUANTITIES = {
 
 
 def quantities(units: Mapping[str, str]) -> dict[str, Quantity]:
-    """How every quantity of a run is shown. units: of its model's further outputs."""
+    """How each quantity of a run is shown. units: units of the model's extra outputs."""
     extra_outputs = {
         name: Quantity(name, shorten(name, 40), shorten(name, 20), shorten(unit, 20), shorten(unit, 20), 1.0)
         for name, unit in units.items()
@@ -46,7 +46,7 @@ def quantities(units: Mapping[str, str]) -> dict[str, Quantity]:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Labelled values of one quantity, flat, in its unit: prediction beside reference."""
+    """Labelled values of one quantity, flat, in its unit: prediction and reference."""
 
     quantity: Quantity
     predicted: np.ndarray
@@ -81,7 +81,7 @@ class GroupError:
 
 
 def pairs(predictions: Predictions, name: str, unit: str = "") -> Pairs | None:
-    """The labelled values of `energy`, `forces`, `stress` or a further output (with its unit); None where there are none."""
+    """The labelled values of `energy`, `forces`, `stress` or an extra output (with its unit); None without labelled values."""
     if name in QUANTITIES:
         predicted, reference = getattr(predictions, f"{name}_pred"), getattr(predictions, f"{name}_ref")
     else:
@@ -104,12 +104,12 @@ def pairs(predictions: Predictions, name: str, unit: str = "") -> Pairs | None:
 
 def errors(predictions: Predictions) -> dict[str, float]:
     """`{energy_mae: ..., energy_rmse: ..., forces_mae: ...}`, as the training reports them."""
-    found: dict[str, float] = {}
+    by_name: dict[str, float] = {}
     for name in (*QUANTITIES, *predictions.extra_outputs):
         values = pairs(predictions, name)
         if values is not None:
-            found[f"{name}_mae"], found[f"{name}_rmse"] = values.mae, values.rmse
-    return found
+            by_name[f"{name}_mae"], by_name[f"{name}_rmse"] = values.mae, values.rmse
+    return by_name
 
 
 def errors_by_species(predictions: Predictions) -> list[GroupError]:
@@ -127,7 +127,7 @@ MAGNITUDE_QUANTILES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.98, 1.0)
 
 
 def errors_by_magnitude(predictions: Predictions) -> list[GroupError]:
-    """Force errors by size of the reference force, in bins that hold fixed shares of the atoms; labels in eV/A."""
+    """Force errors by magnitude of the reference force, in bins of fixed shares of the atoms; labels in eV/A."""
     forces = _labelled_forces(predictions)
     if forces is None:
         return []

@@ -1,8 +1,8 @@
-"""The look of the figures and their way into a page.
+"""Style of the figures, and their conversion to SVG.
 
-Figures are drawn in the colours of the light theme. On the way into the page each of these colours becomes a CSS
-variable of the same name (`style.css` gives it a second value for dark screens) and text stays text, in the font of
-the page. The same figure and data give the same bytes.
+Figures are drawn in the colours of the light theme. In the page each of these colours becomes a CSS variable of the same name
+(`style.css` gives it a second value for dark screens), and text stays text, in the font of the page. The same figure and data
+give the same bytes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _VARIABLES |= {colour: f"var(--fig-density-{level}, {colour})" for level, colour
 _LOG_DIGITS = ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 7), (1, 2, 3, 4, 5, 6, 7, 8, 9))
 
 _STYLE: dict[Any, Any] = {
-    # Labels can hold words from the user's files; a `$` in them is a dollar sign, never mathematics.
+    # Labels can contain text from the user's files, in which `$` does not start a formula.
     "text.parse_math": False,
     "text.usetex": False,
     "svg.fonttype": "none",
@@ -82,7 +82,7 @@ _STYLE: dict[Any, Any] = {
 
 @contextmanager
 def house_style() -> Iterator[None]:
-    """The look of every figure, for as long as the block lasts; matplotlib's own settings are left as they were."""
+    """Apply the style within a `with` block; matplotlib's settings are restored afterwards."""
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(_STYLE)
@@ -90,7 +90,7 @@ def house_style() -> Iterator[None]:
 
 
 def new_figure(width: float = 3.7, height: float = 2.9) -> Figure:
-    """An empty figure, inches. It has no window and no global state: pyplot is never used."""
+    """An empty figure; width and height in inches. pyplot and its global state are not used."""
     return Figure(figsize=(width, height), layout="constrained")
 
 
@@ -108,7 +108,7 @@ def log_ticks(axes: Axes, which: str = "y", most: int = 6) -> None:
 
 
 def log_tick_values(low: float, high: float, most: int) -> list[float]:
-    """Round numbers between two positive limits: as many as fit, by ones, by 1-2-5 or by all digits of each decade."""
+    """Round numbers between two positive limits: as many as fit, in steps of decades, 1-2-5 or all digits of each decade."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     choices = [[digit * 10.0**decade for decade in decades for digit in digits] for digits in _LOG_DIGITS]
     inside = [[tick for tick in ticks if low <= tick <= high] for ticks in choices]
@@ -136,7 +136,7 @@ def plain(value: float) -> str:
 
 
 def to_svg(figure: Figure, name: str, description: str) -> Html:
-    """The figure as an inline SVG element. `name` keeps its internal ids apart from those of other figures."""
+    """The figure as an inline SVG element. name: unique in the page, makes the internal ids unique."""
     buffer = io.StringIO()
     with house_style():
         matplotlib.rcParams["svg.hashsalt"] = name

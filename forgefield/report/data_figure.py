@@ -20,17 +20,17 @@ COLUMNS = 3
 PANEL = (3.1, 2.5)
 """Width and height of one histogram, inches."""
 NARROW = 7
-"""Least width of an axis of whole numbers."""
+"""Smallest width of an axis of integers."""
 
 
 def check_figure_name(path: Path) -> None:
-    """Refuse a name that says nothing about the format."""
+    """Raise an error for a suffix that is not a supported format."""
     if path.suffix.lower() not in SUFFIXES:
-        raise ForgefieldError(f"{path}: a figure ends in {', '.join(SUFFIXES)}")
+        raise ForgefieldError(f"{path}: the name of a figure must end in {', '.join(SUFFIXES)}")
 
 
 def histogram_figure(table: FrameTable, path: Path, *, cutoff: float = 5.0, survey: Survey | None = None) -> Path:
-    """Write the histograms of a data set as a picture. survey: distances already looked at; else up to `cutoff`, A."""
+    """Write the histograms of a data set as a picture. survey: distances; default: computed up to `cutoff`, A."""
     path = Path(path)
     check_figure_name(path)
     figure = draw_histograms(histograms(table, survey or survey_table(table, cutoff)))

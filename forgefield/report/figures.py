@@ -18,7 +18,7 @@ from forgefield.report.canvas import COLOURS, DENSITY, house_style, linear_ticks
 from forgefield.report.numbers import count, shorten, significant, with_unit
 
 SCATTER_LIMIT = 600
-"""Above this many points a density replaces single points."""
+"""Largest number of points that are drawn one by one; more are drawn as a density."""
 CURVE_POINTS = 400
 """A curve is thinned to about this many points; its first and last stay."""
 
@@ -33,9 +33,9 @@ def learning_figure(
     learning_rate: Curve | None = None,
     best: float | None = None,
 ) -> Figure:
-    """Curves over epochs on a logarithmic axis; the learning rate, where given, in a strip below.
+    """Curves over epochs on a logarithmic axis; the learning rate, if any, in a panel below.
 
-    curves: name (`train`, `validation`) to (x, y). best: x of the model that was kept, marked by a line.
+    curves: name (`train`, `validation`) to (x, y). best: x of the best weights, marked by a line.
     """
     with house_style():
         figure = new_figure()
@@ -51,7 +51,7 @@ def learning_figure(
         for name, curve in curves.items():
             _curve(main, curve, styles.get(name) or next(spare), name)
         if best is not None:
-            main.axvline(best, color=COLOURS["line"], linewidth=0.9, linestyle=(0, (2, 2)), label="best model")
+            main.axvline(best, color=COLOURS["line"], linewidth=0.9, linestyle=(0, (2, 2)), label="best weights")
         main.set_ylabel(y_label)
         _finish_log(main)
         _legend_above(main)
@@ -61,7 +61,7 @@ def learning_figure(
 
 
 def parity_figure(pairs: Pairs) -> Figure:
-    """Prediction against reference, with MAE and RMSE written in, and the error itself in a strip below."""
+    """Prediction against reference, with MAE and RMSE, and the error in a panel below."""
     with house_style():
         figure = new_figure(3.7, 4.1)
         _parity_panels(pairs, *figure.subplots(2, 1, sharex=True, height_ratios=(3.4, 1)))
@@ -69,7 +69,7 @@ def parity_figure(pairs: Pairs) -> Figure:
 
 
 def parity_row(panels: Sequence[Pairs]) -> Figure:
-    """The parity plots of several quantities beside each other, on white, for a file of its own."""
+    """The parity plots of several quantities side by side, on white, for a PNG file."""
     with house_style():
         figure = new_figure(3.7 * len(panels), 4.1)
         figure.set_facecolor("white")
@@ -102,7 +102,7 @@ def species_figure(groups: Sequence[GroupError]) -> Figure:
 
 
 def magnitude_figure(groups: Sequence[GroupError]) -> Figure:
-    """Force MAE by size of the reference force, and below it the error relative to that size."""
+    """Force MAE by magnitude of the reference force, and the error relative to that magnitude in a panel below."""
     with house_style():
         figure = new_figure()
         top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(1.6, 1))
@@ -122,12 +122,12 @@ def magnitude_figure(groups: Sequence[GroupError]) -> Figure:
             axes.grid(axis="y")
             axes.tick_params(axis="x", length=0)
         bottom.set_xticks(at, [group.label for group in groups], rotation=32, ha="right", rotation_mode="anchor")
-        bottom.set_xlabel("size of the reference force, eV/Å")
+        bottom.set_xlabel("magnitude of the reference force, eV/Å")
         return figure
 
 
 def distribution_figure(pairs: Pairs) -> Figure:
-    """How often an absolute error of each size occurs, over a logarithmic axis, with median and 95th percentile."""
+    """Histogram of absolute errors on a logarithmic axis, with the median and the 95th percentile."""
     with house_style():
         figure = new_figure()
         axes = figure.subplots()
@@ -135,7 +135,7 @@ def distribution_figure(pairs: Pairs) -> Figure:
         median, tail = (float(np.quantile(error, share)) for share in (0.5, 0.95))
         positive = error[error > 0]
         if len(positive) == 0:
-            axes.text(0.5, 0.5, "every error is exactly zero", ha="center", transform=axes.transAxes)
+            axes.text(0.5, 0.5, "all errors are exactly zero", ha="center", transform=axes.transAxes)
             axes.set_axis_off()
             return figure
         low = max(positive.min(), positive.max() * 1e-5)
@@ -146,7 +146,7 @@ def distribution_figure(pairs: Pairs) -> Figure:
         axes.set_xscale("log")
         axes.set_ylim(0, share.max() * 1.3)
         log_ticks(axes, "x")
-        for value, name, colour in ((median, "half below", COLOURS["strong"]), (tail, "95 % below", COLOURS["orange"])):
+        for value, name, colour in ((median, "median", COLOURS["strong"]), (tail, "95 % below", COLOURS["orange"])):
             if value > 0:
                 label = f"{name} {significant(value)}"
                 axes.axvline(value, color=colour, linewidth=1.1, linestyle=(0, (3, 2)), label=label)
@@ -200,7 +200,7 @@ def _legend_above(axes: Axes) -> None:
 
 def _parity_panels(pairs: Pairs, main: Axes, below: Axes) -> None:
     quantity = pairs.quantity
-    centre, of_what = _centre(pairs.reference)
+    centre, offset = _centre(pairs.reference)
     x, y = pairs.reference - centre, pairs.predicted - centre
     low, high = float(min(x.min(), y.min())), float(max(x.max(), y.max()))
     margin = 0.04 * (high - low) or max(abs(high), 1.0) * 1e-3
@@ -221,8 +221,8 @@ def _parity_panels(pairs: Pairs, main: Axes, below: Axes) -> None:
     main.text(
         0.04, 0.96, "\n".join(lines), transform=main.transAxes, va="top", color=COLOURS["strong"], linespacing=1.5
     )
-    main.set_ylabel(with_unit(f"predicted {quantity.symbol}{of_what}", quantity.unit))
-    below.set_xlabel(with_unit(f"reference {quantity.symbol}{of_what}", quantity.unit))
+    main.set_ylabel(with_unit(f"predicted {quantity.symbol}{offset}", quantity.unit))
+    below.set_xlabel(with_unit(f"reference {quantity.symbol}{offset}", quantity.unit))
     below.set_ylabel(with_unit("error", quantity.error_unit))
     for axes in (main, below):
         linear_ticks(axes, "x", 5)
@@ -232,7 +232,7 @@ def _parity_panels(pairs: Pairs, main: Axes, below: Axes) -> None:
 
 
 def _centre(reference: np.ndarray) -> tuple[float, str]:
-    """What to subtract so that numbers on the axes stay short: energies far from zero are shown about their mean."""
+    """Offset to subtract from values far from zero, so that axis labels stay short, and the offset as a label."""
     mean = float(reference.mean())
     if abs(mean) <= 5 * float(np.ptp(reference)):
         return 0.0, ""

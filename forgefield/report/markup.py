@@ -15,13 +15,13 @@ Child = Union["Html", str, int, float, None]
 
 
 class Html(str):
-    """A piece of finished markup."""
+    """Markup that is already escaped."""
 
     __slots__ = ()
 
 
 def text(value: object) -> Html:
-    """The value as escaped text; finished markup stays as it is."""
+    """The value as escaped text; `Html` is returned unchanged."""
     if isinstance(value, Html):
         return value
     return Html(escape("" if value is None else str(value), quote=True))
@@ -46,17 +46,21 @@ def tag(name: str, /, *children: Child, **attributes: object) -> Html:
 
 
 def table(
-    header: Sequence[Child], rows: Sequence[Sequence[Child]], *, caption: str | None = None, words: int = 1
+    header: Sequence[Child], rows: Sequence[Sequence[Child]], *, caption: str | None = None, text_columns: int = 1
 ) -> Html:
-    """A table whose first `words` columns are words and whose other columns are numbers, aligned to the right.
+    """A table whose first `text_columns` columns are text and whose other columns are numbers, aligned to the right.
 
-    A unit in the header (`MAE, meV/A`) and a short word are never broken over two lines.
+    Units in the header (`MAE, meV/A`) and short entries are not broken over two lines.
     """
     names = [
-        tag("th", _with_unit(cell), class_="num" if column >= words else None) for column, cell in enumerate(header)
+        tag("th", _with_unit(cell), class_="num" if column >= text_columns else None)
+        for column, cell in enumerate(header)
     ]
     body = [
-        tag("tr", *[tag("td", cell, class_=_cell_class(column - words + 1, cell)) for column, cell in enumerate(row)])
+        tag(
+            "tr",
+            *[tag("td", cell, class_=_cell_class(column - text_columns + 1, cell)) for column, cell in enumerate(row)],
+        )
         for row in rows
     ]
     title = tag("caption", caption) if caption else None

@@ -1,4 +1,4 @@
-"""Numbers as people read them: three significant digits, thousands apart, durations in words."""
+"""Numbers as text: three significant digits, thousands separated, durations with units."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def significant(value: float | None, digits: int = 3) -> str:
 
 
 def count(value: float | None) -> str:
-    """A whole number with its thousands apart."""
+    """An integer with thousands separated."""
     if value is None or not math.isfinite(value):
         return NOTHING
     return f"{round(value):,}".replace(",", THIN)

@@ -1,14 +1,16 @@
-"""`report.html`: one page that needs nothing but itself.
+"""`report.html`: one self-contained page.
 
-Figures are inline SVG, the style is inline, the only script turns the theme, and the page's own security policy
-forbids everything else, so it opens anywhere, also without a network. What the run folder lacks is said on the page,
-with what makes it.
+Figures are inline SVG, the style is inline, the only script switches the theme, and the page's own security policy forbids
+everything else, so the page opens anywhere, also without a network. Files that the run folder lacks are listed on the page with
+the command that writes them.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
@@ -17,11 +19,15 @@ from forgefield.files import write_atomically
 from forgefield.report.analysis import QUANTITIES, pairs
 from forgefield.report.canvas import house_style
 from forgefield.report.figures import parity_row
-from forgefield.report.folder import SPLITS, Note, RunData, predictions_from_npz, read_run, split_title
-from forgefield.report.headline import headline, known_errors, title_block
+from forgefield.report.folder import SPLITS, Note, RunData, read_run, split_title
 from forgefield.report.markup import Html, join, tag, text
-from forgefield.report.sections import config_section, data_and_model, learning_section, timing_section, use_section
-from forgefield.report.sections_diagnosis import diagnosis_section
+from forgefield.report.predictions import predictions_from_npz
+from forgefield.report.sections.diagnosis import diagnosis_section
+from forgefield.report.sections.headline import errors_by_split, headline, title_block
+from forgefield.report.sections.learning import learning_section
+from forgefield.report.sections.model import model_section
+from forgefield.report.sections.timing import timing_section
+from forgefield.report.sections.usage import config_section
 from forgefield.tasks.plausibility import ADVICE, implausible_errors
 
 _SCRIPT = (
@@ -30,38 +36,58 @@ _SCRIPT = (
     "const now=root.dataset.theme||(matchMedia('(prefers-color-scheme: dark)').matches?'dark':'light');"
     "root.dataset.theme=now==='dark'?'light':'dark'};"
 )
-_CONTENTS = (
-    ("results", "Results"),
-    ("learning", "Learning"),
-    ("errors", "Errors"),
-    ("timing", "Timing"),
-    ("diagnosis", "Diagnosis"),
-    ("data", "Data and model"),
-    ("use", "Use it"),
-    ("config", "Config"),
+
+
+@dataclass(frozen=True)
+class Section:
+    """A section of the page, and an entry of its navigation bar."""
+
+    anchor: str
+    title: str
+    """In the navigation bar."""
+    render: Callable[[RunData], Html]
+    applies: Callable[[RunData], bool] = lambda run: True
+    """Whether a run has this section."""
+
+
+def results_section(run: RunData) -> Html:
+    """The headline, and warnings about errors and missing files."""
+    return tag("section", headline(run), implausible_box(run), missing_files_box(run), id="results")
+
+
+SECTIONS = (
+    Section("results", "Results", results_section),
+    Section("learning", "Learning", learning_section),
+    Section("errors", "Errors", lambda run: run.kind.errors_section.load()(run)),
+    Section("timing", "Timing", timing_section),
+    Section("diagnosis", "Diagnosis", diagnosis_section, applies=lambda run: bool(run.diagnosis)),
+    Section("data", "Data and model", model_section),
+    Section("use", "Use it", lambda run: run.kind.usage_section.load()(run)),
+    Section("config", "Config", config_section),
 )
+"""All sections, in the order of the page."""
 
 
 def write_report(run_path: Path) -> Path:
-    """Write `report.html` into the run folder and return its path. The old page, if any, is replaced in one step."""
+    """Write `report.html` into the run folder and return its path. An existing page is replaced atomically."""
     run = read_run(Path(run_path))
     return write_atomically(run.path / "report.html", report_html(run).encode("utf-8", errors="replace"))
 
 
 def write_parity_png(run_path: Path, split: str = "test") -> Path:
-    """Write `parity-SPLIT.png` (all outputs, as far as labelled) into the run folder and return its path."""
+    """Write `parity-SPLIT.png` into the run folder, with all outputs that have labels, and return its path."""
     run_path = Path(run_path)
     known = sorted(path.stem for path in (run_path / "predictions").glob("*.npz"))
     if split not in known and split not in SPLITS:
         raise ForgefieldError(f"There is no split `{split}`; the splits with predictions are: {', '.join(known)}.")
     source = run_path / "predictions" / f"{split}.npz"
     if not source.exists():
-        raise ForgefieldError(f"{source} is not there; `forgefield test {run_path}` makes predictions.")
+        raise ForgefieldError(f"{source} does not exist; `forgefield test {run_path}` writes predictions.")
     predictions, units = predictions_from_npz(source), read_run(run_path).heads
     names = [name for name in (*QUANTITIES, *predictions.extra_outputs) if name in QUANTITIES or name in units]
     panels = [panel for name in names if (panel := pairs(predictions, name, units.get(name, ""))) is not None]
     if not panels:
-        raise ForgefieldError(f"{source} holds no labelled values to compare with.")
+        raise ForgefieldError(f"{source} has no labelled values to compare with.")
     target = run_path / f"parity-{split}.png"
     with house_style():
         try:
@@ -72,7 +98,7 @@ def write_parity_png(run_path: Path, split: str = "test") -> Path:
 
 
 def report_html(run: RunData) -> Html:
-    """The whole page."""
+    """The page as HTML."""
     style = files("forgefield.report").joinpath("style.css").read_text(encoding="utf-8")
     dark = files("forgefield.report").joinpath("dark.css").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
@@ -86,55 +112,44 @@ def report_html(run: RunData) -> Html:
         tag("title", f"{run.name} · Forgefield report"),
         tag("style", Html(style.replace("/*DARK*/", dark))),
     )
-    main = tag(
-        "main",
-        tag("section", headline(run), unusable(run), notices(run), id="results"),
-        learning_section(run),
-        run.kind.errors_section.load()(run),
-        timing_section(run),
-        diagnosis_section(run),
-        data_and_model(run),
-        use_section(run),
-        config_section(run),
-        class_="wrap",
-    )
-    footer = tag("footer", tag("div", "Made by Forgefield from the run folder alone.", class_="wrap"))
-    body = tag("body", title_block(run), _navigation(run), main, footer, tag("script", Html(_SCRIPT)))
+    sections = [section for section in SECTIONS if section.applies(run)]
+    main = tag("main", *[section.render(run) for section in sections], class_="wrap")
+    footer = tag("footer", tag("div", "Written by Forgefield from the run folder.", class_="wrap"))
+    body = tag("body", title_block(run), _navigation(sections), main, footer, tag("script", Html(_SCRIPT)))
     return Html(f"<!doctype html>\n{tag('html', head, body, lang='en')}\n")
 
 
-def unusable(run: RunData) -> Html | None:
-    """A box that says which errors are those of a model that learnt nothing."""
+def implausible_box(run: RunData) -> Html | None:
+    """A warning that lists errors as large as those of an untrained model."""
     statistics = run.info.get("statistics")
-    by_split = known_errors(run)
+    by_split = errors_by_split(run)
     for name, test in run.tests.items():
-        if isinstance(stored := test.get("errors"), dict):  # as written, infinite ones too
+        if isinstance(stored := test.get("errors"), dict):  # as stored, including infinite ones
             by_split[name] = by_split.get(name, {}) | {k: v for k, v in stored.items() if isinstance(v, float)}
-    found = [
+    warnings = [
         f"{split_title(split)}: {sentence}"
         for split, errors in by_split.items()
         for sentence in implausible_errors(errors, statistics if isinstance(statistics, dict) else {})
     ]
-    if not found:
+    if not warnings:
         return None
-    items = [tag("li", sentence) for sentence in found]
+    items = [tag("li", sentence) for sentence in warnings]
     return tag("div", tag("h3", "These errors are too large"), tag("ul", *items), tag("p", ADVICE), class_="notices")
 
 
-def notices(run: RunData) -> Html | None:
-    """What the folder lacks, in one box."""
+def missing_files_box(run: RunData) -> Html | None:
+    """A list of the files that are missing, damaged or outdated."""
     if not run.notes:
         return None
-    items = [tag("li", tag("code", note.file), f" {note.problem}: ", remedy(note), ".") for note in run.notes]
+    items = [tag("li", tag("code", note.file), f" {note.problem}: ", _remedy(note), ".") for note in run.notes]
     return tag("div", tag("h3", "Not in this run folder"), tag("ul", *items), class_="notices")
 
 
-def remedy(note: Note) -> Html:
+def _remedy(note: Note) -> Html:
     return tag("code", note.remedy) if note.is_command else text(note.remedy.replace("`", ""))
 
 
-def _navigation(run: RunData) -> Html:
-    shown = [entry for entry in _CONTENTS if entry[0] != "diagnosis" or run.diagnosis]
-    links = join(tag("a", title, href=f"#{anchor}") for anchor, title in shown)
+def _navigation(sections: list[Section]) -> Html:
+    links = join(tag("a", section.title, href=f"#{section.anchor}") for section in sections)
     button = tag("button", "Light / dark", id="theme", type="button")
     return tag("nav", tag("div", links, button, class_="wrap"))

@@ -1,37 +1,39 @@
-"""The loss of energies, forces and stress, its slopes in them and all errors by two generated kernels, where plain operations
-take a hundred.
+"""The loss of energies, forces and stress, its derivatives (slopes) in the outputs, and all errors, by two generated kernels
+where reference operations take a hundred.
 
-The first sums what each program has of its rows; the second adds these parts in a fixed order and, now that the denominators
-are known, writes the slopes. What they compute is written in `task.py`, `losses.py` and `metrics.py`, which they are compared
-with; other losses and targets than they know are computed there.
+In the first every program sums over its rows; the second adds these partial sums in a fixed order and, now that the
+denominators are available, writes the slopes. The reference is in `task.py`, `losses.py` and `metrics.py`; it is also used for
+losses without a kernel formula and for targets that the kernels do not support.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from forgefield.kernels.core.arguments import ArgumentTable, LaunchArguments
 from forgefield.kernels.core.availability import use_kernels
 from forgefield.kernels.core.modules import module_from
 from forgefield.ops.graph import is_traced
-from forgefield.tasks.losses import ElementLoss, huber, mae, mse
+from forgefield.tasks.losses import KernelFormula
 from forgefield.tasks.metrics import ErrorMetrics
-from forgefield.tasks.task import Target, Task
+from forgefield.tasks.targets import Target
+from forgefield.tasks.task import Task
 
 ROWS = 128
-"""Frames or atoms that one program takes."""
+"""Frames or atoms of one program."""
 COLUMNS = {"energy": 1, "forces": 3, "stress": 9, "virial": 9}
-"""Numbers of a frame or an atom."""
+"""Number of components of the label of a frame or an atom."""
 
 
 class LossAndSlopes(NamedTuple):
-    """sums: (2, n_targets), sums and counts of the loss. errors: (n_rows, 3), as `ErrorMetrics.measure` gives them. slopes: of
-    the loss in each output."""
+    """loss: what is minimised. sums: (2, n_targets), sums and counts of the loss. errors: (n_rows, 3), as from
+    `ErrorMetrics.measure`. slopes: derivatives of the loss in each output."""
 
     loss: Tensor
     sums: Tensor
@@ -41,11 +43,10 @@ class LossAndSlopes(NamedTuple):
 
 @dataclass(frozen=True)
 class _Term:
-    """What the code for a target depends on."""
+    """Everything that the code of a target depends on."""
 
     quantity: str
-    loss: str
-    delta: float
+    loss: KernelFormula
     per_atom: bool | str
     weighs_species: bool
     n_species: int
@@ -60,36 +61,29 @@ class _Term:
 
     @property
     def n_errors(self) -> int:
-        """Rows of errors: per atom and in total for energies, of all atoms and of each species for forces."""
+        """Number of rows of errors: per atom and total for energies, all atoms and each species for forces."""
         return {"energy": 2, "forces": 1 + self.n_species}.get(self.quantity, 1)
 
 
-def kernels_know(task: Task, errors: ErrorMetrics, batch: dict[str, Tensor]) -> bool:
-    """Whether kernels are in use and know every target of the task, and the errors are those of its targets."""
+def kernels_support(task: Task, errors: ErrorMetrics, batch: dict[str, Tensor]) -> bool:
+    """Whether kernels are in use and support every target of the task, and the errors are those of its targets."""
     weight = batch["weight"]
     if is_traced(weight) or not use_kernels(weight) or errors.targets != task.names:
         return False
     labels = [target.label for target in task.targets]
-    if len(set(labels)) < len(labels):  # slopes of two targets in one output would have to be added
+    if len(set(labels)) < len(labels):  # slopes of two targets in the same output would have to be added
         return False
-    return all(_is_known(target, batch) for target in task.targets)
+    return all(_is_supported(target, batch) for target in task.targets)
 
 
-def _is_known(target: Target, batch: dict[str, Tensor]) -> bool:
-    plain = target.branch is None and target.classes is None
+def _is_supported(target: Target, batch: dict[str, Tensor]) -> bool:
     return (
-        plain
+        target.branch is None
+        and target.classes is None
         and target.name in COLUMNS
-        and _name(target.loss) is not None
+        and target.loss.kernel is not None
         and batch[target.label].dtype == torch.float64
     )
-
-
-def _name(loss: ElementLoss) -> tuple[str, float] | None:
-    """Name and delta of a loss that the kernels know."""
-    if isinstance(loss, partial) and loss.func is huber:
-        return "huber", float(loss.keywords["delta"])
-    return next(((name, 0.0) for name, known in (("mse", mse), ("mae", mae)) if loss is known), None)
 
 
 def loss_by_kernels(
@@ -100,7 +94,7 @@ def loss_by_kernels(
     target_weights: Tensor,
     denominators: Tensor | None,
 ) -> LossAndSlopes:
-    """target_weights, denominators: (n_targets,), see `StepFunction.differentiate`."""
+    """The loss of one batch. target_weights, denominators: (n_targets,), see `StepFunction.differentiate`."""
     weight = batch["weight"]
     n_frames, n_atoms = weight.shape[0], batch["species"].shape[0]
     terms = tuple(_term(target, len(errors.species)) for target in task.targets)
@@ -110,27 +104,57 @@ def loss_by_kernels(
     out = weight.new_empty(1 + 2 * n_targets + 3 * n_rows)
     slopes = {target.label: torch.empty_like(batch[target.label]) for target in task.targets}
     by_species = task.species_weights_on(weight.device)
-    given: list[Tensor] = []
-    for target, known in zip(task.targets, by_species):
-        rows = [outputs[target.label].contiguous(), batch[target.label].contiguous(), slopes[target.label]]
-        given += [*rows, weight if known is None else known]
-    given += [batch[name].contiguous() for name in ("weight", "frame", "species", "n_atoms", "cell")]
-    given += [target_weights, weight if denominators is None else denominators, parts, out]
+    given: LaunchArguments = {}
+    for i, (target, species_weights) in enumerate(zip(task.targets, by_species)):
+        given[f"output{i}"] = outputs[target.label].contiguous()
+        given[f"label{i}"] = batch[target.label].contiguous()
+        given[f"slope{i}"] = slopes[target.label]
+        given[f"of_species{i}"] = weight if species_weights is None else species_weights
+    given |= {argument: batch[key].contiguous() for argument, key in BATCH_ARGUMENTS.items()}
+    given |= {"target_weights": target_weights, "denominators": weight if denominators is None else denominators}
+    given |= {"parts": parts, "out": out, "n_frames": n_frames, "n_atoms": n_atoms}
+    arguments = loss_arguments(n_targets).bind("loss", given)
     add_up, finish = _kernels(terms, denominators is not None)
     if n_programs:
-        add_up[(n_programs,)](*given, n_frames, n_atoms, num_warps=4)
-    finish[(n_programs + 1,)](*given, n_frames, n_atoms, num_warps=4)
-    sums, found = out[1:].split([2 * n_targets, 3 * n_rows])
-    return LossAndSlopes(out[0], sums.view(2, n_targets), found.view(-1, 3), slopes)
+        add_up[(n_programs,)](**arguments, num_warps=4)
+    finish[(n_programs + 1,)](**arguments, num_warps=4)
+    sums, measured = out[1 : 1 + 2 * n_targets], out[1 + 2 * n_targets :]
+    return LossAndSlopes(out[0], sums.view(2, n_targets), measured.view(-1, 3), slopes)
 
 
 def _term(target: Target, n_species: int) -> _Term:
-    known = _name(target.loss)
-    assert known is not None
-    return _Term(target.quantity, *known, target.per_atom, target.species_weights is not None, n_species)
+    assert target.loss.kernel is not None
+    weighs_species = target.species_weights is not None
+    return _Term(target.quantity, target.loss.kernel, target.per_atom, weighs_species, n_species)
 
 
 # ---- the code
+
+
+BATCH_ARGUMENTS = {"weight": "weight", "frames": "frame", "species": "species", "sizes": "n_atoms", "cell": "cell"}
+"""Arguments that are tensors of a batch, and their keys there."""
+
+
+@lru_cache(maxsize=64)
+def loss_arguments(n_targets: int) -> ArgumentTable:
+    """Arguments of both kernels for this number of targets."""
+    of_targets = {
+        "output": "predictions of a target",
+        "label": "labels of a target",
+        "slope": "derivatives of the loss in the predictions",
+        "of_species": "(n_species,), weights of species",
+    }
+    names = {f"{name}{i}": text for i in range(n_targets) for name, text in of_targets.items()}
+    names |= {argument: f"`{key}` of the batch" for argument, key in BATCH_ARGUMENTS.items()}
+    return ArgumentTable(
+        **names,
+        target_weights="(n_targets,), weights of targets",
+        denominators="(n_targets,), where they are not the sums of this batch",
+        parts="(n_programs, 2 + 3 x rows of errors), partial sums of every program",
+        out="the loss; sums and counts of targets; rows of errors",
+        n_frames="number of frames",
+        n_atoms="number of atoms",
+    )
 
 
 @lru_cache(maxsize=64)
@@ -154,22 +178,21 @@ def total(parts, begin, end, width: tl.constexpr, column: tl.constexpr):
 
 
 def write_loss(terms: Sequence[_Term], given_denominators: bool) -> str:
-    """Source of a module with the kernels `add_up` and `finish`. given_denominators: they are not the sums of this batch."""
-    names = [f"{what}{i}" for i in range(len(terms)) for what in ("output", "label", "slope", "of_species")]
-    names += ["weight", "frames", "species", "sizes", "cell", "target_weights", "denominators", "parts", "out"]
+    """Source of a module with the kernels `add_up` and `finish`. given_denominators: denominators are not the sums of this
+    batch but an argument."""
     width = 2 + 3 * max(term.n_errors for term in terms)
-    head = f"({', '.join(names)}, n_frames, n_atoms):"
+    head = f"({loss_arguments(len(terms)).signature}):"
     jit = "@triton.jit(do_not_specialize=['n_frames', 'n_atoms'])"
     add_up, finish = ["program = tl.program_id(0)", "end = 0"], ["program = tl.program_id(0)", "end = 0", "loss = 0.0"]
     row = 0
     for i, term in enumerate(terms):
         n_rows = "n_atoms" if term.of_atoms else "n_frames"
         bounds = ["begin = end", f"end = begin + ({n_rows} + {ROWS - 1}) // {ROWS}"]
-        own = "if (program >= begin) & (program < end):"
-        add_up += [*bounds, own, *_indented(_add_up(term, i, width, n_rows))]
+        in_range = "if (program >= begin) & (program < end):"
+        add_up += [*bounds, in_range, *_indented(_add_up(term, i, width, n_rows))]
         finish += [*bounds, f"divisor = {_divisor(i, width, given_denominators)}"]
         finish += ["divisor = tl.where(divisor > 0, divisor, 1.0)", f"share = tl.load(target_weights + {i}) / divisor"]
-        finish += [own, *_indented(_slopes(term, i, n_rows))]
+        finish += [in_range, *_indented(_slopes(term, i, n_rows))]
         finish += [f"loss += share * total(parts, begin, end, {width}, 0)"]
         last = "if program == tl.num_programs(0) - 1:"
         finish += [last, *_indented(_collect(term, i, row, len(terms), width))]
@@ -191,7 +214,7 @@ def _divisor(i: int, width: int, given: bool) -> str:
 
 
 def _rows(term: _Term, i: int, n_rows: str) -> list[str]:
-    """Rows of a program, and what is the same for all numbers of a row."""
+    """Rows of a program, and values that all components of a row share."""
     lines = [
         f"row = (program - begin).to(tl.int64) * {ROWS} + tl.arange(0, {ROWS})",
         f"inside = row < {n_rows}",
@@ -212,7 +235,7 @@ def _rows(term: _Term, i: int, n_rows: str) -> list[str]:
 
 
 def _factor(term: _Term) -> str | None:
-    """What label and output are multiplied with."""
+    """Factor of label and output; None for one."""
     size = {True: "size", "root": "tl.sqrt(size)", False: None}[term.per_atom]
     if term.quantity == "virial":
         return "-volume" if size is None else f"-volume / {size}"
@@ -220,7 +243,7 @@ def _factor(term: _Term) -> str | None:
 
 
 def _difference(term: _Term, i: int, column: int) -> list[str]:
-    """Of one number of each row: whether it has a label, and how far off it is in units of the loss."""
+    """For one component of each row: whether it is labelled, and its difference d from the label in units of the loss."""
     place = f"row * {term.columns} + {column}"
     lines = [
         f"p = tl.load(output{i} + {place}, mask=inside, other=0.0)",
@@ -231,23 +254,8 @@ def _difference(term: _Term, i: int, column: int) -> list[str]:
     return [*lines, f"d = tl.where(labelled, {difference}, 0.0)"]
 
 
-_LOSSES = {
-    "mse": ("d * d", "2.0 * d"),
-    "mae": ("tl.abs(d)", "tl.where(d > 0, 1.0, tl.where(d < 0, -1.0, d))"),
-    "huber": (
-        "tl.where(tl.abs(d) < {delta}, 0.5 * d * d, {delta} * (tl.abs(d) - 0.5 * {delta}))",
-        "tl.where(tl.abs(d) < {delta}, d, tl.where(d > 0, {delta}, tl.where(d < 0, -{delta}, d)))",
-    ),
-}
-"""Of a difference d, its loss and that loss' slope."""
-
-
-def _formula(term: _Term, order: int) -> str:
-    return _LOSSES[term.loss][order].format(delta=repr(term.delta))
-
-
 def _add_up(term: _Term, i: int, width: int, n_rows: str) -> list[str]:
-    """Parts of a program: the loss' sum and count; of every row of errors, the sums of |e| and e^2 and a count."""
+    """Partial sums of a program: sum and count of the loss; for every row of errors, the sums of |e| and e^2 and a count."""
     lines = _rows(term, i, n_rows)
     factor = _factor(term)
     lines += [] if factor is None else [f"factor = {factor}"]
@@ -256,7 +264,7 @@ def _add_up(term: _Term, i: int, width: int, n_rows: str) -> list[str]:
         lines += [f"{name} = tl.zeros([{ROWS}], tl.float64)" for name in ("each_1", "each_2")]
     for column in range(term.columns):
         lines += _difference(term, i, column)
-        lines += [f"sums += tl.where(labelled, w * ({_formula(term, 0)}), 0.0)", "counts += tl.where(labelled, w, 0.0)"]
+        lines += [f"sums += tl.where(labelled, w * ({term.loss.error}), 0.0)", "counts += tl.where(labelled, w, 0.0)"]
         lines += ["e = (p - y) * (volume / size)" if term.quantity == "virial" else "e = p - y"]
         lines += ["counts_here = inside & (e == e)", "e = tl.where(counts_here, e, 0.0)"]
         lines += ["size_1 += tl.abs(e)", "size_2 += e * e", "known += counts_here.to(tl.float64)"]
@@ -279,20 +287,20 @@ def _add_up(term: _Term, i: int, width: int, n_rows: str) -> list[str]:
 
 
 def _slopes(term: _Term, i: int, n_rows: str) -> list[str]:
-    """Slopes of the loss in the outputs; `share` is what the target's sum is multiplied with."""
+    """Derivatives of the loss in the outputs; `share` is the factor of the target's sum."""
     lines = _rows(term, i, n_rows)
     factor = _factor(term)
     lines += [] if factor is None else [f"factor = {factor}"]
     scale = "w * share" if factor is None else "w * share * factor"
     for column in range(term.columns):
         lines += _difference(term, i, column)
-        lines += [f"g = tl.where(labelled, {scale} * ({_formula(term, 1)}), 0.0)"]
+        lines += [f"g = tl.where(labelled, {scale} * ({term.loss.slope}), 0.0)"]
         lines += [f"tl.store(slope{i} + row * {term.columns} + {column}, g, mask=inside)"]
     return lines
 
 
 def _collect(term: _Term, i: int, row: int, n_targets: int, width: int) -> list[str]:
-    """All parts of a target added up: the loss, then sums, counts and rows of errors, in this order."""
+    """Sum of the partial sums of a target: the loss, then sums, counts and rows of errors, in this order."""
     n_columns = 2 + 3 * term.n_errors
     return [
         f"for first in range(0, {n_columns}, 16):",

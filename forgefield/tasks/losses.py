@@ -1,12 +1,14 @@
-"""How far a prediction is from its label, element by element.
+"""Losses: how far a prediction is from its label, element by element.
 
-Each function takes prediction and target of the same shape and returns an error of that shape; averaging, weighting and
-masking happen in `task.py`, so that a loss kind is one line.
+A loss is one `Loss` object that holds its reference formula in PyTorch and, optionally, the same formula for the generated
+kernels of `loss_kernels.py`. Averaging, weighting and masking are done in `task.py`. To add a loss, write its formula here and
+register it in `LOSSES`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -17,46 +19,93 @@ from forgefield.config.trust import CONFIG
 from forgefield.errors import ForgefieldError
 
 ElementLoss = Callable[[Tensor, Tensor], Tensor]
+"""(prediction, target) -> error, all of the same shape."""
 
 
-def mse(prediction: Tensor, target: Tensor) -> Tensor:
-    """Squared error."""
+@dataclass(frozen=True)
+class KernelFormula:
+    """Triton expressions of a difference `d` between prediction and label. error: the loss of d. slope: its derivative."""
+
+    error: str
+    slope: str
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss of single elements.
+
+    name: for summaries.
+    error: reference formula. It need not be differentiable where prediction and label are equal.
+    kernel: the same for kernels; None for a loss that kernels do not compute.
+    """
+
+    name: str
+    error: ElementLoss
+    kernel: KernelFormula | None = None
+
+    def __call__(self, prediction: Tensor, target: Tensor) -> Tensor:
+        return self.error(prediction, target)
+
+
+def squared_error(prediction: Tensor, target: Tensor) -> Tensor:
     return (prediction - target).square()
 
 
-def mae(prediction: Tensor, target: Tensor) -> Tensor:
-    """Absolute error."""
+def absolute_error(prediction: Tensor, target: Tensor) -> Tensor:
     return (prediction - target).abs()
 
 
-def rmse(prediction: Tensor, target: Tensor) -> Tensor:
-    """Of every value the root of the mean square of its components' errors, for each of them the same."""
+def root_mean_square(prediction: Tensor, target: Tensor) -> Tensor:
+    """For each value the root of the mean square of its components' errors, repeated for every component."""
     squares = (prediction - target).square()
     mean = squares.reshape(squares.shape[0], -1).mean(1) if squares.dim() > 1 else squares
     exact = mean == 0
-    root = torch.where(exact, mean, torch.where(exact, 1.0, mean).sqrt())  # its slope at zero is infinite
+    root = torch.where(exact, mean, torch.where(exact, 1.0, mean).sqrt())  # the slope at zero is infinite
     return root.reshape(-1, *[1] * (squares.dim() - 1)).expand_as(squares)
 
 
-def huber(prediction: Tensor, target: Tensor, *, delta: float) -> Tensor:
-    """Quadratic below `delta`, linear above, with one slope where they meet."""
+def huber_error(prediction: Tensor, target: Tensor, *, delta: float) -> Tensor:
+    """Quadratic below `delta`, linear above, with a continuous derivative."""
     return torch.nn.functional.huber_loss(prediction, target, reduction="none", delta=delta)
 
 
-def element_loss(name: str, *, huber_delta: float, where: str) -> ElementLoss:
-    """The loss of that name, or the user's own function at that import path. `where` is the setting, for messages."""
-    if name == "mse":
-        return mse
-    if name == "mae":
-        return mae
-    if name == "rmse":
-        return rmse
-    if name == "huber":
-        if not huber_delta > 0:
-            raise ForgefieldError(f"{where.rsplit('.', 1)[0]}.huber_delta must be positive, not {huber_delta}.")
-        return partial(huber, delta=huber_delta)
+MSE = Loss("mse", squared_error, KernelFormula("d * d", "2.0 * d"))
+MAE = Loss(
+    "mae", absolute_error, KernelFormula("tl.abs(d)", "tl.where(d > 0, 1.0, tl.where(d < 0, -1.0, d))")
+)  # a NaN stays one
+RMSE = Loss("rmse", root_mean_square)
+
+
+def huber(delta: float) -> Loss:
+    """The Huber loss. delta: where it turns from quadratic to linear."""
+    value = repr(float(delta))
+    kernel = KernelFormula(
+        f"tl.where(tl.abs(d) < {value}, 0.5 * d * d, {value} * (tl.abs(d) - 0.5 * {value}))",
+        f"tl.where(tl.abs(d) < {value}, d, tl.where(d > 0, {value}, tl.where(d < 0, -{value}, d)))",
+    )
+    return Loss("huber", partial(huber_error, delta=delta), kernel)
+
+
+LOSSES: dict[str, Callable[[float], Loss]] = {
+    "mse": lambda delta: MSE,
+    "mae": lambda delta: MAE,
+    "rmse": lambda delta: RMSE,
+    "huber": huber,
+}
+"""Losses by the names that `task.*.loss` has for them, each as a function of `task.*.huber_delta`."""
+
+
+def find_loss(name: str, *, huber_delta: float, key: str) -> Loss:
+    """The loss of that name, or the user's function at that import path. key: of the setting, for messages."""
+    if name in LOSSES:
+        if name == "huber" and not huber_delta > 0:
+            raise ForgefieldError(f"{key.rsplit('.', 1)[0]}.huber_delta must be positive, not {huber_delta}.")
+        return LOSSES[name](huber_delta)
     if "." not in name:
         raise ForgefieldError(
-            f"{where}: unknown loss '{name}'; use mse, mae, rmse, huber or the import path of a function."
+            f"{key}: unknown loss '{name}'; use {', '.join(LOSSES)} or the import path of a function."
         )
-    return import_function(name, where=where, trust=CONFIG)  # tasks are built from configs, never from a run
+    function: ElementLoss = import_function(
+        name, where=key, trust=CONFIG
+    )  # tasks are built from configs, never from a run
+    return Loss(getattr(function, "__name__", type(function).__name__), function)

@@ -23,9 +23,9 @@ from forgefield.config.template import commented_yaml
 from forgefield.config.typed import select
 from forgefield.errors import ForgefieldError
 from forgefield.files import write_atomically
-from forgefield.parallel.accelerators import settle_accelerator
+from forgefield.parallel.accelerators import resolve_accelerator
 from forgefield.parallel.exchange import StepExchange
-from forgefield.parallel.failures import stop_together
+from forgefield.parallel.failures import stop_all_ranks
 from forgefield.parallel.ranks import Ranks
 from forgefield.runs import Run, versions
 from forgefield.training.callbacks.best_model import BestModel
@@ -96,7 +96,7 @@ class _Plan:
 
     def write_record(self, ranks: Ranks) -> None:
         """Store settings and record, when it is certain that they will be used."""
-        if not ranks.is_first:
+        if not ranks.is_rank_zero:
             return
         run, problem = self.run, self.problem
         status = run.info["status"] if has_begun(run) else "new"
@@ -135,7 +135,7 @@ def fit(
     require_same_settings(config, ranks)
     lr_factor = learning_rate_factor(config.training.scale_lr, ranks.world_size)
     check_settings(config, options, ranks)
-    if (note := settle_accelerator(options, world_size=ranks.world_size)) is not None:
+    if (note := resolve_accelerator(options, world_size=ranks.world_size)) is not None:
         journal.notify(note)
     agree_with_training(options, config.training)
     requeue_exit = config.training.checkpoint.requeue_exit
@@ -160,13 +160,13 @@ def _fit_in(
     ranks, journal = session.ranks, session.journal
     problem = problem_for(run, config, options, session)
     config = problem.config
-    changed = ranks.broadcast(_changed_settings(run, config, session) if ranks.is_first else None)
+    changed = ranks.broadcast(_changed_settings(run, config, session) if ranks.is_rank_zero else None)
     L.seed_everything(config.seed, verbose=False)
     problem.prepare()
     run = Run(run.path, trust_code=True)  # `prepare` has settled that code it names may be imported
     plan = _Plan(run, config, options, problem, callbacks)
     restart, is_done, has_outputs = ranks.broadcast(
-        _where_to_resume(plan, changed, journal) if ranks.is_first else None
+        _where_to_resume(plan, changed, journal) if ranks.is_rank_zero else None
     )
     if is_done and has_outputs:
         longer = "trainer.max_steps" if options.get("max_epochs") in (None, -1) else "trainer.max_epochs"
@@ -256,7 +256,7 @@ def _run_lightning(
     if not plan.quick:
         precision.require_end(epochs=trainer.max_epochs, steps=trainer.max_steps)
     plan.write_record(ranks)
-    if ranks.is_first:
+    if ranks.is_rank_zero:
         metrics_log.start(restart.rows if restart else 0)
     loader = problem.loader(device)
     if restart is not None:
@@ -294,8 +294,8 @@ def _callbacks(
 ) -> list[Callback]:
     """All but the two that must be there and come first, in the order in which they act. step: where a run goes on."""
     run, training, ranks = plan.run, plan.config.training, session.ranks
-    shows_progress = ranks.is_first and plan.options.get("enable_progress_bar", True)
-    if not ranks.is_first:
+    shows_progress = ranks.is_rank_zero and plan.options.get("enable_progress_bar", True)
+    if not ranks.is_rank_zero:
         plan.options["enable_progress_bar"] = False
     return [
         *([] if plan.quick else [BestModel(run.checkpoints, monitor)]),
@@ -359,24 +359,24 @@ def _stopped_at_once(run: Run, stopped: StopRequested, requeue_exit: int, sessio
     has_checkpoint = has_begun(run)
     when = "Stopped before the next step" if has_checkpoint else "Stopped before the first step"
     sentence = f"{when}: {stopped.reason}. Run the same command to resume."
-    if ranks.is_first:
+    if ranks.is_rank_zero:
         if run.exists and run.info.get("status") == "running":
             run.write_info(status="stopped")
         journal.notify(sentence)
     code = code_after(stopped, requeue_exit, ranks, journal)
-    stop_together(ranks, sentence, code)
+    stop_all_ranks(ranks, sentence, code)
     return TrainingResult(run, None, "stopped", exit_code=code)
 
 
 def code_after(stopped: StopRequested, requeue_exit: int, ranks: Ranks, journal: Journal) -> int:
     """The exit code of a training that was stopped. Where the signal asks for it, SLURM is told to start the job again."""
-    if stopped.signal_number == signal.SIGUSR1 and ranks.is_first:
+    if stopped.signal_number == signal.SIGUSR1 and ranks.is_rank_zero:
         ask_slurm_to_requeue(journal.notify)
     return exit_code(stopped, requeue_exit)
 
 
 def _write_status(run: Run, ranks: Ranks, **values: Any) -> None:
-    if ranks.is_first:
+    if ranks.is_rank_zero:
         run.write_info(**values)
 
 

@@ -180,7 +180,7 @@ class TrainingModule(RunModule, ProbedModule):
             return step.loss
         sums, counts = step.measured.sums
         counts = counts if denominators is None else denominators()
-        own = self.task.plain_weights_on(sums.device)
+        own = self.task.configured_weights_on(sums.device)
         return step.loss + self.weighting.loss(sums * self.ranks.world_size, counts, own)
 
     def eager_loss(self, batch: Batch) -> Tensor:

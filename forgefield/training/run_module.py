@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from forgefield.config.schema import TrainingOptions
 from forgefield.errors import ForgefieldError
 from forgefield.parallel.exchange import StepExchange
-from forgefield.parallel.ranks import Ranks, alone
-from forgefield.tasks.weights import StepState
+from forgefield.parallel.ranks import Ranks, single_process
+from forgefield.tasks.schedules import StepState
 from forgefield.training.epoch_length import epochs_of_fit, fit_epoch_length, steps_of_fit
 from forgefield.training.optim.averages import weight_average
 from forgefield.training.optim.captured_update import portable_optimiser_states
@@ -92,7 +92,7 @@ class RunModule(L.LightningModule, ABC):
         super().__init__()
         self.options = options
         self.monitor = monitor
-        self.ranks = ranks if ranks is not None else alone()
+        self.ranks = ranks if ranks is not None else single_process()
         self.exchange = exchange
         self.lr_factor = lr_factor
         self.ema = weight_average(trained, options)
@@ -183,7 +183,7 @@ class RunModule(L.LightningModule, ABC):
         row, names = self.throughput.take(), self.throughput.samples
         if self.ranks.world_size > 1:
             counts = torch.tensor([row[name] for name in names], dtype=torch.float64, device=self.device)
-            row.update(zip(names, (int(n) for n in self.ranks.sum(counts).tolist())))
+            row.update(zip(names, (int(n) for n in self.ranks.all_reduce(counts).tolist())))
             seconds = row["seconds"] or 0.0
             for name in names:
                 row[f"{name}_per_second"] = row[name] / seconds if row[name] and seconds > 0 else None  # type: ignore[operator]
@@ -211,7 +211,7 @@ class RunModule(L.LightningModule, ABC):
         """Accumulators added up over ranks, in one message."""
         if self.ranks.world_size == 1:
             return list(sums)
-        total = self.ranks.sum(torch.cat([part.reshape(-1).to(self.device) for part in sums]))
+        total = self.ranks.all_reduce(torch.cat([part.reshape(-1).to(self.device) for part in sums]))
         parts = total.split([part.numel() for part in sums])
         return [part.reshape(like.shape) for part, like in zip(parts, sums)]
 
@@ -303,4 +303,4 @@ def own_sums(stored: list[dict[str, Tensor]], ranks: Ranks) -> dict[str, Tensor]
     if len(stored) == ranks.world_size:
         return stored[ranks.rank]
     total = {name: torch.stack([part[name] for part in stored]).sum(0) for name in stored[0]}
-    return total if ranks.is_first else {name: torch.zeros_like(tensor) for name, tensor in total.items()}
+    return total if ranks.is_rank_zero else {name: torch.zeros_like(tensor) for name, tensor in total.items()}

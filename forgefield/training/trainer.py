@@ -30,7 +30,7 @@ from forgefield.config.schema import Config, TrainingOptions
 from forgefield.config.training_checks import PRECISIONS
 from forgefield.config.trust import CONFIG, TRAINER_OBJECTS
 from forgefield.errors import ForgefieldError, missing_package
-from forgefield.parallel.accelerators import device_count, settle_accelerator
+from forgefield.parallel.accelerators import device_count, resolve_accelerator
 from forgefield.parallel.environment import LaunchedEnvironment
 from forgefield.parallel.launch import Launch
 from forgefield.parallel.network import free_port
@@ -109,7 +109,7 @@ def build_trainer(
     ranks: who trains; they exist already, and Lightning is told so.
     """
     register_strategies()
-    settle_accelerator(options, world_size=ranks.world_size)
+    resolve_accelerator(options, world_size=ranks.world_size)
     options = {key: _build(value, f"trainer.{key}") if key in _KINDS else value for key, value in options.items()}
     if options.get("max_epochs") is None and options.get("max_steps", -1) == -1:
         options["max_epochs"] = DEFAULT_EPOCHS

@@ -106,7 +106,7 @@ class SoftAdapt:
         """Change the weights where it is time; all ranks come here at the same step."""
         if step > self._changed_at and step % self.options.every == 0:
             self._changed_at = step
-            whole = ranks.sum(self.sums.to(device)) if ranks.world_size > 1 else self.sums
+            whole = ranks.all_reduce(self.sums.to(device)) if ranks.world_size > 1 else self.sums
             self._change(whole.cpu())
             self.sums = torch.zeros_like(self.sums)
         task.adapt(self.factors, device)

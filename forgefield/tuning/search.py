@@ -24,7 +24,7 @@ from forgefield.config.loading import load_config
 from forgefield.config.schema import Config
 from forgefield.errors import ForgefieldError
 from forgefield.files import write_atomically
-from forgefield.parallel.ranks import alone
+from forgefield.parallel.ranks import single_process
 from forgefield.runs import Run
 from forgefield.training.fit import fit
 from forgefield.training.run.journal import Journal
@@ -198,7 +198,7 @@ class _Worker:
                     config,
                     fresh=False,
                     journal=journal,
-                    ranks=alone(),
+                    ranks=single_process(),
                     callbacks=[progress],
                     trust_code=self.search.trust_code,
                 )

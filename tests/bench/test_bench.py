@@ -27,7 +27,7 @@ from forgefield.cli import main
 from forgefield.config.loading import load_config
 from forgefield.errors import ForgefieldError
 from forgefield.parallel.launch import detect_launch
-from forgefield.parallel.ranks import alone
+from forgefield.parallel.ranks import single_process
 from tests.support.helpers import tiny_config
 from tests.support.launching import ROOT, ranks, write_config
 
@@ -154,7 +154,7 @@ def test_processes_of_a_launcher_are_what_is_measured(tmp_path: Path) -> None:
 
 
 def test_ranks_cannot_be_chosen_where_a_launcher_has(tmp_path: Path) -> None:
-    started = alone(detect_launch({"TORCHELASTIC_RUN_ID": "1", "RANK": "0", "WORLD_SIZE": "1"}))
+    started = single_process(detect_launch({"TORCHELASTIC_RUN_ID": "1", "RANK": "0", "WORLD_SIZE": "1"}))
     with pytest.raises(
         ForgefieldError, match="torchrun has started 1 process, and those are measured; leave --ranks out"
     ):
@@ -260,7 +260,7 @@ def test_step_is_an_optimiser_step_on_full_batches(
     tmp_path: Path, frames: int, accumulate: int, samples_of_a_step: int, full: bool
 ) -> None:
     config = load_config(tiny_config(tmp_path, data={"batch": {"frames": frames}}, training={"accumulate": accumulate}))
-    measurement, code = measure(config, alone(), steps=3, warmup=1, folder=tmp_path)
+    measurement, code = measure(config, single_process(), steps=3, warmup=1, folder=tmp_path)
     assert code == 0
     assert measurement is not None
     assert (measurement.steps, measurement.samples) == (3, 3 * samples_of_a_step)

@@ -31,7 +31,7 @@ from forgefield.bench.water import BOX, frames_for, water, water_training, write
 from forgefield.cli import main
 from forgefield.config.loading import load_config
 from forgefield.config.schema import BatchOptions
-from forgefield.parallel.ranks import alone
+from forgefield.parallel.ranks import single_process
 from tests.support.helpers import tiny_config
 from tests.support.launching import write_config
 
@@ -227,7 +227,7 @@ def test_water_is_the_same_every_time_and_enough_for_full_batches(tmp_path: Path
 def test_water_takes_the_place_of_the_data_of_a_config(tmp_path: Path) -> None:
     content = tiny_config(tmp_path, task={"energy": {}, "stress": {}}, data={"test": 2, "batch": {"frames": 3}})
     file = write_config(tmp_path / "mine.yaml", content)
-    with water_training(str(file), ["training.lr=0.5"], alone(), most=2) as config:
+    with water_training(str(file), ["training.lr=0.5"], single_process(), most=2) as config:
         frames = ase.io.read(config.data.train, ":")
         assert len(frames) >= 6
         assert all(len(frame) == 192 for frame in frames)
@@ -239,7 +239,7 @@ def test_water_takes_the_place_of_the_data_of_a_config(tmp_path: Path) -> None:
 
 def test_a_job_that_fails_leaves_its_reason(tmp_path: Path) -> None:
     config = load_config(tiny_config(tmp_path, data={"max_force": 1e-6}))
-    assert run_job(config, alone(), Job("plan", tmp_path / "result.json")) == 2
+    assert run_job(config, single_process(), Job("plan", tmp_path / "result.json")) == 2
     result = json.loads((tmp_path / "result.json").read_text())
     assert "max_force" in result["refusal"]
     assert result["of_memory"] is False

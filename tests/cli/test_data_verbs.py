@@ -385,7 +385,7 @@ def test_a_figure_shows_only_what_is_there(work, capsys):
 
 def test_refusals_of_info_write_nothing(source, work, capsys):
     (work / "there.png").write_bytes(b"mine")
-    assert "a figure ends in .png" in refused(capsys, "info", "cu.extxyz", "--figure", "cu.jpeg")
+    assert "the name of a figure must end in .png" in refused(capsys, "info", "cu.extxyz", "--figure", "cu.jpeg")
     assert "there.png exists already" in refused(capsys, "info", "cu.extxyz", "--figure", "there.png")
     assert "folder no does not exist" in refused(capsys, "info", "cu.extxyz", "--figure", "no/cu.png")
     assert "--cutoff is 0" in refused(capsys, "info", "cu.extxyz", "--cutoff", "0")

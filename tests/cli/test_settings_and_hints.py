@@ -8,7 +8,7 @@ import sys
 import ase.io
 import pytest
 
-from forgefield import api
+from forgefield import api, evaluation
 from forgefield.cli import main
 from tests.support.helpers import tiny_config, write_emt
 
@@ -25,8 +25,8 @@ def frames(tmp_path):
 
 
 def test_test_takes_batches_and_test_sets(run, frames, capsys, monkeypatch):
-    for name in ("write_report", "write_parity_png"):
-        monkeypatch.setattr(api, name, lambda *words: None)
+    monkeypatch.setattr(api, "write_report", lambda path: None)
+    monkeypatch.setattr(evaluation, "write_parity_png", lambda path, name: None)
     assert main(["test", str(run.path), "data.batch.frames=1", f"data.test={{hot: {frames}}}"]) == 0
     assert "test hot" in capsys.readouterr().out
     assert (run.path / "test-hot.json").exists()

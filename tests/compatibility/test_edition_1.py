@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -107,9 +108,11 @@ def test_a_store_of_an_earlier_version_goes_through_every_migration(
 ) -> None:
     before = read_manifest(Path("frames.store"))
     assert before["version"] == 1
-    monkeypatch.setattr(manifest, "VERSION", 3)
-    monkeypatch.setitem(manifest.MIGRATIONS, 1, lambda old: {**old, "forgefield": f"{old['forgefield']} 1"})
-    monkeypatch.setitem(manifest.MIGRATIONS, 2, lambda old: {**old, "forgefield": f"{old['forgefield']} 2"})
+    migrations = (
+        lambda old: {**old, "forgefield": f"{old['forgefield']} 1"},
+        lambda old: {**old, "forgefield": f"{old['forgefield']} 2"},
+    )
+    monkeypatch.setattr(manifest, "STORE", replace(manifest.STORE, migrations=migrations))
     after = open_store("frames.store").manifest
     assert after["version"] == 3
     assert after["forgefield"] == f"{before['forgefield']} 1 2"

@@ -30,7 +30,7 @@ from forgefield.data.store import convert as convert_module
 from forgefield.data.store.convert import convert, store_frames
 from forgefield.data.store.manifest import manifest_hash
 from forgefield.data.store.store import StoreColumns, open_store
-from forgefield.data.store.table import FrameTable, Part
+from forgefield.data.store.table import FrameTable, TablePart
 from forgefield.data.store.writer import PartWriter
 from forgefield.errors import ForgefieldError
 
@@ -120,7 +120,7 @@ def test_columns_in_memory_and_on_disk_give_back_the_frames(tmp_path, seed, size
     about = writer.finish()
     for table in (
         FrameTable.from_frames(frames),
-        FrameTable([Part(StoreColumns(folder, about, GraphOptions(4.0)))]),
+        FrameTable([TablePart(StoreColumns(folder, about, GraphOptions(4.0)))]),
     ):
         assert len(table) == len(frames)
         for frame, kept in zip(frames, table):
@@ -284,7 +284,7 @@ def damaged(store: Path, how: str) -> None:
         ("edited", "the manifest does not match its own hash"),
         (
             "version",
-            r"written by a newer version of Forgefield \(store format 99; this version reads formats up to 1\)",
+            r"manifest\.json is a store of format version 99; Forgefield .* reads versions up to 1",
         ),
         ("not JSON", "not valid JSON"),
     ],

@@ -83,7 +83,7 @@ def test_neither_the_message_of_a_batch_nor_the_gradients_make_the_host_wait(gro
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert total.tolist() == [3.0, 5.0]
-    assert exchange.wishes() == [0.0, 1.0]
+    assert exchange.flags() == [0.0, 1.0]
     assert frozen.grad is None
     for parameter, gradient in zip(parameters, gradients):
         assert torch.equal(parameter.grad, gradient)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from forgefield.kernels.convolution import dispatch
 from forgefield.kernels.core.availability import interpreted
-from forgefield.kernels.edges.coupling import couple, mark, plain_coupling
+from forgefield.kernels.edges.coupling import couple, mark, reference_coupling
 from forgefield.kernels.edges.coupling_source import coupling_of_key, key_of_coupling
 from forgefield.models.allegro.tensors import EnvironmentCoupling, harmonic_irreps, layer_irreps
 from tests.support.kernels import DEVICE, assert_same, draw
@@ -67,7 +67,7 @@ def test_every_place_is_that_of_plain_operations(place):
     tensors = [draw(number, form.size(number), *((3,) if number == 0 else (4, 3))) for number in range(4)]
     others = [tensor for number, tensor in enumerate(tensors) if number != place]
     found = torch.ops.forgefield.couple(*others, place, key)
-    assert_same(found, plain_coupling(form, place, *others))
+    assert_same(found, reference_coupling(form, place, *others))
     assert torch.equal(found, torch.ops.forgefield.couple(*others, place, key))
 
 

@@ -5,7 +5,7 @@ import torch
 
 from forgefield.config.schema import TargetOptions, TaskOptions
 from forgefield.ops.execution import execution
-from forgefield.tasks.loss_kernels import ROWS, kernels_know, loss_by_kernels
+from forgefield.tasks.loss_kernels import ROWS, kernels_support, loss_by_kernels
 from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.task import Task
 from tests.support.kernels import DEVICE, assert_same, draw, needs_kernels
@@ -58,7 +58,7 @@ def test_loss_slopes_and_errors(name, given_denominators):
         expected = task.combine(sums, counts if denominators is None else denominators)
         slopes = dict(zip(leaves, torch.autograd.grad(expected, list(leaves.values()))))
         with execution(kernels=True):
-            assert kernels_know(task, errors, batch)
+            assert kernels_support(task, errors, batch)
         found = loss_by_kernels(task, errors, outputs, batch, weights, denominators)
         assert_same(found.loss, expected.detach())
         assert_same(found.sums, torch.stack([sums, counts]).detach())
@@ -84,7 +84,7 @@ def test_what_kernels_do_not_know_is_left_to_plain_operations(targets):
     task = Task(TaskOptions(**{key: TargetOptions(**options) for key, options in targets.items()}), SPECIES)
     batch, _ = labelled_batch([2, 2])
     with execution(kernels=True):
-        assert not kernels_know(task, task.error_metrics(SPECIES), batch)
+        assert not kernels_support(task, task.error_metrics(SPECIES), batch)
         known = Task(TASKS["energy and forces"], SPECIES)
-        assert not kernels_know(known, ErrorMetrics(("energy",), SPECIES), batch)
-    assert not kernels_know(known, known.error_metrics(SPECIES), batch)
+        assert not kernels_support(known, ErrorMetrics(("energy",), SPECIES), batch)
+    assert not kernels_support(known, known.error_metrics(SPECIES), batch)

@@ -56,7 +56,7 @@ def test_a_killed_rank_ends_the_command_and_the_same_command_resumes_exactly(tmp
     config = parallel_config(tmp_path, "again")
     broken = own_processes(tmp_path, config, END_AT="5", END_HOW="kill", END_RANKS="1", END_ONCE=str(marker))
     assert marker.exists()
-    assert_said(broken, f"rank 1 on {socket.gethostname()} ended without a word")
+    assert_said(broken, f"rank 1 on {socket.gethostname()} exited without an error message")
     continued = two_ranks(tmp_path, config)
     assert continued.returncode == 0, continued.stdout + continued.stderr
     assert "Continuing run again after step 4" in continued.stdout
@@ -66,7 +66,7 @@ def test_a_killed_rank_ends_the_command_and_the_same_command_resumes_exactly(tmp
 @pytest.mark.parametrize(
     ("how", "rank", "says"),
     [
-        ("kill", "0", "rank 0 on {host} ended without a word"),
+        ("kill", "0", "rank 0 on {host} exited without an error message"),
         ("raise", "1", "a crash that a test asked for"),
         ("memory", "1", "rank 1 on {host} failed with the error above"),
     ],

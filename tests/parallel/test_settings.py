@@ -16,7 +16,7 @@ from forgefield.config.loading import load_config
 from forgefield.data.sampling.plan import Budget
 from forgefield.errors import ForgefieldError
 from forgefield.parallel.network import interface_towards
-from forgefield.parallel.ranks import Ranks, alone
+from forgefield.parallel.ranks import Ranks, single_process
 from forgefield.parallel.registry import MPIDDPStrategy, check_strategy, register_strategies
 from forgefield.parallel.rendezvous import usable_threads
 from forgefield.training.optim.optimisers import build_optimiser, build_scheduler, fit_length, rescale_learning_rates
@@ -181,10 +181,12 @@ def test_names_are_registered_with_lightning_once():
 
 def test_an_optimiser_that_follows_the_loss_is_refused_on_several_ranks(tmp_path):
     config = load_config(tiny_config(tmp_path), ["training.optimizer=lbfgs"])
-    two = Ranks(replace(alone().launch, world_size=2, local_size=2, launcher="torchrun"), hosts=["a", "a"], backend="x")
+    two = Ranks(
+        replace(single_process().launch, world_size=2, local_size=2, launcher="torchrun"), hosts=["a", "a"], backend="x"
+    )
     with pytest.raises(ForgefieldError, match="LBFGS decides by the loss"):
         check_settings(config, {}, two)
-    check_settings(config, {}, alone())
+    check_settings(config, {}, single_process())
 
 
 @pytest.mark.parametrize(
@@ -205,9 +207,9 @@ def test_how_many_processes_the_devices_ask_for(devices, accelerator, n, tmp_pat
 def test_threads_are_shared_among_the_ranks_of_a_node(monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 16)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
-    assert usable_threads(replace(alone().launch, local_size=4)) == 4
+    assert usable_threads(replace(single_process().launch, local_size=4)) == 4
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(2)))  # the launcher has given us cores of our own
-    assert usable_threads(replace(alone().launch, local_size=8)) == 2
+    assert usable_threads(replace(single_process().launch, local_size=8)) == 2
 
 
 def test_the_interface_towards_this_machine_is_its_loopback():
@@ -258,7 +260,7 @@ def test_a_schedule_as_long_as_the_run_goes_on_at_the_same_place_when_the_run_ha
 
 
 def test_devices_written_as_text_are_the_devices_that_are_used():
-    launch = replace(alone().launch, launcher="torchrun", world_size=2, local_size=2, master_port=1)
+    launch = replace(single_process().launch, launcher="torchrun", world_size=2, local_size=2, master_port=1)
     options = {"devices": "2,3", "accelerator": "gpu"}
     _place_among_ranks(options, launch)
     assert options["devices"] == [2, 3]
@@ -267,12 +269,12 @@ def test_devices_written_as_text_are_the_devices_that_are_used():
 
 def test_one_process_of_a_launcher_uses_one_device():
     options: dict = {}
-    _place_among_ranks(options, replace(alone().launch, launcher="srun", master_port=1))
+    _place_among_ranks(options, replace(single_process().launch, launcher="srun", master_port=1))
     assert options["devices"] == 1
 
 
 def test_a_strategy_that_does_not_average_is_refused_also_as_an_object():
     trainer = L.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
-    two = Ranks(replace(alone().launch, world_size=2, local_size=2), hosts=["a", "a"], backend="gloo")
+    two = Ranks(replace(single_process().launch, world_size=2, local_size=2), hosts=["a", "a"], backend="gloo")
     with pytest.raises(ForgefieldError, match="SingleDeviceStrategy does not average gradients over the 2 processes"):
         _require_togetherness(trainer, two)

@@ -18,7 +18,7 @@ import pytest
 
 from forgefield.errors import ForgefieldError
 from forgefield.parallel.watch import KEY, start_watch
-from forgefield.parallel.watch_thread import Loss, Watch
+from forgefield.parallel.watch_thread import Loss, LossKind, Watch
 from tests.support.watched import PATIENCE, Process, StoreServer
 
 on_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
@@ -366,7 +366,7 @@ def test_missing_rank_is_named_on_every_rank() -> None:
     member = start_watch(rank=1, world_size=3, host="b", address="localhost", store=store, on_loss=losses.put)
     thread.join(PATIENCE)
     assert "Rank 2 of 3 did not reach rank 0" in errors[0]
-    assert losses.get(timeout=PATIENCE) == member.loss == Loss(0, "a", errors[0])
+    assert losses.get(timeout=PATIENCE) == member.loss == Loss(0, "a", errors[0], LossKind.EXCEPTION)
     assert losses.empty()
 
 
@@ -425,7 +425,11 @@ def test_callbacks_that_raise_do_not_end_the_watch(capfd: pytest.CaptureFixture[
     member.fail("why")
     member.leave()
     watches[0].leave()
-    assert [called.get(timeout=PATIENCE) for _ in range(3)] == [(0, "mine"), (1, "yours"), (Loss(1, "b", "why"),)]
+    assert [called.get(timeout=PATIENCE) for _ in range(3)] == [
+        (0, "mine"),
+        (1, "yours"),
+        (Loss(1, "b", "why", LossKind.EXCEPTION),),
+    ]
     assert capfd.readouterr().err.count("OSError: disk full") == 3
 
 

@@ -12,8 +12,8 @@ import pytest
 
 from forgefield.errors import ForgefieldError
 from forgefield.report.folder import read_run
-from forgefield.report.headline import best_row
 from forgefield.report.page import write_parity_png, write_report
+from forgefield.report.sections.headline import best_row
 from tests.support.example_run import make_predictions, write_example_run
 
 VOID = {"meta", "input", "hr", "br"}
@@ -110,7 +110,7 @@ def test_without_a_test_the_headline_shows_validation_and_says_so(run: Path) -> 
     best = min(rows, key=lambda row: row["val/loss"])
     text = page_of(run).text
     assert f"Forces MAE, validation {best['val/forces_mae']:.1f} meV/Å" in text
-    assert f"The best model, epoch {best['epoch'] + 1}" in text
+    assert f"Best weights, epoch {best['epoch'] + 1}" in text
 
 
 def test_the_kept_model_is_chosen_by_the_monitor_of_the_config(run: Path) -> None:
@@ -186,7 +186,7 @@ def test_a_missing_file_is_noticed(run: Path, name: str) -> None:
     if name == "metrics.jsonl":
         (run / "metrics.csv").unlink()
         name = "metrics.csv"
-    assert problem(run, name) == "is not there"
+    assert problem(run, name) == "does not exist"
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name != "config.yaml"])
@@ -227,14 +227,14 @@ def test_an_empty_folder_gives_a_page_that_says_how_to_fill_it(tmp_path: Path) -
     text = page_of(folder).text
     assert "forgefield test runs/new" in text
     assert "forgefield train" in text
-    assert "no test, no validation yet" in text
+    assert "not tested or validated yet" in text
 
 
 def test_a_damaged_line_of_metrics_is_left_out_and_named(run: Path) -> None:
     lines = (run / "metrics.jsonl").read_text().splitlines()
     lines[6] = lines[6][:25]
     (run / "metrics.jsonl").write_text("\n".join(lines))
-    assert problem(run, "metrics.jsonl") == "line 7 is cut off or damaged and left out"
+    assert problem(run, "metrics.jsonl") == "line 7 is truncated or damaged and left out"
     assert len(read_run(run).metrics) == 7
 
 
@@ -276,7 +276,7 @@ def test_a_single_frame_and_exact_predictions_can_be_drawn(run: Path) -> None:
     np.savez(run / "predictions" / "test.npz", **arrays)
     (run / "test.json").unlink()
     text = page_of(run).text
-    assert "every error is exactly zero" in text
+    assert "all errors are exactly zero" in text
     assert "Energy MAE, test 0 meV/atom" in text
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import yaml
 
 from forgefield.config.loading import load_config
-from forgefield.parallel.failures import failing_together
-from forgefield.parallel.session import this_group
+from forgefield.parallel.failures import abort_all_on_error
+from forgefield.parallel.session import current_ranks
 from forgefield.runs import Run
 from forgefield.training.fit import TrainingResult, fit
 from forgefield.training.run.journal import Journal
@@ -26,10 +26,10 @@ def train_only(config: dict, *overrides: str, fresh: bool = False, trust_code: b
 
 
 def _fit(config: dict, *overrides: str, fresh: bool = False, trust_code: bool = False) -> TrainingResult:
-    ranks = this_group()
+    ranks = current_ranks()
     journal = Journal(ranks=ranks, mode=os.environ.get("LOG_MODE", "master"))
     try:
-        with failing_together(ranks):
+        with abort_all_on_error(ranks):
             loaded = load_config(config, list(overrides), trust_code=trust_code)
             return fit(loaded, fresh=fresh, journal=journal, ranks=ranks, trust_code=trust_code)
     finally:

@@ -10,7 +10,8 @@ from forgefield.config.schema import FieldTargetOptions, ScheduleOptions, Target
 from forgefield.errors import ForgefieldError
 from forgefield.models.heads.heads import HeadOptions
 from forgefield.tasks.metrics import ErrorMetrics
-from forgefield.tasks.task import Task, require_labels
+from forgefield.tasks.targets import require_labels
+from forgefield.tasks.task import Task
 
 SPECIES = ("Cu", "Au")
 FURTHER = {

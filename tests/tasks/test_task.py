@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from forgefield.config import target_checks
 from forgefield.config.schema import TargetOptions, TaskOptions
 from forgefield.errors import ForgefieldError
-from forgefield.tasks.task import Task, default_task, require_labels
+from forgefield.tasks.losses import LOSSES
+from forgefield.tasks.targets import default_task, require_labels
+from forgefield.tasks.task import Task
 from tests.support.task_batches import NAN, SPECIES, random_batch
 
 
@@ -178,3 +183,19 @@ def test_default_task_follows_the_labels():
 def test_a_target_without_labels_is_refused():
     with pytest.raises(ForgefieldError, match=r"task\.stress is on"):
         require_labels(make_task().names, {"energy": 1, "forces": 1, "stress": 0}, "training")
+
+
+def test_every_registered_loss_is_a_choice_of_the_config():
+    assert tuple(LOSSES) == target_checks.LOSSES
+
+
+@pytest.mark.parametrize("name", [name for name in LOSSES if LOSSES[name](0.3).kernel is not None])
+def test_kernel_formula_of_a_loss_is_its_reference_formula_and_derivative(name):
+    """Triton's expressions evaluated with PyTorch's functions of the same names."""
+    loss = LOSSES[name](0.3)
+    difference = torch.linspace(-1, 1, 41, dtype=torch.float64).requires_grad_()
+    reference = loss(difference, torch.zeros_like(difference))
+    (slope,) = torch.autograd.grad(reference.sum(), difference)
+    functions = {"tl": SimpleNamespace(abs=torch.abs, where=torch.where), "d": difference.detach()}
+    torch.testing.assert_close(eval(loss.kernel.error, functions), reference.detach())
+    torch.testing.assert_close(eval(loss.kernel.slope, functions), slope)

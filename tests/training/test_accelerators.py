@@ -7,7 +7,7 @@ import torch
 
 from forgefield.errors import ForgefieldError
 from forgefield.parallel import accelerators
-from forgefield.parallel.accelerators import device_count, evaluation_device, settle_accelerator
+from forgefield.parallel.accelerators import device_count, evaluation_device, resolve_accelerator
 from forgefield.parallel.xpu import XPUAccelerator
 from forgefield.training.trainer import processes_wanted
 from tests.support.helpers import tiny_config
@@ -46,7 +46,7 @@ def machine(monkeypatch):
 def test_the_accelerator_that_is_chosen(kinds, wanted, chosen, device, number, machine):
     machine(**kinds)
     options = {} if wanted is None else {"accelerator": wanted}
-    note = settle_accelerator(options)
+    note = resolve_accelerator(options)
     assert options.get("accelerator") == chosen
     assert evaluation_device(wanted) == device
     assert device_count(wanted) == number
@@ -57,10 +57,10 @@ def test_one_process_takes_its_own_xpu(machine):
     """Lightning takes the CPU for a single device of a kind it does not know."""
     machine(xpu=3)
     options = {"accelerator": "xpu", "devices": [2]}
-    settle_accelerator(options)
+    resolve_accelerator(options)
     assert options["strategy"].root_device == torch.device("xpu", 2)
     several = {"accelerator": "xpu", "devices": 3}
-    settle_accelerator(several, world_size=3)
+    resolve_accelerator(several, world_size=3)
     assert "strategy" not in several
     assert XPUAccelerator.get_parallel_devices(XPUAccelerator.parse_devices(3))[2] == torch.device("xpu", 2)
 
@@ -101,8 +101,8 @@ def test_random_numbers_of_the_accelerator_are_kept_by_its_name(machine, monkeyp
     kept = {}
     monkeypatch.setattr(torch.xpu, "get_rng_state", lambda: torch.tensor([7]))
     monkeypatch.setattr(torch.xpu, "set_rng_state", lambda state: kept.update(state=state))
-    accelerators.set_random_state_of_accelerator(accelerators.random_state_of_accelerator())
+    accelerators.set_accelerator_random_state(accelerators.accelerator_random_state())
     assert kept["state"].tolist() == [7]
-    accelerators.set_random_state_of_accelerator(
+    accelerators.set_accelerator_random_state(
         {"cuda": torch.tensor([1])}
     )  # of a run that was on another kind of device

@@ -221,7 +221,7 @@ def test_inputs_that_cannot_be_one_model_are_refused(key, value, said, trained):
         (["++model.branches.dry.fitting_net.neuron=[5]"], "fitting networks of branches are alike but for their seeds"),
         (["++model.branches.dry.share=dry"], "it should name a branch that has a network of its own"),
         (["task.branches.dry=null"], "'task.branches.dry' is a section with the keys energy"),
-        (["~task.branches.dry"], "nothing is said of dry"),
+        (["~task.branches.dry"], "there is no entry for dry"),
         (["++task.branches.dry.enrgy={}"], "unknown key 'task.branches.dry.enrgy'"),
         (["data.sampling={branches: {wet: 1}}"], "a probability for each of the branches wet, dry"),
         (["++model.branches={wet: {}}"], "has one branch"),

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from rich.console import Console
 
-from forgefield.parallel.ranks import alone
+from forgefield.parallel.ranks import single_process
 from forgefield.training.callbacks.progress import RunProgress, clock, line_is_due, short
 from forgefield.training.run.start_summary import process_rows
 from forgefield.training.run.summary import digits, end_summary, model_rows, print_summary
@@ -257,7 +257,7 @@ def test_model_rows_count_parameters_by_part() -> None:
 
 def test_the_table_says_who_trains_where() -> None:
     trainer = L.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
-    rows = dict(process_rows(trainer, alone()))
+    rows = dict(process_rows(trainer, single_process()))
     assert rows["distributed"] == "no, one process"
     assert rows["launcher"] == "none"
     assert rows["world size"] == "1"

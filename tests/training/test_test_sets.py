@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from forgefield import api
+from forgefield import api, evaluation
 from forgefield.cli import main
 from forgefield.config.loading import load_config
 from forgefield.errors import ForgefieldError
 from forgefield.inference.predict import predict_file
-from forgefield.report.folder import predictions_from_npz
+from forgefield.report.predictions import predictions_from_npz
 from forgefield.training.run.summary import end_summary
 from tests.support.helpers import tiny_config, write_emt
 
@@ -37,8 +37,8 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def no_figures(monkeypatch):
     """Reports take most of the time of a test; here only the files with numbers matter."""
-    for name in ("write_report", "write_parity_png"):
-        monkeypatch.setattr(f"forgefield.evaluation.{name}", lambda *words: None)
+    monkeypatch.setattr(api, "write_report", lambda path: None)
+    monkeypatch.setattr(evaluation, "write_parity_png", lambda path, name: None)
 
 
 @pytest.fixture(scope="module")

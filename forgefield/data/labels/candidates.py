@@ -17,7 +17,7 @@ _WORDS = {"energy": ("energ", "ener", "e_", "_e"), "forces": ("forc", "frc", "gr
 """Parts of names that make a value a likelier candidate."""
 
 
-class SeenValues:
+class LabelCandidates:
     """Remembers names of values that are numbers, with how many there are of each frame or atom."""
 
     def __init__(self) -> None:

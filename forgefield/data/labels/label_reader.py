@@ -16,7 +16,7 @@ import numpy as np
 from forgefield.config.fields import FIELDS, field_options
 from forgefield.config.schema import LabelOptions, UnitOptions
 from forgefield.data.frame import Frame, RawFrame, atomic_numbers_of, check_frame, periodicity, real_numbers
-from forgefield.data.labels.candidates import SeenValues
+from forgefield.data.labels.candidates import LabelCandidates
 from forgefield.data.labels.field_values import frame_field
 from forgefield.data.labels.fields import Field, fields_from
 from forgefield.errors import ForgefieldError
@@ -55,7 +55,7 @@ class LabelReader:
         """Reads frames that `forgefield predict` wrote."""
         self._found: set[str] = set()
         self._available: set[str] = set()
-        self.seen = SeenValues()
+        self.seen = LabelCandidates()
         """Sizes of the values met, for hints on labels of other names."""
         self._quantity: dict[str, tuple[bool, str, str]] = {}
         """For labels with a fallback: whether it was taken, under which name, and in which frame first."""

@@ -15,7 +15,7 @@ import numpy as np
 from forgefield.data.neighbours.graph import Edges, GraphOptions, build_edges
 from forgefield.data.neighbours.lists import edge_vectors, squared_lengths
 from forgefield.data.store.columns import EDGE_FIELDS, copy_ranges, offsets, ranges
-from forgefield.data.store.table import Found, FrameTable
+from forgefield.data.store.table import FrameTable, RowView
 from forgefield.errors import ForgefieldError
 
 CLOSEST_PAIR = 1e-3
@@ -116,7 +116,7 @@ def edge_columns(
     return {name: np.ascontiguousarray(array, dtype=EDGE_FIELDS[name].dtype) for name, array in arrays.items()}
 
 
-class Neighbourhoods(ABC):
+class NeighbourLists(ABC):
     """Neighbour lists of the frames of a table."""
 
     n_edges: np.ndarray | None
@@ -128,11 +128,11 @@ class Neighbourhoods(ABC):
     kind: str
 
     @abstractmethod
-    def read(self, found: Found, geometry: Geometry) -> EdgeBlock | None:
+    def read(self, found: RowView, geometry: Geometry) -> EdgeBlock | None:
         """Edges of these frames, whose structures are `geometry`; None where others make them."""
 
 
-class MemoryEdges(Neighbourhoods):
+class MemoryEdges(NeighbourLists):
     """Made once, at the start."""
 
     kind = "kept in memory"
@@ -159,7 +159,7 @@ class MemoryEdges(Neighbourhoods):
         self._columns, self._first_edge, self._first_atom = columns, offsets(n_edges), offsets(table.n_atoms)
         self.n_edges, self.neighbours, self.closest = n_edges, columns["neighbours"], columns["closest"]
 
-    def read(self, found: Found, geometry: Geometry) -> EdgeBlock:
+    def read(self, found: RowView, geometry: Geometry) -> EdgeBlock:
         n_edges = self.n_edges[found.rows]  # type: ignore[index]
         edges = self._first_edge[found.rows], n_edges, n_edges.cumsum() - n_edges
         atoms = self._first_atom[found.rows], found.n_atoms, found.n_atoms.cumsum() - found.n_atoms
@@ -179,7 +179,7 @@ class MemoryEdges(Neighbourhoods):
         )
 
 
-class BuiltEdges(Neighbourhoods):
+class BuiltEdges(NeighbourLists):
     """Made whenever they are needed, by whoever prepares the batch."""
 
     kind = "made for each batch"
@@ -188,21 +188,21 @@ class BuiltEdges(Neighbourhoods):
     def __init__(self, table: FrameTable, graph: GraphOptions) -> None:
         self._table, self._graph = table, graph
 
-    def read(self, found: Found, geometry: Geometry) -> EdgeBlock:
+    def read(self, found: RowView, geometry: Geometry) -> EdgeBlock:
         return build_block(geometry, self._graph, lambda i: self._table.where(int(found.rows[i])))[0]
 
 
-class DeviceEdges(Neighbourhoods):
+class DeviceEdges(NeighbourLists):
     """Made where the model runs, when a batch has arrived there (`batch.with_edges`)."""
 
     kind = "made on the device"
     n_edges = neighbours = closest = None
 
-    def read(self, found: Found, geometry: Geometry) -> None:
+    def read(self, found: RowView, geometry: Geometry) -> None:
         return None
 
 
-class StoredEdges(Neighbourhoods):
+class StoredEdges(NeighbourLists):
     """Read from stores that were written with neighbour lists of just these options."""
 
     kind = "read from the store"
@@ -223,7 +223,7 @@ class StoredEdges(Neighbourhoods):
         if not (frame[1:] >= frame[:-1]).all():
             self.neighbours = self.neighbours[np.argsort(frame, kind="stable")]
 
-    def read(self, found: Found, geometry: Geometry) -> EdgeBlock:
+    def read(self, found: RowView, geometry: Geometry) -> EdgeBlock:
         n_edges = self.n_edges[found.rows]  # type: ignore[index]
 
         def edges(name: str) -> np.ndarray:
@@ -239,7 +239,7 @@ class StoredEdges(Neighbourhoods):
         )
 
 
-def geometry_of(found: Found) -> Geometry:
+def geometry_of(found: RowView) -> Geometry:
     return Geometry(found.n_atoms, found.atoms("positions"), found.column("cell"), found.column("pbc"))
 
 

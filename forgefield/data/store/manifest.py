@@ -1,23 +1,25 @@
 """`manifest.json` of a store: what it holds, its format version, and the migration of manifests of earlier versions.
 
-A change of the format raises `VERSION` by one and adds to `MIGRATIONS` the function that turns a manifest of the previous
-version into one of the next. Columns on disk are not rewritten.
+A change of the format adds to `STORE` the function that turns a manifest of the previous version into one of the next. Columns
+on disk are not rewritten.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypedDict, cast
 
 from forgefield.errors import ForgefieldError
+from forgefield.formats import Format
 from forgefield.untrusted.documents import load_json
 
 MANIFEST = "manifest.json"
 FORMAT = "forgefield-store"
-VERSION = 1
+STORE = Format("a store", migrations=(), key="version")
+VERSION = STORE.version
 """The format version that is written."""
 
 
@@ -60,11 +62,6 @@ class Manifest(TypedDict):
     hash: str
 
 
-Migration = Callable[[dict[str, object]], dict[str, object]]
-MIGRATIONS: dict[int, Migration] = {}
-"""By the version that they start from. Version 1 is the first."""
-
-
 def is_store(path: Path) -> bool:
     """Whether this folder is a store."""
     return (path / MANIFEST).is_file()
@@ -81,32 +78,10 @@ def read_manifest(folder: Path) -> Manifest:
         raise ForgefieldError(f"{file}: not valid JSON; the store is damaged, convert the data again") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ForgefieldError(f"{file}: not the manifest of a Forgefield store")
-    _require_known_version(content.get("version"), file)
+    upgraded = STORE.upgrade(content, file)
     if content.get("hash") != manifest_hash(content):
         raise ForgefieldError(f"{file}: the manifest does not match its own hash; it was edited or is damaged")
-    return migrated(content)
-
-
-def _require_known_version(version: object, file: Path) -> None:
-    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-        raise ForgefieldError(
-            f"{file}: its format version is {version!r}; it should be a number from 1 to {VERSION}. The store is damaged, "
-            "convert the data again"
-        )
-    if version > VERSION:
-        raise ForgefieldError(
-            f"{file}: this store was written by a newer version of Forgefield (store format {version}; this version reads "
-            f"formats up to {VERSION}); update Forgefield, or convert the data again"
-        )
-
-
-def migrated(content: dict[str, object]) -> Manifest:
-    """A manifest of any earlier version as one of the current version."""
-    version = content["version"]
-    assert isinstance(version, int)
-    for start in range(version, VERSION):
-        content = {**MIGRATIONS[start](content), "version": start + 1}
-    return cast(Manifest, content)
+    return cast(Manifest, upgraded)
 
 
 def manifest_hash(manifest: Mapping[str, object]) -> str:

@@ -27,7 +27,7 @@ from forgefield.data.labels.fields import Field, Fields, field_from_manifest
 from forgefield.data.neighbours.graph import GraphOptions, same_graph
 from forgefield.data.store.columns import EDGE_FIELDS, FIELDS, OPTIONAL, Columns
 from forgefield.data.store.manifest import MANIFEST, FieldEntry, Manifest, PartEntry, read_manifest
-from forgefield.data.store.table import FrameTable, Part
+from forgefield.data.store.table import FrameTable, TablePart
 from forgefield.errors import ForgefieldError
 
 T = TypeVar("T")
@@ -236,7 +236,7 @@ class Store:
 
     def table(self, *, factor: float = 1.0) -> FrameTable:
         """All its frames; their weights are multiplied by `factor`."""
-        return FrameTable([Part(columns, factor) for columns in self.parts])
+        return FrameTable([TablePart(columns, factor) for columns in self.parts])
 
     def verify(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Compare all that is stored with its hashes."""

@@ -28,7 +28,7 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Part:
+class TablePart:
     """One part of a table. factor: multiplies the weights of its frames."""
 
     columns: Columns
@@ -96,12 +96,12 @@ class Systems:
 
 
 @dataclass(frozen=True)
-class Found:
+class RowView:
     """Rows of a table and where they lie."""
 
     rows: np.ndarray
     n_atoms: np.ndarray
-    located: list[tuple[Part, np.ndarray, np.ndarray]]
+    located: list[tuple[TablePart, np.ndarray, np.ndarray]]
     """As `FrameTable.located` gives it."""
     fields: Fields
     """Those of the table."""
@@ -140,7 +140,7 @@ class Found:
 
 
 class FrameTable(Sequence[Frame]):
-    def __init__(self, parts: Sequence[Part], rows: np.ndarray | None = None) -> None:
+    def __init__(self, parts: Sequence[TablePart], rows: np.ndarray | None = None) -> None:
         """rows: frames chosen, numbered through all parts; None: all, in order."""
         self.parts = tuple(parts)
         self._begins = np.concatenate([[0], np.cumsum([part.columns.n_frames for part in self.parts])]).astype(np.int64)
@@ -155,7 +155,7 @@ class FrameTable(Sequence[Frame]):
         names: dict[str, int] = {}
         fields = fields_of(frames) if fields is None else fields
         arrays = columns_of(frames, names, fields)
-        return cls([Part(MemoryColumns(arrays, list(names), fields))])
+        return cls([TablePart(MemoryColumns(arrays, list(names), fields))])
 
     @cached_property
     def fields(self) -> Fields:
@@ -183,7 +183,7 @@ class FrameTable(Sequence[Frame]):
             np.concatenate([self._global(self._every), other._global(other._every) + shift]),
         )
 
-    def located(self, rows: np.ndarray) -> Iterator[tuple[Part, np.ndarray, np.ndarray]]:
+    def located(self, rows: np.ndarray) -> Iterator[tuple[TablePart, np.ndarray, np.ndarray]]:
         """For each part that holds any of these rows: the part, which of `rows` it holds, and their rows in the part."""
         rows = self._global(rows)
         if len(self.parts) == 1:
@@ -217,9 +217,9 @@ class FrameTable(Sequence[Frame]):
             return self.parts[0].values(name, None, field.shape)
         return self.find(self._every if rows is None else rows).column(name)
 
-    def find(self, rows: np.ndarray) -> Found:
+    def find(self, rows: np.ndarray) -> RowView:
         """These rows, looked up once for several columns."""
-        return Found(rows, self.n_atoms[rows], list(self.located(rows)), self.fields)
+        return RowView(rows, self.n_atoms[rows], list(self.located(rows)), self.fields)
 
     @cached_property
     def n_atoms(self) -> np.ndarray:

@@ -1,5 +1,5 @@
-"""Sums into fields: of what is written for every edge, over the edges that an atom is the source of, and of what programs that
-share the edges of an atom have each written. All in a fixed order.
+"""Sums into fields, in a fixed order: of rows of edges over the edges whose source is an atom, and of the outputs of programs
+that share the edges of an atom.
 """
 
 from __future__ import annotations
@@ -16,56 +16,67 @@ from forgefield.kernels.core.fields import Field
 from forgefield.ops.graph import Segments
 
 ROWS, COLUMNS = 2, 128
-"""Of an atom's edges, and of what is written for each, that a sum reads at once."""
+"""Edges of an atom, and columns of their rows, that a program reads at a time."""
 
 
 def sum_into_field(rows: Tensor, segments: Segments, field: Field, place: int, first: int = 0) -> None:
-    """Sums of rows (n_rows, dim) over segments, one for each atom, in a fixed order, into a place of the field. Rows are
-    those of all its blocks, or of some that follow each other, from number `first` of an atom on."""
+    """Sum rows (n_rows, dim) over segments, one for each atom, into the values or tangents of a field.
+
+    Rows hold all blocks of the field, or consecutive ones from offset `first` of an atom. place: VALUE or TANGENT.
+    """
     columns = rows.shape[1]
     block = min(COLUMNS, max(32, 1 << (columns - 1).bit_length()))
     where = _columns(field.shape.blocks, rows.device)
     grid = (field.n_atoms, -(-columns // block))
     if field.n_atoms:
         _sum_kernel()[grid](
-            rows,
-            segments.order,
-            segments.pointers,
-            field.flat,
-            where,
-            field.n_atoms,
-            columns,
-            first,
-            field.shape.dim,
-            place,
-            block,
-            ROWS,
+            rows=rows,
+            order=segments.order,
+            pointers=segments.pointers,
+            out=field.flat,
+            where=where,
+            n_atoms=field.n_atoms,
+            columns=columns,
+            first=first,
+            dim=field.shape.dim,
+            place=place,
+            block=block,
+            some=ROWS,
             num_warps=1,
         )
 
 
 def add_shares(parts: Tensor, form: Form, out: Field, place: int) -> None:
-    """Sums of parts (n_shares, as many as a field of outputs has), in a fixed order, where paths write, into the field."""
+    """Sum parts (n_shares, length of a field of outputs) into the values or tangents of a field, where paths write."""
     where = _written(form, parts.device)
     n_columns = where.shape[1]
     block = min(256, max(32, 1 << (n_columns - 1).bit_length()))
     grid = (out.n_atoms, -(-n_columns // block))
     if out.n_atoms:
         _shares_kernel()[grid](
-            parts, out.flat, where, parts.shape[1], out.n_atoms, n_columns, place, parts.shape[0], block, num_warps=2
+            parts=parts,
+            out=out.flat,
+            where=where,
+            stride=parts.shape[1],
+            n_atoms=out.n_atoms,
+            n_columns=n_columns,
+            place=place,
+            shares=parts.shape[0],
+            block=block,
+            num_warps=2,
         )
 
 
-@cache  # never given back: captured graphs read it
+@cache  # never freed: captured graphs read it
 def _written(form: Form, device: torch.device) -> Tensor:
-    """(3, n) int64: of every number of an atom that a path writes, where its block begins, how long that is, and where it lies
-    in the block."""
-    found = []
+    """(3, n) int64: for every element of an atom that a path writes, the offset of its block, the length of the block, and the
+    offset in the block."""
+    elements = []
     for path, channels in ((path, block.channels) for block in form.blocks for path in block.paths):
         for k in range(path.n_out):
             first = k * path.width + path.column
-            found += [(path.start, path.n_out * path.width, first + c) for c in range(channels)]
-    return torch.tensor(sorted(found), device=device).t().contiguous()
+            elements += [(path.start, path.n_out * path.width, first + c) for c in range(channels)]
+    return torch.tensor(sorted(elements), device=device).t().contiguous()
 
 
 @cache
@@ -100,9 +111,9 @@ def _shares_kernel() -> Any:
     return sum_shares
 
 
-@cache  # never given back: captured graphs read it
+@cache  # never freed: captured graphs read it
 def _columns(blocks: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
-    """(2, dim) int64: of every number of an atom, where its block begins and how long that is."""
+    """(2, dim) int64: for every element of an atom, the offset and the length of its block."""
     starts, lengths, begin = [], [], 0
     for components, channels in blocks:
         length = components * channels

@@ -1,4 +1,4 @@
-"""The nonlinearity between layers in the four passes of a training, on fields: by kernels written for a gate, or by autograd
+"""The nonlinearity between layers in the four passes of a training, on fields: by generated kernels for a gate, or by autograd
 for any other.
 
 With f the activation, a gated component is h = f(s) a and moves by h' = f(s) a' + f'(s) s' a. Given cotangents h and p of
@@ -18,12 +18,21 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
+from forgefield.kernels.core.arguments import ArgumentTable
 from forgefield.kernels.core.fields import TANGENT, VALUE, Field, Shape
 from forgefield.kernels.core.modules import module_from
 from forgefield.ops.linear import Gate
 
 WIDEST = 128
-"""Channels that one program takes at most."""
+"""Largest number of channels of one program."""
+ARGUMENTS = ArgumentTable(
+    a="field before the gate",
+    h="field after the gate",
+    to_h="cotangents of h",
+    to_a="cotangents of a",
+    n_atoms="number of atoms",
+)
+"""Arguments of the kernels of all four passes."""
 
 
 class Nonlinearity:
@@ -61,7 +70,7 @@ class Nonlinearity:
 
 
 class GateByKernels(Nonlinearity):
-    """A gate whose activations the kernels know."""
+    """A gate whose activations have kernels."""
 
     def __init__(self, gate: Gate) -> None:
         super().__init__(gate)
@@ -72,29 +81,33 @@ class GateByKernels(Nonlinearity):
         return isinstance(nonlinearity, Gate) and set(nonlinearity.acts.values()) <= set(_ACTIVATIONS)
 
     def values(self, a: Field, h: Field) -> None:
-        self._launch("values", a.n_atoms, a.flat, h.flat, h.flat, h.flat)
+        self._launch("values", a=a, h=h)
 
     def tangents(self, a: Field, h: Field) -> None:
-        self._launch("tangents", a.n_atoms, a.flat, h.flat, h.flat, h.flat)
+        self._launch("tangents", a=a, h=h)
 
     def forces(self, a: Field, to_h: Field, to_a: Field) -> None:
-        self._launch("forces", a.n_atoms, a.flat, a.flat, to_h.flat, to_a.flat)
+        self._launch("forces", a=a, to_h=to_h, to_a=to_a)
 
     def back(self, a: Field, to_h: Field, to_a: Field) -> None:
-        self._launch("back", a.n_atoms, a.flat, a.flat, to_h.flat, to_a.flat)
+        self._launch("back", a=a, to_h=to_h, to_a=to_a)
 
-    def _launch(self, name: str, n_atoms: int, a: Tensor, h: Tensor, to_h: Tensor, to_a: Tensor) -> None:
-        if n_atoms:
-            grid = (n_atoms * sum(piece.n_chunks for piece in self.pieces),)
-            _kernel(self.pieces, name)[grid](a, h, to_h, to_a, n_atoms, num_warps=1, num_stages=1)
+    def _launch(self, name: str, *, a: Field, **fields: Field) -> None:
+        """Launch the kernel of a pass. a, fields: by their names in `ARGUMENTS`."""
+        if a.n_atoms:
+            grid = (a.n_atoms * sum(piece.n_chunks for piece in self.pieces),)
+            used = ("a", "to_h", "to_a") if name in ("forces", "back") else ("a", "h")
+            given = {"a": a.flat, "n_atoms": a.n_atoms, **{key: field.flat for key, field in fields.items()}}
+            arguments = ARGUMENTS.bind(f"gate_{name}", given, unused=a.flat, used=used)
+            _kernel(self.pieces, name)[grid](**arguments, num_warps=1, num_stages=1)
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """One block of the output, or the part of it that is gated by its own scalars.
+    """One block of the output.
 
-    Each place is (start, length of an atom's numbers in its block, first column, width of its rows): of the block's input, of
-    its gates (None for scalars) and of its output.
+    source, gates, result: (offset of the block, its length for one atom, first column, width of its rows) of the input, of the
+    gates (None for scalars) and of the output.
     """
 
     channels: int
@@ -160,7 +173,7 @@ _ACTIVATIONS = {
         "f2 = {scale} * (-2.0) * q * (1.0 - q * q)",
     ],
 }
-"""Lines that make f, f1 and f2: the activation and its derivatives at x."""
+"""Lines that compute f, f1 and f2: the activation and its derivatives at x."""
 
 
 @lru_cache(maxsize=256)
@@ -177,7 +190,7 @@ def write_gate(pieces: tuple[_Piece, ...], name: str) -> str:
         "",
         "",
         "@triton.jit(do_not_specialize=['n_atoms'])",
-        f"def gate_{name}(a, h, to_h, to_a, n_atoms):",
+        f"def gate_{name}({ARGUMENTS.signature}):",
         "    program = tl.program_id(0)",
         "    n_atoms = n_atoms.to(tl.int64)",
         f"    atom = (program // {total}).to(tl.int64)",

@@ -1,10 +1,10 @@
 """Atomic energies from the features of the last layer by a linear readout, scaled and shifted by species, with their tangents
-and all derivatives: one kernel forwards and one backwards."""
+and all derivatives: one kernel forward and one backward."""
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from forgefield.ops.graph import Segments, segment_sum
 
 ATOMS, CHANNELS = 16, 64
-"""That one program takes at a time."""
+"""Atoms of one program, and channels that it reads at a time."""
 
 
 def energies_by_kernel(
@@ -78,8 +78,22 @@ def _read(
     energies = scales.new_empty(n_atoms)
     slopes = scales.new_empty(n_atoms if moves else 0)
     if n_atoms:
-        tensors = (rows, weight.contiguous(), species, scales, shifts, energies, slopes)
-        _kernels()[0][(-(-n_atoms // ATOMS),)](*tensors, n_atoms, width, norm, moves, ATOMS, CHANNELS, num_warps=4)
+        _kernels().read[(-(-n_atoms // ATOMS),)](
+            rows=rows,
+            weight=weight.contiguous(),
+            species=species,
+            scales=scales,
+            shifts=shifts,
+            energies=energies,
+            slopes=slopes,
+            n_atoms=n_atoms,
+            width=width,
+            norm=norm,
+            moves=moves,
+            atoms=ATOMS,
+            channels=CHANNELS,
+            num_warps=4,
+        )
     return energies, slopes
 
 
@@ -91,15 +105,27 @@ def _back(
     to_rows = weight.new_empty((n_atoms * (2 if moves else 1), width))
     factors = weight.new_empty(to_rows.shape[0])
     if n_atoms:
-        given = to_energies.contiguous()
-        moved = given if to_slopes is None else to_slopes.contiguous()
-        tensors = (given, moved, weight.contiguous(), species, scales, to_rows, factors)
-        _kernels()[1][(-(-n_atoms // ATOMS),)](*tensors, n_atoms, width, norm, moves, ATOMS, CHANNELS, num_warps=4)
+        _kernels().read_back[(-(-n_atoms // ATOMS),)](
+            to_energies=to_energies.contiguous(),
+            to_slopes=(to_energies if to_slopes is None else to_slopes).contiguous(),
+            weight=weight.contiguous(),
+            species=species,
+            scales=scales,
+            to_rows=to_rows,
+            factors=factors,
+            n_atoms=n_atoms,
+            width=width,
+            norm=norm,
+            moves=moves,
+            atoms=ATOMS,
+            channels=CHANNELS,
+            num_warps=4,
+        )
     return to_rows, factors
 
 
 @cache
-def _kernels() -> tuple[Any, Any]:
+def _kernels() -> SimpleNamespace:
     import triton
     import triton.language as tl
 
@@ -172,4 +198,4 @@ def _kernels() -> tuple[Any, Any]:
                 line = (atom + n_atoms)[:, None] * width + c[None, :]
                 tl.store(to_rows + line, moved[:, None] * w, mask=both)
 
-    return read, read_back
+    return SimpleNamespace(read=read, read_back=read_back)

@@ -1,7 +1,7 @@
-"""Couplings of components of atoms as an operator of torch with kernels inside, differentiable any number of times.
+"""Couplings of components of atoms as an operator of PyTorch with kernels inside, differentiable any number of times.
 
-`forgefield::couple` makes what belongs in one place of a form that is linear in four (`coupling_source.py`) from what is in the
-other three; its derivatives are the same operator for other places. Products of pairs of components are never stored.
+`forgefield::couple` computes one factor of a form that is linear in four factors (`coupling_source.py`) from the other three;
+its derivatives are the same operator for other factors. Products of pairs of components are never stored.
 """
 
 from __future__ import annotations
@@ -12,15 +12,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forgefield.kernels.core.arguments import LaunchArguments
 from forgefield.kernels.core.availability import can_launch
 from forgefield.kernels.core.modules import launcher, mark_of_code, module_from, operator
 from forgefield.kernels.edges import coupling_source
-from forgefield.kernels.edges.coupling_source import WEIGHT, Coupling, coupling_of_key, write_coupling
+from forgefield.kernels.edges.coupling_source import (
+    ARGUMENTS,
+    PLACES,
+    WEIGHT,
+    Coupling,
+    coupling_of_key,
+    write_coupling,
+)
 
 PARTS = 512
-"""Programs, each with atoms of its own, that gradients of weights are summed by."""
+"""Number of programs, each with different atoms, that sum gradients of weights."""
 BLOCK = 128
-"""Numbers of a component that a program takes, with as many lanes."""
+"""Elements of a component that a program processes, with as many lanes."""
 
 
 def couple(weights: Tensor, y: Tensor, z: Tensor, key: str) -> Tensor:
@@ -62,8 +70,8 @@ def _couple(first: Tensor, second: Tensor, third: Tensor, place: int, key: str) 
 
 @torch.library.custom_op("forgefield::plain_couple", mutates_args=())
 def _plain_couple(first: Tensor, second: Tensor, third: Tensor, place: int, key: str) -> Tensor:
-    """Where there are no kernels; compilers do not look into its many small operations."""
-    return plain_coupling(coupling_of_key(key), place, first, second, third)
+    """Where kernels cannot run; a single operator, so that compilers do not process its many small operations."""
+    return reference_coupling(coupling_of_key(key), place, first, second, third)
 
 
 def _empty(first: Tensor, second: Tensor, third: Tensor, place: int, key: str) -> Tensor:
@@ -77,20 +85,28 @@ _plain_couple.register_fake(_empty)
 
 def _launched(form: Coupling, place: int, *given: Tensor) -> Tensor:
     n_atoms, channels = given[2].shape[1:]
-    others = list(given)
-    others.insert(place, given[2])  # never read
+    factors = dict(zip((name for name in PLACES if name != PLACES[place]), given))
     if place == WEIGHT:
         few = sum(form.sizes) <= 27 and given[0].dtype == torch.float32
         block = 64 if channels > 32 and few else 32  # all components are held in registers
         parts = given[0].new_empty((PARTS, form.size(place), channels))
         kernel = launcher(coupling_kernel(form, place, channels, block))
-        kernel[(PARTS, -(-channels // block))](*others, parts, n_atoms, num_warps=1, num_stages=1)
+        arguments = _arguments(place, factors, parts, n_atoms)
+        kernel[(PARTS, -(-channels // block))](**arguments, num_warps=1, num_stages=1)
         return parts.sum(0)
     out = given[0].new_empty((form.size(place), n_atoms, channels))
     if isinstance(n_atoms, torch.SymInt) or n_atoms:
         kernel = launcher(coupling_kernel(form, place, channels, BLOCK))
-        kernel[((n_atoms * channels + BLOCK - 1) // BLOCK,)](*others, out, n_atoms, num_warps=BLOCK // 32, num_stages=1)
+        arguments = _arguments(place, factors, out, n_atoms)
+        kernel[((n_atoms * channels + BLOCK - 1) // BLOCK,)](**arguments, num_warps=BLOCK // 32, num_stages=1)
     return out
+
+
+def _arguments(place: int, factors: dict[str, Tensor], out: Tensor, n_atoms: int) -> LaunchArguments:
+    """The factor at `place` is not read."""
+    given = {**factors, "out": out, "n_atoms": n_atoms}
+    used = [name for name in ARGUMENTS if name != PLACES[place]]
+    return ARGUMENTS.bind("couple", given, unused=next(reversed(factors.values())), used=used)
 
 
 @lru_cache(maxsize=128)
@@ -99,8 +115,8 @@ def coupling_kernel(form: Coupling, place: int, channels: int, block: int) -> An
     return module_from(write_coupling(form, place, channels, block)).couple
 
 
-def plain_coupling(form: Coupling, place: int, *given: Tensor) -> Tensor:
-    """The same by plain operations, one path after the other."""
+def reference_coupling(form: Coupling, place: int, *given: Tensor) -> Tensor:
+    """The same by reference operations, one path after the other."""
     shape = given[2].shape[1:]
     out = given[0].new_zeros((form.size(place), *(shape[1:] if place == WEIGHT else shape)))
     whole = list(given)

@@ -16,10 +16,20 @@ from functools import lru_cache
 
 from torch.utils._python_dispatch import _disable_current_modes
 
+from forgefield.kernels.core.arguments import ArgumentTable
 from forgefield.ops.harmonics import clebsch_gordan
 
 WEIGHT, PLACES = 0, ("w", "x", "y", "z")
-"""Places of the form: weights, and the three sets of components."""
+"""Factors of the form: weights, and the three sets of components."""
+ARGUMENTS = ArgumentTable(
+    w="(paths, channels), weights",
+    x="(components, n_atoms, channels)",
+    y="(components, n_atoms, channels)",
+    z="(components, n_atoms, channels)",
+    out="the factor that is computed; of weights a part for every program, (programs, paths, channels)",
+    n_atoms="number of atoms",
+)
+"""Arguments of every kernel of this family; that of the computed factor is not read."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +87,7 @@ def write_coupling(form: Coupling, place: int, channels: int, block: int) -> str
     """
     body = _of_weights(form, channels, block) if place == WEIGHT else _of_components(form, place, channels, block)
     lines = ["import triton", "import triton.language as tl", "", ""]
-    lines += ["@triton.jit(do_not_specialize=['n_atoms'])", "def couple(w, x, y, z, out, n_atoms):"]
+    lines += ["@triton.jit(do_not_specialize=['n_atoms'])", f"def couple({ARGUMENTS.signature}):"]
     return "\n".join([*lines, *_indented(body)]) + "\n"
 
 

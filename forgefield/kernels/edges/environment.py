@@ -1,9 +1,9 @@
-"""Sums of weighted harmonics over the edges of atoms, and their adjoint, as operators of torch with kernels inside.
+"""Sums of weighted harmonics over the edges of atoms, and their adjoint, as operators of PyTorch with kernels inside.
 
-`forgefield::environment` and `forgefield::project` are each followed by an operator for their cotangents and one for the
-derivatives of these. As those of `library.py` they are single nodes of a trace into which Inductor and AOTInductor look.
-Nothing of the size of edges times components times channels is ever stored. On a CPU they are computed by
-`plain_environment.py`, as are derivatives beyond the second.
+`forgefield::environment` and `forgefield::project` are each accompanied by an operator for their cotangents and one for the
+derivatives of these. Like those of the convolution they are single nodes of a trace, whose kernels Inductor and AOTInductor
+compile. Nothing of the size of edges times components times channels is ever stored. On a CPU they are computed by
+`environment_reference.py`, as are derivatives beyond the second.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from forgefield.kernels.core.availability import can_launch
 from forgefield.kernels.core.modules import launcher, mark_of_code, module_from, operator
 from forgefield.kernels.edges import environment_source
-from forgefield.kernels.edges.environment_reference import PlainEdges
+from forgefield.kernels.edges.environment_reference import ReferenceEdges
 from forgefield.kernels.edges.environment_source import ARGUMENTS, EdgePass, write_pass
 from forgefield.ops.graph import GradientSwitch, Segments, is_traced
 
@@ -30,7 +30,7 @@ def environment_by_operator(
     """(components, n_atoms, channels): sums over the edges of each atom of harmonics times weights.
 
     weights: (n_edges, degrees x channels) or, shared by all degrees, (n_edges, channels). harmonics: (n_edges, (l_max + 1)^2),
-    the first of which counts as one. edges: those of each atom, sorted. switch: once it is off, harmonics get no gradient.
+    the first of which is taken as one. edges: those of each atom, sorted. switch: once it is off, harmonics get no gradient.
     """
     return _Values.apply(_Form("environment", edges, shared, switch), weights, harmonics)
 
@@ -53,7 +53,7 @@ def project_by_operator(
 
 @dataclass(frozen=True)
 class _Form:
-    """What is computed, by the name of its operator, and over which edges."""
+    """Name of the operator, and the edges it sums over."""
 
     name: str
     edges: Segments
@@ -61,21 +61,21 @@ class _Form:
     switch: GradientSwitch | None
 
     def __call__(self, derivative: str, *given: Any) -> Any:
-        """given: tensors, and for derivatives whether harmonics are to have cotangents."""
-        found = getattr(torch.ops.forgefield, self.name + derivative)
+        """Call an operator. given: tensors, and for derivatives whether cotangents of harmonics are computed."""
+        operation = getattr(torch.ops.forgefield, self.name + derivative)
         tensors = [part.contiguous() if isinstance(part, Tensor) else part for part in given]
-        return found(*tensors, self.edges.index, self.edges.pointers, self.shared, mark())
+        return operation(*tensors, self.edges.index, self.edges.pointers, self.shared, mark())
 
     def wants_harmonics(self, needed: bool) -> bool:
         return needed and not (self.switch is not None and self.switch.off)
 
-    def plain_second(self, *given: Tensor) -> tuple[Tensor, ...]:
-        plain = PlainEdges(self.edges.index, self.edges.count, given[-1].shape[1], self.shared)
-        return getattr(plain, f"{self.name}_double_backward")(*given)
+    def reference_second(self, *given: Tensor) -> tuple[Tensor, ...]:
+        reference = ReferenceEdges(self.edges.index, self.edges.count, given[-1].shape[1], self.shared)
+        return getattr(reference, f"{self.name}_double_backward")(*given)
 
 
 class _Values(torch.autograd.Function):
-    """Of a form, of tensors whose last are the harmonics."""
+    """Values of a form of tensors, the last of which are the harmonics."""
 
     @staticmethod
     def forward(ctx, form: _Form, *given: Tensor) -> Tensor:
@@ -90,15 +90,15 @@ class _Values(torch.autograd.Function):
 
 
 class _Cotangents(torch.autograd.Function):
-    """Of what the values were made of; None for harmonics where these are not wanted."""
+    """Cotangents of the inputs of the values; None for harmonics where these are not requested."""
 
     @staticmethod
     def forward(ctx, form: _Form, of_harmonics: bool, grad: Tensor, *given: Tensor) -> tuple[Tensor | None, ...]:
         ctx.form = form
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(grad, *given)
-        *found, to_y = form("_backward", grad, *given, of_harmonics)
-        return *found, to_y if of_harmonics else None
+        *others, to_y = form("_backward", grad, *given, of_harmonics)
+        return *others, to_y if of_harmonics else None
 
     @staticmethod
     def backward(ctx, *along: Tensor | None):
@@ -109,30 +109,30 @@ class _Cotangents(torch.autograd.Function):
 
 
 class _Second(torch.autograd.Function):
-    """Cotangents of what cotangents were made of, along directions of these."""
+    """Cotangents of the inputs of `_Cotangents`, along directions of its outputs."""
 
     @staticmethod
     def forward(ctx, form: _Form, of_harmonics: bool, *given: Tensor) -> tuple[Tensor | None, ...]:
         ctx.form, ctx.of_harmonics = form, of_harmonics
         ctx.save_for_backward(*given)
-        *found, to_y = form("_double_backward", *given, of_harmonics)
-        return *found, to_y if of_harmonics else None
+        *others, to_y = form("_double_backward", *given, of_harmonics)
+        return *others, to_y if of_harmonics else None
 
     @staticmethod
     def backward(ctx, *cotangents: Tensor | None):
-        """Plain operations, which can be differentiated further."""
+        """By reference operations, which can be differentiated any number of times."""
         again = torch.is_grad_enabled()
         with torch.enable_grad():
-            given = [tensor.view_as(tensor) for tensor in ctx.saved_tensors]  # one may have been made of another
+            given = [tensor.view_as(tensor) for tensor in ctx.saved_tensors]  # one may have been computed from another
             pairs = [
                 (output, along)
-                for output, along in zip(ctx.form.plain_second(*given), cotangents)
+                for output, along in zip(ctx.form.reference_second(*given), cotangents)
                 if along is not None and output.requires_grad
             ]
             outputs, along = [output for output, _ in pairs], [along for _, along in pairs]
-            asked = [tensor for tensor in given if tensor.requires_grad]
-            found = iter(torch.autograd.grad(outputs, asked, along, create_graph=again, allow_unused=True))
-        return None, None, *(next(found) if tensor.requires_grad else None for tensor in given)
+            inputs = [tensor for tensor in given if tensor.requires_grad]
+            gradients = iter(torch.autograd.grad(outputs, inputs, along, create_graph=again, allow_unused=True))
+        return None, None, *(next(gradients) if tensor.requires_grad else None for tensor in given)
 
 
 # ---- launches
@@ -141,8 +141,8 @@ class _Second(torch.autograd.Function):
 def edge_pass(
     projection: bool, order: int, of_harmonics: bool, weights: Tensor, harmonics: Tensor, shared: bool
 ) -> EdgePass:
-    """The kernel for tensors of these shapes. Rows and sums of an atom are held in registers, so that there are fewer channels
-    where these are many."""
+    """The kernel for tensors of these shapes. Rows and sums of an atom are held in registers, so that a program has fewer
+    channels where components are many."""
     l_max = isqrt(harmonics.shape[1]) - 1
     channels = weights.shape[1] // (1 if shared else l_max + 1)
     tile = 64 if channels > 32 and l_max <= 2 and weights.dtype == torch.float32 else 32
@@ -157,18 +157,18 @@ def edge_kernel(of: EdgePass) -> Any:
 
 
 def launch(of: EdgePass, **tensors: Tensor) -> None:
-    """tensors: by the names of `ARGUMENTS`."""
+    """Launch a kernel. tensors: by their names in `ARGUMENTS`."""
     y, pointers = tensors["y"], tensors["pointers"]
     n_atoms = pointers.shape[0] - 1
     if not is_traced(pointers) and n_atoms == 0:
         return
-    given = [tensors.get(name, y) for name in ARGUMENTS[:-2]]
+    arguments = ARGUMENTS.bind(of.name, {**tensors, "n_edges": y.shape[0]}, unused=y, used=of.arguments)
     kernel = launcher(edge_kernel(of))
-    kernel[(n_atoms, of.n_chunks)](*given, pointers, y.shape[0], num_warps=of.edges, num_stages=1)
+    kernel[(n_atoms, of.n_chunks)](**arguments, num_warps=of.edges, num_stages=1)
 
 
 def _parts(of: EdgePass, harmonics: Tensor) -> Tensor:
-    """Room for cotangents of harmonics, of every program for itself."""
+    """Uninitialised cotangents of harmonics, separate for every program."""
     return harmonics.new_empty((of.n_chunks, harmonics.shape[0] if of.harmonics else 0, harmonics.shape[1]))
 
 
@@ -177,20 +177,20 @@ def _added(of: EdgePass, parts: Tensor) -> Tensor:
 
 
 def _room(of: EdgePass, weights: Tensor, pointers: Tensor) -> Tensor:
-    """For a sum over the edges of each atom."""
+    """Uninitialised sums over the edges of each atom."""
     return weights.new_empty((of.n_harmonics, pointers.shape[0] - 1, of.channels))
 
 
 def mark() -> str:
-    """What operators are given as `code`."""
+    """The argument `code` of the operators."""
     return mark_of_code(environment_source, edge_pass)
 
 
 # ---- the operators
 
 
-def _plain(destination: Tensor, pointers: Tensor, harmonics: Tensor, shared: bool) -> PlainEdges:
-    return PlainEdges(destination, pointers.shape[0] - 1, harmonics.shape[1], shared)
+def _reference(destination: Tensor, pointers: Tensor, harmonics: Tensor, shared: bool) -> ReferenceEdges:
+    return ReferenceEdges(destination, pointers.shape[0] - 1, harmonics.shape[1], shared)
 
 
 @operator("forgefield::environment")
@@ -198,7 +198,7 @@ def _environment(
     weights: Tensor, harmonics: Tensor, destination: Tensor, pointers: Tensor, shared: bool, code: str
 ) -> Tensor:
     if not can_launch(weights):
-        return _plain(destination, pointers, harmonics, shared).environment(weights, harmonics)
+        return _reference(destination, pointers, harmonics, shared).environment(weights, harmonics)
     of = edge_pass(False, 0, False, weights, harmonics, shared)
     out = _room(of, weights, pointers)
     launch(of, w=weights, y=harmonics, out=out, pointers=pointers)
@@ -216,10 +216,10 @@ def _environment_backward(
     shared: bool,
     code: str,
 ) -> tuple[Tensor, Tensor]:
-    """Cotangents of weights and harmonics; of the latter there are no rows where they are not wanted."""
+    """Cotangents of weights and harmonics; the latter have no rows where they are not requested."""
     if not can_launch(weights):
-        plain = _plain(destination, pointers, harmonics, shared)
-        return _wanted(plain.environment_backward(grad, weights, harmonics), of_harmonics)
+        reference = _reference(destination, pointers, harmonics, shared)
+        return _requested(reference.environment_backward(grad, weights, harmonics), of_harmonics)
     of = edge_pass(False, 1, of_harmonics, weights, harmonics, shared)
     to_w, to_y = torch.empty_like(weights), _parts(of, harmonics)
     launch(of, q=grad, w=weights, y=harmonics, to_w=to_w, to_y=to_y, pointers=pointers)
@@ -241,9 +241,9 @@ def _environment_double_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Cotangents of grad, weights and harmonics."""
     if not can_launch(weights):
-        plain = _plain(destination, pointers, harmonics, shared)
+        reference = _reference(destination, pointers, harmonics, shared)
         given = (along_weights, along_harmonics, grad, weights, harmonics)
-        return _wanted(plain.environment_double_backward(*given), of_harmonics)
+        return _requested(reference.environment_double_backward(*given), of_harmonics)
     of = edge_pass(False, 2, of_harmonics, weights, harmonics, shared)
     out, to_w, to_y = _room(of, weights, pointers), torch.empty_like(weights), _parts(of, harmonics)
     tensors = {"aw": along_weights, "ay": along_harmonics, "q": grad, "w": weights, "y": harmonics}
@@ -256,7 +256,7 @@ def _project(
     rows: Tensor, weights: Tensor, harmonics: Tensor, destination: Tensor, pointers: Tensor, shared: bool, code: str
 ) -> Tensor:
     if not can_launch(weights):
-        return _plain(destination, pointers, harmonics, shared).project(rows, weights, harmonics)
+        return _reference(destination, pointers, harmonics, shared).project(rows, weights, harmonics)
     of = edge_pass(True, 0, False, weights, harmonics, shared)
     out = weights.new_empty((weights.shape[0], of.channels))
     launch(of, q=rows, w=weights, y=harmonics, to_p=out, pointers=pointers)
@@ -277,8 +277,8 @@ def _project_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Cotangents of rows, weights and harmonics."""
     if not can_launch(weights):
-        plain = _plain(destination, pointers, harmonics, shared)
-        return _wanted(plain.project_backward(grad, rows, weights, harmonics), of_harmonics)
+        reference = _reference(destination, pointers, harmonics, shared)
+        return _requested(reference.project_backward(grad, rows, weights, harmonics), of_harmonics)
     of = edge_pass(True, 1, of_harmonics, weights, harmonics, shared)
     out, to_w, to_y = torch.empty_like(rows), torch.empty_like(weights), _parts(of, harmonics)
     launch(of, p=grad, q=rows, w=weights, y=harmonics, out=out, to_w=to_w, to_y=to_y, pointers=pointers)
@@ -302,9 +302,9 @@ def _project_double_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Cotangents of grad, rows, weights and harmonics."""
     if not can_launch(weights):
-        plain = _plain(destination, pointers, harmonics, shared)
+        reference = _reference(destination, pointers, harmonics, shared)
         given = (along_rows, along_weights, along_harmonics, grad, rows, weights, harmonics)
-        return _wanted(plain.project_double_backward(*given), of_harmonics)
+        return _requested(reference.project_double_backward(*given), of_harmonics)
     of = edge_pass(True, 2, of_harmonics, weights, harmonics, shared)
     to_p, out, to_w = (torch.empty_like(tensor) for tensor in (grad, rows, weights))
     to_y = _parts(of, harmonics)
@@ -314,9 +314,9 @@ def _project_double_backward(
     return to_p, out, to_w, _added(of, to_y)
 
 
-def _wanted(found: tuple[Tensor, ...], of_harmonics: bool) -> Any:
-    """All of them; of harmonics, which are the last, no rows where these are not wanted."""
-    *others, to_y = found
+def _requested(cotangents: tuple[Tensor, ...], of_harmonics: bool) -> Any:
+    """All cotangents; those of harmonics, which are the last, without rows where they are not requested."""
+    *others, to_y = cotangents
     return *others, to_y if of_harmonics else to_y.new_empty((0, to_y.shape[1]))
 
 
@@ -334,8 +334,8 @@ def _(rows: Tensor, weights: Tensor, *rest: Any) -> Tensor:
 
 
 def _empty(tensors: tuple[Tensor, ...], of_harmonics: bool) -> Any:
-    """Like each of these, the last of which are harmonics."""
-    return _wanted(tuple(tensor.new_empty(tensor.shape) for tensor in tensors), of_harmonics)
+    """Uninitialised tensors like these, the last of which are harmonics."""
+    return _requested(tuple(tensor.new_empty(tensor.shape) for tensor in tensors), of_harmonics)
 
 
 _environment_backward.register_fake(lambda grad, w, y, wanted, *rest: _empty((w, y), wanted))

@@ -1,7 +1,7 @@
-"""What the operators of `environment.py` compute, by plain operations: where there are no kernels, for derivatives beyond the
-second, and in tests as what kernels are compared with. Everything here can be differentiated as often as one likes.
+"""Reference implementation of the operators of `environment.py`: used where kernels cannot run, for derivatives beyond the
+second, and in tests. Everything here can be differentiated any number of times.
 
-Products of all components, (n_edges, components, channels), are made as they are written down; nothing here is fast.
+Products of all components, (n_edges, components, channels), are stored; nothing here is fast.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 
-class PlainEdges:
+class ReferenceEdges:
     """Edges of atoms. destination: (n_edges,). shared: all degrees have one weight, (n_edges, channels); else weights are
-    (n_edges, degrees x channels). The first harmonic is one, whatever it is given as."""
+    (n_edges, degrees x channels). The first harmonic is taken as one."""
 
     def __init__(self, destination: Tensor, n_atoms: int, n_harmonics: int, shared: bool) -> None:
         self.destination, self.n_atoms, self.shared = destination, n_atoms, shared

@@ -1,12 +1,13 @@
-"""Writes Triton code for sums of weighted harmonics over the edges of an atom, for their adjoint, and for derivatives of both.
+"""Generates Triton code for sums of weighted harmonics over the edges of an atom, for their adjoint, and for derivatives of
+both.
 
 All come from one form, with a row Q of the atom, harmonics Y and weights W of an edge, degree l of component k, and a factor p
 of the edge, which is one in environments:
 
     F = sum over k of  Q[k, c] Y[k] W[l, c] p[c]
 
-An environment is dF/dQ, summed over edges; a projection is dF/dp. One program takes one atom and some channels, holds rows and
-sums of the atom in registers and walks over its edges, as many at a time as it has warps (`AT_ONCE`; on an H200 one is
+An environment is dF/dQ, summed over edges; a projection is dF/dp. One program processes one atom and a chunk of channels, holds
+rows and sums of the atom in registers and loops over its edges, as many at a time as it has warps (`AT_ONCE`; on an H200 one is
 fastest). Nothing is added atomically. The first harmonic is one: it is not read and has no derivative.
 """
 
@@ -15,17 +16,23 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from forgefield.kernels.core.arguments import ArgumentTable
+
 AT_ONCE = 1
-"""Edges that a program takes at a time, one for each of its warps."""
+"""Edges that a program processes at a time, one for each of its warps."""
 
 
 @dataclass(frozen=True)
 class EdgePass:
-    """What a kernel computes, and of which shapes.
+    """What a kernel computes, and for which shapes.
 
-    projection: with a factor p of the edge. order: 0, the values; 1, from their cotangents those of what they were made of; 2,
-    from directions for these those of all that. harmonics: cotangents of harmonics are wanted. shared: all degrees have one
-    weight. tile: channels of a program, a power of two from 32 on. edges: taken at a time, one by each warp.
+    projection: with a factor p of the edge.
+    order: 0, the values; 1, from their cotangents those of the inputs; 2, from directions of these the cotangents of all inputs
+        of the cotangents.
+    harmonics: cotangents of harmonics are computed.
+    shared: all degrees have the same weight.
+    tile: channels of a program, a power of two, at least 32.
+    edges: processed at a time, one by each warp.
     """
 
     projection: bool
@@ -65,6 +72,23 @@ class EdgePass:
         """Whether there are rows of atoms."""
         return self.projection or self.order > 0
 
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Names of the arguments that the kernel uses; it is launched with any tensor for the others."""
+        conditions = {
+            "q": self.rows,
+            "aq": self.projection and self.order == 2,
+            "ay": self.order == 2,
+            "w": self.projection or self.order != 1 or self.harmonics,
+            "aw": self.order == 2,
+            "p": self.projection and self.order > 0,
+            "out": self.sums,
+            "to_w": self.order > 0,
+            "to_y": self.harmonics,
+            "to_p": self.projection and self.order != 1,
+        }
+        return tuple(name for name in ARGUMENTS if conditions.get(name, True))
+
     def degree(self, component: int) -> int:
         return next(l for l in range(self.l_max + 1) if component < (l + 1) ** 2)  # noqa: E741
 
@@ -72,19 +96,28 @@ class EdgePass:
         return range(degree**2, (degree + 1) ** 2)
 
 
-ARGUMENTS = ("q", "aq", "y", "ay", "w", "aw", "p", "out", "to_w", "to_y", "to_p", "pointers", "n_edges")
-"""Of every kernel, in this order; a kernel is given any tensor for those that it does not use.
-
-q, aq: (components, n_atoms, channels), rows of atoms and a direction for them. y, ay: (n_edges, components). w, aw: (n_edges,
-weights x channels). p: (n_edges, channels). out: as q, what is summed over edges. to_w: as w. to_y: (chunks, n_edges,
-components). to_p: as p, the values of a projection or cotangents of p. pointers: (n_atoms + 1,).
-"""
+ARGUMENTS = ArgumentTable(
+    q="(components, n_atoms, channels), rows of atoms",
+    aq="as q, a direction of them",
+    y="(n_edges, components), harmonics",
+    ay="as y, a direction of them",
+    w="(n_edges, weights x channels), weights",
+    aw="as w, a direction of them",
+    p="(n_edges, channels), factors of edges",
+    out="as q, sums over edges",
+    to_w="as w, cotangents",
+    to_y="(chunks, n_edges, components), cotangents of harmonics",
+    to_p="as p, values of a projection or cotangents of p",
+    pointers="(n_atoms + 1,), first edge of each atom",
+    n_edges="number of edges",
+)
+"""Arguments of every kernel of this family."""
 
 
 def write_pass(of: EdgePass) -> str:
     """Source of a module with one kernel, `of.name`, whose grid is (n_atoms, of.n_chunks), with `of.edges` warps."""
     lines = ["import triton", "import triton.language as tl", "", ""]
-    lines += ["@triton.jit(do_not_specialize=['n_edges'])", f"def {of.name}({', '.join(ARGUMENTS)}):"]
+    lines += ["@triton.jit(do_not_specialize=['n_edges'])", f"def {of.name}({ARGUMENTS.signature}):"]
     return "\n".join([*lines, *_indented(_body(of))]) + "\n"
 
 
@@ -126,22 +159,22 @@ def _walk(of: EdgePass, inside: str) -> list[str]:
 
 
 def _loads(of: EdgePass, inside: str) -> dict[str, str]:
-    """What is read of an edge, by the names it has."""
-    n_y, n_w, found = of.n_harmonics, of.n_weights, {}
+    """Loads of an edge by the name of the variable."""
+    n_y, n_w, loads = of.n_harmonics, of.n_weights, {}
     weights = ["w"] * (of.projection or of.order != 1 or of.harmonics) + ["aw"] * (of.order == 2)
     for name in weights:
         for n in range(n_w):
             where = f"edge * {n_w * of.channels} + {n * of.channels} + c"
-            found[f"{name}{n}"] = f"tl.load({name} + {where}, mask=here{inside}, other=0.0)"
+            loads[f"{name}{n}"] = f"tl.load({name} + {where}, mask=here{inside}, other=0.0)"
     if of.projection and of.order > 0:
-        found["p0"] = f"tl.load(p + edge * {of.channels} + c, mask=here{inside}, other=0.0)"
+        loads["p0"] = f"tl.load(p + edge * {of.channels} + c, mask=here{inside}, other=0.0)"
     for name in ["y"] + ["ay"] * (of.order == 2):
         for k in range(1, n_y):
-            found[f"{name}{k}"] = f"tl.load({name} + edge * {n_y} + {k}, mask=here, other=0.0)"
-    return found
+            loads[f"{name}{k}"] = f"tl.load({name} + edge * {n_y} + {k}, mask=here, other=0.0)"
+    return loads
 
 
-# ---- what is computed for an edge
+# ---- computation for one edge
 
 
 def _environment(of: EdgePass) -> list[str]:
@@ -194,7 +227,7 @@ def _projection(of: EdgePass) -> list[str]:
 
 
 def _cotangents(of: EdgePass, parts: dict[int, str], factor: str = "") -> list[str]:
-    """Of weights, from the part of each degree."""
+    """Cotangents of weights, from the part of each degree."""
     texts = [_sum(part for part in parts.values() if part)] if of.shared else list(parts.values())
     zero = f"tl.zeros([{of.edges}, {of.tile}], y.dtype.element_ty)"
     return [
@@ -231,7 +264,7 @@ def _stores(of: EdgePass, inside: str) -> list[str]:
 
 
 def _filled(of: EdgePass, name: str) -> str:
-    """In the shape of a tile: what is made of rows alone is the same for all edges."""
+    """Broadcast to the shape of a tile: values computed from rows alone are the same for all edges."""
     return f"tl.broadcast_to({name}, ({of.edges}, {of.tile}))"
 
 

@@ -1,8 +1,9 @@
-"""What edges give to kernels, made by kernels: directions, their harmonics, and places of lengths in a table.
+"""Geometry of edges by kernels: directions, their harmonics, and positions of lengths in a table.
 
-One generated kernel for each of three passes: values, tangents along moving edge vectors, and cotangents of the edge vectors.
-All is computed in float64 and rounded when it is written. Harmonics of each degree come from those of the one below, as in
-`ops/harmonics.py`."""
+There is one generated kernel for each of three passes: values, tangents along moving edge vectors, and cotangents of the edge
+vectors. Everything is computed in float64 and rounded when it is written. Harmonics of each degree are computed from those of
+the next lower one, as in `ops/harmonics.py`.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +13,40 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forgefield.kernels.core.arguments import ArgumentTable
 from forgefield.kernels.core.modules import module_from
 from forgefield.ops.harmonics import raising_terms
 
 EDGES = 128
-"""That one program takes."""
+"""Edges of one program."""
+ARGUMENTS = ArgumentTable(
+    vectors="(n_edges, 3) float64, edge vectors",
+    tangents="tangents of vectors",
+    inverse_cutoff="(1,) or (n_edges,), one over the cutoff",
+    harmonics="(n_edges, (l_max + 1)^2), or their tangents; in the pass of cotangents those of the directions, (n_edges, 3)",
+    place="(n_edges,), positions in the interval, their tangents or cotangents",
+    at="(n_edges,) int16, interval of each edge",
+    result="(n_edges, 3), directions; in the pass of cotangents those of the vectors",
+    n_edges="number of edges",
+    n_intervals="number of intervals of the table",
+    row="stride of the rows of `harmonics`",
+    step="stride of `place`",
+)
+"""Arguments of all three kernels."""
+USED = {
+    "values": ("vectors", "inverse_cutoff", "harmonics", "place", "at", "result"),
+    "tangents": ("vectors", "tangents", "inverse_cutoff", "harmonics", "place"),
+    "cotangents": ("vectors", "inverse_cutoff", "harmonics", "place", "result"),
+}
+"""Tensors that the kernel of each pass uses."""
 
 
 class EdgeGeometry(torch.autograd.Function):
     """vectors (n_edges, 3) float64, inverse (1,) or (n_edges,) one over the cutoff -> harmonics (n_edges, (l_max + 1)^2),
-    directions (n_edges, 3), place of each edge in its interval (n_edges,), all in `dtype`, and that interval (n_edges,) int16.
-    Places go from -1/2 to 1/2, zero being the middle of an interval.
+    directions (n_edges, 3), position of each edge in its interval (n_edges,), all in `dtype`, and that interval (n_edges,)
+    int16. Positions are from -1/2 to 1/2; zero is the middle of an interval.
 
-    Harmonics have no gradient: what depends on them gives the cotangents of the directions."""
+    Harmonics have no gradient: operations on them compute cotangents of the directions instead."""
 
     @staticmethod
     def forward(ctx, vectors, inverse, l_max, n_intervals, dtype):
@@ -36,7 +58,8 @@ class EdgeGeometry(torch.autograd.Function):
         place = torch.empty((n_edges,), dtype=dtype, device=vectors.device)
         direction = torch.empty((n_edges, 3), dtype=dtype, device=vectors.device)
         at = torch.empty((n_edges,), dtype=torch.int16, device=vectors.device)
-        _launch("values", l_max, n_intervals, vectors, vectors, inverse, harmonics, place, at, direction)
+        tensors = {"vectors": vectors, "inverse_cutoff": inverse, "harmonics": harmonics, "place": place, "at": at}
+        _launch("values", l_max, n_intervals, {**tensors, "result": direction})
         ctx.mark_non_differentiable(harmonics, at)
         ctx.set_materialize_grads(False)
         return harmonics, direction, place, at
@@ -47,56 +70,39 @@ class EdgeGeometry(torch.autograd.Function):
         vectors, inverse = ctx.saved_tensors
         result = torch.empty_like(vectors)
         n_edges = vectors.shape[0]
-        if to_direction is None:  # nobody asked for what depends on it
+        if to_direction is None:  # no output depends on it
             to_direction = vectors.new_zeros((n_edges, 3))
         if to_place is None:
             to_place = vectors.new_zeros((n_edges,))
-        given = (to_direction if to_direction.stride(1) == 1 else to_direction.contiguous(), to_place)
-        _launch("cotangents", *ctx.numbers, vectors, vectors, inverse, *given, vectors, result)
+        to_direction = to_direction if to_direction.stride(1) == 1 else to_direction.contiguous()
+        tensors = {"vectors": vectors, "inverse_cutoff": inverse, "harmonics": to_direction, "place": to_place}
+        _launch("cotangents", *ctx.numbers, {**tensors, "result": result})
         return result, None, None, None, None
 
 
 def moved_geometry(
     vectors: Tensor, tangents: Tensor, inverse: Tensor, l_max: int, n_intervals: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Tangents of harmonics and places, from those of the edge vectors."""
+    """Tangents of harmonics and positions in the table, from those of the edge vectors."""
     n_edges = vectors.shape[0]
     harmonics = torch.empty((n_edges, (l_max + 1) ** 2), dtype=dtype, device=vectors.device)
     place = torch.empty((n_edges,), dtype=dtype, device=vectors.device)
-    given = (vectors.contiguous(), tangents.contiguous(), inverse.contiguous())
-    _launch("tangents", l_max, n_intervals, *given, harmonics, place, vectors, vectors)
+    moving = {"vectors": vectors, "tangents": tangents, "inverse_cutoff": inverse}
+    tensors = {name: tensor.contiguous() for name, tensor in moving.items()}
+    _launch("tangents", l_max, n_intervals, {**tensors, "harmonics": harmonics, "place": place})
     return harmonics, place
 
 
-def _launch(
-    name: str,
-    l_max: int,
-    n_intervals: int,
-    vectors: Tensor,
-    tangents: Tensor,
-    inverse: Tensor,
-    harmonics: Tensor,
-    place: Tensor,
-    at: Tensor,
-    result: Tensor,
-) -> None:
-    n_edges = vectors.shape[0]
+def _launch(name: str, l_max: int, n_intervals: int, tensors: dict[str, Tensor]) -> None:
+    """name: of the pass. tensors: by their names in `ARGUMENTS`."""
+    n_edges = tensors["vectors"].shape[0]
     if n_edges:
-        each = inverse.numel() > 1
-        _kernel(name, l_max, each)[(-(-n_edges // EDGES),)](
-            vectors,
-            tangents,
-            inverse,
-            harmonics,
-            place,
-            at,
-            result,
-            n_edges,
-            n_intervals,
-            harmonics.stride(0),
-            place.stride(0),
-            num_warps=EDGES // 32,
-        )
+        numbers = {"n_edges": n_edges, "n_intervals": n_intervals}
+        numbers |= {"row": tensors["harmonics"].stride(0), "step": tensors["place"].stride(0)}
+        given = {**tensors, **numbers}
+        arguments = ARGUMENTS.bind(f"geometry_{name}", given, unused=tensors["vectors"], used=USED[name])
+        kernel = _kernel(name, l_max, tensors["inverse_cutoff"].numel() > 1)
+        kernel[(-(-n_edges // EDGES),)](**arguments, num_warps=EDGES // 32)
 
 
 @lru_cache(maxsize=64)
@@ -105,7 +111,7 @@ def _kernel(name: str, l_max: int, each: bool) -> Any:
 
 
 def write_geometry(name: str, l_max: int, each: bool) -> str:
-    """Source of a module with the kernel `geometry_{name}`. each: every edge has a cutoff of its own."""
+    """Source of a module with the kernel `geometry_{name}`. each: every edge has its own cutoff."""
     lines = [
         f"edge = tl.program_id(0).to(tl.int64) * {EDGES} + tl.arange(0, {EDGES})",
         "inside = edge < n_edges",
@@ -142,14 +148,13 @@ def write_geometry(name: str, l_max: int, each: bool) -> str:
         for i in range(3):
             line = f"result + edge * 3 + {i}, (b{i} - u{i} * along) * over + u{i} * g"
             lines.append(f"tl.store({line}, mask=inside)")
-    names = "vectors, tangents, inverse_cutoff, harmonics, place, at, result, n_edges, n_intervals, row, step"
     head = [
         "import triton",
         "import triton.language as tl",
         "",
         "",
         "@triton.jit(do_not_specialize=['n_edges', 'n_intervals', 'row', 'step'])",
-        f"def geometry_{name}({names}):",
+        f"def geometry_{name}({ARGUMENTS.signature}):",
     ]
     return "\n".join([*head, *(f"    {line}" for line in lines)]) + "\n"
 

@@ -1,43 +1,61 @@
-"""Edge vectors from positions, and forces from what edges exert, each in one kernel where plain operations take ten."""
+"""Edge vectors from positions, and forces from derivatives in the edge vectors: one kernel each, instead of ten operations."""
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from types import SimpleNamespace
 
 from torch import Tensor
 
 from forgefield.ops.graph import EdgeGraph
 
 EDGES = 128
-"""That one program takes."""
+"""Edges of one program."""
 
 
 def vectors_by_kernel(
     positions: Tensor, cell: Tensor | None, frame: Tensor, edge_index: Tensor, edge_shift: Tensor
 ) -> Tensor:
-    """(n_edges, 3) float64: neighbour minus centre, images shifted by whole cells. It has no gradient. cell: None for zero."""
+    """(n_edges, 3) float64: neighbour minus centre, with periodic images. It has no gradient. cell: None without
+    periodicity."""
     n_edges = edge_index.shape[1]
     result = positions.new_empty((n_edges, 3))
     if n_edges:
-        given = (positions, positions if cell is None else cell, frame, edge_index, edge_shift)
-        tensors = (tensor.contiguous() for tensor in given)
-        _kernels()[0][(-(-n_edges // EDGES),)](*tensors, result, n_edges, cell is not None, EDGES, num_warps=4)
+        _kernels().edge_vectors[(-(-n_edges // EDGES),)](
+            positions=positions.contiguous(),
+            cell=(positions if cell is None else cell).contiguous(),
+            frame=frame.contiguous(),
+            index=edge_index.contiguous(),
+            shift=edge_shift.contiguous(),
+            out=result,
+            n_edges=n_edges,
+            images=cell is not None,
+            block=EDGES,
+            num_warps=4,
+        )
     return result
 
 
 def forces_by_kernel(slope: Tensor, graph: EdgeGraph) -> Tensor:
-    """(n_atoms, 3): sums over the edges of each atom less those over the edges that it is the neighbour in, in a fixed
-    order."""
+    """(n_atoms, 3): sums of slope (n_edges, 3) over the edges of each atom minus those over the edges whose source it is, in a
+    fixed order."""
     result = slope.new_empty((graph.n_atoms, 3))
     if graph.n_atoms:
         to, of = graph.by_destination, graph.by_source
-        _kernels()[1][(graph.n_atoms,)](slope.contiguous(), to.pointers, of.order, of.pointers, result, 32, num_warps=1)
+        _kernels().edge_forces[(graph.n_atoms,)](
+            slope=slope.contiguous(),
+            pointers=to.pointers,
+            order=of.order,
+            pointers_of=of.pointers,
+            out=result,
+            block=32,
+            num_warps=1,
+        )
     return result
 
 
 @cache
-def _kernels() -> tuple[Any, Any]:
+def _kernels() -> SimpleNamespace:
     import triton
     import triton.language as tl
 
@@ -88,4 +106,4 @@ def _kernels() -> tuple[Any, Any]:
         tl.store(out + atom * 3 + 1, tl.sum(y, 0))
         tl.store(out + atom * 3 + 2, tl.sum(z, 0))
 
-    return edge_vectors, edge_forces
+    return SimpleNamespace(edge_vectors=edge_vectors, edge_forces=edge_forces)

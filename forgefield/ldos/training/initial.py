@@ -81,7 +81,7 @@ def initial_network(run: Run, config: Config, ranks: Ranks) -> InitialNetwork | 
     """What `model.from` names, read by rank 0 and known to all; None where the config describes a model of its own."""
     if "from" not in config.model:
         return None
-    return ranks.broadcast(_read(run, config) if ranks.is_first else None)
+    return ranks.broadcast(_read(run, config) if ranks.is_rank_zero else None)
 
 
 def _read(run: Run, config: Config) -> InitialNetwork:

@@ -59,7 +59,7 @@ class SnapshotMeasure:
         self._references: dict[int, Observables] = {}
 
     def _total(self, tensor: Tensor) -> Tensor:
-        return self.ranks.sum(tensor)
+        return self.ranks.all_reduce(tensor)
 
     def _facts(self, snapshot: Any, folder: str | None) -> SnapshotFacts:
         info, metrics = snapshot.info, self.observer.metrics

@@ -197,7 +197,7 @@ class PointsProblem(Problem):
 
     def _tell(self, values: dict[str, float], quick: bool) -> None:
         """Observables before the first step."""
-        if self.session.ranks.is_first and not quick:
+        if self.session.ranks.is_rank_zero and not quick:
             self.run.write_info(before_training=values)
         shown = [
             f"{name} {value:.4g} {OBSERVABLE_UNITS[name]}"

@@ -38,7 +38,7 @@ class TermGradient:
                 self._aside.pull_back(inputs, slope)
                 torch._foreach_add_(gradients, self._aside.gradients)
         sums = self.task.term_sums(values)
-        return sums if self.ranks.is_first else torch.zeros_like(sums)
+        return sums if self.ranks.is_rank_zero else torch.zeros_like(sums)
 
     def _snapshots(self, names: list[str], step: int) -> dict[int, list[str]]:
         """Terms by the snapshot whose turn it is: each term goes through all of them, however often it comes."""
@@ -61,7 +61,9 @@ class TermGradient:
         sums = torch.zeros_like(model.output_scale)
         for inputs in self.measure.rows.inputs(number, *facts.stretch):
             sums = sums + model.network(inputs).to(torch.float64).sum(0)
-        dos = (self.ranks.sum(sums) * model.output_scale + facts.n_points * model.output_shift) * facts.voxel_volume
+        dos = (
+            self.ranks.all_reduce(sums) * model.output_scale + facts.n_points * model.output_shift
+        ) * facts.voxel_volume
         values, by_dos = self.terms.gradient(names, dos, of)
         slope = by_dos * model.output_scale * facts.voxel_volume * self.ranks.world_size
         return slope.to(model.dtype), values

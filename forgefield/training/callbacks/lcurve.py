@@ -199,7 +199,7 @@ def _splits(trainer: L.Trainer) -> tuple[str, ...]:
 
 def _over_ranks(pl_module: Any, *parts: Tensor) -> Tensor:
     """Accumulators one after the other, added up over ranks."""
-    return pl_module.ranks.sum(torch.cat([part.reshape(-1).to(pl_module.device) for part in parts])).cpu()
+    return pl_module.ranks.all_reduce(torch.cat([part.reshape(-1).to(pl_module.device) for part in parts])).cpu()
 
 
 def _values(sums: Tensor, pl_module: Any) -> dict[str, float]:

@@ -126,7 +126,7 @@ class Pace(Callback):
         times = self.take()
         own = self.ranks.all_gather(times.own if times is not None else None)
         known = sorted(value for value in own if value is not None)
-        if not self.ranks.is_first or len(known) < 2:
+        if not self.ranks.is_rank_zero or len(known) < 2:
             return
         middle = known[(len(known) - 1) // 2]
         for rank, value in enumerate(own):

@@ -22,11 +22,11 @@ from lightning.pytorch.callbacks import Callback
 
 from forgefield.config.schema import CheckpointOptions
 from forgefield.errors import ForgefieldError
-from forgefield.parallel.accelerators import random_state_of_accelerator, set_random_state_of_accelerator
+from forgefield.parallel.accelerators import accelerator_random_state, set_accelerator_random_state
 from forgefield.parallel.exchange import StepExchange
-from forgefield.parallel.failures import tell_failure
-from forgefield.parallel.ranks import Ranks, alone
-from forgefield.parallel.strategies import first_rank_that_differs
+from forgefield.parallel.failures import announce_failure
+from forgefield.parallel.ranks import Ranks, single_process
+from forgefield.parallel.strategies import first_differing_rank
 from forgefield.training.run.checkpoint import (
     DamagedCheckpoint,
     UnreadableCheckpoint,
@@ -59,7 +59,7 @@ class RunCheckpoint(Callback):
     ) -> None:
         self.enabled = enabled
         self.limits, self.is_done = limits, is_done
-        self.ranks = ranks if ranks is not None else alone()
+        self.ranks = ranks if ranks is not None else single_process()
         self.exchange = exchange
         self.first_batch = 0
         self.folder = folder
@@ -90,7 +90,7 @@ class RunCheckpoint(Callback):
             self._resumed = None
         if batch_idx % trainer.accumulate_grad_batches:
             return
-        wish = self.stop.look() if self.exchange is None else self.stop.look_together(self.exchange.wishes())
+        wish = self.stop.look() if self.exchange is None else self.stop.look_together(self.exchange.flags())
         if self._due(trainer, batch_idx) or (wish is not None and trainer.global_step != self._last_saved):
             self._save(trainer)
         if wish is not None:
@@ -99,7 +99,7 @@ class RunCheckpoint(Callback):
     def on_exception(self, trainer: L.Trainer, pl_module: Any, exception: BaseException) -> None:
         # Before any other callback acts on it: one that saves something would wait for ranks that know of nothing.
         if not isinstance(exception, (StopRequested, StopNow, KeyboardInterrupt)):
-            tell_failure(self.ranks, exception)
+            announce_failure(self.ranks, exception)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         self._finished = True
@@ -133,7 +133,7 @@ class RunCheckpoint(Callback):
 
     def _require_agreement(self, module: Any) -> None:
         """Weights are never sent again after the start: if ranks computed different ones, that must not go on."""
-        differs = first_rank_that_differs(module.trained)
+        differs = first_differing_rank(module.trained)
         if differs is not None:
             raise ForgefieldError(
                 f"{self.ranks.describe(differs)} has other weights or buffers than rank 0 at step "
@@ -201,7 +201,7 @@ def _random_state() -> dict[str, Any]:
     version, internal, gauss = random.getstate()
     return {
         "torch": torch.get_rng_state(),
-        "accelerator": random_state_of_accelerator(),
+        "accelerator": accelerator_random_state(),
         "numpy": [str(kind), torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(cached)],
         "python": [version, list(internal), gauss],
     }
@@ -209,7 +209,7 @@ def _random_state() -> dict[str, Any]:
 
 def _set_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
-    set_random_state_of_accelerator(state.get("accelerator", {"cuda": state.get("cuda")}))
+    set_accelerator_random_state(state.get("accelerator", {"cuda": state.get("cuda")}))
     kind, keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
     version, internal, gauss = state["python"]

@@ -70,7 +70,7 @@ class EngineStarter:
         if choice is None and self.chosen_before is not None:
             choice = Choice(**self.chosen_before)
         if choice is None:
-            if self.ranks.is_first:
+            if self.ranks.is_rank_zero:
                 choice, engine = measure_and_choose(on, batch)
             choice = self.ranks.broadcast(choice)
         chosen: Choice = choice

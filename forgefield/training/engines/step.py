@@ -20,7 +20,7 @@ from forgefield.models.edges import StepMemory
 from forgefield.models.potential import Potential
 from forgefield.ops.execution import KNOTS, execution
 from forgefield.ops.products import lowered_type
-from forgefield.tasks.loss_kernels import kernels_know, loss_by_kernels
+from forgefield.tasks.loss_kernels import kernels_support, loss_by_kernels
 from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.task import Task
 from forgefield.training.precision import KERNEL_TOLERANCES, STORAGE_TOLERANCES
@@ -138,7 +138,7 @@ class StepFunction:
         self, outputs: Batch, batch: Batch, target_weights: Tensor, denominators: Tensor | None
     ) -> tuple[Tensor, Measured, Batch]:
         """The loss, what is measured, and the derivative of the loss in each output."""
-        if kernels_know(self.task, self.errors, batch):
+        if kernels_support(self.task, self.errors, batch):
             plain = {name: outputs[name].detach() for name in self.task.outputs}
             found = loss_by_kernels(self.task, self.errors, plain, batch, target_weights, denominators)
             return found.loss, Measured(found.sums, found.errors), found.slopes

@@ -61,7 +61,7 @@ class FramesProblem(Problem):
         config, ranks, journal = self.config, self.session.ranks, self.session.journal
         whose = None if self.initial is None else self.initial.known.whose
         # A run that was started when splits could leave a species out of training keeps its split.
-        old = ranks.is_first and has_begun(self.run) and not self.run.info["keep_species"]
+        old = ranks.is_rank_zero and has_begun(self.run) and not self.run.info["keep_species"]
         self.data = read_data(
             config.data,
             config.seed,
@@ -97,7 +97,7 @@ class FramesProblem(Problem):
             require_same_data(dataset.frames.fingerprint, ranks)
         resolved: dict[str, Any] = {}
         change: Transfer | None = None
-        if ranks.is_first:
+        if ranks.is_rank_zero:
             begun = has_begun(self.run)
             if self.initial is not None:
                 known = self.initial.known.resolved if begun else self.initial.options(self.config, data)
@@ -147,10 +147,10 @@ class FramesProblem(Problem):
     def _engine_starter(self, restart: ResumePoint | None, quick: bool) -> EngineStarter:
         """A resumed run goes on with the engine it was started with, unless the config names another."""
         run, ranks, training = self.run, self.session.ranks, self.config.training
-        before = run.info.get("engine") if ranks.is_first and restart is not None else None
+        before = run.info.get("engine") if ranks.is_rank_zero and restart is not None else None
 
         def keep(choice: dict[str, Any]) -> None:
-            if ranks.is_first and not quick:
+            if ranks.is_rank_zero and not quick:
                 run.write_info(engine=choice)
 
         return EngineStarter(

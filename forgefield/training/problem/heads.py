@@ -27,7 +27,7 @@ from forgefield.data.store.table import FrameTable
 from forgefield.errors import ForgefieldError
 from forgefield.models.heads.equivariant import SHAPES
 from forgefield.models.predictor import FORCES
-from forgefield.tasks.task import require_labels
+from forgefield.tasks.targets import require_labels
 
 TAKEN = ("atomic_energy", "energy_total")
 """Names of outputs and errors that every potential has."""

@@ -155,7 +155,9 @@ class InitialModel:
         gained = change.gained_energy and "out_bias" in resolved and train.frames.carries("energy").any()
         if self.shifts != "fit" and not gained:
             return None
-        fitted = ranks.broadcast(fit_shifts(potential, train, device=torch.device(device)) if ranks.is_first else None)
+        fitted = ranks.broadcast(
+            fit_shifts(potential, train, device=torch.device(device)) if ranks.is_rank_zero else None
+        )
         set_shifts(potential, resolved, fitted.after)
         self.record["fitted_shifts"] = asdict(fitted)
         return fitted.table()
@@ -182,7 +184,7 @@ def initial_model(run: Run, config: Config, ranks: Ranks, *, trust_code: bool = 
     """
     if not starts_from_run(config):
         return None
-    return ranks.broadcast(_read(run, config, trust_code) if ranks.is_first else None)
+    return ranks.broadcast(_read(run, config, trust_code) if ranks.is_rank_zero else None)
 
 
 def _read(run: Run, config: Config, trust_code: bool) -> InitialModel:

@@ -35,7 +35,8 @@ from forgefield.models.registry import (
     model_statistics,
     resolve_model,
 )
-from forgefield.tasks.task import Task, default_task, require_labels
+from forgefield.tasks.targets import default_task, require_labels
+from forgefield.tasks.task import Task
 from forgefield.training.problem.heads import has_energy, head_facts, output_units
 from forgefield.training.problem.repulsion import ZBL, less_repulsion, statistics_without_repulsion
 

@@ -23,7 +23,7 @@ from forgefield.parallel.environment import MPI_LAUNCHERS
 from forgefield.parallel.launch_checks import check_trainer_options
 from forgefield.parallel.ranks import Ranks
 from forgefield.parallel.registry import check_strategy
-from forgefield.tasks.task import LABELS
+from forgefield.tasks.targets import LABELS
 from forgefield.training.optim.optimisers import build_optimiser
 from forgefield.training.problem.heads import has_energy
 from forgefield.training.problem.initial_model import refuse_itself, starts_from_run

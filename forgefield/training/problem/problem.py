@@ -122,7 +122,7 @@ class Problem(ABC):
     def kept_model(self, resolved: dict[str, Any]) -> dict[str, Any]:
         """The options in full that all ranks take: those that the run has kept, once it has begun, else `resolved`, which only
         rank 0 needs to give."""
-        if self.session.ranks.is_first and has_begun(self.run):
+        if self.session.ranks.is_rank_zero and has_begun(self.run):
             if self.run.info["data_fingerprint"] != self.fingerprint:
                 raise ForgefieldError(
                     f"The data of run {self.run.name} is not the data it was started with (a file or the split changed); "

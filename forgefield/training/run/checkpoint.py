@@ -151,7 +151,7 @@ class AtomicCheckpointIO(CheckpointIO):
         save_checkpoint(Path(path), checkpoint)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        checkpoint = load_checkpoint(Path(path), map_location or "cpu") if self.ranks.is_first else {}
+        checkpoint = load_checkpoint(Path(path), map_location or "cpu") if self.ranks.is_rank_zero else {}
         return self.ranks.broadcast(checkpoint)
 
     def remove_checkpoint(self, path: Any) -> None:

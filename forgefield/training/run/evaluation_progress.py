@@ -18,7 +18,7 @@ Batch = TypeVar("Batch")
 
 def with_progress(batches: Iterable[Batch], n_batches: int, journal: Journal, what: str) -> Iterator[Batch]:
     """The batches, as they are. what: what is being evaluated, for a person to read."""
-    if journal.console.is_terminal and journal.ranks.is_first:
+    if journal.console.is_terminal and journal.ranks.is_rank_zero:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, console=journal.console, transient=True) as bar:
             yield from bar.track(batches, total=n_batches, description=f"evaluating {what}")

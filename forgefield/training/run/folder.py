@@ -24,7 +24,7 @@ from forgefield.training.run.journal import Journal
 @contextmanager
 def run_folder(config: Config, *, fresh: bool, quick: bool, journal: Journal, ranks: Ranks) -> Iterator[Run]:
     """The folder of the run, made and held by rank 0 alone; the others enter when it is ready."""
-    if ranks.is_first:
+    if ranks.is_rank_zero:
         with _own_folder(config, fresh=fresh, quick=quick, journal=journal) as run:
             ranks.broadcast(str(run.path))
             yield run

@@ -20,7 +20,7 @@ from typing import Any, TextIO
 from rich.console import Console
 
 from forgefield.errors import ForgefieldError
-from forgefield.parallel.ranks import Ranks, alone
+from forgefield.parallel.ranks import Ranks, single_process
 
 MODES = ("master", "collect", "workers")
 OTHERS = "warnings.txt"
@@ -41,10 +41,10 @@ class Journal:
     ) -> None:
         if mode not in MODES:
             raise ForgefieldError(f"a log is kept by {', '.join(MODES)}, not '{mode}'.")
-        self.ranks = ranks if ranks is not None else alone()
+        self.ranks = ranks if ranks is not None else single_process()
         self.mode = mode
         if console is None:
-            silent = None if self.ranks.is_first else open(os.devnull, "w")  # noqa: SIM115  as long as the process
+            silent = None if self.ranks.is_rank_zero else open(os.devnull, "w")  # noqa: SIM115  as long as the process
             console = Console(highlight=False, file=silent, force_jupyter=None if silent is None else False)
         self.console = console
         self._early: list[str] = []
@@ -52,9 +52,9 @@ class Journal:
         self._writing = threading.Lock()
         self._handler: logging.Handler | None = None
         self._others: Path | None = None
-        if file is not None and (self.ranks.is_first or mode == "workers"):
+        if file is not None and (self.ranks.is_rank_zero or mode == "workers"):
             self._open(own_name(file, self.ranks.rank) if mode == "workers" else file)
-        if mode == "collect" and self.ranks.is_first:
+        if mode == "collect" and self.ranks.is_rank_zero:
             self.ranks.on_line = lambda rank, text: self._write(f"[rank {rank}] {text}\n")
 
     def notify(self, text: str) -> None:
@@ -77,7 +77,7 @@ class Journal:
 
     def keep_in(self, folder: Path) -> None:
         """From now on also write `log.txt` in the run folder, everything said so far included."""
-        if self.ranks.is_first:
+        if self.ranks.is_rank_zero:
             self._open(folder / "log.txt").write("".join(self._early))
             self._others = folder / OTHERS
         elif self.mode == "workers" and not self._files:
@@ -114,7 +114,7 @@ class Journal:
         line = f"{datetime.now():%Y-%m-%d %H:%M:%S} {text}" if stamp else text
         if self._handler is None:
             self._early.append(line + "\n")
-        if self.mode == "collect" and not self.ranks.is_first and self.ranks.watch is not None:
+        if self.mode == "collect" and not self.ranks.is_rank_zero and self.ranks.watch is not None:
             for part in line.splitlines():
                 self.ranks.watch.line(part)
         self._write(line + "\n")

@@ -4,7 +4,7 @@ During training steps a request is noted and acted on between batches, when ever
 save (reading data, waiting for the first batch, compiling, the final evaluation) it ends what is going on at once.
 
 With several processes the signal may reach one of them only. A noted request then travels with the message that every batch
-sends anyway, and all ranks act on it at the same batch; an immediate stop is passed on by `parallel.faults.stop_together`.
+sends anyway, and all ranks act on it at the same batch; an immediate stop is passed on by `parallel.faults.stop_all_ranks`.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from forgefield.ldos.training.gradient import ByAutograd, Written
 from forgefield.ldos.training.terms import TermGradient
 from forgefield.ldos.training.update import Update
 from forgefield.ops.execution import products_in
-from forgefield.parallel.ranks import alone
+from forgefield.parallel.ranks import single_process
 from forgefield.training.optim.averages import WeightAverage
 from tests.support.point_networks import DTYPE, network, rows, task
 from tests.support.snapshots import FERMI, GRID, TEMPERATURE
@@ -105,7 +105,7 @@ def test_terms_on_snapshots_have_the_gradient_of_autograd():
     x, _ = rows(40)
     dos = 0.9 * model.physical(model.network(x)).detach().sum(0) * 0.1
     reference = SnapshotReference(dos, FERMI, 0.8, 1.1, TEMPERATURE, 2, 0.1)
-    adder = TermGradient(model, how, OneSnapshot(x, reference), alone())  # type: ignore[arg-type]
+    adder = TermGradient(model, how, OneSnapshot(x, reference), single_process())  # type: ignore[arg-type]
     adder._references[0] = reference
     gradients = [torch.zeros_like(p) for p in model.parameters()]
     sums = adder.add_to(gradients, list(terms), step=4)
@@ -124,7 +124,7 @@ def test_every_term_goes_through_all_snapshots_however_often_it_comes():
     model, (x, _) = network(), rows(8)
     training = OneSnapshot(x, SnapshotReference(torch.ones(7), FERMI, 0.8, 1.1, TEMPERATURE, 2, 0.1))
     training.facts *= 2
-    adder = TermGradient(model, how, training, alone())  # type: ignore[arg-type]
+    adder = TermGradient(model, how, training, single_process())  # type: ignore[arg-type]
     turns = [adder._snapshots(how.due(step), step) for step in range(0, 8, 2)]
     assert turns == [{0: ["dos", "band_energy"]}, {1: ["dos"]}, {0: ["dos"], 1: ["band_energy"]}, {1: ["dos"]}]
 

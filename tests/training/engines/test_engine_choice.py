@@ -12,9 +12,9 @@ from torch import nn
 from forgefield.config.schema import TrainingOptions
 from forgefield.errors import ForgefieldError
 from forgefield.models import Potential
-from forgefield.parallel.ranks import alone
-from forgefield.tasks.losses import mse
-from forgefield.tasks.task import Target
+from forgefield.parallel.ranks import single_process
+from forgefield.tasks.losses import MSE
+from forgefield.tasks.targets import Target
 from forgefield.training.engines.choose import (
     Choice,
     Circumstances,
@@ -114,7 +114,7 @@ def test_a_resume_goes_on_with_the_form_it_had(before, now, monkeypatch):
     chosen = None if before is None else {"name": "graphs", "derivative": before, "captured": "eager"}
     options = settings(engine="graphs")
     starter = EngineStarter(
-        options, alone(), plan=lambda: SizePlan(()), tolerance=1e-9, notify=print, chosen_before=chosen
+        options, single_process(), plan=lambda: SizePlan(()), tolerance=1e-9, notify=print, chosen_before=chosen
     )
     assert starter._takes_kernels(circumstances(make_potential(), []), labelled(3)) is now
 
@@ -217,7 +217,7 @@ def test_a_model_that_has_learnt_its_labels_can_be_compared():
 
 def test_labels_are_moved_away_from_what_was_learnt():
     targets = [
-        Target(name, 1.0, mse, False, None, scale=scale, classes=classes)
+        Target(name, 1.0, MSE, False, None, scale=scale, classes=classes)
         for name, scale, classes in (
             ("energy", 1.0, None),
             ("virial", 1.0, None),

@@ -1,19 +1,18 @@
-"""The top of the report: the name of the run and the few numbers one looks for first."""
+"""The top of the report: the name of the run, and its errors, time, speed and size as cards."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from forgefield.report.analysis import Quantity, errors, quantities
 from forgefield.report.folder import Row, RunData, as_number, split_title
 from forgefield.report.markup import Child, Html, join, tag
 from forgefield.report.numbers import NOTHING, count, duration, short_count, shorten, significant
 
-OTHERS = 3
-"""How many other sets of data a card shows an error of."""
+OTHER_SPLITS = 3
+"""Number of other splits whose errors a card lists."""
 
 
 def title_block(run: RunData) -> Html:
@@ -22,7 +21,7 @@ def title_block(run: RunData) -> Html:
     cutoff = as_number(run.info.get("cutoff"))
     parts = [
         f"model {shorten(name, 60)}" if name else None,
-        ", ".join(shorten(symbol, 12) for symbol in species(run)[:30]) or None,
+        ", ".join(shorten(symbol, 12) for symbol in species_of(run)[:30]) or None,
         f"cutoff {significant(cutoff)} Å" if cutoff is not None else None,
         shorten(run.info["precision"], 30) if run.info.get("precision") else None,
     ]
@@ -41,38 +40,38 @@ def title_block(run: RunData) -> Html:
 
 
 def headline(run: RunData) -> Html:
-    """A row of cards: errors, time, speed, size."""
-    by_split = known_errors(run)
+    """A row of cards: errors, training time, speed and number of parameters."""
+    by_split = errors_by_split(run)
     cards = [card for shown in quantities(run.heads).values() if (card := _error_card(shown, by_split)) is not None]
     cards += _class_cards(by_split)
     if not cards:
-        cards = [_stat("Errors", NOTHING, None, "no test, no validation yet", main=True)]
+        cards = [_stat("Errors", NOTHING, None, "not tested or validated yet", main=True)]
     return tag("div", *cards, *_run_cards(run), class_="headline")
 
 
-def known_errors(run: RunData) -> dict[str, dict[str, float]]:
-    """Errors of each split by bare name: as stored by the test, else from the predictions, else from the best row."""
-    found = {split: errors(predictions) for split, predictions in run.predictions.items()}
+def errors_by_split(run: RunData) -> dict[str, dict[str, float]]:
+    """Errors of each split, by name: those stored by `forgefield test`, else of the predictions, else of the best row."""
+    by_split = {split: errors(predictions) for split, predictions in run.predictions.items()}
     for name in run.tests:
         if stored := run.test_errors(name):
-            found[name] = {**found.get(name, {}), **stored}
-    found = {split: found[split] for split in run.splits if split in found}
+            by_split[name] = {**by_split.get(name, {}), **stored}
+    by_split = {split: by_split[split] for split in run.splits if split in by_split}
     best = best_row(run)
     if best is not None:
         row = {key.removeprefix("val/"): value for key, value in best.items() if key.startswith("val/")}
         of_classes = {key: value for key, value in row.items() if key.endswith(("_accuracy", "_f1"))}
-        found["val"] = {**found["val"], **of_classes} if "val" in found else row
-    return found
+        by_split["val"] = {**by_split["val"], **of_classes} if "val" in by_split else row
+    return by_split
 
 
 def best_row(run: RunData) -> dict[str, float] | None:
-    """The row of the metrics with the smallest monitored value."""
+    """The row of the metrics with the lowest monitored value."""
     rows = [row for row in run.metrics if run.monitor in row]
     return min(rows, key=lambda row: row[run.monitor]) if rows else None
 
 
-def species(run: RunData) -> list[str]:
-    """Symbols the model knows."""
+def species_of(run: RunData) -> list[str]:
+    """Chemical symbols of the model, or of its predictions."""
     listed = run.info.get("species")
     if isinstance(listed, list):
         return [str(symbol) for symbol in listed]
@@ -80,10 +79,9 @@ def species(run: RunData) -> list[str]:
 
 
 def parameter_count(run: RunData) -> float | None:
-    """Number of parameters: as recorded by the run, else counted in the header of the weight file."""
-    places: list[Any] = [run.info, run.info.get("model")]
-    for place in places:
-        stored = place.get("parameters", place.get("n_parameters")) if isinstance(place, dict) else None
+    """Number of parameters, from `run.json` or the header of the weights file; None where neither has it."""
+    for record in (run.info, run.info.get("model")):
+        stored = record.get("parameters", record.get("n_parameters")) if isinstance(record, dict) else None
         if isinstance(stored, dict):
             stored = stored.get("total")
         if as_number(stored) is not None:
@@ -92,7 +90,7 @@ def parameter_count(run: RunData) -> float | None:
 
 
 def _count_in_weights(file: Path) -> float | None:
-    """A safetensors file begins with the length of a JSON table of its tensors; only that table is read."""
+    """Number of values in a safetensors file, from the table of tensors at its start; None for a damaged file."""
     try:
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
@@ -116,15 +114,18 @@ def _error_card(quantity: Quantity, by_split: dict[str, dict[str, float]]) -> Ht
         return None
     first = by_split[available[0]]
     rmse = first.get(f"{name}_rmse")
-    extra = [] if rmse is None else [f"RMSE {significant(rmse)}"]
-    others = available[1:] if len(available) <= OTHERS + 1 else [*available[1:OTHERS], available[-1]]
-    extra += [f"{split_title(split)} MAE {significant(by_split[split][f'{name}_mae'])}" for split in others]
+    extra = [] if rmse is None else [f"RMSE {significant(rmse)} {quantity.error_unit}".rstrip()]
+    others = available[1:] if len(available) <= OTHER_SPLITS + 1 else [*available[1:OTHER_SPLITS], available[-1]]
+    extra += [
+        f"{split_title(split)} MAE {significant(by_split[split][f'{name}_mae'])} {quantity.error_unit}".rstrip()
+        for split in others
+    ]
     title = f"{quantity.title} MAE, {split_title(available[0])}"
     return _stat(title, significant(first[f"{name}_mae"]), quantity.error_unit, "\n".join(extra), main=True)
 
 
 def _class_cards(by_split: dict[str, dict[str, float]]) -> list[Html]:
-    """The share of right answers of each target that is a class."""
+    """Accuracy of each target that is a class."""
     cards = []
     names = [key.removesuffix("_accuracy") for e in by_split.values() for key in e if key.endswith("_accuracy")]
     for name in dict.fromkeys(names):
@@ -144,7 +145,7 @@ def _run_cards(run: RunData) -> list[Html]:
     epochs = {row["epoch"] for row in run.timing if "epoch" in row}
     done = f"{count(len(epochs))} epochs" if epochs else "no timing yet"
     frames = median_of(run.timing, "frames_per_second")
-    kind = "points" if run.of_points else "atoms"
+    kind = run.kind.counted
     return [
         _stat("Training time", duration(sum(seconds)) if seconds else NOTHING, None, done, words=True),
         _stat(
@@ -177,7 +178,7 @@ def _frames_line(run: RunData) -> str:
     if points is not None:
         return f"{count(points)} training points"
     frames = as_number(statistics.get("n_frames")) if isinstance(statistics, dict) else None
-    return f"{count(frames)} training frames" if frames is not None else "weights of the model"
+    return f"{count(frames)} training frames" if frames is not None else "in the weights file"
 
 
 def _stat(name: str, value: str, unit: str | None, extra: Child, *, main: bool = False, words: bool = False) -> Html:

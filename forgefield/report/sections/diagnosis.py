@@ -1,4 +1,4 @@
-"""The section on diagnosis: what the callbacks found, in their words, and their figures. Left out where none was used."""
+"""The section on diagnosis: findings, figures and numbers of the diagnosis callbacks that a run used."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from forgefield.diagnosis.figures import FIGURES
 from forgefield.diagnosis.records import Finding, findings_of, numbers
 from forgefield.report.canvas import house_style, to_svg
 from forgefield.report.folder import RunData, as_number
+from forgefield.report.layout import card, section
 from forgefield.report.markup import Child, Html, key_values, tag
 from forgefield.report.numbers import NOTHING, count, shorten, significant
-from forgefield.report.sections import card, section
 
 SHOWN = 40
+"""Largest number of findings on the page."""
 NAMES = {
     "gradient_check": "Gradient check",
     "forward_nan": "Forward pass",
@@ -24,11 +25,10 @@ NAMES = {
 }
 
 
-def diagnosis_section(run: RunData) -> Html | None:
-    if not run.diagnosis:
-        return None
+def diagnosis_section(run: RunData) -> Html:
+    """Findings in order of steps, then the figures of each callback."""
     names = ", ".join(NAMES.get(name, shorten(name, 40)) for name in run.diagnosis)
-    lead = f"What the diagnosis callbacks of this run saw ({names})."
+    lead = f"Findings of the diagnosis callbacks of this run ({names})."
     cards = [_findings_card(run)]
     for name, (title, figure_of) in FIGURES.items():
         if name not in run.diagnosis:
@@ -39,17 +39,19 @@ def diagnosis_section(run: RunData) -> Html | None:
             cards.append(card(title, to_svg(figure, f"diagnosis-{name}", f"{title} over training")))
     rows = _number_rows(run.diagnosis)
     if rows:
-        cards.append(card("In numbers", key_values(rows)))
+        cards.append(card("Summary", key_values(rows)))
     return section("diagnosis", "Diagnosis", lead, tag("div", *cards, class_="grid"))
 
 
 def _findings_card(run: RunData) -> Html:
-    found = [(name, finding) for name, record in run.diagnosis.items() for finding in findings_of(record)]
-    found.sort(key=lambda entry: entry[1].step)
-    if not found:
-        return card("Findings", tag("p", "Nothing was found to be wrong."))
-    items = [_finding(name, finding) for name, finding in found[:SHOWN]]
-    more = tag("p", f"And {count(len(found) - SHOWN)} more in the folder diagnosis.") if len(found) > SHOWN else None
+    findings = [(name, finding) for name, record in run.diagnosis.items() for finding in findings_of(record)]
+    findings.sort(key=lambda entry: entry[1].step)
+    if not findings:
+        return card("Findings", tag("p", "No problems were found."))
+    items = [_finding(name, finding) for name, finding in findings[:SHOWN]]
+    more = (
+        tag("p", f"{count(len(findings) - SHOWN)} more are in the folder diagnosis.") if len(findings) > SHOWN else None
+    )
     return tag("div", tag("h3", "Findings"), tag("ul", *items), more, class_="card whole-row")
 
 
@@ -65,7 +67,7 @@ def _number_rows(records: dict[str, dict[str, Any]]) -> list[tuple[str, Child]]:
     check = records.get("gradient_check", {})
     if "checked" in check:
         rows.append(("Gradients checked", count(as_number(check["checked"]))))
-        rows.append(("Of them not finite", count(as_number(check.get("bad")))))
+        rows.append(("Gradients that are not finite", count(as_number(check.get("bad")))))
     spikes = records.get("loss_spike", {}).get("spikes")
     if isinstance(spikes, list):
         back = sum(1 for spike in spikes if isinstance(spike, dict) and spike.get("action") == "rolled back")

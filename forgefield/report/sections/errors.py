@@ -16,11 +16,12 @@ from forgefield.report.analysis import (
 )
 from forgefield.report.canvas import to_svg
 from forgefield.report.figures import distribution_figure, magnitude_figure, parity_figure, species_figure
-from forgefield.report.folder import SPLITS, Predictions, RunData, as_number, split_title
-from forgefield.report.headline import known_errors
+from forgefield.report.folder import SPLITS, RunData, as_number, split_title
+from forgefield.report.layout import TABS, card, empty_card, section, stacks, tabbed
 from forgefield.report.markup import Child, Html, join, table, tag
 from forgefield.report.numbers import NOTHING, count, shorten, significant, with_unit
-from forgefield.report.sections import TABS, card, empty_card, section, stacks, tabbed
+from forgefield.report.predictions import Predictions
+from forgefield.report.sections.headline import errors_by_split
 
 _QUANTILES = (0.5, 0.9, 0.95, 0.99, 1.0)
 
@@ -42,25 +43,25 @@ def errors_section(run: RunData) -> Html:
 
 
 def tests_table(run: RunData) -> Html | None:
-    """Errors on all test data, with where it came from; None where there is none."""
+    """Errors on validation and all test data, with the source of each; None for a run without tests."""
     if not run.tests:
         return None
-    by_split, shown = known_errors(run), quantities(run.heads)
-    names = [name for name in shown if any(f"{name}_mae" in found for found in by_split.values())]
-    header: list[Child] = ["Data", "From", "Frames" if not run.of_points else "Points", "Weights"]
+    by_split, shown = errors_by_split(run), quantities(run.heads)
+    names = [name for name in shown if any(f"{name}_mae" in errors for errors in by_split.values())]
+    header: list[Child] = ["Data", "From", run.kind.name.capitalize(), "Weights"]
     for name in names:
         unit = shown[name].error_unit
         header += [with_unit(f"{shown[name].title} {kind}", unit) for kind in ("MAE", "RMSE")]
     rows: list[list[Child]] = []
     for split in [split for split in run.splits if split in by_split]:
         stored = run.tests.get(split, {})
-        number = as_number(stored.get("frames", stored.get("points")))
+        number = as_number(stored.get(run.kind.name))
         if number is None and split in run.predictions:
             number = len(run.predictions[split].n_atoms)
         source = shorten(stored.get("source", "data.val" if split == "val" else NOTHING), 120)
-        found = [significant(by_split[split].get(f"{name}_{kind}")) for name in names for kind in ("mae", "rmse")]
-        rows.append([split_title(split), source, count(number), shorten(stored.get("weights", "best"), 20), *found])
-    return tag("div", card("All data", table(header, rows, words=2)), class_="grid")
+        errors = [significant(by_split[split].get(f"{name}_{kind}")) for name in names for kind in ("mae", "rmse")]
+        rows.append([split_title(split), source, count(number), shorten(stored.get("weights", "best"), 20), *errors])
+    return tag("div", card("All data", table(header, rows, text_columns=2)), class_="grid")
 
 
 def _panel(run: RunData, split: str) -> Html:
@@ -68,8 +69,7 @@ def _panel(run: RunData, split: str) -> Html:
     names = [name for name in (*QUANTITIES, *predictions.extra_outputs) if name in QUANTITIES or name in units]
     compared = [values for name in names if (values := pairs(predictions, name, units.get(name, ""))) is not None]
     if not compared:
-        words = "These predictions have no reference values to compare with."
-        return tag("div", tag("p", words), class_="card empty")
+        return tag("div", tag("p", "These predictions have no reference values."), class_="card empty")
     parity = [card(values.quantity.title, _parity_svg(values, split)) for values in compared]
     rows = [tag("div", *parity, class_="grid")]
     species, magnitude = errors_by_species(predictions), errors_by_magnitude(predictions)
@@ -79,7 +79,9 @@ def _panel(run: RunData, split: str) -> Html:
         figure = to_svg(species_figure(species), f"species-{split}", "Force errors by species")
         details.append(card("Force error by species", figure))
     if magnitude:
-        figure = to_svg(magnitude_figure(magnitude), f"magnitude-{split}", "Force errors by size of the force")
+        figure = to_svg(
+            magnitude_figure(magnitude), f"magnitude-{split}", "Force errors by magnitude of the reference force"
+        )
         details.append(card("Force error by force magnitude", figure))
     shown = forces or compared[0]
     figure = to_svg(distribution_figure(shown), f"distribution-{split}", "Distribution of absolute errors")
@@ -101,13 +103,13 @@ def _parity_svg(values: Pairs, split: str) -> Html:
 def _species_table(groups: list[GroupError]) -> Html | None:
     if not groups:
         return None
-    return card("Forces by species", _group_table("Species", groups))
+    return card("Force errors by species", _group_table("Species", groups))
 
 
 def _magnitude_table(groups: list[GroupError]) -> Html | None:
     if not groups:
         return None
-    return card("Forces by magnitude", _group_table("|F|, eV/Å", groups))
+    return card("Force errors by magnitude", _group_table("|F|, eV/Å", groups))
 
 
 def _group_table(first: str, groups: list[GroupError]) -> Html:
@@ -125,36 +127,36 @@ def _group_table(first: str, groups: list[GroupError]) -> Html:
 
 
 def _quantile_table(compared: list[Pairs]) -> Html:
-    header = ["Errors below", *[f"{100 * q:g} %" if q < 1 else "largest" for q in _QUANTILES]]
+    header = ["Absolute error", *[f"{100 * q:g} % below" if q < 1 else "largest" for q in _QUANTILES]]
     rows: list[list[Child]] = []
     for values in compared:
-        found = np.quantile(np.abs(values.error), _QUANTILES)
+        quantiles = np.quantile(np.abs(values.error), _QUANTILES)
         rows.append(
-            [with_unit(values.quantity.title, values.quantity.error_unit), *[significant(float(v)) for v in found]]
+            [with_unit(values.quantity.title, values.quantity.error_unit), *[significant(float(v)) for v in quantiles]]
         )
-    return card("How large errors get", table(header, rows))
+    return card("Quantiles of errors", table(header, rows))
 
 
 def _worst_table(predictions: Predictions) -> Html | None:
     frames = worst_frames(predictions)
     if not frames:
         return None
-    known = predictions.frame_index is not None
+    has_origin = predictions.frame_index is not None
     rows: list[list[Child]] = []
     for frame in frames:
         file, index = predictions.origin(frame.index)
-        origin: list[Child] = [shorten(file or "in memory", 120)] if known else []
+        origin: list[Child] = [shorten(file or "in memory", 120)] if has_origin else []
         errors = (significant(frame.energy), significant(frame.forces))
         rows.append([*origin, count(index), count(frame.n_atoms), *errors])
     header: list[Child] = [
-        *(["File"] if known else []),
+        *(["File"] if has_origin else []),
         "Frame",
         "Atoms",
         "Energy error, meV/atom",
         "Force RMSE, meV/Å",
     ]
-    content = table(header, rows, words=1)
-    place = "within their file" if known else "in the order of the split"
-    words = f"Frames are counted from 0 {place}. Outliers are often unconverged references."
-    hint = tag("p", words, class_="note")
+    content = table(header, rows, text_columns=1)
+    where = "within each file" if has_origin else "within the split"
+    note = f"Frames are numbered from 0 {where}. Outliers are often reference calculations that did not converge."
+    hint = tag("p", note, class_="note")
     return card("Frames with the largest errors", join([content, hint]))

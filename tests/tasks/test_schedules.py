@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from forgefield.config.schema import ScheduleOptions, TargetOptions, TaskOptions
 from forgefield.errors import ForgefieldError
+from forgefield.tasks.schedules import StepState, WeightSchedule
 from forgefield.tasks.task import Task
-from forgefield.tasks.weights import StepState, WeightSchedule
 from tests.support.helpers import tiny_config
 from tests.support.resuming import END, assert_same_run, interrupted_run
 from tests.support.train_many import train_only

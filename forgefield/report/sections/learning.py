@@ -1,0 +1,87 @@
+"""The section on learning: loss, learning rate and errors over training, and the errors of the best weights."""
+
+from __future__ import annotations
+
+from forgefield.report.analysis import Quantity, quantities
+from forgefield.report.canvas import to_svg
+from forgefield.report.figures import learning_figure
+from forgefield.report.folder import Row, RunData
+from forgefield.report.layout import card, empty_card, section
+from forgefield.report.markup import Child, Html, table, tag
+from forgefield.report.numbers import count, significant, with_unit
+from forgefield.report.sections.headline import best_row
+
+
+def learning_section(run: RunData) -> Html:
+    lead = (
+        "Errors are in physical units and do not depend on the loss weights. The dotted line marks the best weights, which are "
+        "used by default."
+    )
+    if uses_average(run):
+        lead += " Training curves show the current weights, validation curves their exponential moving average (EMA)."
+    x_key = x_axis(run.metrics)
+    best = best_row(run)
+    at = best.get(x_key) if best else None
+    cards: list[Html] = []
+    loss = _curves(run.metrics, x_key, "loss")
+    if loss:
+        rate = curve(run.metrics, x_key, "lr")
+        figure = learning_figure(loss, x_label=x_key, y_label="loss", learning_rate=rate, best=at)
+        drawing = to_svg(figure, "curve-loss", "Loss and learning rate over training")
+        cards.append(card("Loss and learning rate", drawing))
+    shown = quantities(run.heads)
+    for quantity in shown.values():
+        curves = _curves(run.metrics, x_key, f"{quantity.name}_mae")
+        if curves:
+            figure = learning_figure(curves, x_label=x_key, y_label=with_unit("MAE", quantity.error_unit), best=at)
+            drawing = to_svg(figure, f"curve-{quantity.name}", f"{quantity.title} MAE over training")
+            cards.append(card(f"{quantity.title} MAE", drawing))
+    if cards and best is not None:
+        cards.append(_best_card(run, best, x_key, len(cards), shown))
+    if not cards:
+        name = "metrics.jsonl" if run.note("metrics.jsonl") else "metrics.csv"
+        cards = [empty_card(run, name, "Learning curves")]
+    return section("learning", "Learning", lead, tag("div", *cards, class_="grid"))
+
+
+def uses_average(run: RunData) -> bool:
+    """Whether validation uses an exponential moving average of the weights."""
+    training = run.config.get("training")
+    return isinstance(training, dict) and bool(training.get("ema"))
+
+
+def _best_card(run: RunData, best: Row, x_key: str, n_before: int, shown: dict[str, Quantity]) -> Html:
+    """Training and validation errors of the best weights; as wide as the row of figures leaves room for."""
+    rows: list[list[Child]] = []
+    for quantity in shown.values():
+        for kind in ("mae", "rmse"):
+            train, val = (best.get(f"{split}/{quantity.name}_{kind}") for split in ("train", "val"))
+            if train is not None or val is not None:
+                name = with_unit(f"{quantity.title} {kind.upper()}", quantity.error_unit)
+                rows.append([name, significant(train), significant(val)])
+    rows.append(["Loss", significant(best.get("train/loss")), significant(best.get("val/loss"))])
+    when = f"{x_key} {count(best.get(x_key))}" if x_key in best else "the best row"
+    width = {0: "whole-row", 1: "two-cells"}.get(n_before % 3, "")
+    note = "Training errors are averages over the epoch, during which the weights change."
+    if uses_average(run):
+        note += " Validation uses the exponential moving average (EMA) of the weights."
+    content = (table(["", "Train", "Validation"], rows), tag("p", note, class_="note"))
+    return tag("div", tag("h3", f"Best weights, {when}"), *content, class_=f"card {width}")
+
+
+def x_axis(rows: list[Row]) -> str:
+    """`epoch`, or `step` where several rows have the same epoch."""
+    epochs = [row["epoch"] for row in rows if "epoch" in row]
+    return "epoch" if epochs and (len(set(epochs)) == len(epochs) or not any("step" in row for row in rows)) else "step"
+
+
+def _curves(rows: list[Row], x_key: str, name: str) -> dict[str, tuple[list[float], list[float]]]:
+    found = {"train": curve(rows, x_key, f"train/{name}"), "validation": curve(rows, x_key, f"val/{name}")}
+    return {key: curve for key, curve in found.items() if curve is not None}
+
+
+def curve(rows: list[Row], x_key: str, y_key: str, *, positive: bool = True) -> tuple[list[float], list[float]] | None:
+    """x and y values of the rows that have both. positive: leave out values that a logarithmic axis cannot show."""
+    both = [(row[x_key], row[y_key]) for row in rows if x_key in row and y_key in row]
+    kept = [(x, y) for x, y in both if y > 0 or not positive]
+    return ([x for x, _ in kept], [y for _, y in kept]) if kept else None

@@ -1,0 +1,263 @@
+"""Targets: the outputs that are trained, with the settings of each, and the checks that the data has labels for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from forgefield.config.nearest import did_you_mean
+from forgefield.config.schema import DenoiseOptions, FieldTargetOptions, TargetOptions, TaskOptions
+from forgefield.config.targets import DENOISE, TARGETS, given_targets, quantity
+from forgefield.errors import ForgefieldError
+from forgefield.models.interface import ExtraOutput
+from forgefield.tasks.losses import Loss, find_loss
+from forgefield.tasks.schedules import WeightSchedule
+
+LABELS = {"energy": "energy", "forces": "forces", "stress": "stress", "virial": "stress"}
+"""The label that each of these targets is compared with, which is also the output of the model that it needs. Any other target
+is a field, compared with the label and the output of its own name."""
+MAX_SCALES = 4
+"""Number of components whose scales a summary lists."""
+
+
+@dataclass
+class Target:
+    """One trained output.
+
+    name: of the target; `branch.name` for a target of a branch.
+    weight: of the target in the loss; schedules change it.
+    loss: of single elements.
+    per_atom: whether extensive values are compared per atom; "root": divided by the root of the number of atoms.
+    species_weights: (n_species,), weights of atoms by species.
+    schedule: how the weight changes during a training.
+    per: what has a value, "frame" or "atom".
+    scale: errors are measured in units of it; one number, or one for each component of the value.
+    unit: of the values.
+    reduce: for a field of frames, how it follows from the contributions of atoms: "sum", "mean", "max" or "attention".
+    classes: labels of the classes of a classifier, whose outputs are logits.
+    per_atom_errors: whether errors of frames are also reported per atom.
+    uncounted: indices of species that are not counted as atoms in such errors.
+    branch: index of the branch of the model whose frames are used; None: all frames.
+    kind: how values transform under rotations: "values" (invariant), "vector", "symmetric" or "tensor".
+    direct: for forces, whether they are an output of the model and not the derivative of its energy.
+    """
+
+    name: str
+    weight: float
+    loss: Loss
+    per_atom: bool | str
+    species_weights: Tensor | None
+    schedule: WeightSchedule | None = None
+    per: str = "frame"
+    scale: float | tuple[float, ...] = 1.0
+    unit: str = ""
+    reduce: str | None = None
+    classes: tuple[float, ...] | None = None
+    per_atom_errors: bool = False
+    uncounted: tuple[int, ...] = ()
+    branch: int | None = None
+    kind: str = "values"
+    direct: bool = False
+
+    @property
+    def quantity(self) -> str:
+        """The name without its branch."""
+        return quantity(self.name)
+
+    @property
+    def label(self) -> str:
+        """Key of the label in a batch, and of the output."""
+        return LABELS.get(self.quantity, self.quantity)
+
+    @property
+    def is_field(self) -> bool:
+        """Whether it is a field of the data, not one of energy, forces, stress and virial."""
+        return self.quantity not in TARGETS
+
+    def describe(self) -> str:
+        """One line for summaries."""
+        word = self.loss.name if self.classes is None else f"cross-entropy of {len(self.classes)} classes"
+        schedule = "" if self.schedule is None else f" {self.schedule.describe()}"
+        text = f"weight {self.weight:g}{schedule}, {word}"
+        if self.is_field and self.classes is None:
+            text += f", {self.kind}" if self.kind != "values" else ""
+            text += {"sum": ", extensive", "mean": ", intensive", None: ", of atoms"}.get(
+                self.reduce, f", intensive ({self.reduce})"
+            )
+            scale = self.scale if isinstance(self.scale, tuple) else (self.scale,)
+            listed = [f"{value:.4g}" for value in scale[:MAX_SCALES]] + ["..."] * (len(scale) > MAX_SCALES)
+            text += f", in units of {', '.join(listed)} {self.unit}".rstrip()
+        if self.quantity in ("energy", "virial") or self.reduce == "sum":
+            text += {True: ", per atom", False: ", total", "root": ", per root of the number of atoms"}[self.per_atom]
+        if self.species_weights is not None:
+            text += ", weighted by species"
+        if self.direct:
+            text += ", direct: not the derivative of an energy, so not conservative"
+        return text
+
+
+def build_targets(
+    options: TaskOptions, species: tuple[str, ...], extra_outputs: Mapping[str, ExtraOutput], branches: tuple[str, ...]
+) -> list[Target]:
+    """Targets of a `task` section, in their order.
+
+    species: symbols, in the order of the batch's indices.
+    extra_outputs: outputs of the model other than energy, forces and stress; every target that is a field is one of them.
+    branches: of the model, in the order of the batch's indices.
+    """
+    by_name = given_targets(options)
+    _check_branches(by_name, branches)
+    targets = [
+        _potential_target(name, target, species, branches)
+        if quantity(name) in TARGETS
+        else _field_target(name, target, extra_outputs)
+        for name, target in by_name.items()
+    ]
+    if not targets:
+        raise ForgefieldError(
+            "task: no target is on; give at least one of task.energy, task.forces, task.stress, task.virial."
+        )
+    if all(target.weight == 0 and target.schedule is None for target in targets):
+        raise ForgefieldError("task: every weight is zero, so nothing would be trained.")
+    return targets
+
+
+def _potential_target(name: str, options: TargetOptions, species: tuple[str, ...], branches: Sequence[str]) -> Target:
+    return Target(
+        name=name,
+        weight=_weight(name, options),
+        loss=find_loss(options.loss, huber_delta=options.huber_delta, key=f"task.{name}.loss"),
+        per_atom=options.per_atom,
+        species_weights=_species_weights(options.species_weights, species, f"task.{name}.species_weights"),
+        schedule=_schedule(options),
+        per="atom" if quantity(name) == "forces" else "frame",
+        direct=bool(options.direct),
+        branch=branches.index(name.partition(".")[0]) if "." in name else None,
+    )
+
+
+def _field_target(
+    name: str, options: FieldTargetOptions | DenoiseOptions, extra_outputs: Mapping[str, ExtraOutput]
+) -> Target:
+    output = extra_outputs.get(name)
+    if output is None:
+        available = ", ".join(extra_outputs) or "none"
+        raise ForgefieldError(
+            f"task.{name}: the model has no output of that name; its additional outputs: {available}."
+        )
+    per_atom = None if name == DENOISE else getattr(options, "per_atom", None)
+    extensive = output.per == "frame" and output.reduce == "sum"
+    return Target(
+        name=name,
+        weight=_weight(name, options),
+        loss=find_loss(options.loss or "mse", huber_delta=options.huber_delta, key=f"task.{name}.loss"),
+        per_atom=(True if per_atom is None else per_atom) if extensive else False,
+        species_weights=None,
+        schedule=_schedule(options),
+        per=output.per,
+        scale=tuple(map(float, output.scale)) if isinstance(output.scale, list) else float(output.scale),
+        unit=output.unit,
+        reduce=output.reduce if output.per == "frame" else None,
+        classes=None if output.classes is None else tuple(output.classes),
+        per_atom_errors=getattr(output, "per_atom_errors", False),
+        uncounted=tuple(getattr(output, "uncounted", ())),
+        kind=output.kind,
+    )
+
+
+def _weight(name: str, options: TargetOptions | FieldTargetOptions | DenoiseOptions) -> float:
+    if options.weight < 0:
+        raise ForgefieldError(f"task.{name}.weight must not be negative, it is {options.weight}.")
+    return float(options.weight)
+
+
+def _schedule(options: TargetOptions | FieldTargetOptions | DenoiseOptions) -> WeightSchedule | None:
+    return None if options.schedule is None else WeightSchedule.from_options(float(options.weight), options.schedule)
+
+
+def _species_weights(weights: Mapping[str, float] | None, species: tuple[str, ...], key: str) -> Tensor | None:
+    if weights is None:
+        return None
+    for symbol, weight in weights.items():
+        if symbol not in species:
+            raise ForgefieldError(f"{key} names {symbol}, but the model knows only {', '.join(species)}.")
+        if weight < 0:
+            raise ForgefieldError(f"{key}.{symbol} must not be negative, it is {weight}.")
+    return torch.tensor([float(weights.get(symbol, 1.0)) for symbol in species], dtype=torch.float64)
+
+
+def _check_branches(targets: Iterable[str], branches: tuple[str, ...]) -> None:
+    """Raise where the branches of targets are not those of the model."""
+    named = {name.partition(".")[0] for name in targets if "." in name}
+    for branch in sorted(named):
+        if branch not in branches:
+            available = f"its branches are {', '.join(branches)}" if branches else "it has no branches (model.branches)"
+            raise ForgefieldError(f"task.branches.{branch}: the model has no branch of that name; {available}.")
+    lacking = [branch for branch in branches if branch not in named]
+    if named and lacking:
+        raise ForgefieldError(f"task.branches: there is no entry for {lacking[0]}, which is a branch of the model.")
+    if named and any("." not in name for name in targets):
+        raise ForgefieldError(
+            "task: targets can be set for all frames or for each branch (task.branches), but not for both."
+        )
+
+
+# ---- labels
+
+
+def default_task(labels: Mapping[str, int], hints: Mapping[str, str] | None = None) -> TaskOptions:
+    """Energy, and forces where the data has them. labels: number of frames with each label. hints: as in `require_labels`."""
+    options = TaskOptions(
+        energy=TargetOptions() if labels.get("energy") else None,
+        forces=TargetOptions() if labels.get("forces") else None,
+    )
+    if options.energy is None and options.forces is None:
+        candidates = [hint for name in ("energy", "forces") if (hint := (hints or {}).get(name))]
+        advice = "; ".join(candidates) or "if they go by unusual names, set data.labels.energy and data.labels.forces"
+        raise ForgefieldError(
+            f"The training data carries neither energies nor forces, so there is nothing to learn; {advice}."
+        )
+    return options
+
+
+def require_labels(
+    targets: Iterable[str], labels: Mapping[str, int], where: str, hints: Mapping[str, str] | None = None
+) -> None:
+    """Raise for a target without any labelled frame.
+
+    labels: number of frames with each label and each field.
+    where: which frames, for messages.
+    hints: for labels, a sentence about values of other names that may be them.
+    """
+    for name in targets:
+        if name == DENOISE:
+            continue
+        label = LABELS.get(quantity(name), name)
+        if label not in LABELS.values() and not labels.get(label):
+            _refuse_field(name, labels, where)
+        if not labels.get(label):
+            also = "" if quantity(name) == label else f" or {quantity(name)}"
+            hint = (hints or {}).get(label)
+            raise ForgefieldError(
+                f"task.{name} is on, but no {where} frame carries {label}{also}; remove task.{name} "
+                f"or name the label with data.labels.{quantity(name)}{f' ({hint})' if hint else ''}."
+            )
+
+
+def _refuse_field(name: str, labels: Mapping[str, int], where: str) -> NoReturn:
+    fields = [label for label in labels if label not in LABELS.values()]
+    if name in fields:
+        raise ForgefieldError(
+            f"task.{name} is on, but no {where} frame carries {name}; remove task.{name}, or set the name that the source "
+            f"has for it with data.labels.fields.{name}.key."
+        )
+    hint = did_you_mean(name, [*TARGETS, *fields])
+    available = f"it has the fields {', '.join(fields)}" if fields else "it has no fields"
+    raise ForgefieldError(
+        f"task.{name}: the data has no field of that name ({available}); to read a value of the source as a field, set "
+        f"data.labels.fields={{{name}: {{}}}}.{hint}"
+    )

@@ -1,0 +1,72 @@
+"""Options are declared once: their limits are checked, and docs/options.md is made from the declarations."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from forgefield.config import schema
+from forgefield.config.fielddocs import class_doc, field_docs
+from forgefield.config.option import Limits, limits_of, option
+from forgefield.config.reference import _sections, reference
+from forgefield.config.typed import field_types, section_class
+
+PAGE = Path(__file__).parents[2] / "docs" / "options.md"
+SECTIONS = {cls for _, cls, _ in _sections(schema.Config, "", "")}
+
+
+def test_the_page_is_up_to_date():
+    assert PAGE.read_text(encoding="utf-8") == reference(), "run `make docs/options.md`"
+
+
+def test_the_page_names_every_option_of_every_section():
+    assert len(SECTIONS) > 20
+    text = reference()
+    for cls in SECTIONS - {schema.TaskOptions}:
+        for name in field_types(cls):
+            assert f"| `{name}` |" in text, (cls, name)
+
+
+def test_every_default_is_within_its_limits():
+    for cls in SECTIONS:
+        for field in dataclasses.fields(cls):
+            limits, default = limits_of(field), field.default
+            if limits.choices and default is not None:
+                assert default in limits.choices, field.name
+            if limits.has_bounds and default is not None:
+                assert limits.allows(default), field.name
+
+
+def test_every_option_but_the_names_of_labels_is_described():
+    labels = ("energy", "forces", "stress", "virial", "length")
+    for cls in SECTIONS:
+        docs = field_docs(cls)
+        for name, kind in field_types(cls).items():
+            inner = section_class(kind)
+            assert name in docs or (inner is not None and class_doc(inner)) or name in labels, (cls, name)
+
+
+@pytest.mark.parametrize(
+    ("limits", "allowed", "refused", "text"),
+    [
+        ({"above": 0}, (1e-9, float("inf")), (0, -1, float("nan")), "a positive number"),
+        ({"at_least": 256, "at_most": 32767}, (256, 32767), (255, 32768), "from 256 to 32767"),
+        ({"above": 0, "at_most": 1}, (0.5, 1), (0, 1.1), "above 0, at most 1"),
+        ({"at_least": 0, "below": float("inf")}, (0, 1e300), (-1, float("inf")), "at least 0"),
+    ],
+)
+def test_limits_allow_what_they_say(limits, allowed, refused, text):
+    declared = Limits(**limits)
+    assert [declared.allows(number) for number in (*allowed, *refused)] == [True] * len(allowed) + [False] * len(
+        refused
+    )
+    assert declared.describe() == text
+
+
+def test_an_option_is_a_field_with_a_default():
+    @dataclasses.dataclass
+    class Options:
+        size: int = option(3, above=0, unit="A")
+
+    assert Options() == Options(size=3)
+    assert limits_of(dataclasses.fields(Options)[0]).unit == "A"
