@@ -33,7 +33,8 @@ from forgefield.data.batch import Batch, batch_from_frames, to_device
 from forgefield.data.readers import read_frames
 from forgefield.data.species import SpeciesTable
 from forgefield.errors import ForgefieldError
-from forgefield.models.registry import build_model, model_statistics, resolve_model
+from forgefield.models.building import build_model
+from forgefield.models.resolving import model_statistics, resolve_model
 from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.task import Task
 from forgefield.training.engines.blank import sizes

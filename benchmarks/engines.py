@@ -39,8 +39,9 @@ from forgefield.data.batch import Batch, batch_from_frames, to_device
 from forgefield.data.readers import frames_from_atoms
 from forgefield.data.species import SpeciesTable
 from forgefield.errors import ForgefieldError
+from forgefield.models.building import build_model
 from forgefield.models.potential import Potential
-from forgefield.models.registry import build_model, resolve_model
+from forgefield.models.resolving import resolve_model
 from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.task import Task
 from forgefield.training.engines.blank import sizes

@@ -41,11 +41,12 @@ from forgefield.kernels.edges.geometry import EdgeGeometry, moved_geometry
 from forgefield.kernels.edges.vectors import forces_by_kernel
 from forgefield.kernels.radial.packing import StoredTable
 from forgefield.kernels.radial.table import CHUNK, Intervals, TableGradient
+from forgefield.models.building import build_model
 from forgefield.models.edges import edge_vectors
 from forgefield.models.nequip.model import NequIP
 from forgefield.models.nequip.passes import Layer, Network
 from forgefield.models.nequip.tables import radial_tables
-from forgefield.models.registry import build_model, resolve_model
+from forgefield.models.resolving import resolve_model
 from forgefield.ops.execution import STORAGE, execution
 from forgefield.ops.graph import EdgeGraph, edge_graph
 from forgefield.training.engines.blank import sizes

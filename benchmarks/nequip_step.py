@@ -29,8 +29,8 @@ from nequip.utils.global_state import set_global_state
 from forgefield.data.batch import batch_from_frames
 from forgefield.data.readers import frames_from_atoms
 from forgefield.data.species import SpeciesTable
+from forgefield.models.building import build_model
 from forgefield.models.nequip.importer import read_nequip
-from forgefield.models.registry import build_model
 
 CUTOFF = 4.5
 S = {"num_layers": 2, "l_max": 1, "num_features": [128, 64], "type_embed_num_features": 32}

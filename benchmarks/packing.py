@@ -20,9 +20,9 @@ from engines import MODELS, resolve
 from torch import Tensor
 
 from forgefield.kernels.radial.packing import pack_by_operations, unpack
+from forgefield.models.building import build_model
 from forgefield.models.nequip import tables as nequip_tables
 from forgefield.models.nequip.model import NequIP
-from forgefield.models.registry import build_model
 
 SHORTEST = 0.05
 """Of the cutoff, from where on tables are compared."""

@@ -27,8 +27,9 @@ from forgefield.config.training_checks import PRECISIONS
 from forgefield.data.batch import batch_from_frames, to_device
 from forgefield.data.readers import frames_from_atoms
 from forgefield.data.species import SpeciesTable
+from forgefield.models.building import build_model
 from forgefield.models.potential import Potential
-from forgefield.models.registry import build_model, resolve_model
+from forgefield.models.resolving import resolve_model
 from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.task import Task
 from forgefield.training.engines.compiled import CompileEngine

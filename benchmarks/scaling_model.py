@@ -23,7 +23,8 @@ from forgefield.config.schema import LabelOptions, UnitOptions
 from forgefield.data.neighbours.lists import neighbour_list
 from forgefield.data.readers import read_frames
 from forgefield.errors import ForgefieldError
-from forgefield.models.registry import build_model, resolve_model
+from forgefield.models.building import build_model
+from forgefield.models.resolving import resolve_model
 from forgefield.parallel.strategies import BUCKET_MB
 
 _H200 = (

@@ -27,11 +27,13 @@ from forgefield.evaluation import (
 )
 from forgefield.inference.ase import Calculator
 from forgefield.inference.predict import predict_file
+from forgefield.kinds import kind_of_model
 from forgefield.ldos.inference.electrons import ElectronModel
 from forgefield.ldos.inference.files import predict_electrons
-from forgefield.ldos.loss import UNITS
-from forgefield.ldos.model import LDOSNetwork, build_network
+from forgefield.ldos.model import LDOSNetwork
+from forgefield.models.importing import ImportedModel, ImportRequest
 from forgefield.models.potential import Potential
+from forgefield.models.registry import importer
 from forgefield.parallel.failures import abort_all_on_error, stop_all_ranks
 from forgefield.parallel.launch import detect_launch
 from forgefield.parallel.ranks import Ranks
@@ -470,33 +472,35 @@ def tune_with_outcome(
     return search.folder, code
 
 
-def import_mala(file: str | os.PathLike[str], *, name: str | None = None, out: str | os.PathLike[str] = "runs") -> Run:
-    """A run with the model in an archive of MALA's `save_run`. name: default: that of the file."""
-    from forgefield.ldos.data.conditions import calculation_facts
-    from forgefield.ldos.data.info import info_from
-    from forgefield.ldos.importer import read_mala
+def import_model(
+    program: str, request: ImportRequest, *, name: str | None = None, out: str | os.PathLike[str] = "runs"
+) -> tuple[Run, ImportedModel]:
+    """A run around a model of another program, and what was read. program: see `models.registry.import_formats`.
 
-    found = read_mala(file)
-    network = build_network(found.resolved, precision=found.precision, seed=0)
-    network.load_state_dict(found.state)
-    info = info_from(found.info, f"{file}: info.json")
-    return create_run_from_model(
-        name=name or Path(file).stem,
+    name: of the run; default: that of the file.
+    """
+    reader = importer(program)
+    reader.check(request, program)
+    imported = reader.read(request)
+    build = kind_of_model(imported.resolved["name"]).build_model.load()
+    model = build(imported.resolved, precision=imported.precision, seed=0, trust=reader.trust)
+    model.load_state_dict(imported.state)
+    created = create_run_from_model(
+        name=name or reader.run_name(request),
         out=out,
-        resolved=found.resolved,
-        potential=network,
-        origin=found.origin,
-        precision=found.precision,
-        settings={"data": {"points": found.points}},
-        facts={
-            "samples": "points",
-            "species": found.species,
-            "cutoff": (found.points["descriptors"] or {}).get("cutoff"),
-            "units": {"ldos": UNITS["ldos"]},
-            "negative": found.negative,
-            "calculation": calculation_facts([info]) if found.info else {},
-        },
+        resolved=imported.resolved,
+        potential=model,
+        origin=imported.origin,
+        precision=imported.precision,
+        settings=imported.settings,
+        facts=imported.facts,
     )
+    return created, imported
+
+
+def import_mala(file: str | os.PathLike[str], *, name: str | None = None, out: str | os.PathLike[str] = "runs") -> Run:
+    """A run with the model in an archive of MALA's `save_run`. name: of the run; default: that of the file."""
+    return import_model("mala", ImportRequest(str(file)), name=name, out=out)[0]
 
 
 def report(run: str | os.PathLike[str] | Run) -> Path:

@@ -34,9 +34,8 @@ from forgefield.data.species import SpeciesTable
 from forgefield.data.splits.splits import is_lazy
 from forgefield.errors import ForgefieldError
 from forgefield.files import write_atomically, written_whole
-from forgefield.inference.evaluate import in_order, outputs_of_atoms, predict_batches
-from forgefield.models.deeppot.branches import single
-from forgefield.models.registry import branch_names
+from forgefield.inference.evaluate import evaluate_batches, join_in_order, per_atom_outputs
+from forgefield.models.resolving import branch_names, single_branch
 from forgefield.parallel.accelerators import evaluation_device
 from forgefield.parallel.ranks import Ranks
 from forgefield.report.page import write_parity_png, write_report
@@ -188,7 +187,7 @@ def evaluate(
         )
     loader = FrameLoader(dataset, batch, rank=ranks.rank, world_size=ranks.world_size)
     batches = loader if journal is None else with_progress(loader, len(loader), journal, f"{split} frames")
-    parts = predict_batches(
+    parts = evaluate_batches(
         potential,
         batches,
         forces="forces" in labels,
@@ -198,7 +197,7 @@ def evaluate(
     all_gather = ranks.gather(parts)
     if not ranks.is_rank_zero:
         return {}
-    arrays = in_order([part for of_rank in all_gather for part in of_rank], per_atom=outputs_of_atoms(potential))
+    arrays = join_in_order([part for of_rank in all_gather for part in of_rank], per_atom=per_atom_outputs(potential))
     arrays["species_symbols"] = np.array(run.species)
     arrays |= _origins(dataset)
     (run.path / "predictions").mkdir(exist_ok=True)
@@ -252,7 +251,7 @@ def load_shared(run: Run, which: str, device: str, ranks: Ranks, head: str | Non
     if ranks.world_size == 1:
         return run.load_model(which, device, head=head)
     potential = run.load_model(which, "cpu", head=head) if ranks.is_rank_zero else None
-    resolved = run.info["model"] if head is None else single(run.info["model"], None, head)[0]
+    resolved = run.info["model"] if head is None else single_branch(run.info["model"], None, head)[0]
     recipe = ranks.broadcast((resolved, run.info["precision"], potential.state_dict()) if potential else None)
     if potential is None:
         potential = built(recipe[0], recipe[1], run.trust)

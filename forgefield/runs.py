@@ -29,10 +29,9 @@ from forgefield.errors import ForgefieldError
 from forgefield.files import write_atomically
 from forgefield.formats import VERSION, Format
 from forgefield.kinds import POINTS, SampleKind, kind_of_model
-from forgefield.models.deeppot.branches import single
 from forgefield.models.potential import Potential
 from forgefield.models.predictor import FORCES, NOISE
-from forgefield.models.registry import HEADS, PREDICTS, branch_names
+from forgefield.models.resolving import HEADS, PREDICTS, branch_names, single_branch
 from forgefield.untrusted.documents import load_json
 from forgefield.weights import Weights, read_weights, write_weights
 
@@ -224,7 +223,7 @@ class Run:
     def require_head(self, head: str | None) -> None:
         """Refuse a branch that the model does not have, and none where it has several."""
         if head is not None or branch_names(self.info["model"]):
-            single(self.info["model"], None, head)
+            single_branch(self.info["model"], None, head)
 
     def load_potential(
         self, which: str = "best", device: str | torch.device = "cpu", *, head: str | None = None
@@ -253,7 +252,7 @@ class Run:
         resolved = info["model"]
         try:
             if head is not None:
-                resolved, state = single(resolved, state, head)
+                resolved, state = single_branch(resolved, state, head)
             _refuse_impossible_sizes(resolved, state, self.path / "run.json")
             potential = built(resolved, info["precision"], self.trust)
             potential.load_state_dict(state)

@@ -6,6 +6,7 @@ Model, task, optimiser, average and engine are those of a training with the same
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,13 +16,9 @@ import torch
 from torch import Tensor
 
 from forgefield.config.schema import Config
-from forgefield.config.trust import CONFIG
 from forgefield.data.batch import Batch, batch_shapes, to_device, with_edges
-from forgefield.data.module import DataModule, FrameData, read_data
+from forgefield.data.module import DataModule, FrameData
 from forgefield.models.potential import Potential
-from forgefield.models.registry import branch_names, build_model
-from forgefield.parallel.ranks import single_process
-from forgefield.runs import Run
 from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.task import Task
 from forgefield.training.engines.choose import knots_wanted
@@ -29,17 +26,9 @@ from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.step import StepFunction
 from forgefield.training.optim.averages import StochasticAverage, WeightAverage, weight_average
 from forgefield.training.optim.optimisers import build_optimiser
-from forgefield.training.optim.trainable import choose_trained, parameter_groups
+from forgefield.training.optim.trainable import parameter_groups
 from forgefield.training.precision import Precision
-from forgefield.training.problem.initial_model import initial_model
-from forgefield.training.problem.model_options import (
-    batch_spec,
-    build_task,
-    requested_task,
-    resolved_model,
-)
-from forgefield.training.problem.transfer import transfer
-from forgefield.training.run.folder import has_begun
+from forgefield.training.problem.frames import build_frames_problem
 
 
 @dataclass
@@ -115,33 +104,13 @@ class BareStep:
 
 
 def bare_step(config: Config, *, precision: str | None = None, data: FrameData | None = None) -> BareStep:
-    """Read the data and build the step of a config. precision: instead of the config's. data: of the same data section, if it
-    was read before."""
-    run = Run(config.folder)
-    initial = initial_model(run, config, single_process())
-    if initial is not None:
-        config = initial.settle(config, lambda text: None)
-    if data is None:
-        data = read_data(
-            config.data,
-            config.seed,
-            branches=branch_names(config.model if initial is None else initial.known.resolved),
-            species_of=None if initial is None else initial.known.whose,
-        )
-    device = training_device(config)
-    arithmetic = Precision(precision if precision is not None else first_precision(config))
+    """One training step of a config. precision: replaces that of the config. data: read before, for the same data section."""
+    config = copy.deepcopy(config)
+    config.training.precision = precision if precision is not None else first_precision(config)
+    arithmetic, device = Precision(config.training.precision), training_device(config)
     arithmetic.require_device(device)
-    options, trust = requested_task(config, data), CONFIG if initial is None else initial.known.trust
-    if initial is None:
-        resolved = resolved_model(config, data)
-    else:
-        known = initial.known.resolved if has_begun(run) else initial.options(config, data)
-        resolved = transfer(known, initial.known.section, config, options, data, trust=trust).resolved
-    task = build_task(options, resolved)
-    potential = build_model(resolved, precision=arithmetic.weights, seed=config.seed, trust=trust)
-    batches = data.serve(batch_spec(options, potential, seed=config.seed))
-    training = config.training
-    choose_trained(potential, training)
+    problem = build_frames_problem(config, data)
+    task, potential, training = problem.task, problem.model, config.training
     potential.train().to(device)
     groups = parameter_groups(potential, training.lr_groups or {}, training.lr)
     optimiser = build_optimiser(training.optimizer, groups, lr=training.lr)
@@ -151,8 +120,20 @@ def bare_step(config: Config, *, precision: str | None = None, data: FrameData |
     if isinstance(average, StochasticAverage):
         average.plan(steps=1, steps_of_epoch=1, quick=True)
     kernels = config.training.kernels
-    kept = (knots_wanted(config.training), kernels.storage, kernels.edges)
-    return BareStep(data, batches, potential, task, optimiser, average, device, resolved, arithmetic, *kept)
+    return BareStep(
+        problem.data,
+        problem.serve(),
+        potential,
+        task,
+        optimiser,
+        average,
+        device,
+        problem.resolved,
+        arithmetic,
+        knots_wanted(training),
+        kernels.storage,
+        kernels.edges,
+    )
 
 
 def first_precision(config: Config) -> str:

@@ -15,25 +15,16 @@ import torch
 from torch import Tensor
 
 from forgefield.config.schema import Config
-from forgefield.config.trust import CONFIG
 from forgefield.data.batch import batch_shapes, with_edges
-from forgefield.data.module import read_data
 from forgefield.errors import ForgefieldError
-from forgefield.models.registry import branch_names, build_model
 from forgefield.ops.keyed import combined
 from forgefield.tasks.metrics import ErrorMetrics, unit_of
 from forgefield.tasks.task import Task
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.step import StepFunction
+from forgefield.training.optim.learning_rate import replaced_learning_rates
 from forgefield.training.optim.optimisers import build_optimiser
-from forgefield.training.precision import Precision
-from forgefield.training.problem.model_options import (
-    batch_spec,
-    build_task,
-    requested_task,
-    resolved_model,
-)
-from forgefield.training.problem.preflight import require_inputs
+from forgefield.training.problem.frames import build_frames_problem
 
 Batch = dict[str, Tensor]
 
@@ -88,12 +79,12 @@ def overfit(
     rates = [float(group["lr"]) for group in optimiser.param_groups]
     for step in range(steps):
         share = max(0.0, 2 * step / steps - 1)
-        for group, rate in zip(optimiser.param_groups, rates):
-            group["lr"] = rate * 0.5 * (1 + math.cos(math.pi * share))
+        factor = 0.5 * (1 + math.cos(math.pi * share))
         optimiser.zero_grad()
         loss = engine.step(_with_fresh_keys(batch, step)).loss
         loss.backward()
-        optimiser.step()
+        with replaced_learning_rates(optimiser, [factor * rate for rate in rates]):
+            optimiser.step()
         result.losses.append(float(loss.detach()))
         if (step + 1) % max(steps // 20, 1) == 0 or step + 1 == steps or not math.isfinite(result.losses[-1]):
             now = measure()
@@ -150,16 +141,11 @@ def _part(values: list[float], i: int, parts: int) -> list[float]:
 
 
 def overfit_config(config: Config, *, steps: int, goal: float) -> OverfitResult:
-    """The model of a config, with fresh weights, on the first batch of its data, with its loss, optimiser and learning rate."""
-    data = read_data(config.data, config.seed, branches=branch_names(config.model))
-    resolved = resolved_model(config, data)
-    options = requested_task(config, data)
-    task = build_task(options, resolved)
-    precision = Precision(config.training.precision)
-    potential = build_model(resolved, precision=precision.weights, seed=config.seed, trust=CONFIG)
-    require_inputs(potential, data)
-    spec = batch_spec(options, potential, seed=config.seed, keep_order=True)
-    batch = with_edges(next(iter(data.serve(spec).train_dataloader())), potential.cutoff)
+    """Train the model of a config, with the weights a new run starts from, on the first batch of its data, with its loss,
+    optimiser and learning rate."""
+    problem = build_frames_problem(config)
+    data, task, potential = problem.data, problem.task, problem.model
+    batch = with_edges(next(iter(problem.serve(keep_order=True).train_dataloader())), potential.cutoff)
     errors = task.error_metrics(data.species.symbols)
     edges = config.training.kernels.edges
     engine = Engine(StepFunction(potential, task, errors, shapes=batch_shapes(data.train.fields), edge_kernels=edges))

@@ -16,17 +16,16 @@ from forgefield.config.point_checks import require_frames
 from forgefield.config.schema import Config
 from forgefield.config.trust import CONFIG
 from forgefield.data.frame import Frame
-from forgefield.data.module import read_data
 from forgefield.data.neighbours.graph import graph_of
 from forgefield.data.reading import read_table
 from forgefield.data.species import SpeciesTable
 from forgefield.data.store.table import FrameTable
 from forgefield.errors import ForgefieldError
-from forgefield.models.deeppot.branches import single
+from forgefield.models.building import build_model
 from forgefield.models.potential import Potential
-from forgefield.models.registry import branch_names, build_model
+from forgefield.models.resolving import branch_names, hooks_of, single_branch
 from forgefield.runs import Run
-from forgefield.training.problem.model_options import resolved_model
+from forgefield.training.problem.frames import build_frames_problem
 
 
 @dataclass(frozen=True)
@@ -76,19 +75,22 @@ class Subject:
         """A model with new weights for the data of a config. data: frames to check on; default: the training data."""
         config = load_config(file, list(overrides), trust_code=trust_code)
         require_frames(config, "check", "their gradients are compared with autograd at the start of a training")
-        prepared = read_data(config.data, config.seed, branches=branch_names(config.model))
-        resolved = resolved_model(config, prepared)
+        knots = _knots(config)
+        config.training.precision, config.training.freeze, config.training.lora = "float64", None, None
+        problem = build_frames_problem(config)
+        potential, resolved = problem.model, problem.resolved
         if head is not None or branch_names(resolved):
-            resolved, _ = single(resolved, None, head)
-        frames = prepared.train.frames
+            resolved, _ = single_branch(resolved, None, head)
+            potential = build_model(resolved, precision="float64", seed=config.seed, trust=CONFIG)
+        frames = problem.data.train.frames
         if data is not None:
             frames = read_table(data, config.data.labels, config.data.units, required=False)
-        potential = build_model(resolved, precision="float64", seed=config.seed, trust=CONFIG)
-        return cls(potential, frames, resolved, _knots(config))
+        return cls(potential, frames, resolved, knots)
 
     def check(self, frames: Sequence[Frame], generator: np.random.Generator) -> list[CheckResult]:
         """The results of all checks on these frames. generator: draws rotations and directions."""
-        energies = self._isolated_energies() if self.potential.interface.isolated_limit else None
+        has_limit = self.potential.interface.isolated_limit
+        energies = hooks_of(self.model).isolated_energies(self.model) if has_limit else None
         return run_checks(
             self.potential,
             frames,
@@ -108,13 +110,6 @@ class Subject:
     def radial_tables(self) -> str | None:
         """One sentence about the accuracy of the radial tables; None where there are none."""
         return self.potential.interface.radial_table_line(self.knots) if self.knots else None
-
-    def _isolated_energies(self) -> Mapping[str, float] | None:
-        """Energies of isolated atoms that follow from the options of the model; None where they are not fixed."""
-        shifts = self.model.get("energy_shifts")
-        if shifts is None or self.model.get("energy_shifts_trainable"):
-            return None
-        return shifts if isinstance(shifts, dict) else dict.fromkeys(self.model["species"], shifts)
 
 
 def _knots(config: Config) -> int:

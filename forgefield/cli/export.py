@@ -7,12 +7,15 @@ from pathlib import Path
 
 from forgefield.cli.arguments import add_trust
 from forgefield.errors import ForgefieldError
+from forgefield.models.registry import export_formats, exporter
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", help="name of a run in the folder runs/, or its path")
-    parser.add_argument("--to", required=True, choices=["deepmd"], help="program that will read it")
-    parser.add_argument("-o", "--out", required=True, help="file to write; deepmd: .yaml or .dp")
+    formats = export_formats()
+    files = "; ".join(f"{program}: {entry.help}" for program, entry in formats.items())
+    parser.add_argument("--to", required=True, choices=list(formats), help="program that will read it")
+    parser.add_argument("-o", "--out", required=True, help=f"file to write; {files}")
     parser.add_argument("--force", "--overwrite", action="store_true", help="overwrite the file OUT if it exists")
     parser.add_argument("--which", choices=["best", "last"], default="best", help="weights (default: best)")
     parser.add_argument("--head", metavar="NAME", help="branch of a model with several branches")
@@ -26,13 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from forgefield.models.deeppot.exporter import write_deepmd
     from forgefield.runs import Run
 
     if Path(args.out).exists() and not args.force:
         raise ForgefieldError(f"{args.out} exists already; --force overwrites it, -o FILE names another.")
     opened = Run.open(args.run, trust_code=args.trust_code)
     opened.require_head(args.head)
-    written = write_deepmd(opened.load_potential(args.which, head=args.head), args.out, sel=args.sel)
+    written = exporter(args.to)(opened.load_potential(args.which, head=args.head), args.out, sel=args.sel)
     print(f"wrote {written}")
     return 0

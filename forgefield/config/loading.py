@@ -321,7 +321,7 @@ def _emptying(section: str, content: Mapping[str, Any], sources: Sources) -> lis
 
 def _prefixed(item: Any, content: Mapping[str, Any], sources: Sources) -> str:
     """An override as Hydra needs it: the schema's keys can be set whether the file mentions them or not."""
-    key, text = item.key_or_group, item.input_line
+    key, text = str(item.key_or_group), str(item.input_line)
     is_variable = key.partition(".")[0] not in schema_keys() and sources.given(key)
     if not is_variable:
         fields = declared_fields(content)

@@ -52,7 +52,7 @@ def yaml_with_comments(values: Mapping[str, Any], *, header: str = "", notes: Ma
 
 def flow(value: Any) -> str:
     """A value on one line of YAML, read back by OmegaConf as the same value."""
-    text = yaml.dump(
+    text: str = yaml.dump(
         value, Dumper=_Dumper, default_flow_style=True, width=float("inf"), allow_unicode=True, sort_keys=False
     )
     return text.removesuffix("\n").removesuffix("\n...").strip()
@@ -60,7 +60,8 @@ def flow(value: Any) -> str:
 
 def plain_yaml(values: Mapping[str, Any]) -> str:
     """Values as YAML without comments, one setting a line."""
-    return yaml.dump(values, Dumper=_Dumper, default_flow_style=False, allow_unicode=True, sort_keys=False)
+    text: str = yaml.dump(values, Dumper=_Dumper, default_flow_style=False, allow_unicode=True, sort_keys=False)
+    return text
 
 
 def _drop(values: Any, key: str) -> None:
@@ -135,7 +136,7 @@ def _section(cls: type | None, name: str) -> type | None:
     return section_class(of_each)
 
 
-class _Dumper(yaml.SafeDumper):
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # PyYAML has no types
     """Writes strings so that OmegaConf's reader, which knows more numbers than YAML 1.1, reads them as strings."""
 
     def ignore_aliases(self, data: Any) -> bool:

@@ -160,7 +160,7 @@ REAL_KINDS = "fiu"
 """Kinds of numpy types that are real numbers; truth values, complex numbers, text and objects are not."""
 
 
-def real_numbers(values: Any, where: str, name: str) -> np.ndarray:
+def real_numbers(values: object, where: str, name: str) -> np.ndarray:
     """`values` as float64.
 
     where: the frame, for messages. name: what the values are called there.
@@ -171,7 +171,7 @@ def real_numbers(values: Any, where: str, name: str) -> np.ndarray:
     return array.astype(np.float64)
 
 
-def atomic_numbers_of(values: Any, where: str) -> np.ndarray:
+def atomic_numbers_of(values: object, where: str) -> np.ndarray:
     """(n_atoms,) `values` as int64, refused where one of them is not a whole number."""
     array = _array(values, where, "atomic numbers")
     if array.ndim != 1:
@@ -191,7 +191,7 @@ def atomic_numbers_of(values: Any, where: str) -> np.ndarray:
     return array.astype(np.int64)
 
 
-def periodicity(values: Any, where: str) -> np.ndarray:
+def periodicity(values: object, where: str) -> np.ndarray:
     """(3,) bool from three truth values, written as such or as 0 and 1."""
     array = _array(values, where, "pbc")
     if array.shape != (3,):
@@ -206,7 +206,7 @@ def is_logical(array: np.ndarray) -> bool:
     return array.dtype.kind == "b" or (array.dtype.kind in REAL_KINDS and bool(np.isin(array, (0, 1)).all()))
 
 
-def _array(values: Any, where: str, name: str) -> np.ndarray:
+def _array(values: object, where: str, name: str) -> np.ndarray:
     try:
         return np.asarray(values)
     except (ValueError, TypeError, OverflowError) as error:

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from forgefield.config.fields import field_options
 from forgefield.config.schema import FieldOptions, LabelOptions, UnitOptions
@@ -36,7 +35,7 @@ Progress = Callable[[int, int | None], None]
 
 
 def read_table(
-    spec: Any,
+    spec: object,
     labels: LabelOptions | None = None,
     units: UnitOptions | None = None,
     *,

@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import Callback
 from forgefield.diagnosis.figures import FIGURES, image_of
 from forgefield.diagnosis.records import FOLDER, Finding, Record, as_rows, write_record
 from forgefield.training.callbacks.tensorboard import tensorboard_writers
-from forgefield.training.probing import ProbedModule
+from forgefield.training.probing import probed
 
 FIRST_FIGURE = 600.0
 """Seconds until a figure is drawn for the first time; at the end of a training it is always drawn."""
@@ -156,8 +156,8 @@ def notify(trainer: L.Trainer, pl_module: L.LightningModule, text: str) -> None:
     """Show one sentence to the user, on rank 0 only."""
     if not trainer.is_global_zero:
         return
-    if isinstance(pl_module, ProbedModule):
-        pl_module.notify(text)
+    if (inspected := probed(pl_module)) is not None:
+        inspected.notify(text)
     else:
         logging.getLogger("lightning.pytorch").warning(text)
 

@@ -18,11 +18,11 @@ from forgefield.diagnosis.callback import Diagnosis
 from forgefield.errors import ForgefieldError
 from forgefield.training.probing import (
     OutputHooks,
-    ProbedModule,
     frames_of,
     join_names,
     label_addresses,
     loss_of,
+    probed,
     tensors_in,
     without_side_effects,
 )
@@ -97,9 +97,10 @@ class ForwardNaNDetection(Diagnosis):
 
     def _calls_modules(self, pl_module: L.LightningModule) -> bool:
         """Whether there are calls to hook. Forgefield's modules choose their engine on the first batch, which is skipped."""
-        if not isinstance(pl_module, ProbedModule):
+        inspected = probed(pl_module)
+        if inspected is None:
             return True
-        engine = pl_module.engine
+        engine = inspected.engine
         if engine is not None and engine.name != "eager":
             raise ForgefieldError(_NO_MODULE.format(f"the step of engine {engine.name}"))
         return engine is not None

@@ -28,12 +28,12 @@ from forgefield.diagnosis.figures import thinned
 from forgefield.diagnosis.records import Record
 from forgefield.errors import ForgefieldError
 from forgefield.training.probing import (
-    ProbedModule,
     all_gather,
     drop_gradients,
     frames_of,
     join_names,
     loss_of,
+    probed,
     trained_parameters,
     without_side_effects,
 )
@@ -287,8 +287,8 @@ def _finite_gradient(pl_module: L.LightningModule, batch: object, batch_idx: int
 
 
 def _discard_step(pl_module: L.LightningModule, condition: Tensor | None = None, *, average: bool = True) -> None:
-    if isinstance(pl_module, ProbedModule):
-        pl_module.discard_step(condition, average=average)
+    if (inspected := probed(pl_module)) is not None:
+        inspected.discard_step(condition, average=average)
 
 
 def _of_frames(frames: list[str] | None) -> str:

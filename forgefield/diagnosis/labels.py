@@ -13,7 +13,7 @@ from torch import Tensor
 from forgefield.data.sampling.loader import FrameLoader
 from forgefield.data.statistics.statistics import energy_deviations, robust_energies
 from forgefield.diagnosis import rules
-from forgefield.training.probing import ProbedModule
+from forgefield.training.probing import probed
 
 USUAL_NAMES = ("y", "target", "targets", "label", "labels")
 
@@ -54,13 +54,13 @@ class Labels:
     @classmethod
     def of_training(cls, trainer: L.Trainer, pl_module: L.LightningModule) -> Labels | None:
         """The labels of all trained targets; None where the loader or the module is not Forgefield's."""
-        loader = trainer.train_dataloader
-        if not isinstance(loader, FrameLoader) or not isinstance(pl_module, ProbedModule):
+        loader, inspected = trainer.train_dataloader, probed(pl_module)
+        if not isinstance(loader, FrameLoader) or inspected is None:
             return None
         frames, species = loader.dataset.frames, loader.dataset.species
         values: dict[str, np.ndarray] = {}
         spreads: dict[str, float] = {}
-        for target in pl_module.task.targets:
+        for target in inspected.task.targets:
             if target.name == "energy":
                 labelled = np.flatnonzero(
                     frames.carries("energy") & ((frames.n_atoms > 1) | (frames.n_atoms.max() == 1))

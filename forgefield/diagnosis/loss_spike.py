@@ -26,7 +26,7 @@ from forgefield.diagnosis.callback import Diagnosis, is_worth_reporting, notify
 from forgefield.diagnosis.figures import thinned
 from forgefield.diagnosis.records import Record
 from forgefield.errors import ForgefieldError
-from forgefield.training.probing import ProbedModule, drop_gradients, mean_over_ranks, trained_parameters
+from forgefield.training.probing import drop_gradients, mean_over_ranks, probed, trained_parameters
 
 TO_SIGMA = 1.4826
 """A median deviation times this is the standard deviation of a normal distribution."""
@@ -96,7 +96,8 @@ class LossSpike(Diagnosis):
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
         if self._seen == 0:  # some optimisers and callbacks evaluate a batch several times
-            task_loss = pl_module.task_loss if isinstance(pl_module, ProbedModule) else None
+            inspected = probed(pl_module)
+            task_loss = inspected.task_loss if inspected is not None else None
             part = (loss * trainer.accumulate_grad_batches if task_loss is None else task_loss).detach().double()
             self._loss = part if self._loss is None else self._loss + part
             self._batches += 1
@@ -189,7 +190,8 @@ class LossSpike(Diagnosis):
             }
             for p in _parameters(optimizer)
         ]
-        average = pl_module.ema if isinstance(pl_module, ProbedModule) else None
+        inspected = probed(pl_module)
+        average = inspected.ema if inspected is not None else None
         snapshot = {
             "step": trainer.global_step,
             "recent": list(self.memory["recent"]),
@@ -220,10 +222,10 @@ class LossSpike(Diagnosis):
         for parameter, state in zip(_parameters(optimizer), snapshot["optimiser"]):
             _restore(optimizer.state, parameter, state)
         drop_gradients(optimizer)
-        if isinstance(pl_module, ProbedModule):
-            if pl_module.ema is not None and snapshot["average"] is not None:
-                pl_module.ema.load_state_dict(snapshot["average"])
-            pl_module.discard_step()
+        if (inspected := probed(pl_module)) is not None:
+            if inspected.ema is not None and snapshot["average"] is not None:
+                inspected.ema.load_state_dict(snapshot["average"])
+            inspected.discard_step()
         # Compare with the losses of that time: those of a less trained model are higher without being spikes.
         self.memory["recent"] = list(snapshot.get("recent", self.memory["recent"]))
         self.memory["rollbacks"] += 1

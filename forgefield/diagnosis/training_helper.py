@@ -28,7 +28,7 @@ from forgefield.errors import ForgefieldError
 from forgefield.models.potential import Potential
 from forgefield.training.probing import (
     OutputHooks,
-    ProbedModule,
+    probed,
     tensors_in,
     trained_parameters,
     without_side_effects,
@@ -96,9 +96,9 @@ class TrainingHelper(Diagnosis):
             self._collect_labels(trainer, pl_module, batch)
         if not self._inspects:
             return
-        if isinstance(pl_module, ProbedModule):
-            with OutputHooks(pl_module.potential, self._store_output), without_side_effects(pl_module):
-                _evaluate(pl_module.potential, batch)
+        if (inspected := probed(pl_module)) is not None:
+            with OutputHooks(inspected.potential, self._store_output), without_side_effects(pl_module):
+                _evaluate(inspected.potential, batch)
         else:
             self._hooks = OutputHooks(pl_module, self._store_output)
 

@@ -26,19 +26,18 @@ from forgefield.data.neighbours.graph import GraphOptions, build_edges, graph_of
 from forgefield.data.neighbours.lists import edge_vectors, neighbour_list, squared_lengths
 from forgefield.data.species import SpeciesTable
 from forgefield.errors import ForgefieldError
-from forgefield.inference.evaluate import further_answers, outputs_of_atoms
-from forgefield.kernels.convolution.dispatch import evaluation
+from forgefield.inference.evaluate import evaluate_batch, per_atom_outputs
 from forgefield.kinds import FRAMES
-from forgefield.models.deeppot.branches import single
+from forgefield.models.building import build_model
 from forgefield.models.potential import Potential
-from forgefield.models.registry import build_model
+from forgefield.models.resolving import single_branch
 from forgefield.runs import Run
 
 
 class VerletList:
     """Edges of `graph`, found again only when an atom moved more than half of `skin` (A).
 
-    A graph that is not simply all pairs within the cutoff is made anew each time.
+    A graph other than all pairs within the cutoff is built again each time.
     """
 
     def __init__(self, graph: GraphOptions, skin: float) -> None:
@@ -99,11 +98,11 @@ class Calculator(AseCalculator):
         trust_code: whether code that the run names, such as a user's model, may be imported
 
     Results: energy and free_energy (eV), energies (n_atoms,), forces (n_atoms, 3) (eV/A), and for cells with a
-    volume stress (6,) (eV/A^3, Voigt order xx yy zz yz xz xy). Further outputs of the model are in `results` by their names,
+    volume stress (6,) (eV/A^3, Voigt order xx yy zz yz xz xy). Extra outputs of the model are in `results` by name,
     probabilities of classes as `NAME_prob`. A model of dipoles or polarisabilities without an energy gives these alone:
     `atoms.get_dipole_moment()`.
-    A model trained with `task.forces.direct` gives forces by a head of its own: they
-    are not the derivative of the energy, so dynamics with them does not conserve it; `forces_are_direct` says so.
+    A model trained with `task.forces.direct` predicts forces directly: they are not the
+    derivative of the energy, which dynamics does not conserve; `forces_are_direct` is true for such a model.
     """
 
     name = "forgefield"
@@ -171,17 +170,16 @@ class Calculator(AseCalculator):
         # Derivatives come together; direct forces have none, so that a stress is made only where it is asked for.
         stressed = gradients and has_volume and (not self.forces_are_direct or "stress" in properties)
         batch = self._batch(frame) | self._inputs(self.atoms)
-        with evaluation():
-            out = self.potential(batch, forces=gradients, stress=stressed)
-        answers = {name: value.cpu().numpy() for name, value in further_answers(self.potential, out).items()}
-        out = {name: value.detach().cpu().numpy() for name, value in out.items()}
+        outputs, extra = evaluate_batch(self.potential, batch, forces=gradients, stress=stressed)
+        out = {name: value.cpu().numpy() for name, value in outputs.items()}
         self.results = {}
         if self.potential.has_energy:
             energy = float(out["energy"][0])
             self.results = {"energy": energy, "free_energy": energy, "energies": out["atomic_energy"]}
-        of_atoms = outputs_of_atoms(self.potential)
-        for name, value in answers.items():
-            self.results[name] = value if name.removesuffix("_prob") in of_atoms or name in of_atoms else value[0]
+        of_atoms = per_atom_outputs(self.potential)
+        for name, value in extra.items():
+            array = value.cpu().numpy()
+            self.results[name] = array if name.removesuffix("_prob") in of_atoms or name in of_atoms else array[0]
         if gradients or "forces" in out:
             self.results["forces"] = out["forces"]
             if "stress" in out:
@@ -216,7 +214,7 @@ class Calculator(AseCalculator):
 
 
 def _parameters(atoms: Atoms, potential: Potential) -> dict[str, np.ndarray]:
-    """What the model reads beside the structure: of the frame from `atoms.info`, of atoms from `atoms.arrays`."""
+    """Additional inputs of the model: those of the frame from `atoms.info`, those of atoms from `atoms.arrays`."""
     found = {}
     for name, (per, count) in potential.inputs.items():
         given = (atoms.info if per == "frame" else atoms.arrays).get(name)
@@ -248,7 +246,7 @@ def _potential(
     dtype: str | torch.dtype | None,
     head: str | None,
 ) -> Potential:
-    """A copy of our own, in evaluation mode, whose weights ask for no gradients."""
+    """A copy of the model in evaluation mode whose weights do not require gradients."""
     if isinstance(run, nn.Module):
         if head is not None:
             raise ForgefieldError("head can be chosen for a run; a Potential is used as it is.")
@@ -262,7 +260,7 @@ def _potential(
         potential = run.load_potential(which, device, head=head)
         if dtype is not None:
             weights = potential.state_dict()
-            resolved = run.info["model"] if head is None else single(run.info["model"], None, head)[0]
+            resolved = run.info["model"] if head is None else single_branch(run.info["model"], None, head)[0]
             precision = str(dtype).removeprefix("torch.")
             potential = build_model(resolved, precision=precision, seed=0, trust=run.trust)
             potential.load_state_dict(weights)

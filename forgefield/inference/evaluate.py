@@ -1,8 +1,12 @@
-"""Predictions of a model on a data set as plain arrays beside the labels: each frame once, in the data set's order."""
+"""Evaluation of a potential: one batch, many batches, or a data set.
+
+`evaluate_batch` is the only place that calls a potential for inference: the ASE calculator, `forgefield predict`,
+`forgefield test` and the evaluation at the end of a training all use it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 
@@ -35,19 +39,19 @@ def predict_dataset(
         energy_pred, energy_ref: (n_frames,), eV; n_atoms: (n_frames,)
         forces_pred, forces_ref: (sum of n_atoms, 3), eV/A; species: (sum of n_atoms,), index into species_symbols
         stress_pred, stress_ref: (n_frames, 3, 3), eV/A^3
-        NAME_pred, NAME_ref: of every further output of the model, (n_frames, *shape) or (sum of n_atoms, *shape); of classes
-        the label of the likeliest one, and NAME_prob: (..., n_classes), the probabilities of all
+        NAME_pred, NAME_ref: of every extra output of the model, (n_frames, *shape) or (sum of n_atoms, *shape); for classes
+        the label of the most probable one, and NAME_prob: (..., n_classes), the probabilities of all
         species_symbols: (n_species,)
-    A model without an energy gives its further outputs alone.
+    A model without an energy gives its extra outputs only.
     """
     batches = _batches(loader_or_dataset, batch) if isinstance(loader_or_dataset, GraphDataset) else loader_or_dataset
-    parts = predict_batches(potential, batches, forces=forces, stress=stress, device=device)
-    merged = in_order(parts, per_atom=outputs_of_atoms(potential))
+    parts = evaluate_batches(potential, batches, forces=forces, stress=stress, device=device)
+    merged = join_in_order(parts, per_atom=per_atom_outputs(potential))
     merged["species_symbols"] = np.array(potential.species)
     return merged
 
 
-def predict_batches(
+def evaluate_batches(
     potential: Potential,
     batches: Iterable[Batch],
     *,
@@ -55,7 +59,7 @@ def predict_batches(
     stress: bool,
     device: str | torch.device | None = None,
 ) -> list[dict[str, np.ndarray]]:
-    """Predictions beside labels, batch by batch; `in_order` makes one of them, also of those of several processes."""
+    """Predictions and labels, batch by batch; `join_in_order` joins them, also those of several processes."""
     with evaluating(potential, device) as place:
         here = (with_edges(to_device(part, place), potential.cutoff) for part in batches)
         return [found for part in here for found in _predict_in_parts(potential, part, forces=forces, stress=stress)]
@@ -84,7 +88,7 @@ def _batches(dataset: GraphDataset, frames: int) -> Iterator[Batch]:
 
 
 def _predict_in_parts(potential: Potential, batch: Batch, *, forces: bool, stress: bool) -> list[dict[str, np.ndarray]]:
-    """Of the whole batch, or of halves of it where memory runs out."""
+    """Predictions of a batch; where memory runs out, of its halves."""
     try:
         return [_predict_batch(potential, batch, forces=forces, stress=stress)]
     except Exception as error:
@@ -92,7 +96,7 @@ def _predict_in_parts(potential: Potential, batch: Batch, *, forces: bool, stres
             raise
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    # Further fields have a row for each frame or each atom; where there are as many of both, these are cut alike.
+    # Extra fields have a row for each frame or each atom; where there are as many of both, either cut is the same.
     shapes = {
         key: SHAPES.get(key, ("frames" if value.shape[0] == len(batch["n_atoms"]) else "atoms",))
         for key, value in batch.items()
@@ -102,8 +106,7 @@ def _predict_in_parts(potential: Potential, batch: Batch, *, forces: bool, stres
 
 
 def _predict_batch(potential: Potential, batch: Batch, *, forces: bool, stress: bool) -> dict[str, np.ndarray]:
-    with evaluation():
-        out = potential(batch, forces=forces, stress=stress)
+    out, extra = evaluate_batch(potential, batch, forces=forces, stress=stress)
     n_frames, n_atoms = len(batch["n_atoms"]), len(batch["species"])
     predicted = {}
     if potential.has_energy:
@@ -111,36 +114,40 @@ def _predict_batch(potential: Potential, batch: Batch, *, forces: bool, stress: 
         predicted["stress"] = out["stress"] if stress else torch.full((n_frames, 3, 3), torch.nan)
     if potential.has_energy or potential.forces_are_direct:
         predicted["forces"] = out["forces"] if "forces" in out else torch.full((n_atoms, 3), torch.nan)
-    answers = further_answers(potential, out)
-    predicted |= {name: answers[name] for name in potential.extra_outputs}
+    predicted |= {name: extra[name] for name in potential.extra_outputs}
     part = {f"{name}_pred": value for name, value in predicted.items()}
-    part |= {name: value for name, value in answers.items() if name not in potential.extra_outputs}
+    part |= {name: value for name, value in extra.items() if name not in potential.extra_outputs}
     part |= {f"{name}_ref": batch.get(name, torch.full_like(value, torch.nan)) for name, value in predicted.items()}
     part |= {name: batch[name] for name in ("n_atoms", "species", "frame_id")}
     return {name: value.detach().cpu().numpy() for name, value in part.items()}
 
 
-def further_answers(potential: Potential, outputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Further outputs by name as a user wants them: values; of classes the label of the likeliest and all probabilities, the
-    latter as `NAME_prob`."""
-    found = {}
+def evaluate_batch(potential: Potential, batch: Batch, *, forces: bool, stress: bool) -> tuple[Batch, Batch]:
+    """Outputs of the model for one batch, and predictions of its extra outputs, by name; all detached.
+
+    Extra predictions are values; for classes the label of the most probable one, and all probabilities as `NAME_prob`.
+    """
+    with evaluation():
+        outputs = potential(batch, forces=forces, stress=stress)
+    outputs = {name: value.detach() for name, value in outputs.items()}
+    extra: Batch = {}
     for name, output in potential.extra_outputs.items():
-        found[name] = outputs[name].detach()
+        extra[name] = outputs[name]
         if output.classes is not None:
-            found[f"{name}_prob"] = torch.softmax(found[name], 1)
-            found[name] = found[name].new_tensor(output.classes)[found[name].argmax(1)]
-    return found
+            extra[f"{name}_prob"] = torch.softmax(outputs[name], 1)
+            extra[name] = outputs[name].new_tensor(output.classes)[outputs[name].argmax(1)]
+    return outputs, extra
 
 
-def outputs_of_atoms(potential: Potential) -> list[str]:
-    """Names of the further outputs that atoms have."""
+def per_atom_outputs(potential: Potential) -> list[str]:
+    """Names of the extra outputs that have one row per atom."""
     return [name for name, output in potential.extra_outputs.items() if output.per == "atom"]
 
 
-def in_order(parts: list[dict[str, np.ndarray]], *, per_atom: Collection[str] = ()) -> dict[str, np.ndarray]:
+def join_in_order(parts: list[dict[str, np.ndarray]], *, per_atom: Collection[str] = ()) -> dict[str, np.ndarray]:
     """Join the batches and sort frames, and their atoms with them, by `frame_id`; blank frames are dropped.
 
-    per_atom: names of the further outputs that atoms have.
+    per_atom: names of the extra outputs with one row per atom.
     """
     joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     frame_id = joined.pop("frame_id")

@@ -35,7 +35,7 @@ from forgefield.data.reading import label_settings
 from forgefield.data.species import SpeciesTable
 from forgefield.errors import ForgefieldError
 from forgefield.files import written_whole
-from forgefield.inference.evaluate import evaluating, further_answers, outputs_of_atoms
+from forgefield.inference.evaluate import evaluate_batch, evaluating, per_atom_outputs
 from forgefield.inference.xyz_files import constraints_of, write_extxyz
 from forgefield.models.potential import Potential
 
@@ -153,11 +153,10 @@ def predict_frames(
     batch = batch_from_frames(list(frames), SpeciesTable(potential.species), graph_of(potential, neighbours))
     any_volume = any(frame.volume > 0 for frame in frames)
     with evaluating(potential, device) as place:
-        result = potential(to_device(batch, place), forces=True, stress=any_volume)
-    result = {**result, **further_answers(potential, result)}
-    arrays = {name: value.detach().cpu().numpy() for name, value in result.items()}
+        outputs, extra = evaluate_batch(potential, to_device(batch, place), forces=True, stress=any_volume)
+    arrays = {name: value.cpu().numpy() for name, value in (outputs | extra).items()}
     ends = np.cumsum([len(frame) for frame in frames])[:-1]
-    of_atoms = outputs_of_atoms(potential)
+    of_atoms = per_atom_outputs(potential)
     per_atom = ("forces", "atomic_energy", *of_atoms, *(f"{name}_prob" for name in of_atoms))
     values = {name: np.split(array, ends) if name in per_atom else array for name, array in arrays.items()}
     return [

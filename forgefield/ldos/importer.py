@@ -1,7 +1,7 @@
-"""Reads models of MALA (1.1 to 1.4): the archive that its `save_run` writes, as a network of ours. Nothing in it is executed.
+"""Imports models of MALA (1.1 to 1.4) from the archives that its `save_run` writes. Nothing in them is executed.
 
-The archive holds weights, parameters, the two scalers and, where it was asked for, what is known of a calculation. The scalers
-become the scaling of our network, number by number. What has no counterpart here is refused, never dropped.
+An archive holds weights, parameters, two scalers and, optionally, data of a calculation. The scalers become the scaling of the
+network, number by number. Features without a counterpart in Forgefield are errors, never ignored.
 """
 
 from __future__ import annotations
@@ -21,9 +21,13 @@ from ase.data import chemical_symbols
 from torch import Tensor
 
 from forgefield.errors import ForgefieldError
+from forgefield.ldos.data.conditions import calculation_facts
+from forgefield.ldos.data.info import info_from
 from forgefield.ldos.descriptors import DescriptorOptions
 from forgefield.ldos.electronic.energy_grid import EnergyGrid
+from forgefield.ldos.loss import UNITS
 from forgefield.ldos.model import ACTIVATIONS, LinearScale, PointFacts, resolve
+from forgefield.models.importing import ImportedModel, Importer, ImportRequest
 from forgefield.untrusted.archives import open_archive
 from forgefield.untrusted.expansion import check_expansion
 
@@ -32,7 +36,7 @@ MEMBERS = ("params.json", "iscaler.json", "oscaler.json", "network.pth", "info.j
 OLD_MEMBERS = ("iscaler.pkl", "oscaler.pkl", "params.pkl")
 REMEDY = "load and save the model with MALA 1.4 once, which writes a plain archive"
 NEGATIVE = {"zero_out_negative": "zero", "absolute_values": "absolute", None: "keep"}
-"""Their `restrict_targets`, and our word for it."""
+"""Values of MALA's `restrict_targets`, and the names that Forgefield uses."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +117,7 @@ def _json(path: Path, content: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ForgefieldError(f"{path}: a JSON file in it cannot be read ({error}).") from error
     if not isinstance(found, dict):
-        raise ForgefieldError(f"{path}: a JSON file in it is no mapping.")
+        raise ForgefieldError(f"{path}: a JSON file in it is not a mapping.")
     return found
 
 
@@ -195,7 +199,7 @@ def _layers(path: Path, weights: Mapping[str, Tensor]) -> list[tuple[int, Tensor
     for name, value in weights.items():
         match = re.fullmatch(r"(?:module\.)?layers\.(\d+)\.(weight|bias)", name)
         if match is None:
-            raise ForgefieldError(f"{path}: {name} is no weight of a feed-forward network.")
+            raise ForgefieldError(f"{path}: {name} is not a weight of a feed-forward network.")
         found.setdefault(int(match[1]), {})[match[2]] = value
     if any("bias" not in parts or parts["weight"].ndim != 2 for parts in found.values()):
         raise ForgefieldError(f"{path}: an activation of this network has weights of its own, which is not known here.")
@@ -255,7 +259,7 @@ def _scale(path: Path, name: str, scaler: Mapping[str, Any], columns: int) -> Li
     return LinearScale(kind, first, [width if width > 0 else 1.0 for width in scale], constant)
 
 
-def _row(values: Any) -> list[float]:
+def _row(values: object) -> list[float]:
     """(columns,) of what is saved as (columns,) or (1, columns)."""
     return torch.tensor(values, dtype=torch.float64).reshape(-1).tolist()
 
@@ -302,3 +306,40 @@ def _descriptors(path: Path, given: Mapping[str, Any], species: list[str]) -> di
         return None
     DescriptorOptions.from_mapping(options, f"{path}: descriptors")
     return options
+
+
+SHAPES_ONLY = (
+    "Checked: weights, layers and scalings have the shapes that the file's parameters say, and all of them are used; the file "
+    "holds no predictions to compare with."
+)
+
+
+class MalaImporter(Importer):
+    """Reads archives of MALA's `save_run`."""
+
+    def read(self, request: ImportRequest) -> ImportedModel:
+        network = read_mala(request.source)
+        info = info_from(network.info, f"{request.source}: info.json")
+        descriptors = network.points["descriptors"]
+        without = "Its descriptors cannot be made here: it is tested and trained with descriptor files only."
+        species = " ".join(network.species) or "unknown: there is no info.json in the archive"
+        return ImportedModel(
+            resolved=network.resolved,
+            state=network.state,
+            precision=network.precision,
+            origin=network.origin,
+            checked="\n".join([SHAPES_ONLY, *([without] if descriptors is None else [])]),
+            settings={"data": {"points": network.points}},
+            facts={
+                "samples": "points",
+                "species": network.species,
+                "cutoff": (descriptors or {}).get("cutoff"),
+                "units": {"ldos": UNITS["ldos"]},
+                "negative": network.negative,
+                "calculation": calculation_facts([info]) if network.info else {},
+            },
+            summary=f"species {species}",
+        )
+
+
+IMPORTER = MalaImporter()

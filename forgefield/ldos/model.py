@@ -21,7 +21,7 @@ from forgefield.config.nearest import did_you_mean
 from forgefield.config.trust import NO_CODE, Trust
 from forgefield.errors import ForgefieldError
 from forgefield.ldos.electronic.energy_grid import EnergyGrid
-from forgefield.models.registry import PRECISIONS
+from forgefield.models.building import PRECISIONS
 from forgefield.ops.products import is_lowered, product
 from forgefield.runs import Run
 

@@ -106,4 +106,5 @@ def rows_times(rows: Tensor, matrices: Tensor) -> Tensor:
 def volumes(cell: Tensor) -> Tensor:
     """(n_frames,), A^3; zero where there is no cell. cell: (n_frames, 3, 3)."""
     a, b, c = cell.unbind(1)
-    return (a * torch.linalg.cross(b, c)).sum(1).abs()
+    result: Tensor = (a * torch.linalg.cross(b, c)).sum(1).abs()
+    return result

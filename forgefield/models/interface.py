@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
@@ -71,6 +72,27 @@ class ExtraOutput(Protocol):
 
     @property
     def scale(self) -> float | list[float]: ...
+
+
+@dataclass
+class DirectOutput:
+    """An output that a model has instead of energies; see `ExtraOutput`."""
+
+    per: str
+    shape: list[int]
+    reduce: str
+    kind: str = "values"
+    scale: float | list[float] = 1.0
+    unit: str = ""
+    classes: list[float] | None = None
+    cumulative: bool = False
+    """Whether values are running sums over the last axis."""
+    always: bool = True
+    """Whether it is an output also where it is not trained."""
+    per_atom_errors: bool = False
+    """Whether errors of frames are also measured per atom."""
+    uncounted: list[int] = field(default_factory=list)
+    """Indices of the species whose atoms have no value: errors per atom are divided by the number of the other atoms."""
 
 
 class AtomisticModel(nn.Module):
@@ -167,6 +189,13 @@ class AtomisticModel(nn.Module):
         return copy.deepcopy(self).to(torch.float64)
 
 
+class StackedNetworks(nn.Module):
+    """Base of layers whose parameters hold several networks, the first axis being that of networks."""
+
+    matrices: ClassVar[tuple[str, ...]] = ()
+    """Names of the parameters that are stacks of matrices; the others are stacks of vectors."""
+
+
 O = TypeVar("O")  # noqa: E741
 
 
@@ -185,10 +214,10 @@ class RegisteredModel(AtomisticModel, Generic[O]):
     """For adapters: the class that `model.module` must derive from. It is imported and passed on as `make`."""
     supports_adaptive_cutoff: ClassVar[bool] = False
     """Whether `data.adaptive_cutoff` can be used."""
-    adds_repulsion: ClassVar[bool] = False
-    """Whether the option `zbl` adds the repulsion of `models.terms`, which is then taken out of the data's statistics."""
-    shift_option: ClassVar[str | None] = "energy_shifts"
+    shift_option: ClassVar[str] = "energy_shifts"
     """Name of the option that holds the energy shifts of `species_shifts`."""
+    fits_shifts_to_new_energies: ClassVar[bool] = False
+    """Whether shifts are fitted to the data when a trained model without an energy gets one."""
     species_options: ClassVar[Mapping[str, str]] = {}
     """Options that name species by their indices, by dotted name: `pairs`, `indices`, or `rows` (one entry for each)."""
     seed_options: ClassVar[tuple[str, ...]] = ()
@@ -251,7 +280,7 @@ class RegisteredModel(AtomisticModel, Generic[O]):
         return options
 
     @classmethod
-    def direct_outputs(cls, section: Section) -> Mapping[str, ExtraOutput]:
+    def direct_outputs(cls, section: Section) -> Mapping[str, DirectOutput]:
         """Outputs that the model with these options has instead of energies, by name. Default: none."""
         return {}
 
@@ -271,8 +300,7 @@ class RegisteredModel(AtomisticModel, Generic[O]):
     def check_new_species(cls, resolved: Section, new: Sequence[str], source: str) -> None:
         """Raise unless a trained model can be extended by species. resolved: its options. source: where it is from."""
         raise ForgefieldError(
-            f"{unknown_species(resolved, new, source)} only Deep Potentials with one energy take up new species; "
-            "train a new model."
+            f"{unknown_species(resolved, new, source)} a {resolved['name']} cannot be extended by species; train a new model."
         )
 
     @classmethod
@@ -286,6 +314,25 @@ class RegisteredModel(AtomisticModel, Generic[O]):
     ) -> dict[str, Tensor]:
         """State of the model for n_old + n_new species. fresh: initial state for all. trained: for the first n_old."""
         raise NotImplementedError(f"{cls.__name__} cannot be extended by species")
+
+    @classmethod
+    def set_shifts(cls, resolved: dict[str, Any], values: Sequence[float]) -> None:
+        """Change the energy shifts in resolved options. values: one for each species, eV."""
+        if cls.shift_option in resolved:
+            resolved[cls.shift_option] = dict(zip(resolved["species"], values))
+
+    @classmethod
+    def equivalent(cls, name: str, one: object, other: object, section: Section) -> bool:
+        """Whether two different values of an option mean the same. name: dotted. section: options next to the second one."""
+        return False
+
+    @classmethod
+    def isolated_energies(cls, resolved: Section) -> dict[str, float] | None:
+        """Energies of isolated atoms that the options fix, by species, eV; None where they are trained or unknown."""
+        shifts: float | Mapping[str, float] | None = resolved.get("energy_shifts")
+        if shifts is None or resolved.get("energy_shifts_trainable"):
+            return None
+        return dict(shifts) if isinstance(shifts, Mapping) else dict.fromkeys(resolved["species"], shifts)
 
     def in_float64(self) -> nn.Module:
         """The model built again in float64, with the same weights: constants of a float32 model are rounded."""

@@ -7,7 +7,7 @@ shift plus its scale times what the network says, so an atom without neighbours 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from ase.data import atomic_numbers
@@ -16,23 +16,10 @@ from torch import Tensor, nn
 from forgefield.errors import ForgefieldError
 from forgefield.models.adaptive import pair_radii
 from forgefield.models.interface import RegisteredModel
-from forgefield.models.nequip.options import pair_cutoff
+from forgefield.models.options import TermOptions, pair_cutoff
 from forgefield.ops.graph import EdgeGraph, Segments, gather, segment_sum
 from forgefield.ops.radial import polynomial_cutoff
 from forgefield.physics.zbl import zbl_pair_energy
-
-
-class TermOptions(Protocol):
-    """Options that the shared terms read."""
-
-    per_edge_type_cutoff: dict[str, Any] | None
-    avg_num_neighbours: float | dict[str, float] | None
-    energy_scales: float | dict[str, float] | None
-    energy_shifts: float | dict[str, float] | None
-    energy_scales_trainable: bool
-    energy_shifts_trainable: bool
-    zbl: bool | dict[str, float]
-
 
 O = TypeVar("O", bound=TermOptions)  # noqa: E741
 
@@ -58,7 +45,6 @@ class SpeciesTerms(RegisteredModel[O]):
 
     only_edge_vectors = True
     supports_adaptive_cutoff = True
-    adds_repulsion = True
     energy_scales: Tensor
     energy_shifts: Tensor
     feature_scale: Tensor

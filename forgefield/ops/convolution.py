@@ -3,8 +3,8 @@
 For one edge a path (l1, l2 -> l3) maps channel u of a source block to w_u sum_ij C_ijk x_iu Y_j. The harmonics are
 first contracted with the Clebsch-Gordan coefficients to one small matrix per edge and source block, shared by all
 layers of the same structure; what is left is a batched product with channels contiguous, a scaling, and the sum.
-`convolve` is an autograd function with a written-out second derivative: nothing of the size (edges x outputs) is kept
-between passes, and on a CPU the edges go through in slices that fit the cache.
+`convolve` is an autograd function with an explicit second derivative: nothing of the size (edges x outputs) is kept
+between passes, and on a CPU edges are processed in slices that fit the cache.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from forgefield.ops.convolution_plan import ConvolutionPlan, Group
 from forgefield.ops.graph import EdgeGraph, GradientSwitch, Segments, is_traced, sum_rows
 
 CACHE_FLOATS = 1 << 17
-"""Floats of one per-edge intermediate that a slice of edges may fill on a CPU: about half a megabyte."""
+"""Largest number of floats of a per-edge intermediate of a slice of edges on a CPU: about half a megabyte."""
 
 
 def convolve(
@@ -49,14 +49,14 @@ def sum_over_edges(
 def gradients_of_convolution(
     grad: Tensor, features: Tensor, couplings: Tensor, weights: Tensor, graph: EdgeGraph, plan: ConvolutionPlan
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of features, couplings and weights, from that of the output, grad (n_atoms, plan.out_dim); without a gradient of their
-    own."""
+    """Gradients of features, couplings and weights from that of the output, grad (n_atoms, plan.out_dim); they are not
+    differentiable."""
     with torch.no_grad():
         return _ConvolutionGradient.apply(grad, features, couplings, weights, graph, plan, GradientSwitch())
 
 
 def _parts(graph: EdgeGraph, plan: ConvolutionPlan, on_cpu: bool) -> Iterator[_Part]:
-    """Ranges of edges to work on one after another: on a CPU so short that what they need stays in the cache."""
+    """Ranges of edges to process one after another: on a CPU so short that their intermediates stay in the cache."""
     if is_traced(graph.source):
         yield _Part(graph, slice(None))
         return
@@ -77,16 +77,16 @@ class _Part:
         return weights[self.edges] if self.pair is None else weights.index_select(0, self.pair)
 
     def add_to_sources(self, total: Tensor, groups: list[Tensor], plan: ConvolutionPlan) -> None:
-        """groups: what each group has for its features, (edges, n_in, c)."""
-        if _sums_whole(total):
+        """groups: contributions of each group to its features, (edges, n_in, c)."""
+        if _sums_at_once(total):
             sums = [_sum_of(group, self.graph.by_source) for group in groups]
             total.copy_(_feature_rows(sums, plan))
         else:
             total.index_add_(0, self.source, _feature_rows(groups, plan))
 
     def add_to_destinations(self, total: Tensor, groups: list[Tensor]) -> None:
-        """groups: what each group has for its outputs, (edges, n_out, c)."""
-        if _sums_whole(total):
+        """groups: contributions of each group to its outputs, (edges, n_out, c)."""
+        if _sums_at_once(total):
             total.copy_(_rows([_sum_of(group, self.graph.by_destination) for group in groups]))
         else:
             total.index_add_(0, self.destination, _rows(groups))
@@ -95,7 +95,7 @@ class _Part:
         graph = self.graph
         if graph.pair_edge is None or graph.reverse is None or self.pair is None:
             total[self.edges] = values
-        elif _sums_whole(total):
+        elif _sums_at_once(total):
             total.copy_(
                 values.index_select(0, graph.pair_edge)
                 + values.index_select(0, graph.reverse.index_select(0, graph.pair_edge))
@@ -104,8 +104,8 @@ class _Part:
             total.index_add_(0, self.pair, values)
 
 
-def _sums_whole(total: Tensor) -> bool:
-    """Whether all edges come in one part, each of whose groups is summed for itself."""
+def _sums_at_once(total: Tensor) -> bool:
+    """Whether all edges are processed as one part, whose groups are summed separately."""
     return total.is_cuda or is_traced(total)
 
 
@@ -138,7 +138,7 @@ def _sum_paths(values: Tensor, group: Group) -> Tensor:
     """Sum over the rows of each path: (edges, n_out, c) -> (edges, n_paths * c)."""
     if group.n_paths == group.n_out:
         return values.flatten(1)
-    if is_traced(values):  # one expression for all paths, which a compiler fuses with what makes the values
+    if is_traced(values):  # one expression for all paths, which a compiler fuses with the computation of the values
         rows, real = group.rows_of_paths(values)
         gathered = values.index_select(1, rows.flatten()).unflatten(1, tuple(rows.shape))
         return (gathered * real.unsqueeze(2)).sum(2).flatten(1)
@@ -169,11 +169,11 @@ def _rows(parts: list[Tensor]) -> Tensor:
 
 
 _TINY = 400
-"""Below so many multiplications per matrix the library's batched product runs an unvectorised loop on a CPU."""
+"""With fewer multiplications per matrix, the batched product of a CPU runs an unvectorised loop."""
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Batched (n, i) @ (i, c) with c contiguous, by whichever way is fast for small matrices."""
+    """Batched (n, i) @ (i, c) with c contiguous, with a faster method for small matrices."""
     if a.shape[2] == 1:
         return a * b
     if is_traced(a) or (not a.is_cuda and a.shape[1] * a.shape[2] * b.shape[2] < _TINY):
@@ -226,9 +226,9 @@ class _Convolution(torch.autograd.Function):
 
 
 class _ConvolutionTangent(torch.autograd.Function):
-    """How the convolution changes along (dx, dm, dw): w (m dx + dm x) + dw (m x), summed. Once differentiable.
+    """Tangent of the convolution along (dx, dm, dw): w (m dx + dm x) + dw (m x), summed. Once differentiable.
 
-    Couplings are geometry: where neither they nor their tangent ask for a gradient, none is made.
+    Couplings are geometry: their gradient is computed only where they or their tangent require one.
     """
 
     @staticmethod

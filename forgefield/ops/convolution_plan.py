@@ -41,9 +41,8 @@ class Path(NamedTuple):
 class Group:
     """Source blocks of equal width that go through one batched product.
 
-    `features` is where they lie in a feature row, `couplings` in a coupling row, `weights` in a weight row and
-    `outputs` in an output row. `coupling` maps harmonics to the group's couplings; `path_of_row` (n_out,) and `row_sum`
-    (n_paths, n_out) say which rows belong to which path.
+    `features`, `couplings`, `weights`, `outputs`: its columns in a row of each. `coupling` maps harmonics to the group's
+    couplings; `path_of_row` (n_out,) and `row_sum` (n_paths, n_out) assign rows to paths.
     """
 
     channels: int
@@ -66,13 +65,13 @@ class Group:
         return _tables(self, like.device, like.dtype)
 
     def rows_of_paths(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """(n_paths, longest): rows of each path, filled up with row 0, and one where a row is real, zero where it is not."""
+        """(n_paths, longest) both: rows of each path, padded with row 0, and a mask that is one for rows, zero for padding."""
         return _rows_of_paths(self, like.device, like.dtype)
 
 
 @lru_cache(maxsize=256)
 def _tables(group: Group, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    with _disable_current_modes():  # they outlive a trace during which they may be asked for first
+    with _disable_current_modes():  # they outlive the trace that may be the first to need them
         return group.path_of_row.to(device), group.row_sum.to(device, dtype)
 
 
@@ -87,7 +86,7 @@ def _rows_of_paths(group: Group, device: torch.device, dtype: torch.dtype) -> tu
 
 @dataclass(frozen=True, eq=False)
 class ConvolutionPlan:
-    """Everything about a convolution that does not depend on the data.
+    """Everything about a convolution that is independent of the data.
 
     `out_blocks` holds one block per path, in path order; a row of the output is these blocks one after another.
     """
@@ -181,7 +180,7 @@ def plan_convolution(
 
 
 def _group_blocks(in_blocks: tuple[Block, ...], used: list[int], widest: int) -> list[list[int]]:
-    """Numbers of blocks to be multiplied together."""
+    """Indices of blocks to be multiplied together."""
     runs: list[list[int]] = []
     for number in used:
         last = runs[-1] if runs else []

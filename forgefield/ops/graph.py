@@ -18,10 +18,10 @@ from forgefield.ops.segment_sum import row_pointers, sum_by_pointers
 
 
 class GradientSwitch:
-    """Says whether gradients still have to flow to the edge vectors; the owner of the edge vectors turns it off.
+    """Whether gradients still have to flow to the edge vectors; the code that owns the edge vectors turns it off.
 
-    After the forces have been made, a training step differentiates its loss only with respect to parameters. The
-    operations that hold a switch then leave out the work whose result nobody reads.
+    After the forces have been computed, a training step differentiates its loss only with respect to parameters. Operations
+    that hold a switch then skip gradients that are not used.
     """
 
     __slots__ = ("off",)
@@ -32,10 +32,10 @@ class GradientSwitch:
 
 @dataclass(frozen=True)
 class Segments:
-    """A partition of rows: `index` (n_rows,) int64 says to which of the `count` segments each row belongs.
+    """A partition of rows: `index` (n_rows,) int64 is the segment of each row, out of `count`.
 
-    `rows_are_sorted` promises that `index` does not decrease; `known` brings `order` and `pointers` where they are at hand, or
-    None and the latter.
+    `rows_are_sorted`: `index` does not decrease. `known`: `order` and `pointers` where they have been computed already, or None
+    and the latter.
     """
 
     index: Tensor
@@ -66,7 +66,7 @@ class EdgeGraph:
 
     `reverse` (n_edges,) is the number of every edge's reverse, where the list is known to hold both directions of every edge.
     `in_pairs`: what depends on the length alone is then computed once for each undirected pair; these are numbered when they
-    are first asked for.
+    are first used.
     """
 
     source: Tensor
@@ -118,7 +118,7 @@ def _number_pairs(reverse: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("forgefield::number_pairs", mutates_args=())
 def _number_pairs_once(reverse: Tensor) -> tuple[Tensor, Tensor]:
-    """The same as one operation: a compiler would otherwise work it out anew for every number that it indexes."""
+    """The same as one operation: a compiler would otherwise recompute it for every element that it indexes."""
     pair, pair_edge = _number_pairs(reverse)
     return pair, pair_edge.clone()
 
@@ -160,13 +160,13 @@ def _find_reverse(edge_index: Tensor, edge_shift: Tensor) -> Tensor | None:
 
 
 PAIRS_FROM_EDGES = 20_000
-"""On an accelerator computing radial weights once per pair pays from about so many edges on; on a CPU always."""
+"""On an accelerator, computing radial weights once per pair pays from about this many edges on; on a CPU always."""
 
 
 def edge_graph(batch: Mapping[str, Tensor]) -> EdgeGraph:
     """Index lists of a batch, with its pairs where that pays and the edge list holds both directions of every edge.
 
-    Batches of the data layer bring `edge_reverse`; without it, it is found here on a CPU and done without on a GPU.
+    Batches of the data layer contain `edge_reverse`; without it, it is computed here on a CPU and not used on a GPU.
     """
     source, destination = batch["edge_index"]
     reverse, n_atoms = batch.get("edge_reverse"), batch["species"].shape[0]
@@ -182,7 +182,7 @@ def edge_graph(batch: Mapping[str, Tensor]) -> EdgeGraph:
 
 
 def is_traced(tensor: Tensor) -> bool:
-    """Whether the number of rows is a symbol: an engine is tracing, for any sizes."""
+    """Whether the number of rows is symbolic: an engine is tracing for any size."""
     return isinstance(tensor.shape[0], torch.SymInt)
 
 

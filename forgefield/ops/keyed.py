@@ -1,8 +1,8 @@
-"""Random numbers that are a function of keys: whoever asks with the same keys gets the same numbers, on any device, on any
-number of ranks, compiled or not, and in any order.
+"""Random numbers that are a function of keys: the same keys give the same numbers on any device, on any number of ranks,
+compiled or not, and in any order.
 
-Keys are whole numbers from 0 to 2^32, in int64 tensors. Products stay below 2^63, so that nothing depends on how a device
-or a compiler lets an integer overflow.
+Keys are integers from 0 to 2^32 - 1, in int64 tensors. Products stay below 2^63, so that nothing depends on how a device or a
+compiler handles integer overflow.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _STEP = 0x1E3779B9
 
 
 def mixed(keys: Tensor) -> Tensor:
-    """Keys, each replaced by another one that looks unrelated; one to one."""
+    """Keys, each mapped one-to-one to another that looks unrelated."""
     keys = torch.bitwise_xor(keys, torch.bitwise_right_shift(keys, 16))
     keys = torch.bitwise_and(keys * 0x21F0AAAD, _LOW)
     keys = torch.bitwise_xor(keys, torch.bitwise_right_shift(keys, 15))
@@ -30,5 +30,5 @@ def combined(keys: Tensor, numbers: Tensor) -> Tensor:
 
 
 def kept(keys: Tensor, share: float) -> Tensor:
-    """Whether each key is among the chosen, of which there are this share."""
+    """Whether each key belongs to a random subset with this share of all keys."""
     return keys < round(share * RANGE)

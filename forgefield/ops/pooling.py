@@ -1,7 +1,7 @@
-"""From rows of atoms to one row of a frame: the largest, or a mean with weights that are learnt.
+"""Pooling of rows of atoms to one row per frame: the maximum, or a mean with learnt weights (softmax).
 
-Both give the same for a crystal whatever its cell, and do not depend on batch mates. Frames without atoms get zeros. Where
-several rows are equally large, the gradient is shared among them.
+Both are the same for any supercell of a crystal and independent of other frames of the batch. Frames without atoms get zeros.
+Where several rows are the maximum, the gradient is divided among them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Values and tangents side by side: tensors (n, 2, ...) whose second dimension holds a value and how it changes.
+"""Values and tangents in one tensor (n, 2, ...), whose second dimension holds a value and its tangent.
 
-Linear maps act on both rows alike, as one product. Everything else goes through torch's forward-mode differentiation here.
+Linear maps act on both rows in the same way, as one product. Everything else uses PyTorch's forward-mode differentiation here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def carried(function: Callable[[list[Tensor]], list[Tensor]], rows: Sequence[Tensor]) -> list[Tensor]:
-    """What `function` makes of tensors (n, ...), for rows (n, R, ...): R is 1 for values alone, 2 with tangents."""
+    """Apply `function` of tensors (n, ...) to rows (n, R, ...): R is 1 for values alone, 2 with tangents."""
     if rows[0].shape[1] == 1:
         return [value.unsqueeze(1) for value in function([row.squeeze(1) for row in rows])]
     with forward_ad.dual_level():
@@ -23,13 +23,13 @@ def carried(function: Callable[[list[Tensor]], list[Tensor]], rows: Sequence[Ten
 
 
 def side_by_side(value: Tensor) -> Tensor:
-    """(n, 2, ...) from a value that carries a tangent, inside the level of differentiation that this belongs to."""
+    """(n, 2, ...) from a dual tensor, inside its level of forward-mode differentiation."""
     pair = forward_ad.unpack_dual(value)
     return torch.stack([pair.primal, _tangent(pair)], 1)
 
 
 def tangent_of(value: Tensor) -> Tensor:
-    """What a value carries, zero where it carries nothing, inside the level of differentiation that this belongs to."""
+    """Tangent of a dual tensor, zero where there is none, inside its level of forward-mode differentiation."""
     return _tangent(forward_ad.unpack_dual(value))
 
 

@@ -1,4 +1,5 @@
-"""Sums over edges of harmonics times weights, and their adjoint, by plain operations, differentiable any number of times."""
+"""Sums over edges of harmonics times weights, and their adjoint: the reference operations, differentiable any number of
+times."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from forgefield.ops.graph import Segments, cut, gather, join, segment_sum
 def sum_weighted(weights: Tensor, directions: Sequence[Tensor], edges: Segments, *, shared: bool) -> Tensor:
     """(components, n_atoms, channels). weights: (n_edges, degrees x channels) or, shared by all degrees, (n_edges, channels).
 
-    directions: (n_edges, 2l + 1) of each degree, the first of them one and not looked at. edges: those of each atom.
+    directions: (n_edges, 2l + 1) of each degree, the first of which is one and not read. edges: those of each atom.
     """
     parts = [weights] * len(directions) if shared else _by_degree(weights, len(directions))
     sums = [segment_sum(parts[0], edges).unsqueeze(0)]

@@ -56,7 +56,7 @@ def resolve_accelerator(options: dict[str, Any], *, world_size: int = 1) -> str 
     return note
 
 
-def device_count(accelerator: Any) -> int:
+def device_count(accelerator: object) -> int:
     """How many devices of that kind this process sees; 0 where it is the CPU."""
     accelerator = accelerator or "auto"
     if accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available():
@@ -66,7 +66,7 @@ def device_count(accelerator: Any) -> int:
     return 0
 
 
-def evaluation_device(accelerator: Any) -> str:
+def evaluation_device(accelerator: object) -> str:
     """Where a model is evaluated outside of Lightning, in the words of torch."""
     if accelerator in (None, "auto", "gpu", "cuda") and torch.cuda.is_available():
         return f"cuda:{torch.cuda.current_device()}"

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from forgefield.errors import ForgefieldError
 from forgefield.parallel.launch import Launch
 
 
-def check_trainer_options(launch: Launch, *, devices: Any, num_nodes: Any, accelerator: Any) -> None:
+def check_trainer_options(launch: Launch, *, devices: object, num_nodes: object, accelerator: object) -> None:
     """Raise ForgefieldError where the trainer's options say something else than the launcher did.
 
     devices: None, "auto", -1 (whatever there is), a number, "2", a list of indices or "0,1". num_nodes: None or a number.
@@ -35,7 +34,7 @@ def check_trainer_options(launch: Launch, *, devices: Any, num_nodes: Any, accel
         raise ForgefieldError(f"{_started(launch)}, but trainer.accelerator=mps has one device: start one process.")
 
 
-def _number_of_devices(devices: Any) -> int | None:
+def _number_of_devices(devices: object) -> int | None:
     """How many devices on each node were asked for; None if whatever there is."""
     if devices is None or devices in ("auto", -1, "-1"):
         return None
@@ -52,7 +51,7 @@ def _number_of_devices(devices: Any) -> int | None:
     )
 
 
-def _number_of_nodes(num_nodes: Any) -> int | None:
+def _number_of_nodes(num_nodes: object) -> int | None:
     if num_nodes is None or (type(num_nodes) is int and num_nodes > 0):
         return num_nodes
     raise ForgefieldError(f"trainer.num_nodes={num_nodes!r} is not a whole number from 1 up.")

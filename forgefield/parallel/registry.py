@@ -87,7 +87,7 @@ def register_strategies() -> None:
         AcceleratorRegistry.register("xpu", XPUAccelerator, description="Intel GPU")
 
 
-def check_strategy(strategy: Any, *, world_size: int) -> None:
+def check_strategy(strategy: object, *, world_size: int) -> None:
     """Refuse what cannot be exact or cannot work here, before any work is done."""
     if strategy is None or not isinstance(strategy, str):
         return

@@ -28,14 +28,14 @@ class XPUAccelerator(Accelerator):
             raise ForgefieldError(f"the XPU accelerator was given the device {device}.")
         torch.xpu.set_device(device)
 
-    def get_device_stats(self, device: Any) -> dict[str, Any]:
+    def get_device_stats(self, device: torch.device | str | int) -> dict[str, Any]:
         return torch.xpu.memory_stats(device)
 
     def teardown(self) -> None:
         torch.xpu.empty_cache()
 
     @staticmethod
-    def parse_devices(devices: Any) -> list[int]:
+    def parse_devices(devices: int | str | list[int]) -> list[int]:
         if isinstance(devices, str):
             devices = [int(part) for part in devices.split(",") if part] if "," in devices else int(devices)
         if isinstance(devices, int):
@@ -43,7 +43,7 @@ class XPUAccelerator(Accelerator):
         return [int(device) for device in devices]
 
     @staticmethod
-    def get_parallel_devices(devices: Any) -> list[torch.device]:
+    def get_parallel_devices(devices: list[int]) -> list[torch.device]:
         return [torch.device("xpu", index) for index in devices]
 
     @staticmethod

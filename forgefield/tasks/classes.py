@@ -1,7 +1,7 @@
-"""Targets that are classes: labels are values of a list, the model gives a number (logit) for each of them.
+"""Targets that are classes: labels are values of a list, and the model predicts a logit for each of them.
 
-What is measured are sums over labels, like any other error: right answers, cross-entropies, and of each class how often it was
-found, wrongly found and missed.
+Metrics are computed from sums over labels, like any other error: correct predictions, cross-entropies, and for each class the
+numbers of true positives, false positives and false negatives.
 """
 
 from __future__ import annotations
@@ -24,23 +24,21 @@ def cross_entropy(logits: Tensor, chosen: Tensor) -> Tensor:
 
 
 def class_sums(logits: Tensor, labels: Tensor, values: Tensor) -> list[Tensor]:
-    """(3,) each: right answers, sum of cross-entropies, labels; then for each class found, wrongly found, missed."""
+    """(3,) each: correct predictions, sum of cross-entropies, labels; then for each class true positives, false positives and
+    false negatives."""
     chosen = one_hot(labels, values)
     labelled = chosen.sum(1, keepdim=True)
-    given = torch.nn.functional.one_hot(logits.argmax(1), values.shape[0]).to(chosen.dtype) * labelled
-    right = (chosen * given).sum(0)
-    whole = torch.stack([right.sum(), cross_entropy(logits, chosen).sum(), labelled.sum()])
-    by_class = torch.stack([right, given.sum(0) - right, chosen.sum(0) - right], dim=1)
-    return [whole, *by_class.unbind(0)]
+    predicted = torch.nn.functional.one_hot(logits.argmax(1), values.shape[0]).to(chosen.dtype) * labelled
+    correct = (chosen * predicted).sum(0)
+    total = torch.stack([correct.sum(), cross_entropy(logits, chosen).sum(), labelled.sum()])
+    by_class = torch.stack([correct, predicted.sum(0) - correct, chosen.sum(0) - correct], dim=1)
+    return [total, *by_class.unbind(0)]
 
 
 def class_metrics(rows: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Share of right answers, mean cross-entropy, and the mean of the F1 scores of the classes that occur. rows: added-up
-    `class_sums`."""
+    """Accuracy, mean of the F1 scores of the classes that occur, and mean cross-entropy. rows: added-up `class_sums`."""
     (right, entropy, count), *classes = rows
-    scores = [
-        2 * found / (2 * found + wrong + missed) for found, wrong, missed in classes if found + wrong + missed > 0
-    ]
+    scores = [2 * hits / (2 * hits + wrong + missed) for hits, wrong, missed in classes if hits + wrong + missed > 0]
     return {"accuracy": right / count, "f1": sum(scores) / len(scores), "cross_entropy": entropy / count}
 
 

@@ -1,7 +1,7 @@
 """Errors in physical units, counted once per label: mean absolute and root mean square.
 
-The accumulators are sums on the device; nothing is read back until `compute`. They know nothing of loss kinds, loss
-weights or normalisation, so a metric means the same whatever is being minimised.
+The accumulators are sums on the device; nothing is read back until `compute`. They do not depend on losses, loss weights or
+normalisation, so a metric means the same whatever is minimised.
 """
 
 from __future__ import annotations
@@ -75,13 +75,13 @@ class ErrorMetrics:
 
     @torch.no_grad()
     def add(self, measured: Tensor) -> None:
-        """Take in what `measure` gave, here or elsewhere."""
+        """Add the result of `measure`, from this process or another."""
         self.sums = self.sums.to(measured.device)
         self.sums += measured
 
     @torch.no_grad()
     def measure(self, outputs: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
-        """(n_rows, 3): what one batch contributes to `sums`."""
+        """(n_rows, 3): the contribution of one batch to `sums`."""
         added = []
         for name in self.targets:
             target = quantity(name)
@@ -106,7 +106,7 @@ class ErrorMetrics:
         return torch.stack(added)
 
     def _of_branch(self, name: str, error: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        """The error where it counts: of frames of the target's branch; as if without a label elsewhere."""
+        """The error for frames of the target's branch; NaN, as without a label, for others."""
         branch, dot, _ = name.partition(".")
         if not dot:
             return error
@@ -121,9 +121,9 @@ class ErrorMetrics:
         return self._values[target, device]
 
     def compute(self, sums: Tensor | None = None) -> dict[str, float]:
-        """Metrics in the units of `UNITS`; what has no label is left out. This is the one read-back from the device.
+        """Metrics in the units of `UNITS`, of targets with labels. This is the only read-back from the device.
 
-        sums: accumulators added up over several processes, in place of this one's own.
+        sums: accumulators added up over several processes, in place of those of this object.
         """
         values: dict[str, float] = {}
         numbers = (self.sums if sums is None else sums).tolist()

@@ -50,6 +50,7 @@ class WeightSchedule:
     @classmethod
     def from_options(cls, first: float, options: ScheduleOptions) -> WeightSchedule:
         """The schedule of a config. first: the target's `weight`."""
+        assert options.to is not None, "the checks of the config require it"
         return cls(
             first,
             options.kind,

@@ -1,8 +1,8 @@
-"""One training from config to trained weights: open or continue the run folder, prepare data and model, run Lightning.
+"""One training from config to trained weights: open the run folder, prepare data and model, run Lightning.
 
-Read top to bottom, `fit` is the whole story, whatever the samples are: what is particular to frames or points is behind
-`subject.Problem`. Whether a run is new, continued or already complete is decided here, and said. With several processes all of
-them run it; rank 0 decides and writes, the others are told.
+`fit` is the same for all kinds of samples; what differs between frames and points is in `problem.Problem`. Whether a run is
+new, resumed or already complete is decided here and reported. With several processes all of them run `fit`; rank 0 decides and
+writes, and sends its decisions to the others.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from forgefield.training.callbacks.progress import RunProgress
 from forgefield.training.callbacks.run_checkpoint import RunCheckpoint
 from forgefield.training.callbacks.step_log import StepLog
 from forgefield.training.callbacks.tensorboard import TensorBoardLog
-from forgefield.training.optim.scaling import learning_rate_factor
+from forgefield.training.optim.learning_rate import learning_rate_factor
 from forgefield.training.precision import Precision
 from forgefield.training.problem.preflight import check_settings, require_same_settings
 from forgefield.training.problem.problem import Loader, Problem, TrainingSession, problem_for
@@ -56,15 +56,15 @@ from forgefield.training.trainer import (
 )
 
 _LIMITS = ("trainer.max_epochs", "trainer.max_steps", "training.early_stopping")
-"""Settings that say when training ends."""
+"""Settings that decide when training ends."""
 
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """run: the folder. data: what it was trained on, None where other processes did it. outcome: `finished`, `complete` (it was
-    so before), `stopped`, `quick`, or `failed` in other processes.
+    """run: the run folder. data: the training data; None if other processes trained. outcome: `finished`, `complete` (there
+    was nothing left to train), `stopped`, `quick`, or `failed` in other processes.
 
-    changed: settings that differ from when the run was started.
+    changed: settings that differ from those the run was started with.
     """
 
     run: Run
@@ -76,7 +76,7 @@ class TrainingResult:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What is trained with which settings. options: the config's `trainer` section, completed on the way."""
+    """A prepared training. options: the config's `trainer` section, completed on the way."""
 
     run: Run
     config: Config
@@ -90,12 +90,12 @@ class _Plan:
 
     @property
     def columns(self) -> list[str]:
-        """Every metric that a row may hold."""
+        """Names of all metrics that a row may have."""
         splits = ("train", "val") if self.problem.has_val else ("train",)
         return [f"{split}/{name}" for split in splits for name in self.problem.metric_names(split)]
 
     def write_record(self, ranks: Ranks) -> None:
-        """Store settings and record, when it is certain that they will be used."""
+        """Store settings and `run.json`, once it is certain that they will be used."""
         if not ranks.is_rank_zero:
             return
         run, problem = self.run, self.problem
@@ -129,8 +129,11 @@ def fit(
     callbacks: Sequence[Callback] = (),
     trust_code: bool = False,
 ) -> TrainingResult:
-    """Train as `config` says. With `fresh` an existing run of that name is moved aside, else it is continued. callbacks: of the
-    caller, beside those of the config. trust_code: whether code may be imported that a run names and not the config."""
+    """Train as described by `config`.
+
+    fresh: move an existing run of that name aside; without it, the run is resumed. callbacks: in addition to those of the
+    config. trust_code: whether code that a run names, and not the config, may be imported.
+    """
     options = copy.deepcopy(config.trainer)
     require_same_settings(config, ranks)
     lr_factor = learning_rate_factor(config.training.scale_lr, ranks.world_size)
@@ -142,7 +145,9 @@ def fit(
     stop = StopControl(take_max_seconds(options), requeue_exit=requeue_exit)
     session = TrainingSession(ranks, journal, stop, lr_factor, trust_code)
     if fresh and max(ranks.all_gather(ranks.launch.restarts)):  # not every agent of torchrun counts every restart
-        journal.notify("The job was started again by its launcher: the run goes on, --fresh held for the first start.")
+        journal.notify(
+            "The launcher has restarted the job: the run resumes, because --fresh applies to the first start only."
+        )
         fresh = False
     quick = bool(options.get("fast_dev_run"))
     with session.stop, run_folder(config, fresh=fresh, quick=quick, journal=journal, ranks=ranks) as run:
@@ -156,7 +161,7 @@ def fit(
 def _fit_in(
     run: Run, config: Config, options: dict[str, Any], callbacks: Sequence[Callback], session: TrainingSession
 ) -> TrainingResult:
-    """Train in a folder that is ours."""
+    """Train in a run folder that this process has locked."""
     ranks, journal = session.ranks, session.journal
     problem = problem_for(run, config, options, session)
     config = problem.config
@@ -175,14 +180,14 @@ def _fit_in(
         )
         plan.write_record(ranks)
         return TrainingResult(run, problem.data, "complete", changed=changed)
-    if (stopped := _asked_already(session)) is not None:
+    if (stopped := _stop_requested(session)) is not None:
         plan.write_record(ranks)
         return _stopped(plan, stopped, "Stopped before the first step", session)
     return _run_lightning(plan, restart, session, is_done=is_done)
 
 
-def _asked_already(session: TrainingSession) -> StopRequested | None:
-    """Whether any rank was asked to stop while data was read; the same answer on all."""
+def _stop_requested(session: TrainingSession) -> StopRequested | None:
+    """The request to stop that any rank received while data was read, on all ranks; None if there was none."""
     flags = session.ranks.all_gather(session.stop.flags())
     return session.stop.look_together([sum(column) for column in zip(*flags)])
 
@@ -198,14 +203,14 @@ def _changed_settings(run: Run, config: Config, session: TrainingSession) -> lis
 
 
 def _where_to_resume(plan: _Plan, changed: list[str], journal: Journal) -> tuple[ResumePoint | None, bool, bool]:
-    """The checkpoint to resume from, whether training had ended there, and whether the weights were written then."""
+    """The checkpoint to resume from, whether training had ended there, and whether its final weights were written."""
     run = plan.run
     restart = find_resume_point(run.checkpoints, journal.notify)
     if restart is None:
         return None, False, False
     if restart.finished is not None:
         is_done = restart.finished == _limits(plan.config)
-    else:  # a checkpoint of an earlier version does not tell
+    else:  # a checkpoint of an earlier version does not record it
         is_done = run.info.get("status") == "finished" and not any(key.startswith(_LIMITS) for key in changed)
     return restart, is_done, run.info.get("status") == "finished" and _has_weights(run, restart.step)
 
@@ -219,7 +224,7 @@ def _has_weights(run: Run, step: int) -> bool:
 
 
 def _limits(config: Config) -> str:
-    """The settings that say when training ends, as text."""
+    """The settings that decide when training ends, as text."""
     values = asdict(config)
     return json.dumps({key: select(values, key) for key in _LIMITS}, sort_keys=True, default=str)
 
@@ -227,7 +232,7 @@ def _limits(config: Config) -> str:
 def _run_lightning(
     plan: _Plan, restart: ResumePoint | None, session: TrainingSession, *, is_done: bool
 ) -> TrainingResult:
-    """Train, or, where training had ended (`is_done`) without its last files, restore it and write them."""
+    """Train; or, if training had ended (`is_done`) without writing its last files, restore the state and write them."""
     run, config, problem, ranks, journal = plan.run, plan.config, plan.problem, session.ranks, session.journal
     monitor = _monitor(config.training, plan.columns, problem.has_val, journal)
     exchange = StepExchange(session.stop.flags) if ranks.world_size > 1 else None
@@ -247,7 +252,7 @@ def _run_lightning(
     trainer = build_trainer(plan.options, folder=run.path, first=first, callbacks=callbacks, ranks=ranks)
     if restart is not None and trainer.max_epochs not in (None, -1) and restart.epoch > trainer.max_epochs:
         raise ForgefieldError(
-            f"Run {run.name} has {restart.epoch} epochs behind it already, more than trainer.max_epochs={trainer.max_epochs}."
+            f"Run {run.name} has completed {restart.epoch} epochs, more than trainer.max_epochs={trainer.max_epochs}."
         )
     device = trainer.strategy.root_device
     precision = Precision(config.training.precision)
@@ -260,7 +265,7 @@ def _run_lightning(
         metrics_log.start(restart.rows if restart else 0)
     loader = problem.loader(device)
     if restart is not None:
-        first.first_batch = _go_on(loader, restart, plan, session)
+        first.first_batch = _start_loader(loader, restart, plan, session)
     summarise(journal, problem, trainer, monitor)
     _write_status(run, ranks, status="running", measured=None, hardware=hardware(device, ranks.world_size))
     try:
@@ -292,7 +297,7 @@ def _run_lightning(
 def _callbacks(
     plan: _Plan, monitor: str, step: int, session: TrainingSession, exchange: StepExchange | None
 ) -> list[Callback]:
-    """All but the two that must be there and come first, in the order in which they act. step: where a run goes on."""
+    """All callbacks but the two that must come first, in the order in which they act. step: at which the run resumes."""
     run, training, ranks = plan.run, plan.config.training, session.ranks
     shows_progress = ranks.is_rank_zero and plan.options.get("enable_progress_bar", True)
     if not ranks.is_rank_zero:
@@ -329,19 +334,17 @@ def _early_stop(options: EarlyStoppingOptions, monitor: str, session: TrainingSe
     )
 
 
-def _go_on(loader: Loader, restart: ResumePoint, plan: _Plan, session: TrainingSession) -> int:
-    """Let the loader begin where the run was saved. Returns the number of the batch it begins with."""
+def _start_loader(loader: Loader, restart: ResumePoint, plan: _Plan, session: TrainingSession) -> int:
+    """Move the loader to the position of the checkpoint. Returns the number of the first batch."""
     notify, n = session.journal.notify, session.ranks.world_size
     loader.set_epoch(restart.epoch)
     first_batch = loader.start_at(restart.sample)
-    notify(
-        f"Continuing run {plan.run.name} after step {restart.step} (epoch {restart.epoch + 1}), {restart.path.name}."
-    )
+    notify(f"Resuming run {plan.run.name} at step {restart.step} (epoch {restart.epoch + 1}) from {restart.path.name}.")
     if restart.world_size != n:
         rates = " Learning rates follow training.scale_lr." if plan.config.training.scale_lr != "none" else ""
         notify(
-            f"It was saved on {restart.world_size} ranks and goes on with {n}: what is left of the epoch is seen exactly "
-            f"once.{rates}"
+            f"It was saved on {restart.world_size} ranks and resumes on {n}: the remaining samples of the epoch are used "
+            f"exactly once.{rates}"
         )
     return first_batch
 
@@ -354,7 +357,7 @@ def _stopped(plan: _Plan, stopped: StopRequested, when: str, session: TrainingSe
 
 
 def _stopped_at_once(run: Run, stopped: StopRequested, requeue_exit: int, session: TrainingSession) -> TrainingResult:
-    """Stopped where there was nothing to save: while data was read or an engine was compiled."""
+    """Stopped when there was nothing to save: while data was read or an engine was compiled."""
     ranks, journal = session.ranks, session.journal
     has_checkpoint = has_begun(run)
     when = "Stopped before the next step" if has_checkpoint else "Stopped before the first step"
@@ -369,7 +372,7 @@ def _stopped_at_once(run: Run, stopped: StopRequested, requeue_exit: int, sessio
 
 
 def code_after(stopped: StopRequested, requeue_exit: int, ranks: Ranks, journal: Journal) -> int:
-    """The exit code of a training that was stopped. Where the signal asks for it, SLURM is told to start the job again."""
+    """The exit code of a training that was stopped. If the signal asks for it, SLURM requeues the job."""
     if stopped.signal_number == signal.SIGUSR1 and ranks.is_rank_zero:
         ask_slurm_to_requeue(journal.notify)
     return exit_code(stopped, requeue_exit)
@@ -381,7 +384,7 @@ def _write_status(run: Run, ranks: Ranks, **values: Any) -> None:
 
 
 def _monitor(training: TrainingOptions, columns: list[str], has_val: bool, journal: Journal) -> str:
-    """What picks the best model; every value that is to be watched must be one that will exist."""
+    """The metric that selects the best model. Raises an error for a metric that this run does not have."""
     monitor = training.monitor
     if not has_val and monitor == "val/loss":
         monitor = "train/loss"
@@ -392,10 +395,10 @@ def _monitor(training: TrainingOptions, columns: list[str], has_val: bool, journ
     for setting, name in watched.items():
         if name in columns and name.endswith(("_accuracy", "_f1")):
             raise ForgefieldError(
-                f"{setting}={name}: what is watched is the better the smaller it is; watch "
+                f"{setting}={name}: a monitored metric must be one that is better when smaller; use "
                 f"{name.rpartition('_')[0]}_cross_entropy or val/loss."
             )
         if name not in columns:
-            reason = "; without validation only train/... can be watched" if not has_val else ""
-            raise ForgefieldError(f"{setting}={name} is not a value of this run{reason}.{did_you_mean(name, columns)}")
+            reason = "; without validation only train/... can be monitored" if not has_val else ""
+            raise ForgefieldError(f"{setting}={name} is not a metric of this run{reason}.{did_you_mean(name, columns)}")
     return monitor

@@ -1,367 +1,333 @@
-"""The Lightning module of frames: one training step and one validation step of a potential, by whichever engine."""
+"""The LightningModule of all trainings: rows of metrics, averages of weights, the optimiser, and the state that a resume needs.
+
+What depends on the kind of samples is done by its `StepExecutor`. Nothing here reads a value back from the device during a
+step: errors and loss sums are added up on the device, on each rank separately, and are summed over ranks and read when a row
+of metrics is written.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
+import lightning as L
 import torch
-from lightning.pytorch.strategies import DDPStrategy
-from torch import Tensor
+from torch import Tensor, nn
 
 from forgefield.config.schema import TrainingOptions
-from forgefield.data.batch import SHAPES, Shapes, to_device, with_edges
 from forgefield.errors import ForgefieldError
-from forgefield.models.potential import Potential
 from forgefield.parallel.exchange import StepExchange
-from forgefield.parallel.ranks import Ranks
-from forgefield.parallel.strategies import SimpleDDPStrategy
-from forgefield.tasks.metrics import ErrorMetrics
-from forgefield.tasks.task import Task
-from forgefield.training.engines.choose import knots_wanted
-from forgefield.training.engines.engine import Engine
-from forgefield.training.engines.graphs import GraphsEngine
-from forgefield.training.engines.sparing import SparingEngine, raise_if_memory
-from forgefield.training.engines.start import EngineStarter
-from forgefield.training.engines.step import Measured, StepFunction
-from forgefield.training.optim.averages import StochasticAverage, WeightAverage
-from forgefield.training.optim.captured_update import CapturedUpdate, why_not_capturable
-from forgefield.training.optim.optimisers import build_optimiser
-from forgefield.training.optim.trainable import parameter_groups, plain_state
-from forgefield.training.probing import ProbedModule
-from forgefield.training.run_module import RunModule, own_sums
-from forgefield.training.weighting import SoftAdapt, Uncertainty, build_weighting
-
-Batch = dict[str, Tensor]
+from forgefield.parallel.ranks import Ranks, single_process
+from forgefield.tasks.schedules import StepState
+from forgefield.training.epoch_length import epochs_of_fit, fit_epoch_length
+from forgefield.training.executor import StepExecutor, TaskLike
+from forgefield.training.optim.averages import weight_average
+from forgefield.training.optim.learning_rate import relative_learning_rate
+from forgefield.training.optim.optimisers import build_optimiser, build_scheduler, fit_length, rescale_learning_rates
+from forgefield.training.optim.update import portable_optimiser_states
+from forgefield.training.precision import Precision
+from forgefield.training.throughput import Throughput
 
 
-class _TargetWeights(MutableMapping[str, float]):
-    """The weights of a task by name, for callbacks that change them."""
+class LossMeter:
+    """Loss over many batches: sums and counts of each term, added on the device."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: TaskLike) -> None:
         self.task = task
+        self.sums = torch.zeros(2, len(task.names), dtype=torch.float64)
 
-    def __getitem__(self, name: str) -> float:
-        return {target.name: target.weight for target in self.task.targets}[name]
+    def add(self, sums: Tensor) -> None:
+        """sums: (2, n_targets), sums and counts of one batch."""
+        self.sums = self.sums.to(sums.device) + sums
 
-    def __setitem__(self, name: str, value: float) -> None:
-        if self.task.targets[self.task.names.index(name)].schedule is not None:
-            raise ForgefieldError(f"The weight of {name} follows task.{name}.schedule; leave one of the two out.")
-        self.task.set_weight(name, value)
+    def value(self, sums: Tensor | None = None) -> float:
+        """The loss of all that was added, here or, given its sums, on all ranks; NaN where nothing was."""
+        sums = self.sums if sums is None else sums
+        if not bool((sums[1] > 0).any()):
+            return float("nan")
+        return self.task.report(sums[0], sums[1])
 
-    def __delitem__(self, name: str) -> None:
-        raise TypeError("targets of a task cannot be taken out")
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.task.names)
-
-    def __len__(self) -> int:
-        return len(self.task.names)
+    def reset(self) -> None:
+        self.sums = torch.zeros_like(self.sums)
 
 
-class TrainingModule(RunModule, ProbedModule):
-    """Trains `potential` on `task` with the settings of the config's `training` section."""
+class TrainingModule(L.LightningModule):
+    """Trains the model of an executor on its task with the settings of the config's `training` section.
 
-    train_errors: ErrorMetrics
-    val_errors: ErrorMetrics
+    ranks: the processes that train together. exchange: their message of every batch. lr_factor: multiplies every learning
+    rate.
+    """
 
     def __init__(
         self,
-        potential: Potential,
-        task: Task,
+        executor: StepExecutor,
         options: TrainingOptions,
-        species: tuple[str, ...],
         *,
         monitor: str,
         ranks: Ranks | None = None,
         exchange: StepExchange | None = None,
         lr_factor: float = 1.0,
-        starter: EngineStarter | None = None,
-        shapes: Shapes = SHAPES,
     ) -> None:
-        """ranks: who trains together. exchange: their message of every batch. lr_factor: multiplies every learning rate.
-        starter: gets the engine going on the first batch; without one it is eager. shapes: of the tensors of a batch.
-        """
-        super().__init__(
-            potential,
-            task,
-            options,
-            monitor=monitor,
-            samples=("frames", "atoms"),
-            train_errors=task.error_metrics(species),
-            val_errors=task.error_metrics(species),
-            ranks=ranks,
-            exchange=exchange,
-            lr_factor=lr_factor,
-        )
-        self.potential = potential
-        self.task = task
-        self.starter = starter
-        self.engine: Engine | None = None
-        self.shapes = shapes
-        self.weighting = build_weighting(options.weighting, task, options.optimizer)
-        self.task_loss_scaling = _TargetWeights(task)
-        self._eager = Engine(self._step_function("double"))
-        self._update: CapturedUpdate | None = None
-        self._in_one_piece = options.memory.parts == 1 and not options.memory.split
-        self._evaluation_is_checked = False
-        self._steps_averaged = 0
-        self._measured = (-1, -1)
-        self._sums_before: list[Tensor] | None = None
-        self.task_loss: Tensor | None = None
-        self._discarded: Tensor | bool = False
+        super().__init__()
+        self.executor = executor
+        self.add_module(executor.model_name, executor.model)
+        self.automatic_optimization = executor.automatic_optimization
+        self.options = options
+        self.monitor = monitor
+        self.ranks = ranks if ranks is not None else single_process()
+        self.exchange = exchange
+        self.lr_factor = lr_factor
+        self.ema = weight_average(executor.model, options)
+        self.train_loss, self.val_loss = LossMeter(executor.task), LossMeter(executor.task)
+        self.train_errors, self.val_errors = executor.train_errors, executor.val_errors
+        self.precision = Precision(options.precision)
+        self.precision_now = self.precision.start
+        self.total_steps = -1
+        self.throughput = Throughput(executor.samples)
+        self.latest: dict[str, float] = {}
+        self._world_size_before: int | None = None
+        self._schedule_length: int | None = None
+        self._schedule_unit = "epoch"
+        self.schedule: dict[str, Any] | None = None
+        """The scheduler of learning rates as Lightning describes one."""
+        executor.attach(self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Lightning writes down which hook it is in forty times a step, and torch looks each time whether that is a weight."""
+        if name == "_current_fx_name":
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
 
     @property
-    def trained(self) -> Potential:
-        return self.potential
+    def trained(self) -> nn.Module:
+        """The model, whose state is saved, averaged and deployed."""
+        return self.executor.model
 
-    def notify(self, text: str) -> None:
-        (self.starter.notify if self.starter else print)(text)
+    @property
+    def task(self) -> TaskLike:
+        return self.executor.task
 
-    def forward(self, batch: Batch) -> Batch:
-        return self.potential(batch, forces=self.task.needs_forces, stress=self.task.needs_stress)
+    @property
+    def engine(self) -> Any:
+        """How steps are computed; None before the first batch."""
+        return self.executor.engine
 
-    def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
-        """Lightning's own way looks into every container anew, which takes longer than the transfer."""
-        return to_device(batch, device)
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Lightning's own version searches every container again, which takes longer than the transfer."""
+        return self.executor.to_device(batch, device)
 
-    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        return with_edges(batch, self.potential.cutoff)
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return self.executor.after_transfer(batch)
 
     # ---- training
 
+    def on_fit_start(self) -> None:
+        if self.ema is not None:
+            self.ema.to(self.device)
+        if self.ranks.rank > 0:  # initial weights are the same on all ranks; from now on random numbers differ
+            torch.manual_seed(torch.initial_seed() + 7919 * self.ranks.rank)
+
     def on_train_start(self) -> None:
-        counts_steps = self.precision.unit == "steps" or self.task.is_scheduled
-        self._steps_in_all = self.steps_of_fit() if counts_steps else -1
-        self._require_schedules_that_fit()
-        if isinstance(self.ema, StochasticAverage):
-            batches = int(self.trainer.num_training_batches)
-            of_epoch = -(-batches // self.trainer.accumulate_grad_batches)
-            quick = bool(getattr(self.trainer, "fast_dev_run", False))
-            self.ema.plan(steps=self.steps_of_fit(), steps_of_epoch=of_epoch, quick=quick)
-        self._steps_averaged = self.trainer.global_step  # known only now: a resume restores it after `on_fit_start`
-        super().on_train_start()
+        self.executor.before_training()
+        if self._schedule_length is not None:
+            other_ranks = self._world_size_before not in (None, self.ranks.world_size)
+            in_proportion = other_ranks and self._schedule_unit == "step"
+            scheduler = self.trainer.lr_scheduler_configs[0].scheduler
+            fit_length(scheduler, self._schedule_length, in_proportion=in_proportion)
+        self.executor.on_train_start()
 
-    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
-        """The engine is there before the optimiser's `step` is called, in which `training_step` runs: it may replace it."""
-        self._follow_precision()
-        if self.task.is_scheduled:
-            self.task.follow(self._moment())
-        if self.weighting is not None:
-            self.weighting.before_batch(self.trainer.global_step, self.task, self.ranks, self.device)
-        if self.engine is None:
-            with self.precision.applied(self._precision_now):
-                self.engine = self._start_engine(batch)
+    def on_train_epoch_start(self) -> None:
+        self.executor.on_train_epoch_start()
+        loader: Any = self.trainer.train_dataloader
+        loader.set_epoch(self.trainer.current_epoch)
+        fit_epoch_length(self.trainer, loader)
+        self.throughput.resume()
 
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        engine = self.engine
-        assert engine is not None
-        denominators = None
-        if self.exchange is not None:
-            self.exchange.send(self.task.counts(batch))
-            denominators = _once(self.exchange.counts)
-        with self.precision.applied(self._precision_now):
-            # Where gradients are brought as they lie, autograd need not know of them.
-            step = (
-                engine.measure(batch, denominators) if self._gradients_lie_still else engine.step(batch, denominators)
-            )
-        self.precision.require_effect(self._precision_now)
-        if (self.current_epoch, batch_idx) != self._measured:  # some optimisers evaluate a batch several times
-            self._measured = (self.current_epoch, batch_idx)
-            if batch_idx % self.trainer.accumulate_grad_batches == 0:
-                self._sums_before = [meter.sums.clone() for meter in self._meters()]
-            self.train_loss.add(step.measured.sums)
-            self.train_errors.add(step.measured.errors)
-            if isinstance(self.weighting, SoftAdapt):
-                self.weighting.add(step.measured.sums)
-        self._batch = batch
-        self.task_loss = step.loss.detach()
-        if not isinstance(self.weighting, Uncertainty):
-            return step.loss
-        sums, counts = step.measured.sums
-        counts = counts if denominators is None else denominators()
-        own = self.task.configured_weights_on(sums.device)
-        return step.loss + self.weighting.loss(sums * self.ranks.world_size, counts, own)
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.executor.on_train_batch_start(batch)
 
-    def eager_loss(self, batch: Batch) -> Tensor:
-        with self.precision.applied(self._precision_now):
-            return self._eager.step(batch).loss
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.executor.training_step(batch, batch_idx)
 
-    def discard_step(self, condition: Tensor | None = None, *, average: bool = True) -> None:
-        if self._sums_before is not None:
-            for meter, before in zip(self._meters(), self._sums_before):
-                before = before.to(meter.sums.device)
-                meter.sums = before.clone() if condition is None else torch.where(condition, before, meter.sums)
-        if average:
-            self._discarded = True if condition is None else condition
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.executor.on_train_batch_end(batch, batch_idx)
 
-    def _meters(self) -> list[Any]:
-        """What adds up measurements of batches."""
-        return [
-            self.train_loss,
-            self.train_errors,
-            *([self.weighting] if isinstance(self.weighting, SoftAdapt) else []),
-        ]
-
-    def _require_schedules_that_fit(self) -> None:
-        """Refuse schedules of weights that end with a training that has no end, or that this training does not complete."""
-        quick = bool(getattr(self.trainer, "fast_dev_run", False))
-        for target in self.task.targets:
-            if target.schedule is not None and not quick:
-                length = self._moment().epochs if target.schedule.unit == "epoch" else self._steps_in_all
-                target.schedule.require_fit(length, key=f"task.{target.name}.schedule")
-
-    def precision_changed(self) -> None:
-        if self.engine is not None:
-            self.engine.forget()
-
-    def _start_engine(self, batch: Batch) -> Engine:
-        """The engine, chosen, built and compared with the eager one on the first batch."""
-        inner = Engine(self._eager.function, world_size=self.ranks.world_size)
-        if self.starter is not None:
-            steps = self.steps_of_fit()
-            against = self._what_speaks_against_graphs()
-            inner = self.starter.start(self._step_function, batch, steps=steps, against_graphs=against)
-        if isinstance(inner, GraphsEngine):
-            optimiser = self.trainer.optimizers[0]
-            self._update = CapturedUpdate(optimiser, self.ema, still=lambda: self._gradients_lie_still)
-        memory = self.options.memory
-        return SparingEngine(inner, parts=memory.parts, split=memory.split, notify=self.notify)
-
-    def _what_speaks_against_graphs(self) -> str | None:
-        strategy = self.trainer.strategy
-        if isinstance(strategy, DDPStrategy) and not isinstance(strategy, SimpleDDPStrategy):
-            return (
-                f"{type(strategy).__name__} wants to see the backward pass; leave trainer.strategy out, or use "
-                "another engine."
-            )
-        return why_not_capturable(self.trainer.optimizers[0])
-
-    def _step_function(self, derivative: str) -> StepFunction:
-        return StepFunction(
-            self.potential,
-            self.task,
-            self.train_errors,
-            derivative=derivative,
-            knots=knots_wanted(self.options),
-            storage=self.options.kernels.storage,
-            edge_kernels=self.options.kernels.edges,
-            shapes=self.shapes,
-        )
-
-    @property
-    def _gradients_lie_still(self) -> bool:
-        """Whether a captured step leaves its gradients where the captured update reads them."""
-        return self._update is not None and self.trainer.accumulate_grad_batches == 1 and self._in_one_piece
+    def on_train_epoch_end(self) -> None:
+        self.executor.on_train_epoch_end()
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        if not self._gradients_lie_still:  # else they are replaced as a whole
+        if not self.executor.keeps_gradients:
             super().optimizer_zero_grad(epoch, batch_idx, optimizer)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        if self._gradients_lie_still:
-            assert isinstance(self.engine, SparingEngine)
-            assert isinstance(self.engine.inner, GraphsEngine)
-            self.engine.inner.bring_gradients()
-            if isinstance(self.weighting, Uncertainty):
-                self.weighting.bring_gradient()
-            return
-        try:
-            with self.precision.applied(self._precision_now):
-                loss.backward(*args, **kwargs)
-        except Exception as error:
-            raise_if_memory(error, self._batch)
-            raise
+        self.executor.backward(loss, *args, **kwargs)
 
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        if self._update is not None:  # it clips as part of what it has captured
-            self._update.clip = (gradient_clip_val, str(gradient_clip_algorithm or "norm").split(".")[-1].lower())
-        else:
+        if not self.executor.clips_gradients(gradient_clip_val, gradient_clip_algorithm):
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
-    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
-        if self.ema is not None and self._update is None and self.trainer.global_step > self._steps_averaged:
-            self._average(self.ema)
-        self._discarded = False
-        self._steps_averaged = self.trainer.global_step
-        loader: Any = self.trainer.train_dataloader
-        n_frames = loader.own_frames(batch_idx)
-        self.throughput.count(frames=n_frames, atoms=batch["positions"].shape[0] if n_frames else 0)
+    def step_state(self) -> StepState:
+        """The position of the next step in the training, for schedules of loss weights."""
+        return StepState(
+            step=self.trainer.global_step,
+            steps=self.total_steps,
+            epoch=self.current_epoch,
+            epochs=epochs_of_fit(self.trainer),
+            lr_ratio=relative_learning_rate(self.trainer.optimizers[0], self.options.lr * self.lr_factor),
+        )
 
-    def _average(self, average: WeightAverage) -> None:
-        if self._discarded is False:
-            average.update()
-        else:  # the step counts, the weights of it do not
-            share = average.next_share()
-            if isinstance(self._discarded, Tensor):
-                average.take_in(torch.where(self._discarded, 0.0, share))
+    def follow_precision(self) -> None:
+        """A schedule may change the precision; what was compiled or captured holds for one precision only."""
+        name = self.precision.at(
+            epoch=self.current_epoch,
+            epochs=self.trainer.max_epochs,
+            step=self.trainer.global_step,
+            steps=self.total_steps,
+        )
+        if name != self.precision_now:
+            self.precision_now = name
+            self.executor.precision_changed()
+
+    def finish_row(self) -> None:
+        """Close a row of metrics: training loss and errors since the last row, and a fresh start for the next."""
+        loss_sums, error_sums = self._over_ranks(self.train_loss.sums, self.train_errors.sums)
+        values = {"train/loss": self.finite_train_loss(loss_sums)}
+        values.update({f"train/{name}": value for name, value in self.train_errors.compute(error_sums).items()})
+        self.train_loss.reset()
+        self.train_errors.reset()
+        self._publish(values)
+
+    def take_throughput(self) -> dict[str, float | int | None]:
+        """Samples of each kind and their rates since the last call, over all ranks."""
+        row, names = self.throughput.take(), self.throughput.samples
+        if self.ranks.world_size > 1:
+            counts = torch.tensor([row[name] for name in names], dtype=torch.float64, device=self.device)
+            row.update(zip(names, (int(n) for n in self.ranks.all_reduce(counts).tolist())))
+            seconds = row["seconds"] or 0.0
+            for name in names:
+                row[f"{name}_per_second"] = row[name] / seconds if row[name] and seconds > 0 else None  # type: ignore[operator]
+        return row
+
+    def _publish(self, values: dict[str, float]) -> None:
+        """Make values known to Lightning's callbacks and to whoever writes the row. They are whole already: `log` would make an
+        accumulator of each and move it to the device and back, which takes longer than many steps."""
+        self.latest.update(values)
+        known = {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
+        self.trainer.callback_metrics.update(known)
+
+    def finite_train_loss(self, sums: Tensor | None = None) -> float:
+        """The training loss of all ranks since the last row; stops the run, on all ranks, when it is not a number."""
+        sums = self._over_ranks(self.train_loss.sums)[0] if sums is None else sums
+        loss = self.train_loss.value(sums)
+        if bool((sums[1] > 0).any()) and not abs(loss) < float("inf"):
+            raise ForgefieldError(
+                f"The training loss became {loss} by step {self.trainer.global_step}; the checkpoints before it are good. "
+                "Lower training.lr or set training.clip_norm, then train again with --fresh."
+            )
+        return loss
+
+    def _over_ranks(self, *sums: Tensor) -> list[Tensor]:
+        """Accumulators added up over ranks, in one message."""
+        if self.ranks.world_size == 1:
+            return list(sums)
+        total = self.ranks.all_reduce(torch.cat([part.reshape(-1).to(self.device) for part in sums]))
+        parts = total.split([part.numel() for part in sums])
+        return [part.reshape(like.shape) for part, like in zip(parts, sums)]
 
     # ---- validation
 
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        with self.precision.applied(self.precision.weights):
-            measured = self._evaluate(batch)
-        self.val_loss.add(measured.sums)
-        self.val_errors.add(measured.errors)
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.executor.validation_step(batch, batch_idx)
 
-    def _evaluate(self, batch: Batch) -> Measured:
-        eager = SparingEngine(
-            self._eager, split=False
-        )  # it may need more memory than the engine, and is then done in parts
-        if self.engine is None:
-            return eager.evaluate(batch)
-        if not self._evaluation_is_checked and self.starter is not None:
-            self.starter.check_evaluation(self.engine, eager, batch)
-            self._evaluation_is_checked = True
-        return self.engine.evaluate(batch)
+    def on_validation_epoch_start(self) -> None:
+        self.throughput.pause()
+        self.val_loss.reset()
+        self.val_errors.reset()
+        if self.ema is not None:
+            self.ema.to(self.device)
+            self.ema.exchange()
 
-    # ---- optimiser, and state beyond weights
+    def on_validation_epoch_end(self) -> None:
+        values = self.validated()
+        if self.ema is not None:
+            self.ema.exchange()
+        if not self.trainer.sanity_checking and self.trainer.state.fn == "fit":
+            self.finish_row()
+        self._publish(values)
+        self.throughput.resume()
 
-    def groups(self) -> list[Any]:
-        """What is trained, in groups where rates differ."""
-        lr, factors = self.options.lr * self.lr_factor, self.options.lr_groups
-        if not factors and not isinstance(self.weighting, Uncertainty):
-            return [p for p in self.potential.parameters() if p.requires_grad]
-        groups = parameter_groups(self.potential, factors or {}, lr)
-        if isinstance(self.weighting, Uncertainty):
-            factor = self.weighting.options.lr
-            groups.append({"params": [self.weighting.log_variances], "lr": lr * factor, "factor": factor})
-            if _decays(self.options.optimizer):
-                groups[-1]["weight_decay"] = 0.0
-        return groups
+    def validated(self) -> dict[str, float]:
+        """Loss and errors of the validation that has just ended, of all ranks; the model still has the validated weights."""
+        loss_sums, error_sums = self._over_ranks(self.val_loss.sums, self.val_errors.sums)
+        values = {"val/loss": self.val_loss.value(loss_sums)}
+        values |= {f"val/{name}": value for name, value in self.val_errors.compute(error_sums).items()}
+        return values | self.executor.measure_after_validation()
+
+    def on_validation_end(self) -> None:
+        self.executor.on_validation_end()
+
+    # ---- optimiser
+
+    def configure_optimizers(self) -> Any:
+        lr = self.options.lr * self.lr_factor
+        optimiser = build_optimiser(self.options.optimizer, self.executor.parameter_groups(lr), lr=lr)
+        self.executor.check_optimiser(optimiser)
+        if self.options.scheduler is None:
+            return optimiser
+        scheduler = build_scheduler(
+            self.options.scheduler,
+            optimiser,
+            monitor=self.monitor,
+            validate_every=self.trainer.check_val_every_n_epoch or 1,
+            epochs=self.trainer.max_epochs if self.trainer.max_epochs is not None else -1,
+            steps=self.executor.steps_of_fit,
+            lr_factor=self.lr_factor,
+        )
+        if "T_max" not in self.options.scheduler:
+            self._schedule_length = getattr(scheduler["scheduler"], "T_max", None)
+            self._schedule_unit = scheduler["interval"]
+        self.schedule = scheduler
+        # With manual optimisation, schedulers are stepped by the executor; Lightning only stores their state.
+        described = scheduler if self.automatic_optimization else scheduler["scheduler"]
+        return {"optimizer": optimiser, "lr_scheduler": described}
+
+    # ---- state beyond weights, optimiser and loops
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_save_checkpoint(checkpoint)
-        if isinstance(self.weighting, SoftAdapt):
-            sums = {"sums": self.weighting.sums.cpu().clone()}
-            checkpoint["forgefield"]["weighting"] = {"sums": self.ranks.gather(sums), **self.weighting.state_dict()}
+        sums = {"train_loss": self.train_loss.sums.cpu().clone(), "train_errors": self.train_errors.sums.cpu().clone()}
+        portable_optimiser_states(checkpoint.get("optimizer_states", []), self.trainer.optimizers)
+        checkpoint["forgefield"] = {
+            "ema": self.ema.state_dict() if self.ema is not None else None,
+            "sums": self.ranks.gather(sums),
+            "lr_factor": self.lr_factor,
+            **self.executor.state(),
+        }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        if isinstance(self.weighting, SoftAdapt):
-            state = checkpoint["forgefield"]["weighting"]
-            self.weighting.load_state_dict(state)
-            self.weighting.sums = own_sums(state["sums"], self.ranks)["sums"]
-        super().on_load_checkpoint(checkpoint)
+        state = checkpoint["forgefield"]
+        if self.ema is not None:
+            self.ema.load_state_dict(state["ema"])
+        self._world_size_before = len(state["sums"])
+        own = own_sums(state["sums"], self.ranks)
+        self.train_loss.sums, self.train_errors.sums = own["train_loss"], own["train_errors"]
+        rescale_learning_rates(checkpoint, self.lr_factor / state["lr_factor"])
+        self.executor.load_state(state)
 
-    def plain_state(self) -> dict[str, Tensor]:
-        return plain_state(self.potential)
+    def averaged_state(self) -> dict[str, Tensor]:
+        """The model's state with averaged weights: what is validated, and what is deployed."""
+        if self.ema is None:
+            state = self.executor.deployed_state()
+        else:
+            with self.ema.applied():
+                state = {name: tensor.detach().clone() for name, tensor in self.executor.deployed_state().items()}
+        return {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
 
 
-def _decays(optimizer: Any) -> bool:
-    """Whether the optimiser knows a decay of weights, which variances have no part in."""
-    probe = build_optimiser(optimizer, [torch.nn.Parameter(torch.zeros(2, 2))], lr=1.0)
-    return "weight_decay" in probe.defaults
-
-
-def _once(ask: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """The same question, asked at most once."""
-    answers: list[Tensor] = []
-
-    def answer() -> Tensor:
-        if not answers:
-            answers.append(ask())
-        return answers[0]
-
-    return answer
+def own_sums(stored: list[dict[str, Tensor]], ranks: Ranks) -> dict[str, Tensor]:
+    """What this rank had added up. Where the number of ranks has changed, rank 0 takes over the sums of all."""
+    if len(stored) == ranks.world_size:
+        return stored[ranks.rank]
+    total = {name: torch.stack([part[name] for part in stored]).sum(0) for name in stored[0]}
+    return total if ranks.is_rank_zero else {name: torch.zeros_like(tensor) for name, tensor in total.items()}

@@ -24,6 +24,7 @@ from forgefield.models.potential import Potential
 from forgefield.tasks.task import Task
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.sparing import halves
+from forgefield.training.module import TrainingModule
 from forgefield.training.optim.averages import WeightAverage
 
 T = TypeVar("T")
@@ -67,6 +68,12 @@ class ProbedModule(ABC):
         """
 
 
+def probed(module: nn.Module) -> ProbedModule | None:
+    """What a module offers to callbacks: its executor, or the module itself; None for any other LightningModule."""
+    candidate = module.executor if isinstance(module, TrainingModule) else module
+    return candidate if isinstance(candidate, ProbedModule) else None
+
+
 # ---- evaluating a batch again
 
 
@@ -99,8 +106,8 @@ def _log_nothing(*arguments: object, **options: object) -> None:
 
 def loss_of(module: L.LightningModule, batch: Any, batch_idx: int) -> Tensor | None:
     """The training loss of a batch, evaluated eagerly on this rank alone; None where the module returns no loss."""
-    if isinstance(module, ProbedModule):
-        return module.eager_loss(batch)
+    if (inspected := probed(module)) is not None:
+        return inspected.eager_loss(batch)
     output = module.training_step(*training_step_arguments(module, batch, batch_idx))
     return output.get("loss") if isinstance(output, Mapping) else output
 
@@ -185,9 +192,10 @@ def label_addresses(batch: object, module: nn.Module) -> set[int]:
 
     Labels are identified by address, since an output of the model may have the name of a label.
     """
-    if not isinstance(module, ProbedModule) or not isinstance(batch, Mapping):
+    inspected = probed(module)
+    if inspected is None or not isinstance(batch, Mapping):
         return set()
-    names = {"energy", "forces", "stress", *(target.label for target in module.task.targets)}
+    names = {"energy", "forces", "stress", *(target.label for target in inspected.task.targets)}
     return {batch[name].data_ptr() for name in names if name in batch}
 
 
@@ -203,7 +211,8 @@ def frames_of(
     sample.
     """
     if isinstance(batch, Mapping) and {"frame_id", "n_atoms", "positions"} <= batch.keys():
-        shapes = module.shapes if isinstance(module, ProbedModule) else SHAPES
+        inspected = probed(module)
+        shapes = inspected.shapes if inspected is not None else SHAPES
         return [
             (_frame_name(trainer, int(part["frame_id"][0])), part)
             for part in _single_frames(dict(batch), shapes)

@@ -50,7 +50,7 @@ class _Reader(pickle.Unpickler):
             raise RefusedPickle(f"it names {module}.{name}, which could run code or is not plain data")
         return _Maker(maker)
 
-    def persistent_load(self, pid: Any) -> Any:
+    def persistent_load(self, pid: object) -> Any:
         raise RefusedPickle("it refers to objects outside of itself")
 
 
@@ -62,7 +62,7 @@ class _Maker:
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: object) -> Any:
         return self._function(*args)
 
     def __setstate__(self, state: Any) -> None:
@@ -74,7 +74,7 @@ class _Dtype:
 
     __slots__ = ("dtype",)
 
-    def __init__(self, code: Any, *_: Any) -> None:
+    def __init__(self, code: Any, *_: object) -> None:
         if not isinstance(code, str) or not _PLAIN_DTYPE.fullmatch(code):
             raise RefusedPickle(f"it holds an array of {code!r}; only numbers and text are read")
         self.dtype = np.dtype(code)
@@ -112,7 +112,7 @@ class _Storage:
         raise RefusedPickle("it tries to change the numbers of a tensor")
 
 
-def _from_buffer(data: Any, dtype: Any, shape: Any, order: Any = "C", *_: Any) -> np.ndarray:
+def _from_buffer(data: Any, dtype: Any, shape: Any, order: Any = "C", *_: object) -> np.ndarray:
     if not isinstance(dtype, _Dtype) or not isinstance(data, (bytes, bytearray, str)) or order not in ("C", "F"):
         raise RefusedPickle("it holds an array that is not one of numbers or text")
     raw = data.encode("latin1") if isinstance(data, str) else data  # written by Python 2
@@ -130,7 +130,7 @@ def _encode(text: Any, codec: Any) -> bytes:
     return text.encode("latin1")
 
 
-def _reconstruct(*_: Any) -> _Array:
+def _reconstruct(*_: object) -> _Array:
     return _Array()
 
 
@@ -153,7 +153,7 @@ def _load_from_bytes(data: Any) -> _Storage:
     return _Storage(values)
 
 
-def _rebuild_tensor(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> np.ndarray:
+def _rebuild_tensor(storage: Any, offset: Any, size: Any, stride: Any, *_: object) -> np.ndarray:
     if not isinstance(storage, _Storage):
         raise RefusedPickle("it holds a tensor without numbers")
     if not isinstance(size, tuple) or not isinstance(stride, tuple) or len(size) != len(stride):
@@ -185,10 +185,10 @@ class _Settling:
         self._done: dict[int, tuple[Any, int] | None] = {}
         """id -> the settled value and how many values it unfolds to; None while its own items are looked at."""
 
-    def settled(self, value: Any) -> Any:
+    def settled(self, value: object) -> Any:
         return self._settle(value)[0]
 
-    def _settle(self, value: Any) -> tuple[Any, int]:
+    def _settle(self, value: object) -> tuple[Any, int]:
         if not isinstance(value, (dict, list, tuple, set, frozenset)):
             return _single(value), 1
         if id(value) not in self._done:
@@ -214,7 +214,7 @@ class _Settling:
         return type(value)(parts), count
 
 
-def _single(value: Any) -> Any:
+def _single(value: object) -> Any:
     if isinstance(value, _Array):
         if value.array is None:
             raise RefusedPickle("it holds an array without numbers")

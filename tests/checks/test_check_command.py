@@ -10,7 +10,8 @@ from forgefield.checks import run_checks
 from forgefield.cli import main
 from forgefield.data.readers import read_frames
 from forgefield.data.species import SpeciesTable
-from forgefield.models.registry import build_model, resolve_model
+from forgefield.models.building import build_model
+from forgefield.models.resolving import resolve_model
 from forgefield.runs import create_run_from_model
 from tests.support import toy_models as toys
 from tests.support.helpers import tiny_config, write_emt

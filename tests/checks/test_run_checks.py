@@ -19,8 +19,9 @@ from forgefield.data.batch import batch_from_frames
 from forgefield.data.frame import Frame
 from forgefield.data.neighbours.graph import GraphOptions
 from forgefield.errors import ForgefieldError
+from forgefield.models.building import build_model
 from forgefield.models.potential import Potential
-from forgefield.models.registry import build_model, resolve_model
+from forgefield.models.resolving import resolve_model
 from tests.support import toy_models as toys
 from tests.support.check_structures import SPECIES, as_frame, structures
 

@@ -15,7 +15,7 @@ import pytest
 
 from forgefield.config.deepmd import translate
 from forgefield.errors import ForgefieldError
-from forgefield.models.registry import check_model
+from forgefield.models.resolving import check_model
 from tests.support.deepmd_inputs import WATER, changed
 
 SCRIPT = """

@@ -10,8 +10,8 @@ from forgefield.ldos.training.data import RowLayout
 from forgefield.ldos.training.engines import EagerEngine, GraphsEngine
 from forgefield.ldos.training.fused import FusedGradient, FusedStep
 from forgefield.ldos.training.gradient import Written
-from forgefield.ldos.training.update import Update
 from forgefield.training.optim.averages import WeightAverage
+from forgefield.training.optim.update import Update
 from tests.support.interrupting import Interrupted
 from tests.support.launching import average, weights
 from tests.support.point_networks import network, rows, task

@@ -10,7 +10,8 @@ from forgefield.config.loading import load_config
 from forgefield.data.batch import to_device
 from forgefield.data.batch_spec import BatchSpec
 from forgefield.data.module import read_data
-from forgefield.models.registry import build_model, resolve_model
+from forgefield.models.building import build_model
+from forgefield.models.resolving import resolve_model
 from forgefield.tasks.task import Task
 from tests.support.helpers import tiny_config
 from tests.support.interrupting import Interrupted

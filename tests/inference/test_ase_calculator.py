@@ -18,8 +18,9 @@ from forgefield.data.neighbours.graph import GraphOptions
 from forgefield.data.species import SpeciesTable
 from forgefield.errors import ForgefieldError
 from forgefield.inference.ase import Calculator, VerletList
+from forgefield.models.building import build_model
 from forgefield.models.potential import Potential
-from forgefield.models.registry import build_model, resolve_model
+from forgefield.models.resolving import resolve_model
 from forgefield.runs import Run, create_run_from_model
 from tests.support.toy_models import REFERENCE, Morse
 

@@ -8,7 +8,8 @@ import torch
 from forgefield.training.optim import captured_update
 from forgefield.training.optim.adam_update import adam_step
 from forgefield.training.optim.averages import WeightAverage
-from forgefield.training.optim.captured_update import CapturedUpdate, portable_optimiser_states
+from forgefield.training.optim.captured_update import CapturedUpdate
+from forgefield.training.optim.update import portable_optimiser_states
 from tests.support.kernels import DEVICE, draw, needs_kernels
 
 pytestmark = needs_kernels

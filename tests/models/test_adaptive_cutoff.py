@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from forgefield.config.trust import CONFIG
 from forgefield.data.frame import Frame
 from forgefield.data.neighbours import graph as numpy_graph
 from forgefield.data.neighbours.graph import GraphOptions, build_edges
@@ -259,12 +260,12 @@ class KnowingModel(nn.Module):
 
 
 def test_a_model_that_does_not_know_it_refuses():
-    facts = {"species": SPECIES, "cutoff": CUTOFF}
+    facts = {"species": SPECIES, "cutoff": CUTOFF, "trust": CONFIG}
     with pytest.raises(ForgefieldError, match=r"data\.adaptive_cutoff is 3\.4.*PlainModel has no argument"):
         resolve_model({"name": f"{__name__}.PlainModel"}, adaptive_cutoff=LIMIT, **facts)
     for limit in (LIMIT, None):
         resolved = resolve_model({"name": f"{__name__}.KnowingModel"}, adaptive_cutoff=limit, **facts)
-        assert build_model(resolved, precision="float64", seed=0).adaptive_cutoff == limit
+        assert build_model(resolved, precision="float64", seed=0, trust=CONFIG).adaptive_cutoff == limit
     assert adaptive_potential().adaptive_cutoff == LIMIT
 
 

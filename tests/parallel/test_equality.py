@@ -14,7 +14,8 @@ from ase.calculators.singlepoint import SinglePointCalculator
 from forgefield.config.loading import load_config
 from forgefield.data.module import read_data
 from forgefield.data.sampling.order import epoch_permutation
-from forgefield.models.registry import build_model, resolve_model
+from forgefield.models.building import build_model
+from forgefield.models.resolving import resolve_model
 from forgefield.tasks.task import Task
 from tests.support.helpers import emt_frames
 from tests.support.launching import average, ranks, weights, write_config

@@ -59,7 +59,7 @@ def test_a_killed_rank_ends_the_command_and_the_same_command_resumes_exactly(tmp
     assert_said(broken, f"rank 1 on {socket.gethostname()} exited without an error message")
     continued = two_ranks(tmp_path, config)
     assert continued.returncode == 0, continued.stdout + continued.stderr
-    assert "Continuing run again after step 4" in continued.stdout
+    assert "Resuming run again at step 4" in continued.stdout
     assert_same_run(straight, tmp_path / "runs" / "again")
 
 
@@ -93,7 +93,7 @@ def test_a_stop_signal_on_one_rank_stops_all_at_the_same_step_and_saves_once(how
     name = {"term": signal.SIGTERM, "usr1": signal.SIGUSR1}[how].name
     assert f"Stopped after step 6: {name} was received. Run the same command to resume." in stopped.stdout
     assert stopped.stdout.count("Stopped after") == 1
-    assert "Continuing run again after step 6" in two_ranks(tmp_path, config).stdout
+    assert "Resuming run again at step 6" in two_ranks(tmp_path, config).stdout
     assert_same_run(straight, tmp_path / "runs" / "again")
 
 
@@ -125,7 +125,7 @@ def test_an_elastic_restart_ends_as_if_nothing_had_happened(tmp_path, straight):
     ]
     output = "".join(agent.communicate(timeout=200)[0] for agent in agents)
     assert [agent.returncode for agent in agents] == [0, 0], output
-    assert "Continuing run again after step 4" in output
+    assert "Resuming run again at step 4" in output
     assert not list((tmp_path / "runs").glob("again.before-*"))
     assert_same_run(straight, tmp_path / "runs" / "again")
 
@@ -162,7 +162,7 @@ def test_resumed_on_another_number_of_ranks_every_frame_is_seen_once(before, aft
     assert "Stopped after" in stopped.stdout, stopped.stdout + stopped.stderr
     continued = ranks(after, *many, folder=tmp_path)
     assert continued.returncode == 0, continued.stdout + continued.stderr
-    assert f"saved on {before} ranks and goes on with {after}" in continued.stdout
+    assert f"saved on {before} ranks and resumes on {after}" in continued.stdout
     for epoch in range(3):
         assert recorded(tmp_path, epoch) == Counter(range(10)), epoch
 

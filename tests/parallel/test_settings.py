@@ -19,11 +19,11 @@ from forgefield.parallel.network import interface_towards
 from forgefield.parallel.ranks import Ranks, single_process
 from forgefield.parallel.registry import MPIDDPStrategy, check_strategy, register_strategies
 from forgefield.parallel.rendezvous import usable_threads
+from forgefield.training.optim.learning_rate import describe_learning_rate, learning_rate_factor
 from forgefield.training.optim.optimisers import build_optimiser, build_scheduler, fit_length, rescale_learning_rates
-from forgefield.training.optim.scaling import learning_rate_factor
 from forgefield.training.problem.preflight import check_settings
 from forgefield.training.run.journal import Journal
-from forgefield.training.run.start_summary import effective_batch, learning_rate, schedule_rows
+from forgefield.training.run.start_summary import effective_batch, schedule_rows
 from forgefield.training.trainer import _place_among_ranks, _require_togetherness, processes_wanted
 from tests.support.helpers import tiny_config
 
@@ -106,8 +106,7 @@ def test_a_resume_with_another_factor_goes_on_with_the_scaled_curve(spec):
 
 
 def test_what_is_applied_is_said():
-    options = load_config({"name": "x"}, ["training.scale_lr=sqrt", "training.lr=0.01"]).training
-    assert learning_rate(options, 4, 2.0) == "lr 0.01 x 2 (scale_lr=sqrt, 4 ranks) = 0.02"
+    assert describe_learning_rate(0.01, "sqrt", 4, 2.0) == "lr 0.01 x 2 (scale_lr=sqrt, 4 ranks) = 0.02"
     assert effective_batch(Budget("frames", 8), 4, 2) == "8 frames x 4 ranks x 2 batches a step = 64 frames a step"
     assert effective_batch(Budget("frames", 1), 1, 1) == "1 frame"
     assert "counted in steps as written" in schedule_rows({"name": "StepLR", "interval": "step"}, 4)[0][1]

@@ -36,8 +36,9 @@ from forgefield.ldos.data.cube import read_grid_file
 from forgefield.ldos.data.info import read_info
 from forgefield.ldos.data.rows import open_rows
 from forgefield.ldos.importer import read_mala
+from forgefield.models.building import build_model
 from forgefield.models.nequip.importer import read_nequip
-from forgefield.models.registry import build_model, resolve_model
+from forgefield.models.resolving import resolve_model
 from forgefield.runs import Run, create_run_from_model
 from forgefield.training.run.checkpoint import DamagedCheckpoint, load_checkpoint, save_checkpoint
 from tests.support import mala_archive

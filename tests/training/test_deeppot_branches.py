@@ -21,8 +21,8 @@ from forgefield.config.deepmd import translation
 from forgefield.config.loading import load_config
 from forgefield.data.module import read_data
 from forgefield.errors import ForgefieldError
+from forgefield.models.building import build_model
 from forgefield.models.deeppot.importer import read_deepmd
-from forgefield.models.registry import build_model
 from forgefield.runs import Run
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.script import ScriptEngine

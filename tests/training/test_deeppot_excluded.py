@@ -16,7 +16,7 @@ import pytest
 from forgefield.config.deepmd import translation
 from forgefield.config.loading import load_config
 from forgefield.data.module import read_data
-from forgefield.models.registry import build_model
+from forgefield.models.building import build_model
 from forgefield.training.problem.model_options import build_task, requested_task, resolved_model
 from tests.support.deepmd_systems import write_input
 from tests.support.helpers import SHARED_DATA

@@ -21,9 +21,10 @@ from forgefield.config.loading import load_config
 from forgefield.data.batch import batch_shapes
 from forgefield.data.module import read_data
 from forgefield.errors import ForgefieldError
+from forgefield.models.building import build_model
 from forgefield.models.deeppot.exporter import write_deepmd
 from forgefield.models.deeppot.importer import read_deepmd
-from forgefield.models.registry import build_model, extra_outputs_of
+from forgefield.models.resolving import extra_outputs_of
 from forgefield.runs import Run
 from forgefield.tasks.task import Task
 from forgefield.training.engines.engine import Engine

@@ -125,7 +125,7 @@ def test_killed_with_signal_9_and_continued_by_the_same_command(tmp_path):
         assert killed.returncode == -signal.SIGKILL, killed.stderr
     continued = start_command(config, tmp_path)
     assert continued.returncode == 0, continued.stderr
-    assert "Continuing run again after step 6" in continued.stdout
+    assert "Resuming run again at step 6" in continued.stdout
     straight = train_only(tiny_config(tmp_path, **changes, name="straight"))
     assert_same_run(straight.path, tmp_path / "runs" / "again")
 
@@ -137,7 +137,7 @@ def test_sigterm_saves_and_stops_and_nothing_is_lost(tmp_path):
     assert stopped.returncode == REQUEUE, stopped.stderr
     assert "Stopped after step 7: SIGTERM was received. Run the same command to resume." in stopped.stdout
     continued = run_command(config, tmp_path)
-    assert "Continuing run again after step 7" in continued.stdout
+    assert "Resuming run again at step 7" in continued.stdout
     straight = train_only(tiny_config(tmp_path, **changes, name="straight"))
     assert_same_run(straight.path, tmp_path / "runs" / "again")
 

@@ -16,7 +16,7 @@ from tests.support.helpers import tiny_config, write_emt
 from tests.support.warm import run_warm
 
 CODES = {"SIGTERM": REQUEUE, "SIGINT": 128 + signal.SIGINT}
-EVALUATION = "forgefield.evaluation:predict_batches"
+EVALUATION = "forgefield.evaluation:evaluate_batches"
 COMPILATION = "forgefield.training.engines.compiled:CompiledFunction._compile"
 
 

@@ -82,7 +82,7 @@ def test_a_killed_search_goes_on_with_the_training_it_was_in(straight, capsys):
     found = rows(again)
     assert [row["state"] for row in found] == ["complete", "failed", "complete"]
     assert [row["folder"] for row in found] == ["0000", "0001", "0001"]
-    assert "Continuing run 0001 after step 9" in (again / "trials" / "0001" / "log.txt").read_text()
+    assert "Resuming run 0001 at step 9" in (again / "trials" / "0001" / "log.txt").read_text()
     assert found[2]["val/ldos_rmse"] == rows(undisturbed)[1]["val/ldos_rmse"]
     assert_same_run(undisturbed / "trials" / "0001", again / "trials" / "0001")
 
@@ -150,7 +150,7 @@ def test_workers_are_started_and_their_exit_code_is_passed_on(capfd):
 def test_settings_that_do_not_work_are_told_and_end_the_search(tmp_path):
     with pytest.raises(ForgefieldError, match=r"training.lrr.*training.lr"):
         api.tune(write(tmp_path, "points"), space=["training.lrr=[1, 2]"])
-    with pytest.raises(ForgefieldError, match=r"3 trials in a row failed.*not a value of this run"):
+    with pytest.raises(ForgefieldError, match=r"3 trials in a row failed.*not a metric of this run"):
         api.tune(write(tmp_path, "points", tune={"monitor": "val/los"}))
     with pytest.raises(ForgefieldError, match="one process on one device"):
         api.tune(write(tmp_path, "two", trainer={"devices": 2, "accelerator": "cpu"}))

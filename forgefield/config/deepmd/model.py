@@ -92,7 +92,8 @@ class Model:
 
     @property
     def fitting(self) -> dict[str, Any]:
-        return self.options["fitting_net"]
+        fitting: dict[str, Any] = self.options["fitting_net"]
+        return fitting
 
 
 def translate_model(section: Section) -> Model:

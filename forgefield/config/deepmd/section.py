@@ -115,7 +115,7 @@ class Section:
             valid = ", ".join(choices)
             hint = did_you_mean(str(value), choices)
             raise ForgefieldError(f"{self.file}: '{self.path(name)}' is one of {valid}, not {value!r:.60}.{hint}")
-        return value
+        return str(value)
 
     def below(self, name: str) -> Section | None:
         """The section inside this one, None where there is none."""

@@ -152,7 +152,7 @@ class Branches:
 
     def _batch(self, parts: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
         """Batches hold frames of one system, as there."""
-        rules = [part["batch"] for part in parts.values()]
+        rules: list[dict[str, Any]] = [part["batch"] for part in parts.values()]
         if any(rule.get("frames", 1) > 1 and not rule.get("by_source") for rule in rules):
             raise self.training.refused("data_dict", "has a batch_size 'mixed:N'; a batch is of one branch here")
         if all(rule == rules[0] for rule in rules) and not isinstance(rules[0].get("by_source"), list):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import numpy as np
 
@@ -61,7 +60,7 @@ class LabelCandidates:
         return f"one number per {per}" if size == 1 else f"{size} numbers per {per}"
 
 
-def _count(value: Any) -> int:
+def _count(value: object) -> int:
     """How many numbers a value holds; 0 where it is something else."""
     if isinstance(value, (bool, str, bytes, Mapping)) or value is None:
         return 0

@@ -116,7 +116,7 @@ def _finite(raw: RawFrame, name: str, values: np.ndarray) -> np.ndarray:
     return values
 
 
-def _numbers(raw: RawFrame, name: str, value: Any) -> np.ndarray:
+def _numbers(raw: RawFrame, name: str, value: object) -> np.ndarray:
     if isinstance(value, str) and value.lower() in _LOGICAL:
         value = _LOGICAL[value.lower()]
     try:

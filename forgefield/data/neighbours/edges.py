@@ -65,7 +65,7 @@ def build_block(geometry: Geometry, graph: GraphOptions, where: Callable[[int], 
     degrees = [np.bincount(edges.destination, minlength=n) for edges, n in zip(lists, geometry.n_atoms)]
     reverse = None
     if graph.max_neighbours is None:
-        reverse = _joined([edges.reverse for edges in lists], ())  # type: ignore[misc]
+        reverse = _joined([edges.reverse for edges in lists if edges.reverse is not None], ())
     block = EdgeBlock(
         n_edges=n_edges,
         degree=_joined(degrees, ()),
@@ -136,6 +136,7 @@ class MemoryEdges(NeighbourLists):
     """Made once, at the start."""
 
     kind = "kept in memory"
+    n_edges: np.ndarray
 
     def __init__(self, table: FrameTable, graph: GraphOptions, progress: Progress | None = None) -> None:
         chunks = [np.arange(begin, min(begin + 64, len(table))) for begin in range(0, len(table), 64)]
@@ -160,7 +161,7 @@ class MemoryEdges(NeighbourLists):
         self.n_edges, self.neighbours, self.closest = n_edges, columns["neighbours"], columns["closest"]
 
     def read(self, found: RowView, geometry: Geometry) -> EdgeBlock:
-        n_edges = self.n_edges[found.rows]  # type: ignore[index]
+        n_edges = self.n_edges[found.rows]
         edges = self._first_edge[found.rows], n_edges, n_edges.cumsum() - n_edges
         atoms = self._first_atom[found.rows], found.n_atoms, found.n_atoms.cumsum() - found.n_atoms
 
@@ -206,6 +207,7 @@ class StoredEdges(NeighbourLists):
     """Read from stores that were written with neighbour lists of just these options."""
 
     kind = "read from the store"
+    n_edges: np.ndarray
 
     def __init__(self, table: FrameTable) -> None:
         every = np.arange(len(table))
@@ -224,7 +226,7 @@ class StoredEdges(NeighbourLists):
             self.neighbours = self.neighbours[np.argsort(frame, kind="stable")]
 
     def read(self, found: RowView, geometry: Geometry) -> EdgeBlock:
-        n_edges = self.n_edges[found.rows]  # type: ignore[index]
+        n_edges = self.n_edges[found.rows]
 
         def edges(name: str) -> np.ndarray:
             return found.ranges(name, EDGE_FIELDS[name], n_edges, "first_edge")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -96,6 +95,6 @@ def within(start: int, stop: int | None, first: int, count: int) -> tuple[int, i
     return max(start - first, 0), max(end - first, 0)
 
 
-def matrices(values: Any) -> np.ndarray:
+def matrices(values: object) -> np.ndarray:
     """(n_frames, 3, 3) from itself or from (n_frames, 9)."""
     return np.asarray(values, dtype=np.float64).reshape(-1, 3, 3)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from ase.data import atomic_numbers
@@ -23,6 +23,9 @@ from forgefield.data.readers.hdf5.files import Hdf5Array, is_dataset
 from forgefield.data.readers.numerals import is_plain, read_text, text_rows, whole_numbers
 from forgefield.errors import ForgefieldError, SourceUnreadable
 from forgefield.untrusted.npy import map_npy
+
+if TYPE_CHECKING:
+    import h5py
 
 PADDING = -1
 """In `real_atom_types`: there is no atom here."""
@@ -79,7 +82,7 @@ def open_folder(path: Path, type_map: tuple[str, ...] | None = None) -> System:
     return _system(str(path), types, names, type_map, not (path / "nopbc").exists(), sets or (path,))
 
 
-def open_group(group: Any, name: str, type_map: tuple[str, ...] | None = None) -> System:
+def open_group(group: h5py.Group, name: str, type_map: tuple[str, ...] | None = None) -> System:
     """The system in an HDF5 group that holds `type.raw`."""
     sets = tuple(group[key] for key in sorted(group) if key.startswith("set."))
     names = None
@@ -230,7 +233,7 @@ def _folder_arrays(place: Path) -> dict[str, Any]:
     return {file.stem: text_rows(file) for file in texts}
 
 
-def _group_arrays(group: Any) -> dict[str, Any]:
+def _group_arrays(group: h5py.Group) -> dict[str, Any]:
     return {key.removesuffix(".npy"): Hdf5Array(value) for key, value in group.items() if is_dataset(value)}
 
 

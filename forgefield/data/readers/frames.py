@@ -24,7 +24,7 @@ from forgefield.errors import ForgefieldError, SourceUnreadable
 
 
 def read_frames(
-    spec: Any,
+    spec: object,
     labels: LabelOptions | None = None,
     units: UnitOptions | None = None,
     *,

@@ -27,7 +27,7 @@ PROSE_SUFFIXES = (".md", ".txt", ".log", ".html", ".py", ".csv")
 """Skipped in folders: ASE reads some of them, but files with these names next to data are seldom data."""
 
 
-def source_files(spec: Any) -> list[SourceFile]:
+def source_files(spec: object) -> list[SourceFile]:
     """All sources `spec` names, each of which exists and may be read."""
     files = [replace(file, entry=entry) for entry, part in enumerate(_entries(spec)) for file in _expand(part, None)]
     _refuse_overlap(files, spec)
@@ -40,7 +40,7 @@ def _entries(spec: Any) -> list[Any]:
     return [spec]
 
 
-def _refuse_overlap(files: list[SourceFile], spec: Any) -> None:
+def _refuse_overlap(files: list[SourceFile], spec: object) -> None:
     seen: dict[tuple[str | None, Path], list[str]] = {}
     for file in files:
         groups = seen.setdefault((file.branch, file.path.resolve()), [])
@@ -50,7 +50,7 @@ def _refuse_overlap(files: list[SourceFile], spec: Any) -> None:
         groups.append(mine)
 
 
-def _expand(spec: Any, outer: SourceFile | None) -> list[SourceFile]:
+def _expand(spec: object, outer: SourceFile | None) -> list[SourceFile]:
     if isinstance(spec, (str, os.PathLike)):
         files = _named(os.fspath(spec))
         return files if outer is None else [replace(outer, path=file.path, group=file.group) for file in files]
@@ -94,7 +94,7 @@ def _settings(spec: Mapping[str, Any], outer: SourceFile | None) -> tuple[Any, S
     )
 
 
-def _elements(names: Any, path: Any) -> tuple[str, ...]:
+def _elements(names: object, path: object) -> tuple[str, ...]:
     from ase.data import atomic_numbers
 
     if not isinstance(names, Sequence) or isinstance(names, str) or not names:

@@ -58,7 +58,7 @@ def split_frames(n: int, val: float | int, test: float | int, seed: int) -> tupl
     part = np.zeros(n, dtype=np.int8)
     part[order[:n_val]] = 1
     part[order[n_val : n_val + n_test]] = 2
-    return tuple(np.flatnonzero(part == number) for number in range(3))  # type: ignore[return-value]
+    return np.flatnonzero(part == 0), np.flatnonzero(part == 1), np.flatnonzero(part == 2)
 
 
 def split_size(n: int, wanted: float | int, name: str) -> int:
@@ -70,7 +70,7 @@ def split_size(n: int, wanted: float | int, name: str) -> int:
     return int(wanted)
 
 
-def parse_indices(spec: Any, n: int, setting: str) -> np.ndarray:
+def parse_indices(spec: object, n: int, setting: str) -> np.ndarray:
     """Rows of n frames from a list, a 'start:stop[:step]' range, or a file of integers. (k,) int64, no row twice."""
     if isinstance(spec, str):
         rows = np.arange(n)[_slice(spec, setting)] if ":" in spec else _index_file(spec, setting)
@@ -161,7 +161,7 @@ def is_lazy(options: DataOptions) -> bool | None:
 
 
 def _read(
-    spec: Any,
+    spec: object,
     options: DataOptions,
     progress: Progress | None,
     fields: Fields | None = None,
@@ -217,7 +217,7 @@ def _without(rows: np.ndarray, gone: np.ndarray, n: int) -> np.ndarray:
     return rows[keep[rows]]
 
 
-def _kind(value: Any, name: str) -> str:
+def _kind(value: object, name: str) -> str:
     if value is None or (isinstance(value, (int, float)) and not isinstance(value, bool) and value == 0):
         return "none"
     if isinstance(value, (int, float)) and not isinstance(value, bool):

@@ -12,7 +12,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -156,7 +155,7 @@ def energy_deviations(table: FrameTable, species: SpeciesTable, energies: np.nda
     return (table.column("energy") - expected) / table.n_atoms, expected
 
 
-def _measure(dataset: GraphDataset, setting: Any) -> Statistics:
+def _measure(dataset: GraphDataset, setting: object) -> Statistics:
     table, species = dataset.frames, dataset.species
     symbols, n_species = species.symbols, len(species)
     found = table.components

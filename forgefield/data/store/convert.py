@@ -20,7 +20,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from forgefield._version import __version__
 from forgefield.config.schema import LabelOptions, UnitOptions
@@ -76,7 +76,7 @@ class Settings:
 
 
 def convert(
-    spec: Any,
+    spec: object,
     target: Path,
     *,
     labels: LabelOptions | None = None,
@@ -202,7 +202,7 @@ def frames_in(units: Iterable[Unit]) -> int | None:
     return sum(known) if len(known) == len(counts) else None
 
 
-def _are_files(spec: Any) -> bool:
+def _are_files(spec: object) -> TypeGuard[list[SourceFile]]:
     return isinstance(spec, list) and all(isinstance(file, SourceFile) for file in spec)
 
 
@@ -327,7 +327,7 @@ def _about(partial: Path, number: int) -> dict[str, Any]:
     return json.loads((partial / _name(number) / ABOUT).read_text(encoding="utf-8"))
 
 
-def _finish(partial: Path, n_parts: int, spec: Any, settings: Settings) -> dict[str, Any]:
+def _finish(partial: Path, n_parts: int, spec: object, settings: Settings) -> dict[str, Any]:
     reader = LabelReader(settings.labels, settings.units)
     statistics = PartStatistics()
     parts = [_about(partial, number) for number in range(n_parts)]

@@ -39,8 +39,8 @@ class Moments:
             count,
             self.mean + step * other.count / count,
             self.squared_deviations + other.squared_deviations + step**2 * self.count * other.count / count,
-            min(self.low, other.low),  # type: ignore[type-var]
-            max(self.high, other.high),  # type: ignore[type-var]
+            min(low for low in (self.low, other.low) if low is not None),
+            max(high for high in (self.high, other.high) if high is not None),
         )
 
     @property

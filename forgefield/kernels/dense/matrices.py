@@ -166,20 +166,21 @@ class _Made(torch.autograd.Function):
         places, aligned = matrices.places(weights)
         table = matrices.programs(out.device).make
         _kernels().make_matrices[(len(table),)](
-            weights[0],
-            places,
-            embedding.contiguous(),
-            constants,
-            table,
-            out,
-            packed,
-            *embedding.shape,
-            matrices.size,
-            table.shape[1],
-            aligned,
-            DOWN,
-            ACROSS,
-            EIGHT,
+            weights=weights[0],
+            places=places,
+            embedding=embedding.contiguous(),
+            constants=constants,
+            table=table,
+            out=out,
+            packed=packed,
+            n_species=embedding.shape[0],
+            n_embedding=embedding.shape[1],
+            length=matrices.size,
+            columns=table.shape[1],
+            aligned=aligned,
+            down=DOWN,
+            across=ACROSS,
+            eight=EIGHT,
             num_warps=MADE_WARPS,
         )
         ctx.mark_non_differentiable(packed)
@@ -198,21 +199,21 @@ class _Made(torch.autograd.Function):
         places, aligned = matrices.places(weights)
         table = matrices.programs(to_out.device).back
         _kernels().matrices_to_weights[(len(table),)](
-            weights[0],
-            places,
-            embedding.contiguous(),
-            constants,
-            table,
-            to_out.contiguous(),
-            to_weights,
-            parts,
-            n_species,
-            n_embedding,
-            table.shape[1],
-            aligned,
-            sums,
-            matrices.wide,
-            matrices.across,
+            weights=weights[0],
+            places=places,
+            embedding=embedding.contiguous(),
+            constants=constants,
+            table=table,
+            to_out=to_out.contiguous(),
+            to_weights=to_weights,
+            parts=parts,
+            n_species=n_species,
+            n_embedding=n_embedding,
+            columns=table.shape[1],
+            aligned=aligned,
+            sums=sums,
+            wide=matrices.wide,
+            across=matrices.across,
             num_warps=BACK_WARPS,
         )
         to_embedding = None
@@ -220,7 +221,13 @@ class _Made(torch.autograd.Function):
             to_embedding = torch.empty_like(parts[0])
             many = max(1, SUMMED // matrices.wide)
             _kernels().add_embedding[(n_species,)](
-                parts, to_embedding, matrices.n_sums, n_embedding, many, matrices.wide, num_warps=8
+                parts=parts,
+                out=to_embedding,
+                n_parts=matrices.n_sums,
+                n_embedding=n_embedding,
+                many=many,
+                wide=matrices.wide,
+                num_warps=8,
             )
         return None, to_embedding, None, *to_weights.split(lengths)
 

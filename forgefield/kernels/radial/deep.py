@@ -1,7 +1,8 @@
-"""Radial networks with two hidden layers or more, as tables need them: those of all layers of a model together.
+"""Radial networks with two hidden layers or more, for tables: those of all layers of a model together.
 
-What `radial.py` does by one kernel is done here layer by layer of the networks, which are equally wide: products of all
-networks in one batch, and kernels for activations with their slopes. Everything is float64 but for the weights and the result.
+What `shallow.py` computes in one kernel is computed here layer by layer of the networks, which have the same widths: products
+of all networks in one batch, and kernels for activations with their slopes. Everything is float64 except the weights and the
+result.
 """
 
 from __future__ import annotations
@@ -16,20 +17,23 @@ from torch.autograd.function import once_differentiable
 from forgefield.kernels.core.availability import interpreted
 
 BLOCK = 256
-"""Numbers that one program takes."""
+"""Elements of one program."""
 
 
 def _block() -> int:
-    """The interpreter takes its time for every program and not for every number."""
+    """Larger for the interpreter, which takes time for every program, not for every element."""
     return 65536 if interpreted() else BLOCK
 
 
 def deep_curves(
     basis: Tensor, networks: Sequence[Sequence[Tensor]], scales: Sequence[float], gain: float
 ) -> tuple[Tensor, ...]:
-    """Of every network the polynomials of its last hidden channels, (n_intervals, 4, width), in the precision of the weights,
-    with gradients in these. basis: (n_intervals + 1, 2, n_basis) float64, with its slope. networks: matrices of the hidden
-    layers of each; scales multiply them, and gain what comes out."""
+    """For every network the polynomials of its last hidden channels, (n_intervals, 4, width), in the precision of the weights,
+    with gradients in the weights.
+
+    basis: (n_intervals + 1, 2, n_basis) float64, values and slopes at the knots.
+    networks: matrices of the hidden layers of each network. scales, gain: factors of the matrices and of the result.
+    """
     by_depth = [torch.stack(list(matrices)) for matrices in zip(*networks, strict=True)]
     return _Curves.apply(basis, tuple(scales), gain, *by_depth).unbind()
 
@@ -42,13 +46,13 @@ class _Curves(torch.autograd.Function):
         hidden: list[Tensor] = []
         for factor, scale in zip(factors[1:], scales[:-1], strict=True):
             hidden.append(torch.empty_like(inner[-1]))
-            _launch(_kernels().activate, hidden[-1].numel() // 2, inner[-1], hidden[-1], scale=scale)
+            _launch("activate", hidden[-1].numel() // 2, given=inner[-1], out=hidden[-1], scale=scale)
             inner.append(torch.bmm(hidden[-1], factor))
         n_intervals = basis.shape[0] - 1
         shape = (len(inner[-1]), n_intervals, 4, inner[-1].shape[2])
         curves = torch.empty(shape, dtype=matrices[0].dtype, device=basis.device)
-        about = {"n_intervals": n_intervals, "scale": scales[-1], "gain": gain}
-        _launch(_kernels().curves_of, curves.numel() // 4, inner[-1], curves, **about)
+        about: dict[str, float] = {"n_intervals": n_intervals, "scale": scales[-1], "gain": gain}
+        _launch("curves_of", curves.numel() // 4, given=inner[-1], out=curves, **about)
         ctx.save_for_backward(basis, *factors, *inner, *hidden)
         ctx.scales, ctx.gain, ctx.dtype = scales, gain, matrices[0].dtype
         return curves
@@ -61,22 +65,23 @@ class _Curves(torch.autograd.Function):
         factors, inner, hidden = rest[:depth], rest[depth : 2 * depth], rest[2 * depth :]
         to = torch.empty_like(inner[-1])
         about = {"n_intervals": basis.shape[0] - 1, "scale": ctx.scales[-1], "gain": ctx.gain}
-        _launch(_kernels().to_last, to.numel() // 2, inner[-1], to_curves.contiguous(), to, **about)
-        found: list[Tensor] = []
+        _launch("to_last", to.numel() // 2, given=inner[-1], to=to_curves.contiguous(), out=to, **about)
+        gradients: list[Tensor] = []
         for number in range(depth - 1, 0, -1):
-            found.append(torch.bmm(hidden[number - 1].transpose(1, 2), to))
+            gradients.append(torch.bmm(hidden[number - 1].transpose(1, 2), to))
             to_hidden = torch.bmm(to, factors[number].transpose(1, 2))
             to = torch.empty_like(to)
-            given = (inner[number - 1], to_hidden, to)
-            _launch(_kernels().to_inner, to.numel() // 2, *given, scale=ctx.scales[number - 1])
-        found.append(torch.matmul(basis.flatten(0, 1).t(), to))
-        return (None, None, None, *(gradient.to(ctx.dtype) for gradient in reversed(found)))
+            scale = ctx.scales[number - 1]
+            _launch("to_inner", to.numel() // 2, given=inner[number - 1], to=to_hidden, out=to, scale=scale)
+        gradients.append(torch.matmul(basis.flatten(0, 1).t(), to))
+        return (None, None, None, *(gradient.to(ctx.dtype) for gradient in reversed(gradients)))
 
 
-def _launch(kernel: Any, n: int, *tensors: Tensor, **about: float) -> None:
-    """For n numbers of hidden channels, each with its slope. tensors: the first has rows as wide as the networks."""
+def _launch(name: str, n: int, *, given: Tensor, **arguments: Tensor | float) -> None:
+    """Launch a kernel for n elements of hidden channels, each with its slope. given: rows as wide as the networks."""
     block = _block()
-    kernel[(-(-n // block),)](*tensors, n=n, width=tensors[0].shape[2], **about, block=block, num_warps=4)
+    kernel = getattr(_kernels(), name)
+    kernel[(-(-n // block),)](given=given, **arguments, n=n, width=given.shape[2], block=block, num_warps=4)
 
 
 def _kernels() -> Any:

@@ -1,25 +1,26 @@
-"""Edges sorted by the interval of a table that they lie in, by counting: few launches, and the same order every time.
+"""Edges sorted by their interval of a table with a stable counting sort: few launches, and the same order every time.
 
-Edges are cut into blocks. In each an edge counts those before it that lie in its interval; sums over blocks and then over
-intervals say where it belongs. Edges of one interval stay in the order that they came in.
+Edges are divided into blocks. In each block an edge counts its predecessors in the same interval; sums over blocks and then
+over intervals give its position. Edges of the same interval keep their order.
 """
 
 from __future__ import annotations
 
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 BLOCK, WIDTH = 128, 16
-"""Edges of a block, and how many of them an edge is compared with at a time."""
+"""Edges of a block, and number of them that an edge is compared with at a time."""
 BLOCKS, COLUMNS = 64, 16
-"""That one program adds up at a time, of so many intervals."""
+"""Blocks that one program sums at a time, for this number of intervals."""
 MOST_EDGES = 32768
-"""More are sorted faster by torch, which takes more launches."""
+"""More edges are sorted faster by PyTorch, which takes more launches."""
 MOST_INTERVALS = 4096
-"""One program sums over all of them."""
+"""Limit, since one program sums over all intervals."""
 
 
 def sorted_by_kernels(at: Tensor, count: int, chunk: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -34,20 +35,32 @@ def sorted_by_kernels(at: Tensor, count: int, chunk: int) -> tuple[Tensor, Tenso
     ranks = torch.empty(n_edges, dtype=torch.int32, device=at.device)
     totals = torch.empty(count, dtype=torch.int32, device=at.device)
     counts = torch.zeros((n_blocks, count), dtype=torch.int32, device=at.device)
-    rank, add_blocks, add_intervals, place = _kernels()
+    kernels = _kernels()
     if n_blocks:
-        rank[(n_blocks,)](at, ranks, counts, n_edges, count, BLOCK, WIDTH, num_warps=4)
-    add_blocks[(-(-count // COLUMNS),)](counts, totals, n_blocks, count, BLOCKS, COLUMNS, num_warps=4)
+        edges = {"at": at, "ranks": ranks, "counts": counts, "n_edges": n_edges, "count": count, "block": BLOCK}
+        kernels.rank[(n_blocks,)](**edges, width=WIDTH, num_warps=4)
+    kernels.add_blocks[(-(-count // COLUMNS),)](
+        counts=counts, totals=totals, n_blocks=n_blocks, count=count, rows=BLOCKS, columns=COLUMNS, num_warps=4
+    )
     padded = 1 << (count - 1).bit_length()
-    listed = (totals, pointers, chunks, interval, count, interval.shape[0])
-    add_intervals[(1,)](*listed, chunk, padded, num_warps=max(4, padded // 128))
+    kernels.add_intervals[(1,)](
+        totals=totals,
+        pointers=pointers,
+        chunks=chunks,
+        interval=interval,
+        count=count,
+        n_listed=interval.shape[0],
+        chunk=chunk,
+        padded=padded,
+        num_warps=max(4, padded // 128),
+    )
     if n_blocks:
-        place[(n_blocks,)](at, ranks, counts, pointers, order, n_edges, count, BLOCK, num_warps=4)
+        kernels.place[(n_blocks,)](**edges, pointers=pointers, order=order, num_warps=4)
     return order, pointers, chunks, interval
 
 
 @cache
-def _kernels() -> tuple[Any, Any, Any, Any]:
+def _kernels() -> SimpleNamespace:
     import triton
     import triton.language as tl
 
@@ -110,4 +123,4 @@ def _kernels() -> tuple[Any, Any, Any, Any]:
         where += tl.load(counts + program * count + key, mask=inside, other=0)
         tl.store(order + where, edge, mask=inside)
 
-    return rank, add_blocks, add_intervals, place
+    return SimpleNamespace(rank=rank, add_blocks=add_blocks, add_intervals=add_intervals, place=place)

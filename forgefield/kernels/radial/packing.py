@@ -1,11 +1,11 @@
-"""Tables as kernels read them: three words for each polynomial, of which the last holds its two highest coefficients.
+"""Packed tables: three words for each polynomial, the last of which holds its two highest coefficients.
 
-A polynomial c0 + t c1 + t^2 c2 + t^3 c3 is of one short interval, with t from -1/2 to 1/2, so that its last terms are small:
-for tables of 1024 intervals c2 needs about 14 bits and c3 about 9 where c0 and c1 need 24. The lowest `BITS` bits of c2 are
-therefore c3, as a whole number of units; the unit is the interval's own, for which the largest c3 of all weights has the
-largest number. Kernels read c2 with these bits, and the others are chosen so that it is as near as can be to what it should be.
-At both ends of an interval t^2 is 1/4 and t^3 is t/4: what rounding takes from c2 and c3, a quarter of it is added to c0 and
-c1, and polynomials meet at the knots as they did before. Slopes there move by about 1e-7 of what slopes usually are.
+A polynomial c0 + t c1 + t^2 c2 + t^3 c3 describes one short interval, with t from -1/2 to 1/2, so that its last terms are
+small: for tables of 1024 intervals c2 needs about 14 bits and c3 about 9 where c0 and c1 need 24. The lowest `BITS` bits of c2
+therefore store c3, as an integer multiple of a unit. Each interval has its own unit, such that the largest c3 of all weights is
+the largest integer. Kernels read c2 including these bits; its other bits are chosen such that the result is as close to c2 as
+possible. At both ends of an interval t^2 is 1/4 and t^3 is t/4: a quarter of the rounding errors of c2 and c3 is added to c0
+and c1, so that polynomials are still continuous at the knots. Slopes there change by about 1e-7 of their typical size.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from torch import Tensor
 from forgefield.kernels.core.availability import interpreted, storage_type, use_kernels
 
 BITS = 9
-"""Of c3. One more for it is one less for c2; with 9 slopes are nearest to exact, with 1024 intervals and with 2048."""
+"""Bits of c3. One more for it is one less for c2; with 9 the slopes are most accurate, for 1024 and for 2048 intervals."""
 HALF, MASK = 1 << (BITS - 1), (1 << BITS) - 1
-"""The number of c3 is stored as it is plus `HALF`, so that it is not negative."""
+"""The integer of c3 is stored with `HALF` added, so that it is not negative."""
 SMALLEST = 1e-30
-"""Units are not made for polynomials whose highest coefficients are all smaller; these are then zero."""
+"""Highest coefficients of an interval that are all smaller are stored as zero."""
 ROUNDING = 1.5 * 2.0**23
-"""Added to a float32 it leaves the nearest whole number in the lowest bits."""
+"""Added to a float32 it leaves the nearest integer in the lowest bits."""
 COLUMNS = 1024
-"""That a program takes at a time, of one interval."""
+"""Columns of an interval that a program processes at a time."""
 
 
 class StoredTable(NamedTuple):
-    """words: (n_intervals, 3, n_weights) float32, c0, c1, and c2 with c3; unit: (n_intervals,) float32, of c3. Where there is
-    none, words are the coefficients, (n_intervals, 4, n_weights)."""
+    """words: (n_intervals, 3, n_weights) float32, c0, c1, and c2 with c3. unit: (n_intervals,) float32, of c3; None for a table
+    that is not packed, whose words are the coefficients, (n_intervals, 4, n_weights)."""
 
     words: Tensor
     unit: Tensor | None = None
 
 
 def stored_table(polynomials: Tensor) -> StoredTable:
-    """Packed where polynomials (n_intervals, 4, n_weights) are float32 and are to stay it."""
+    """Polynomials (n_intervals, 4, n_weights), packed where they are stored in float32."""
     if polynomials.dtype != torch.float32 or storage_type(torch.float32) != torch.float32:
         return StoredTable(polynomials)
     return pack(polynomials)
@@ -51,7 +51,7 @@ def pack(polynomials: Tensor) -> StoredTable:
 
 
 def pack_by_operations(polynomials: Tensor, bits: int = BITS) -> StoredTable:
-    """The same by plain operations, with so many bits for c3; kernels read `BITS`."""
+    """The same by reference operations. bits: of c3; kernels read `BITS`."""
     half, mask = 1 << (bits - 1), (1 << bits) - 1
     c0, c1, c2, c3 = polynomials.unbind(1)
     largest = c3.abs().amax(1, keepdim=True)
@@ -68,7 +68,7 @@ def pack_by_operations(polynomials: Tensor, bits: int = BITS) -> StoredTable:
 
 
 def unpack(table: StoredTable, bits: int = BITS) -> Tensor:
-    """(n_intervals, 4, n_weights): coefficients as kernels find them in a packed table."""
+    """(n_intervals, 4, n_weights): coefficients as kernels read them from a packed table."""
     assert table.unit is not None
     c0, c1, c2 = table.words.unbind(1)
     number = (c2.contiguous().view(torch.int32) & ((1 << bits) - 1)) - (1 << (bits - 1))
@@ -80,9 +80,20 @@ def pack_by_kernel(polynomials: Tensor) -> StoredTable:
     words = polynomials.new_empty((n_intervals, 3, columns))
     unit = polynomials.new_empty((n_intervals,))
     block = min(COLUMNS, 1 << (columns - 1).bit_length())
-    rows = 1024 if interpreted() else 1  # the interpreter takes its time for every program and not for every number
-    numbers = (n_intervals, columns, BITS, SMALLEST, ROUNDING, rows, block)
-    _kernel()[(-(-n_intervals // rows),)](polynomials.contiguous(), words, unit, *numbers, num_warps=4)
+    rows = 1024 if interpreted() else 1  # the interpreter takes time for every program, not for every element
+    _kernel()[(-(-n_intervals // rows),)](
+        table=polynomials.contiguous(),
+        words=words,
+        unit=unit,
+        n_intervals=n_intervals,
+        columns=columns,
+        bits=BITS,
+        smallest=SMALLEST,
+        rounding=ROUNDING,
+        rows=rows,
+        block=block,
+        num_warps=4,
+    )
     return StoredTable(words, unit)
 
 

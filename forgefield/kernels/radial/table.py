@@ -1,8 +1,8 @@
 """Radial weights as a table: cubic polynomials through a network's values and slopes at equally spaced lengths.
 
-A kernel then reads a few short rows for an edge (`packing.py`) where it would otherwise need hundreds of numbers of its own.
-They are polynomials of the distance from the middle of an interval, whose higher coefficients count least. Values and slopes at
-the knots are float64, so that differences between neighbouring knots lose nothing. The gradient of the table is a sum over the
+A kernel then reads a few short rows for an edge (`packing.py`) instead of hundreds of weights of that edge. The polynomials are
+functions of the distance from the middle of an interval, so that higher coefficients contribute least. Values and slopes at the
+knots are float64, so that differences between neighbouring knots are accurate. The gradient of the table is a sum over the
 edges of each interval, in a fixed order.
 """
 
@@ -22,15 +22,15 @@ from forgefield.kernels.radial.intervals import MOST_EDGES, MOST_INTERVALS, sort
 from forgefield.ops.segment_sum import sum_by_pointers
 
 CHUNK = 64
-"""Edges of one interval that a program sums at most: lengths of bonds crowd in few intervals."""
+"""Largest number of edges of one interval that a program sums: bond lengths concentrate in few intervals."""
 EDGES = 4
-"""That it reads at a time."""
+"""Edges that a program reads at a time."""
 
 
 class SortedEdges(NamedTuple):
-    """order: (n_edges,) edges sorted by interval; pointers: (count + 1,) where each interval begins there. chunks: (count + 1,)
-    the same for chunks of at most `CHUNK` edges; interval: (at least as many as there are chunks,) of each chunk, `count` where
-    there is none."""
+    """order: (n_edges,), edges sorted by interval. pointers: (count + 1,), first edge of each interval in `order`. chunks:
+    (count + 1,), first chunk of each interval; chunks have at most `CHUNK` edges. interval: (at least n_chunks,), interval of
+    each chunk, `count` after the last chunk."""
 
     order: Tensor
     pointers: Tensor
@@ -39,8 +39,8 @@ class SortedEdges(NamedTuple):
 
 
 class Intervals:
-    """In which interval of a table edges lie, at: (n_edges,), of so many. They are sorted beside the rest, from `sort` until
-    they are asked for."""
+    """Intervals of a table that edges belong to. at: (n_edges,), interval of each edge. count: number of intervals. Edges are
+    sorted concurrently with other work, from `sort` until `sorted` is called."""
 
     def __init__(self, at: Tensor, count: int) -> None:
         self.at, self.count = at, count
@@ -70,8 +70,8 @@ def _sorted(at: Tensor, count: int) -> SortedEdges:
 
 
 def polynomials(curves: Tensor) -> Tensor:
-    """(n_intervals, 4, n), lowest power first, of a place from -1/2 to 1/2 in an interval, which meet at both ends the values
-    and slopes of curves (n_intervals + 1, 2, n). slopes: by the length of an interval."""
+    """(n_intervals, 4, n): coefficients, lowest power first, of polynomials of a position from -1/2 to 1/2 in an interval,
+    which interpolate curves (n_intervals + 1, 2, n), values and slopes at the knots. Slopes are per interval."""
     at_ends = torch.cat([curves[:-1], curves[1:]], 1)  # value and slope here, value and slope there
     return torch.matmul(_powers(curves.device).to(curves.dtype), at_ends)
 
@@ -79,21 +79,21 @@ def polynomials(curves: Tensor) -> Tensor:
 @cache
 def _powers(device: torch.device) -> Tensor:
     """(4, 4): from values and slopes at both ends of an interval to coefficients, lowest power first."""
-    with _disable_current_modes():  # it outlives a trace during which it may be asked for first
+    with _disable_current_modes():  # it outlives the trace that may be the first to need it
         rows = [[0.5, 0.125, 0.5, -0.125], [-1.5, -0.25, 1.5, -0.25], [0.0, -0.5, 0.0, 0.5], [2.0, 1.0, -2.0, 1.0]]
         return torch.tensor(rows, dtype=torch.float64, device=device)
 
 
 def sums_by_kernel(place: Tensor) -> bool:
-    """Whether gradients of tables are."""
+    """Whether gradients of tables are summed by a kernel."""
     return place.is_cuda and has_triton()
 
 
 class TableGradient:
     """Cotangent of a table (n_intervals, 4, n_weights), from those of the weights of edges and of their tangents.
 
-    place, d_place: (n_edges,) where an edge lies in its interval, and how that changes; sums have their type, also where
-    cotangents are stored in another.
+    place, d_place: (n_edges,), position of an edge in its interval, and its tangent; sums have their type, also where
+        cotangents are stored in another.
     """
 
     def __init__(self, edges: Intervals, place: Tensor, d_place: Tensor, n_weights: int) -> None:
@@ -102,18 +102,18 @@ class TableGradient:
         self._sums: Tensor | None = None
 
     def add(self, to_w: Tensor, to_dw: Tensor, columns: Sequence[int] | None = None) -> None:
-        """Rows (n_edges, n) of all weights, or of those in some columns. Each column is given once."""
+        """Add rows (n_edges, n) of all weights, or of some columns; each column is added once."""
         where = None if columns is None else _on(tuple(columns), self.place.device)
         self._sums = (self._by_kernel if self.by_kernel else self._by_rows)(to_w, to_dw, where)
 
     def result(self) -> Tensor:
-        """Once."""
-        sums, self._sums = self._sums, None  # those of chunks are large
+        """The cotangent; can be called once."""
+        sums, self._sums = self._sums, None  # sums of chunks are large
         assert sums is not None
         return sum_by_pointers(sums, None, self.edges.sorted().chunks) if self.by_kernel else sums
 
     def _by_rows(self, to_w: Tensor, to_dw: Tensor, where: Tensor | None) -> Tensor:
-        """The sums, by plain operations."""
+        """The sums, by reference operations."""
         u = self.place
         powers = torch.stack([torch.ones_like(u), u, u * u, u * u * u], 1)
         slopes = torch.stack([torch.zeros_like(u), torch.ones_like(u), 2 * u, 3 * u * u], 1) * self.d_place.unsqueeze(1)
@@ -131,16 +131,33 @@ class TableGradient:
         columns, n_chunks = to_w.shape[1], by.interval.shape[0]
         sums = self.place.new_empty((n_chunks, 4, self.n_weights)) if self._sums is None else self._sums
         block = 128 if columns % 256 == 128 else min(256, 1 << (columns - 1).bit_length())
-        tensors = (to_w, to_dw, self.place, self.d_place, *by, sums, sums if where is None else where)
         grid = (n_chunks, -(-columns // block))
-        sizes = (self.edges.count, columns, self.n_weights, where is not None, CHUNK, block, EDGES)
         # A warp reads the columns of a block as 16 bytes a lane: with more warps sums over edges would go through memory.
         warps = max(1, block * to_w.element_size() // 512)
-        _kernel()[grid](*tensors, *sizes, num_warps=warps)
+        _kernel()[grid](
+            to_w=to_w,
+            to_dw=to_dw,
+            place=self.place,
+            d_place=self.d_place,
+            order=by.order,
+            pointers=by.pointers,
+            chunks=by.chunks,
+            intervals=by.interval,
+            out=sums,
+            where=sums if where is None else where,
+            count=self.edges.count,
+            columns=columns,
+            n_weights=self.n_weights,
+            in_places=where is not None,
+            chunk=CHUNK,
+            block=block,
+            edges=EDGES,
+            num_warps=warps,
+        )
         return sums
 
 
-@cache  # never given back: captured graphs read it
+@cache  # never freed: captured graphs read it
 def _on(columns: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(columns, dtype=torch.int32, device=device)
 

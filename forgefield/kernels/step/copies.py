@@ -47,7 +47,9 @@ class Copies:
 
     def launch(self) -> None:
         if len(self._table):
-            _kernels().fill[(len(self._table),)](self._table, self._sources, self._table.shape[1], BLOCK, num_warps=4)
+            _kernels().fill[(len(self._table),)](
+                table=self._table, sources=self._sources, columns=self._table.shape[1], block=BLOCK, num_warps=4
+            )
 
 
 def _kernels() -> Any:

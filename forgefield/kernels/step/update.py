@@ -94,7 +94,7 @@ class AdamStep:
         self._parts = torch.zeros(len(chunks), dtype=torch.float64, device=device)
         self._done = torch.zeros((), dtype=torch.int32, device=device)
         self._share = share
-        self._found = torch.zeros((), device=device) if found_inf is None else found_inf
+        self._found_inf = torch.zeros((), device=device) if found_inf is None else found_inf
 
     def launch(self) -> None:
         if self._clip == "norm" and len(self._chunks):
@@ -110,28 +110,30 @@ class AdamStep:
 
     def _adam(self, table: Tensor, n_counts: int) -> None:
         _kernels().adam[(len(table),)](
-            table,
-            self._groups,
-            self._counts,
-            self._done,
-            self._groups if self._share is None else self._share,
-            self._found,
-            self._limit,
-            self._parts,
-            n_counts,
-            len(self._parts),
-            self._share is not None,
-            self._clip,
-            table.shape[1],
-            self._groups.shape[1],
-            BLOCK,
-            LANES,
+            table=table,
+            groups=self._groups,
+            counts=self._counts,
+            done=self._done,
+            share=self._groups if self._share is None else self._share,
+            found_inf=self._found_inf,
+            limit=self._limit,
+            parts=self._parts,
+            n_counts=n_counts,
+            n_parts=len(self._parts),
+            averages=self._share is not None,
+            clip=self._clip,
+            columns=table.shape[1],
+            settings=self._groups.shape[1],
+            block=BLOCK,
+            lanes=LANES,
             num_warps=WARPS,
         )
 
     def _add_squares(self, table: Tensor, parts: Tensor | None = None) -> None:
         parts = self._parts if parts is None else parts
-        _kernels().add_squares[(len(table),)](table, parts, self._chunk, table.shape[1], SUMMED, num_warps=8)
+        _kernels().add_squares[(len(table),)](
+            table=table, parts=parts, chunk=self._chunk, columns=table.shape[1], block=SUMMED, num_warps=8
+        )
 
 
 def _rows(of: Weight, groups: Sequence[Group]) -> Iterator[tuple[int, ...]]:

@@ -27,7 +27,7 @@ KEYS = ("inputs", "targets", "info", "units", "coordinates")
 
 
 def find_snapshots(
-    spec: Any,
+    spec: object,
     *,
     target: str = "ldos",
     units: str | None = None,
@@ -54,7 +54,7 @@ def find_snapshots(
     return found
 
 
-def _entries(spec: Any, setting: str) -> list[Any]:
+def _entries(spec: object, setting: str) -> list[Any]:
     if isinstance(spec, (str, os.PathLike)):
         return list(_paths(os.fspath(spec)))
     if isinstance(spec, Mapping):
@@ -62,8 +62,8 @@ def _entries(spec: Any, setting: str) -> list[Any]:
     if isinstance(spec, Sequence) and spec:
         return [entry for item in spec for entry in _entries(item, setting)]
     raise ForgefieldError(
-        f"{setting}={spec!r} names no snapshot; give a file (Be_snapshot0.in.npy), a folder, a glob, or a list of these or of "
-        "{inputs, targets, info, units}"
+        f"{setting}={spec!r} does not name a snapshot; give a file (Be_snapshot0.in.npy), a folder, a glob, or a list of these "
+        "or of {inputs, targets, info, units}"
     )
 
 

@@ -184,13 +184,13 @@ def _add_geometry(info: SnapshotInfo, found: dict[str, Any]) -> None:
         info.cell = _finite(voxel, "voxel", (3, 3), info.source) * np.array(info.grid_shape)[:, None]
 
 
-def _finite(value: Any, name: str, shape: tuple[int, ...], source: str) -> np.ndarray:
+def _finite(value: object, name: str, shape: tuple[int, ...], source: str) -> np.ndarray:
     values = real_numbers(_plain(value), source, name)
     if values.size != math.prod(shape) or not np.isfinite(values).all():
         raise ValueError(f"{name} should be finite numbers of shape {shape}")
     return values.reshape(shape)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """An array as lists, whichever way ASE's dictionaries were written."""
     return value["array"] if isinstance(value, dict) and "array" in value else value

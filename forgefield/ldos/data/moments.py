@@ -16,6 +16,7 @@ import numpy as np
 from forgefield.data.sampling.loader import prepared_ahead
 from forgefield.errors import ForgefieldError
 from forgefield.ldos.data.selection import EveryPoint, Selection
+from forgefield.ldos.data.snapshot import Snapshot
 from forgefield.ldos.data.table import PointTable
 
 BLOCK = 8192
@@ -161,9 +162,9 @@ def _refuse(table: PointTable, rows: np.ndarray, values: np.ndarray, what: str) 
     )
 
 
-def _count_bad(snapshot: Any, what: str) -> tuple[np.ndarray, int]:
+def _count_bad(snapshot: Snapshot, what: str) -> tuple[np.ndarray, int]:
     """How many values of each column of a snapshot are not finite, and the first such point."""
-    counts: Any = 0
+    counts = np.zeros(1, dtype=np.int64)
     first = -1
     for start in range(0, snapshot.n_points, BLOCK):
         values = snapshot.read(start, min(start + BLOCK, snapshot.n_points))[0 if what == "inputs" else 1]

@@ -1,6 +1,6 @@
 """Rows of an openPMD file (HDF5): one scalar mesh component for each value of a point, `/data/0/meshes/LDOS/0, 1, ...`.
 
-A block of points is read as a stretch of each component. The unit that the file states (`unitSI`) goes with it.
+A block of points is read as a stretch of each component. `unit_si` is the unit that the file states (`unitSI`).
 """
 
 from __future__ import annotations
@@ -8,13 +8,16 @@ from __future__ import annotations
 import os
 import threading
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from forgefield.data.readers.hdf5.files import REMEDY, open_hdf5, reading_hdf5
 from forgefield.errors import ForgefieldError
 from forgefield.untrusted.expansion import check_expansion
+
+if TYPE_CHECKING:
+    import h5py
 
 
 class OpenPmdRows:
@@ -23,7 +26,7 @@ class OpenPmdRows:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock = threading.Lock()
-        self._file: Any = None
+        self._file: h5py.File | None = None
         self._names: list[str] = []
         with self._lock, reading_hdf5(str(path)):
             mesh = self._mesh(self._open())
@@ -32,7 +35,7 @@ class OpenPmdRows:
                 raise ForgefieldError(f"{path}: the mesh {mesh.name} has no component")
             self._take_shape(mesh)
 
-    def _open(self) -> Any:
+    def _open(self) -> h5py.File:
         if self._file is None:
             try:
                 self._file = open_hdf5(self.path)
@@ -40,7 +43,7 @@ class OpenPmdRows:
                 raise ForgefieldError(f"{self.path}: cannot be read ({error.strerror or error})") from None
         return self._file
 
-    def _mesh(self, file: Any) -> Any:
+    def _mesh(self, file: h5py.File) -> h5py.Group | h5py.Dataset:
         base = _text(file.attrs.get("basePath", "/data/%T/")).split("%T")[0].strip("/")
         iterations = file.get(base)
         if iterations is None or not len(iterations):
@@ -54,8 +57,9 @@ class OpenPmdRows:
             )
         return meshes[names[0]]
 
-    def _take_shape(self, mesh: Any) -> None:
-        components = [self._file[name] for name in self._names]
+    def _take_shape(self, mesh: h5py.Group | h5py.Dataset) -> None:
+        file = self._open()
+        components = [file[name] for name in self._names]
         for component in components:
             if _is_group(component) or len(component.shape or ()) != 3 or component.shape != components[0].shape:
                 raise ForgefieldError(
@@ -101,10 +105,10 @@ class OpenPmdRows:
         return {"path": self.path}
 
     def __setstate__(self, state: dict) -> None:
-        self.__init__(state["path"])  # type: ignore[misc]
+        OpenPmdRows.__init__(self, state["path"])
 
 
-def _lines(component: Any, first: int, last: int, ny: int) -> np.ndarray:
+def _lines(component: h5py.Dataset, first: int, last: int, ny: int) -> np.ndarray:
     """Lines along z, counted over x and y, as (n, nz) or a stretch of planes."""
     plane, end = first // ny, (last - 1) // ny
     if plane == end:
@@ -113,14 +117,14 @@ def _lines(component: Any, first: int, last: int, ny: int) -> np.ndarray:
     return planes.reshape(-1, planes.shape[-1])[first - plane * ny : last - plane * ny]
 
 
-def _in_order(group: Any) -> list[str]:
+def _in_order(group: h5py.Group) -> list[str]:
     """Names in the order of their numbers."""
     return sorted(group, key=lambda name: (not name.isdecimal(), int(name) if name.isdecimal() else 0, name))
 
 
-def _is_group(item: Any) -> bool:
+def _is_group(item: h5py.Group | h5py.Dataset) -> bool:
     return not hasattr(item, "shape")
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)

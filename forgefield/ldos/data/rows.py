@@ -116,14 +116,15 @@ class NumpyRows:
         return self._file
 
     def __del__(self) -> None:
-        if getattr(self, "_file", None) is not None:
-            os.close(self._file)  # type: ignore[arg-type]
+        file = self.__dict__.get("_file")  # missing where the constructor failed
+        if isinstance(file, int):
+            os.close(file)
 
     def __getstate__(self) -> dict:
         return {"path": self.path}
 
     def __setstate__(self, state: dict) -> None:
-        self.__init__(state["path"])  # type: ignore[misc]
+        NumpyRows.__init__(self, state["path"])
 
 
 def _header(path: Path) -> tuple[tuple[int, ...], np.dtype, int]:

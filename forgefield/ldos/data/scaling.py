@@ -22,7 +22,7 @@ _ALIASES = {"normal": "minmax", "feature-wise-normal": "feature-wise-minmax"}
 """Older names in MALA."""
 
 
-def scaling_kind(name: Any, setting: str = "data.points.scaling") -> str:
+def scaling_kind(name: object, setting: str = "data.points.scaling") -> str:
     """The kind that `name` means; None is `none`."""
     kind = "none" if name is None else str(name).strip().lower().replace("_", "-")
     kind = _ALIASES.get(kind, kind)

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,9 +83,9 @@ class Staging:
         self.slot_rows = slot_rows
         self._pool = ThreadPoolExecutor(max(workers, 1), thread_name_prefix="points")
         self._on_gpu = self.device.type == "cuda"
-        self._stream: Any = torch.cuda.Stream(self.device) if self._on_gpu else None
+        self._stream: torch.cuda.Stream | None = torch.cuda.Stream(self.device) if self._on_gpu else None
         self._issuing = threading.Lock()
-        self._slots: queue.SimpleQueue[tuple[PointBlock, Any]] = queue.SimpleQueue()
+        self._slots: queue.SimpleQueue[tuple[PointBlock, torch.cuda.Event | None]] = queue.SimpleQueue()
         if self._on_gpu:
             for _ in range(2 * max(workers, 1)):
                 block = PointBlock.empty(table, slot_rows, dtype, "cpu")
@@ -135,13 +134,13 @@ class Staging:
 
 
 class Filling:
-    """A block that is being filled."""
+    """A block that is being filled by other threads."""
 
-    def __init__(self, futures: list[Future[None]], stream: Any) -> None:
+    def __init__(self, futures: list[Future[None]], stream: torch.cuda.Stream | None) -> None:
         self._futures, self._stream = futures, stream
 
     def wait(self) -> None:
-        """Until the block can be used on the present stream. An error in a thread is raised here."""
+        """Wait until the block can be used on the current stream. Errors of the threads are raised here."""
         for future in self._futures:
             future.result()
         if self._stream is not None:

@@ -8,11 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TypeAlias
 
 import numpy as np
 import torch
 from ase.data import atomic_numbers, chemical_symbols
+from numpy.typing import ArrayLike
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -22,6 +23,9 @@ from forgefield.errors import ForgefieldError
 from forgefield.ldos.descriptors.bispectrum import Bispectrum, bispectrum_triples
 from forgefield.ldos.descriptors.gaussian import GaussianDensity, default_sigma
 from forgefield.ldos.descriptors.surroundings import Surroundings
+
+Values: TypeAlias = ArrayLike | Tensor
+"""Numbers as lists, arrays or tensors."""
 
 
 def make_descriptors(options: DescriptorOptions, species: Sequence[str | int]) -> GridDescriptors:
@@ -75,10 +79,10 @@ class GridDescriptors:
 
     def on_grid(
         self,
-        cell: Any,
-        positions: Any,
-        numbers: Any,
-        pbc: Any,
+        cell: Values,
+        positions: Values,
+        numbers: Values,
+        pbc: Values,
         grid_shape: Sequence[int],
         device: torch.device | str | None = None,
         chunk: int | None = None,
@@ -100,11 +104,11 @@ class GridDescriptors:
 
     def at_points(
         self,
-        points: Any,
-        cell: Any,
-        positions: Any,
-        numbers: Any,
-        pbc: Any,
+        points: Values,
+        cell: Values,
+        positions: Values,
+        numbers: Values,
+        pbc: Values,
         device: torch.device | str | None = None,
         chunk: int | None = None,
     ) -> Tensor:
@@ -122,19 +126,19 @@ class GridDescriptors:
             return self.options.sigma
         if default is None:
             raise ForgefieldError(
-                "sigma: at points that are no grid there is no default; give the width of the Gaussians, A"
+                "sigma: there is no default for points that are not a grid; give the width of the Gaussians, A"
             )
         return default()
 
     def _structure(
-        self, cell: Any, positions: Any, numbers: Any, pbc: Any, device: torch.device | str | None
+        self, cell: Values, positions: Values, numbers: Values, pbc: Values, device: torch.device | str | None
     ) -> dict[str, Tensor]:
         """The structure as tensors on one device, float64, checked."""
         if device is None:
             device = positions.device if isinstance(positions, Tensor) else "cpu"
         kind = torch.float64
-        cell, positions = (torch.as_tensor(_plain(x), dtype=kind, device=device) for x in (cell, positions))
-        number = np.asarray(torch.as_tensor(_plain(numbers)).cpu()).reshape(-1)
+        cell, positions = (torch.as_tensor(_array(x), dtype=kind, device=device) for x in (cell, positions))
+        number = np.asarray(torch.as_tensor(_array(numbers)).cpu()).reshape(-1)
         if cell.shape != (3, 3):
             raise ForgefieldError(f"cell has shape {tuple(cell.shape)}; it should be (3, 3), one vector per row, A")
         if positions.ndim != 2 or positions.shape != (len(number), 3):
@@ -145,7 +149,7 @@ class GridDescriptors:
         for name, values in (("cell", cell), ("positions", positions)):
             if not bool(torch.isfinite(values).all()):
                 raise ForgefieldError(f"{name} hold values that are not finite numbers")
-        periodic = torch.as_tensor(_plain(pbc), dtype=torch.bool, device=device).expand(3)
+        periodic = torch.as_tensor(_array(pbc), dtype=torch.bool, device=device).expand(3)
         return {"cell": cell, "positions": positions, "species": self._rows(number).to(device), "pbc": periodic}
 
     def _rows(self, numbers: np.ndarray) -> Tensor:
@@ -224,8 +228,8 @@ def full_precision() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def _plain(values: Any) -> Any:
-    """Tensors as they are, all else (lists, arrays, ASE's cells) as arrays."""
+def _array(values: Values) -> Tensor | np.ndarray:
+    """Tensors unchanged, everything else (lists, arrays, ASE's cells) as an array."""
     return values if isinstance(values, Tensor) else np.asarray(values)
 
 

@@ -10,7 +10,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
 from ase import Atoms
@@ -31,7 +31,7 @@ NUMBERS = "results.json"
 
 def predict_electrons(
     model: ElectronModel,
-    source: Any,
+    source: object,
     out: str | os.PathLike[str],
     *,
     temperature: float | None,

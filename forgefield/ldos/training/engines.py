@@ -24,7 +24,7 @@ from forgefield.ldos.training.data import KeptRows, RowLayout
 from forgefield.ldos.training.fused import FusedStep, factors_now
 from forgefield.ldos.training.gradient import Gradient
 from forgefield.ldos.training.terms import TermGradient
-from forgefield.ldos.training.update import Update
+from forgefield.training.optim.update import Update
 
 Rates = Callable[[], list[float]]
 """Learning rate of each group for the step that is about to be made; asking moves schedules by step on."""

@@ -20,8 +20,8 @@ from torch import Tensor
 from forgefield.ldos.loss import PointLoss
 from forgefield.ldos.model import LDOSNetwork
 from forgefield.ldos.training.data import RowLayout
-from forgefield.ldos.training.update import Update
 from forgefield.ops.products import count_lowered
+from forgefield.training.optim.update import Update
 
 PADDED = 128
 """Rows and columns of what kernels read are filled up with zeros to a multiple of it."""

@@ -17,7 +17,6 @@ from forgefield.ldos.data import PointTable, Scaling
 from forgefield.ldos.model import LDOSNetwork, load_network
 from forgefield.parallel.ranks import Ranks
 from forgefield.runs import Run
-from forgefield.training.run.folder import has_begun
 
 STARTING = ("from", "which", "shifts")
 """Keys of the section that are no options of the model."""
@@ -77,16 +76,19 @@ class InitialNetwork:
             model.load_state_dict(self.state)
 
 
-def initial_network(run: Run, config: Config, ranks: Ranks) -> InitialNetwork | None:
-    """What `model.from` names, read by rank 0 and known to all; None where the config describes a model of its own."""
+def initial_network(run: Run, config: Config, ranks: Ranks, *, begun: bool) -> InitialNetwork | None:
+    """The network that `model.from` names, read by rank 0 and sent to all; None where the config describes a new one.
+
+    begun: whether `run` has begun, and so has its own copy of the network.
+    """
     if "from" not in config.model:
         return None
-    return ranks.broadcast(_read(run, config) if ranks.is_rank_zero else None)
+    return ranks.broadcast(_read(run, config, begun) if ranks.is_rank_zero else None)
 
 
-def _read(run: Run, config: Config) -> InitialNetwork:
+def _read(run: Run, config: Config, begun: bool) -> InitialNetwork:
     model = config.model
-    if has_begun(run):
+    if begun:
         return InitialNetwork(f"run {model['from']}", run.info["model"], None)
     first = Run.open(model["from"], out=config.out)
     if not first.of_points:

@@ -19,13 +19,14 @@ from forgefield.ldos.model import LDOSNetwork, LinearScale, PointFacts, build_ne
 from forgefield.ldos.observables import OBSERVABLE_UNITS
 from forgefield.ldos.training.blocks import BlockLoader
 from forgefield.ldos.training.data import PointData
+from forgefield.ldos.training.executor import PointsExecutor
 from forgefield.ldos.training.initial import initial_network
-from forgefield.ldos.training.module import PointsModule
 from forgefield.ldos.training.observing import NEEDED, SnapshotMeasure
 from forgefield.ldos.training.start import EngineMaker, block_size
-from forgefield.models.registry import check_model
+from forgefield.models.resolving import check_model
 from forgefield.parallel.exchange import StepExchange
 from forgefield.runs import Run
+from forgefield.training.module import TrainingModule
 from forgefield.training.precision import Precision
 from forgefield.training.problem.preflight import require_same_data
 from forgefield.training.problem.problem import Problem, TrainingSession
@@ -38,9 +39,11 @@ class PointsProblem(Problem):
     task: PointTask
     model: LDOSNetwork
 
-    def __init__(self, run: Run, config: Config, options: dict[str, Any], session: TrainingSession) -> None:
-        super().__init__(run, config, options, session)
-        self.initial = initial_network(run, config, session.ranks)
+    def __init__(
+        self, run: Run, config: Config, options: dict[str, Any], session: TrainingSession, *, resumes: bool = True
+    ) -> None:
+        super().__init__(run, config, options, session, resumes=resumes)
+        self.initial = initial_network(run, config, session.ranks, begun=self.has_begun)
         if self.initial is not None:
             self.config = self.initial.settle(config)
         algorithm = str(options.pop("gradient_clip_algorithm", None) or "norm").split(".")[-1].lower()
@@ -148,23 +151,19 @@ class PointsProblem(Problem):
 
     def module(
         self, monitor: str, exchange: StepExchange | None, restart: ResumePoint | None, quick: bool
-    ) -> PointsModule:
+    ) -> TrainingModule:
         self._require_measured(monitor)
         maker = EngineMaker(self.config, self.session, self.data, self.block, self._terms)
-        self._module = PointsModule(
+        self._executor = PointsExecutor(
             self.model,
             self.task,
             self.config.training,
-            monitor=monitor,
             make_engine=maker,
             every=int(self.observables.every),
             clip=self.clip,
-            told=lambda values: self._tell(values, quick),
-            ranks=self.session.ranks,
-            exchange=exchange,
-            lr_factor=self.session.lr_factor,
+            report_initial=lambda values: self._report_initial(values, quick),
         )
-        return self._module
+        return self.module_of(self._executor, monitor, exchange)
 
     def _require_measured(self, monitor: str) -> None:
         """What decides something has to say something, and an observable has to be known at every validation."""
@@ -195,7 +194,7 @@ class PointsProblem(Problem):
                 "for validation; name snapshots in data.val."
             )
 
-    def _tell(self, values: dict[str, float], quick: bool) -> None:
+    def _report_initial(self, values: dict[str, float], quick: bool) -> None:
         """Observables before the first step."""
         if self.session.ranks.is_rank_zero and not quick:
             self.run.write_info(before_training=values)
@@ -210,11 +209,11 @@ class PointsProblem(Problem):
         self.data.keep(self.model, device)
         self._device = device
         if self.observed is not None:
-            self._module.observables = self._measure(
+            self._executor.observables = self._measure(
                 self.observed, list(self.observables.metrics), self.observables.fermi, part=self.data.val
             )
         # What is wrong with units and energies of snapshots is told now.
-        measures = [self._module.observables, self._terms() if self.task.terms else None]
+        measures = [self._executor.observables, self._terms() if self.task.terms else None]
         for measure in measures:
             for number in range(0 if measure is None else len(measure.facts)):
                 measure.reference(number)  # type: ignore[union-attr]
@@ -222,7 +221,7 @@ class PointsProblem(Problem):
 
     def val_loader(self) -> Any:
         assert self.data.val is not None
-        self._module.val_is_scaled = self.data.val.kept is not None
+        self._executor.val_is_scaled = self.data.val.kept is not None
         return self.data.val_loader(self._device)
 
     def refuse(self, device: torch.device) -> None:

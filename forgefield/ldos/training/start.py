@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,11 +25,14 @@ from forgefield.ldos.training.reference import (
     packed_rows,
 )
 from forgefield.ldos.training.terms import TermGradient
-from forgefield.ldos.training.update import Update
 from forgefield.training.engines.choose import inductor_options, why_not
-from forgefield.training.optim.captured_update import why_not_capturable
+from forgefield.training.module import TrainingModule
+from forgefield.training.optim.update import Update, why_not_capturable
 from forgefield.training.precision import Precision
 from forgefield.training.problem.problem import TrainingSession
+
+if TYPE_CHECKING:
+    from forgefield.ldos.training.executor import PointsExecutor
 
 SHORT = 2e8
 """Floating-point operations of a step below which Lightning's loop would be felt in blocks of 16."""
@@ -90,16 +93,16 @@ class EngineMaker:
         if reason is not None:
             raise ForgefieldError(f"training.engine={name}: {reason}")
 
-    def __call__(self, module: Any) -> EagerEngine | GraphsEngine:
+    def __call__(self, executor: PointsExecutor) -> EagerEngine | GraphsEngine:
         with self.session.stop.at_once():  # compiling may take minutes
-            return self._make(module)
+            return self._make(executor)
 
-    def _make(self, module: Any) -> EagerEngine | GraphsEngine:
-        model, task, ranks = module.model, module.task, self.session.ranks
-        name, compiles = self._choice(module)
+    def _make(self, executor: PointsExecutor) -> EagerEngine | GraphsEngine:
+        model, task, ranks = executor.model, executor.task, self.session.ranks
+        name, compiles = self._choice(executor.module)
         of_kernels = self._fuses(model, task) if name == "graphs" and compiles else None
         fuses = of_kernels is not None
-        if not fuses and any(module.choices.values()):
+        if not fuses and any(executor.choices.values()):
             self.session.journal.notify(
                 "The part of this training that is done was made by own kernels, which this one cannot use: it goes on with "
                 "torch's steps and will not end bit for bit as it would have."
@@ -109,7 +112,9 @@ class EngineMaker:
         rows = self._first_rows(model, whole=compiles, packed=name == "graphs" or self.data.train.kept is not None)
         difference = self._compare(gradient, model, task, rows)
         difference = difference if of_kernels is None else of_kernels
-        update = Update(module.trainer.optimizers[0], module.ema, clip=module.clip, reduce=module.reduction())
+        update = Update(
+            executor.module.trainer.optimizers[0], executor.module.ema, clip=executor.clip, reduce=executor.reduction()
+        )
         inner = EagerEngine(
             model,
             task,
@@ -129,7 +134,7 @@ class EngineMaker:
         if name != "graphs":
             return inner
         notify = self.session.journal.notify
-        return GraphsEngine(inner, self.block, self.data.batch, fuses=fuses, choices=module.choices, notify=notify)
+        return GraphsEngine(inner, self.block, self.data.batch, fuses=fuses, choices=executor.choices, notify=notify)
 
     def _fuses(self, model: LDOSNetwork, task: PointTask) -> float | None:
         """How far kernels of our own are from autograd on a whole batch, in every precision of the training they know; None
@@ -163,12 +168,12 @@ class EngineMaker:
             return None
         return max(found)
 
-    def _choice(self, module: Any) -> tuple[str, bool]:
+    def _choice(self, module: TrainingModule) -> tuple[str, bool]:
         """The engine, and whether its step is compiled. auto compiles nothing: the written step is there at once."""
         training = self.config.training
         name = training.engine or "eager"
         against = why_not_capturable(module.trainer.optimizers[0]) if module.device.type == "cuda" else "no GPU"
-        against = against or why_no_captured_schedule(module.scheduler)
+        against = against or why_no_captured_schedule(None if module.schedule is None else module.schedule["scheduler"])
         if name == "auto":
             captures = against is None and self.session.ranks.world_size == 1 and self.config.data.fast is not False
             return ("graphs" if captures else "eager"), False

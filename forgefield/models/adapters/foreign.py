@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from forgefield.config.components import user_module_folder
 from forgefield.config.nearest import did_you_mean
 from forgefield.errors import ForgefieldError
+from forgefield.models.building import seeded
 from forgefield.models.edges import Batch, EdgeContext
 from forgefield.models.interface import RegisteredModel
-from forgefield.models.nequip.options import check_per_species, from_statistics
+from forgefield.models.options import check_per_species, default_scale, from_statistics
 from forgefield.ops.graph import Segments, gather
 
 
@@ -83,7 +84,7 @@ class Foreign(RegisteredModel[ForeignOptions], ABC):
         self._hold("energy_scales", scale, options.energy_scales_trainable)
         self.register_buffer("numbers", torch.tensor([atomic_numbers[s] for s in self.species]), persistent=False)
         self.dtype = dtype
-        with _own_randomness(generator.initial_seed(), dtype):
+        with seeded(generator.initial_seed(), dtype):
             made = make(**options.options)
         self.module = self.prepared(_module(made, str(options.module)))
         if options.features is not None:
@@ -121,7 +122,7 @@ class Foreign(RegisteredModel[ForeignOptions], ABC):
         folder = user_module_folder(str(options.module))
         filled: dict[str, Any] = {"options": given, "module_folder": None if folder is None else str(folder)}
         if options.energy_scales is None:
-            filled["energy_scales"] = statistics.get("forces_rms") or statistics.get("energy_residual_std") or 1.0
+            filled["energy_scales"] = default_scale(statistics)
         if options.energy_shifts is None:
             filled["energy_shifts"] = from_statistics(statistics, "reference_energies", "energy_shifts")
         return dataclasses.replace(options, **filled)
@@ -255,19 +256,6 @@ def _arguments(make: Callable[..., object] | None) -> tuple[list[str], bool]:
     return [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)], any(
         p.kind is p.VAR_KEYWORD for p in parameters
     )
-
-
-@contextmanager
-def _own_randomness(seed: int, dtype: torch.dtype) -> Iterator[None]:
-    """Inside, weights are drawn from a random state of their own, in this precision."""
-    default = torch.get_default_dtype()
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        torch.set_default_dtype(dtype)
-        try:
-            yield
-        finally:
-            torch.set_default_dtype(default)
 
 
 def _module(made: object, path: str) -> nn.Module:

@@ -1,4 +1,4 @@
-"""An ASE calculator as a run: it has no weights, so its import path, arguments and elements are all there is to keep."""
+"""An ASE calculator as a run. It has no weights: its import path, arguments and elements are all that is stored."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from ase.data import atomic_numbers
 
 from forgefield.config.trust import CONFIG
 from forgefield.errors import ForgefieldError
-from forgefield.models.nequip.framework import ImportedModel
-from forgefield.models.registry import build_model, resolve_model
+from forgefield.models.building import build_model
+from forgefield.models.importing import ImportedModel, Importer, ImportRequest
+from forgefield.models.resolving import resolve_model
 
 EDGES_UP_TO = 1.0
 """A; edges are not used by a calculator, which finds neighbours itself."""
@@ -30,3 +31,20 @@ def read_calculator(module: str, species: Sequence[str], options: str | None) ->
     resolved = resolve_model(section, species=ordered, cutoff=EDGES_UP_TO, trust=CONFIG)
     state = build_model(resolved, precision="float64", seed=0, trust=CONFIG).state_dict()
     return ImportedModel(resolved=resolved, state=state, precision="float64", origin=f"ASE calculator {module}")
+
+
+class CalculatorImporter(Importer):
+    """Makes models of ASE calculators."""
+
+    accepts = ("options", "species")
+    reasons = {"weights": "a calculator has none", "head": "a calculator is one model"}
+    trust = CONFIG  # the user typed the import path of the calculator
+
+    def read(self, request: ImportRequest) -> ImportedModel:
+        return read_calculator(request.source, request.species or [], request.options)
+
+    def run_name(self, request: ImportRequest) -> str:
+        return request.source.split(".")[-1]
+
+
+IMPORTER = CalculatorImporter()

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from forgefield.errors import ForgefieldError
-from forgefield.models.nequip.framework import SHARED_OPTIONS, Architecture, ImportedModel, read_model
+from forgefield.models.importing import ImportedModel
+from forgefield.models.nequip.framework import SHARED_OPTIONS, Architecture, FrameworkImporter, read_model
 
 _MLPS = ("scalar_embed", "allegro")
 _SAME = (
@@ -120,3 +121,4 @@ ALLEGRO = Architecture(
     translate=_translate,
     arrange=arrange,
 )
+IMPORTER = FrameworkImporter(ALLEGRO)

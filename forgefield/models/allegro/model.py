@@ -186,7 +186,8 @@ class Allegro(SpeciesTerms[AllegroOptions]):
         one_hot = self.identity.index_select(0, species)
         centre = gather(one_hot @ self.centre_embedding, graph.by_destination)
         neighbour = gather(one_hot @ self.neighbour_embedding, graph.by_source)
-        return join([centre, neighbour], 1) * self.radial(basis)
+        result: Tensor = join([centre, neighbour], 1) * self.radial(basis)
+        return result
 
     def _spline_basis(self, x: Tensor) -> Tensor:
         """(n_edges, num_splines) float64: bumps of equal width that end at x = 1, with three continuous derivatives."""
@@ -301,7 +302,8 @@ class Dense(Perceptron):
             self.scales = [(1.0 if i == end else gain) / math.sqrt(n_out) for i, n_out in enumerate(sizes[1:])]
 
     def matrix(self, number: int) -> Tensor:
-        return self.weights[number] * self.scales[number]
+        result: Tensor = self.weights[number] * self.scales[number]
+        return result
 
     def before_last(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """What the last matrix is applied to, and that matrix."""

@@ -8,63 +8,58 @@ from dataclasses import dataclass
 from typing import Any
 
 from forgefield.errors import ForgefieldError
-from forgefield.models.nequip.options import (
-    check_pair_cutoffs,
-    check_per_species,
-    check_zbl,
-    from_statistics,
-)
+from forgefield.models.options import ACTIVATIONS, check_values, complete_terms, option
 
 
 @dataclass
 class AllegroOptions:
     """Hyperparameters of Allegro. Numbers left `None` are filled in from the statistics of the training data."""
 
-    l_max: int = 1
+    l_max: int = option(1, at_least=0)
     """Highest rotation order of edge harmonics and tensor features. 1 is fast, 2 and 3 are more accurate."""
     parity: bool = True
     """Keep tensor features of both mirror parities; without, only those of the harmonics' kind (0e, 1o, 2e, ...)."""
-    num_layers: int = 2
+    num_layers: int = option(2, at_least=1)
     """Layers: each couples the features of an edge once more with the environment of its centre."""
-    num_scalar_features: int = 64
+    num_scalar_features: int = option(64, at_least=1)
     """Scalar features of every edge and layer."""
-    num_tensor_features: int = 16
+    num_tensor_features: int = option(16, at_least=1)
     """Channels of the tensor features."""
-    radial_chemical_embed: str = "bessel"
+    radial_chemical_embed: str = option("bessel", choices=("bessel", "spline"))
     """How length and species of an edge are embedded: bessel, a basis times species factors; spline, one per pair."""
-    radial_chemical_embed_dim: int | None = None
+    radial_chemical_embed_dim: int | None = option(None, at_least=1)
     """Width of this embedding; an even number for bessel. Default: num_scalar_features."""
-    num_bessels: int | None = None
+    num_bessels: int | None = option(None, at_least=1)
     """Basis functions of bessel. Default: 8."""
     bessel_trainable: bool | None = None
     """Train the frequencies of bessel. Default: false."""
-    polynomial_cutoff_p: float | None = None
+    polynomial_cutoff_p: float | None = option(None, at_least=2)
     """Exponent of the envelope of bessel; smaller decays earlier. Default: 6."""
-    num_splines: int | None = None
+    num_splines: int | None = option(None, at_least=1)
     """Basis functions of spline. Default: 16."""
-    spline_span: int | None = None
+    spline_span: int | None = option(None, at_least=1)
     """How many of them overlap at a grid point of spline; at most num_splines. Default: 12, or num_splines if less."""
-    scalar_embed_mlp_depth: int = 1
+    scalar_embed_mlp_depth: int = option(1, at_least=0)
     """Hidden layers of the perceptron behind the embedding."""
-    scalar_embed_mlp_width: int = 64
+    scalar_embed_mlp_width: int = option(64, at_least=1)
     """Neurons in each of them."""
-    scalar_embed_mlp_nonlinearity: str | None = "silu"
+    scalar_embed_mlp_nonlinearity: str | None = option("silu", choices=(*ACTIVATIONS, None))
     """silu, mish, gelu, ssp, tanh or null."""
-    allegro_mlp_depth: int = 1
+    allegro_mlp_depth: int = option(1, at_least=0)
     """Hidden layers of the perceptron of every layer, which makes its scalars and the weights of the next."""
-    allegro_mlp_width: int = 64
+    allegro_mlp_width: int = option(64, at_least=1)
     """Neurons in each of them."""
-    allegro_mlp_nonlinearity: str | None = "silu"
+    allegro_mlp_nonlinearity: str | None = option("silu", choices=(*ACTIVATIONS, None))
     """silu, mish, gelu, ssp, tanh or null."""
     tp_path_channel_coupling: bool = True
     """A weight for each coupling path and channel; without, all channels share the weight of a path."""
     weight_individual_irreps: bool = True
     """Harmonics of every degree have their own weight in an environment; without, one weight for all degrees."""
-    readout_mlp_depth: int = 1
+    readout_mlp_depth: int = option(1, at_least=0)
     """Hidden layers between all scalar features and the edge's energy."""
-    readout_mlp_width: int = 32
+    readout_mlp_width: int = option(32, at_least=1)
     """Neurons in each of them."""
-    readout_mlp_nonlinearity: str | None = "silu"
+    readout_mlp_nonlinearity: str | None = option("silu", choices=(*ACTIVATIONS, None))
     """silu, mish, gelu, ssp, tanh or null."""
     forward_normalize: bool = True
     """Perceptrons keep the variance of what goes forward through them; without, of gradients that go backward."""
@@ -107,11 +102,11 @@ EMBEDDINGS: dict[str, dict[str, Any]] = {
     "bessel": {"num_bessels": 8, "bessel_trainable": False, "polynomial_cutoff_p": 6.0},
     "spline": {"num_splines": 16, "spline_span": 12},
 }
-"""AllegroOptions of each embedding and their defaults."""
+"""Options of each embedding and their defaults."""
 
 
 def preset_options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """AllegroOptions of a preset; the perceptrons follow another number of scalar features."""
+    """Options of a preset; the perceptrons follow another number of scalar features."""
     options = dict(PRESETS[name])
     scalars = given.get("num_scalar_features")
     if isinstance(scalars, int):
@@ -124,26 +119,13 @@ def complete_options(
     options: AllegroOptions, species: tuple[str, ...], cutoff: float, statistics: Mapping[str, Any]
 ) -> AllegroOptions:
     """See `Allegro.complete`."""
-    _check(options)
-    filled: dict[str, Any] = _complete_embedding(options)
-    for key in ("avg_num_neighbours", "energy_scales", "energy_shifts"):
-        check_per_species(f"model.{key}", getattr(options, key), species, positive=key != "energy_shifts")
-    check_pair_cutoffs(options.per_edge_type_cutoff, species, cutoff)
-    if options.zbl:
-        check_zbl(options.zbl, species)
-    if options.avg_num_neighbours is None:
-        mean = from_statistics(statistics, "mean_neighbours", "avg_num_neighbours")
-        filled["avg_num_neighbours"] = mean if mean > 0 else 1.0
-    if options.energy_scales is None:
-        rms = statistics.get("forces_rms") or statistics.get("energy_residual_std")
-        filled["energy_scales"] = rms if rms else 1.0
-    if options.energy_shifts is None:
-        filled["energy_shifts"] = from_statistics(statistics, "reference_energies", "energy_shifts")
+    check_values(options)
+    filled = _complete_embedding(options) | complete_terms(options, species, cutoff, statistics)
     return dataclasses.replace(options, **filled)
 
 
 def _complete_embedding(options: AllegroOptions) -> dict[str, Any]:
-    """AllegroOptions of the embedding with their defaults; those of the other one are refused."""
+    """Options of the embedding with their defaults; those of the other one are refused."""
     kind = options.radial_chemical_embed
     for other, defaults in EMBEDDINGS.items():
         for key in defaults if other != kind else ():
@@ -169,24 +151,3 @@ def _complete_embedding(options: AllegroOptions) -> dict[str, Any]:
             "the neighbour: change it or set model.radial_chemical_embed_dim."
         )
     return filled | {"radial_chemical_embed_dim": width}
-
-
-def _check(options: AllegroOptions) -> None:
-    """Raise for options that have no meaning, naming the key."""
-    at_least = {
-        "l_max": 0, "num_layers": 1, "num_scalar_features": 1, "num_tensor_features": 1,
-        "radial_chemical_embed_dim": 1, "num_bessels": 1, "polynomial_cutoff_p": 2, "num_splines": 1, "spline_span": 1,
-        "scalar_embed_mlp_depth": 0, "scalar_embed_mlp_width": 1, "allegro_mlp_depth": 0, "allegro_mlp_width": 1,
-        "readout_mlp_depth": 0, "readout_mlp_width": 1,
-    }  # fmt: skip
-    for key, least in at_least.items():
-        value = getattr(options, key)
-        if value is not None and value < least:
-            raise ForgefieldError(f"model.{key} is {value}; it must be at least {least}.")
-    activations = ("silu", "mish", "gelu", "ssp", "tanh", None)
-    choices: dict[str, tuple[str | None, ...]] = {"radial_chemical_embed": tuple(EMBEDDINGS)}
-    choices |= {f"{part}_mlp_nonlinearity": activations for part in ("scalar_embed", "allegro", "readout")}
-    for key, allowed in choices.items():
-        if getattr(options, key) not in allowed:
-            words = ", ".join("null" if word is None else word for word in allowed)
-            raise ForgefieldError(f"model.{key} is '{getattr(options, key)}'; choose one of {words}.")

@@ -174,7 +174,8 @@ class EnvironmentCoupling(nn.Module):
         """Weighted rows of the first paths summed for each feature."""
         weights = (self.weight_of_row[:n_rows] @ self.weight).unsqueeze(1)
         summed = self.feature_sum[:, :n_rows] @ (coupled * weights).flatten(1)
-        return summed.unflatten(1, coupled.shape[1:])
+        result: Tensor = summed.unflatten(1, coupled.shape[1:])
+        return result
 
 
 def _dim(irreps: Sequence[Irrep]) -> int:

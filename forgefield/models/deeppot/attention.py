@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from forgefield.models.deeppot.networks import Layer
+from forgefield.ops.autograd import AutogradContext, Gradients, TypedFunction
 from forgefield.ops.graph import cut, is_traced
 from forgefield.ops.products import add_product
 
@@ -42,12 +43,16 @@ class Slots:
     def spread(self, rows: Tensor) -> Tensor:
         """(n_edges, c) -> (n_atoms, width, c); zero in empty places."""
         rows = rows if self.takes is None else rows * self.takes
-        return _Spread.apply(rows, self.place, self.n_atoms * self.width).unflatten(0, (self.n_atoms, self.width))
+        result: Tensor = _Spread.apply(rows, self.place, self.n_atoms * self.width).unflatten(
+            0, (self.n_atoms, self.width)
+        )
+        return result
 
     def collect(self, places: Tensor) -> Tensor:
         """(n_atoms, width, c) -> (n_edges, c); zero for edges that take no place."""
         rows = _Collect.apply(places.flatten(0, 1), self.place)
-        return rows if self.takes is None else rows * self.takes
+        result: Tensor = rows if self.takes is None else rows * self.takes
+        return result
 
     def is_empty(self) -> Tensor:
         """(n_atoms, width) bool."""
@@ -81,38 +86,40 @@ def _chosen_before(chosen: Tensor) -> Tensor:
     return torch.cat([chosen.new_zeros(1, dtype=torch.int64), torch.cumsum(chosen, 0)])
 
 
-class _Spread(torch.autograd.Function):
+class _Spread(TypedFunction):
     """Rows to their places among `n_places`, zero elsewhere. Rows that share a place are equal."""
 
     @staticmethod
-    def forward(ctx, rows: Tensor, place: Tensor, n_places: int) -> Tensor:
+    def forward(ctx: AutogradContext, rows: Tensor, place: Tensor, n_places: int) -> Tensor:
         ctx.place, ctx.n_places = place, n_places
         return rows.new_zeros(n_places, rows.shape[1]).index_copy_(0, place, rows)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: AutogradContext, grad: Tensor) -> Gradients:
         return _Collect.apply(grad, ctx.place), None, None
 
     @staticmethod
-    def jvp(ctx, tangent: Tensor, place: None, n_places: None) -> Tensor:
-        return _Spread.apply(tangent, ctx.place, ctx.n_places)
+    def jvp(ctx: AutogradContext, tangent: Tensor, place: None, n_places: None) -> Tensor:
+        result: Tensor = _Spread.apply(tangent, ctx.place, ctx.n_places)
+        return result
 
 
-class _Collect(torch.autograd.Function):
+class _Collect(TypedFunction):
     """Rows from their places."""
 
     @staticmethod
-    def forward(ctx, values: Tensor, place: Tensor) -> Tensor:
+    def forward(ctx: AutogradContext, values: Tensor, place: Tensor) -> Tensor:
         ctx.place, ctx.n_places = place, values.shape[0]
         return values.index_select(0, place)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: AutogradContext, grad: Tensor) -> Gradients:
         return _Spread.apply(grad, ctx.place, ctx.n_places), None
 
     @staticmethod
-    def jvp(ctx, tangent: Tensor, place: None) -> Tensor:
-        return _Collect.apply(tangent, ctx.place)
+    def jvp(ctx: AutogradContext, tangent: Tensor, place: None) -> Tensor:
+        result: Tensor = _Collect.apply(tangent, ctx.place)
+        return result
 
 
 @dataclass(frozen=True)
@@ -241,7 +248,8 @@ def _softmax(logits: Tensor) -> Tensor:
     if tangent is None:
         return weights
     change = weights * tangent
-    return forward_ad.make_dual(weights, change - weights * change.sum(-1, keepdim=True))
+    result: Tensor = forward_ad.make_dual(weights, change - weights * change.sum(-1, keepdim=True))
+    return result
 
 
 def _layer_norm(rows: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
@@ -254,40 +262,44 @@ def _layer_norm(rows: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tenso
     inverse = (centred.square().mean(1, keepdim=True) + eps).rsqrt()
     unit = centred * inverse
     change = tangent - tangent.mean(1, keepdim=True) - unit * (unit * tangent).mean(1, keepdim=True)
-    return forward_ad.make_dual(result, change * inverse * scale)
+    dual: Tensor = forward_ad.make_dual(result, change * inverse * scale)
+    return dual
 
 
 def _turn_into_units(rows: Tensor, factors: Tensor) -> Tensor:
     """Rows (n, k, c) of length one, times factors (n, k). Those without length are zero, and so are their derivatives."""
-    return _Units.apply(rows, factors)
+    result: Tensor = _Units.apply(rows, factors)
+    return result
 
 
-class _Units(torch.autograd.Function):
+class _Units(TypedFunction):
     """f x / |x|, with its two derivatives written out: a training step takes both of a large array."""
 
     @staticmethod
-    def forward(ctx, rows: Tensor, factors: Tensor) -> Tensor:
+    def forward(ctx: AutogradContext, rows: Tensor, factors: Tensor) -> Tensor:
         inverse = _inverse_length(rows)
         ctx.save_for_backward(rows, factors)
         ctx.save_for_forward(rows, factors)
         return rows * (factors * inverse).unsqueeze(-1)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
-        return _UnitsGradient.apply(grad, *ctx.saved_tensors)
+    def backward(ctx: AutogradContext, grad: Tensor) -> Gradients:
+        gradients: Gradients = _UnitsGradient.apply(grad, *ctx.saved_tensors)
+        return gradients
 
     @staticmethod
-    def jvp(ctx, tangent: Tensor, d_factors: Tensor) -> Tensor:
+    def jvp(ctx: AutogradContext, tangent: Tensor, d_factors: Tensor) -> Tensor:
         rows, factors = ctx.saved_tensors
         by_rows, _ = _UnitsGradient.apply(tangent, rows, factors)
-        return by_rows + _Units.apply(rows, d_factors)
+        result: Tensor = by_rows + _Units.apply(rows, d_factors)
+        return result
 
 
-class _UnitsGradient(torch.autograd.Function):
+class _UnitsGradient(TypedFunction):
     """(f / |x|) (g - u (u.g)) and u.g, with u = x / |x|."""
 
     @staticmethod
-    def forward(ctx, grad: Tensor, rows: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: AutogradContext, grad: Tensor, rows: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
         inverse = _inverse_length(rows)
         along = _dot(rows, grad) * inverse
         ctx.save_for_backward(grad, rows, factors, inverse, along)
@@ -297,7 +309,7 @@ class _UnitsGradient(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, a: Tensor, b: Tensor):
+    def backward(ctx: AutogradContext, a: Tensor, b: Tensor) -> Gradients:
         grad, rows, factors, inverse, along = ctx.saved_tensors
         of_a = _dot(rows, a) * inverse
         both = _dot(a, grad)

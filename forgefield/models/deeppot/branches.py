@@ -17,7 +17,7 @@ from torch import Tensor
 from forgefield.config.nearest import did_you_mean
 from forgefield.errors import ForgefieldError
 from forgefield.models.deeppot.fitting import Fitting
-from forgefield.models.deeppot.parts import fitting_part
+from forgefield.models.deeppot.options import fitting_part
 
 KEYS = ("fitting_net", "out_bias", "share")
 ALONE = ("seed",)

@@ -67,7 +67,8 @@ def _one_per_centre(name: str, values: np.ndarray) -> list[list[float]]:
     """(species, slots, 4) -> (species, 4): they are the same in all slots."""
     if not np.allclose(values, values[:, :1], rtol=1e-12, atol=0):
         raise ForgefieldError(f"descriptor.{name} differs between the neighbours of a centre.")
-    return values[:, 0].astype(np.float64).tolist()
+    result: list[list[float]] = values[:, 0].astype(np.float64).tolist()
+    return result
 
 
 def _type_embedding_state(section: Mapping[str, Any]) -> Arrays:

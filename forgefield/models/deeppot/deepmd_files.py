@@ -17,9 +17,8 @@ from torch import Tensor
 
 from forgefield.errors import ForgefieldError
 from forgefield.models.deeppot.deepmd_fittings import TYPES
-from forgefield.models.deeppot.options import EnergyFittingOptions, SeE2AOptions
-from forgefield.models.deeppot.parts import fitting_part
-from forgefield.models.deeppot.se_atten_options import SeAttenOptions, SeAttenV2Options
+from forgefield.models.deeppot.options import EnergyFittingOptions, SeE2AOptions, fitting_part
+from forgefield.models.deeppot.se_atten import SeAttenOptions, SeAttenV2Options
 from forgefield.untrusted.documents import load_json, load_yaml
 from forgefield.untrusted.expansion import check_expansion
 from forgefield.untrusted.torch_files import read_torch_file
@@ -49,7 +48,8 @@ def read_tree(path: Path, head: str | None = None) -> Tree:
 def _read_yaml(path: Path) -> Tree:
     try:
         content = load_yaml(path.read_text())
-        return _with_arrays(content, lambda value: value)
+        result: dict[str, Any] = _with_arrays(content, lambda value: value)
+        return result
     except (yaml.YAMLError, ValueError, TypeError, KeyError) as error:
         raise ForgefieldError(f"{path} is not readable YAML: {error}") from error
 
@@ -60,7 +60,8 @@ def _read_hdf5(path: Path) -> Tree:
     try:
         with h5py.File(path, "r") as file:
             content = load_json(file.attrs["json"])
-            return _with_arrays(content, lambda name: _fetched(path, file[name]))
+            result: dict[str, Any] = _with_arrays(content, lambda name: _fetched(path, file[name]))
+            return result
     except ForgefieldError:
         raise
     except Exception as error:  # the HDF5 library has errors of all types

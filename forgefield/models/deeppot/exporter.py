@@ -23,7 +23,7 @@ from forgefield.models.deeppot.deepmd_fittings import to_deepmd as fitting_tree
 from forgefield.models.deeppot.fitting import Fitting
 from forgefield.models.deeppot.model import DeepPot
 from forgefield.models.deeppot.networks import Networks
-from forgefield.models.deeppot.se_e2_r import SCALE
+from forgefield.models.deeppot.se_e2 import RADIAL_SCALE
 from forgefield.models.deeppot.tensor_fitting import TensorFitting
 from forgefield.models.potential import Potential
 
@@ -189,7 +189,7 @@ def _fold_into_fitting(model: DeepPot, sel: list[int], embedding: list[Weights],
         raise ForgefieldError(f"an se_e2_r model with {what} can be written for DeePMD-kit only if it has sel.")
     total = sum(sel)
     at_end = model.descriptor.empty_embedding().detach().double().numpy()  # type: ignore[operator]
-    constants = SCALE / total * np.einsum("b,abm->am", np.array(sel, dtype=float), at_end.reshape(n, n, -1))
+    constants = RADIAL_SCALE / total * np.einsum("b,abm->am", np.array(sel, dtype=float), at_end.reshape(n, n, -1))
     ratio, width = total / options.neighbour_norm, at_end.shape[1]
     for number, network in enumerate(fitting):
         first = network[0]

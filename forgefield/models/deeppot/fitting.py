@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from forgefield.errors import ForgefieldError
-from forgefield.models.deeppot.grouping import ATOM_BLOCK, group_rows
-from forgefield.models.deeppot.networks import Networks
+from forgefield.models.deeppot.networks import ATOM_BLOCK, Networks, group_rows
 from forgefield.models.deeppot.options import EnergyFittingOptions, check_fitting
 from forgefield.models.deeppot.se_e2 import DTYPES
 from forgefield.models.edges import Batch

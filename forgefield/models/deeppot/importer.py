@@ -16,10 +16,11 @@ from ase.data import atomic_numbers
 from torch import Tensor
 
 from forgefield.errors import ForgefieldError
+from forgefield.models.building import build_model
 from forgefield.models.deeppot import deepmd_attention, deepmd_fittings
 from forgefield.models.deeppot.deepmd_files import Tree, read_tree
-from forgefield.models.nequip.framework import ImportedModel
-from forgefield.models.registry import build_model, resolve_model
+from forgefield.models.importing import ImportedModel, Importer, ImportRequest
+from forgefield.models.resolving import resolve_model
 
 
 def read_deepmd(path: str | os.PathLike[str], *, head: str | None = None) -> ImportedModel:
@@ -31,6 +32,18 @@ def read_deepmd(path: str | os.PathLike[str], *, head: str | None = None) -> Imp
         return _assemble(path, tree)
     except (KeyError, TypeError, IndexError, AttributeError) as error:
         raise ForgefieldError(f"{path} is not a model as DeePMD-kit 3 writes them: {error!r}.") from error
+
+
+class DeepmdImporter(Importer):
+    """Reads models of DeePMD-kit."""
+
+    accepts = ("head",)
+
+    def read(self, request: ImportRequest) -> ImportedModel:
+        return read_deepmd(request.source, head=request.head)
+
+
+IMPORTER = DeepmdImporter()
 
 
 def _assemble(path: Path, tree: Tree) -> ImportedModel:
@@ -77,7 +90,8 @@ def _assemble(path: Path, tree: Tree) -> ImportedModel:
 def _energy_bias(model: Tree, fitting: Tree, n_species: int) -> list[float]:
     bias = np.asarray(model["@variables"]["out_bias"], dtype=np.float64).reshape(n_species)
     more = fitting["@variables"].get("bias_atom_e")
-    return (bias if more is None else bias + np.asarray(more, dtype=np.float64).reshape(-1)).tolist()
+    result: list[float] = (bias if more is None else bias + np.asarray(more, dtype=np.float64).reshape(-1)).tolist()
+    return result
 
 
 def _tensor_fitting(path: Path, model: Tree, section: Tree, excluded: list[int]) -> tuple[Tree, dict[str, np.ndarray]]:
@@ -148,7 +162,8 @@ def _one_per_centre(path: Path, name: str, values: np.ndarray) -> list[list[floa
     """(species, slots, columns) -> (species, columns): they are the same in all slots."""
     if not np.allclose(values, values[:, :1], rtol=1e-12, atol=0):
         raise ForgefieldError(f"{path}: descriptor.{name} differs between the neighbours of a centre.")
-    return values[:, 0].astype(np.float64).tolist()
+    result: list[list[float]] = values[:, 0].astype(np.float64).tolist()
+    return result
 
 
 def _attention(path: Path, section: Tree, n_species: int) -> tuple[Tree, dict[str, np.ndarray]]:

@@ -16,17 +16,25 @@ from ase.data import atomic_numbers
 from torch import Tensor, nn
 
 from forgefield.errors import ForgefieldError
-from forgefield.models.deeppot.branches import check_branches, draw_again, fitting_section, flat_bias, owners
+from forgefield.models.deeppot.branches import check_branches, draw_again, fitting_section, flat_bias, owners, single
 from forgefield.models.deeppot.descriptor import Descriptor
 from forgefield.models.deeppot.fitting import PARAMETERS, Fitting, branch_of_atoms
-from forgefield.models.deeppot.options import DeepPotOptions, check_pairs, excluded_kinds, per_species, unseen_species
-from forgefield.models.deeppot.parts import check_parts, descriptor_part, fitting_part
+from forgefield.models.deeppot.new_species import extended_options, extended_state, require_extensible
+from forgefield.models.deeppot.options import (
+    DeepPotOptions,
+    check_pairs,
+    check_parts,
+    descriptor_part,
+    excluded_kinds,
+    fitting_part,
+    per_species,
+    unseen_species,
+)
 from forgefield.models.deeppot.short_range import PairTable, complete_short_range, zbl_energies
 from forgefield.models.deeppot.statistics import environment_statistics
 from forgefield.models.deeppot.tensor_fitting import TensorFitting
 from forgefield.models.edges import Batch, EdgeContext
-from forgefield.models.heads.direct import DirectOutput
-from forgefield.models.interface import RegisteredModel
+from forgefield.models.interface import DirectOutput, RegisteredModel
 from forgefield.ops.graph import EdgeGraph, Segments, gather, join
 
 
@@ -37,6 +45,14 @@ class DeepPot(RegisteredModel[DeepPotOptions]):
     only_edge_vectors = True
     Options = DeepPotOptions
     shift_option = "out_bias"
+    fits_shifts_to_new_energies = True
+    species_options = {
+        "pair_exclude_types": "pairs", "descriptor.exclude_types": "pairs", "atom_exclude_types": "indices",
+        "out_bias": "rows", "fitting_net.atom_ener": "rows", "descriptor.sel": "rows", "descriptor.davg": "rows",
+        "descriptor.dstd": "rows", "descriptor.most_neighbours": "rows",
+    }  # fmt: skip
+    seed_options = ("descriptor.seed", "fitting_net.seed")
+    training_options = ("descriptor.trainable", "fitting_net.trainable")
     out_bias: Tensor
     pair_seen: Tensor
     atom_seen: Tensor
@@ -88,6 +104,48 @@ class DeepPot(RegisteredModel[DeepPotOptions]):
     def check_options(cls, section: Mapping[str, Any], *, make: Callable[..., object] | None = None) -> None:
         check_parts(section)
         check_branches(section)
+
+    @classmethod
+    def branch_names(cls, section: Mapping[str, Any]) -> list[str]:
+        return sorted(section.get("branches") or {})
+
+    @classmethod
+    def branch(
+        cls, resolved: Mapping[str, Any], state: Mapping[str, Tensor] | None, name: str | None
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        return single(resolved, state, name)
+
+    @classmethod
+    def check_new_species(cls, resolved: Mapping[str, Any], new: Sequence[str], source: str) -> None:
+        require_extensible(resolved, new, source)
+
+    @classmethod
+    def add_species(
+        cls, resolved: Mapping[str, Any], new: Sequence[str], measured: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        return extended_options(resolved, new, measured["environment"])
+
+    @classmethod
+    def add_species_to_state(
+        cls, fresh: Mapping[str, Tensor], trained: Mapping[str, Tensor], n_old: int, n_new: int
+    ) -> dict[str, Tensor]:
+        return extended_state(fresh, trained, n_old, n_new)
+
+    @classmethod
+    def set_shifts(cls, resolved: dict[str, Any], values: Sequence[float]) -> None:
+        resolved["out_bias"] = list(values)
+
+    @classmethod
+    def equivalent(cls, name: str, one: object, other: object, section: Mapping[str, Any]) -> bool:
+        """`sel` of se_atten is a number of neighbours of any species, or numbers whose sum counts."""
+        if name != "descriptor.sel" or section.get("type") not in ("se_atten", "se_atten_v2"):
+            return False
+        first, second = (sum(value) if isinstance(value, list) else value for value in (one, other))
+        return bool(first == second)
+
+    @classmethod
+    def isolated_energies(cls, resolved: Mapping[str, Any]) -> None:
+        return None
 
     def species_shifts(self) -> Tensor | None:
         return self.out_bias if self.gives_energy and not self.branches else None

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from forgefield.models.deeppot.grouping import Groups
-from forgefield.models.deeppot.networks import Networks
+from forgefield.models.deeppot.networks import Groups, Networks
+from forgefield.ops.autograd import AutogradContext, Gradients, TypedFunction
 from forgefield.ops.graph import EdgeGraph, GradientSwitch
 
 CHUNK = 1 << 17
@@ -156,36 +156,42 @@ class _Work:
         return result
 
 
-class _Moments(torch.autograd.Function):
+class _Moments(TypedFunction):
     @staticmethod
-    def forward(ctx, angles: Tensor, rows: Tensor, cells: Cells, n: int, switch: GradientSwitch | None) -> Tensor:
+    def forward(
+        ctx: AutogradContext, angles: Tensor, rows: Tensor, cells: Cells, n: int, switch: GradientSwitch | None
+    ) -> Tensor:
         ctx.save_for_backward(angles, rows)
         ctx.work, ctx.switch = _Work(cells, n, angles, rows), switch
-        return ctx.work.sum()
+        result: Tensor = ctx.work.sum()
+        return result
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: AutogradContext, grad: Tensor) -> Gradients:
         if ctx.switch is not None and ctx.switch.off:
             return None, None, None, None, None
         found = _Slopes.apply(grad, *ctx.saved_tensors, ctx.work, ctx.switch)
         return found[:, 0], found[:, 1:], None, None, None
 
     @staticmethod
-    def jvp(ctx, d_angles: Tensor, d_rows: Tensor | None, *others: None) -> Tensor:
-        return ctx.work.changes(d_angles, d_rows)
+    def jvp(ctx: AutogradContext, d_angles: Tensor, d_rows: Tensor | None, *others: None) -> Tensor:
+        result: Tensor = ctx.work.changes(d_angles, d_rows)
+        return result
 
 
-class _Slopes(torch.autograd.Function):
+class _Slopes(TypedFunction):
     """Gradient of the moments in angles and rows, differentiable in `grad`."""
 
     @staticmethod
-    def forward(ctx, grad: Tensor, angles: Tensor, rows: Tensor, work: _Work, switch: GradientSwitch | None) -> Tensor:
+    def forward(
+        ctx: AutogradContext, grad: Tensor, angles: Tensor, rows: Tensor, work: _Work, switch: GradientSwitch | None
+    ) -> Tensor:
         ctx.work, ctx.switch = work, switch
         return work.slopes(grad)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, outer: Tensor):
+    def backward(ctx: AutogradContext, outer: Tensor) -> Gradients:
         if ctx.switch is None or not ctx.switch.off:
             raise RuntimeError("moments have no second derivative in edge vectors")
         return ctx.work.changes(outer[:, 0], outer[:, 1:]), None, None, None, None

@@ -13,13 +13,13 @@ from typing import Any
 from torch import Tensor
 
 from forgefield.errors import ForgefieldError
+from forgefield.models.interface import unknown_species
 
 
-def require_extensible(resolved: Mapping[str, Any], new: Sequence[str], whose: str) -> None:
+def require_extensible(resolved: Mapping[str, Any], new: Sequence[str], source: str) -> None:
     """Refuse models that cannot take up species. resolved: their options in full."""
-    said = f"data.species names {', '.join(new)}, which the model of {whose} does not know (it knows "
-    said += f"{', '.join(resolved['species'])}), and "
-    if resolved["name"] != "deeppot" or resolved["fitting_net"]["type"] != "ener" or resolved.get("branches"):
+    said = f"{unknown_species(resolved, new, source)} "
+    if resolved["fitting_net"]["type"] != "ener" or resolved.get("branches"):
         raise ForgefieldError(f"{said}only Deep Potentials with one energy take up new species; train a new model.")
     if resolved.get("predicts"):
         raise ForgefieldError(

@@ -1,4 +1,4 @@
-"""DeepPotOptions of Deep Potential models, with DeePMD-kit's names and defaults, and the checks that can be made without data.
+"""Options of Deep Potential models and their parts, with DeePMD-kit's names and defaults, and checks that need no data.
 
 What DeePMD-kit keeps elsewhere is not repeated here: `rcut` is `data.cutoff`, the type map is `data.species`. Numbers that
 come from the training data (`davg`, `dstd`, `out_bias`, ...) are options too: resolved options hold all of them.
@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
+from forgefield.config.nearest import did_you_mean
 from forgefield.errors import ForgefieldError
 from forgefield.models.deeppot.networks import check_activation
+from forgefield.models.options import check_keys
 
 PRECISIONS = ("default", "float32", "float64")
 
@@ -111,7 +114,7 @@ class EnergyFittingOptions(FittingOptions):
 
 @dataclass
 class DeepPotOptions:
-    """DeepPotOptions of a Deep Potential."""
+    """Options of a Deep Potential."""
 
     descriptor: dict[str, Any] = field(default_factory=lambda: {"type": "se_e2_a"})
     """The descriptor: `type` (se_e2_a, se_e2_r, se_atten) and its options by DeePMD-kit's names."""
@@ -231,3 +234,124 @@ def unseen_species(excluded: Sequence[int], fitting: Any, n_species: int) -> tup
     selected = getattr(fitting, "sel_type", None)
     selected = range(n_species) if selected is None else [selected] if isinstance(selected, int) else selected
     return tuple(number for number in range(n_species) if number in excluded or number not in selected)
+
+
+@dataclass
+class DipoleOptions(FittingOptions):
+    """Fitting network of atomic dipoles."""
+
+    type: str = "dipole"
+    sel_type: int | list[int] | None = None
+    """Species, by number, whose atoms have a dipole. Default: all."""
+
+
+@dataclass
+class PolarOptions(FittingOptions):
+    """Fitting network of atomic polarisabilities."""
+
+    type: str = "polar"
+    sel_type: int | list[int] | None = None
+    """Species, by number, whose atoms have a polarisability. Default: all."""
+    fit_diag: bool = True
+    """The network gives the diagonal of a matrix in the space of the rotation's rows, not all of it."""
+    scale: float | list[float] = 1.0
+    """What polarisabilities are multiplied with; one number, or one for each species."""
+    shift_diag: bool = True
+    """Add `out_bias` to the diagonal."""
+    out_bias: list[float] | None = None
+    """A third of the trace of each species' polarisability, before `scale`. From the training data."""
+
+
+@dataclass
+class DosOptions(FittingOptions):
+    """Fitting network of atomic densities of states."""
+
+    type: str = "dos"
+    numb_dos: int = 300
+    """Points of the energy grid."""
+    rcond: float | None = None
+    """Singular values below this share of the largest are left out of the fit of `out_bias`."""
+    out_bias: list[list[float]] | None = None
+    """Density of each species that is added to the network's. From the training data."""
+
+
+@dataclass
+class PropertyOptions(FittingOptions):
+    """Fitting network of a property that does not turn with the frame."""
+
+    type: str = "property"
+    property_name: str = "property"
+    """Its name among outputs and labels."""
+    task_dim: int = 1
+    """How many numbers it has."""
+    intensive: bool = False
+    """The property of a frame is the mean over its atoms, not the sum."""
+    distinguish_types: bool = True
+    """`out_bias` and `out_std` differ between species."""
+    out_bias: list[list[float]] | None = None
+    """Added to the network's numbers, for each species. From the training data."""
+    out_std: list[list[float]] | None = None
+    """What the network's numbers are multiplied with, for each species. From the training data; losses are measured in
+    those of the first."""
+
+
+DESCRIPTORS = {
+    "se_e2_a": "se_e2.SeE2A",
+    "se_e2_r": "se_e2.SeE2R",
+    "se_atten": "se_atten.SeAtten",
+    "se_atten_v2": "se_atten.SeAttenV2",
+}
+"""Where the class of each descriptor is; it has `Options` and `complete`."""
+FITTINGS = {
+    "ener": "fitting.EnergyFitting",
+    "property": "tensor_fitting.PropertyFitting",
+    "dos": "tensor_fitting.DosFitting",
+    "dipole": "tensor_fitting.DipoleFitting",
+    "polar": "tensor_fitting.PolarFitting",
+}
+"""Where the class of each fitting network is; likewise."""
+ALIASES = {"se_a": "se_e2_a", "se_r": "se_e2_r", "dpa1": "se_atten"}
+_ELSEWHERE = {"rcut": "data.cutoff", "type_map": "data.species", "ntypes": "data.species"}
+_WITHOUT_MEANING = {
+    "dim_case_embd": "a model has one fitting network",
+    "use_aparam_as_mask": "atoms that are not there are left out of the data",
+    "layer_name": "networks do not share layers by name",
+    "spin": "spins are not part of this model",
+}
+
+
+def descriptor_part(section: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Class and options of the section `model.descriptor`."""
+    return _part(section, "model.descriptor", "se_e2_a", DESCRIPTORS)
+
+
+def fitting_part(section: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Class and options of the section `model.fitting_net`."""
+    return _part(section, "model.fitting_net", "ener", FITTINGS)
+
+
+def check_parts(given: Mapping[str, Any]) -> None:
+    """Raise for what can be seen to be wrong in the sections of a model's parts."""
+    if "descriptor" in given:
+        descriptor_part(given["descriptor"])
+    if "fitting_net" in given:
+        fitting_part(given["fitting_net"])
+
+
+def _part(section: Mapping[str, Any], where: str, default: str, known: Mapping[str, str]) -> tuple[Any, Any]:
+    name = section.get("type", default)
+    name = ALIASES.get(name, name)
+    if name not in known:
+        raise ForgefieldError(
+            f"{where}.type is '{name}'; choose one of {', '.join(known)}.{did_you_mean(str(name), known)}"
+        )
+    module, _, class_name = known[name].rpartition(".")
+    found = getattr(import_module(f"forgefield.models.deeppot.{module}"), class_name)
+    options = {key: value for key, value in section.items() if key != "type"}
+    for key in options:
+        if key in _ELSEWHERE:
+            raise ForgefieldError(f"{where}.{key} is not set here: it is {_ELSEWHERE[key]}.")
+        if key in _WITHOUT_MEANING:
+            raise ForgefieldError(f"{where}.{key} has no meaning here: {_WITHOUT_MEANING[key]}; remove it.")
+    check_keys(found.Options, options, where=where, what=name)
+    return found, found.Options(**options, type=name)

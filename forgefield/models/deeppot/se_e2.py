@@ -1,9 +1,12 @@
-"""What `se_e2_a` and `se_e2_r` share: embedding networks by species, standardised rows, neighbours and empty places counted.
+"""The descriptors `se_e2_a` and `se_e2_r`: a two-body embedding of each neighbour, by species.
 
-DeePMD-kit gives every atom room for `sel` neighbours of each species and lets the empty places enter like neighbours at the
-cutoff. Here sums are over the neighbours there are, and what the empty places add is a product of their number with the
-embedding of an empty row. Without `sel` there are none: the model then does not depend on a guess of how many neighbours
-there may be.
+`se_e2_a` (DeepPot-SE, Zhang et al., NeurIPS 2018) has distances and angles. With T the sum over neighbours of embedding (x)
+row, the descriptor of an atom is T T_<^T, where T_< holds the first `axis_neuron` rows of T: it is invariant, because
+rows enter through their scalar products only. `se_e2_r` has distances only: a fifth of the mean embedding over neighbours.
+
+DeePMD-kit reserves places for `sel` neighbours of each species and treats empty places like neighbours at the cutoff. Here sums
+are over actual neighbours, and the contribution of the empty places is their number times the embedding of an empty row.
+Without `sel` there are none: the model then does not depend on a guess of how many neighbours there may be.
 """
 
 from __future__ import annotations
@@ -16,12 +19,55 @@ import torch
 from torch import Tensor
 
 from forgefield.errors import ForgefieldError
-from forgefield.models.deeppot.descriptor import Descriptor
-from forgefield.models.deeppot.environment import Standardise
-from forgefield.models.deeppot.grouping import Groups
-from forgefield.models.deeppot.networks import Networks
-from forgefield.models.deeppot.options import SeE2ROptions, check_descriptor, excluded_kinds
-from forgefield.ops.graph import EdgeGraph
+from forgefield.models.deeppot.descriptor import Descriptor, Standardise, environment_rows, radial_rows
+from forgefield.models.deeppot.moments import expand, sum_by_moments
+from forgefield.models.deeppot.networks import EDGE_BLOCK, Groups, Networks, group_rows
+from forgefield.models.deeppot.options import SeE2AOptions, SeE2ROptions, check_descriptor, excluded_kinds
+from forgefield.models.edges import Batch, EdgeContext
+from forgefield.ops import products
+from forgefield.ops.graph import EdgeGraph, GradientSwitch, Segments, is_traced, segment_sum
+
+
+def neighbour_sum(
+    scalars: Tensor,
+    rows: Tensor,
+    kinds: Tensor,
+    networks: Networks,
+    graph: EdgeGraph,
+    *,
+    vectors: Tensor,
+    switch: GradientSwitch | None,
+) -> Tensor:
+    """(n_atoms, c, m): the sum over the edges of each atom of row (x) g(scalar), g the network of the edge's kind.
+
+    scalars: (n_edges,); rows: (n_edges, c), both float64; kinds: (n_edges,) int64. vectors: edge vectors they were made of. The
+    result has the networks' precision.
+    """
+    rows = rows.to(networks.dtype)
+    if can_use_moments(networks, vectors, switch):
+        expansion = expand(networks, scalars)
+        if expansion is not None:
+            sums, cells = sum_by_moments(expansion, scalars, rows, kinds, graph, switch)
+            return segment_sum(sums, Segments(cells.atom, graph.n_atoms))
+    return plain_neighbour_sum(scalars.to(networks.dtype), rows, kinds, networks, graph)
+
+
+def can_use_moments(networks: Networks, vectors: Tensor, switch: GradientSwitch | None) -> bool:
+    """Whether sizes are known, and no derivative will be asked for that moments do not have."""
+    return (
+        not vectors.is_cuda
+        and not is_traced(vectors)
+        and not products.is_lowered(networks.layers[0].w)
+        and (not vectors.requires_grad or (switch is not None and vectors.is_leaf))
+    )
+
+
+def plain_neighbour_sum(scalars: Tensor, rows: Tensor, kinds: Tensor, networks: Networks, graph: EdgeGraph) -> Tensor:
+    """The same, edge by edge; scalars and rows in the networks' precision."""
+    groups = group_rows(kinds, networks.count, EDGE_BLOCK)
+    embedded = groups.collect(networks(groups.spread(scalars.unsqueeze(1)), groups))
+    return segment_sum(rows.unsqueeze(2) * embedded.unsqueeze(1), graph.by_destination)
+
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
@@ -108,7 +154,8 @@ class TwoBodyDescriptor(Descriptor):
         places = scalars.expand(n, n) if one_side else scalars.unsqueeze(1).expand(n, n)  # in the order of networks
         groups = Groups.in_order([n] * n if one_side else [1] * (n * n))
         found = self.networks(places.reshape(n * n, 1), groups)
-        return found.unflatten(0, (n, n)).transpose(0, 1).flatten(0, 1) if one_side else found
+        result: Tensor = found.unflatten(0, (n, n)).transpose(0, 1).flatten(0, 1) if one_side else found
+        return result
 
     def empty_places(self, species: Tensor, neighbour: Tensor, graph: EdgeGraph, mask: Tensor | None) -> Tensor:
         """(n_atoms, n_species): how many of the places for each species are empty. mask: (n_edges,) of real neighbours."""
@@ -138,3 +185,92 @@ def require_room(sel: Sequence[int], needed: Sequence[int] | None, species: Sequ
                 f"model.descriptor.sel has room for {room} {symbol} neighbours, but an atom has {number} within the cutoff; "
                 f"it needs at least {list(map(int, needed or ()))} for {', '.join(species)}, or leave sel out."
             )
+
+
+class SeE2A(TwoBodyDescriptor):
+    """Two-body embedding, full rows."""
+
+    Options = SeE2AOptions
+    columns = 4
+
+    def __init__(self, options: SeE2AOptions, **made_of: Any) -> None:
+        super().__init__(options, **made_of)
+        self.dim_rotation = options.neuron[-1]
+        self.dim_out = options.neuron[-1] * options.axis_neuron
+
+    def forward(self, batch: Batch, edges: EdgeContext, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        options, species, graph = self.options, batch["species"], edges.graph
+        centre, neighbour, pair = self.edge_kinds(species, graph)
+        rows = environment_rows(edges.vectors, options.rcut_smth, self.cutoff, options.env_protection)
+        rows, scalars = self.standardise(rows, centre)
+        if self.excludes:
+            rows = rows * self.seen.index_select(0, pair).unsqueeze(1)
+        if mask is not None:
+            rows = rows * mask.unsqueeze(1)
+        dtype = self.networks.dtype
+        kinds = neighbour if options.type_one_side else pair
+        total = neighbour_sum(
+            scalars,
+            rows,
+            kinds,
+            self.networks,
+            graph,
+            vectors=edges.vectors,
+            switch=edges.gradient,
+        )
+        if self.sel is not None and self.standardise.has_shift:
+            empty = self.standardise.empty.to(dtype).index_select(0, species)
+            total = total + empty.unsqueeze(2) * self.empty_sum(species, neighbour, graph, mask).unsqueeze(1)
+        elif self.sel is not None:
+            self.empty_places(species, neighbour, graph, mask)
+        total = total / options.neighbour_norm
+        turned = total.transpose(1, 2)
+        descriptor = torch.bmm(turned, total[:, :, : options.axis_neuron])
+        return descriptor.flatten(1), turned[:, :, 1:]
+
+
+RADIAL_SCALE = 0.2
+
+
+class SeE2R(TwoBodyDescriptor):
+    """Two-body embedding, radial rows."""
+
+    Options = SeE2ROptions
+    columns = 1
+
+    def __init__(self, options: SeE2ROptions, **made_of: Any) -> None:
+        super().__init__(options, **made_of)
+        self.dim_out = options.neuron[-1]
+
+    def forward(self, batch: Batch, edges: EdgeContext, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        options, species, graph = self.options, batch["species"], edges.graph
+        centre, neighbour, pair = self.edge_kinds(species, graph)
+        rows = radial_rows(edges.vectors, options.rcut_smth, self.cutoff, options.env_protection)
+        _, scalars = self.standardise(rows, centre)
+        weights = torch.ones_like(scalars) if mask is None else mask
+        seen = self.seen.index_select(0, pair) if self.excludes else None
+        if seen is not None:
+            scalars, weights = (scalars * seen, weights) if self.sel is not None else (scalars, weights * seen)
+        kinds = neighbour if options.type_one_side else pair
+        total = neighbour_sum(
+            scalars,
+            weights.unsqueeze(1),
+            kinds,
+            self.networks,
+            graph,
+            vectors=edges.vectors,
+            switch=edges.gradient,
+        ).squeeze(1)
+        ends = self._ends(species, neighbour, pair, graph, mask if seen is None else weights)
+        return (total + ends) * (RADIAL_SCALE / options.neighbour_norm), None
+
+    def _ends(
+        self, species: Tensor, neighbour: Tensor, pair: Tensor, graph: EdgeGraph, weights: Tensor | None
+    ) -> Tensor:
+        """(n_atoms, m): what makes the sum smooth at the cutoff, empty places or less the embedding at the cutoff."""
+        if self.sel is not None:
+            return self.empty_sum(species, neighbour, graph, weights)
+        n = len(self.species)
+        ones = torch.ones_like(pair, dtype=torch.float64) if weights is None else weights
+        counts = ones.new_zeros(species.shape[0] * n * n).index_add_(0, graph.destination * (n * n) + pair, ones)
+        return -(counts.view(species.shape[0], n * n).to(self.networks.dtype) @ self.empty_embedding())

@@ -16,9 +16,9 @@ from scipy.interpolate import CubicSpline
 from torch import Tensor, nn
 
 from forgefield.errors import ForgefieldError
-from forgefield.models.deeppot.environment import switch
+from forgefield.models.deeppot.descriptor import switch
 from forgefield.models.deeppot.options import DeepPotOptions
-from forgefield.models.nequip.options import check_zbl
+from forgefield.models.options import check_zbl
 from forgefield.ops.graph import EdgeGraph, segment_sum
 from forgefield.ops.radial import polynomial_cutoff
 from forgefield.physics.zbl import zbl_pair_energy
@@ -37,7 +37,7 @@ def zbl_energies(
 
 
 def complete_short_range(options: DeepPotOptions, species: Sequence[str], cutoff: float) -> dict[str, Any]:
-    """DeepPotOptions of the short range, checked and with the table read."""
+    """Options of the short range, checked and with the table read."""
     if options.zbl:
         check_zbl(options.zbl, tuple(species))
     if options.use_srtab is None and options.srtab is None:

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from forgefield.errors import ForgefieldError
 from forgefield.models.deeppot.fitting import Fitting
-from forgefield.models.deeppot.tensor_options import DipoleOptions, DosOptions, PolarOptions, PropertyOptions
+from forgefield.models.deeppot.options import DipoleOptions, DosOptions, PolarOptions, PropertyOptions
 from forgefield.models.edges import Batch
-from forgefield.models.heads.direct import DirectOutput
+from forgefield.models.interface import DirectOutput
 from forgefield.ops.graph import Segments, segment_sum
 
 REDUCTIONS = ("sum", "mean")
@@ -229,7 +229,7 @@ class DosFitting(TensorFitting):
 
     @classmethod
     def facts(cls, options: DosOptions) -> dict[str, DirectOutput]:
-        """Concurrent the density its running sum, the number of states, where it is trained."""
+        """The density of states, and its running sum (the number of states) where that is trained."""
         found = super().facts(options)
         for name, per in (("cdf", "frame"), ("atom_cdf", "atom")):
             by_atom = per == "frame"
@@ -239,7 +239,8 @@ class DosFitting(TensorFitting):
         return found
 
     def _dim_out(self) -> int:
-        return self.options.numb_dos
+        result: int = self.options.numb_dos
+        return result
 
     def forward(self, descriptor: Tensor, rotation: Tensor | None, batch: Batch) -> dict[str, Tensor]:
         values = self.network(descriptor, batch).double()
@@ -279,7 +280,8 @@ class PropertyFitting(TensorFitting):
         return 1.0 if options.out_std is None else list(options.out_std[0])
 
     def _dim_out(self) -> int:
-        return self.options.task_dim
+        result: int = self.options.task_dim
+        return result
 
     def forward(self, descriptor: Tensor, rotation: Tensor | None, batch: Batch) -> dict[str, Tensor]:
         values, species = self.network(descriptor, batch).double(), batch["species"]

@@ -3,33 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
 from forgefield.models.edges import Batch, EdgeContext, StepMemory
 from forgefield.models.interface import ExtraOutput
 from forgefield.models.potential import Potential
-
-
-@dataclass
-class DirectOutput:
-    """An output of a model (`models.interface.ExtraOutput`). cumulative: running sums of the values of the fitting network."""
-
-    per: str
-    shape: list[int]
-    reduce: str
-    kind: str = "values"
-    scale: float | list[float] = 1.0
-    unit: str = ""
-    classes: list[float] | None = None
-    cumulative: bool = False
-    always: bool = True
-    """Whether it is an output also where it is not trained."""
-    per_atom_errors: bool = False
-    """Whether errors of frames are also measured per atom."""
-    uncounted: list[int] = field(default_factory=list)
-    """Indices of the species whose atoms have no value: errors per atom are divided by the number of the other atoms."""
 
 
 class DirectOutputs(Potential):

@@ -94,7 +94,8 @@ class EdgeHead(HeadNetwork):
         of_edges = gather(centre, edges.graph.by_destination) + gather(neighbour, edges.graph.by_source)
         of_edges = of_edges + edges.basis.to(self.dtype) @ first[2 * n :]
         if len(self.weights) == 1:
-            return (of_edges + self.biases[0]).double()
+            result: Tensor = (of_edges + self.biases[0]).double()
+            return result
         return self.last(self.hidden_from(of_edges, batch)).double()
 
     def _vectors(self, weights: Tensor, edges: EdgeGeometry) -> Tensor:

@@ -62,12 +62,14 @@ class HeadNetwork(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.weights[0].dtype
+        result: torch.dtype = self.weights[0].dtype
+        return result
 
     @property
     def last_width(self) -> int:
         """Of what the last layer reads."""
-        return self.weights[-1].shape[0]
+        result: int = self.weights[-1].shape[0]
+        return result
 
     def hidden(self, x: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
         """All layers but the last. x: (n_atoms, n_in)."""
@@ -83,7 +85,8 @@ class HeadNetwork(nn.Module):
         return x
 
     def last(self, x: Tensor) -> Tensor:
-        return x @ self.weights[-1] + self.biases[-1]
+        result: Tensor = x @ self.weights[-1] + self.biases[-1]
+        return result
 
     def _layer(self, number: int, x: Tensor | None, made: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
         y = made + self.biases[number]

@@ -8,7 +8,7 @@ what a crystal gives must not depend on its batch mates.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from forgefield.models.invariant.message_passing import (
     gaussians,
     sizes,
 )
+from forgefield.models.options import option
 from forgefield.ops.activations import activate
 from forgefield.ops.graph import barrier, cut, gather, segment_sum
 from forgefield.ops.linear import unit_normal
@@ -31,10 +32,8 @@ from forgefield.ops.products import product
 class CGCNNOptions(SharedOptions):
     """Hyperparameters of CGCNN. Numbers left `None` are filled in from the statistics of the training data."""
 
-    num_gaussians: int = 41
+    num_gaussians: int = option(41, at_least=2)
     """Radial basis functions between 0 and the cutoff."""
-
-    at_least: ClassVar[dict[str, float]] = SharedOptions.at_least | {"num_gaussians": 2}
 
 
 class CGCNN(MessagePassing[CGCNNOptions]):

@@ -13,14 +13,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from forgefield.errors import ForgefieldError
 from forgefield.models.edges import Batch, EdgeContext
-from forgefield.models.nequip.options import check_pair_cutoffs, check_per_species, check_zbl, from_statistics
+from forgefield.models.options import check_values, complete_terms, option
 from forgefield.models.terms import PairLengths, SpeciesTerms
 from forgefield.ops.activations import activate
 from forgefield.ops.graph import EdgeGraph, GradientSwitch, Segments, barrier, gather
@@ -33,15 +32,15 @@ from forgefield.ops.radial import polynomial_cutoff
 class SharedOptions:
     """Hyperparameters that all of these networks have. Numbers left `None` come from the statistics of the training data."""
 
-    num_layers: int = 3
+    num_layers: int = option(3, at_least=1)
     """Interaction layers: each lets an atom see one cutoff further."""
-    num_features: int = 64
+    num_features: int = option(64, at_least=1)
     """Features of an atom."""
-    envelope: str = "polynomial"
+    envelope: str = option("polynomial", choices=("polynomial", "cosine"))
     """How messages fade out towards the cutoff: polynomial (two continuous derivatives) or cosine (one)."""
-    polynomial_cutoff_p: float = 6
+    polynomial_cutoff_p: float = option(6, at_least=2)
     """Exponent of the polynomial envelope; smaller decays earlier."""
-    readout_mlp_width: int | None = None
+    readout_mlp_width: int | None = option(None, at_least=1)
     """Neurons between the last features and the atomic energy. Default: half of the features."""
     per_edge_type_cutoff: dict[str, Any] | None = None
     """Shorter cutoffs by species of centre and neighbour, A: {H: 3.0, O: {H: 3.5, O: 4.0}}; others have the cutoff."""
@@ -58,40 +57,15 @@ class SharedOptions:
     zbl: bool | dict[str, float] = False
     """Add the ZBL repulsion of nuclei; {polynomial_cutoff_p: 6} sets its envelope."""
 
-    at_least: ClassVar[dict[str, float]] = {
-        "num_layers": 1,
-        "num_features": 1,
-        "polynomial_cutoff_p": 2,
-        "readout_mlp_width": 1,
-    }
-    """Smallest values that have a meaning, by option."""
-
 
 O = TypeVar("O", bound=SharedOptions)  # noqa: E741
 
 
 def complete_options(options: O, species: tuple[str, ...], cutoff: float, statistics: Mapping[str, Any]) -> O:
     """Options checked and with every default explicit; numbers not given come from the statistics."""
-    for key, least in options.at_least.items():
-        value = getattr(options, key)
-        if value is not None and value < least:
-            raise ForgefieldError(f"model.{key} is {value}; it must be at least {least}.")
-    if options.envelope not in ("polynomial", "cosine"):
-        raise ForgefieldError(f"model.envelope is '{options.envelope}'; choose one of polynomial, cosine.")
-    for key in ("avg_num_neighbours", "energy_scales", "energy_shifts"):
-        check_per_species(f"model.{key}", getattr(options, key), species, positive=key != "energy_shifts")
-    check_pair_cutoffs(options.per_edge_type_cutoff, species, cutoff)
-    if options.zbl:
-        check_zbl(options.zbl, species)
-    filled: dict[str, Any] = {"readout_mlp_width": options.readout_mlp_width or max(1, options.num_features // 2)}
-    if options.avg_num_neighbours is None:
-        mean = from_statistics(statistics, "mean_neighbours", "avg_num_neighbours")
-        filled["avg_num_neighbours"] = mean if mean > 0 else 1.0
-    if options.energy_scales is None:
-        rms = statistics.get("forces_rms") or statistics.get("energy_residual_std")
-        filled["energy_scales"] = rms if rms else 1.0
-    if options.energy_shifts is None:
-        filled["energy_shifts"] = from_statistics(statistics, "reference_energies", "energy_shifts")
+    check_values(options)
+    filled = complete_terms(options, species, cutoff, statistics)
+    filled["readout_mlp_width"] = options.readout_mlp_width or max(1, options.num_features // 2)
     return dataclasses.replace(options, **filled)
 
 

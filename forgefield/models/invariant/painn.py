@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from forgefield.models.invariant.message_passing import (
     complete_options,
     sizes,
 )
+from forgefield.models.options import option
 from forgefield.ops.graph import barrier, cut, gather, join, segment_sum
 from forgefield.ops.linear import unit_normal
 from forgefield.ops.products import product
@@ -39,15 +40,13 @@ neighbours of one species add up coherently. In SchNetPack's PaiNN they start as
 class PaiNNOptions(SharedOptions):
     """Hyperparameters of PaiNN. Numbers left `None` are filled in from the statistics of the training data."""
 
-    num_bessels: int = 20
+    num_bessels: int = option(20, at_least=1)
     """Radial basis functions."""
-    norm_epsilon: float = 1e-4
+    norm_epsilon: float = option(1e-4, at_least=1e-12)
     """Lengths of vectors are sqrt(v^2 + epsilon), smooth where a vector vanishes, as it does on symmetric sites."""
     normalise: bool | None = None
     """Divide the features that messages and updates read by sqrt(1 + their mean square). Default: true. False is the published
     form, which runs without this option in their record have."""
-
-    at_least: ClassVar[dict[str, float]] = SharedOptions.at_least | {"num_bessels": 1, "norm_epsilon": 1e-12}
 
 
 class PaiNN(MessagePassing[PaiNNOptions]):

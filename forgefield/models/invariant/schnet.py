@@ -7,7 +7,7 @@ edges with periodic images, less the energy of lone atoms (`tests/models/invaria
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from forgefield.models.invariant.message_passing import (
     gaussians,
     sizes,
 )
+from forgefield.models.options import option
 from forgefield.ops.activations import activate
 from forgefield.ops.graph import barrier, gather, segment_sum
 
@@ -28,12 +29,10 @@ from forgefield.ops.graph import barrier, gather, segment_sum
 class SchNetOptions(SharedOptions):
     """Hyperparameters of SchNet. Numbers left `None` are filled in from the statistics of the training data."""
 
-    num_filters: int | None = None
+    num_filters: int | None = option(None, at_least=1)
     """Channels of the convolutions. Default: as many as features."""
-    num_gaussians: int = 32
+    num_gaussians: int = option(32, at_least=2)
     """Radial basis functions between 0 and the cutoff."""
-
-    at_least: ClassVar[dict[str, float]] = SharedOptions.at_least | {"num_filters": 1, "num_gaussians": 2}
 
 
 class SchNet(MessagePassing[SchNetOptions]):
@@ -68,4 +67,5 @@ class Interaction(nn.Module):
         hidden = activate("ssp", basis @ self.filter.weights[0] + self.filter.biases[0])
         weights = around.per_edge((hidden @ self.filter.weights[1] + self.filter.biases[1]) * around.envelope)
         messages = gather(self.enter(x), around.graph.by_source) * weights
-        return self.leave(segment_sum(messages, around.graph.by_destination) * around.scale)
+        result: Tensor = self.leave(segment_sum(messages, around.graph.by_destination) * around.scale)
+        return result

@@ -18,6 +18,8 @@ from ase.data import atomic_numbers
 from torch import Tensor
 
 from forgefield.errors import ForgefieldError
+from forgefield.models.building import build_model
+from forgefield.models.importing import ImportedModel, Importer, ImportRequest
 from forgefield.models.nequip.framework_checks import (
     CUTOFF,
     apply_modifiers,
@@ -26,7 +28,7 @@ from forgefield.models.nequip.framework_checks import (
     describe_checks,
     match_averages,
 )
-from forgefield.models.registry import build_model, resolve_model
+from forgefield.models.resolving import resolve_model
 from forgefield.untrusted.archives import npz_arrays
 from forgefield.untrusted.documents import load_json
 from forgefield.untrusted.torch_files import Foreign, read_torch_file
@@ -78,16 +80,16 @@ class Architecture:
     arrange: Callable[[str, Tensor, Mapping[str, Any]], Tensor] = _as_it_is
 
 
-@dataclass(frozen=True)
-class ImportedModel:
-    """`resolved` options and `state` for `build_model(resolved, precision=...).load_state_dict(state)`."""
+class FrameworkImporter(Importer):
+    """Reads models of one architecture of the framework."""
 
-    resolved: dict[str, Any]
-    state: dict[str, Tensor]
-    precision: str
-    origin: str
-    checked: str = ""
-    """What of the file was verified, as a sentence for the user."""
+    accepts = ("options", "weights")
+
+    def __init__(self, kind: Architecture) -> None:
+        self.kind = kind
+
+    def read(self, request: ImportRequest) -> ImportedModel:
+        return read_model(self.kind, request.source, request.options, request.weights or "ema")
 
 
 def read_model(

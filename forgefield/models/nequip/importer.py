@@ -7,7 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from forgefield.models.nequip.framework import SHARED_OPTIONS, Architecture, ImportedModel, read_model
+from forgefield.models.importing import ImportedModel
+from forgefield.models.nequip.framework import SHARED_OPTIONS, Architecture, FrameworkImporter, read_model
 
 _RENAMED = SHARED_OPTIONS | {
     "preset": "preset",
@@ -76,3 +77,4 @@ NEQUIP = Architecture(
     our_name=our_name,
     translate=_translate,
 )
+IMPORTER = FrameworkImporter(NEQUIP)

@@ -6,6 +6,7 @@ What a layer computes is in `model.py`, how it is computed on fields in `passes.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -26,6 +27,7 @@ from forgefield.models.interface import Tangents
 from forgefield.models.nequip.passes import Network
 from forgefield.models.nequip.tables import RadialTable, radial_tables
 from forgefield.models.terms import PairLengths
+from forgefield.ops.autograd import AutogradContext, Gradients, TypedFunction
 from forgefield.ops.execution import current
 from forgefield.ops.graph import EdgeGraph, Segments, gather, is_traced
 from forgefield.ops.tangents import carried, side_by_side, tangent_of
@@ -153,10 +155,14 @@ def features_at_rest(model: NequIP, prepared: Prepared, geometry: Geometry, *, t
     """(n_atoms, feature_dim), the scalars of the last layer, with a gradient in the geometry and none in the weights."""
     network, read = prepared.network, prepared.tables
     if geometry.basis is not None:
-        return _AtRest.apply(network, trained, [], None, geometry.harmonics, *model.radial_weights(geometry.basis))
+        result: Tensor = _AtRest.apply(
+            network, trained, [], None, geometry.harmonics, *model.radial_weights(geometry.basis)
+        )
+        return result
     assert read is not None
     edges = (geometry.harmonics, geometry.place, geometry.direction)
-    return _AtRest.apply(network, trained, read.stored, geometry.at, *edges)
+    features: Tensor = _AtRest.apply(network, trained, read.stored, geometry.at, *edges)
+    return features
 
 
 def _shared_rows(of_edges: Tensor, graph: EdgeGraph) -> Tensor:
@@ -171,11 +177,20 @@ def _radial(table: StoredTable, at: Intervals, place: Tensor) -> Radial:
     return Radial(table.words, at.at, place, table.unit)
 
 
-class _AtRest(torch.autograd.Function):
+class _AtRest(TypedFunction):
     """Inputs: harmonics; then places and directions of edges, or rows of weights of every layer."""
 
     @staticmethod
-    def forward(ctx, network, trained, tables, at, harmonics, *radial):
+    def forward(
+        ctx: AutogradContext,
+        network: Network,
+        trained: bool,
+        tables: Sequence[Concurrent[StoredTable]],
+        at: Intervals | None,
+        harmonics: Tensor,
+        *radial: Tensor,
+    ) -> Tensor:
+        radials: Iterable[Radial]
         ctx.network, ctx.in_tables = network, at is not None
         if at is not None:
             planned = [_radial(table.unfinished(), at, radial[0]) for table in tables]
@@ -190,7 +205,7 @@ class _AtRest(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, to_features):
+    def backward(ctx: AutogradContext, to_features: Tensor) -> Gradients:
         geometry, rows = ctx.network.forces(to_features)
         if ctx.in_tables:
             return None, None, None, None, None, geometry[:, 3], geometry[:, :3]
@@ -206,17 +221,28 @@ def features_moved(model: NequIP, moved: Moved, first: FirstPass) -> Tensor:
     given = (network, moved, first.geometry, first.tables)
     if moved.basis is None:
         assert first.tables is not None
-        return _Moving.apply(*given, network.row, *(one for table in first.tables for one in table.tracked()))
+        tracked = [one for table in first.tables for one in table.tracked()]
+        moved_rows: Tensor = _Moving.apply(*given, network.row, *tracked)
+        return moved_rows
     rows = carried(lambda given: model.radial_weights(given[0]), [moved.basis])
     pieces = [piece for pair in rows for piece in (pair[:, 0], pair[:, 1])]
-    return _Moving.apply(*given, network.row, *pieces)
+    result: Tensor = _Moving.apply(*given, network.row, *pieces)
+    return result
 
 
-class _Moving(torch.autograd.Function):
+class _Moving(TypedFunction):
     """Inputs: all matrices; then what tables are made of, or rows of weights and their tangents of every layer."""
 
     @staticmethod
-    def forward(ctx, network, moved, geometry, tables, matrices, *tracked):
+    def forward(
+        ctx: AutogradContext,
+        network: Network,
+        moved: Moved,
+        geometry: Geometry,
+        tables: list[RadialTable] | None,
+        matrices: Tensor,
+        *tracked: Tensor,
+    ) -> Tensor:
         if moved.basis is None:
             motions = [Motion(moved.harmonics, place=moved.place) for _ in network.layers]
         else:
@@ -228,13 +254,11 @@ class _Moving(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, to_rows):
-        network = ctx.network
+    def backward(ctx: AutogradContext, to_rows: Tensor) -> Gradients:
+        network: Network = ctx.network
         to_features = to_rows[: network.graph.n_atoms]
-        if ctx.tables is None:
-            rows = _SummedRows(network.graph)
-        else:
-            rows = _SummedTables(ctx.tables, ctx.geometry)
+        rows: _SummedRows | _SummedTables
+        rows = _SummedRows(network.graph) if ctx.tables is None else _SummedTables(ctx.tables, ctx.geometry)
         matrices = network.back(to_features, ctx.motions, rows)
         return None, None, None, None, matrices, *rows.gradients()
 

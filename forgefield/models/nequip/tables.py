@@ -50,7 +50,8 @@ class RadialTable:
     @torch.no_grad()
     def polynomials(self) -> Tensor:
         """Of the radial weights, (n_intervals, 4, n_weights)."""
-        return _product(self._known().flatten(0, 1), self.matrix).unflatten(0, (-1, 4))
+        result: Tensor = _product(self._known().flatten(0, 1), self.matrix).unflatten(0, (-1, 4))
+        return result
 
     @torch.no_grad()
     def stored(self) -> StoredTable:

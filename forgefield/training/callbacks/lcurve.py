@@ -21,6 +21,7 @@ from forgefield.config.nearest import did_you_mean
 from forgefield.errors import ForgefieldError
 from forgefield.files import write_atomically
 from forgefield.tasks.metrics import unit_of
+from forgefield.training.optim.learning_rate import current_learning_rate
 
 LETTERS = {"energy": "e", "forces": "f", "virial": "v", "stress": "s"}
 """How the columns of a target are called there."""
@@ -88,7 +89,7 @@ class LearningCurve(Callback):
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         # The schedule moves on at the end of a step; a row tells with which rate its step was taken.
-        self._lr = trainer.optimizers[0].param_groups[0]["lr"]
+        self._lr = current_learning_rate(trainer.optimizers[0])
         if self._epoch_is_over:
             self._taken, self._epoch_is_over = None, False
 

@@ -21,6 +21,7 @@ from forgefield.errors import ForgefieldError
 from forgefield.files import write_atomically
 from forgefield.tasks.metrics import UNITS
 from forgefield.training.callbacks.best_model import epoch_is_whole
+from forgefield.training.optim.learning_rate import current_learning_rate
 from forgefield.training.run.summary import digits
 
 _TIMING = ("seconds", "frames", "atoms", "frames_per_second", "atoms_per_second")
@@ -80,7 +81,7 @@ class MetricsLog(Callback):
         row: dict[str, Any] = {
             "epoch": trainer.current_epoch,
             "step": trainer.global_step,
-            "lr": trainer.optimizers[0].param_groups[0]["lr"],
+            "lr": current_learning_rate(trainer.optimizers[0]),
             **pl_module.latest,
         }
         if trainer.is_global_zero:

@@ -22,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from forgefield.tasks.metrics import UNITS
+from forgefield.training.optim.learning_rate import current_learning_rate
 from forgefield.training.run.summary import digits
 
 EVERY_LINE_UP_TO = 20
@@ -389,8 +390,7 @@ def _error_cells(values: dict[str, float], prefix: str, quantities: dict[str, st
 
 
 def _rate(trainer: L.Trainer) -> str:
-    groups = trainer.optimizers[0].param_groups if trainer.optimizers else []
-    return f"{float(groups[0]['lr']):.3g}" if groups else "?"
+    return f"{current_learning_rate(trainer.optimizers[0]):.3g}" if trainer.optimizers else "?"
 
 
 def _whole(batches: Any) -> int:

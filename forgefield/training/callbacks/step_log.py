@@ -12,6 +12,7 @@ import lightning as L
 from lightning.pytorch.callbacks import Callback
 
 from forgefield.training.callbacks.tensorboard import tensorboard_writers
+from forgefield.training.optim.learning_rate import current_learning_rate
 
 
 class StepLog(Callback):
@@ -39,7 +40,7 @@ class StepLog(Callback):
         loss = trainer.strategy.reduce(outputs["loss"] * trainer.accumulate_grad_batches, reduce_op="mean")
         if not trainer.is_global_zero:
             return
-        values = {"step/loss": float(loss), "step/lr": float(trainer.optimizers[0].param_groups[0]["lr"])}
+        values = {"step/loss": float(loss), "step/lr": current_learning_rate(trainer.optimizers[0])}
         for writer in tensorboard_writers(trainer):
             for name, value in values.items():
                 writer.add_scalar(name, value, step)

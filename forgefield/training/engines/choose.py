@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from forgefield.config.schema import TrainingOptions
+from forgefield.data.batch import is_memory_error
 from forgefield.errors import ForgefieldError
 from forgefield.kernels.core.availability import has_triton, interpreted
-from forgefield.training.engines.engine import Engine
+from forgefield.training.engines.engine import Engine, OnlyOneSize
 from forgefield.training.engines.graphs import GraphsEngine
 from forgefield.training.engines.size_plan import SizePlan
 from forgefield.training.engines.step import StepFunction
@@ -191,12 +192,10 @@ def start(choice: Choice, on: Circumstances, batch: Batch) -> Engine:
         return engine
     try:
         compared = require_equal(engine, reference, batch, on.tolerance)
-    except ForgefieldError as error:
-        if str(error).startswith("training."):
-            raise
+    except OnlyOneSize as error:
         raise ForgefieldError(f"training.engine={choice.name}: {error}; use {remedy(engine)}.") from error
     except _broken() as error:
-        if "out of memory" in str(error):
+        if is_memory_error(error):
             raise
         if choice.derivative == "kernels":
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -12,11 +12,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from forgefield.errors import ForgefieldError
 from forgefield.training.engines.step import Differentiated, Measured, StepFunction
 
 Batch = dict[str, Tensor]
 Denominators = Callable[[], Tensor]
 """Gives the denominators of the loss over all ranks; asking may wait for a message of theirs."""
+
+
+class OnlyOneSize(ForgefieldError):
+    """A step can be traced, but only for batches of the size it was traced with."""
 
 
 class Step(NamedTuple):

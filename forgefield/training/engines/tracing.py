@@ -27,8 +27,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from forgefield.data.batch import SHAPES, Shapes
-from forgefield.errors import ForgefieldError
 from forgefield.training.engines.blank import LEAST, sizes
+from forgefield.training.engines.engine import OnlyOneSize
 
 Batch = dict[str, Tensor]
 
@@ -84,7 +84,7 @@ def trace(
         with torch.enable_grad(), _ZeroTangents():
             graph = make_fx(flat, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
     if environment.pinned:
-        raise ForgefieldError(
+        raise OnlyOneSize(
             "the step can be traced only for batches of one size, because a size is used as a number "
             f"({environment.pinned[0]})"
         )

@@ -18,10 +18,8 @@ from forgefield.errors import ForgefieldError
 from forgefield.kernels.step.update import AdamStep
 from forgefield.training.optim.adam_update import adam_step
 from forgefield.training.optim.averages import WeightAverage
-
-Clip = tuple[float | None, str | None]
-_CHANGED = ("capturable", "fused", "foreach")
-"""Settings of an optimiser that a captured one has otherwise than it was given."""
+from forgefield.training.optim.learning_rate import replaced_learning_rates
+from forgefield.training.optim.update import Clip, clip_gradients, make_capturable, make_plain
 
 
 class CapturedUpdate:
@@ -130,20 +128,9 @@ class CapturedUpdate:
         """rates: the learning rate of each group."""
         groups = self.optimiser.param_groups
         parameters = [p for group in groups for p in group["params"] if p.grad is not None]
-        value, algorithm = self.clip
-        if value:
-            if algorithm == "value":
-                torch.nn.utils.clip_grad_value_(parameters, value)
-            else:
-                torch.nn.utils.clip_grad_norm_(parameters, value)
-        kept = [group["lr"] for group in groups]
-        for group, rate in zip(groups, rates):
-            group["lr"] = rate
-        try:
+        clip_gradients(parameters, self.clip)
+        with replaced_learning_rates(self.optimiser, rates):
             type(self.optimiser).step(self.optimiser)
-        finally:
-            for group, rate in zip(groups, kept):
-                group["lr"] = rate
         if self.average is not None:
             found = getattr(self.optimiser, "found_inf", None)  # 1 where the optimiser is told not to step
             self.average.take_in(self._share if found is None else self._share * (1.0 - found))
@@ -157,59 +144,3 @@ class CapturedUpdate:
         )
         places = tuple(None if p.grad is None else p.grad.data_ptr() for group in groups for p in group["params"])
         return settings, places, self.clip, None if found is None else found.data_ptr()
-
-
-def why_not_capturable(optimiser: torch.optim.Optimizer) -> str | None:
-    if "capturable" in optimiser.defaults:
-        return None
-    return (
-        f"{type(optimiser).__name__} cannot be captured, because its step is steered by the host; use adam, adamw or "
-        "another optimiser with the option 'capturable', or another engine."
-    )
-
-
-def make_capturable(optimiser: torch.optim.Optimizer, device: torch.device) -> None:
-    """Let the optimiser keep its step counts on the device.
-
-    Powers of decays are taken of these counts. torch would do so in float32, where the first corrections for bias are wrong by
-    1e-5; the fused kernels do it in float64, and for others the counts are kept in float64.
-    """
-    for group in optimiser.param_groups:
-        fused = _has_fused_kernel(optimiser, group)
-        if "capturable" in group:
-            group["capturable"] = True
-        if fused:
-            group["fused"], group["foreach"] = True, False
-        for parameter in group["params"]:
-            state = optimiser.state.get(parameter, {})
-            for name in _counts(state):
-                state[name] = state[name].to(device)
-            if "step" in _counts(state):
-                state["step"] = state["step"].to(torch.float32 if fused else torch.float64)
-
-
-def make_plain(optimiser: torch.optim.Optimizer) -> None:
-    """The optimiser as it was given, its step counts on the host."""
-    states = [{"param_groups": optimiser.param_groups, "state": optimiser.state}]
-    portable_optimiser_states(states, [optimiser])
-
-
-def _has_fused_kernel(optimiser: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
-    """Whether one kernel updates all weights. It takes a learning rate from the device only in float32."""
-    known = type(optimiser) in (torch.optim.Adam, torch.optim.AdamW)
-    return known and all(p.is_cuda and p.dtype == torch.float32 for p in group["params"])
-
-
-def portable_optimiser_states(states: list[dict[str, Any]], optimisers: Sequence[torch.optim.Optimizer]) -> None:
-    """Stored states as any engine can go on with them; changed in place. optimisers: those they were taken from."""
-    for stored, optimiser in zip(states, optimisers):
-        as_given = {key: optimiser.defaults[key] for key in _CHANGED if key in optimiser.defaults}
-        for group in stored["param_groups"]:
-            group.update({key: value for key, value in as_given.items() if key in group})
-        for number, state in stored["state"].items():
-            stored["state"][number] = state | {name: state[name].cpu().float() for name in _counts(state)}
-
-
-def _counts(state: dict[str, Any]) -> list[str]:
-    """What an optimiser counts for a parameter: its steps, and in some a product over them."""
-    return [name for name in ("step", "mu_product") if isinstance(state.get(name), Tensor)]

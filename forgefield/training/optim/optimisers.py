@@ -91,6 +91,46 @@ def fit_length(scheduler: Any, length: int, *, in_proportion: bool) -> None:
             group["lr"] = rate
 
 
+class ManualSchedule:
+    """Steps the scheduler of a training with manual optimisation as Lightning would with automatic optimisation.
+
+    schedule: Lightning's description of the scheduler, as `build_scheduler` returns it, or None.
+    """
+
+    def __init__(self, optimiser: torch.optim.Optimizer, schedule: Mapping[str, Any] | None, monitor: str) -> None:
+        self.optimiser, self.monitor = optimiser, monitor
+        self.scheduler: Any = None if schedule is None else schedule["scheduler"]
+        self.by_step = schedule is not None and schedule["interval"] == "step"
+
+    def next_rates(self) -> list[float]:
+        """Learning rates of the next step, one for each parameter group; schedules by step are advanced after it."""
+        rates = [float(group["lr"]) for group in self.optimiser.param_groups]
+        if self.by_step:
+            self.scheduler.step()
+        return rates
+
+    def end_epoch(self, metrics: Mapping[str, Any]) -> None:
+        """metrics: those of the training so far, of which a plateau scheduler reads `monitor`."""
+        if self.scheduler is None or self.by_step:
+            return
+        if not self._is_plateau:
+            self.scheduler.step()
+        elif self.monitor.startswith("train/"):
+            self._step_plateau(metrics)
+
+    def end_validation(self, metrics: Mapping[str, Any]) -> None:
+        if self._is_plateau and not self.monitor.startswith("train/"):
+            self._step_plateau(metrics)
+
+    @property
+    def _is_plateau(self) -> bool:
+        return isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+
+    def _step_plateau(self, metrics: Mapping[str, Any]) -> None:
+        if (value := metrics.get(self.monitor)) is not None:
+            self.scheduler.step(float(value))
+
+
 _RATES = ("eta_min", "min_lr", "max_lr", "base_lr", "stop_lr")
 """Options of schedulers that are learning rates."""
 _STORED_RATES = (

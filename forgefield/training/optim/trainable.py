@@ -19,7 +19,7 @@ from torch.nn.utils import parametrize
 from forgefield.config.nearest import did_you_mean
 from forgefield.config.schema import TrainingOptions
 from forgefield.errors import ForgefieldError
-from forgefield.models.deeppot.networks import Layer
+from forgefield.models.interface import StackedNetworks
 
 _LOW_RANK = ".parametrizations."
 
@@ -134,8 +134,9 @@ def add_low_rank(module: nn.Module, *, rank: int, alpha: float | None, targets: 
 def _all_matrices(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Parameters that are matrices or stacks of them; biases of networks that stand side by side are neither."""
     for name, parameter in module.named_parameters():
-        owner, _, attribute = name.rpartition(".")
-        stacks_vectors = isinstance(module.get_submodule(owner), Layer) and attribute != "w"
+        owner_name, _, attribute = name.rpartition(".")
+        owner = module.get_submodule(owner_name)
+        stacks_vectors = isinstance(owner, StackedNetworks) and attribute not in owner.matrices
         if parameter.dim() >= 2 and not stacks_vectors:
             yield name, parameter
 

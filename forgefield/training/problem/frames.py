@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
@@ -14,8 +15,9 @@ from forgefield.data.batch import batch_shapes
 from forgefield.data.module import DataModule, FrameData, read_data
 from forgefield.data.sampling.batching import training_budget
 from forgefield.data.sampling.loader import FrameLoader
+from forgefield.models.building import build_model
 from forgefield.models.potential import Potential
-from forgefield.models.registry import branch_names, build_model
+from forgefield.models.resolving import branch_names
 from forgefield.parallel.accelerators import evaluation_device
 from forgefield.parallel.exchange import StepExchange
 from forgefield.runs import Run
@@ -23,6 +25,7 @@ from forgefield.tasks.task import Task
 from forgefield.training.engines.choose import refuse_engine
 from forgefield.training.engines.size_plan import plan_sizes
 from forgefield.training.engines.start import EngineStarter
+from forgefield.training.frames_executor import FramesExecutor
 from forgefield.training.module import TrainingModule
 from forgefield.training.optim.trainable import choose_trained
 from forgefield.training.precision import Precision
@@ -38,8 +41,19 @@ from forgefield.training.problem.preflight import require_any_label, require_inp
 from forgefield.training.problem.problem import Problem, TrainingSession
 from forgefield.training.problem.transfer import Transfer, transfer
 from forgefield.training.run.checkpoint import ResumePoint
-from forgefield.training.run.folder import has_begun
 from forgefield.training.run.start_summary import effective_batch
+
+
+def build_frames_problem(config: Config, data: FrameData | None = None) -> FramesProblem:
+    """Data, task and model of a config, built as for a new run but without a run folder, silently and in one process.
+
+    data: read before, for the same `data` section.
+    """
+    problem = FramesProblem(
+        Run(config.folder), config, copy.deepcopy(config.trainer), TrainingSession.silent(), resumes=False
+    )
+    problem.prepare(data)
+    return problem
 
 
 class FramesProblem(Problem):
@@ -52,26 +66,19 @@ class FramesProblem(Problem):
     change: Transfer | None
     """What became of the model of another run."""
 
-    def __init__(self, run: Run, config: Config, options: dict[str, Any], session: TrainingSession) -> None:
-        self.initial = initial_model(run, config, session.ranks, trust_code=session.trust_code)
-        settled = config if self.initial is None else self.initial.settle(config, session.journal.notify)
-        super().__init__(run, settled, options, session)
+    def __init__(
+        self, run: Run, config: Config, options: dict[str, Any], session: TrainingSession, *, resumes: bool = True
+    ) -> None:
+        super().__init__(run, config, options, session, resumes=resumes)
+        begun, trust_code = self.has_begun, session.trust_code
+        self.initial = initial_model(run, config, session.ranks, begun=begun, trust_code=trust_code)
+        if self.initial is not None:
+            self.config = self.initial.settle(config, session.journal.notify)
 
-    def prepare(self) -> None:
-        config, ranks, journal = self.config, self.session.ranks, self.session.journal
-        whose = None if self.initial is None else self.initial.known.whose
-        # A run that was started when splits could leave a species out of training keeps its split.
-        old = ranks.is_rank_zero and has_begun(self.run) and not self.run.info["keep_species"]
-        self.data = read_data(
-            config.data,
-            config.seed,
-            rank=ranks.rank,
-            world_size=ranks.world_size,
-            branches=branch_names(config.model if self.initial is None else self.initial.known.resolved),
-            species_of=whose,
-            keep_species=not ranks.broadcast(old),
-            converting=_conversion_report(journal.notify),
-        )
+    def prepare(self, data: FrameData | None = None) -> None:
+        """data: read before, for the same `data` section."""
+        config, journal = self.config, self.session.journal
+        self.data = data if data is not None else self._read()
         self._resolve()
         self.model = build_model(
             self.resolved,
@@ -82,6 +89,21 @@ class FramesProblem(Problem):
         self._start_from_initial()
         choose_trained(self.model, config.training, journal.notify)
         require_inputs(self.model, self.data)
+
+    def _read(self) -> FrameData:
+        config, ranks = self.config, self.session.ranks
+        # A run that was started when splits could leave a species out of training keeps its split.
+        keep_species = not (ranks.is_rank_zero and self.has_begun) or bool(self.run.info["keep_species"])
+        return read_data(
+            config.data,
+            config.seed,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            branches=branch_names(config.model if self.initial is None else self.initial.known.resolved),
+            species_of=None if self.initial is None else self.initial.known.whose,
+            keep_species=ranks.broadcast(keep_species),
+            converting=_conversion_report(self.session.journal.notify),
+        )
 
     def _resolve(self) -> None:
         """Task, model options in full and fingerprint of the data. A run that has begun keeps the options it has."""
@@ -98,7 +120,7 @@ class FramesProblem(Problem):
         resolved: dict[str, Any] = {}
         change: Transfer | None = None
         if ranks.is_rank_zero:
-            begun = has_begun(self.run)
+            begun = self.has_begun
             if self.initial is not None:
                 known = self.initial.known.resolved if begun else self.initial.options(self.config, data)
                 trust = self.initial.known.trust
@@ -131,18 +153,15 @@ class FramesProblem(Problem):
     def module(
         self, monitor: str, exchange: StepExchange | None, restart: ResumePoint | None, quick: bool
     ) -> TrainingModule:
-        return TrainingModule(
+        executor = FramesExecutor(
             self.model,
             self.task,
             self.config.training,
             self.data.species.symbols,
-            monitor=monitor,
-            ranks=self.session.ranks,
-            exchange=exchange,
-            lr_factor=self.session.lr_factor,
             starter=self._engine_starter(restart, quick),
             shapes=batch_shapes(self.data.train.fields),
         )
+        return self.module_of(executor, monitor, exchange)
 
     def _engine_starter(self, restart: ResumePoint | None, quick: bool) -> EngineStarter:
         """A resumed run goes on with the engine it was started with, unless the config names another."""
@@ -173,11 +192,13 @@ class FramesProblem(Problem):
             self.session.journal.notify(
                 "trainer.overfit_batches is set: the same frames are used every epoch, without shuffling."
             )
-        spec = batch_spec(
-            self.task_options, self.model, seed=self.config.seed, on_gpu=device.type == "cuda", keep_order=keep_order
-        )
+        return self.serve(on_gpu=device.type == "cuda", keep_order=keep_order).train_dataloader()
+
+    def serve(self, *, on_gpu: bool = False, keep_order: bool = False) -> DataModule:
+        """Batches as the task and the model need them. keep_order: frames are not shuffled."""
+        spec = batch_spec(self.task_options, self.model, seed=self.config.seed, on_gpu=on_gpu, keep_order=keep_order)
         self.batches = self.data.serve(spec)
-        return self.batches.train_dataloader()
+        return self.batches
 
     def val_loader(self) -> Any:
         return self.batches.val_dataloader()
@@ -204,15 +225,15 @@ class FramesProblem(Problem):
 
 
 def _conversion_report(notify: Callable[[str], None]) -> Callable[[int, int | None], None]:
-    """Tells in ten steps how far `data.lazy` is with its one conversion."""
-    told = -1
+    """Reports the progress of the conversion for `data.lazy`, about ten times."""
+    reported = -1
 
     def report(done: int, total: int | None) -> None:
-        nonlocal told
+        nonlocal reported
         step = 10 * done // total if total else done // 50_000
-        if step > told:
-            told = step
+        if step > reported:
+            reported = step
             of = f" of {total}" if total else ""
-            notify(f"data.lazy: the data is converted once ({done}{of} frames); later runs use what is kept.")
+            notify(f"data.lazy: converting the data ({done}{of} frames); later runs use the result.")
 
     return report

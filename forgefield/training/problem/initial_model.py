@@ -23,8 +23,6 @@ from forgefield.config.typed import select
 from forgefield.data.dataset import GraphDataset
 from forgefield.data.module import FrameData
 from forgefield.errors import ForgefieldError
-from forgefield.models.deeppot.new_species import extended_options, extended_state, require_extensible
-from forgefield.models.deeppot.statistics import environment_statistics
 from forgefield.models.potential import Potential
 from forgefield.parallel.ranks import Ranks
 from forgefield.runs import Run
@@ -32,7 +30,6 @@ from forgefield.training.problem.initial_options import KnownModel, is_proposed,
 from forgefield.training.problem.model_options import MOST_FRAMES, measured_batches, spread
 from forgefield.training.problem.shifts import fit_shifts, set_shifts
 from forgefield.training.problem.transfer import Transfer
-from forgefield.training.run.folder import has_begun
 
 RECORD = "initial_model"
 """Where `run.json` says what a run started from."""
@@ -60,22 +57,22 @@ class InitialModel:
         """The model's options in full: those of the run, with what the config says of parts that are trained, and with
         statistics of species that are new to it."""
         resolved = copy.deepcopy(dict(self.known.resolved))
-        for part in ("descriptor", "fitting_net"):
+        hooks = self.known.hooks
+        for part, _, option in (name.rpartition(".") for name in hooks.training_options):
             given = config.model.get(part)
-            if isinstance(given, Mapping) and "trainable" in given:
-                resolved[part]["trainable"] = given["trainable"]
+            if isinstance(given, Mapping) and option in given:
+                resolved[part][option] = given[option]
         if not self.new_species:
             return resolved
-        section = {**section_of(resolved), "out_bias": None}
+        section = {**section_of(resolved), hooks.shift_option: None}
         rows = spread(len(data.train), MOST_FRAMES)
-        batches = measured_batches(data.train, rows, float(resolved["cutoff"]))
-        measured = environment_statistics(
+        measured = hooks.measure(
             {key: value for key, value in section.items() if key != "name"},
-            batches,
+            lambda: measured_batches(data.train, rows, float(resolved["cutoff"])),
             species=data.species.symbols,
             cutoff=float(resolved["cutoff"]),
         )
-        return extended_options(resolved, self.new_species, measured)
+        return hooks.add_species(resolved, self.new_species, measured)
 
     def settle(self, config: Config, notify: Callable[[str], None]) -> Config:
         """The config with everything that the model decides: species and neighbours. Refuses what contradicts it."""
@@ -83,7 +80,7 @@ class InitialModel:
         species = config.data.species
         strange = [symbol for symbol in species or [] if symbol not in known.species]
         if strange:
-            require_extensible(known.resolved, strange, known.whose)
+            known.hooks.check_new_species(known.resolved, strange, known.whose)
             if self.shifts != "fit":
                 raise ForgefieldError(
                     f"data.species names {', '.join(strange)}, which the model of {known.whose} does not know; its energies "
@@ -150,9 +147,11 @@ class InitialModel:
             return None
         state = dict(self.state)
         if self.new_species:
-            state = extended_state(potential.state_dict(), state, len(self.known.species), len(self.new_species))
+            counts = len(self.known.species), len(self.new_species)
+            state = self.known.hooks.add_species_to_state(potential.state_dict(), state, *counts)
         potential.load_state_dict(change.first_state(potential.state_dict(), state))
-        gained = change.gained_energy and "out_bias" in resolved and train.frames.carries("energy").any()
+        fits_shifts = self.known.hooks.fits_shifts_to_new_energies
+        gained = change.gained_energy and fits_shifts and train.frames.carries("energy").any()
         if self.shifts != "fit" and not gained:
             return None
         fitted = ranks.broadcast(
@@ -177,19 +176,22 @@ def refuse_itself(config: Config) -> None:
         )
 
 
-def initial_model(run: Run, config: Config, ranks: Ranks, *, trust_code: bool = False) -> InitialModel | None:
-    """What `model.from` names, read by rank 0 and known to all; None where the config describes a model of its own.
+def initial_model(
+    run: Run, config: Config, ranks: Ranks, *, begun: bool, trust_code: bool = False
+) -> InitialModel | None:
+    """The model that `model.from` names, read by rank 0 and sent to all; None where the config describes a new model.
 
-    trust_code: whether code that the run names may be imported.
+    begun: whether `run` has begun, and so has its own copy of the model. trust_code: whether code that the run names may be
+    imported.
     """
     if not starts_from_run(config):
         return None
-    return ranks.broadcast(_read(run, config, trust_code) if ranks.is_rank_zero else None)
+    return ranks.broadcast(_read(run, config, begun, trust_code) if ranks.is_rank_zero else None)
 
 
-def _read(run: Run, config: Config, trust_code: bool) -> InitialModel:
+def _read(run: Run, config: Config, begun: bool, trust_code: bool) -> InitialModel:
     model = config.model
-    if has_begun(run):
+    if begun:
         info = run.info
         record = info.get(RECORD) or {}
         known = KnownModel(

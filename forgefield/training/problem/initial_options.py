@@ -16,21 +16,12 @@ from forgefield.config.diff import ABSENT, Change, format_diff
 from forgefield.config.starter import MODEL
 from forgefield.config.trust import NO_CODE, Trust
 from forgefield.errors import ForgefieldError
-from forgefield.models.registry import BUILT_IN, HEADS, MODULE_FOLDER, PREDICTS, check_model, model_class
+from forgefield.models.interface import RegisteredModel
+from forgefield.models.registry import ARCHITECTURES, registered_class
+from forgefield.models.resolving import HEADS, MODULE_FOLDER, PREDICTS, check_model, hooks_of
 
 STARTING = ("from", "which", "shifts")
 """Keys of the section that are no options of the model."""
-WITHOUT_MEANING = ("descriptor.seed", "fitting_net.seed")
-"""They fix weights that are drawn, and here none are."""
-CHANGED = ("descriptor.trainable", "fitting_net.trainable")
-"""They say what is trained from now on."""
-PAIRS = ("pair_exclude_types", "descriptor.exclude_types")
-NUMBERS = ("atom_exclude_types",)
-ROWS = (
-    *("out_bias", "fitting_net.atom_ener"),
-    *("descriptor.sel", "descriptor.davg", "descriptor.dstd", "descriptor.most_neighbours"),
-)
-"""Options of a Deep Potential that mean species by their numbers: in pairs, one by one, or with an entry for each."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +37,11 @@ class KnownModel:
     @property
     def species(self) -> list[str]:
         return list(self.resolved["species"])
+
+    @property
+    def hooks(self) -> type[RegisteredModel[Any]]:
+        """What the architecture of the model declares."""
+        return hooks_of(self.resolved)
 
 
 def is_proposed(model: Mapping[str, Any], known: KnownModel) -> bool:
@@ -71,13 +67,15 @@ def require_same_options(model: Mapping[str, Any], known: KnownModel, species: S
         raise ForgefieldError(
             f"model.name is {given['name']}, and {known.whose} holds a {name}: weights of the one are none of the other."
         )
-    if name in BUILT_IN:
+    if name in ARCHITECTURES:
         check_model(_with_kinds(given, known.resolved), trust=known.trust)
     options = _with_preset(given)
     made_with = [_with_preset(_plain(known.section)), _plain(known.resolved)]
     changes = [
         Change(f"model.{key}", old, new, meaning=True)
-        for key, old, new in _differences(options, made_with, _Symbols(known.species, species))
+        for key, old, new in _differences(
+            options, made_with, _Symbols(known.species, species, known.hooks), known.hooks
+        )
     ]
     if changes:
         raise ForgefieldError(
@@ -98,10 +96,11 @@ class _Symbols:
 
     ours: Sequence[str]
     theirs: Sequence[str] | None
+    hooks: type[RegisteredModel[Any]]
 
     def of_run(self, key: str, value: Any) -> Any:
         """Only what concerns species that the config knows."""
-        named = _by_symbol(key, value, self.ours)
+        named = _by_symbol(self.hooks.species_options.get(key), value, self.ours)
         if self.theirs is None or named is value:
             return named
         known = frozenset(self.theirs)
@@ -111,23 +110,28 @@ class _Symbols:
 
     def of_config(self, key: str, value: Any) -> Any:
         """Likewise of species that the run knows; others are new to it."""
-        named = _by_symbol(key, value, self.ours if self.theirs is None else self.theirs)
+        named = _by_symbol(
+            self.hooks.species_options.get(key), value, self.ours if self.theirs is None else self.theirs
+        )
         known = frozenset(self.ours)
         if isinstance(named, dict) and named is not value:
             return {symbol: entry for symbol, entry in named.items() if symbol in known}
         return {group for group in named if group <= known} if isinstance(named, set) else named
 
 
-def _by_symbol(key: str, value: Any, species: Sequence[str]) -> Any:
-    """Numbers of species replaced by their symbols; the value itself where it has none (or makes no sense)."""
+def _by_symbol(form: str | None, value: Any, species: Sequence[str]) -> Any:
+    """Indices of species replaced by their symbols; the value itself where it has none (or makes no sense).
+
+    form: see `RegisteredModel.species_options`.
+    """
     if not isinstance(value, list):
         return value
     try:
-        if key in PAIRS:
+        if form == "pairs":
             return {frozenset(species[number] for number in pair) for pair in value}
-        if key in NUMBERS:
+        if form == "indices":
             return {frozenset([species[number]]) for number in value}
-        if key in ROWS and value:
+        if form == "rows" and value:
             return dict(zip(species, value, strict=True))
     except (IndexError, TypeError, ValueError):
         pass
@@ -135,22 +139,25 @@ def _by_symbol(key: str, value: Any, species: Sequence[str]) -> Any:
 
 
 def _differences(
-    given: Mapping[str, Any], made_with: Sequence[Mapping[str, Any]], symbols: _Symbols, prefix: str = ""
+    given: Mapping[str, Any],
+    made_with: Sequence[Mapping[str, Any]],
+    symbols: _Symbols,
+    hooks: type[RegisteredModel[Any]],
+    prefix: str = "",
 ) -> Iterator[tuple[str, Any, Any]]:
     """Of each named option that is not as in one of `made_with`: key, the run's value, the config's."""
     for name, value in given.items():
         key = f"{prefix}{name}"
         known = [options[name] for options in made_with if name in options]
-        if (
-            key in WITHOUT_MEANING or key in CHANGED or (value is None and name not in made_with[0])
-        ):  # null: left to the data
+        ignored = key in hooks.seed_options or key in hooks.training_options
+        if ignored or (value is None and name not in made_with[0]):  # null: left to the data
             continue
         if isinstance(value, Mapping) and known and all(isinstance(one, Mapping) for one in known):
             parts = [options.get(name, {}) for options in made_with]
-            yield from _differences(value, parts, symbols, f"{key}.")
+            yield from _differences(value, parts, symbols, hooks, f"{key}.")
             continue
         same = any(_same(symbols.of_config(key, value), symbols.of_run(key, one)) for one in known)
-        if not same and not any(_same_room(key, value, one, made_with[-1]) for one in known):
+        if not same and not any(hooks.equivalent(key, value, one, made_with[-1]) for one in known):
             yield key, known[-1] if known else ABSENT, value
 
 
@@ -158,21 +165,13 @@ def _same(one: Any, other: Any) -> bool:
     return one == other and isinstance(one, bool) == isinstance(other, bool)
 
 
-def _same_room(key: str, one: Any, other: Any, descriptor: Mapping[str, Any]) -> bool:
-    """`sel` of se_atten is a number of neighbours of any species, or numbers whose sum counts."""
-    if key != "descriptor.sel" or descriptor.get("type") not in ("se_atten", "se_atten_v2"):
-        return False
-    sums = [sum(value) if isinstance(value, list) else value for value in (one, other)]
-    return sums[0] == sums[1]
-
-
 def _with_preset(section: Mapping[str, Any]) -> dict[str, Any]:
     """The section with the options that its preset stands for."""
     options = dict(section)
     preset = options.pop("preset", None)
-    if preset is None or options.get("name") not in BUILT_IN:
+    if preset is None or options.get("name") not in ARCHITECTURES:
         return options
-    return model_class(options["name"]).preset_options(str(preset).upper(), options) | options
+    return registered_class(options["name"]).preset_options(str(preset).upper(), options) | options
 
 
 def _with_kinds(given: Mapping[str, Any], resolved: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,14 +27,8 @@ from forgefield.data.neighbours.graph import same_graph
 from forgefield.errors import ForgefieldError
 from forgefield.files import cache_folder, remove_leftovers, write_atomically
 from forgefield.models.potential import Potential
-from forgefield.models.registry import (
-    BUILT_IN,
-    branch_names,
-    direct_outputs,
-    extra_outputs_of,
-    model_statistics,
-    resolve_model,
-)
+from forgefield.models.registry import ARCHITECTURES
+from forgefield.models.resolving import branch_names, direct_outputs, extra_outputs_of, model_statistics, resolve_model
 from forgefield.tasks.targets import default_task, require_labels
 from forgefield.tasks.task import Task
 from forgefield.training.problem.heads import has_energy, head_facts, output_units
@@ -114,7 +108,7 @@ def _measured(config: Config, data: FrameData) -> dict[str, Any]:
 def _repulsion(config: Config, data: FrameData) -> Potential | None:
     """The ZBL term that the config's model adds, if it does."""
     model = config.model
-    if model.get("name") not in BUILT_IN or not model.get("zbl"):
+    if model.get("name") not in ARCHITECTURES or not model.get("zbl"):
         return None
     adaptive = config.data.adaptive_cutoff
     return Potential(ZBL(model, data.species.symbols, config.cutoff, adaptive))

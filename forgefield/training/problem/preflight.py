@@ -18,7 +18,7 @@ from forgefield.data.module import FrameData
 from forgefield.errors import ForgefieldError
 from forgefield.models.interface import AtomisticModel
 from forgefield.models.potential import Potential
-from forgefield.models.registry import check_model
+from forgefield.models.resolving import check_model
 from forgefield.parallel.environment import MPI_LAUNCHERS
 from forgefield.parallel.launch_checks import check_trainer_options
 from forgefield.parallel.ranks import Ranks

@@ -1,40 +1,44 @@
-"""What a training is about: samples of one kind, the model and the task on them. `fit.py` tells the story of all kinds.
+"""Config to data, model and task: the only place where they are built, for trainings, checks and measurements alike.
 
-A subject brings what differs between kinds (frames with atoms, points of a grid): data, model, task, the Lightning module that
-trains it, and what is to be said of them. `fit.py` brings the rest: the run folder, checkpoints, metrics, callbacks, ranks.
+A problem holds what differs between kinds of samples (frames of atoms, points of a grid): data, model, task and the Lightning
+module that trains it. `fit.py` does the rest for all kinds: the run folder, checkpoints, metrics, callbacks, ranks.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from rich.console import Console
 from torch import nn
 
 from forgefield.config.schema import Config
 from forgefield.config.trust import code_of_model
 from forgefield.errors import ForgefieldError
 from forgefield.kinds import FRAMES, POINTS
-from forgefield.models.registry import MODULE_FOLDER, names_same_code, with_found_folder
+from forgefield.models.resolving import MODULE_FOLDER, names_same_code, with_found_folder
 from forgefield.parallel.exchange import StepExchange
-from forgefield.parallel.ranks import Ranks
+from forgefield.parallel.ranks import Ranks, single_process
 from forgefield.runs import Run
+from forgefield.training.executor import StepExecutor
+from forgefield.training.module import TrainingModule
 from forgefield.training.run.checkpoint import ResumePoint
 from forgefield.training.run.folder import has_begun
 from forgefield.training.run.journal import Journal
 from forgefield.training.run.signals import StopControl
-from forgefield.training.run_module import RunModule
-
-Rows = Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True)
 class TrainingSession:
-    """Who trains, how they tell the user, and whether they are asked to stop. lr_factor: what their number does to learning
-    rates. trust_code: whether code may be imported that a run names and not the config."""
+    """What all parts of a training share.
+
+    ranks: the processes that train together. journal: messages for the user and the log. stop: requests to stop. lr_factor:
+    multiplies all learning rates, see `training.scale_lr`. trust_code: whether code that a run names, and not the config, may
+    be imported.
+    """
 
     ranks: Ranks
     journal: Journal
@@ -42,25 +46,55 @@ class TrainingSession:
     lr_factor: float
     trust_code: bool = False
 
+    @classmethod
+    def silent(cls) -> TrainingSession:
+        """One process that reports nothing and takes no requests to stop, for checks and measurements."""
+        return cls(single_process(), Journal(Console(quiet=True)), StopControl(None), 1.0)
+
 
 class Loader(Protocol):
-    """Batches of one epoch for this rank, from any place of it on. A place is counted in samples, over all ranks."""
+    """Batches of this rank, epoch by epoch. Positions inside an epoch are counted in samples, over all ranks."""
 
-    def __len__(self) -> int: ...
+    @property
+    def epoch(self) -> int: ...
+
+    @property
+    def draws(self) -> int:
+        """Samples of an epoch, over all ranks."""
+        ...
+
+    @property
+    def epochs_are_alike(self) -> bool:
+        """Whether every epoch has the same number of batches."""
+        ...
+
+    def __len__(self) -> int:
+        """Batches of the present epoch, those before the position of `start_at` included."""
+        ...
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+    def batches_in(self, epoch: int) -> int: ...
 
     def set_epoch(self, epoch: int) -> None: ...
 
-    def start_at(self, sample: int) -> int: ...
+    def start_at(self, sample: int) -> int:
+        """Start the next iteration after this many samples of its epoch; returns the number of its first batch."""
+        ...
 
-    def position(self, batch: int) -> int: ...
+    def position(self, batch: int) -> int:
+        """Samples of the present epoch before this batch."""
+        ...
 
 
 class Problem(ABC):
-    """One kind of samples with its model and task. `config` may differ from what was given: a model taken from a run settles
-    options. After `prepare` there are `data` (with `val` and `test`, None where there are none), `task`, `model` and its
-    options in full, `resolved`.
+    """Data, task and model of one kind of samples; all of them are there after `prepare`.
 
-    options: the config's `trainer` section as a plain dict; a subject takes out what it does itself.
+    run: the run folder. config: may differ from the argument, because a model from another run fixes some settings. options:
+    the config's `trainer` section as a plain dict; a problem removes settings that it implements itself. resumes: whether a
+    run that has begun keeps its model options; without it, everything is built as for a new run.
+
+    data: has `val` and `test`, None where there are none. resolved: options of the model in full.
     """
 
     data: Any
@@ -69,8 +103,11 @@ class Problem(ABC):
     resolved: dict[str, Any]
     fingerprint: str
 
-    def __init__(self, run: Run, config: Config, options: dict[str, Any], session: TrainingSession) -> None:
+    def __init__(
+        self, run: Run, config: Config, options: dict[str, Any], session: TrainingSession, *, resumes: bool = True
+    ) -> None:
         self.run, self.config, self.options, self.session = run, config, options, session
+        self.has_begun = resumes and has_begun(run)
 
     @property
     def has_val(self) -> bool:
@@ -78,7 +115,7 @@ class Problem(ABC):
 
     @abstractmethod
     def prepare(self) -> None:
-        """Read the data, resolve and build the model."""
+        """Read the data, resolve the options of the model, build task and model, in this order."""
 
     @abstractmethod
     def metric_names(self, split: str) -> list[str]:
@@ -87,42 +124,52 @@ class Problem(ABC):
     @abstractmethod
     def module(
         self, monitor: str, exchange: StepExchange | None, restart: ResumePoint | None, quick: bool
-    ) -> RunModule:
-        """What Lightning trains. quick: a try that leaves nothing behind."""
+    ) -> TrainingModule:
+        """What Lightning trains. quick: a trial run that stores nothing (`trainer.fast_dev_run`)."""
+
+    def module_of(self, executor: StepExecutor, monitor: str, exchange: StepExchange | None) -> TrainingModule:
+        """The module around an executor."""
+        return TrainingModule(
+            executor,
+            self.config.training,
+            monitor=monitor,
+            ranks=self.session.ranks,
+            exchange=exchange,
+            lr_factor=self.session.lr_factor,
+        )
 
     @abstractmethod
-    def loader(self, device: torch.device) -> Any:
+    def loader(self, device: torch.device) -> Loader:
         """Training batches, for a training on `device`. Called once, before `val_loader`."""
 
     @abstractmethod
     def val_loader(self) -> Any:
         """Validation batches."""
 
-    def describe_data(self) -> Rows:
+    def describe_data(self) -> list[tuple[str, str]]:
         """The data as it is served, for the table at the start; called after `loader`."""
         return self.data.describe()
 
     @abstractmethod
     def refuse(self, device: torch.device) -> None:
-        """Stop where the device does not have what is asked for, before anything is done."""
+        """Raise an error if the device cannot do what the config asks for."""
 
     @abstractmethod
     def facts(self) -> dict[str, Any]:
-        """What `run.json` says of this kind of run."""
+        """Entries of `run.json` that only this kind of run has."""
 
     @abstractmethod
     def batch_row(self) -> str:
-        """How much makes a step, for the table at the start."""
+        """The size of a batch, for the table at the start."""
 
     @property
     def units(self) -> dict[str, str]:
-        """Units of quantities that not every run of this kind has, for the progress display."""
+        """Units of additional quantities, for the progress display."""
         return {}
 
     def kept_model(self, resolved: dict[str, Any]) -> dict[str, Any]:
-        """The options in full that all ranks take: those that the run has kept, once it has begun, else `resolved`, which only
-        rank 0 needs to give."""
-        if self.session.ranks.is_rank_zero and has_begun(self.run):
+        """The options of the model on all ranks: those in `run.json` once the run has begun, else `resolved` of rank 0."""
+        if self.session.ranks.is_rank_zero and self.has_begun:
             if self.run.info["data_fingerprint"] != self.fingerprint:
                 raise ForgefieldError(
                     f"The data of run {self.run.name} is not the data it was started with (a file or the split changed); "

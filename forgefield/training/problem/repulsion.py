@@ -13,8 +13,9 @@ from torch import Tensor
 from forgefield.data.batch import Batch
 from forgefield.data.statistics.statistics import Statistics
 from forgefield.models.edges import EdgeContext
+from forgefield.models.options import TermOptions
 from forgefield.models.potential import Potential
-from forgefield.models.terms import SpeciesTerms, TermOptions
+from forgefield.models.terms import SpeciesTerms
 
 
 class ZBL(SpeciesTerms[TermOptions]):

@@ -17,7 +17,7 @@ from torch import Tensor
 from forgefield.data.dataset import GraphDataset
 from forgefield.errors import ForgefieldError
 from forgefield.models.potential import Potential
-from forgefield.models.registry import REFERENCES
+from forgefield.models.resolving import REFERENCES, hooks_of
 from forgefield.training.problem.model_options import measured_batches, spread
 
 MOST_FRAMES = 2000
@@ -94,10 +94,8 @@ def set_shifts(potential: Potential, resolved: dict[str, Any], values: Sequence[
     """Give the model these shifts, eV, in its state and in its resolved options."""
     shifts = shifts_of(potential)
     shifts.copy_(torch.tensor(values, dtype=torch.float64))
-    if "out_bias" in resolved:
-        resolved["out_bias"] = list(values)
-    elif "energy_shifts" in resolved:
-        resolved["energy_shifts"] = dict(zip(potential.species, values))
+    if potential.interface.species_shifts() is not None:
+        hooks_of(resolved).set_shifts(resolved, values)
     elif REFERENCES in resolved:
         resolved[REFERENCES] = dict(zip(potential.species, values))
 

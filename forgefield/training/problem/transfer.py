@@ -20,7 +20,8 @@ from forgefield.data.module import FrameData
 from forgefield.errors import ForgefieldError
 from forgefield.models.heads.heads import CHOSEN, check_heads, complete_heads
 from forgefield.models.predictor import head_key
-from forgefield.models.registry import BUILT_IN, HEADS, OWN, PREDICTS, branch_names, direct_outputs, resolve_model
+from forgefield.models.registry import ARCHITECTURES
+from forgefield.models.resolving import HEADS, OWN, PREDICTS, branch_names, direct_outputs, resolve_model
 from forgefield.training.problem.heads import has_energy, head_facts, output_units
 from forgefield.training.problem.initial_options import section_of
 
@@ -142,7 +143,7 @@ def _energy_terms(
             "task asks for an energy, which the model had not been trained for, and the model has branches, each with energy "
             "shifts of its own that would have to be fitted; train a new model."
         )
-    if resolved["name"] not in BUILT_IN or not all(key in resolved for key in ENERGY):
+    if resolved["name"] not in ARCHITECTURES or not all(key in resolved for key in ENERGY):
         return {}
     options = {key: value for key, value in section.items() if key not in ("from", "which", "shifts", HEADS)}
     made = resolve_model(

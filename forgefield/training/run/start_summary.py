@@ -12,6 +12,7 @@ import torch
 from forgefield.config.schema import Config, TrainingOptions
 from forgefield.data.sampling.plan import Budget
 from forgefield.parallel.ranks import Ranks
+from forgefield.training.optim.learning_rate import describe_learning_rate
 from forgefield.training.precision import Precision
 from forgefield.training.problem.problem import Problem
 from forgefield.training.run.journal import Journal
@@ -59,14 +60,14 @@ def _training_rows(problem: Problem, trainer: L.Trainer, monitor: str) -> Rows:
     epochs = f"{trainer.max_epochs} epochs" if trainer.max_epochs not in (None, -1) else ""
     steps = f"{trainer.max_steps} steps" if trainer.max_steps != -1 else ""
     optimiser = training.optimizer if isinstance(training.optimizer, str) else training.optimizer["name"]
+    rate = describe_learning_rate(training.lr, training.scale_lr, ranks.world_size, problem.session.lr_factor)
     return [
         ("run folder", str(problem.run.path)),
         ("length", " or ".join(text for text in (epochs, steps) if text)),
         ("batch", problem.batch_row()),
         (
             "optimiser",
-            f"{optimiser}, {learning_rate(training, ranks.world_size, problem.session.lr_factor)}"
-            + (f", clip {training.clip_norm:g}" if training.clip_norm else ""),
+            f"{optimiser}, {rate}" + (f", clip {training.clip_norm:g}" if training.clip_norm else ""),
         ),
         *schedule_rows(training.scheduler, ranks.world_size),
         ("average", _average(training)),
@@ -92,13 +93,6 @@ def effective(size: int, kind: str, world_size: int, accumulate: int = 1, at_mos
         factors.append(f"{accumulate} batches a step")
     text = " x ".join(factors)
     return text if len(factors) == 1 else f"{text} = {at_most}{size * world_size * accumulate} {kind} a step"
-
-
-def learning_rate(training: TrainingOptions, world_size: int, factor: float) -> str:
-    """`lr 0.01`, or `lr 0.01 x 2 (scale_lr=sqrt, 4 ranks) = 0.02`."""
-    if training.scale_lr == "none":
-        return f"lr {training.lr:g}"
-    return f"lr {training.lr:g} x {factor:.4g} (scale_lr={training.scale_lr}, {world_size} ranks) = {training.lr * factor:.4g}"
 
 
 def schedule_rows(scheduler: Any, world_size: int) -> Rows:

@@ -14,9 +14,9 @@ from forgefield.ldos.training.blocks import Block
 from forgefield.ldos.training.engines import EagerEngine, GraphsEngine
 from forgefield.ldos.training.fused import FusedGradient, FusedStep, adam_of, rounded_to_tf32, tiles_for
 from forgefield.ldos.training.gradient import Written
-from forgefield.ldos.training.update import Update
 from forgefield.ops.execution import products_in
 from forgefield.training.optim.averages import WeightAverage
+from forgefield.training.optim.update import Update
 from tests.support.fused_points import DEVICE, LOW, RUNS, SMALL, Rows, network
 from tests.support.point_networks import task
 

@@ -14,10 +14,10 @@ from forgefield.ldos.training.data import RowLayout
 from forgefield.ldos.training.engines import EagerEngine, GraphsEngine
 from forgefield.ldos.training.gradient import ByAutograd, Written
 from forgefield.ldos.training.terms import TermGradient
-from forgefield.ldos.training.update import Update
 from forgefield.ops.execution import products_in
 from forgefield.parallel.ranks import single_process
 from forgefield.training.optim.averages import WeightAverage
+from forgefield.training.optim.update import Update
 from tests.support.point_networks import DTYPE, network, rows, task
 from tests.support.snapshots import FERMI, GRID, TEMPERATURE
 

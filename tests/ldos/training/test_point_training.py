@@ -144,7 +144,7 @@ REFUSED = [
         "val/loss holds no term on snapshots: it would always be 0; set training.monitor, for example val/band_energy_mae",
     ),
     ({"training": {"accumulate": 2}}, "a step of several batches is one of a larger data.batch.points"),
-    ({"training": {"monitor": "val/total_energy_mae"}}, "is not a value of this run"),
+    ({"training": {"monitor": "val/total_energy_mae"}}, "is not a metric of this run"),
 ]
 
 

@@ -15,9 +15,9 @@ from forgefield.ldos.model import LDOSNetwork
 from forgefield.ldos.training import engines
 from forgefield.ldos.training.blocks import Block
 from forgefield.ldos.training.engines import EagerEngine, GraphsEngine
+from forgefield.ldos.training.executor import PointsExecutor
 from forgefield.ldos.training.fused import FusedGradient, FusedStep, why_not_fused
 from forgefield.ldos.training.gradient import ByAutograd, Written
-from forgefield.ldos.training.module import PointsModule
 from forgefield.ldos.training.reference import (
     TOLERANCES,
     RoundedReference,
@@ -27,8 +27,8 @@ from forgefield.ldos.training.reference import (
     packed_rows,
 )
 from forgefield.ldos.training.start import EngineMaker, why_no_captured_schedule
-from forgefield.ldos.training.update import Update
 from forgefield.ops.execution import products_in
+from forgefield.training.optim.update import Update
 from tests.support.fused_points import DEVICE, LOW, RUNS, SMALL, Rows, network
 from tests.support.point_networks import task
 from tests.support.snapshots import point_config
@@ -195,13 +195,13 @@ def test_schedulers_that_change_betas_are_refused_for_captured_steps(name, optio
     maker = EngineMaker(config, session, None, 4, None)  # type: ignore[arg-type]
     made = scheduler(name, **options)
     module = SimpleNamespace(
-        trainer=SimpleNamespace(optimizers=[made.optimizer]), device=torch.device("cuda"), scheduler=made
+        trainer=SimpleNamespace(optimizers=[made.optimizer]), device=torch.device("cuda"), schedule={"scheduler": made}
     )
     with pytest.raises(ForgefieldError, match=f"{name} changes the momentum .*cycle_momentum=false"):
         maker._choice(module)
     config.training.engine = "auto"
     assert maker._choice(module) == ("eager", False)
-    module.scheduler = scheduler(name, **options, cycle_momentum=False)
+    module.schedule = {"scheduler": scheduler(name, **options, cycle_momentum=False)}
     assert maker._choice(module) == ("graphs", False)
     assert why_no_captured_schedule(None) is why_no_captured_schedule(scheduler("ExponentialLR", gamma=0.5)) is None
 
@@ -218,13 +218,13 @@ def test_a_setting_that_captured_steps_hold_must_not_change():
 
 
 def test_a_resumed_training_says_that_it_goes_on_without_the_kernels_it_was_made_by(tmp_path, monkeypatch, capsys):
-    def resumed(module: PointsModule) -> None:
+    def resumed(module: PointsExecutor) -> None:
         module.choices = {"bfloat16": True}
         begins(module)
 
-    begins = PointsModule.on_train_start
+    begins = PointsExecutor.on_train_start
     for name, start in (("from the start", begins), ("resumed", resumed)):
-        monkeypatch.setattr(PointsModule, "on_train_start", start)
+        monkeypatch.setattr(PointsExecutor, "on_train_start", start)
         config = point_config(tmp_path, name=name, task={"ldos": {}})
         config["trainer"]["max_epochs"] = 1
         train_only(config)

@@ -18,11 +18,11 @@ from forgefield.data.frame import Frame
 from forgefield.data.species import SpeciesTable
 from forgefield.errors import ForgefieldError
 from forgefield.models import build_model, resolve_model
-from forgefield.models.deeppot.environment import environment_rows, switch
+from forgefield.models.deeppot.descriptor import environment_rows, switch
 from forgefield.models.deeppot.importer import read_deepmd
 from forgefield.models.deeppot.statistics import environment_statistics
 from forgefield.models.edges import EdgeContext, edge_vectors
-from forgefield.models.registry import model_statistics
+from forgefield.models.resolving import model_statistics
 from tests.support.deeppots import CUTOFF, SPECIES, make_deeppot, section
 from tests.support.structures import SHARED, make_batch, make_frame
 
@@ -323,7 +323,7 @@ def test_options_of_every_part_are_documented():
     from forgefield.models.deeppot import options
 
     source = inspect.getsource(options)
-    for kind in (options.SeE2AOptions, options.SeE2ROptions, options.EnergyFittingOptions, options.Options):
+    for kind in (options.SeE2AOptions, options.SeE2ROptions, options.EnergyFittingOptions, options.DeepPotOptions):
         for field in dataclasses.fields(kind):
             if field.name != "type":
                 assert f"    {field.name}: " in source

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-import forgefield.models.deeppot.neighbour_sum as sums
+import forgefield.models.deeppot.se_e2 as sums
 from forgefield.data.frame import Frame
-from forgefield.models.deeppot.grouping import Groups, group_rows
 from forgefield.models.deeppot.moments import Cells, expand
-from forgefield.models.deeppot.networks import Networks
+from forgefield.models.deeppot.networks import Groups, Networks, group_rows
 from forgefield.models.edges import edge_vectors
 from forgefield.ops.graph import edge_graph
 from forgefield.training.engines.engine import Engine
@@ -166,7 +165,7 @@ def test_blocks_hold_the_rows_of_one_group_each():
     rows = torch.randn(50, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     known = group_rows(kind, 3, 8)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("forgefield.models.deeppot.grouping.is_traced", lambda tensor: True)
+        patch.setattr("forgefield.models.deeppot.networks.is_traced", lambda tensor: True)
         blocks = group_rows(kind, 3, 8)
     assert blocks.sizes is None
     assert blocks.block_group is not None

@@ -17,7 +17,7 @@ import torch
 from forgefield.data.frame import Frame
 from forgefield.errors import ForgefieldError
 from forgefield.models.deeppot.deepmd_fittings import from_deepmd, to_deepmd
-from forgefield.models.deeppot.se_e2_a import SeE2A
+from forgefield.models.deeppot.se_e2 import SeE2A
 from forgefield.models.deeppot.tensor_fitting import (
     DipoleFitting,
     DosFitting,

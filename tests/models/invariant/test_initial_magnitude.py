@@ -11,7 +11,7 @@ from ase.build import molecule
 
 from forgefield.data.frame import Frame
 from forgefield.models import build_model, resolve_model
-from forgefield.models.registry import model_class
+from forgefield.models.resolving import model_class
 from tests.support.structures import make_batch
 
 SPECIES, CUTOFF = ("H", "C", "O"), 4.0

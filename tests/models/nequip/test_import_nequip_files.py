@@ -13,7 +13,7 @@ from forgefield.data.frame import Frame
 from forgefield.errors import ForgefieldError
 from forgefield.models import build_model
 from forgefield.models.allegro.importer import read_allegro
-from forgefield.models.nequip.framework import ImportedModel
+from forgefield.models.importing import ImportedModel
 from forgefield.models.nequip.importer import read_nequip
 from tests.support.structures import make_batch
 

@@ -33,7 +33,7 @@ from forgefield.training.engines.sparing import SparingEngine, cut, halves
 from forgefield.training.engines.start import EngineStarter
 from forgefield.training.engines.step import StepFunction
 from forgefield.training.engines.verify import largest_difference, moved_labels, require_equal, require_equal_evaluation
-from forgefield.training.optim.captured_update import portable_optimiser_states, why_not_capturable
+from forgefield.training.optim.update import portable_optimiser_states, why_not_capturable
 from tests.support.engine_cases import ReadsAValue, difference, labelled, learnt, step_function
 from tests.support.structures import make_potential
 

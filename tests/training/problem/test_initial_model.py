@@ -276,14 +276,13 @@ def test_a_run_cannot_start_from_itself_or_from_nothing(place, tmp_path):
         train_only(config | {"name": "new", "model": {"from": "nequp"}})
 
 
-def test_a_config_without_a_run_needs_its_cutoff_and_other_verbs_say_what_they_need(place, tmp_path, capsys):
+def test_a_config_without_a_run_needs_its_cutoff_and_check_takes_the_model_of_the_run(place, tmp_path, capsys):
     with pytest.raises(ForgefieldError, match="'data.cutoff' is a number, not null"):
         load_config(tiny_config(place, data={"cutoff": None}))
     config = write_config(tmp_path / "further.yaml", extra_outputs(place, tmp_path, "nequip"))
-    assert main(["check", str(config)]) == 2
-    assert "data.cutoff is null: it comes with the model of a run (model.from)" in capsys.readouterr().err
-    assert main(["check", str(config), "data.cutoff=3.5"]) == 2
-    assert "for anything else name the run itself" in capsys.readouterr().err
+    assert main(["check", str(config)]) == 0
+    assert main(["check", str(config), "data.cutoff=4.5"]) == 2
+    assert "data.cutoff is 4.5, and the model of run nequip was made for" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("source", ["nequip", "deeppot"])

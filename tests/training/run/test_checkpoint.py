@@ -72,7 +72,7 @@ def test_damaged_checkpoint_falls_back_to_the_previous_one_and_says_so(tmp_path,
     train_only(config, "trainer.max_epochs=4")
     said = capsys.readouterr().out
     assert f"Checkpoint {newest.name} is damaged" in said
-    assert f"after step {int(previous.stem.split('-')[1])}" in said
+    assert f"at step {int(previous.stem.split('-')[1])}" in said
     assert newest.with_suffix(".damaged").exists()
 
 

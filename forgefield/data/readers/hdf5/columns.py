@@ -8,7 +8,7 @@ stay as they are: what they mean, and in which unit, the settings say.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,6 +17,9 @@ from forgefield.data.labels.label_reader import FALLBACK_NAMES, USUAL_NAMES
 from forgefield.data.readers.hdf5.files import Hdf5Array, is_dataset
 from forgefield.errors import ForgefieldError
 from forgefield.physics.units import force_factor, label_energy_factor, length_factor, split_per_atom, stress_factor
+
+if TYPE_CHECKING:
+    import h5py
 
 GRADIENTS = ("dft_total_gradient", "gradient", "gradients")
 """dE/dx: minus the forces."""
@@ -52,7 +55,7 @@ class Column:
 
 
 def label_datasets(
-    group: Any,
+    group: h5py.Group,
     place: str,
     units: UnitOptions,
     n_frames: int | None,
@@ -190,7 +193,7 @@ def _is_energy(dataset: Hdf5Array) -> bool:
     return True
 
 
-def _weightless(group: Any, name: str) -> bool:
+def _weightless(group: h5py.Group, name: str) -> bool:
     for home, key in ((group, f"{name}_weight"), (group.get("property_weights"), name)):
         if home is not None and hasattr(home, "keys") and key in home:
             weight = Hdf5Array(home[key])[()] if is_dataset(home[key]) else None

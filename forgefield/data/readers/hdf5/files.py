@@ -95,5 +95,5 @@ class Hdf5Array:
             return self._dataset[rows]
 
 
-def is_dataset(item: Any) -> bool:
+def is_dataset(item: object) -> bool:
     return hasattr(item, "shape")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from ase.data import atomic_numbers
@@ -28,6 +28,9 @@ from forgefield.data.readers.hdf5.columns import EXTRA_NAMES, label_datasets, st
 from forgefield.data.readers.hdf5.files import REMEDY, Hdf5Array, is_dataset, open_hdf5, reading_hdf5
 from forgefield.errors import ForgefieldError
 from forgefield.untrusted.expansion import FRAME_BYTES, check_expansion
+
+if TYPE_CHECKING:
+    import h5py
 
 NUMBER_NAMES = ("atomic_numbers", "numbers", "species", "nuclear_charges", "z", "Z", "elements", "symbols")
 POSITION_NAMES = ("positions", "coordinates", "conformations", "coords", "pos", "cart_coords", "xyz", "R")
@@ -132,7 +135,7 @@ def _catalogue(
     return entries
 
 
-def _search(top: Any, path: Path, type_map: tuple[str, ...] | None) -> Iterator[Entry]:
+def _search(top: h5py.Group, path: Path, type_map: tuple[str, ...] | None) -> Iterator[Entry]:
     """Systems in `top`, at any depth. A group that has several names, or contains itself, is visited once."""
     seen: set[tuple[Any, Any]] = set()
     waiting = [iter([top])]
@@ -152,7 +155,7 @@ def _search(top: Any, path: Path, type_map: tuple[str, ...] | None) -> Iterator[
             yield entry
 
 
-def _address(group: Any) -> tuple[Any, Any]:
+def _address(group: h5py.Group) -> tuple[Any, Any]:
     """Where a group stands: the same under all of its names."""
     import h5py
 
@@ -162,7 +165,7 @@ def _address(group: Any) -> tuple[Any, Any]:
     return about.fileno, about.objno
 
 
-def _groups_in(group: Any) -> Iterator[Any]:
+def _groups_in(group: h5py.Group) -> Iterator[Any]:
     for key in sorted(group, key=_natural):
         if type(group.get(key, getlink=True)).__name__ == "HardLink":
             inner = group[key]
@@ -170,7 +173,7 @@ def _groups_in(group: Any) -> Iterator[Any]:
                 yield inner
 
 
-def _entry(group: Any, place: str, type_map: tuple[str, ...] | None) -> Entry | None:
+def _entry(group: h5py.Group, place: str, type_map: tuple[str, ...] | None) -> Entry | None:
     """The system this group is; None where it is none."""
     if "type.raw" in group:
         system = open_group(group, place, type_map)
@@ -198,19 +201,26 @@ def _leaf(dataset: Hdf5Array) -> str:
     return dataset.name.rpartition("/")[2]
 
 
-def _dataset(group: Any, names: tuple[str, ...]) -> Hdf5Array | None:
+def _dataset(group: h5py.Group, names: tuple[str, ...]) -> Hdf5Array | None:
     """The dataset of the group under the first of these names that it has."""
     return next(iter(_datasets(group, names)), None)
 
 
-def _datasets(group: Any, names: tuple[str, ...]) -> Iterator[Hdf5Array]:
+def _datasets(group: h5py.Group, names: tuple[str, ...]) -> Iterator[Hdf5Array]:
     for name in names:
         if name in group and is_dataset(group[name]):
             yield Hdf5Array(group[name])
 
 
 def _read_group(
-    group: Any, place: str, units: UnitOptions, fields: frozenset[str], start: int, stop: int, source: str, first: int
+    group: h5py.Group,
+    place: str,
+    units: UnitOptions,
+    fields: frozenset[str],
+    start: int,
+    stop: int,
+    source: str,
+    first: int,
 ) -> Iterator[RawBlock]:
     positions = _dataset(group, POSITION_NAMES)
     assert positions is not None  # else it would not be an entry
@@ -238,7 +248,7 @@ def _read_group(
         )
 
 
-def _refuse_second(group: Any, names: tuple[str, ...], place: str, what: str) -> None:
+def _refuse_second(group: h5py.Group, names: tuple[str, ...], place: str, what: str) -> None:
     present = list(_datasets(group, names))
     for other in present[1:]:
         if other.shape != present[0].shape or not np.array_equal(other[()], present[0][()]):
@@ -247,7 +257,7 @@ def _refuse_second(group: Any, names: tuple[str, ...], place: str, what: str) ->
             )
 
 
-def _numbers(group: Any, place: str, n_frames: int, n_atoms: int) -> np.ndarray:
+def _numbers(group: h5py.Group, place: str, n_frames: int, n_atoms: int) -> np.ndarray:
     dataset = _dataset(group, NUMBER_NAMES)
     assert dataset is not None
     values = np.asarray(dataset[()])
@@ -265,7 +275,7 @@ def _numbers(group: Any, place: str, n_frames: int, n_atoms: int) -> np.ndarray:
     return atomic_numbers_of(values.reshape(-1), f"{place}, {_leaf(dataset)}").reshape(values.shape)
 
 
-def _cells(group: Any, place: str, units: UnitOptions, n_frames: int) -> tuple[np.ndarray, np.ndarray]:
+def _cells(group: h5py.Group, place: str, units: UnitOptions, n_frames: int) -> tuple[np.ndarray, np.ndarray]:
     """(n_frames, 3, 3) and (n_frames, 3). One cell for all frames may be (3, 3), (9,), or the three edges of a box."""
     dataset = _dataset(group, CELL_NAMES)
     if dataset is not None and dataset.dtype.kind in "SUO":
@@ -288,7 +298,7 @@ def _cells(group: Any, place: str, units: UnitOptions, n_frames: int) -> tuple[n
     return np.broadcast_to(cell.reshape(-1, 3, 3), (n_frames, 3, 3)), np.broadcast_to(rows, (n_frames, 3))
 
 
-def _periodic(group: Any, place: str, has_cell: bool) -> np.ndarray:
+def _periodic(group: h5py.Group, place: str, has_cell: bool) -> np.ndarray:
     pbc = group.get("pbc")
     if pbc is not None and hasattr(pbc, "keys"):
         values = np.array([Hdf5Array(pbc[axis])[()] for axis in "xyz"])

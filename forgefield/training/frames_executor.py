@@ -1,0 +1,343 @@
+"""Training and validation steps on frames: a potential or predictor, by whichever engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, MutableMapping
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
+
+from forgefield.config.schema import TrainingOptions
+from forgefield.data.batch import SHAPES, Shapes, to_device, with_edges
+from forgefield.errors import ForgefieldError
+from forgefield.models.potential import Potential
+from forgefield.parallel.strategies import SimpleDDPStrategy
+from forgefield.tasks.metrics import ErrorMetrics
+from forgefield.tasks.task import Task
+from forgefield.training.engines.choose import knots_wanted
+from forgefield.training.engines.engine import Engine
+from forgefield.training.engines.graphs import GraphsEngine
+from forgefield.training.engines.sparing import SparingEngine, raise_if_memory
+from forgefield.training.engines.start import EngineStarter
+from forgefield.training.engines.step import Measured, StepFunction
+from forgefield.training.executor import StepExecutor
+from forgefield.training.module import TrainingModule, own_sums
+from forgefield.training.optim import trainable
+from forgefield.training.optim.averages import StochasticAverage, WeightAverage
+from forgefield.training.optim.captured_update import CapturedUpdate
+from forgefield.training.optim.optimisers import build_optimiser
+from forgefield.training.optim.update import why_not_capturable
+from forgefield.training.probing import ProbedModule
+from forgefield.training.weighting import SoftAdapt, Uncertainty, build_weighting
+
+Batch = dict[str, Tensor]
+
+
+class _TargetWeights(MutableMapping[str, float]):
+    """The weights of a task by name, for callbacks that change them."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+
+    def __getitem__(self, name: str) -> float:
+        return {target.name: target.weight for target in self.task.targets}[name]
+
+    def __setitem__(self, name: str, value: float) -> None:
+        if self.task.targets[self.task.names.index(name)].schedule is not None:
+            raise ForgefieldError(f"The weight of {name} follows task.{name}.schedule; leave one of the two out.")
+        self.task.set_weight(name, value)
+
+    def __delitem__(self, name: str) -> None:
+        raise TypeError("targets of a task cannot be taken out")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.task.names)
+
+    def __len__(self) -> int:
+        return len(self.task.names)
+
+
+class FramesExecutor(StepExecutor, ProbedModule):
+    """Trains `potential` on `task` with the settings of the config's `training` section.
+
+    starter: starts the engine on the first batch; without one it is eager. shapes: of the tensors of a batch.
+    """
+
+    model_name = "potential"
+    samples = ("frames", "atoms")
+    task: Task
+    engine: Engine | None
+    train_errors: ErrorMetrics
+    val_errors: ErrorMetrics
+
+    def __init__(
+        self,
+        potential: Potential,
+        task: Task,
+        options: TrainingOptions,
+        species: tuple[str, ...],
+        *,
+        starter: EngineStarter | None = None,
+        shapes: Shapes = SHAPES,
+    ) -> None:
+        super().__init__(potential, task, options, task.error_metrics(species), task.error_metrics(species))
+        self.potential = potential
+        self.starter = starter
+        self.shapes = shapes
+        self.weighting = build_weighting(options.weighting, task, options.optimizer)
+        self._eager = Engine(self._step_function("double"))
+        self._update: CapturedUpdate | None = None
+        self._in_one_piece = options.memory.parts == 1 and not options.memory.split
+        self._evaluation_is_checked = False
+        self._steps_averaged = 0
+        self._measured = (-1, -1)
+        self._sums_before: list[Tensor] | None = None
+        self.task_loss: Tensor | None = None
+        self._discarded: Tensor | bool = False
+
+    def attach(self, module: TrainingModule) -> None:
+        super().attach(module)
+        module.task_loss_scaling = _TargetWeights(self.task)
+        if isinstance(self.weighting, Uncertainty):
+            module.add_module("weighting", self.weighting)
+
+    @property
+    def ema(self) -> WeightAverage | None:  # type: ignore[override]
+        return self.module.ema
+
+    def notify(self, text: str) -> None:
+        (self.starter.notify if self.starter else print)(text)
+
+    def to_device(self, batch: Batch, device: torch.device) -> Batch:
+        return to_device(batch, device)
+
+    def after_transfer(self, batch: Batch) -> Batch:
+        return with_edges(batch, self.potential.cutoff)
+
+    # ---- training
+
+    def before_training(self) -> None:
+        counts_steps = self.module.precision.unit == "steps" or self.task.is_scheduled
+        self.module.total_steps = self.steps_of_fit() if counts_steps else -1
+        self._require_schedules_that_fit()
+        if isinstance(self.ema, StochasticAverage):
+            batches = int(self.module.trainer.num_training_batches)
+            of_epoch = -(-batches // self.module.trainer.accumulate_grad_batches)
+            quick = bool(getattr(self.module.trainer, "fast_dev_run", False))
+            self.ema.plan(steps=self.steps_of_fit(), steps_of_epoch=of_epoch, quick=quick)
+        # Known only now: a resume restores it after `on_fit_start`.
+        self._steps_averaged = self.module.trainer.global_step
+
+    def on_train_batch_start(self, batch: Batch) -> None:
+        """The engine is there before the optimiser's `step` is called, in which `training_step` runs: it may replace it."""
+        self.module.follow_precision()
+        if self.task.is_scheduled:
+            self.task.follow(self.module.step_state())
+        if self.weighting is not None:
+            self.weighting.before_batch(
+                self.module.trainer.global_step, self.task, self.module.ranks, self.module.device
+            )
+        if self.engine is None:
+            with self.module.precision.applied(self.module.precision_now):
+                self.engine = self._start_engine(batch)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        engine = self.engine
+        assert engine is not None
+        denominators = None
+        if self.module.exchange is not None:
+            self.module.exchange.send(self.task.counts(batch))
+            denominators = _once(self.module.exchange.counts)
+        with self.module.precision.applied(self.module.precision_now):
+            # Where gradients are brought as they lie, autograd need not know of them.
+            step = engine.measure(batch, denominators) if self.keeps_gradients else engine.step(batch, denominators)
+        self.module.precision.require_effect(self.module.precision_now)
+        if (self.module.current_epoch, batch_idx) != self._measured:  # some optimisers evaluate a batch several times
+            self._measured = (self.module.current_epoch, batch_idx)
+            if batch_idx % self.module.trainer.accumulate_grad_batches == 0:
+                self._sums_before = [meter.sums.clone() for meter in self._meters()]
+            self.module.train_loss.add(step.measured.sums)
+            self.train_errors.add(step.measured.errors)
+            if isinstance(self.weighting, SoftAdapt):
+                self.weighting.add(step.measured.sums)
+        self._batch = batch
+        self.task_loss = step.loss.detach()
+        if not isinstance(self.weighting, Uncertainty):
+            return step.loss
+        sums, counts = step.measured.sums
+        counts = counts if denominators is None else denominators()
+        own = self.task.configured_weights_on(sums.device)
+        return step.loss + self.weighting.loss(sums * self.module.ranks.world_size, counts, own)
+
+    def eager_loss(self, batch: Batch) -> Tensor:
+        with self.module.precision.applied(self.module.precision_now):
+            return self._eager.step(batch).loss
+
+    def discard_step(self, condition: Tensor | None = None, *, average: bool = True) -> None:
+        if self._sums_before is not None:
+            for meter, before in zip(self._meters(), self._sums_before):
+                before = before.to(meter.sums.device)
+                meter.sums = before.clone() if condition is None else torch.where(condition, before, meter.sums)
+        if average:
+            self._discarded = True if condition is None else condition
+
+    def _meters(self) -> list[Any]:
+        """What adds up measurements of batches."""
+        return [
+            self.module.train_loss,
+            self.train_errors,
+            *([self.weighting] if isinstance(self.weighting, SoftAdapt) else []),
+        ]
+
+    def _require_schedules_that_fit(self) -> None:
+        """Refuse schedules of weights that end with a training that has no end, or that this training does not complete."""
+        quick = bool(getattr(self.module.trainer, "fast_dev_run", False))
+        for target in self.task.targets:
+            if target.schedule is not None and not quick:
+                length = self.module.step_state().epochs if target.schedule.unit == "epoch" else self.module.total_steps
+                target.schedule.require_fit(length, key=f"task.{target.name}.schedule")
+
+    def _start_engine(self, batch: Batch) -> Engine:
+        """The engine, chosen, built and compared with the eager one on the first batch."""
+        inner = Engine(self._eager.function, world_size=self.module.ranks.world_size)
+        if self.starter is not None:
+            steps = self.steps_of_fit()
+            against = self._what_speaks_against_graphs()
+            inner = self.starter.start(self._step_function, batch, steps=steps, against_graphs=against)
+        if isinstance(inner, GraphsEngine):
+            optimiser = self.module.trainer.optimizers[0]
+            self._update = CapturedUpdate(optimiser, self.ema, still=lambda: self.keeps_gradients)
+        memory = self.options.memory
+        return SparingEngine(inner, parts=memory.parts, split=memory.split, notify=self.notify)
+
+    def _what_speaks_against_graphs(self) -> str | None:
+        strategy = self.module.trainer.strategy
+        if isinstance(strategy, DDPStrategy) and not isinstance(strategy, SimpleDDPStrategy):
+            return (
+                f"{type(strategy).__name__} wants to see the backward pass; leave trainer.strategy out, or use "
+                "another engine."
+            )
+        return why_not_capturable(self.module.trainer.optimizers[0])
+
+    def _step_function(self, derivative: str) -> StepFunction:
+        return StepFunction(
+            self.potential,
+            self.task,
+            self.train_errors,
+            derivative=derivative,
+            knots=knots_wanted(self.options),
+            storage=self.options.kernels.storage,
+            edge_kernels=self.options.kernels.edges,
+            shapes=self.shapes,
+        )
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether a captured step leaves its gradients where the captured update reads them."""
+        return self._update is not None and self.module.trainer.accumulate_grad_batches == 1 and self._in_one_piece
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        if self.keeps_gradients:
+            assert isinstance(self.engine, SparingEngine)
+            assert isinstance(self.engine.inner, GraphsEngine)
+            self.engine.inner.bring_gradients()
+            if isinstance(self.weighting, Uncertainty):
+                self.weighting.bring_gradient()
+            return
+        try:
+            with self.module.precision.applied(self.module.precision_now):
+                loss.backward(*args, **kwargs)
+        except Exception as error:
+            raise_if_memory(error, self._batch)
+            raise
+
+    def clips_gradients(self, value: float | None, algorithm: str | None) -> bool:
+        if self._update is None:
+            return False
+        self._update.clip = (value, str(algorithm or "norm").split(".")[-1].lower())
+        return True
+
+    def on_train_batch_end(self, batch: Batch, batch_idx: int) -> None:
+        if self.ema is not None and self._update is None and self.module.trainer.global_step > self._steps_averaged:
+            self._average(self.ema)
+        self._discarded = False
+        self._steps_averaged = self.module.trainer.global_step
+        loader: Any = self.module.trainer.train_dataloader
+        n_frames = loader.own_frames(batch_idx)
+        self.module.throughput.count(frames=n_frames, atoms=batch["positions"].shape[0] if n_frames else 0)
+
+    def _average(self, average: WeightAverage) -> None:
+        if self._discarded is False:
+            average.update()
+        else:  # the step counts, the weights of it do not
+            share = average.next_share()
+            if isinstance(self._discarded, Tensor):
+                average.take_in(torch.where(self._discarded, 0.0, share))
+
+    # ---- validation
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        with self.module.precision.applied(self.module.precision.weights):
+            measured = self._evaluate(batch)
+        self.module.val_loss.add(measured.sums)
+        self.val_errors.add(measured.errors)
+
+    def _evaluate(self, batch: Batch) -> Measured:
+        eager = SparingEngine(
+            self._eager, split=False
+        )  # it may need more memory than the engine, and is then done in parts
+        if self.engine is None:
+            return eager.evaluate(batch)
+        if not self._evaluation_is_checked and self.starter is not None:
+            self.starter.check_evaluation(self.engine, eager, batch)
+            self._evaluation_is_checked = True
+        return self.engine.evaluate(batch)
+
+    # ---- optimiser, and state beyond weights
+
+    def parameter_groups(self, lr: float) -> list[Any]:
+        factors = self.options.lr_groups
+        if not factors and not isinstance(self.weighting, Uncertainty):
+            return [p for p in self.potential.parameters() if p.requires_grad]
+        groups = trainable.parameter_groups(self.potential, factors or {}, lr)
+        if isinstance(self.weighting, Uncertainty):
+            factor = self.weighting.options.lr
+            groups.append({"params": [self.weighting.log_variances], "lr": lr * factor, "factor": factor})
+            if _decays(self.options.optimizer):
+                groups[-1]["weight_decay"] = 0.0
+        return groups
+
+    def state(self) -> dict[str, Any]:
+        if not isinstance(self.weighting, SoftAdapt):
+            return {}
+        sums = {"sums": self.weighting.sums.cpu().clone()}
+        return {"weighting": {"sums": self.module.ranks.gather(sums), **self.weighting.state_dict()}}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        if isinstance(self.weighting, SoftAdapt):
+            stored = state["weighting"]
+            self.weighting.load_state_dict(stored)
+            self.weighting.sums = own_sums(stored["sums"], self.module.ranks)["sums"]
+
+    def deployed_state(self) -> dict[str, Tensor]:
+        return trainable.plain_state(self.potential)
+
+
+def _decays(optimizer: Any) -> bool:
+    """Whether the optimiser knows a decay of weights, which variances have no part in."""
+    probe = build_optimiser(optimizer, [torch.nn.Parameter(torch.zeros(2, 2))], lr=1.0)
+    return "weight_decay" in probe.defaults
+
+
+def _once(ask: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """The same question, asked at most once."""
+    answers: list[Tensor] = []
+
+    def answer() -> Tensor:
+        if not answers:
+            answers.append(ask())
+        return answers[0]
+
+    return answer

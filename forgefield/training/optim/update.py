@@ -1,0 +1,148 @@
+"""The update after the gradient of a step: averaging over ranks, clipping, the optimiser, the average of the weights.
+
+Learning rates and shares of the average are tensors on the device where steps are captured, plain numbers elsewhere. The
+optimiser is the one Lightning holds; only how it computes (one fused kernel, step counts on the device) is changed, and
+checkpoints do not depend on it (`portable_optimiser_states`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forgefield.training.optim.averages import WeightAverage
+from forgefield.training.optim.learning_rate import replaced_learning_rates
+
+Clip = tuple[float | None, str | None]
+"""Largest value or norm of the gradients (None: they are not clipped), and the algorithm: `value` or `norm`."""
+_CHANGED = ("capturable", "fused", "foreach")
+"""Settings of an optimiser that differ while its steps are captured."""
+_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+
+
+def clip_gradients(parameters: Sequence[Tensor], clip: Clip) -> None:
+    """Clip the gradients of `parameters` in place."""
+    value, algorithm = clip
+    if value:
+        function = torch.nn.utils.clip_grad_value_ if algorithm == "value" else torch.nn.utils.clip_grad_norm_
+        function(parameters, value)
+
+
+class Update:
+    """One update of the weights. optimiser, average: what is updated. reduce: averages the gradients over ranks, in place of
+    `grad`."""
+
+    def __init__(
+        self,
+        optimiser: torch.optim.Optimizer,
+        average: WeightAverage | None,
+        *,
+        clip: Clip,
+        reduce: Callable[[], None] | None,
+    ) -> None:
+        self.optimiser, self.average, self.clip, self.reduce = optimiser, average, clip, reduce
+        self.calls = 0
+        """Steps taken since this was built."""
+        self._parameters = [p for group in optimiser.param_groups for p in group["params"]]
+        self._step = type(optimiser).step
+        optimiser._opt_called = True  # type: ignore[attr-defined]  # what schedulers look at
+        if self._parameters[0].device.type == "cpu" and type(optimiser) in _FUSED:
+            for group in optimiser.param_groups:
+                if not group.get("foreach") and not group.get("differentiable"):
+                    group["fused"] = True
+
+    def use(self, gradients: Sequence[Tensor]) -> None:
+        """Set the gradients of a step. Reducing them may replace `grad`, so they are set before every step."""
+        for parameter, gradient in zip(self._parameters, gradients):
+            parameter.grad = gradient
+
+    def __call__(self, rates: Sequence[Any] | None = None, share: Any = None) -> None:
+        """One step. rates: learning rate of each group, if it replaces that of the group. share: of the weights in the average,
+        if it is on the device."""
+        self.calls += 1
+        if self.reduce is not None:
+            self.reduce()
+        clip_gradients(self._parameters, self.clip)
+        if rates is None:
+            self._step(self.optimiser)
+        else:
+            with replaced_learning_rates(self.optimiser, rates):
+                self._step(self.optimiser)
+        if self.average is not None:
+            if share is None:
+                self.average.update()
+            else:
+                self.average.take_in(share)
+
+    def average_and_weights(self) -> list[Tensor]:
+        """All tensors that an update changes, except the state of the optimiser."""
+        return [*self._parameters, *([] if self.average is None else self.average.average.values())]
+
+    @property
+    def has_states(self) -> bool:
+        """Whether the optimiser has its state, which it creates in its first step."""
+        return all(parameter in self.optimiser.state for parameter in self._parameters)
+
+    def make_capturable(self) -> None:
+        """Prepare for captured steps. Steps with terms on snapshots are not captured, and torch need not warn about those."""
+        self.optimiser._warned_capturable_if_run_uncaptured = True  # type: ignore[attr-defined]
+        make_capturable(self.optimiser, self._parameters[0].device)
+
+
+def why_not_capturable(optimiser: torch.optim.Optimizer) -> str | None:
+    if "capturable" in optimiser.defaults:
+        return None
+    return (
+        f"{type(optimiser).__name__} cannot be captured, because its step is steered by the host; use adam, adamw or "
+        "another optimiser with the option 'capturable', or another engine."
+    )
+
+
+def make_capturable(optimiser: torch.optim.Optimizer, device: torch.device) -> None:
+    """Let the optimiser keep its step counts on the device.
+
+    Powers of decays are taken of these counts. torch would do so in float32, where the first corrections for bias are wrong by
+    1e-5; the fused kernels do it in float64, and for others the counts are kept in float64.
+    """
+    for group in optimiser.param_groups:
+        fused = _has_fused_kernel(optimiser, group)
+        if "capturable" in group:
+            group["capturable"] = True
+        if fused:
+            group["fused"], group["foreach"] = True, False
+        for parameter in group["params"]:
+            state = optimiser.state.get(parameter, {})
+            for name in _counts(state):
+                state[name] = state[name].to(device)
+            if "step" in _counts(state):
+                state["step"] = state["step"].to(torch.float32 if fused else torch.float64)
+
+
+def make_plain(optimiser: torch.optim.Optimizer) -> None:
+    """The optimiser as it was given, its step counts on the host."""
+    states = [{"param_groups": optimiser.param_groups, "state": optimiser.state}]
+    portable_optimiser_states(states, [optimiser])
+
+
+def _has_fused_kernel(optimiser: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
+    """Whether one kernel updates all weights. It takes a learning rate from the device only in float32."""
+    known = type(optimiser) in (torch.optim.Adam, torch.optim.AdamW)
+    return known and all(p.is_cuda and p.dtype == torch.float32 for p in group["params"])
+
+
+def portable_optimiser_states(states: list[dict[str, Any]], optimisers: Sequence[torch.optim.Optimizer]) -> None:
+    """Stored states as any engine can go on with them; changed in place. optimisers: those they were taken from."""
+    for stored, optimiser in zip(states, optimisers):
+        as_given = {key: optimiser.defaults[key] for key in _CHANGED if key in optimiser.defaults}
+        for group in stored["param_groups"]:
+            group.update({key: value for key, value in as_given.items() if key in group})
+        for number, state in stored["state"].items():
+            stored["state"][number] = state | {name: state[name].cpu().float() for name in _counts(state)}
+
+
+def _counts(state: dict[str, Any]) -> list[str]:
+    """What an optimiser counts for a parameter: its steps, and in some a product over them."""
+    return [name for name in ("step", "mu_product") if isinstance(state.get(name), Tensor)]
