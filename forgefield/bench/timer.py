@@ -274,7 +274,7 @@ class StepTimer(Callback):
             communication_in_compute=averages_itself,
             marks_synchronised=not self.on_cpu,
             message_bytes=self.message_bytes,
-            parameters=sum(p.numel() for p in module.potential.parameters()),
+            parameters=sum(p.numel() for p in module.executor.model.parameters()),
             frames_per_rank=_loader(trainer).frames_per_rank,
             accumulate=trainer.accumulate_grad_batches,
             full_batches=self.full_batches,
