@@ -1,4 +1,4 @@
-"""The verbs of Forgefield as Python functions: what the command line does, callable."""
+"""The verbs of Forgefield as Python functions; most of them are offered by `import forgefield`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,10 @@ from forgefield.training.run.journal import Journal
 from forgefield.training.run.signals import StopControl, StopNow
 from forgefield.training.trainer import processes_wanted
 
+Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+"""Structures or snapshots: a file, folder, glob or store, or a list of them."""
+TestData = Source | Mapping[str, Source]
+
 __all__ = [
     "Calculator",
     "ElectronOptions",
@@ -69,12 +73,18 @@ def train(
     fresh: bool = False,
     trust_code: bool = False,
 ) -> Run:
-    """Train as a config says and return the run. Calling it again continues the run where it was.
+    """Train a model from a config and return the run. Calling it again resumes the run.
 
-    config: a YAML file, a dictionary, a loaded config, or the folder of a run to resume with the settings it was made with.
-    overrides: `key=value` strings, as on the command line.
-    fresh: start over even if the run exists; the old one is moved aside. trust_code: whether code may be imported that is named
-    by a run (`model.from`, or one that is resumed) and not by the config.
+    Parameters
+    ----------
+    config
+        A YAML file, a dictionary, a loaded config, or the folder of a run to resume with the settings stored there.
+    *overrides
+        `key=value` strings, as on the command line.
+    fresh
+        Start over even if the run exists; the existing one is renamed.
+    trust_code
+        Whether to import code to which a run refers (`model.from`, or a run that is resumed) and the config does not.
     """
     with abort_all_on_error(current_ranks()):
         if isinstance(config, (str, Path)) and (Path(config) / "run.json").is_file():
@@ -85,7 +95,7 @@ def train(
         fitted = train_with_outcome(loaded, fresh=fresh, trust_code=trust_code)
     if fitted.outcome == "failed":
         raise ForgefieldError(
-            f"The training in several processes ended with exit code {fitted.exit_code}; what went wrong is said above."
+            f"The training in several processes ended with exit code {fitted.exit_code}; see the messages above."
         )
     return fitted.run
 
@@ -98,11 +108,21 @@ def train_with_outcome(
     log_mode: str = "master",
     trust_code: bool = False,
 ) -> TrainingResult:
-    """Train, measure the best model on validation and test frames, write the report.
+    """Train, evaluate the best model on validation and test frames, and write the report.
 
-    Under a launcher (torchrun, srun, mpirun) every process calls this, inside `abort_all_on_error`. In one process with
-    `trainer.devices` above one, the processes are started here. log: a file for what is said, beside the one in the run
-    folder. log_mode: whose words go there, `master`, `collect` or `workers`. trust_code: as in `train`.
+    Under a launcher (torchrun, srun, mpirun) every process calls this, inside `abort_all_on_error`. In a single process with
+    `trainer.devices` above one, the processes are started here.
+
+    Parameters
+    ----------
+    config
+        The config to train.
+    fresh, trust_code
+        As in `train`.
+    log
+        File for all messages, in addition to the log in the run folder.
+    log_mode
+        Ranks that write to `log`: `master`, `collect` or `workers`.
     """
     ranks = current_ranks()
     n = processes_wanted(config) if ranks.launch.launcher == "none" else 1
@@ -119,7 +139,7 @@ def train_with_outcome(
 
 
 def _measured(fitted: TrainingResult, config: Config, journal: Journal, ranks: Ranks) -> TrainingResult:
-    """Evaluate the best model and write the report. A request to stop ends this at once; the same command does it again."""
+    """Evaluate the best model and write the report. A request to stop ends this at once; run the same command to finish it."""
     requeue_exit = config.training.checkpoint.requeue_exit
     try:
         with StopControl(None, requeue_exit=requeue_exit) as stop, stop.at_once():
@@ -155,7 +175,7 @@ def _train_in_processes(
 
 
 def train_example(overrides: list[str] | None = None, *, fresh: bool = False) -> TrainingResult:
-    """The built-in example: make a small data set from real physics and train on it."""
+    """Train the built-in example, which generates a small data set with a classical potential."""
     ranks = current_ranks()
     with abort_all_on_error(ranks):
         config = example_config(overrides or [], make=ranks.is_rank_zero)
@@ -164,7 +184,7 @@ def train_example(overrides: list[str] | None = None, *, fresh: bool = False) ->
 
 
 def example_config(overrides: list[str], *, make: bool) -> Config:
-    """Config of the built-in example. make: whether to make its data where it is not there yet."""
+    """The config of the built-in example. make: whether to generate its data if it does not exist."""
     from importlib.resources import as_file, files
 
     from forgefield.data.example import make_example
@@ -185,9 +205,20 @@ def load(
     head: str | None = None,
     trust_code: bool = False,
 ) -> Potential | LDOSNetwork:
-    """The trained model of a run, in evaluation mode: a potential (`head`: one branch of it), or a network of grid points.
+    """The trained model of a run in evaluation mode: a potential, or a network for grid points.
 
-    trust_code: whether code that the run names, such as a user's model, may be imported. Importing executes it.
+    Parameters
+    ----------
+    run
+        Name or path of a run.
+    which
+        `best` or `last` weights.
+    device
+        Where to put the model.
+    head
+        Branch of a model with several branches.
+    trust_code
+        Whether to import code to which the run refers, such as a user-defined model. Importing executes it.
     """
     run = Run.open(run, trust_code=trust_code)
     run.require_head(head)
@@ -197,13 +228,13 @@ def load(
 
 
 def load_run(name: str | os.PathLike[str], *, out: str | os.PathLike[str] = "runs", trust_code: bool = False) -> Run:
-    """The run of that name (or path): its config, metrics, statistics and model. trust_code: as in `load`."""
+    """The run of that name or path: its config, metrics, statistics and model. trust_code: as in `load`."""
     return Run.open(name, out=out, trust_code=trust_code)
 
 
 def test(
     run: str | os.PathLike[str] | Run,
-    data: Any,
+    data: TestData,
     *,
     options: DataOptions | None = None,
     which: str = "best",
@@ -212,19 +243,28 @@ def test(
     head: str | None = None,
     trust_code: bool = False,
 ) -> dict[str, Any]:
-    """Errors of a run's model on labelled frames, in meV/atom, meV/A and GPa, with a parity plot, kept in the run.
+    """Errors of a run's model on labelled frames, in meV/atom, meV/A and GPa. They are stored in the run with a parity plot.
 
-    data: a file, folder, glob or list of them; or several sets by name, {"300K": "a.xyz", "600K": "b.xyz"}, whose errors are
-    then returned by name. options: labels and units of that data; default: as in training.
-    labels_required: whether every label that `options` names must be found in the data. head: branch of a model that has
-    several. trust_code: as in `load`.
+    Parameters
+    ----------
+    run
+        Name or path of a run.
+    data
+        A file, folder, glob or list of them; or several sets by name, `{"300K": "a.xyz", "600K": "b.xyz"}`, whose errors are
+        then returned by name.
+    options
+        Labels and units of the data; default: as in training.
+    which, device, head, trust_code
+        As in `load`.
+    labels_required
+        Whether every label that `options` names must be in the data.
     """
     ranks = current_ranks()
     with abort_all_on_error(ranks):
         run = Run.open(run, trust_code=trust_code)
         run.require_head(head)
-        settings: Any = options if options is not None else _data_options(run)
-        sets = data if is_named(data) else {"": data}
+        settings = options if options is not None else _data_options(run)
+        sets: Mapping[str, TestData] = data if isinstance(data, Mapping) and is_named(data) else {"": data}
         test_data, errors = run.kind.test.load(), {}
         for name, files in sets.items():
             errors[name] = test_data(
@@ -245,7 +285,7 @@ def test(
 
 def predict(
     run: str | os.PathLike[str] | Run,
-    source: Any,
+    source: Source,
     out: str | os.PathLike[str],
     *,
     options: DataOptions | None = None,
@@ -259,28 +299,50 @@ def predict(
     notify: Callable[[str], None] = lambda text: None,
     trust_code: bool = False,
 ) -> Path:
-    """Write the structures of `source` with predicted energies, forces and stress to `out`; of an LDOS run, densities, DOS and
+    """Predict the structures of `source` and return the path of the result.
+
+    A potential writes the structures with energies, forces and stress to the file `out`; an LDOS run writes densities, DOS and
     energies to the new folder `out`.
 
-    options: units and labels of `source`, which needs none; labels and all other values that are there are kept.
-    labels_required: whether every label that `options` names must be there. head: branch of a model that has several.
-    electrons: for an LDOS run, temperature and grid. overwrite: replace the file `out` where it exists. batch: frames
-    predicted together. say: called with messages about what an LDOS run predicts. trust_code: as in `load`.
+    Parameters
+    ----------
+    run
+        Name or path of a run.
+    source
+        A file, folder, glob or list of them. Labels are not needed; labels and other values in the files are kept.
+    out
+        File or folder to write.
+    options
+        Labels and units of `source`; default: as in training.
+    which, device, head, trust_code
+        As in `load`.
+    labels_required
+        Whether every label that `options` names must be in the data.
+    electrons
+        For an LDOS run, temperature and grid.
+    overwrite
+        Replace the file `out` if it exists.
+    batch
+        Number of frames predicted together; default: 16.
+    notify
+        Called with messages about the predictions of an LDOS run.
     """
-    _refuse_company("predict")
+    _require_first_rank("predict")
     run = Run.open(run, trust_code=trust_code)
     run.require_head(head)
     options = options if options is not None else _data_options(run)
     if run.of_points:
         if overwrite:
-            raise ForgefieldError(f"--force: run {run.name} is of grid points, and predicts to a new folder only.")
+            raise ForgefieldError(
+                f"--force: run {run.name} is a run of grid points, which writes to a new folder only."
+            )
         if batch is not None:
             raise ForgefieldError(
-                f"data.batch.frames: run {run.name} is of grid points, and predicts one structure at a time."
+                f"data.batch.frames: run {run.name} is a run of grid points, which predicts one structure at a time."
             )
         return _predict_electrons(run, source, out, options, electrons or ElectronOptions(), which, device, notify)
-    if electrons is not None and (given := electrons.given()):
-        raise ForgefieldError(f"{given[0]} is for LDOS runs; run {run.name} is a potential, which knows no electrons.")
+    if electrons is not None and (changed := electrons.changed()):
+        raise ForgefieldError(f"{changed[0]} is for LDOS runs; run {run.name} is a potential without electrons.")
     if not has_outputs(run):
         raise ForgefieldError(ONLY_NOISE.format(run.name))
     potential = run.load_potential(which, device, head=head)
@@ -298,9 +360,12 @@ def predict(
 
 @dataclass(frozen=True)
 class ElectronOptions:
-    """What an LDOS run is asked for. temperature: of the electrons, K. grid: points along each cell vector, or spacing: their
-    distance, A; default: as in the training snapshots. pseudopotentials: folder of UPF files. electrons: in the cell. ldos:
-    whether the LDOS itself is written, too."""
+    """Options for predictions of an LDOS run.
+
+    temperature: of the electrons, K. grid: number of points along each cell vector; or spacing: their distance, A; default: as
+    in the training snapshots. pseudopotentials: folder of UPF files. electrons: number of electrons in the cell. ldos: whether
+    to write the LDOS, too.
+    """
 
     temperature: float | None = None
     grid: Sequence[int] | None = None
@@ -309,12 +374,20 @@ class ElectronOptions:
     electrons: float | None = None
     ldos: bool = False
 
-    def given(self) -> list[str]:
+    def changed(self) -> list[str]:
+        """Names of the options that are not the default."""
         return [name for name, value in vars(self).items() if value not in (None, False)]
 
 
 def _predict_electrons(
-    run: Run, source: Any, out: Any, options: Any, asked: ElectronOptions, which: str, device: str, notify: Any
+    run: Run,
+    source: Source,
+    out: str | os.PathLike[str],
+    options: DataOptions,
+    asked: ElectronOptions,
+    which: str,
+    device: str,
+    notify: Callable[[str], None],
 ) -> Path:
     settings = {name: value for name, value in vars(asked).items() if name not in ("temperature", "ldos")}
     model = ElectronModel(run, which=which, device=device, **settings)
@@ -331,18 +404,33 @@ def tune(
     fresh: bool = False,
     trust_code: bool = False,
 ) -> Path:
-    """Search as the section `tune` of a config says and return the folder of the search, which holds `best.yaml`, `tune.html`,
-    `trials.csv` and the runs of all trials. Calling it again goes on where the search was. trust_code: as in `train`."""
+    """Search for good settings as in the section `tune` of a config, and return the folder of the search.
+
+    The folder holds `best.yaml`, `tune.html`, `trials.csv` and the runs of all trials. Calling it again resumes the search.
+
+    Parameters
+    ----------
+    config, *overrides
+        As in `train`.
+    space
+        Additional dimensions as `KEY=SPEC` strings.
+    trials
+        Total number of trainings; default: `tune.trials`.
+    fresh
+        Start over; an existing search of that name is renamed.
+    trust_code
+        As in `train`.
+    """
     folder, code = tune_with_outcome(
         config, list(overrides), space=space, trials=trials, fresh=fresh, trust_code=trust_code
     )
     if code != 0:
-        raise ForgefieldError(f"The search was stopped (exit code {code}); call it again to go on.")
+        raise ForgefieldError(f"The search was stopped (exit code {code}); call it again to resume.")
     return folder
 
 
 def tune_with_outcome(
-    config: Any,
+    config: str | Path | dict[str, Any] | Config,
     overrides: list[str],
     *,
     space: Sequence[str] = (),
@@ -352,7 +440,8 @@ def tune_with_outcome(
     worker: int | None = None,
     trust_code: bool = False,
 ) -> tuple[Path, int]:
-    """Search; returns its folder and an exit code. worker: number of this one among those that one command has started."""
+    """Search and return the folder of the search and an exit code. worker: the number of this process among the workers that
+    one command has started. Other parameters: as in `tune`."""
     from forgefield.tuning.page import write_page
     from forgefield.tuning.search import Stopped, move_aside, prepare, work, write_best
     from forgefield.tuning.workers import run_workers
@@ -371,7 +460,7 @@ def tune_with_outcome(
         try:
             study = work(search, worker=worker or 0)
         except Stopped as stopped:
-            print("Stopped; the same command goes on.")
+            print("Stopped; run the same command to resume.")
             return search.folder, stopped.code
     if worker is not None:
         return search.folder, code
@@ -410,17 +499,17 @@ def import_model(
 
 
 def import_mala(file: str | os.PathLike[str], *, name: str | None = None, out: str | os.PathLike[str] = "runs") -> Run:
-    """A run around the model in an archive of MALA's `save_run`. name: default that of the file."""
+    """A run with the model in an archive of MALA's `save_run`. name: of the run; default: that of the file."""
     return import_model("mala", ImportRequest(str(file)), name=name, out=out)[0]
 
 
 def report(run: str | os.PathLike[str] | Run) -> Path:
-    """Write `report.html` of a run anew."""
-    _refuse_company("report")
+    """Rewrite `report.html` of a run and return its path."""
+    _require_first_rank("report")
     return write_report(Run.open(run).path)
 
 
-def _refuse_company(verb: str) -> None:
+def _require_first_rank(verb: str) -> None:
     launch = detect_launch(os.environ)
     if launch.rank > 0:
         raise ForgefieldError(f"{verb} runs in one process: call it on rank 0 alone (this is rank {launch.rank}).")

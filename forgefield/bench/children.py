@@ -1,21 +1,21 @@
-"""Processes that `forgefield bench` starts: each does one job with one config and leaves its result in a file.
+"""Child processes of `forgefield bench`: each does one job with one config and writes its result to a file.
 
-A job that fails in a single process leaves its reason there instead, so that whoever asked can make a line of it.
+A job that fails in a single process writes the reason instead, which becomes a line of the report.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forgefield.bench.options import BenchOptions, Job
 from forgefield.errors import ForgefieldError
 from forgefield.processes import die_with_parent
 
@@ -26,34 +26,31 @@ if TYPE_CHECKING:
     from forgefield.data.batch import Batch
     from forgefield.parallel.ranks import Ranks
 
-JOBS = ("measure", "work", "plan")
 QUIET = {"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-"""What keeps torch's profiler from talking."""
+"""Environment in which torch's profiler prints nothing."""
 STRUCTURES = "structures.npz"
 
 
 @dataclass(frozen=True)
-class Refused:
-    """Why a job has no result. is_told: whether the process has said it already. of_memory: whether there was too little."""
+class Failure:
+    """Why a job has no result. was_printed: whether the process has printed the reason. of_memory: whether memory was short."""
 
     reason: str
     code: int
-    is_told: bool = False
+    was_printed: bool = False
     of_memory: bool = False
 
 
 @dataclass(frozen=True)
 class Children:
-    """folder: for their files. threads: of each process. steps, warmup: of a measurement. trust_code: as in `fit`."""
+    """Starts child processes. folder: for their files. threads: of each process, as the value of OMP_NUM_THREADS."""
 
     folder: Path
     threads: str
-    steps: int
-    warmup: int
-    trust_code: bool = False
+    options: BenchOptions
 
-    def run(self, config: Config, job: str, n: int = 1, more: Sequence[str] = ()) -> dict[str, Any] | Refused:
-        """Let n processes do a job of `JOBS`."""
+    def run(self, config: Config, job: str, n: int = 1, *, precisions: Sequence[str] = ()) -> dict[str, Any] | Failure:
+        """The result of a job of `JOBS`, done by n processes together."""
         from forgefield.config.components import environment_of_children
         from forgefield.config.template import commented_yaml
         from forgefield.parallel.spawn import run_ranks
@@ -63,23 +60,24 @@ class Children:
         path, result = folder / "config.yaml", folder / "result.json"
         path.write_text(commented_yaml(config))
         command = [sys.executable, "-m", "forgefield", "bench", str(path), "--worker", str(result), "--job", job]
-        command += ["--steps", str(self.steps), "--warmup", str(self.warmup), *more]
-        command += ["--trust-code"] if self.trust_code else []
+        command += ["--steps", str(self.options.steps), "--warmup", str(self.options.warmup)]
+        command += ["--precisions", ",".join(precisions)] if precisions else []
+        command += ["--trust-code"] if self.options.trust_code else []
         environ = {**environment_of_children(), **QUIET, "OMP_NUM_THREADS": self.threads}
         code = run_ranks(command, n, environ=environ, disposable=True)
         if not result.exists():
-            return Refused(f"its process ended with exit code {code}", code or 1, is_told=code == 2)
+            return Failure(f"its process ended with exit code {code}", code or 1, was_printed=code == 2)
         content = json.loads(result.read_text())
         if "refusal" in content:
-            return Refused(content["refusal"], code or 2, of_memory=content["of_memory"])
+            return Failure(content["refusal"], code or 2, of_memory=content["of_memory"])
         return {**content, "folder": str(folder)}
 
     def run_peer(self, job: dict[str, Any], pythons: Sequence[str]) -> dict[str, Any]:
-        """Let the first interpreter that has the program measure it."""
+        """The result of a peer, measured with the first interpreter that has the program installed."""
         from forgefield.bench import peers as bench_peers
 
         module, package = bench_peers.PEERS[job["name"]]
-        python = next((python for python in pythons if _has(python, module)), None)
+        python = next((python for python in pythons if _has_module(python, module)), None)
         if python is None:
             return {"refusal": f"{package} is not installed"}
         folder = self.folder / f"peer-{job['name'].replace(' ', '-')}"
@@ -102,8 +100,8 @@ class Children:
         return json.loads((folder / "result.json").read_text())
 
 
-def _has(python: str, module: str) -> bool:
-    """Whether an interpreter would find a module, without importing it."""
+def _has_module(python: str, module: str) -> bool:
+    """Whether an interpreter finds a module, without importing it."""
     code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
     try:
         return subprocess.run([python, "-c", code], capture_output=True, check=False).returncode == 0
@@ -111,40 +109,41 @@ def _has(python: str, module: str) -> bool:
         raise ForgefieldError(f"--peer-python {python}: it cannot be started ({error.strerror}).") from error
 
 
-# ---- what a child does
+# ---- jobs, inside a child process
 
 
-def be_child(config: Config, ranks: Ranks, args: argparse.Namespace) -> int:
-    """Do the job and write its result, or the reason why not."""
+def run_job(config: Config, ranks: Ranks, job: Job) -> int:
+    """Do the job, write its result or the reason for a failure, and return an exit code."""
     if ranks.world_size > 1:
-        return _measure(config, ranks, args)
+        return _measure(config, ranks, job)
+    jobs: dict[str, Callable[[Config, Ranks, Job], int]] = {"measure": _measure, "work": _work, "plan": _plan}
     try:
-        return {"measure": _measure, "work": _work, "plan": _plan}[args.job](config, ranks, args)
+        return jobs[job.kind](config, ranks, job)
     except Exception as error:
         from forgefield.training.engines.sparing import is_memory_error
 
-        known = isinstance(error, ForgefieldError)
+        is_explained = isinstance(error, ForgefieldError)
         of_memory = is_memory_error(error) or is_memory_error(error.__cause__ or error)
-        if not known and not of_memory:
+        if not is_explained and not of_memory:
             traceback.print_exc()
         line = (str(error).strip().splitlines() or [""])[0]
-        content = {"refusal": str(error) if known else f"{type(error).__name__}: {line}", "of_memory": of_memory}
-        args.worker.write_text(json.dumps(content))
-        return 2 if known else 1
+        content = {"refusal": str(error) if is_explained else f"{type(error).__name__}: {line}", "of_memory": of_memory}
+        job.result.write_text(json.dumps(content))
+        return 2 if is_explained else 1
 
 
-def _measure(config: Config, ranks: Ranks, args: argparse.Namespace) -> int:
+def _measure(config: Config, ranks: Ranks, job: Job) -> int:
     from forgefield.bench.training import measure
 
     measurement, code = measure(
-        config, ranks, steps=args.steps, warmup=args.warmup, folder=args.worker.parent, trust_code=args.trust_code
+        config, ranks, steps=job.steps, warmup=job.warmup, folder=job.result.parent, trust_code=job.trust_code
     )
     if measurement is not None:
-        args.worker.write_text(json.dumps(measurement.as_dict()))
+        job.result.write_text(json.dumps(measurement.as_dict()))
     return code
 
 
-def _work(config: Config, ranks: Ranks, args: argparse.Namespace) -> int:
+def _work(config: Config, ranks: Ranks, job: Job) -> int:
     """Limits of the device, work of a step in each precision, and the structures of the first batch for peers."""
     from forgefield.bench.roofline import measure_limits
     from forgefield.bench.step import bare_step
@@ -152,7 +151,7 @@ def _work(config: Config, ranks: Ranks, args: argparse.Namespace) -> int:
 
     content: dict[str, Any] = {"work": {}}
     refusals, data = [], None
-    for precision in args.precisions.split(","):
+    for precision in job.precisions:
         try:
             step = bare_step(config, precision=precision, data=data)
         except ForgefieldError as error:
@@ -160,19 +159,19 @@ def _work(config: Config, ranks: Ranks, args: argparse.Namespace) -> int:
             continue
         batch = step.first_batch()
         if data is None:
-            _save_structures(args.worker.parent / STRUCTURES, batch, step.data.species.symbols)
+            _save_structures(job.result.parent / STRUCTURES, batch, step.data.species.symbols)
             _, atoms, edges = sizes(batch)
             content |= {"model": step.resolved, "device": str(step.device), "atoms": atoms, "edges": edges}
         data, device = step.data, step.device
         content["work"][precision] = _work_that_fits(step, batch).as_dict()
     if not content["work"]:
         raise refusals[0]
-    args.worker.write_text(json.dumps({**content, "limits": asdict(measure_limits(device, list(content["work"])))}))
+    job.result.write_text(json.dumps({**content, "limits": asdict(measure_limits(device, list(content["work"])))}))
     return 0
 
 
 def _work_that_fits(step: BareStep, batch: Batch) -> Work:
-    """Counted on the batch, or, if the eager engine has not enough memory for it, on one frame."""
+    """The work of a step on the batch or, where memory does not suffice for the eager engine, on one frame."""
     from forgefield.bench.roofline import count_work
     from forgefield.training.engines.sparing import is_memory_error
 
@@ -192,8 +191,8 @@ def _save_structures(path: Path, batch: Batch, species: Sequence[str]) -> None:
     np.savez(path, numbers=np.array([atomic_numbers[symbol] for symbol in species]), **arrays)
 
 
-def _plan(config: Config, ranks: Ranks, args: argparse.Namespace) -> int:
+def _plan(config: Config, ranks: Ranks, job: Job) -> int:
     from forgefield.bench.memory import plan_memory
 
-    args.worker.write_text(json.dumps(plan_memory(config).as_dict()))
+    job.result.write_text(json.dumps(plan_memory(config).as_dict()))
     return 0

@@ -1,8 +1,8 @@
-"""How much memory training will need, before it starts: real steps on a few small batches, and what they say of larger ones.
+"""How much memory a training will need, extrapolated from real steps on a few small batches.
 
-Memory of a step is a constant (weights, gradients, optimiser state, workspaces) and parts that grow with atoms and with edges.
-The three numbers are fitted to the peaks of steps on one, two and four frames. On a GPU the peak is what torch's allocator
-counts; on a CPU it is the sum of all tensors alive at a time, from the profiler's record of every allocation.
+The memory of a step is a constant (weights, gradients, optimiser state, workspaces) plus terms proportional to the numbers of
+atoms and edges. The three coefficients are fitted to the peaks of steps on one, two and four frames. On a GPU the peak is that
+of torch's allocator; on a CPU it is the largest sum of all live tensors, from the profiler's record of every allocation.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from forgefield.training.engines.size_plan import SizePlan
 from forgefield.training.engines.sparing import is_memory_error
 
 SMALL_BATCHES = (1, 2, 4)
-"""Frames of the batches that are measured."""
+"""Numbers of frames in the measured batches."""
 FILLED = 0.9
-"""Share of the memory that a training may fill; allocators need some room."""
+"""Fraction of the memory that a training may use; allocators need some room."""
 
 
 @dataclass(frozen=True)
 class Peak:
-    """Most memory in use during a step on a batch of this size."""
+    """Peak memory of a step on a batch of this size."""
 
     frames: int
     atoms: int
@@ -59,10 +59,11 @@ class MemoryModel:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """model: fitted to `measured`. largest: the largest batch of the first epochs, (frames, atoms, edges). needed: its memory.
+    """The memory that a training needs and has.
 
-    available: bytes that a training can have on the device, what others use taken off. fits: the batch that fills `FILLED`
-    of it, by each way to count. engine, device: what was measured.
+    model: fitted to `measured`. largest: the largest batch of the first epochs, (frames, atoms, edges). needed: its memory in
+    bytes. available: bytes on the device that other programs do not use. fits: frames, atoms and edges of the batch that uses
+    the fraction `FILLED` of them. setting: how `data.batch` counts. engine, device: what was measured.
     """
 
     measured: list[Peak]
@@ -80,7 +81,7 @@ class MemoryPlan:
 
 
 def plan_memory(config: Config, notify: Callable[[str], None] = lambda text: None) -> MemoryPlan:
-    """Measure small batches of the config's own data and extend to its configured batch. say: what is being done."""
+    """Measure small batches of the config's data and extrapolate to its configured batch. notify: called with messages."""
     step = bare_step(config)
     choice = planned_choice(config, step.device)
     engine = _engine(step, choice, config, notify)
@@ -110,7 +111,7 @@ def plan_memory(config: Config, notify: Callable[[str], None] = lambda text: Non
 
 
 def planned_choice(config: Config, device: torch.device) -> Choice:
-    """The engine that is measured: the configured one; for graphs the step that would be captured; for auto eager."""
+    """The engine to measure: the configured one; for `graphs` the one whose step is captured; for `auto` eager."""
     name = config.training.engine or "eager"
     if name not in (*ENGINES, "auto"):
         raise ForgefieldError(f"training.engine is '{name}'; choose one of {', '.join((*ENGINES, 'auto'))}.")
@@ -140,7 +141,7 @@ def _engine(step: BareStep, choice: Choice, config: Config, notify: Callable[[st
 
 
 def peak_of_step(step: BareStep, engine: Engine, batch: Batch) -> Peak:
-    """Measured on the second of two steps: the first makes what stays, such as the optimiser's state."""
+    """The peak of the second of two steps; the first creates what persists, such as the optimiser's state."""
     try:
         step.run(engine, batch)
         measure = _peak_on_gpu if step.device.type == "cuda" else _peak_on_cpu
@@ -150,8 +151,8 @@ def peak_of_step(step: BareStep, engine: Engine, batch: Batch) -> Peak:
             raise
         frames, atoms, edges = sizes(batch)
         raise ForgefieldError(
-            f"Already {frames} frame{'s' if frames > 1 else ''} of the training data ({atoms} atoms, {edges} edges) exceed the "
-            "memory; use a smaller model, a smaller data.cutoff, or training.memory.recompute=true."
+            f"{frames} frame{'s' if frames > 1 else ''} of the training data ({atoms} atoms, {edges} edges) already exceed "
+            "the memory; use a smaller model, a smaller data.cutoff, or training.memory.recompute=true."
         ) from error
 
 
@@ -164,14 +165,14 @@ def _peak_on_gpu(step: BareStep, engine: Engine, batch: Batch) -> int:
 
 
 def _peak_on_cpu(step: BareStep, engine: Engine, batch: Batch) -> int:
-    lasting = _storage_bytes([*step.lasting_tensors(), *batch.values()])
+    persistent = _storage_bytes([*step.persistent_tensors(), *batch.values()])
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         step.run(engine, batch)
-    recorded: Any = profiler.profiler
-    events = [event for event in recorded.kineto_results.events() if event.name() == "[memory]"]
+    assert profiler.profiler is not None
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     events.sort(key=lambda event: event.start_ns())
     in_use = np.cumsum([0, *(event.nbytes() for event in events)])
-    return lasting + int(in_use.max())
+    return persistent + int(in_use.max())
 
 
 def _storage_bytes(tensors: list[Tensor]) -> int:
@@ -183,38 +184,38 @@ def _storage_bytes(tensors: list[Tensor]) -> int:
 
 
 def fit_memory(peaks: list[Peak]) -> MemoryModel:
-    """Least squares with nothing negative: no atom and no edge gives memory back.
+    """Non-negative least squares of relative errors.
 
-    Where every atom has equally many edges, all that grows is put down to edges.
+    Where every atom has the same number of edges, everything that grows is attributed to edges.
     """
     columns = np.array([[1.0, peak.atoms, peak.edges] for peak in peaks])
     needed = np.array([peak.bytes for peak in peaks], dtype=np.float64)
     scale = columns.max(axis=0).clip(min=1.0)
     ratios = columns[:, 2] / columns[:, 1]
-    if ratios.min() > 0.99 * ratios.max() > 0:  # alike in all of them: what is due to which cannot be told
+    if ratios.min() > 0.99 * ratios.max() > 0:  # the two cannot be distinguished
         columns[:, 1] = 0.0
-    found, _ = nnls(columns / scale / needed[:, None], np.ones(len(needed)))  # relative errors count alike
-    return MemoryModel(*(float(value) for value in found / scale))
+    solution, _ = nnls(columns / scale / needed[:, None], np.ones(len(needed)))
+    return MemoryModel(*(float(value) for value in solution / scale))
 
 
 def largest_batch(model: MemoryModel, room: float, atoms_per_frame: float, edges_per_atom: float) -> dict[str, int]:
-    """Frames, atoms and edges of the batch that needs `room` bytes, if frames are like the average; at least nothing."""
+    """Frames, atoms and edges of the batch of average frames that needs `room` bytes; zero where not one fits."""
     per_atom = model.per_atom + model.per_edge * edges_per_atom
     atoms = max(0.0, room - model.fixed) / max(per_atom, 1e-9)
     return {"frames": int(atoms / atoms_per_frame), "atoms": int(atoms), "edges": int(atoms * edges_per_atom)}
 
 
 def batch_sizes(loader: FrameLoader, edges_per_atom: float) -> list[tuple[int, int, int]]:
-    """Frames, atoms and edges of the batches to come; edges follow from atoms where lists are made on the device."""
-    known = loader.batch_sizes()
-    if len(known):
-        return [(int(frames), int(atoms), int(edges)) for frames, atoms, edges in known]
+    """Frames, atoms and edges of the coming batches; edges are estimated where neighbour lists are built on the device."""
+    planned = loader.batch_sizes()
+    if len(planned):
+        return [(int(frames), int(atoms), int(edges)) for frames, atoms, edges in planned]
     numbers = [(len(batch["n_atoms"]), len(batch["positions"])) for batch in loader]
     return [(frames, atoms, round(atoms * edges_per_atom)) for frames, atoms in numbers]
 
 
 def _means(step: BareStep, peaks: list[Peak]) -> tuple[float, float]:
-    """Atoms of a frame and edges of an atom, over the training data where they are known."""
+    """Mean numbers of atoms per frame and of edges per atom, over the training data if they are known there."""
     data = step.data.train
     atoms = float(data.n_atoms.sum())
     if data.n_edges is not None:
@@ -222,11 +223,11 @@ def _means(step: BareStep, peaks: list[Peak]) -> tuple[float, float]:
     return atoms / len(data), sum(peak.edges for peak in peaks) / sum(peak.atoms for peak in peaks)
 
 
-# ---- what there is
+# ---- available memory
 
 
 def available_bytes(device: torch.device) -> int:
-    """Memory that this process can have: what is free and what it holds already."""
+    """Memory that this process can use: the free memory and what it holds already, in bytes."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device)

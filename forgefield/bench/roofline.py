@@ -1,6 +1,6 @@
-"""How near a training step comes to what the device can do: measured limits, and the work that a step cannot avoid.
+"""How close a training step comes to the limits of the device: measured limits, and the work that a step cannot avoid.
 
-Limits are the rate of a large copy and of large matrix products, each the best of a short loop. Work is counted on one eager
+Limits are the rates of a large copy and of large matrix products, each the best of a short loop. Work is counted on one eager
 step: the operations of its matrix products, and the bytes that it has to move even if everything else stayed in caches.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from forgefield.bench.step import BareStep, synchronised
+from forgefield.bench.step import BareStep, synchroniser
 from forgefield.data.batch import Batch
 from forgefield.training.engines.blank import sizes
 from forgefield.training.engines.engine import Engine
@@ -31,10 +31,11 @@ MATMUL_TYPES = {
 }
 """Types of the factors of matrix products, by precision."""
 LOOP_SECONDS = 0.3
+"""Duration of a measurement."""
 COPY_BYTES = {"cpu": 2**28, "cuda": 2**31}
 """Far more than caches hold."""
 LARGEST_MATRIX = {"cpu": 2048, "cuda": 8192}
-BYTES_IN_WORDS = (
+COUNTED_BYTES = (
     "bytes that no execution avoids unless it computes something twice: batch, weights, gradients and optimiser state once in "
     "and, where they change, once out; what autograd keeps for a later pass once out and once in"
 )
@@ -50,7 +51,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Work:
-    """Of one step on so many atoms and edges. flops: of matrix products. bytes: see `BYTES_IN_WORDS`."""
+    """Work of one step on this many atoms and edges. flops: of matrix products. bytes: see `COUNTED_BYTES`."""
 
     atoms: int
     edges: int
@@ -75,9 +76,9 @@ class Work:
 
 
 def measure_limits(device: torch.device, precisions: list[str]) -> Limits:
-    """What this process, with its threads, reaches on the device."""
-    known = [precision for precision in precisions if precision in MATMUL_TYPES]
-    return Limits(_copy_rate(device), {precision: _matmul_rate(device, precision) for precision in known})
+    """The rates that this process, with its threads, reaches on the device."""
+    rates = {name: _matmul_rate(device, name) for name in precisions if name in MATMUL_TYPES}
+    return Limits(_copy_rate(device), rates)
 
 
 def _copy_rate(device: torch.device) -> float:
@@ -98,8 +99,8 @@ def _matmul_rate(device: torch.device, precision: str) -> float:
         return 2 * size**3 * _most_per_second(lambda: factor @ factor, device)
 
 
-def _seconds(action: Callable[[], Any], device: torch.device, repeats: int = 1) -> float:
-    wait = synchronised(device)
+def _seconds(action: Callable[[], object], device: torch.device, repeats: int = 1) -> float:
+    wait = synchroniser(device)
     wait()
     start = time.perf_counter()
     for _ in range(repeats):
@@ -108,8 +109,8 @@ def _seconds(action: Callable[[], Any], device: torch.device, repeats: int = 1) 
     return time.perf_counter() - start
 
 
-def _most_per_second(action: Callable[[], Any], device: torch.device) -> float:
-    """How often an action is done per second, in the best of about ten parts of a loop."""
+def _most_per_second(action: Callable[[], object], device: torch.device) -> float:
+    """How often per second an action runs, in the best of about ten parts of a loop."""
     action()
     once = _seconds(action, device)
     repeats = max(1, int(LOOP_SECONDS / 10 / max(once, 1e-6)))
@@ -126,33 +127,35 @@ def _most_per_second(action: Callable[[], Any], device: torch.device) -> float:
 
 
 def count_work(step: BareStep, batch: Batch) -> Work:
-    """Counted on one eager step with double backward, after one that makes the optimiser's state."""
+    """The work of one eager step with double backward, after a first step that creates the optimiser's state."""
     engine = Engine(step.function("double"))
     step.run(engine, batch)
-    kept = _KeptByAutograd([*batch.values(), *step.potential.parameters(), *step.potential.buffers()])
+    saved = _SavedByAutograd([*batch.values(), *step.potential.parameters(), *step.potential.buffers()])
     products = _MatrixProducts()
-    with products, kept:
+    with products, saved:
         step.run(engine, batch)
     weights = [p for p in step.potential.parameters() if p.requires_grad]
     lasting = sum(map(_nbytes, weights)) + sum(_nbytes(p.grad) for p in weights if p.grad is not None)
     state = torch.utils._pytree.tree_leaves(dict(step.optimiser.state))
     lasting += sum(_nbytes(item) for item in state if isinstance(item, Tensor))
     _, atoms, edges = sizes(batch)
-    moved = sum(map(_nbytes, batch.values())) + 2 * lasting + 2 * kept.bytes
+    moved = sum(map(_nbytes, batch.values())) + 2 * lasting + 2 * saved.bytes
     return Work(atoms, edges, products.flops, moved)
 
 
 class _MatrixProducts(TorchDispatchMode):
-    """Adds up the operations of matrix products inside, by torch's own formulas.
+    """Counts the operations of matrix products inside the context, with torch's formulas.
 
-    (`FlopCounterMode` has these formulas too, but follows modules through backward passes, which fails where one is inside.)
+    (`FlopCounterMode` uses the same formulas, but tracks modules through backward passes, which fails for nested ones.)
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.flops = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         result = function(*args, **(kwargs or {}))
         formula = flop_registry.get(function._overloadpacket)
         if formula is not None:
@@ -160,8 +163,8 @@ class _MatrixProducts(TorchDispatchMode):
         return result
 
 
-class _KeptByAutograd(torch.autograd.graph.saved_tensors_hooks):
-    """Adds up memory that autograd keeps inside, each block once; blocks of `others` are not counted."""
+class _SavedByAutograd(torch.autograd.graph.saved_tensors_hooks):
+    """Counts the memory that autograd saves inside the context, each block once; blocks of `others` are not counted."""
 
     def __init__(self, others: list[Tensor]) -> None:
         super().__init__(self._note, lambda tensor: tensor)

@@ -1,22 +1,24 @@
-"""A whole `forgefield bench` on this machine: what is measured in which order, and how it is told."""
+"""One call of `forgefield bench`: what is measured in which order, and how it is reported."""
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import os
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forgefield.bench import tables
-from forgefield.bench.children import STRUCTURES, Children, Refused
-from forgefield.bench.machine import cores, doubling, on_devices, places, processes, warnings
-from forgefield.bench.rows import Row, best_row, engines_notes, engines_table, measured_row, peer_row
+from forgefield.bench.children import STRUCTURES, Children, Failure, run_job
+from forgefield.bench.machine import count_processes, n_cores, on_devices, powers_of_two, slots, warnings
+from forgefield.bench.options import BenchOptions, Job
+from forgefield.bench.tables import Row, best_row, engines_notes, engines_table, measured_row, peer_row
+from forgefield.bench.water import water_training
 from forgefield.errors import ForgefieldError
 
 if TYPE_CHECKING:
@@ -25,11 +27,13 @@ if TYPE_CHECKING:
     from forgefield.bench.roofline import Limits, Work
     from forgefield.bench.timer import Measurement
     from forgefield.config.schema import Config
+    from forgefield.parallel.ranks import Ranks
 
 
 @dataclass
-class Found:
-    """measured: numbers of processes. rows: engines and peers. work: by precision. model: its options in full."""
+class Results:
+    """measured: of each number of processes. rows: of engines and peers. work: by precision. model: its resolved options.
+    sizes: atoms and edges of the structures that peers are measured on."""
 
     measured: list[Measurement] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
@@ -38,79 +42,165 @@ class Found:
     model: dict[str, Any] = field(default_factory=dict)
     device: str = "cpu"
     sizes: tuple[int, int] = (0, 0)
-    """Atoms and edges of the structures that peers get."""
 
 
-def measure_here(config: Config, args: argparse.Namespace) -> int:
-    """Start the processes of each measurement on this machine, one measurement after the other."""
-    from forgefield.cli.bench import asks_for_engines, asks_for_ranks, numbers_of_ranks
+def run_bench(
+    file: str | None,
+    overrides: Sequence[str],
+    options: BenchOptions,
+    ranks: Ranks,
+    *,
+    water: bool = False,
+    job: Job | None = None,
+) -> int:
+    """Measure the training of a config and return an exit code. Every process of a launcher calls this.
 
-    n_places, kind = places(config)
-    asked = numbers_of_ranks(args.ranks) if args.ranks is not None else doubling(n_places)
-    numbers = asked if asks_for_ranks(args) else []
-    out, warned = console(), warnings(max(numbers, default=1), n_places, kind)
-    notify(out, announcement(config, args), *warned)
-    found = Found()
+    file: config; None for a training on water. overrides: `key=value` strings. water: replace the data of the config by liquid
+    water. job: what to do in a process that another `forgefield bench` has started.
+    """
+    if file is None or water:
+        limit = _most_processes(options)
+        with water_training(file, list(overrides), ranks, most=limit, trust_code=options.trust_code) as config:
+            return _measure(config, options, ranks, job)
+    from forgefield.config.loading import load_config, require_training_data
+    from forgefield.config.point_checks import require_frames
+
+    config = load_config(file, list(overrides), trust_code=options.trust_code)
+    require_training_data(config, file)
+    require_frames(
+        config, "bench", "timing.csv of a run has its points per second, and benchmarks/ldos.py compares engines"
+    )
+    return _measure(config, options, ranks, job)
+
+
+def _most_processes(options: BenchOptions) -> int | None:
+    """The largest number of processes to measure; None for as many as fit on this machine or were started."""
+    if not options.measures_ranks:
+        return 1
+    return None if options.ranks is None else max(options.ranks)
+
+
+def _measure(config: Config, options: BenchOptions, ranks: Ranks, job: Job | None) -> int:
+    if job is not None:
+        return run_job(config, ranks, job)
+    if ranks.launch.launcher != "none":
+        return measure_group(config, ranks, options)
+    return plan_memory_of(config, options) if options.plan else measure_here(config, options)
+
+
+def measure_group(config: Config, ranks: Ranks, options: BenchOptions) -> int:
+    """Measure the processes that a launcher has started, of which this is one."""
+    launch = ranks.launch
+    requested = [*options.requested(), *([("--plan", "")] if options.plan else [])]
+    if requested:
+        option, value = requested[0]
+        raise ForgefieldError(
+            f"{f'{option} {value}'.strip()}: {launch.launcher} has started {count_processes(ranks.world_size)}, and those are "
+            f"measured; leave {option} out, or leave out the launcher to measure more on one machine."
+        )
+    from forgefield.bench.training import measure
+
+    out, warned = console(), warnings(launch.local_size, *slots(config))
+    if ranks.is_rank_zero:
+        notify(out, announcement(config, options), *warned, f"{_description(ranks.world_size, options)} ...")
+    scratch = tempfile.TemporaryDirectory(prefix="forgefield-bench-") if ranks.is_rank_zero else nullcontext("")
+    with scratch as name:
+        folder = Path(ranks.broadcast(name))
+        measurement, code = measure(
+            config, ranks, steps=options.steps, warmup=options.warmup, folder=folder, trust_code=options.trust_code
+        )
+    if measurement is not None:
+        conclude(out, Results(measured=[measurement]), config, options, warned)
+    return code
+
+
+def plan_memory_of(config: Config, options: BenchOptions) -> int:
+    """Measure the memory of small batches in a child process, and print what larger ones need (`--plan`)."""
+    _, kind = slots(config)
+    out = console()
     with tempfile.TemporaryDirectory(prefix="forgefield-bench-") as folder:
-        shared = max(numbers, default=1) if kind == "GPU" or not asks_for_engines(args) else 1
-        children = Children(Path(folder), threads(shared), args.steps, args.warmup, args.trust_code)
+        children = Children(Path(folder), threads(1), options)
+        notify(out, f"Memory of single training steps of {config.name}, on batches of 1, 2 and 4 frames.")
+        result = children.run(on_devices(config, 1, kind), "plan")
+    if isinstance(result, Failure):
+        raise ForgefieldError(result.reason)
+    out.print(tables.plan_table(result))
+    notify(out, *tables.plan_notes(result))
+    if options.json is not None:
+        from forgefield.files import write_atomically
+
+        result.pop("folder")
+        write_atomically(options.json.absolute(), json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+def measure_here(config: Config, options: BenchOptions) -> int:
+    """Start the processes of each measurement on this machine, one measurement after the other."""
+    n_slots, kind = slots(config)
+    numbers = (options.ranks or powers_of_two(n_slots)) if options.measures_ranks else []
+    out, warned = console(), warnings(max(numbers, default=1), n_slots, kind)
+    notify(out, announcement(config, options), *warned)
+    results = Results()
+    with tempfile.TemporaryDirectory(prefix="forgefield-bench-") as folder:
+        shared = max(numbers, default=1) if kind == "GPU" or not options.measures_engines else 1
+        children = Children(Path(folder), threads(shared), options)
         alone: dict[str, Measurement] = {}
-        if asks_for_engines(args):
-            alone = _measure_engines(out, config, args, children, found, kind)
-            if args.peers:
-                _measure_peers(out, config, args, children, found)
-            if not alone and not any(row.refusal is None for row in found.rows):
-                conclude(out, found, config, args, warned)
+        if options.measures_engines:
+            alone = _measure_engines(out, config, options, children, results, kind)
+            if options.peers:
+                _measure_peers(out, config, options, children, results)
+            if not alone and not any(row.refusal is None for row in results.rows):
+                conclude(out, results, config, options, warned)
                 return 2
         if numbers:
-            config = _with_fastest(config, found)
-            together = Children(Path(folder), threads(max(numbers)), args.steps, args.warmup, args.trust_code)
-            known = alone if children.threads == together.threads else {}
-            _measure_ranks(out, config, args, together, found, numbers, kind, known)
-    conclude(out, found, config, args, warned)
+            config = _with_fastest(config, results)
+            together = Children(Path(folder), threads(max(numbers)), options)
+            reusable = alone if children.threads == together.threads else {}
+            _measure_ranks(out, config, options, together, results, numbers, kind, reusable)
+    conclude(out, results, config, options, warned)
     return 0
 
 
 def threads(n: int) -> str:
-    """Of each of n processes, the same in every row of a table."""
-    return os.environ.get("OMP_NUM_THREADS") or str(max(1, cores() // n))
+    """Number of threads of each of n processes, as the value of OMP_NUM_THREADS."""
+    return os.environ.get("OMP_NUM_THREADS") or str(max(1, n_cores() // n))
 
 
 # ---- engines
 
 
 def _measure_engines(
-    out: Console, config: Config, args: argparse.Namespace, children: Children, found: Found, kind: str
+    out: Console, config: Config, options: BenchOptions, children: Children, results: Results, kind: str
 ) -> dict[str, Measurement]:
-    """Fills in rows. Returns measurements of the configured precision, by engine."""
+    """Measure each engine in one process and add its row. Returns measurements of the configured precision, by engine."""
     import torch
 
     from forgefield.bench.timer import Measurement
     from forgefield.training.engines.choose import why_not
 
-    precisions = args.precisions.split(",") if args.precisions else [_precision(config)]
-    _count_work(out, on_devices(config, 1, kind), children, found, precisions)
+    precisions = options.precisions or [_precision(config)]
+    _count_work(out, on_devices(config, 1, kind), children, results, precisions)
     alone: dict[str, Measurement] = {}
-    for engine, derivative, precision in _combinations(config, args, precisions, kind):
-        words = f"{engine}, {derivative} derivative, {precision}" if derivative != "auto" else f"{engine}, {precision}"
-        _begin(out, f"Measuring {words}, {args.warmup} + {args.steps} steps")
+    for engine, derivative, precision in _combinations(config, options, precisions, kind):
+        title = f"{engine}, {derivative} derivative, {precision}" if derivative != "auto" else f"{engine}, {precision}"
+        _begin(out, f"Measuring {title}, {options.warmup} + {options.steps} steps")
         changed = on_devices(config, 1, kind)
         changed.training.engine, changed.training.derivative = engine, derivative
         changed.training.precision = precision
-        reason = why_not(engine, torch.device(found.device))
+        reason = why_not(engine, torch.device(results.device))
         result = (
-            children.run(changed, "measure") if reason is None else Refused(f"training.engine={engine}: {reason}", 2)
+            children.run(changed, "measure") if reason is None else Failure(f"training.engine={engine}: {reason}", 2)
         )
-        if isinstance(result, Refused):
+        if isinstance(result, Failure):
             out.print("no result", markup=False)
             if engine == "eager" and precision == _precision(config) and not result.of_memory:  # no engine can do that
                 raise ForgefieldError(result.reason)
-            found.rows.append(
+            results.rows.append(
                 Row(engine, precision, None if derivative == "auto" else derivative, refusal=result.reason)
             )
             continue
         one = Measurement.from_dict(result)
-        found.rows.append(measured_row(one, found.work.get(precision), found.limits))
+        results.rows.append(measured_row(one, results.work.get(precision), results.limits))
         out.print(f"{tables.milliseconds(one.step_ms)} ms", markup=False)
         if precision == _precision(config):
             alone.setdefault(engine, one)
@@ -118,33 +208,33 @@ def _measure_engines(
 
 
 def _combinations(
-    config: Config, args: argparse.Namespace, precisions: Sequence[str], kind: str
+    config: Config, options: BenchOptions, precisions: Sequence[str], kind: str
 ) -> list[tuple[str, str, str]]:
     """Engine, derivative and precision of each row."""
-    if args.engines:
-        engines = [word.strip() for word in args.engines.split(",")]
-    elif args.quick:
+    if options.engines:
+        engines = list(options.engines)
+    elif options.quick:
         engines = [config.training.engine or "eager"]
     else:
         engines = ["eager", "compile", "graphs", "script"] if kind == "GPU" else ["eager", "compile", "script"]
-    derivatives = args.derivatives.split(",") if args.derivatives else [config.training.derivative]
-    return [(e, d.strip(), p.strip()) for p in precisions for e in engines for d in derivatives]
+    derivatives = options.derivatives or [config.training.derivative]
+    return [(e, d, p) for p in precisions for e in engines for d in derivatives]
 
 
-def _count_work(out: Console, config: Config, children: Children, found: Found, precisions: Sequence[str]) -> None:
+def _count_work(out: Console, config: Config, children: Children, results: Results, precisions: Sequence[str]) -> None:
     from forgefield.bench.roofline import Limits, Work
 
     _begin(out, "Measuring the limits of the device, counting the work of a step")
-    result = children.run(config, "work", more=["--precisions", ",".join(precisions)])
-    if isinstance(result, Refused):
+    result = children.run(config, "work", precisions=precisions)
+    if isinstance(result, Failure):
         out.print("no result", markup=False)
         if result.code == 2:
             raise ForgefieldError(result.reason)
         return
-    found.limits, found.device, found.model = Limits(**result["limits"]), result["device"], result["model"]
-    found.sizes = result["atoms"], result["edges"]
-    found.work = {precision: Work.from_dict(work) for precision, work in result["work"].items()}
-    out.print(f"{found.limits.copy / 1e9:.3g} GB/s", markup=False)
+    results.limits, results.device, results.model = Limits(**result["limits"]), result["device"], result["model"]
+    results.sizes = result["atoms"], result["edges"]
+    results.work = {precision: Work.from_dict(work) for precision, work in result["work"].items()}
+    out.print(f"{results.limits.copy / 1e9:.3g} GB/s", markup=False)
     (Path(result["folder"]) / STRUCTURES).rename(children.folder / STRUCTURES)
 
 
@@ -155,37 +245,36 @@ def _precision(config: Config) -> str:
     return first_precision(config)
 
 
-def _measure_peers(out: Console, config: Config, args: argparse.Namespace, children: Children, found: Found) -> None:
+def _measure_peers(out: Console, config: Config, options: BenchOptions, children: Children, results: Results) -> None:
     from forgefield.bench.peers import PEERS
 
-    if not found.work:
+    if not results.work:
         return
-    pythons = [sys.executable, *args.peer_python]
-    precision, (atoms, edges) = next(iter(found.work)), found.sizes
-    programs = args.peer_names.split(",") if args.peer_names else None
-    for name in (name for name in PEERS if programs is None or name.split()[0] in programs):
+    pythons = [sys.executable, *options.peer_pythons]
+    precision, (atoms, edges) = next(iter(results.work)), results.sizes
+    for name in (name for name in PEERS if not options.peer_names or name.split()[0] in options.peer_names):
         _begin(out, f"Measuring {name}, {precision}")
         job = {
             "name": name,
             "structures": str(children.folder / STRUCTURES),
-            "model": found.model,
-            "device": found.device,
+            "model": results.model,
+            "device": results.device,
             "precision": precision,
             "lr": float(config.training.lr),
-            "warmup": args.warmup,
-            "steps": args.steps,
+            "warmup": options.warmup,
+            "steps": options.steps,
         }
         row = peer_row(name, children.run_peer(job, pythons), precision=precision, atoms=atoms, edges=edges)
         out.print("no result" if row.step_ms is None else f"{tables.milliseconds(row.step_ms)} ms", markup=False)
-        found.rows.append(row)
+        results.rows.append(row)
 
 
 # ---- numbers of processes
 
 
-def _with_fastest(config: Config, found: Found) -> Config:
-    """Where the config leaves the engine open, the one that was found to be the fastest."""
-    best = best_row(found.rows, _precision(config))
+def _with_fastest(config: Config, results: Results) -> Config:
+    """The config with the fastest measured engine, where its own choice is `auto`."""
+    best = best_row(results.rows, _precision(config))
     if config.training.engine != "auto" or best is None:
         return config
     changed = copy.deepcopy(config)
@@ -198,42 +287,42 @@ def _with_fastest(config: Config, found: Found) -> Config:
 def _measure_ranks(
     out: Console,
     config: Config,
-    args: argparse.Namespace,
+    options: BenchOptions,
     children: Children,
-    found: Found,
+    results: Results,
     numbers: Sequence[int],
     kind: str,
     alone: dict[str, Measurement],
 ) -> None:
-    """alone: one process, by engine, where it need not be measured again."""
+    """Measure each number of processes. alone: measurements of one process by engine, which are not repeated."""
     from forgefield.bench.timer import Measurement
     from forgefield.training.run.summary import digits
 
     for n in numbers:
-        _begin(out, doing(n, args))
+        _begin(out, _description(n, options))
         if n == 1 and (config.training.engine or "eager") in alone:
             measurement = alone[config.training.engine or "eager"]
         else:
             result = children.run(on_devices(config, n, kind), "measure", n)
-            if isinstance(result, Refused):
+            if isinstance(result, Failure):
                 out.print("no result", markup=False)
-                if result.is_told:
+                if result.was_printed:
                     raise SystemExit(result.code)
                 raise ForgefieldError(
                     result.reason
                     if result.code == 2
-                    else f"The measurement with {processes(n)} failed: {result.reason}."
+                    else f"The measurement with {count_processes(n)} failed: {result.reason}."
                 )
             measurement = Measurement.from_dict(result)
         out.print(f"{digits(measurement.samples_per_second)} samples/s", markup=False)
-        found.measured.append(measurement)
+        results.measured.append(measurement)
 
 
-# ---- words
+# ---- output
 
 
 def console() -> Console:
-    """The terminal, or a file with lines of a fixed width."""
+    """The terminal, or a file with lines of fixed width."""
     from rich.console import Console
 
     return Console(highlight=False, width=None if sys.stdout.isatty() else 120)
@@ -249,54 +338,52 @@ def _begin(out: Console, text: str) -> None:
     out.file.flush()
 
 
-def doing(n: int, args: argparse.Namespace) -> str:
-    return f"Measuring {processes(n)}, {args.warmup} + {args.steps} steps"
+def _description(n: int, options: BenchOptions) -> str:
+    return f"Measuring {count_processes(n)}, {options.warmup} + {options.steps} steps"
 
 
-def announcement(config: Config, args: argparse.Namespace) -> str:
+def announcement(config: Config, options: BenchOptions) -> str:
     from forgefield.bench.training import not_measured
 
-    left_out = not_measured(config)
-    note = f" Not measured: {', '.join(left_out)}." if left_out else ""
+    excluded = not_measured(config)
+    note = f" Not measured: {', '.join(excluded)}." if excluded else ""
     water = (
-        " Data: liquid water, 64 molecules a frame, with energies and forces between rigid molecules (TIP3P), made for this."
+        " Data: liquid water, 64 molecules a frame, with energies and forces between rigid molecules (TIP3P)."
         if "forgefield-water-" in str(config.data.train)
         else ""
     )
     return (
-        f"Timing training steps of {config.name} in a temporary folder, {args.warmup} to warm up and {args.steps} that count, "
+        f"Timing {options.steps} training steps of {config.name} after {options.warmup} to warm up, in a temporary folder, "
         f"without validation, logs and checkpoints.{water}{note}"
     )
 
 
-def conclude(out: Console, found: Found, config: Config, args: argparse.Namespace, warned: list[str]) -> None:
+def conclude(out: Console, results: Results, config: Config, options: BenchOptions, warned: list[str]) -> None:
     """Print the tables, write the numbers, draw the figure."""
     notes = []
-    if found.rows:
-        out.print(engines_table(found.rows))
-        notify(out, *engines_notes(found.rows, found.limits, found.device))
-    if found.measured:
-        notes = tables.scaling_notes(found.measured)
-        out.print(tables.scaling_table(found.measured))
+    if results.rows:
+        out.print(engines_table(results.rows))
+        notify(out, *engines_notes(results.rows, results.limits, results.device))
+    if results.measured:
+        notes = tables.scaling_notes(results.measured)
+        out.print(tables.scaling_table(results.measured))
         notify(out, *notes)
-        out.print(tables.parts_table(found.measured))
-        notify(out, *tables.parts_notes(found.measured))
-    if args.json is not None:
+        out.print(tables.parts_table(results.measured))
+        notify(out, *tables.parts_notes(results.measured))
+    if options.json is not None:
         from forgefield.files import write_atomically
 
-        content = as_json(found, config, args, [*warned, *notes])
-        write_atomically(args.json.absolute(), json.dumps(content, indent=1) + "\n")
-    if args.figure is not None and any(row.refusal is None for row in found.rows):
-        from forgefield.bench.figure import draw
-
-        draw(found.rows, args.figure, f"{config.name}: one training step on {found.device}")
-        notify(out, f"figure             {args.figure}")
+        content = as_json(results, config, options, [*warned, *notes])
+        write_atomically(options.json.absolute(), json.dumps(content, indent=1) + "\n")
+    if options.figure is not None and any(row.refusal is None for row in results.rows):
+        tables.draw(results.rows, options.figure, f"{config.name}: one training step on {results.device}")
+        notify(out, f"figure             {options.figure}")
 
 
-def as_json(found: Found, config: Config, args: argparse.Namespace, notes: list[str]) -> dict[str, Any]:
+def as_json(results: Results, config: Config, options: BenchOptions, notes: list[str]) -> dict[str, Any]:
     from forgefield.runs import versions
 
-    measured = found.measured
+    measured = results.measured
     ranks = [
         {
             **one.as_dict(),
@@ -310,13 +397,13 @@ def as_json(found: Found, config: Config, args: argparse.Namespace, notes: list[
         "model": config.model,
         "cutoff": config.data.cutoff,
         "precision": config.training.precision,
-        "warmup": args.warmup,
-        "steps": args.steps,
-        "cores": cores(),
+        "warmup": options.warmup,
+        "steps": options.steps,
+        "cores": n_cores(),
         "versions": versions(),
         "notes": notes,
-        "limits": asdict(found.limits) if found.limits is not None else None,
-        "work": {precision: work.as_dict() for precision, work in found.work.items()},
-        "engines": [row.as_dict() for row in found.rows],
+        "limits": asdict(results.limits) if results.limits is not None else None,
+        "work": {precision: work.as_dict() for precision, work in results.work.items()},
+        "engines": [row.as_dict() for row in results.rows],
         "measurements": ranks,
     }

@@ -1,13 +1,13 @@
-"""One training step of a config without Lightning around it, for what is measured on a single step: its work, its memory.
+"""One training step of a config without Lightning, to measure its work and memory.
 
-Model, task, optimiser, average and engine are those that a training of the same config would have; so is what of the model is
-trained (`training.freeze`, `lora`, `lr_groups`).
+Model, task, optimiser, average and engine are those of a training with the same config; so are the parameters that are trained
+(`training.freeze`, `lora`, `lr_groups`).
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,9 +33,12 @@ from forgefield.training.problem.frames import build_frames_problem
 
 @dataclass
 class BareStep:
-    """batches: of `data`, as the task and the model need them. average: of the weights, where the config asks for one.
-    resolved: options of the model in full. knots: of the tables that kernels read, zero for none. storage: what kernels store
-    rows in. edge_kernels: whether sums over edges may go through kernels."""
+    """Everything that a training step needs.
+
+    batches: of `data`, as the task and the model need them. average: of the weights, if the config has one. resolved: all
+    options of the model. knots: of the tables that kernels read, zero for none. storage: precision in which kernels store
+    rows. edge_kernels: whether sums over edges may use kernels.
+    """
 
     data: FrameData
     batches: DataModule
@@ -72,14 +75,14 @@ class BareStep:
         return self.on_device(self.data.train.batch(np.asarray(rows)))
 
     def first_batch(self) -> Batch:
-        """What a training begins with."""
+        """The first batch of a training, on the device."""
         return self.on_device(next(iter(self.batches.train_dataloader())))
 
     def on_device(self, batch: Batch) -> Batch:
         return with_edges(to_device(batch, self.device), self.potential.cutoff)
 
     def run(self, engine: Engine, batch: Batch) -> None:
-        """One whole step, in the order in which Lightning does it."""
+        """One complete step, in the order in which Lightning does it."""
 
         def evaluate() -> Tensor:
             with self.precision.applied(self.precision.start):
@@ -92,8 +95,8 @@ class BareStep:
         if self.average is not None:
             self.average.update()
 
-    def lasting_tensors(self) -> list[Tensor]:
-        """What stays from step to step: weights, gradients, optimiser state and average."""
+    def persistent_tensors(self) -> list[Tensor]:
+        """Tensors that persist from step to step: weights, gradients, optimiser state and average."""
         parameters = list(self.potential.parameters())
         gradients = [p.grad for p in parameters if p.grad is not None]
         average = [] if self.average is None else list(self.average.average.values())
@@ -134,23 +137,23 @@ def bare_step(config: Config, *, precision: str | None = None, data: FrameData |
 
 
 def first_precision(config: Config) -> str:
-    """The precision that a training begins with."""
+    """The precision that a training starts with."""
     return Precision(config.training.precision).start
 
 
 def training_device(config: Config) -> torch.device:
-    """Where a process that trains alone does so."""
+    """The device on which a single process trains."""
     if (config.trainer.get("accelerator") or "auto") == "cpu" or not torch.accelerator.is_available():
         return torch.device("cpu")
-    devices: Any = config.trainer.get("devices")
+    devices = config.trainer.get("devices")
     kind = torch.accelerator.current_accelerator() or torch.device("cpu")
     return torch.device(kind.type, devices[0] if isinstance(devices, list) and devices else 0)
 
 
-def synchronised(device: torch.device) -> Callable[[], None]:
-    """What waits until the device has done all it was given."""
+def synchroniser(device: torch.device) -> Callable[[], None]:
+    """A function that waits until the device has completed all work."""
     return (lambda: None) if device.type == "cpu" else (lambda: torch.accelerator.synchronize(device))
 
 
-def _tensors(state: Any) -> list[Tensor]:
+def _tensors(state: Mapping[Tensor, object]) -> list[Tensor]:
     return [item for item in torch.utils._pytree.tree_leaves(dict(state)) if isinstance(item, Tensor)]

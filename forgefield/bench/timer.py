@@ -1,4 +1,4 @@
-"""The stopwatch of `forgefield bench`: a Lightning callback that times steps and their parts, and what it writes down."""
+"""The timer of `forgefield bench`: a Lightning callback that times steps and their parts, and the measurement it writes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,17 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch.optim import Optimizer
 
+from forgefield.data.batch import Batch
+from forgefield.data.sampling.loader import FrameLoader
 from forgefield.files import write_atomically
 from forgefield.parallel.strategies import SimpleDDPStrategy
 from forgefield.training.callbacks.pace import StepTimes
 from forgefield.training.engines.graphs import GraphsEngine
 from forgefield.training.engines.sparing import SparingEngine
+from forgefield.training.module import TrainingModule
 from forgefield.training.run.summary import device_name
 
 PARTS = tuple(field.name for field in fields(StepTimes))
@@ -31,14 +36,14 @@ PARTS = tuple(field.name for field in fields(StepTimes))
 class Measurement:
     """Times of `steps` optimiser steps of `ranks` processes. Counts are over all ranks; times of parts are in ms per step.
 
-    seconds: of all steps, on the slowest rank. mean_ms, max_ms: by part, over ranks. waiting_ms: how much of the communication
-    is waiting for the rank that comes last, mean over ranks. marks_synchronised: whether the parts were timed in steps of their
-    own, see `StepTimer`. message_bytes: gradients of one step. full_batches: whether every rank had as many frames in a step as
-    the config asks for. core_share: processor time over time of own work, of the rank that has the least; below one, others
-    were at work on its cores; None with a GPU. memory_bytes: most memory of tensors on the GPU of rank 0. resident_bytes: most
-    memory of the process of rank 0. first_step_seconds: from when the first batch is there until its step is done, with
-    everything that the engine does for it, on the slowest rank. engine, derivative: those in use, whatever was
-    asked for. captured: the engine whose step is replayed, for graphs.
+    seconds: of all steps, on the slowest rank. mean_ms, max_ms: by part, over ranks. waiting_ms: the part of the communication
+    spent waiting for the last rank, mean over ranks. marks_synchronised: whether the parts were timed in separate steps, see
+    `StepTimer`. message_bytes: gradients of one step. full_batches: whether every rank had as many frames in a step as the
+    config specifies. core_share: processor time relative to the time spent computing, of the rank with the smallest value;
+    below one, other programs used its cores; None with a GPU. memory_bytes: peak memory of tensors on the GPU of rank 0.
+    resident_bytes: peak memory of the process of rank 0. first_step_seconds: from when the first batch is ready until its step
+    is done, with everything that the engine does for it, on the slowest rank. engine, derivative: those in use, whatever was
+    requested. captured: the engine whose step is replayed, for graphs.
     """
 
     ranks: int
@@ -88,7 +93,7 @@ class Measurement:
         return self.edges / self.seconds
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, with the rates, as JSON takes it."""
+        """All fields and the rates, as JSON values."""
         return {
             **asdict(self),
             "step_ms": self.step_ms,
@@ -106,8 +111,8 @@ class Measurement:
 class StepTimer(Callback):
     """Times `steps` steps after `warmup` others, ends the training, and has rank 0 write the measurement to `file`.
 
-    The host runs ahead of a GPU, so that a moment on its clock says nothing about the device. There, steps are first timed as a
-    whole, undisturbed, and then as many again with the device brought to a halt at each mark, to see the parts. On a CPU one
+    The host runs ahead of a GPU, so that times on the host say nothing about the device. There, complete steps are timed first
+    without interference, and then as many again with the device synchronised at each mark, to time the parts. On a CPU one
     pass gives both.
     """
 
@@ -126,7 +131,7 @@ class StepTimer(Callback):
         self._is_timed = self._is_marked = False
         self._since: tuple[float, float] | None = None
         self._mark = 0.0
-        self._present = StepTimes(0.0, 0.0, 0.0, 0.0)
+        self._current = StepTimes(0.0, 0.0, 0.0, 0.0)
 
     # ---- marks
 
@@ -138,22 +143,21 @@ class StepTimer(Callback):
         for source in sources:
             if hasattr(source, "mark"):
                 source.mark = _both(source.mark, self._at)
-        # The module's hook comes behind those of callbacks, and what it does (the average of weights) is part of the update.
-        own_end = pl_module.on_train_batch_end
+        # The module's hook runs after those of callbacks, and what it does (the average of weights) is part of the update.
+        module_hook = pl_module.on_train_batch_end
 
-        def and_then_look(outputs: Any, batch: Any, batch_idx: int) -> None:
-            own_end(outputs, batch, batch_idx)
+        def hook(outputs: STEP_OUTPUT, batch: Batch, batch_idx: int) -> None:
+            module_hook(outputs, batch, batch_idx)
             self._end_batch(trainer, batch, batch_idx)
 
-        pl_module.on_train_batch_end = and_then_look  # type: ignore[method-assign]
+        pl_module.on_train_batch_end = hook  # type: ignore[method-assign]
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        ranks: Any = pl_module.ranks
-        ranks.barrier()  # a rank that has written files must not look slow in its next step
+        _run_module(pl_module).ranks.barrier()  # a rank that has written files must not look slow in its next step
         self._begin_step(trainer, 0)
 
     def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
     ) -> None:
         if self._ready is None:
             self._ready = self._now()
@@ -162,25 +166,25 @@ class StepTimer(Callback):
     def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._charge("compute")
 
-    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         if not self.message_bytes:
             gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
             self.message_bytes = sum(gradient.numel() * gradient.element_size() for gradient in gradients)
 
-    def _at(self, moment: str) -> None:
-        """A moment that the strategy or the exchange tells of: what it ends is communication, what it begins ends compute."""
-        self._charge("communication" if moment.endswith("ends") else "compute")
+    def _at(self, event: str) -> None:
+        """Called by the strategy or the exchange when communication begins or ends."""
+        self._charge("communication" if event.endswith("ends") else "compute")
 
     def _charge(self, part: str) -> None:
-        """Count the time since the last mark as this part of the step."""
+        """Add the time since the last mark to this part of the step."""
         if not self._is_marked:
             return
         now = self._now()
-        self._present = replace(self._present, **{part: getattr(self._present, part) + now - self._mark})
+        self._current = replace(self._current, **{part: getattr(self._current, part) + now - self._mark})
         self._mark = now
 
     def _now(self) -> float:
-        """The time when the device has done all it was given."""
+        """The time at which the device has completed all work."""
         if not self.on_cpu:
             torch.accelerator.synchronize()
         return time.perf_counter()
@@ -188,7 +192,7 @@ class StepTimer(Callback):
     # ---- steps
 
     def _begin_step(self, trainer: L.Trainer, batch: int) -> None:
-        """Decide what is measured of the step that begins with this batch of the epoch."""
+        """Decide how to time the step that begins with this batch of the epoch."""
         is_due = self._n_warm >= self.warmup and (not self.full_batches or _is_full(trainer, batch))
         self._is_timed = is_due and self.n_timed < self.steps
         self._is_marked = is_due and (self._is_timed if self.on_cpu else not self._is_timed)
@@ -197,10 +201,10 @@ class StepTimer(Callback):
         elif self._since is None:
             self._since = self._now(), time.process_time()
         if self._is_marked:
-            self._present = StepTimes(0.0, 0.0, 0.0, 0.0)
+            self._current = StepTimes(0.0, 0.0, 0.0, 0.0)
             self._mark = self._now()
 
-    def _end_batch(self, trainer: L.Trainer, batch: Any, batch_idx: int) -> None:
+    def _end_batch(self, trainer: L.Trainer, batch: Batch, batch_idx: int) -> None:
         self._charge("update")
         if self._is_timed:
             n_frames = _loader(trainer).own_frames(batch_idx)
@@ -215,7 +219,7 @@ class StepTimer(Callback):
         self._n_warm += self._n_warm < self.warmup
         self.n_timed += self._is_timed
         if self._is_marked:
-            self.parts.append(self._present)
+            self.parts.append(self._current)
         if len(self.parts) == self.steps:
             trainer.should_stop = True
         if trainer.should_stop or epoch_ends:
@@ -232,26 +236,26 @@ class StepTimer(Callback):
     # ---- result
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        ranks: Any = pl_module.ranks
+        module = _run_module(pl_module)
+        ranks = module.ranks
         counts = (self.frames, self.atoms, self.edges)
-        own_work = sum(times.total - times.communication for times in self.parts)
+        computing = sum(times.total - times.communication for times in self.parts)
         parts = [astuple(times) for times in self.parts]
-        share = self.processor_seconds / own_work
-        all_gather = ranks.gather((self.seconds, counts, parts, share, self.first_step_seconds))
+        share = self.processor_seconds / computing
+        gathered = ranks.gather((self.seconds, counts, parts, share, self.first_step_seconds))
         if ranks.is_rank_zero:
-            measurement = self._measurement(trainer, pl_module, all_gather)
+            measurement = self._measurement(trainer, module, gathered)
             write_atomically(self.file, json.dumps(measurement.as_dict(), indent=1) + "\n")
 
-    def _measurement(self, trainer: L.Trainer, pl_module: Any, all_gather: Sequence[Any]) -> Measurement:
-        """everyone: what each rank has counted, (seconds, (frames, atoms, edges), parts of each step, share of a core,
-        seconds of the first step)."""
-        strategy, ranks = trainer.strategy, pl_module.ranks
+    def _measurement(self, trainer: L.Trainer, module: TrainingModule, gathered: Sequence[Any]) -> Measurement:
+        """gathered: from each rank, (seconds, (frames, atoms, edges), parts of each step, share of a core, seconds of the
+        first step)."""
+        strategy, ranks = trainer.strategy, module.ranks
         device = strategy.root_device
-        seconds, counts, steps, shares, first_steps = zip(*all_gather)
-        engine = pl_module.engine
-        engine = (
-            engine.inner if isinstance(engine, SparingEngine) else engine
-        )  # without the wrapper that watches memory
+        seconds, counts, steps, shares, first_steps = zip(*gathered)
+        engine = module.engine
+        assert engine is not None
+        engine = engine.inner if isinstance(engine, SparingEngine) else engine  # without the wrapper for low memory
         frames, atoms, edges = (sum(column) for column in zip(*counts))
         by_rank = [[1000 * statistics.fmean(column) for column in zip(*parts)] for parts in steps]
         exchanges = [[step[PARTS.index("communication")] for step in parts] for parts in steps]
@@ -270,7 +274,7 @@ class StepTimer(Callback):
             communication_in_compute=averages_itself,
             marks_synchronised=not self.on_cpu,
             message_bytes=self.message_bytes,
-            parameters=sum(p.numel() for p in pl_module.potential.parameters()),
+            parameters=sum(p.numel() for p in module.executor.model.parameters()),
             frames_per_rank=_loader(trainer).frames_per_rank,
             accumulate=trainer.accumulate_grad_batches,
             full_batches=self.full_batches,
@@ -286,38 +290,45 @@ class StepTimer(Callback):
             engine=engine.name,
             captured=engine.inner.name if isinstance(engine, GraphsEngine) else None,
             derivative=engine.function.derivative,
-            precision=str(pl_module.options.precision),
+            precision=str(module.options.precision),
         )
 
 
 def resident_bytes() -> int:
-    """Most memory that this process has had so far."""
+    """Peak memory of this process so far."""
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else 1024 * most
 
 
 def _waiting(communication: Sequence[Sequence[float]]) -> float:
-    """Mean over ranks and steps of the time that a rank was in the exchange before the last one came.
+    """Mean over ranks and steps of the time that a rank spent in the exchange before the last one arrived.
 
-    communication: (ranks, steps). The rank that comes last finds all others there and is in it for the shortest time.
+    communication: (ranks, steps). The rank that arrives last spends the shortest time in it.
     """
     return statistics.fmean(statistics.fmean(step) - min(step) for step in zip(*communication))
 
 
 def _both(first: Callable[[str], None], second: Callable[[str], None]) -> Callable[[str], None]:
-    def both(moment: str) -> None:
-        first(moment)
-        second(moment)
+    def both(event: str) -> None:
+        first(event)
+        second(event)
 
     return both
 
 
-def _loader(trainer: L.Trainer) -> Any:
-    return trainer.train_dataloader
+def _loader(trainer: L.Trainer) -> FrameLoader:
+    loader = trainer.train_dataloader
+    assert isinstance(loader, FrameLoader)
+    return loader
+
+
+def _run_module(pl_module: L.LightningModule) -> TrainingModule:
+    assert isinstance(pl_module, TrainingModule)
+    return pl_module
 
 
 def _is_full(trainer: L.Trainer, batch: int) -> bool:
-    """Whether all ranks have as many frames as the config asks for, in every batch of the step that begins with this one."""
+    """Whether all ranks have as many frames as configured, in every batch of the step that begins with this one."""
     loader, accumulate = _loader(trainer), trainer.accumulate_grad_batches
     steps = range(batch, batch + accumulate)
     return steps[-1] < len(loader) and all(loader.is_full(step) for step in steps)

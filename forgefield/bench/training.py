@@ -1,8 +1,8 @@
-"""How fast real training steps are, for the processes that run them: one training through `fit`, with a stopwatch.
+"""Timing real training steps: one training through `fit` with a timer, in the processes that train.
 
-A measurement has its own temporary folder and leaves nothing behind. Model, data, optimiser and batch are those of the config;
-validation, logs and checkpoints are left out. Steps before the measured ones warm up; epochs repeat as often as needed, and the
-smaller last batch of an epoch is not measured. What happens between two epochs is not part of a step.
+A measurement runs in a temporary folder. Model, data, optimiser and batch are those of the config; there is no validation, and
+no logs or checkpoints are written. The timed steps follow some to warm up; epochs repeat as often as needed, and the smaller
+last batch of an epoch is not timed. What happens between two epochs is not part of a step.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ TRAINER_KEYS = (
     "detect_anomaly",
     "plugins",
 )
-"""Settings of the trainer that say how a step is done; the others have no part in a measurement."""
+"""Settings of the trainer that change how a step is computed; the others are not part of a measurement."""
 NOT_MEASURED = ("logger", "callbacks", "profiler", "overfit_batches")
-"""Settings that would cost time in a training, which a measurement does not count."""
+"""Settings that cost time in a training and are not part of a measurement."""
 
 
 def measure(
@@ -46,7 +46,7 @@ def measure(
 ) -> tuple[Measurement | None, int]:
     """Train some steps in `folder` and time them. Every rank calls this; rank 0 gets the result. trust_code: as in `fit`.
 
-    Second: exit code, not 0 where the training was asked to stop; then there is no result.
+    Returns the measurement and an exit code, which is not 0 if the training was asked to stop; then there is no result.
     """
     file = folder / "measured.json"
     journal = Journal(Console(quiet=True), ranks=ranks)
@@ -66,11 +66,11 @@ def measure(
 
 
 def measured_config(config: Config, *, steps: int, warmup: int, folder: Path) -> Config:
-    """The same training, but for what is not part of a step. It ends by itself when enough has been measured."""
+    """The same training, except for what is not part of a step. It ends when enough has been measured."""
     changed = copy.deepcopy(config)
     changed.name, changed.out = "bench", str(folder / "runs")
     for split in ("val", "test"):
-        if isinstance(getattr(changed.data, split), (str, list)):  # files of their own: nothing of them is trained on
+        if isinstance(getattr(changed.data, split), (str, list)):  # separate files: none of their frames are trained on
             setattr(changed.data, split, 0)
     training = changed.training
     training.tensorboard, training.early_stopping, training.monitor = 0, None, "train/loss"
@@ -93,6 +93,6 @@ def measured_config(config: Config, *, steps: int, warmup: int, folder: Path) ->
 
 
 def not_measured(config: Config) -> list[str]:
-    """Settings of a config that cost time in a training and have no part in a measurement."""
-    given = [f"trainer.{key}" for key in NOT_MEASURED if config.trainer.get(key)]
-    return [*given, "callbacks"] if config.callbacks else given
+    """Settings of a config that cost time in a training and are not part of a measurement."""
+    names = [f"trainer.{key}" for key in NOT_MEASURED if config.trainer.get(key)]
+    return [*names, "callbacks"] if config.callbacks else names

@@ -1,8 +1,8 @@
-"""Can the model learn one batch? A batch is trained on alone until its errors are near zero, or until it is clear that not.
+"""Can the model learn one batch? It is trained on a single batch until its errors are near zero or the steps are used up.
 
-A model, loss and data that belong together can always drive the error of a few frames far down. Where they cannot, something is
-wrong that no longer training mends: labels that do not belong to the frames, a target without weight, a part that gets no
-gradient, a cutoff without neighbours.
+A model can always reduce the errors of a few frames to near zero if model, loss and data are consistent. If it cannot, longer
+training does not help: labels may not belong to the frames, a target may have no weight, parameters may get no gradient, or
+the cutoff may be too short for any neighbours.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class TargetResult:
-    """error: root mean square at the end. before: at the beginning. spread: of the labels in all training data; all in `unit`,
-    or of classes the share that is wrong."""
+    """The error of one target in `unit`: root mean square, or for classes the fraction that is wrong. before, error: at the
+    beginning and at the end. spread: of the labels in all training data."""
 
     name: str
     before: float
@@ -42,14 +42,14 @@ class TargetResult:
 
     @property
     def remaining(self) -> float:
-        """What is left of the first error; where that was small by chance, of a tenth of the spread."""
+        """The final error relative to the first one, or to a tenth of the spread if the first was small by chance."""
         scale = max(self.before, self.spread / 10)
         return self.error / scale if scale > 0 else 0.0
 
 
 @dataclass
 class OverfitResult:
-    """losses: of every step. goal: share of error that may remain."""
+    """losses: of every step. goal: fraction of the error that may remain."""
 
     goal: float
     targets: list[TargetResult] = field(default_factory=list)
@@ -174,4 +174,24 @@ def overfit_config(config: Config, *, steps: int, goal: float) -> OverfitResult:
         goal=goal,
         measure=lambda: errors_of(engine, errors, task, batch, units),
         spreads=spreads,
+    )
+
+
+def print_overfit(result: OverfitResult, title: str) -> None:
+    """Print the curve of the loss, and the remaining error of each target."""
+    goal = result.goal
+    print(f"One batch of {title}, {len(result.losses)} steps; loss:")
+    print("\n".join(curve(result.losses)))
+    print(f"{'target':16s}{'':8s}{'at first':>12s}{'now':>12s}{'left':>9s}{'allowed':>9s}")
+    for target in result.targets:
+        verdict = "ok" if target.remaining <= goal else "FAILED"
+        numbers = f"{target.before:12.4g}{target.error:12.4g}{target.remaining:8.1%}{goal:9.1%}"
+        print(f"{target.name:16s}{verdict:8s}{numbers}  {target.unit}".rstrip())
+    if result.passed:
+        print("The model can learn this batch.")
+        return
+    failed = [target.name for target in result.targets if not target.remaining <= goal]
+    print(
+        f"The error of {', '.join(failed)} does not decrease to {goal:.0%}. Check that labels belong to their frames, that the "
+        "target has a weight (task), that atoms have neighbours (data.cutoff), and training.lr; or allow more steps (--steps)."
     )

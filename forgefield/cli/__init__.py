@@ -1,6 +1,6 @@
 """The `forgefield` command: one module per verb, imported only when it is used.
 
-A verb's module has `add_arguments(parser)` and `run(args) -> int`. Errors that the user can mend end as one line on
+A verb's module has `add_arguments(parser)` and `run(args) -> int`. Errors that the user can fix end as one line on
 stderr and exit code 2, an interrupt from the keyboard as exit code 130, SIGTERM as 143.
 """
 
@@ -26,17 +26,17 @@ from forgefield.processes import Terminated, terminating
 
 VERBS = {
     "init": ("init", "write a commented config for your data"),
-    "train": ("train", "train as a config says, or continue a run; without a config: the built-in example"),
-    "tune": ("tune", "search for good settings: many trainings, the hopeless ended early (needs Optuna)"),
-    "test": ("test", "errors of a trained model on labelled data, in physical units"),
-    "predict": ("predict", "energies, forces and stress for structures in a file"),
-    "check": ("check", "symmetry, exact derivatives and smoothness of your own model on your own data"),
-    "data": ("data", "look at data, convert it to a store, cut a small set from it"),
-    "bench": ("bench", "how fast each engine trains here, how it scales, what fits into memory"),
-    "report": ("report", "write the report of a run anew, one self-contained HTML page"),
-    "convert-config": ("convert_config", "show an input file of DeePMD-kit as a config of ours"),
-    "import": ("import_", "turn a model of another program into a run"),
-    "export": ("export", "write the model of a run for another program"),
+    "train": ("train", "train a model from a config, or resume a run; without a config: the built-in example"),
+    "tune": ("tune", "search for good settings with many trainings, ending unpromising ones early (needs Optuna)"),
+    "test": ("test", "measure the errors of a trained model on labelled data, in physical units"),
+    "predict": ("predict", "predict energies, forces and stress of the structures in a file"),
+    "check": ("check", "check symmetry, exact derivatives and smoothness of your model on your data"),
+    "data": ("data", "inspect data, convert it to a store, select a small sample"),
+    "bench": ("bench", "measure the speed of each engine, its scaling, and the memory it needs"),
+    "report": ("report", "rewrite the report of a run, a self-contained HTML page"),
+    "convert-config": ("convert_config", "convert an input file of DeePMD-kit to a Forgefield config"),
+    "import": ("import_", "import a model of another program as a run"),
+    "export": ("export", "export the model of a run for another program"),
 }
 
 EXAMPLES = """\
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             with terminating():
                 return _dispatch(words)
-        except SystemExit as leave:  # argparse has printed what there is to say
+        except SystemExit as leave:  # argparse has printed its message
             return leave.code if isinstance(leave.code, int) else int(leave.code is not None)
         except (Exception, KeyboardInterrupt, Terminated) as error:
             if debug:

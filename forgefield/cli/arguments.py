@@ -1,4 +1,4 @@
-"""What several verbs share: sorting words into files and overrides, and the options that name a run's weights."""
+"""Arguments shared by several verbs: files and overrides, and the options that select the weights of a run."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from forgefield.errors import ForgefieldError
 
 CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
 DATA_FORMATS = ("extxyz", "npz", "hdf5", "lmdb", "aselmdb", "db", "deepmd", "store", "traj", "cif", "vasp", "vasp-xml")
-"""What a user may give in the place of a config by mistake; some other formats of ASE end in .cfg or .in, as configs do."""
+"""Formats that a user may pass instead of a config by mistake; others of ASE end in .cfg or .in, as configs may."""
 READING = ("data.labels", "data.units")
-"""Settings that say how a file is read."""
+"""Settings for reading a file."""
 
 
 def is_override(word: str) -> bool:
@@ -42,7 +42,7 @@ def split_config(words: Sequence[str]) -> tuple[str | None, list[str]]:
 
 
 def _refuse_data(word: str) -> None:
-    """Refuse a data file, or a folder that is one source of data, in the place of a config."""
+    """Refuse a data file, or a folder that is a source of data, instead of a config."""
     from forgefield.data.readers.registry import file_format
 
     path = Path(word)
@@ -69,7 +69,7 @@ def add_trust(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trust-code",
         action="store_true",
-        help="import code that a run names, such as a user's model; only for runs whose origin you trust",
+        help="import code that a run refers to, such as a user-defined model; only for runs whose origin you trust",
     )
 
 
@@ -77,8 +77,8 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """RUN, --which, --head, --device, --trust-code."""
     parser.add_argument("run", metavar="RUN", help="name of a run in the folder runs/, or its path")
     parser.add_argument("--which", choices=("best", "last"), default="best", help="weights to use (default: best)")
-    parser.add_argument("--head", metavar="NAME", default=None, help="branch of a model that has several")
-    parser.add_argument("--device", default=None, help="cpu, cuda, cuda:1, ... (default: cuda where there is one)")
+    parser.add_argument("--head", metavar="NAME", default=None, help="branch of a model with several branches")
+    parser.add_argument("--device", default=None, help="cpu, cuda, cuda:1, ... (default: cuda if available)")
     add_trust(parser)
 
 
@@ -88,22 +88,24 @@ def add_overrides(parser: argparse.ArgumentParser, allowed: Sequence[str]) -> No
         "overrides",
         metavar="key=value",
         nargs="*",
-        help=f"settings for this data: {', '.join(allowed)} (default: as in training)",
+        help=f"settings for reading this data: {', '.join(allowed)} (default: as in training)",
     )
 
 
-def device_name(asked: str | None, *, local_rank: int = 0) -> str:
-    """The device asked for, or the fastest there is, said aloud by the first process of each node."""
+def device_name(requested: str | None, *, local_rank: int = 0) -> str:
+    """The requested device, or the fastest available one, which the first process of each node prints."""
     import torch
 
-    if asked is None:
-        asked = f"cuda:{local_rank % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
+    if requested is None:
+        requested = f"cuda:{local_rank % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
         if local_rank == 0:
-            print(f"device: {asked}")
+            print(f"device: {requested}")
     try:
-        device = torch.device(asked)
+        device = torch.device(requested)
     except RuntimeError as error:
-        raise ForgefieldError(f"--device {asked}: there is no such kind of device; use cpu, cuda or cuda:N.") from error
+        raise ForgefieldError(
+            f"--device {requested}: there is no such kind of device; use cpu, cuda or cuda:N."
+        ) from error
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ForgefieldError(f"--device {asked}: this machine has {torch.cuda.device_count()} CUDA devices.")
-    return asked
+        raise ForgefieldError(f"--device {requested}: this machine has {torch.cuda.device_count()} CUDA devices.")
+    return requested

@@ -1,6 +1,6 @@
-"""Show an input file of DeePMD-kit as a Forgefield config: the same run, with comments, ready to be changed and trained.
+"""Convert an input file of DeePMD-kit to a commented Forgefield config of the same training.
 
-`forgefield train input.json` needs no conversion; both give the same training.
+`forgefield train input.json` also works without conversion; both give the same training.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ COMMENTS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
-    parser.add_argument("input", metavar="INPUT", type=Path, help="input of DeePMD-kit, .json or .yaml")
-    parser.add_argument("-o", "--out", metavar="FILE", type=Path, help="config to write (default: to the terminal)")
+    parser.add_argument("input", metavar="INPUT", type=Path, help="input file of DeePMD-kit, .json or .yaml")
+    parser.add_argument("-o", "--out", metavar="FILE", type=Path, help="config to write (default: print it)")
     parser.add_argument("--force", action="store_true", help="overwrite the config if it exists")
 
 

@@ -1,11 +1,4 @@
-"""Look at data, convert it, cut a small set from it.
-
-  info     what is in files or stores, in which ranges, and what looks wrong
-  convert  from any source to a store (larger than memory, quick to start) or to a structure file
-  sample   a small representative set for quick tries
-  cubes    cube files, one for each level, as the LDOS of a snapshot
-  descriptors  of the points of a grid around atoms, as the inputs of a snapshot
-  shuffle  snapshots of grid points in random order, as new files
+"""Inspect data, convert it, select a small sample.
 
 examples:
   forgefield data info train.xyz --figure train.png

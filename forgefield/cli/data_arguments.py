@@ -1,4 +1,4 @@
-"""What the verbs of `forgefield data` share: how files are read, where to write, and a progress bar."""
+"""Arguments shared by the verbs of `forgefield data`: how files are read, where to write, and a progress bar."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ Report = Callable[[int, "int | None"], None]
 
 def add_reading(parser: argparse.ArgumentParser) -> None:
     """Units and names of labels in the files."""
-    group = parser.add_argument_group("how files are read")
+    group = parser.add_argument_group("reading files")
     for name, default in UNITS.items():
         shown = default or ("energy/length" if name == "forces" else "energy/length^3")
-        shown += ", or eV/atom, ..." if name == "energy" else ""
+        shown += "; may be eV/atom, ..." if name == "energy" else ""
         group.add_argument(
-            f"--{name}-unit", default=default, metavar="UNIT", help=f"unit of {name} in the files ({shown})"
+            f"--{name}-unit", default=default, metavar="UNIT", help=f"unit of {name} in the files (default: {shown})"
         )
     for name in LABELS:
-        group.add_argument(f"--{name}-key", metavar="KEY", help=f"name of the {name} in the files, or none")
+        group.add_argument(f"--{name}-key", metavar="KEY", help=f"name of the {name} in the files; none to ignore it")
     group.add_argument(
         "--field",
         action="append",
         default=[],
         metavar="NAME[=KEY][:PER[:SHAPE]]",
-        help="a further value, as in data.labels.fields: gap, gap=band_gap, charge:atom, dipole:frame:3, tensor:frame:3x3",
+        help="an additional label, as in data.labels.fields: gap, gap=band_gap, charge:atom, dipole:frame:3, tensor:frame:3x3",
     )
 
 
 def add_graph(parser: argparse.ArgumentParser) -> None:
     """Neighbour lists that a store is to hold."""
-    group = parser.add_argument_group("neighbour lists, kept in the store (default: none; training makes them)")
+    group = parser.add_argument_group("neighbour lists in the store (default: none; training computes them)")
     group.add_argument("--cutoff", type=float, metavar="R", help="data.cutoff of the training, A")
     group.add_argument("--adaptive-cutoff", type=float, metavar="R", help="data.adaptive_cutoff of the training, A")
     group.add_argument("--max-neighbours", type=int, metavar="N", help="data.max_neighbours of the training")
@@ -95,7 +95,7 @@ def reading_of(args: argparse.Namespace) -> tuple[LabelOptions, UnitOptions]:
     given += ["--field"] if args.field else []
     if given and all(is_store(file.path) for file in source_files(spec_of(args.paths))):
         raise ForgefieldError(
-            f"{given[0]} says how files are read, but {', '.join(args.paths)} is a store: it is in eV and A, and its labels "
+            f"{given[0]} is for reading files, but {', '.join(args.paths)} is a store: it is in eV and A, and its labels "
             "were chosen when it was written"
         )
     return (

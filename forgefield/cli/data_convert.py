@@ -1,10 +1,10 @@
-"""From any source to a store, or to a structure file.
+"""Convert data of any format to a store or to a structure file.
 
-A store is a folder of columns that training reads by position: larger than memory, quick to start, compared with its
-hashes. With --cutoff it holds the neighbour lists too. A name that ends in .extxyz, .xyz, .traj or .db is written as such a
-file instead; reading an .extxyz again gives the same frames to the last bit. Everything is in eV and A.
+A store is a memory-mapped folder of columns with hashes: it may be larger than memory, and trainings start quickly. With
+--cutoff it also holds neighbour lists. A name that ends in .extxyz, .xyz, .traj or .db is written as such a file instead;
+reading an .extxyz again gives exactly the same frames. Everything is in eV and A.
 
-An interrupted conversion to a store goes on with the same command.
+Run the same command again to resume an interrupted conversion to a store.
 
 examples:
   forgefield data convert water_dp/ water --cutoff 6
@@ -42,14 +42,17 @@ if TYPE_CHECKING:
     from forgefield.data.neighbours.graph import GraphOptions
     from forgefield.data.readers import SourceFile
 
-SUMMARY = "from any source to a store (larger than memory, quick to start) or to a structure file"
+SUMMARY = "convert data of any format to a store (may be larger than memory, starts quickly) or to a structure file"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("paths", nargs="+", metavar="SRC", help="files, folders, globs or stores")
     parser.add_argument("target", metavar="DST", help="store to write, or a file (.extxyz, .xyz, .traj, .db)")
     parser.add_argument(
-        "--workers", type=int, metavar="N", help="processes that read and write a store (the usable cores, up to 8)"
+        "--workers",
+        type=int,
+        metavar="N",
+        help="number of processes that write a store (default: the usable cores, up to 8)",
     )
     add_graph(parser)
     add_reading(parser)

@@ -1,8 +1,8 @@
-"""Cube or xsf files of Quantum ESPRESSO's pp.x, one for each level, as the targets of a snapshot.
+"""Convert cube or xsf files of Quantum ESPRESSO's pp.x, one for each level, to the targets of a snapshot.
 
-Files come in the order of the numbers in their names, however these are padded (tmp.pp1.cube or tmp.pp001.cube). The array has
+Files are sorted by the numbers in their names, with or without padding (tmp.pp1.cube or tmp.pp001.cube). The array has
 shape (nx, ny, nz, levels) and is in 1/(eV*A^3), or in the standard unit of another --target. With --info the output of pw.x is
-read and written beside it as an .info.json.
+also written, as an .info.json next to the array.
 
 examples:
   forgefield data cubes 'tmp.pp*.cube' -o Be_snapshot0.out.npy --info Be_snapshot0.out
@@ -19,7 +19,7 @@ from pathlib import Path
 from forgefield.cli.data_arguments import counted, progress_bar, size_text
 from forgefield.errors import ForgefieldError
 
-SUMMARY = "cube or xsf files, one for each level, as the LDOS of a snapshot"
+SUMMARY = "convert cube or xsf files, one for each level, to the LDOS of a snapshot"
 UNITS = {"ldos": "1/(Ry*Bohr^3)", "density": "1/Bohr^3"}
 """In which pp.x writes."""
 
@@ -29,10 +29,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--out", required=True, metavar="FILE", help="array to write, such as Be_snapshot0.out.npy"
     )
-    parser.add_argument("--target", default="ldos", choices=sorted(UNITS), help="what the files hold (ldos)")
+    parser.add_argument("--target", default="ldos", choices=sorted(UNITS), help="quantity in the files (default: ldos)")
     parser.add_argument("--units", metavar="UNIT", help="unit in the files (1/(Ry*Bohr^3), for a density 1/Bohr^3)")
-    parser.add_argument("--info", metavar="FILE", help="output of pw.x, to be kept as .info.json beside the array")
-    parser.add_argument("--double", action="store_true", help="write float64 (default float32)")
+    parser.add_argument("--info", metavar="FILE", help="output of pw.x, to store as .info.json next to the array")
+    parser.add_argument("--double", action="store_true", help="write float64 (default: float32)")
 
 
 def run(args: argparse.Namespace) -> int:

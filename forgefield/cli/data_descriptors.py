@@ -1,8 +1,8 @@
-"""Descriptors of the points of a grid around the atoms of a structure, as the inputs of a snapshot.
+"""Compute descriptors of the grid points of a structure, as the inputs of a snapshot.
 
-The structure is that of an .info.json or of an output of pw.x, which say the grid, too, or of any file with one structure, with
---grid. The array has shape (nx, ny, nz, descriptors); columns of elements are in the order of atomic numbers. Give the same
-settings to trainings as data.points.descriptors, so that their runs can predict from structures.
+The structure is read from an .info.json or an output of pw.x, which also contain the grid, or from any file with one structure,
+together with --grid. The array has shape (nx, ny, nz, descriptors); columns of elements are in the order of atomic numbers.
+Use the same settings in trainings (data.points.descriptors), so that their runs can predict from structures.
 
 examples:
   forgefield data descriptors Be_snapshot0.info.json -o Be_snapshot0.in.npy
@@ -19,7 +19,7 @@ from typing import Any
 from forgefield.cli.data_arguments import size_text
 from forgefield.errors import ForgefieldError
 
-SUMMARY = "descriptors of grid points around the atoms of a structure, as the inputs of a snapshot"
+SUMMARY = "compute descriptors of the grid points of a structure, as the inputs of a snapshot"
 _SETTINGS = ("type", "twojmax", "cutoff", "sigma", "element_weights")
 
 
@@ -31,12 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--grid", type=int, nargs=3, metavar=("NX", "NY", "NZ"), help="points along each cell vector")
     parser.add_argument("--type", help="bispectrum (default) or gaussian")
     parser.add_argument("--twojmax", type=int, help="bispectrum: twice the largest angular momentum (10)")
-    parser.add_argument("--cutoff", type=float, help="radius within which atoms are seen, A (4.67637)")
-    parser.add_argument("--no-switch", action="store_true", help="bispectrum: weights do not fall to 0 at the cutoff")
+    parser.add_argument("--cutoff", type=float, help="cutoff radius, A (4.67637)")
+    parser.add_argument("--no-switch", action="store_true", help="bispectrum: weights do not decay to 0 at the cutoff")
     parser.add_argument("--sigma", type=float, help="gaussian: width, A (in proportion to the spacing of the grid)")
     parser.add_argument("--element-weights", nargs="+", metavar="X=W", help="bispectrum: such as Al=1 O=0.5")
-    parser.add_argument("--device", default=None, help="cpu, cuda, ... (default: cuda where there is one)")
-    parser.add_argument("--double", action="store_true", help="write float64 (default float32)")
+    parser.add_argument("--device", default=None, help="cpu, cuda, ... (default: cuda if available)")
+    parser.add_argument("--double", action="store_true", help="write float64 (default: float32)")
 
 
 def run(args: argparse.Namespace) -> int:

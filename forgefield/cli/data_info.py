@@ -1,7 +1,7 @@
-"""What is in files or stores, in which ranges, and what looks wrong.
+"""Show the contents of files or stores, the ranges of values, and what looks wrong.
 
-A store is compared with its hashes first. Of snapshots (files of values on a grid) it tells grid, columns and what is
-known of the calculation.
+A store is verified with its hashes first. For snapshots (values on a grid), show the grid, the columns and what is known about
+the calculation.
 
 examples:
   forgefield data info train.xyz --figure train.png
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from forgefield.data.store.store import Store
     from forgefield.ldos.data.snapshot import Snapshot
 
-SUMMARY = "what is in files or stores, in which ranges, and what looks wrong"
+SUMMARY = "show the contents of files or stores, the ranges of values, and what looks wrong"
 SHOWN = 10
 """How many sources are listed."""
 NAMED = 20
@@ -40,9 +40,11 @@ WIDE = 200
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("paths", nargs="+", metavar="PATH", help="file, folder, glob or store")
-    parser.add_argument("--cutoff", type=float, default=5.0, help="radius for neighbours and the closest pair, A (5)")
+    parser.add_argument(
+        "--cutoff", type=float, default=5.0, help="radius for neighbours and the closest pair, A (default: 5)"
+    )
     parser.add_argument("--figure", metavar="FILE", help="also write histograms (.png, .svg or .pdf)")
-    parser.add_argument("--no-verify", action="store_true", help="do not compare large stores with their hashes")
+    parser.add_argument("--no-verify", action="store_true", help="do not verify large stores with their hashes")
     add_reading(parser)
 
 

@@ -1,7 +1,8 @@
-"""A small set that stands for a large one.
+"""Select a small representative sample of a data set.
 
-Every composition gets places in proportion to its frames, every species is there if there are enough places, and the frames of
-a composition are taken evenly over the range of their energies. The same data gives the same set. Labels and weights are kept.
+The number of frames of each composition is proportional to its share, every species is included if the sample is large enough,
+and the frames of a composition are spread evenly over the range of their energies. The same data gives the same sample. Labels
+and weights are kept.
 
 examples:
   forgefield data sample water 100                           writes water-100.extxyz
@@ -21,15 +22,15 @@ from forgefield.cli.data_convert import summary
 if TYPE_CHECKING:
     from forgefield.data.store.table import FrameTable
 
-SUMMARY = "a small representative set, for quick tries"
+SUMMARY = "select a small representative sample"
 SHOWN = 10
 """How many sources are listed."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("paths", nargs="+", metavar="SRC", help="files, folders, globs or stores")
-    parser.add_argument("number", type=_number, metavar="N", help="how many frames")
-    parser.add_argument("-o", "--out", metavar="DST", help="file or store to write (default: SRC-N.extxyz, here)")
+    parser.add_argument("number", type=_number, metavar="N", help="number of frames")
+    parser.add_argument("-o", "--out", metavar="DST", help="file or store to write (default: SRC-N.extxyz)")
     add_graph(parser)
     add_reading(parser)
 

@@ -1,7 +1,7 @@
-"""Snapshots of points in random order, as new files.
+"""Write the grid points of snapshots to new files in random order.
 
-Every point of the snapshots given comes exactly once, in files that differ by one point at most; the same seed gives the same
-files, whatever the memory. Training shuffles by itself in every epoch, also from disk; this is for those who want such files.
+Every point is written exactly once, and the sizes of the files differ by at most one point; the same seed gives the same files,
+whatever the memory. Training shuffles in every epoch anyway, also from disk; use this only if you need such files.
 
 examples:
   forgefield data shuffle 'Be_snapshot*.in.npy' -o shuffled --files 4
@@ -17,7 +17,7 @@ from pathlib import Path
 from forgefield.cli.data_arguments import counted, progress_bar, size_text, spec_of
 from forgefield.errors import ForgefieldError
 
-SUMMARY = "snapshots of grid points in random order, as new files"
+SUMMARY = "write the grid points of snapshots to new files in random order"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,12 +25,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "paths", nargs="+", metavar="SNAPSHOT", help="files such as Be_snapshot0.in.npy, folders or globs"
     )
     parser.add_argument("-o", "--out", required=True, metavar="FOLDER", help="folder to write")
-    parser.add_argument("--files", type=int, required=True, metavar="N", help="how many files")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="which random order (0)")
-    parser.add_argument("--name", default="shuffled", metavar="NAME", help="files are NAME0.in.npy, ... (shuffled)")
-    parser.add_argument("--target", default="ldos", metavar="KIND", help="ldos, dos or density (ldos)")
-    parser.add_argument("--units", metavar="UNIT", help="unit of the targets in the files (the standard one)")
-    parser.add_argument("--memory", type=float, default=4.0, metavar="GB", help="memory to use, about (4)")
+    parser.add_argument("--files", type=int, required=True, metavar="N", help="number of files")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the random order (default: 0)")
+    parser.add_argument(
+        "--name", default="shuffled", metavar="NAME", help="files are NAME0.in.npy, ... (default: shuffled)"
+    )
+    parser.add_argument("--target", default="ldos", metavar="KIND", help="ldos, dos or density (default: ldos)")
+    parser.add_argument("--units", metavar="UNIT", help="unit of the targets in the files (default: the standard one)")
+    parser.add_argument(
+        "--memory", type=float, default=4.0, metavar="GB", help="approximate memory to use (default: 4)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

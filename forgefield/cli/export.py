@@ -1,4 +1,4 @@
-"""`forgefield export`: write the model of a run in a form that another program reads."""
+"""Export the model of a run in the format of another program."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ from forgefield.models.registry import export_formats, exporter
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", help="name or folder of a run")
+    parser.add_argument("run", help="name of a run in the folder runs/, or its path")
     formats = export_formats()
     files = "; ".join(f"{program}: {entry.help}" for program, entry in formats.items())
     parser.add_argument("--to", required=True, choices=list(formats), help="program that will read it")
     parser.add_argument("-o", "--out", required=True, help=f"file to write; {files}")
     parser.add_argument("--force", "--overwrite", action="store_true", help="overwrite the file OUT if it exists")
     parser.add_argument("--which", choices=["best", "last"], default="best", help="weights (default: best)")
-    parser.add_argument("--head", metavar="NAME", help="branch of a model that has several")
+    parser.add_argument("--head", metavar="NAME", help="branch of a model with several branches")
     parser.add_argument(
-        "--sel", type=int, nargs="+", help="deepmd: room for neighbours of each species, for a model trained without"
+        "--sel",
+        type=int,
+        nargs="+",
+        help="deepmd: maximum number of neighbours of each species, if trained without it",
     )
     add_trust(parser)
 

@@ -1,4 +1,4 @@
-"""`forgefield import`: turn a model trained elsewhere into a run that can be tested, used, reported on and trained further."""
+"""Import a model trained with another program as a run that can be tested, used and trained further."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     files = "; ".join(f"{', '.join(names)}: {text}" for text, names in programs.items())
     parser.add_argument("program", choices=list(formats), help="kind of model")
     parser.add_argument("file", help=files)
-    parser.add_argument("--name", help="name of the run; default: name of the file")
-    parser.add_argument("--out", default="runs", help="folder that holds runs (default: runs)")
+    parser.add_argument("--name", help="name of the run (default: name of the file)")
+    parser.add_argument("--out", default="runs", help="folder of the run (default: runs)")
     parser.add_argument(
         "--options",
-        help="JSON file with the model section it was trained with, for a state dict; ase: with the calculator's arguments",
+        help="state dict: JSON file with the model section it was trained with; ase: JSON file with the calculator's arguments",
     )
-    parser.add_argument("--species", nargs="+", metavar="SYMBOL", help="ase: the elements it is for")
-    parser.add_argument("--head", metavar="NAME", help="deepmd: which of several models that a checkpoint holds")
+    parser.add_argument("--species", nargs="+", metavar="SYMBOL", help="ase: chemical elements it supports")
+    parser.add_argument("--head", metavar="NAME", help="deepmd: which model of a checkpoint with several")
     parser.add_argument(
-        "--weights", choices=["ema", "raw"], help="averaged weights if there are any (default), or the last ones"
+        "--weights", choices=["ema", "raw"], help="averaged weights if available (ema, default), or the last ones (raw)"
     )
 
 

@@ -1,4 +1,4 @@
-"""Imports of everything that a command needs: half a million objects that stay until the process ends."""
+"""Importing everything that a command needs: half a million objects that live until the process ends."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pathlib import Path
 
 @contextmanager
 def for_good() -> Iterator[None]:
-    """The garbage collector does not run while modules are imported here, and never looks at what they have made.
+    """Import modules inside; the garbage collector is off meanwhile, and afterwards ignores the imported objects.
 
-    A short training takes two thirds of the time. Where all modules are there already, nothing happens. A program that calls
-    the command keeps what it has made to itself: it would never be collected either.
+    A short training takes two thirds of the time. Nothing happens if all modules are imported already. In a program that calls
+    the command the objects are not frozen, since its own would never be collected either.
     """
     modules, was_on = len(sys.modules), gc.isenabled()
     gc.disable()

@@ -33,7 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "words",
         metavar="DATA | key=value",
         nargs="+",
-        help="files, folders or patterns to train on; settings to write, data.labels and data.units also to read",
+        help="files, folders or patterns to train on; settings for the config, of which data.labels and data.units also "
+        "apply to reading the data",
     )
     parser.add_argument("-o", "--out", metavar="FILE", help="config to write (default: name of the data, .yaml)")
     parser.add_argument("--name", help="name of the run (default: name of the config)")

@@ -1,6 +1,6 @@
-"""Write the structures of a file with the energies, forces and stress that a trained model predicts for them.
+"""Predict energies, forces and stress of the structures in a file, and write them to a new file.
 
-Of an LDOS run: densities, densities of states and energies, as files in a new folder.
+An LDOS run predicts densities, densities of states and energies, as files in a new folder.
 """
 
 from __future__ import annotations
@@ -23,11 +23,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_arguments(parser)
     parser.add_argument("source", metavar="FILE", help="file, folder or pattern with structures; labels are not needed")
     parser.add_argument(
-        "-o", "--out", metavar="OUT", required=True, help="file to write (.extxyz, .traj, .db); of an LDOS run a folder"
+        "-o",
+        "--out",
+        metavar="OUT",
+        required=True,
+        help="file to write (.extxyz, .traj, .db); for an LDOS run: a folder",
     )
     parser.add_argument("--force", "--overwrite", action="store_true", help="overwrite the file OUT if it exists")
     group = parser.add_argument_group("LDOS runs")
-    group.add_argument("--temperature", type=float, metavar="K", help="of the electrons")
+    group.add_argument("--temperature", type=float, metavar="K", help="temperature of the electrons")
     group.add_argument(
         "--grid",
         type=int,
@@ -35,12 +39,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar=("NX", "NY", "NZ"),
         help="points along each cell vector (default: as in training)",
     )
-    group.add_argument("--spacing", type=float, metavar="A", help="distance of grid points, in place of --grid")
+    group.add_argument("--spacing", type=float, metavar="A", help="distance between grid points, instead of --grid")
     group.add_argument(
         "--pseudopotentials", metavar="FOLDER", help="UPF files, for the free energy (default: the run's)"
     )
-    group.add_argument("--electrons", type=float, metavar="N", help="in the cell (default: of the pseudopotentials)")
-    group.add_argument("--ldos", action="store_true", help="write the LDOS itself, too")
+    group.add_argument(
+        "--electrons",
+        type=float,
+        metavar="N",
+        help="electrons in the cell (default: from the pseudopotentials)",
+    )
+    group.add_argument("--ldos", action="store_true", help="also write the LDOS")
     add_overrides(parser, TAKES)
 
 

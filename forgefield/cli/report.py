@@ -1,4 +1,4 @@
-"""Write `report.html` of a run anew: one page that holds everything and can be sent to anybody."""
+"""Rewrite `report.html` of a run, a self-contained page."""
 
 from __future__ import annotations
 

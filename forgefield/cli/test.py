@@ -1,4 +1,7 @@
-"""Errors of a trained model on labelled data, in meV/atom, meV/A and GPa. They are kept in the run, with a parity plot."""
+"""Measure the errors of a trained model on labelled data, in meV/atom, meV/A and GPa.
+
+They are stored in the run, with a parity plot.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         nargs="+",
         action="extend",
-        help="files, folders or patterns; of grid points, snapshots (default: data.test of the run)",
+        help="files, folders or patterns; for grid points: snapshots (default: data.test of the run)",
     )
     add_overrides(parser, TAKES)
 

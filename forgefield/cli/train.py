@@ -1,8 +1,8 @@
-"""Train as a config says. The same command again resumes the run; so does the folder of the run instead of the config,
-with the settings it was made with. --fresh starts over.
+"""Train a model from a config. Run the same command again to resume; or name the folder of the run instead of the config, to
+resume it with the settings stored there. --fresh starts over.
 
-Without a config the built-in example runs: it makes a small data set, trains on it and writes a report.
-With torchrun, srun or mpirun in front, all processes train one model together.
+Without a config, the built-in example generates a small data set, trains on it and writes a report. If started by torchrun,
+srun or mpirun, all processes train one model together.
 """
 
 from __future__ import annotations
@@ -38,29 +38,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "words",
         metavar="CONFIG | RUN | key=value",
         nargs="*",
-        help="config file (YAML, or an input of DeePMD-kit) or run to resume, and settings that override it",
+        help="config file (YAML, or an input file of DeePMD-kit) or run to resume, and settings that override it",
     )
-    parser.add_argument("-cn", "--config-name", metavar="NAME", help="config by name, with or without .yaml")
-    parser.add_argument("-cp", "--config-path", metavar="DIR", help="folder of the config (default: this one)")
+    parser.add_argument("-cn", "--config-name", metavar="NAME", help="name of the config, with or without .yaml")
+    parser.add_argument(
+        "-cp", "--config-path", metavar="DIR", help="folder of the config (default: the current folder)"
+    )
     parser.add_argument("--name", help="name of the run (default: that of the config)")
-    parser.add_argument("--fresh", action="store_true", help="start over; the old run of that name is moved aside")
+    parser.add_argument("--fresh", action="store_true", help="start over; an existing run of that name is renamed")
     initial = parser.add_mutually_exclusive_group()
     initial.add_argument(
         "--init-model",
         metavar="RUN",
-        help="start from the model and weights of a run, trained here or imported (model.from)",
+        help="start from the model and weights of a run, trained or imported (model.from)",
     )
     initial.add_argument(
-        "--finetune", metavar="RUN", help="the same, with its energy shifts fitted to the new data (model.shifts=fit)"
+        "--finetune", metavar="RUN", help="the same, with energy shifts fitted to the new data (model.shifts=fit)"
     )
     add_trust(parser)
-    parser.add_argument("-l", "--log", metavar="FILE", type=Path, help="write what is said to this file too")
+    parser.add_argument("-l", "--log", metavar="FILE", type=Path, help="also write all messages to this file")
     parser.add_argument(
         "-m",
         "--log-mode",
         choices=("master", "collect", "workers"),
         default="master",
-        help="whose words go into the log: those of rank 0, those of all ranks, or of each rank into its own file",
+        help="ranks that write to the log: rank 0 (master), all ranks (collect), or each rank to its own file (workers)",
     )
 
 

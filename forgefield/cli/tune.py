@@ -1,7 +1,7 @@
-"""Search for good settings: train with many values of some keys of a config, end hopeless trainings early, keep the best.
+"""Search for good settings: train with different values of some settings, end unpromising trainings early, keep the best.
 
-What is varied is said in the section `tune` of the config, or with --space. The same command again goes on where the search
-was; started on several machines with the same tune.storage, they search together. Needs Optuna.
+The settings to vary are in the section `tune` of the config, or given with --space. Run the same command again to resume the
+search; commands on several machines with the same tune.storage search together. Needs Optuna.
 """
 
 from __future__ import annotations
@@ -26,11 +26,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "words", metavar="CONFIG | key=value", nargs="+", help="config file, and settings that override it"
     )
     parser.add_argument(
-        "--space", metavar="KEY=SPEC", action="append", default=[], help="a key to vary (beside tune.space)"
+        "--space",
+        metavar="KEY=SPEC",
+        action="append",
+        default=[],
+        help="setting to vary, besides tune.space",
     )
-    parser.add_argument("--trials", type=int, metavar="N", help="trainings in all (default: tune.trials)")
-    parser.add_argument("--workers", type=int, metavar="N", default=1, help="processes on this machine (default: 1)")
-    parser.add_argument("--fresh", action="store_true", help="start over; the old search of that name is moved aside")
+    parser.add_argument("--trials", type=int, metavar="N", help="total number of trainings (default: tune.trials)")
+    parser.add_argument(
+        "--workers", type=int, metavar="N", default=1, help="number of processes on this machine (default: 1)"
+    )
+    parser.add_argument("--fresh", action="store_true", help="start over; an existing search of that name is renamed")
     add_trust(parser)
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
 
@@ -40,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     if config is None:
         raise ForgefieldError("forgefield tune needs a config file.")
     if args.workers < 1:
-        raise ForgefieldError(f"--workers {args.workers}: one at least is needed.")
+        raise ForgefieldError(f"--workers {args.workers}: at least one is needed.")
     with for_good():
         from forgefield import api
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
+import copy
 import importlib.util
 import io
 import json
@@ -19,9 +19,10 @@ import numpy as np
 import pytest
 
 from forgefield.bench import machine, tables
+from forgefield.bench.options import BenchOptions
+from forgefield.bench.session import measure_group
 from forgefield.bench.timer import PARTS, Measurement, _waiting
 from forgefield.bench.training import measure, measured_config, not_measured
-from forgefield.cli import bench as verb
 from forgefield.cli import main
 from forgefield.config.loading import load_config
 from forgefield.errors import ForgefieldError
@@ -157,7 +158,7 @@ def test_ranks_cannot_be_chosen_where_a_launcher_has(tmp_path: Path) -> None:
     with pytest.raises(
         ForgefieldError, match="torchrun has started 1 process, and those are measured; leave --ranks out"
     ):
-        verb.measure_group(load_config(tiny_config(tmp_path)), started, argparse.Namespace(ranks="1,2"))
+        measure_group(load_config(tiny_config(tmp_path)), started, BenchOptions(ranks=[1, 2]))
 
 
 def test_error_of_a_measurement_is_said_once(
@@ -175,10 +176,10 @@ def test_error_of_a_measurement_is_said_once(
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--ranks", "0"], "whole numbers from 1 up"),
-        (["--ranks", "1,two"], "whole numbers from 1 up"),
-        (["--ranks", "-1"], "whole numbers from 1 up"),
-        (["--ranks", "1.5"], "whole numbers from 1 up"),
+        (["--ranks", "0"], "positive whole numbers"),
+        (["--ranks", "1,two"], "positive whole numbers"),
+        (["--ranks", "-1"], "positive whole numbers"),
+        (["--ranks", "1.5"], "positive whole numbers"),
         (["--steps", "0"], "at least one step"),
         (["--warmup", "-3"], "0 or more"),
         (["--json", "no/such/folder/out.json"], "does not exist"),
@@ -186,10 +187,10 @@ def test_error_of_a_measurement_is_said_once(
         (["--engines", "eager,compiled"], "did you mean 'compile'"),
         (["--derivatives", "triple"], "'triple' is not one of double, tangent"),
         (["--figure", "out.jpeg"], "should end in .png"),
-        (["--figure", "out.png", "--ranks", "1,2"], "give --engines as well"),
-        (["--quick", "--engines", "eager"], "give one of them"),
+        (["--figure", "out.png", "--ranks", "1,2"], "add --engines"),
+        (["--quick", "--engines", "eager"], "use one of them"),
         (["--plan", "--ranks", "1"], "leave out --ranks"),
-        (["--peer-python", sys.executable], "--peers asks for"),
+        (["--peer-python", sys.executable], "needs --peers"),
         (["--peers", "--peer-python", "no/such/python"], "no such program"),
         (["--peers", "--peer-names", "nequipp"], "did you mean 'nequip'"),
     ],
@@ -220,13 +221,13 @@ def test_disturbed_measurement_is_warned_of(measured: SimpleNamespace) -> None:
 
 
 def test_default_is_doubling_up_to_what_there_is() -> None:
-    assert [machine.doubling(n) for n in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4], [1, 2, 4, 8]]
+    assert [machine.powers_of_two(n) for n in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4], [1, 2, 4, 8]]
 
 
 def test_devices_are_those_of_the_measurement_whatever_the_config_says(tmp_path: Path) -> None:
     config = load_config(small_config(tmp_path, devices="1,3"))
-    assert machine.on_devices(config, 1, "GPU").trainer.devices == [1]
-    assert machine.on_devices(config, 2, "core").trainer.devices == 2
+    assert machine.on_devices(config, 1, "GPU").trainer["devices"] == [1]
+    assert machine.on_devices(config, 2, "core").trainer["devices"] == 2
     assert "num_nodes" not in machine.on_devices(config, 2, "core").trainer
     assert config.trainer["devices"] == "1,3"
 
@@ -235,7 +236,7 @@ def test_measured_training_is_the_same_but_for_what_is_not_a_step(tmp_path: Path
     files = {"val": str(tmp_path / "other.extxyz"), "test": 2}
     given = small_config(tmp_path, gradient_clip_val=1.0, fast_dev_run=True, limit_train_batches=1)
     config = load_config({**given, "data": {**given["data"], **files}})
-    before = config.copy()
+    before = copy.deepcopy(config)
     changed = measured_config(config, steps=7, warmup=2, folder=tmp_path / "there")
     assert config == before
     assert changed.out == str(tmp_path / "there" / "runs")
@@ -244,7 +245,7 @@ def test_measured_training_is_the_same_but_for_what_is_not_a_step(tmp_path: Path
     assert changed.model == config.model
     assert (changed.training.lr, changed.training.ema) == (config.training.lr, config.training.ema)
     assert changed.training.early_stopping is None
-    assert changed.trainer.gradient_clip_val == 1.0
+    assert changed.trainer["gradient_clip_val"] == 1.0
     assert "fast_dev_run" not in changed.trainer
     assert "limit_train_batches" not in changed.trainer
     assert not_measured(config) == ["callbacks"]

@@ -22,13 +22,13 @@ from ase.neighborlist import neighbor_list
 
 from forgefield.bench import peers as bench_peers
 from forgefield.bench import roofline
-from forgefield.bench.children import Children, be_child
-from forgefield.bench.roofline import Limits, Work, _KeptByAutograd, _MatrixProducts, count_work, measure_limits
-from forgefield.bench.rows import Row, best_row, engines_notes, peer_row, percent
+from forgefield.bench.children import Children, run_job
+from forgefield.bench.options import BenchOptions, Job
+from forgefield.bench.roofline import Limits, Work, _MatrixProducts, _SavedByAutograd, count_work, measure_limits
 from forgefield.bench.step import bare_step
-from forgefield.bench.water import BOX, frames_for, water, write_water
+from forgefield.bench.tables import Row, best_row, engines_notes, peer_row, percent
+from forgefield.bench.water import BOX, frames_for, water, water_training, write_water
 from forgefield.cli import main
-from forgefield.cli.bench import Water
 from forgefield.config.loading import load_config
 from forgefield.config.schema import BatchOptions
 from forgefield.parallel.ranks import single_process
@@ -122,7 +122,7 @@ def test_matrix_products_are_counted_through_both_derivatives() -> None:
 
 def test_memory_that_autograd_keeps_is_counted_once() -> None:
     x, weight = torch.randn(1000, requires_grad=True), torch.randn(1000, requires_grad=True)
-    kept = _KeptByAutograd([x, weight])
+    kept = _SavedByAutograd([x, weight])
     with kept:
         y = x.exp()  # keeps y
         z = y * weight  # keeps y, again, and a weight, which is not counted
@@ -227,10 +227,7 @@ def test_water_is_the_same_every_time_and_enough_for_full_batches(tmp_path: Path
 def test_water_takes_the_place_of_the_data_of_a_config(tmp_path: Path) -> None:
     content = tiny_config(tmp_path, task={"energy": {}, "stress": {}}, data={"test": 2, "batch": {"frames": 3}})
     file = write_config(tmp_path / "mine.yaml", content)
-    args: Any = SimpleNamespace(
-        ranks="1,2", engines=None, precisions=None, derivatives=None, quick=False, peers=False, trust_code=False
-    )
-    with Water(str(file), ["training.lr=0.5"], single_process(), args) as config:
+    with water_training(str(file), ["training.lr=0.5"], single_process(), most=2) as config:
         frames = ase.io.read(config.data.train, ":")
         assert len(frames) >= 6
         assert all(len(frame) == 192 for frame in frames)
@@ -242,9 +239,8 @@ def test_water_takes_the_place_of_the_data_of_a_config(tmp_path: Path) -> None:
 
 def test_a_job_that_fails_leaves_its_reason(tmp_path: Path) -> None:
     config = load_config(tiny_config(tmp_path, data={"max_force": 1e-6}))
-    args: Any = SimpleNamespace(job="plan", worker=tmp_path / "result.json")
-    assert be_child(config, single_process(), args) == 2
-    result = json.loads(args.worker.read_text())
+    assert run_job(config, single_process(), Job("plan", tmp_path / "result.json")) == 2
+    result = json.loads((tmp_path / "result.json").read_text())
     assert "max_force" in result["refusal"]
     assert result["of_memory"] is False
 
@@ -255,7 +251,7 @@ def test_a_job_that_fails_leaves_its_reason(tmp_path: Path) -> None:
 def test_a_peer_that_is_not_installed_is_a_line(tmp_path: Path) -> None:
     if importlib.util.find_spec("mace") is not None:
         pytest.skip("MACE is installed here")
-    children = Children(tmp_path, "1", 1, 0)
+    children = Children(tmp_path, "1", BenchOptions(steps=1, warmup=0))
     assert children.run_peer({"name": "mace"}, [sys.executable]) == {"refusal": "mace-torch is not installed"}
 
 
@@ -320,6 +316,6 @@ def test_nequip_is_measured_where_it_is_installed(tmp_path: Path) -> None:
     np.savez(tmp_path / "structures.npz", numbers=np.array([29, 79]), **arrays)
     job = {"name": "nequip eager", "structures": str(tmp_path / "structures.npz"), "model": step.resolved}
     job |= {"device": "cpu", "precision": "float32", "lr": 0.01, "warmup": 1, "steps": 2}
-    result = Children(tmp_path, "1", 2, 1).run_peer(job, [sys.executable])
+    result = Children(tmp_path, "1", BenchOptions(steps=2, warmup=1)).run_peer(job, [sys.executable])
     assert result["step_ms"] > 0
     assert result["words"] == "our hyperparameters"

@@ -58,7 +58,7 @@ def test_peak_counts_what_lives_at_the_same_time() -> None:
         third = torch.empty(60_000, dtype=torch.float64)
         del second, third
 
-    step: Any = SimpleNamespace(run=run, lasting_tensors=lambda: [before, before[:10]])
+    step: Any = SimpleNamespace(run=run, persistent_tensors=lambda: [before, before[:10]])
     assert _peak_on_cpu(step, None, {}) == 8 * (1000 + 70_000 + 60_000)  # type: ignore[arg-type]
 
 
@@ -106,7 +106,7 @@ def test_one_frame_that_does_not_fit_is_said(tmp_path: Path) -> None:
         def step(self, batch: Any, denominators: Any = None) -> Any:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-    with pytest.raises(ForgefieldError, match=r"Already 1 frame of the training data \(\d atoms, \d+ edges\)"):
+    with pytest.raises(ForgefieldError, match=r"1 frame of the training data \(\d atoms, \d+ edges\) already exceed"):
         peak_of_step(step, Full(step.function("double")), step.batch([0]))
 
 
@@ -124,7 +124,7 @@ def test_lasting_memory_is_weights_gradients_state_and_average(tmp_path: Path) -
     step: BareStep = bare_step(load_config(tiny_config(tmp_path, training={"ema": 0.9})))
     step.run(Engine(step.function("double")), step.batch([0]))
     n = sum(p.numel() for p in step.potential.parameters())
-    floats = sum(t.numel() for t in step.lasting_tensors() if t.dtype == torch.float32 and t.dim() > 0)
+    floats = sum(t.numel() for t in step.persistent_tensors() if t.dtype == torch.float32 and t.dim() > 0)
     buffers = sum(b.numel() for b in step.potential.buffers() if b.dtype == torch.float32 and b.dim() > 0)
     assert floats - buffers == 5 * n  # weights, gradients, two moments, average
 
@@ -156,7 +156,7 @@ def test_lasting_memory_is_that_of_what_is_trained(training: dict[str, Any], tmp
     assert [group["lr"] for group in step.optimiser.param_groups] == [group["lr"] for group in groups]
     assert sum(p.numel() for p in step.potential.parameters() if p.requires_grad) == trained
     every = sum(p.numel() for p in step.potential.parameters())
-    floats = sum(t.numel() for t in step.lasting_tensors() if t.dtype == torch.float32 and t.dim() > 0)
+    floats = sum(t.numel() for t in step.persistent_tensors() if t.dtype == torch.float32 and t.dim() > 0)
     buffers = sum(b.numel() for b in step.potential.buffers() if b.dtype == torch.float32 and b.dim() > 0)
     assert floats - buffers == every + 4 * trained
 
@@ -172,7 +172,7 @@ def test_an_optimiser_that_evaluates_several_times_is_planned_for(tmp_path: Path
     step = bare_step(load_config(tiny_config(tmp_path, training={"optimizer": optimiser})))
     step.run(Engine(step.function("double")), step.batch([0]))
     n = sum(p.numel() for p in step.potential.parameters())
-    assert sum(t.numel() for t in step.lasting_tensors()) > 4 * n
+    assert sum(t.numel() for t in step.persistent_tensors()) > 4 * n
 
 
 def test_command_says_what_the_function_finds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -57,7 +57,7 @@ def test_nequip_in_float32_keeps_the_laws_in_a_float64_copy(tmp_path, more):
 def test_config_is_checked_with_a_fresh_model(tmp_path, capsys):
     assert main(["check", config_file(tmp_path), "--frames", "2", "model.num_features=3"]) == 0
     printed = capsys.readouterr().out
-    assert "freshly initialised" in printed
+    assert "newly initialised" in printed
     assert "All 13 checks passed" in printed
     assert "Radial table, 1024 intervals: weights differ from the network by" in printed
     assert "too coarse" not in printed

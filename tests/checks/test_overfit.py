@@ -37,7 +37,7 @@ def test_a_target_that_does_not_go_down_is_named(tmp_path, capsys):
     words = ["--goal", "0.3", "--steps", "60", "data.batch.frames=1"]
     assert main(["check", "--overfit", config_file(tmp_path, task=task), *words]) == 1
     printed = capsys.readouterr().out
-    assert "forces" in printed.partition("The error of ")[2].partition(" does not go down to 30%")[0]
+    assert "forces" in printed.partition("The error of ")[2].partition(" does not decrease to 30%")[0]
     assert "FAILED" in printed
 
 
@@ -61,9 +61,9 @@ def test_heads_with_dropout_are_trained(tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--overfit", "--frames", "3"], "--frames does not go with --overfit"),
-        (["--steps", "3"], "--steps belongs to --overfit"),
-        (["--overfit", "--goal", "2"], "a share between 0 and 1"),
+        (["--overfit", "--frames", "3"], "--frames cannot be combined with --overfit"),
+        (["--steps", "3"], "--steps needs --overfit"),
+        (["--overfit", "--goal", "2"], "--goal is between 0 and 1"),
     ],
 )
 def test_options_that_do_not_go_together(words, said, tmp_path, capsys):

@@ -169,9 +169,7 @@ def test_folders_of_others_are_not_deleted(source, work, capsys):
 def test_options_that_would_change_nothing_are_refused(source, capsys):
     done(capsys, "convert", "cu.extxyz", "cu")
     for words in (["info", "cu"], ["convert", "cu", "x"], ["sample", "cu", "3"]):
-        assert "--energy-unit says how files are read, but cu is a store" in refused(
-            capsys, *words, "--energy-unit", "Ha"
-        )
+        assert "--energy-unit is for reading files, but cu is a store" in refused(capsys, *words, "--energy-unit", "Ha")
 
 
 # ---- interrupted and parallel conversions
@@ -255,7 +253,9 @@ def test_ctrl_c_says_that_the_same_command_goes_on(large, whole, tmp_path, worke
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert out == ""
-    assert err.splitlines() == [f"interrupted: the same command goes on; what is done is kept in {target}.partial"]
+    assert err.splitlines() == [
+        f"interrupted: run the same command to resume; finished parts are kept in {target}.partial"
+    ]
     assert not target.exists()
     assert main(["data", "convert", str(large), str(target), "--cutoff", "3.5", "--workers", "1"]) == 0
     assert contents(target) == whole
@@ -451,7 +451,7 @@ def test_further_fields_are_named_on_the_command_line(work, capsys):
     assert frame.fields["mu"].tolist() == [0.0, 1.0, 2.0]
     assert frame.fields["charge"].tolist() == [0.25] * len(frame)
     assert "a shape is numbers with x between them" in refused(capsys, "info", "more.extxyz", "--field", "mu:frame:a")
-    assert "--field says how files are read" in refused(capsys, "info", "more.store", "--field", "gap")
+    assert "--field is for reading files" in refused(capsys, "info", "more.store", "--field", "gap")
 
 
 @pytest.mark.parametrize("verb", ["info", "convert", "sample"])
