@@ -144,7 +144,7 @@ def test_a_key_says_everything():
     for name in BLOCKS:
         plan = plan_of(name)
         assert plan_of_key(key_of_plan(plan)).paths == plan.paths
-    with pytest.raises(ForgefieldError, match="as its form"):
+    with pytest.raises(ForgefieldError, match="with the form"):
         plan_of_key('{"features": 3}')
 
 
