@@ -71,6 +71,11 @@ def _require_intact(content: io.BytesIO) -> None:
         raise DamagedCheckpoint(f"checksum of {broken} does not match")
     if missing := {"data.pkl", "version"} - members:
         raise DamagedCheckpoint(f"{min(missing)} is missing in the archive")
+    content.seek(0)
+    try:
+        torch._C.PyTorchFileReader(content)  # notices damage of the archive's structure that Python's reader tolerates
+    except RuntimeError as error:
+        raise DamagedCheckpoint(str(error).split("\n")[0]) from error
 
 
 class DamagedCheckpoint(Exception):
