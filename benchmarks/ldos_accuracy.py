@@ -51,7 +51,7 @@ CASES: dict[str, list[str]] = {
 def page_config(folder: Path, out: Path, seed: int) -> dict[str, Any]:
     """The be.yaml of docs/ldos.md with the paths of this machine and without the held-out snapshot."""
     page = (ROOT / "docs" / "ldos.md").read_text(encoding="utf-8")
-    config: dict[str, Any] = yaml.safe_load(page.split("`be.yaml`:")[1].split("Then:")[0])
+    config: dict[str, Any] = yaml.safe_load(page.split("`be.yaml`:")[1].split("\n\n")[1])
     config["data"]["train"] = [str(folder / name) for name in config["data"]["train"]]
     config["data"]["val"] = None
     del config["task"]["observables"]  # measured during a training, on validation snapshots
