@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forgefield.config import target_checks
+from forgefield.config import schema
 from forgefield.config.schema import TargetOptions, TaskOptions
 from forgefield.errors import ForgefieldError
 from forgefield.tasks.losses import LOSSES
@@ -186,7 +186,7 @@ def test_a_target_without_labels_is_refused():
 
 
 def test_every_registered_loss_is_a_choice_of_the_config():
-    assert tuple(LOSSES) == target_checks.LOSSES
+    assert tuple(LOSSES) == schema.LOSSES
 
 
 @pytest.mark.parametrize("name", [name for name in LOSSES if LOSSES[name](0.3).kernel is not None])
