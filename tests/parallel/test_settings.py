@@ -227,7 +227,9 @@ def test_a_journal_writes_the_file_that_was_asked_for(tmp_path):
     journal.close()
     for path in (tmp_path / "train.log", tmp_path / "run" / "log.txt"):
         text = path.read_text()
-        assert text.count("before the folder") == text.count("after it") == text.count("a warning") == 1
+        assert text.count("before the folder") == text.count("after it") == 1
+        assert "a warning" not in text
+    assert (tmp_path / "run" / "warnings.txt").read_text().count("a warning") == 1
 
 
 def test_a_log_that_cannot_be_written_is_a_sentence(tmp_path):
