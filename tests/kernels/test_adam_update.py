@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from forgefield.training.optim import captured_update
+from forgefield.training.optim import update
 from forgefield.training.optim.adam_update import adam_step
 from forgefield.training.optim.averages import WeightAverage
 from forgefield.training.optim.captured_update import CapturedUpdate
@@ -51,7 +51,7 @@ class Net(torch.nn.Module):
 
 @pytest.fixture
 def _counts_as_on_a_gpu(monkeypatch):
-    monkeypatch.setattr(captured_update, "_has_fused_kernel", lambda optimiser, group: True)
+    monkeypatch.setattr(update, "_has_fused_kernel", lambda optimiser, group: True)
 
 
 @pytest.mark.usefixtures("_counts_as_on_a_gpu")

@@ -170,7 +170,7 @@ def test_what_cannot_be_a_test_set_is_refused(test, message):
 def test_paths_of_named_sets_become_absolute(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = load_config({"name": "x", "data": {"train": "a.xyz", "test": {"hot": "b.xyz", "all": ["b.xyz", "c.xyz"]}}})
-    assert config.data.test.hot == str(tmp_path / "b.xyz")
+    assert config.data.test["hot"] == str(tmp_path / "b.xyz")
     assert list(config.data.test["all"]) == [str(tmp_path / name) for name in ("b.xyz", "c.xyz")]
 
 
