@@ -300,5 +300,5 @@ def test_classes_that_cannot_be_are_refused(task, sentence, tmp_path):
 def test_what_is_the_better_the_larger_it_is_cannot_be_watched(tmp_path):
     with_classes(tmp_path / "frames.extxyz", 14)
     made = config(tmp_path, task=CLASSES, fields=CLASS_FIELDS, training={"monitor": "val/kind_accuracy"})
-    with pytest.raises(ForgefieldError, match=r"watch val/kind_cross_entropy or val/loss"):
+    with pytest.raises(ForgefieldError, match=r"use val/kind_cross_entropy or val/loss"):
         api.train(made)

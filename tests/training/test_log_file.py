@@ -64,4 +64,4 @@ def test_date_and_hardware_are_in_the_record_and_the_report(tmp_path):
     page = (run.path / "report.html").read_text()
     for words in ("Date and hardware", info["started"][:10], info["hardware"]["cpu"], torch.__version__.split("+")[0]):
         assert words in page
-    assert "Validation uses the exponential moving average of the weights (EMA)." in page
+    assert "validation curves their exponential moving average (EMA)." in page

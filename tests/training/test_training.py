@@ -366,7 +366,7 @@ def test_fewer_epochs_than_were_trained_is_one_sentence_and_changes_nothing(tmp_
     config = tiny_config(tmp_path)
     run = train_only(config)
     before = (run.path / "config.yaml").read_bytes()
-    with pytest.raises(ForgefieldError, match=r"3 epochs behind it.*max_epochs=1"):
+    with pytest.raises(ForgefieldError, match=r"completed 3 epochs.*max_epochs=1"):
         train_only(config, "trainer.max_epochs=1")
     assert (run.path / "config.yaml").read_bytes() == before
 
