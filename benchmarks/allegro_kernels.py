@@ -23,7 +23,7 @@ from torch import Tensor
 from forgefield.kernels.edges.environment import edge_pass, environment_by_operator, launch, project_by_operator
 from forgefield.kernels.edges.environment_source import EdgePass
 from forgefield.ops.graph import Segments, cut
-from forgefield.ops.weighted_harmonics import project, sum_weighted
+from forgefield.ops.harmonics import project, sum_weighted
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from forgefield.config.schema import UnitOptions
+from forgefield.data.options import UnitOptions
 from forgefield.data.reading import read_table
 from forgefield.data.store.table import FrameTable
 

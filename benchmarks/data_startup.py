@@ -12,20 +12,18 @@ from typing import Any
 import numpy as np
 from data_measure import CACHE, Settings, Table, Timing, best_of, timed
 
-from forgefield.config.schema import DataOptions
 from forgefield.data.dataset import GraphDataset
 from forgefield.data.frame import Frame
 from forgefield.data.neighbours.graph import GraphOptions
+from forgefield.data.options import DataOptions
 from forgefield.data.sampling.loader import FrameLoader
 from forgefield.data.sampling.order import EveryFrameOnce, WeightedDraws, system_probabilities
 from forgefield.data.sampling.plan import Budget, StepPlan
 from forgefield.data.species import SpeciesTable
-from forgefield.data.splits.splits import resolve_splits
-from forgefield.data.statistics.statistics import compute_statistics
-from forgefield.data.store.manifest import FORMAT, MANIFEST, VERSION, manifest_hash
-from forgefield.data.store.moments import PartStatistics
-from forgefield.data.store.store import ALL_FIELDS
-from forgefield.data.store.writer import PartWriter
+from forgefield.data.splits import resolve_splits
+from forgefield.data.statistics import compute_statistics
+from forgefield.data.store.store import ALL_FIELDS, FORMAT, MANIFEST, VERSION, manifest_hash
+from forgefield.data.store.writer import PartStatistics, PartWriter
 
 CUTOFF = 3.0
 VALIDATION = 1000

@@ -22,16 +22,15 @@ from ase.build import bulk
 from ase.calculators.emt import EMT
 from torch import Tensor, nn
 
-from forgefield.config.schema import TargetOptions, TaskOptions
 from forgefield.data.batch import batch_from_frames, to_device
 from forgefield.data.frame import Frame
 from forgefield.data.species import SpeciesTable
 from forgefield.models.building import build_model
 from forgefield.models.nequip.options import preset_options
 from forgefield.models.potential import Potential
-from forgefield.parallel.buckets import GradientBuckets
-from forgefield.parallel.exchange import StepExchange
+from forgefield.parallel.reductions import GradientBuckets, StepExchange
 from forgefield.parallel.rendezvous import backends
+from forgefield.tasks.options import TargetOptions, TaskOptions
 from forgefield.tasks.task import Task
 
 SPECIES = ("Cu", "Ag", "Au")

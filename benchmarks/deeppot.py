@@ -28,20 +28,20 @@ import numpy as np
 import torch
 from engines import whole_step
 
-from forgefield.config.schema import LabelOptions, TargetOptions, TaskOptions, UnitOptions
 from forgefield.data.batch import Batch, batch_from_frames, to_device
+from forgefield.data.options import LabelOptions, UnitOptions
 from forgefield.data.readers import read_frames
 from forgefield.data.species import SpeciesTable
 from forgefield.errors import ForgefieldError
 from forgefield.models.building import build_model
 from forgefield.models.resolving import model_statistics, resolve_model
 from forgefield.tasks.metrics import ErrorMetrics
+from forgefield.tasks.options import TargetOptions, TaskOptions
 from forgefield.tasks.task import Task
-from forgefield.training.engines.blank import sizes
 from forgefield.training.engines.compiled import CompileEngine
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.graphs import GraphsEngine
-from forgefield.training.engines.size_plan import plan_sizes
+from forgefield.training.engines.padding import plan_sizes, sizes
 from forgefield.training.engines.step import StepFunction
 from forgefield.training.engines.verify import require_equal
 from forgefield.training.precision import TOLERANCES

@@ -20,14 +20,12 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer import call
 
 from forgefield.api import example_config
-from forgefield.diagnosis.figures import FIGURES, image_of
 from forgefield.diagnosis.loss_spike import LossSpike
-from forgefield.diagnosis.records import read_records
+from forgefield.diagnosis.records import FIGURES, image_of, read_records
 from forgefield.parallel.ranks import single_process
 from forgefield.training import fit as fitting
-from forgefield.training.callbacks.names import CALLBACKS
 from forgefield.training.run.journal import Journal
-from forgefield.training.trainer import user_callbacks
+from forgefield.training.trainer import CALLBACKS, user_callbacks
 
 MEASURED = ("gradient_check", "training_helper", "autocorrelation", "loss_spike", "throughput", "energy")
 ON_REQUEST: dict[str, dict[str, Any]] = {"forward_nan": {"name": "forward_nan"}}

@@ -33,8 +33,7 @@ import torch
 from ase.data import atomic_numbers
 from engines_peers import MODES, Peers
 
-from forgefield.bench.water import water
-from forgefield.config.schema import TargetOptions, TaskOptions
+from forgefield.bench.training import water
 from forgefield.data.batch import Batch, batch_from_frames, to_device
 from forgefield.data.readers import frames_from_atoms
 from forgefield.data.species import SpeciesTable
@@ -43,14 +42,14 @@ from forgefield.models.building import build_model
 from forgefield.models.potential import Potential
 from forgefield.models.resolving import resolve_model
 from forgefield.tasks.metrics import ErrorMetrics
+from forgefield.tasks.options import TargetOptions, TaskOptions
 from forgefield.tasks.task import Task
-from forgefield.training.engines.blank import sizes
 from forgefield.training.engines.choose import Choice, why_not_kernels
 from forgefield.training.engines.compiled import CompileEngine
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.graphs import GraphsEngine
+from forgefield.training.engines.padding import plan_sizes, sizes
 from forgefield.training.engines.script import ScriptEngine
-from forgefield.training.engines.size_plan import plan_sizes
 from forgefield.training.engines.step import DERIVATIVES, StepFunction
 from forgefield.training.engines.verify import require_equal
 from forgefield.training.optim.captured_update import CapturedUpdate
@@ -282,7 +281,11 @@ def peer_rows(
         if any(found[size] != about[size] for size in ("frames", "atoms", "edges")):
             raise SystemExit(f"{name} was given another batch than ours: {found}, {about}")
         memory = found["memory_bytes"]
-        row |= {"first_step_s": found["first_step_seconds"], "step_ms": found["step_ms"], "words": found["words"]}
+        row |= {
+            "first_step_s": found["first_step_seconds"],
+            "step_ms": found["step_ms"],
+            "description": found["description"],
+        }
         row["memory_gib"] = None if memory is None else memory / 2**30
         yield {**row, **{name: found[name] for name in ("parameters", "with_gradient", "all_finite")}}
 
@@ -319,7 +322,9 @@ def compare(rows: list[dict[str, Any]]) -> None:
                 times += f" = {row['step_ms'] / ours['step_ms']:.2f} x ours"
                 if row["memory_gib"] and ours["memory_gib"]:
                     times += f", memory {row['memory_gib'] / ours['memory_gib']:.1f} x"
-            print(f"{case:8} {row['engine']:18} {times}; {sizes_of}; {parameters}; {row.get('words', 'ours')}")
+            print(
+                f"{case:8} {row['engine']:18} {times}; {sizes_of}; {parameters}; {row.get('description', 'Forgefield')}"
+            )
 
 
 def arguments(words: list[str] | None) -> argparse.Namespace:

@@ -35,10 +35,10 @@ from forgefield.data.batch import Batch
 from forgefield.kernels.convolution.form import Form, form_of
 from forgefield.kernels.convolution.passes import Convolution, Motion, Radial, Rows
 from forgefield.kernels.convolution.sums import sum_into_field
-from forgefield.kernels.core import streams as beside
+from forgefield.kernels.core import runtime
 from forgefield.kernels.core.fields import TANGENT, Field
 from forgefield.kernels.edges.geometry import EdgeGeometry, moved_geometry
-from forgefield.kernels.edges.vectors import forces_by_kernel
+from forgefield.kernels.edges.segments import forces_by_kernel
 from forgefield.kernels.radial.packing import StoredTable
 from forgefield.kernels.radial.table import CHUNK, Intervals, TableGradient
 from forgefield.models.building import build_model
@@ -49,10 +49,9 @@ from forgefield.models.nequip.tables import radial_tables
 from forgefield.models.resolving import resolve_model
 from forgefield.ops.execution import STORAGE, execution
 from forgefield.ops.graph import EdgeGraph, edge_graph
-from forgefield.training.engines.blank import sizes
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.graphs import GraphsEngine
-from forgefield.training.engines.size_plan import plan_sizes
+from forgefield.training.engines.padding import plan_sizes, sizes
 from forgefield.training.engines.step import StepFunction
 from forgefield.training.precision import Precision
 
@@ -371,7 +370,7 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--budget", type=float, default=40.0, help="seconds after which nothing new is started")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--timeline", type=Path, help="write one step here, launch by launch")
-    parser.add_argument("--in-turn", action="store_true", help="nothing of the whole step runs beside the rest")
+    parser.add_argument("--in-turn", action="store_true", help="no part of the step runs concurrently with the rest")
     parser.add_argument("--count", action="store_true", help="print bytes by count and stop")
     parser.add_argument("--atoms", type=int, default=6144, help="for --count")
     parser.add_argument("--edges", type=int, default=332_582, help="for --count")
@@ -393,7 +392,7 @@ def main(words: list[str] | None = None) -> None:
         print(f"{name}, torch {torch.__version__}, preset {args.preset}, {frames} frames, {atoms} atoms, {edges} edges")
         assert isinstance(model.potential.model, NequIP)
         # The step goes first: it compiles what is then timed alone.
-        with mock.patch.object(beside, "capturing", return_value=False) if args.in_turn else nullcontext():
+        with mock.patch.object(runtime, "capturing", return_value=False) if args.in_turn else nullcontext():
             show_step(model, batch, args.knots, args.storage, args.timeline)
         with torch.no_grad():
             scene = Scene(model.potential.model, batch, args.knots)

@@ -22,10 +22,11 @@ from engines import MODELS, trained, water_batch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from forgefield.kernels.core.availability import interpreted
+from forgefield.kernels.core.runtime import interpreted
+from forgefield.kernels.edges import segments as segment_kernels
 from forgefield.kernels.radial import table
 from forgefield.models import potential
-from forgefield.ops import graph, segment_sum
+from forgefield.ops import graph
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.step import StepFunction
 from forgefield.training.precision import Precision
@@ -42,12 +43,12 @@ FREE = (
     "is_same",
 )
 """Beginnings of the names of operations that launch nothing."""
-HELPERS = tuple(f"ops/{name}.py" for name in ("graph", "activations", "tangents", "products", "segment_sum", "linear"))
+HELPERS = tuple(f"ops/{name}.py" for name in ("graph", "functions", "autograd", "products", "linear"))
 """Files whose callers say more than they do."""
 GROUPS = {
     "loss and errors": ("tasks/", "engines/step.py"),
-    "tables": ("nequip_tables", "kernels/radial.py", "deep_radial", "packing.py", "table.py", "radial_hidden"),
-    "edges": ("intervals.py", "geometry.py", "edges.py", "segments.py", "graph.py"),
+    "tables": ("nequip/tables.py", "radial/hidden.py", "packing.py", "radial/table.py", "radial_hidden"),
+    "edges": ("geometry.py", "edges.py", "segments.py", "graph.py"),
     "readout and energies": ("readout.py", "terms.py", "potential.py", "encode", "Perceptron"),
 }
 """Where a line belongs by what its place contains; all else belongs to the layers."""
@@ -95,20 +96,18 @@ def as_on_a_gpu() -> ExitStack:
     """Plain operations that take another way on a GPU."""
 
     def sum_rows(values: Tensor, segments: graph.Segments) -> Tensor:
-        return segment_sum.sum_by_pointers(
-            values, None if segments.rows_are_sorted else segments.order, segments.pointers
-        )
+        return graph.sum_by_pointers(values, None if segments.rows_are_sorted else segments.order, segments.pointers)
 
     def edge_graph(batch: dict[str, Tensor]) -> graph.EdgeGraph:
         return graph.EdgeGraph(*batch["edge_index"], batch["species"].shape[0], reverse=batch["edge_reverse"])
 
     def sum_by_kernel(flat: Tensor, order: Tensor | None, pointers: Tensor) -> Tensor:
-        return segment_sum._with_triton(segment_sum._kernel(), flat, order, pointers)
+        return segment_kernels._row_sums(segment_kernels._kernels().add_rows, flat, order, pointers)
 
     changes = ExitStack()
     changes.enter_context(mock.patch.object(graph, "sum_rows", sum_rows))
     changes.enter_context(mock.patch.object(potential, "edge_graph", edge_graph))
-    changes.enter_context(mock.patch.object(segment_sum, "_with_bags", sum_by_kernel))
+    changes.enter_context(mock.patch.object(graph._registered, "sums", sum_by_kernel))
     changes.enter_context(mock.patch.object(table, "sums_by_kernel", return_value=True))
     return changes
 

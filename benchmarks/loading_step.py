@@ -20,10 +20,10 @@ import torch
 
 from forgefield.bench.training import measure
 from forgefield.config.loading import load_config
-from forgefield.config.schema import UnitOptions
 from forgefield.data.batch import to_device, with_edges
 from forgefield.data.dataset import GraphDataset
 from forgefield.data.neighbours.graph import GraphOptions
+from forgefield.data.options import UnitOptions
 from forgefield.data.readers import read_frames
 from forgefield.data.species import SpeciesTable
 from forgefield.data.store.convert import convert

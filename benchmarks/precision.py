@@ -22,8 +22,6 @@ from ase import Atoms
 from ase.build import molecule
 from torch import Tensor
 
-from forgefield.config.schema import TargetOptions, TaskOptions
-from forgefield.config.training_checks import PRECISIONS
 from forgefield.data.batch import batch_from_frames, to_device
 from forgefield.data.readers import frames_from_atoms
 from forgefield.data.species import SpeciesTable
@@ -31,10 +29,12 @@ from forgefield.models.building import build_model
 from forgefield.models.potential import Potential
 from forgefield.models.resolving import resolve_model
 from forgefield.tasks.metrics import ErrorMetrics
+from forgefield.tasks.options import TargetOptions, TaskOptions
 from forgefield.tasks.task import Task
 from forgefield.training.engines.compiled import CompileEngine
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.step import StepFunction
+from forgefield.training.options import PRECISIONS
 from forgefield.training.precision import Precision
 
 SPECIES, CUTOFF = ("H", "O"), 5.0

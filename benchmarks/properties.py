@@ -23,7 +23,7 @@ from ase.build import bulk
 from ase.data import chemical_symbols
 
 import forgefield
-from forgefield.config.schema import LabelOptions, UnitOptions
+from forgefield.data.options import LabelOptions, UnitOptions
 from forgefield.data.reading import read_table
 
 ENCODERS: dict[str, dict[str, Any]] = {

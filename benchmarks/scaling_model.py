@@ -19,8 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-from forgefield.config.schema import LabelOptions, UnitOptions
-from forgefield.data.neighbours.lists import neighbour_list
+from forgefield.data.neighbours.graph import neighbour_list
+from forgefield.data.options import LabelOptions, UnitOptions
 from forgefield.data.readers import read_frames
 from forgefield.errors import ForgefieldError
 from forgefield.models.building import build_model

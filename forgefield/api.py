@@ -7,54 +7,47 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from forgefield.config.components import environment_of_children
 from forgefield.config.loading import load_config, require_training_data
-from forgefield.config.schema import Config, DataOptions
 from forgefield.config.sources import read_yaml
 from forgefield.config.template import commented_yaml
-from forgefield.config.test_sets import is_named
+from forgefield.data.options import DataOptions
+from forgefield.data.paths import is_named
 from forgefield.errors import ForgefieldError
-from forgefield.evaluation import (
-    ONLY_NOISE,
-    has_outputs,
-    is_unmeasured,
-    measure,
-    name_of_test,
-)
+from forgefield.evaluation import evaluate_training, is_unmeasured, name_of_test
 from forgefield.inference.ase import Calculator
 from forgefield.inference.predict import predict_file
-from forgefield.kinds import kind_of_model
-from forgefield.ldos.inference.electrons import ElectronModel
-from forgefield.ldos.inference.files import predict_electrons
+from forgefield.ldos.inference.files import ElectronOptions, predict_run
 from forgefield.ldos.model import LDOSNetwork
 from forgefield.models.importing import ImportedModel, ImportRequest
 from forgefield.models.potential import Potential
-from forgefield.models.registry import importer
-from forgefield.parallel.failures import abort_all_on_error, stop_all_ranks
 from forgefield.parallel.launch import detect_launch
-from forgefield.parallel.ranks import Ranks
-from forgefield.parallel.session import current_ranks
+from forgefield.parallel.session import abort_all_on_error, current_ranks
 from forgefield.parallel.spawn import run_ranks
 from forgefield.report.page import write_report
-from forgefield.runs import Run, create_run_from_model, run_exists
-from forgefield.training.fit import TrainingResult, code_after, fit
+from forgefield.runs import Run, create_run_from_import, run_exists
+from forgefield.settings import Config
+from forgefield.training.fit import TrainingResult, fit
 from forgefield.training.run.folder import config_of_run
 from forgefield.training.run.journal import Journal
-from forgefield.training.run.signals import StopControl, StopNow
 from forgefield.training.trainer import processes_wanted
 
+ConfigSource = str | Path | dict[str, Any] | Config
+"""A YAML file, a dictionary or a loaded config."""
+RunSource = str | os.PathLike[str] | Run
+"""Name or path of a run, or a `Run`."""
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 """Structures or snapshots: a file, folder, glob or store, or a list of them."""
-TestData = Source | Mapping[str, Source]
 
 __all__ = [
     "Calculator",
     "ElectronOptions",
     "Run",
+    "import_mala",
+    "import_model",
     "load",
     "load_run",
     "predict",
@@ -68,7 +61,7 @@ __all__ = [
 
 
 def train(
-    config: str | Path | dict[str, Any] | Config,
+    config: ConfigSource,
     *overrides: str,
     fresh: bool = False,
     trust_code: bool = False,
@@ -132,27 +125,10 @@ def train_with_outcome(
     try:
         fitted = fit(config, fresh=fresh, journal=journal, ranks=ranks, trust_code=trust_code)
         if ranks.broadcast(fitted.outcome == "finished" or is_unmeasured(fitted)):
-            return _measured(fitted, config, journal, ranks)
+            return evaluate_training(fitted, config, journal, ranks)
         return fitted
     finally:
         journal.close()
-
-
-def _measured(fitted: TrainingResult, config: Config, journal: Journal, ranks: Ranks) -> TrainingResult:
-    """Evaluate the best model and write the report. A request to stop ends this at once; run the same command to finish it."""
-    requeue_exit = config.training.checkpoint.requeue_exit
-    try:
-        with StopControl(None, requeue_exit=requeue_exit) as stop, stop.at_once():
-            measure(fitted, config, journal, ranks)
-    except StopNow as stopped:
-        reason = stopped.request.reason
-        sentence = f"Stopped during the final evaluation: {reason}. Run the same command to finish it."
-        if ranks.is_rank_zero:
-            journal.notify(sentence)
-        code = code_after(stopped.request, requeue_exit, ranks, journal)
-        stop_all_ranks(ranks, sentence, code)
-        return replace(fitted, outcome="stopped", exit_code=code)
-    return fitted
 
 
 def _train_in_processes(
@@ -167,7 +143,7 @@ def _train_in_processes(
         command += ["--trust-code"] if trust_code else []
         command += ["-l", str(log)] if log is not None else []
         code = run_ranks(command, n, environ=environment_of_children())
-    run = Run(config.folder, trust_code=code == 0)  # what it names, the config named or the user allowed
+    run = Run(config.folder, trust_code=code == 0)  # the config named its code, or the user allowed it
     if code == 0:
         return TrainingResult(run, None, "quick" if config.trainer.get("fast_dev_run") else "finished")
     stopped = code in (config.training.checkpoint.requeue_exit, 128 + signal.SIGINT)
@@ -184,7 +160,7 @@ def train_example(overrides: list[str] | None = None, *, fresh: bool = False) ->
 
 
 def example_config(overrides: list[str], *, make: bool) -> Config:
-    """The config of the built-in example. make: whether to generate its data if it does not exist."""
+    """The config of the built-in example. make: whether to generate missing data."""
     from importlib.resources import as_file, files
 
     from forgefield.data.example import make_example
@@ -198,7 +174,7 @@ def example_config(overrides: list[str], *, make: bool) -> Config:
 
 
 def load(
-    run: str | os.PathLike[str] | Run,
+    run: RunSource,
     *,
     which: str = "best",
     device: str = "cpu",
@@ -233,8 +209,8 @@ def load_run(name: str | os.PathLike[str], *, out: str | os.PathLike[str] = "run
 
 
 def test(
-    run: str | os.PathLike[str] | Run,
-    data: TestData,
+    run: RunSource,
+    data: Source | Mapping[str, Source],
     *,
     options: DataOptions | None = None,
     which: str = "best",
@@ -263,15 +239,20 @@ def test(
     with abort_all_on_error(ranks):
         run = Run.open(run, trust_code=trust_code)
         run.require_head(head)
-        settings = options if options is not None else _data_options(run)
-        sets: Mapping[str, TestData] = data if isinstance(data, Mapping) and is_named(data) else {"": data}
+        if ranks.is_rank_zero:
+            run.writable()
+        ranks.barrier()
+        run = run.writable()
+        options = options if options is not None else run.data_options()
+        sets: Mapping[str, object] = data if isinstance(data, Mapping) and is_named(data) else {"": data}
         test_data, errors = run.kind.test.load(), {}
         for name, files in sets.items():
+            results_name = name_of_test(run, files, which=which, head=head, title=name)
             errors[name] = test_data(
                 run,
                 files,
-                settings,
-                name_of_test(run, files, which=which, head=head, called=name),
+                options,
+                results_name,
                 which=which,
                 device=device,
                 labels_required=labels_required,
@@ -284,7 +265,7 @@ def test(
 
 
 def predict(
-    run: str | os.PathLike[str] | Run,
+    run: RunSource,
     source: Source,
     out: str | os.PathLike[str],
     *,
@@ -330,24 +311,23 @@ def predict(
     _require_first_rank("predict")
     run = Run.open(run, trust_code=trust_code)
     run.require_head(head)
-    options = options if options is not None else _data_options(run)
+    options = options if options is not None else run.data_options()
     if run.of_points:
         if overwrite:
             raise ForgefieldError(
-                f"--force: run {run.name} is a run of grid points, which writes to a new folder only."
+                f"--force: run {run.name} was trained on grid points and writes to a new folder only."
             )
         if batch is not None:
             raise ForgefieldError(
-                f"data.batch.frames: run {run.name} is a run of grid points, which predicts one structure at a time."
+                f"data.batch.frames: run {run.name} was trained on grid points and predicts one structure at a time."
             )
-        return _predict_electrons(run, source, out, options, electrons or ElectronOptions(), which, device, notify)
+        electrons = electrons or ElectronOptions()
+        return predict_run(run, source, out, electrons, which=which, device=device, units=options.units, notify=notify)
     if electrons is not None and (changed := electrons.changed()):
         raise ForgefieldError(f"{changed[0]} is for LDOS runs; run {run.name} is a potential without electrons.")
-    if not has_outputs(run):
-        raise ForgefieldError(ONLY_NOISE.format(run.name))
-    potential = run.load_potential(which, device, head=head)
+    run.require_outputs()
     return predict_file(
-        potential,
+        run.load_potential(which, device, head=head),
         source,
         Path(out),
         batch or 16,
@@ -358,46 +338,8 @@ def predict(
     )
 
 
-@dataclass(frozen=True)
-class ElectronOptions:
-    """Options for predictions of an LDOS run.
-
-    temperature: of the electrons, K. grid: number of points along each cell vector; or spacing: their distance, A; default: as
-    in the training snapshots. pseudopotentials: folder of UPF files. electrons: number of electrons in the cell. ldos: whether
-    to write the LDOS, too.
-    """
-
-    temperature: float | None = None
-    grid: Sequence[int] | None = None
-    spacing: float | None = None
-    pseudopotentials: str | os.PathLike[str] | None = None
-    electrons: float | None = None
-    ldos: bool = False
-
-    def changed(self) -> list[str]:
-        """Names of the options that are not the default."""
-        return [name for name, value in vars(self).items() if value not in (None, False)]
-
-
-def _predict_electrons(
-    run: Run,
-    source: Source,
-    out: str | os.PathLike[str],
-    options: DataOptions,
-    asked: ElectronOptions,
-    which: str,
-    device: str,
-    notify: Callable[[str], None],
-) -> Path:
-    settings = {name: value for name, value in vars(asked).items() if name not in ("temperature", "ldos")}
-    model = ElectronModel(run, which=which, device=device, **settings)
-    return predict_electrons(
-        model, source, out, temperature=asked.temperature, ldos=asked.ldos, units=options.units, notify=notify
-    )
-
-
 def tune(
-    config: str | Path | dict[str, Any] | Config,
+    config: ConfigSource,
     *overrides: str,
     space: Sequence[str] = (),
     trials: int | None = None,
@@ -421,106 +363,45 @@ def tune(
     trust_code
         As in `train`.
     """
-    folder, code = tune_with_outcome(
-        config, list(overrides), space=space, trials=trials, fresh=fresh, trust_code=trust_code
-    )
+    from forgefield.tuning.search import run_search
+
+    folder, code = run_search(config, overrides, space=space, trials=trials, fresh=fresh, trust_code=trust_code)
     if code != 0:
         raise ForgefieldError(f"The search was stopped (exit code {code}); call it again to resume.")
     return folder
 
 
-def tune_with_outcome(
-    config: str | Path | dict[str, Any] | Config,
-    overrides: list[str],
-    *,
-    space: Sequence[str] = (),
-    trials: int | None = None,
-    workers: int = 1,
-    fresh: bool = False,
-    worker: int | None = None,
-    trust_code: bool = False,
-) -> tuple[Path, int]:
-    """Search and return the folder of the search and an exit code. worker: the number of this process among the workers that
-    one command has started. Other parameters: as in `tune`."""
-    from forgefield.tuning.page import write_page
-    from forgefield.tuning.search import Stopped, move_aside, prepare, work, write_best
-    from forgefield.tuning.workers import run_workers
-
-    search = prepare(config, overrides, space=space, trials=trials, trust_code=trust_code)
-    if fresh:
-        move_aside(search)
-    code = 0
-    if workers > 1:
-        search.open()
-        words = [str(config), *overrides, *(word for spec in space for word in ("--space", spec))]
-        words += ["--trust-code"] if trust_code else []
-        code = run_workers([*words, *(["--trials", str(trials)] if trials is not None else [])], workers)
-        study = search.open()
-    else:
-        try:
-            study = work(search, worker=worker or 0)
-        except Stopped as stopped:
-            print("Stopped; run the same command to resume.")
-            return search.folder, stopped.code
-    if worker is not None:
-        return search.folder, code
-    best, page = write_best(search, study), write_page(search, study)
-    if best is not None:
-        print(f"best: {search.monitor} {study.best_value:.6g}, trial {study.best_trial.number}; {best}")
-        print(f"its run: {search.folder / 'trials' / study.best_trial.user_attrs['folder']}")
-    print(f"figures: {page}")
-    return search.folder, code
-
-
 def import_model(
     program: str, request: ImportRequest, *, name: str | None = None, out: str | os.PathLike[str] = "runs"
 ) -> tuple[Run, ImportedModel]:
-    """A run around a model of another program, and what was read. program: see `models.registry.import_formats`.
+    """Import a model of another program as a run; returns the run and a description of the model.
 
-    name: of the run; default: that of the file.
+    Parameters
+    ----------
+    program
+        One of `models.registry.import_formats`.
+    request
+        The file and how to read it.
+    name
+        Name of the run; default: that of the file.
+    out
+        Folder of the run.
     """
-    reader = importer(program)
-    reader.check(request, program)
-    imported = reader.read(request)
-    build = kind_of_model(imported.resolved["name"]).build_model.load()
-    model = build(imported.resolved, precision=imported.precision, seed=0, trust=reader.trust)
-    model.load_state_dict(imported.state)
-    created = create_run_from_model(
-        name=name or reader.run_name(request),
-        out=out,
-        resolved=imported.resolved,
-        potential=model,
-        origin=imported.origin,
-        precision=imported.precision,
-        settings=imported.settings,
-        facts=imported.facts,
-    )
-    return created, imported
+    return create_run_from_import(program, request, name=name, out=out)
 
 
 def import_mala(file: str | os.PathLike[str], *, name: str | None = None, out: str | os.PathLike[str] = "runs") -> Run:
-    """A run with the model in an archive of MALA's `save_run`. name: of the run; default: that of the file."""
+    """Import the model of an archive written by MALA's `save_run` as a run. name, out: as in `import_model`."""
     return import_model("mala", ImportRequest(str(file)), name=name, out=out)[0]
 
 
-def report(run: str | os.PathLike[str] | Run) -> Path:
+def report(run: RunSource) -> Path:
     """Rewrite `report.html` of a run and return its path."""
     _require_first_rank("report")
-    return write_report(Run.open(run).path)
+    return write_report(Run.open(run).writable().path)
 
 
 def _require_first_rank(verb: str) -> None:
     launch = detect_launch(os.environ)
     if launch.rank > 0:
         raise ForgefieldError(f"{verb} runs in one process: call it on rank 0 alone (this is rank {launch.rank}).")
-
-
-def _data_options(run: Run) -> DataOptions:
-    """The data section of the run; for an imported model, the defaults. Fields that the model predicts are read as in training,
-    where a store said what they are, too."""
-    options = run.config.data
-    if options.labels.fields is None and run.heads:
-        options.labels.fields = {
-            name: {"per": head["per"], "shape": head["shape"], "unit": head["unit"]} for name, head in run.heads.items()
-        }
-    return options

@@ -1,7 +1,7 @@
 """Errors of trained models, at the end of a training and on other data.
 
 Every rank predicts a share of the samples; rank 0 combines them and writes predictions, errors and the report to the run
-folder. This module evaluates frames and holds what all kinds of samples share; `kinds` names the evaluation of the others.
+folder. This module evaluates frames and contains what all kinds of samples share; `kinds` names the evaluation of other kinds.
 """
 
 from __future__ import annotations
@@ -11,47 +11,51 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import datetime
 from itertools import chain, count
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from forgefield.config.schema import Config, DataOptions
-from forgefield.config.test_sets import test_sets
 from forgefield.config.trust import code_of_model
-from forgefield.data.batch_spec import BatchSpec
+from forgefield.data.batch import BatchSpec
 from forgefield.data.dataset import GraphDataset
 from forgefield.data.labels.label_reader import LabelReader
+from forgefield.data.module import FrameData
+from forgefield.data.options import DataOptions
+from forgefield.data.paths import test_sets
 from forgefield.data.reading import label_settings, read_table, unit_settings
 from forgefield.data.sampling.batching import evaluation_budget
 from forgefield.data.sampling.loader import FrameLoader
 from forgefield.data.sampling.plan import Budget
 from forgefield.data.species import SpeciesTable
-from forgefield.data.splits.splits import is_lazy
+from forgefield.data.splits import is_lazy
 from forgefield.errors import ForgefieldError
 from forgefield.files import write_atomically, written_whole
 from forgefield.inference.evaluate import evaluate_batches, join_in_order, per_atom_outputs
+from forgefield.models.potential import Potential
 from forgefield.models.resolving import branch_names, excluded_species, single_branch
 from forgefield.parallel.accelerators import evaluation_device
 from forgefield.parallel.ranks import Ranks
+from forgefield.parallel.session import stop_all_ranks
 from forgefield.report.page import write_parity_png, write_report
-from forgefield.runs import Run, built
+from forgefield.runs import Run, build_from_options
+from forgefield.settings import Config
 from forgefield.tasks.classes import auroc
 from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.targets import LABELS
-from forgefield.training.fit import TrainingResult
+from forgefield.training.fit import TrainingResult, code_after
 from forgefield.training.problem.preflight import require_same_data
-from forgefield.training.run.evaluation_progress import with_progress
-from forgefield.training.run.journal import Journal
+from forgefield.training.run.journal import Journal, with_progress
+from forgefield.training.run.signals import StopControl, StopNow
 from forgefield.training.run.summary import end_summary
 
 
 def is_unmeasured(fitted: TrainingResult) -> bool:
-    """A complete run whose results are missing, were computed with other weights, or are of other test data."""
+    """Whether results of a complete run are missing, were computed with other weights, or are for other test data."""
     if fitted.outcome != "complete" or fitted.data is None:
         return False
     run = fitted.run
@@ -59,14 +63,34 @@ def is_unmeasured(fitted: TrainingResult) -> bool:
     if needs_test or not (run.path / "report.html").exists():
         return True
     info = run.info
-    if "measured" not in info:  # a run of an earlier version, which kept no record
+    if "measured" not in info:  # a run of an earlier version, which did not record it
         return "data.test" in fitted.changed
-    return bool(info["measured"] != _what_is_measured(run, run.config))
+    return bool(info["measured"] != _measured_record(run, run.config))
 
 
-def _what_is_measured(run: Run, config: Config) -> dict[str, str]:
-    """What the results of a run depend on: the best weights and the test data."""
+def _measured_record(run: Run, config: Config) -> dict[str, str]:
+    """The best weights and the test data, on which the results of a run depend, as stored in `run.json`."""
     return {"weights_sha256": run.read_weights("best").sha256, "test": str(config.data.test)}
+
+
+def evaluate_training(fitted: TrainingResult, config: Config, journal: Journal, ranks: Ranks) -> TrainingResult:
+    """Evaluate the best weights on validation and test data and return the outcome of the training.
+
+    Rank 0 writes the results and the report. A request to stop ends the evaluation at once; the same command then finishes it.
+    """
+    requeue_exit = config.training.checkpoint.requeue_exit
+    try:
+        with StopControl(None, requeue_exit=requeue_exit) as stop, stop.at_once():
+            measure(fitted, config, journal, ranks)
+    except StopNow as stopped:
+        reason = stopped.request.reason
+        message = f"Stopped during the final evaluation: {reason}. Run the same command to finish it."
+        if ranks.is_rank_zero:
+            journal.notify(message)
+        code = code_after(stopped.request, requeue_exit, ranks, journal)
+        stop_all_ranks(ranks, message, code)
+        return replace(fitted, outcome="stopped", exit_code=code)
+    return fitted
 
 
 def measure(fitted: TrainingResult, config: Config, journal: Journal, ranks: Ranks) -> None:
@@ -74,18 +98,18 @@ def measure(fitted: TrainingResult, config: Config, journal: Journal, ranks: Ran
     run, data = fitted.run, fitted.data
     assert data is not None
     run.kind.measure.load()(run, config, data, journal, ranks)
-    if ranks.is_rank_zero:  # last: results count only when all of them are there
-        run.write_info(measured=_what_is_measured(run, config))
+    if ranks.is_rank_zero:  # last, because results are valid only when all of them have been written
+        run.write_info(measured=_measured_record(run, config))
 
 
-def measure_frames(run: Run, config: Config, data: Any, journal: Journal, ranks: Ranks) -> None:
-    """Errors on validation and test frames, each frame predicted by one rank; rank 0 writes."""
+def measure_frames(run: Run, config: Config, data: FrameData, journal: Journal, ranks: Ranks) -> None:
+    """Evaluate the best weights on validation and test frames, each predicted by one rank; rank 0 writes the results."""
     batch = evaluation_budget(config.data)
     device = evaluation_device(config.trainer.get("accelerator"))
     data = data.serve(BatchSpec(on_gpu=device.startswith("cuda"))).data
     results: dict[str, dict[str, float]] = {}
     for split, dataset in data.splits():
-        if split != "train" and has_outputs(run):
+        if split != "train" and run.has_outputs:
             results[split] = evaluate(
                 run, dataset, split, which="best", device=device, batch=batch, ranks=ranks, journal=journal
             )
@@ -95,20 +119,7 @@ def measure_frames(run: Run, config: Config, data: Any, journal: Journal, ranks:
     for name in data.tests.keys() & results.keys():
         write_test(run, results[name], name=name, data=sources[name], which="best", frames=len(data.tests[name]))
     write_report(run.path)
-    branches = branch_names(run.info["model"])
-    head, flag = (f", head={branches[0]!r}", f" --head {branches[0]}") if branches else ("", "")
-    if any(code_of_model(run.info["model"])):
-        head, flag = f"{head}, trust_code=True", f"{flag} --trust-code"
-    hints = [
-        *(
-            [f"from forgefield import Calculator; atoms.calc = Calculator({str(run.path)!r}{head})"]
-            if run.has_energy
-            else []
-        ),
-        *([] if has_outputs(run) else [f"train further: model: {{from: {run.name}}}"]),
-        *([f"forgefield predict {run.path} structures.extxyz -o predicted.extxyz{flag}"] if has_outputs(run) else []),
-        f"report: {run.path / 'report.html'}",
-    ]
+    hints = _usage_hints(run)
     journal.show(
         lambda console: end_summary(
             console,
@@ -122,9 +133,25 @@ def measure_frames(run: Run, config: Config, data: Any, journal: Journal, ranks:
     )
 
 
+def _usage_hints(run: Run) -> list[str]:
+    """Commands and code that use the model of a run, for the summary at the end of a training."""
+    branches = branch_names(run.info["model"])
+    argument, flag = (f", head={branches[0]!r}", f" --head {branches[0]}") if branches else ("", "")
+    if any(code_of_model(run.info["model"])):
+        argument, flag = f"{argument}, trust_code=True", f"{flag} --trust-code"
+    hints = []
+    if run.has_energy:
+        hints.append(f"from forgefield import Calculator; atoms.calc = Calculator({str(run.path)!r}{argument})")
+    if run.has_outputs:
+        hints.append(f"forgefield predict {run.path} structures.extxyz -o predicted.extxyz{flag}")
+    else:
+        hints.append(f"train further: model: {{from: {run.name}}}")
+    return [*hints, f"report: {run.path / 'report.html'}"]
+
+
 def test_frames(
     run: Run,
-    data: Any,
+    data: object,
     options: DataOptions,
     name: str,
     *,
@@ -168,23 +195,24 @@ def evaluate(
     hints: Mapping[str, str] | None = None,
     journal: Journal | None = None,
 ) -> dict[str, float]:
-    """Predict a data set, keep the predictions in the run, give the errors (on rank 0; the others only predict).
+    """Predict a data set, store the predictions in the run as `split`, and return the errors by name; empty on other ranks
+    than 0.
 
-    hints: for labels that may be missing, a sentence on values of other names. journal: where progress is shown.
+    Parameters
+    ----------
+    which, device, head
+        Weights, device and branch, as in `api.load`.
+    batch
+        Size of a batch.
+    hints
+        For labels that may be missing, a sentence about similar values with other names.
+    journal
+        Where to show progress.
     """
-    potential: Any = load_shared(run, which, device, ranks, head)
-    ours = [name for name in dict.fromkeys(LABELS.values()) if potential.has_energy or name == "forces"]
-    ours = ours if potential.has_energy or potential.forces_are_direct else []
-    outputs = [*ours, *potential.extra_outputs]
-    if not outputs:
-        raise ForgefieldError(ONLY_NOISE.format(run.name))
-    labels = [name for name in outputs if name in _labels_of(dataset) and dataset.frames.carries(name).any()]
-    if not labels:
-        seen = "".join(f"{hint}, or " for name, hint in (hints or {}).items() if name in outputs)
-        raise ForgefieldError(
-            f"None of these frames carries {', '.join(outputs[:-1])}{' or ' if outputs[1:] else ''}{outputs[-1]}, so there "
-            f"is nothing to compare with; {seen}use forgefield predict."
-        )
+    potential = load_shared(run, which, device, ranks, head)
+    assert isinstance(potential, Potential), "runs on frames have no other model"
+    run.require_outputs()
+    labels = _labels_to_compare(potential, dataset, hints or {})
     loader = FrameLoader(dataset, batch, rank=ranks.rank, world_size=ranks.world_size)
     batches = loader if journal is None else with_progress(loader, len(loader), journal, f"{split} frames")
     parts = evaluate_batches(
@@ -194,16 +222,38 @@ def evaluate(
         stress="stress" in labels,
         device=device,
     )
-    all_gather = ranks.gather(parts)
+    gathered = ranks.gather(parts)
     if not ranks.is_rank_zero:
         return {}
-    arrays = join_in_order([part for of_rank in all_gather for part in of_rank], per_atom=per_atom_outputs(potential))
+    arrays = join_in_order([part for of_rank in gathered for part in of_rank], per_atom=per_atom_outputs(potential))
     arrays["species_symbols"] = np.array(run.species)
     arrays |= _origins(dataset)
     (run.path / "predictions").mkdir(exist_ok=True)
     with written_whole(run.path / "predictions" / f"{split}.npz") as partial:
         np.savez_compressed(partial, allow_pickle=False, **arrays)
-    names = tuple(labels)
+    return _errors(run, tuple(labels), arrays)
+
+
+def _labels_to_compare(potential: Potential, dataset: GraphDataset, hints: Mapping[str, str]) -> list[str]:
+    """Outputs of the model for which the data has labels; an error where there are none."""
+    outputs = list(potential.extra_outputs)
+    if potential.has_energy:
+        outputs = [*dict.fromkeys(LABELS.values()), *outputs]
+    elif potential.forces_are_direct:
+        outputs = ["forces", *outputs]
+    possible = {*LABELS.values(), *dataset.fields}
+    labels = [name for name in outputs if name in possible and dataset.frames.carries(name).any()]
+    if not labels:
+        similar = "".join(f"{hint}, or " for name, hint in hints.items() if name in outputs)
+        names = " or ".join(filter(None, (", ".join(outputs[:-1]), outputs[-1])))
+        raise ForgefieldError(
+            f"None of these frames has {names}, so there is nothing to compare with; {similar}use forgefield predict."
+        )
+    return labels
+
+
+def _errors(run: Run, names: tuple[str, ...], arrays: dict[str, np.ndarray]) -> dict[str, float]:
+    """Errors of predictions by name. arrays: as returned by `inference.evaluate.predict_dataset`."""
     classes = {name: values for name, values in run.classes.items() if name in names}
     uncounted = {name: excluded_species(run.info["model"]) for name in ("energy", "forces", "virial")}
     uncounted |= {name: head.get("uncounted") or () for name, head in run.heads.items()}
@@ -223,39 +273,26 @@ def evaluate(
     return metrics.compute() | _auroc(arrays, classes)
 
 
-ONLY_NOISE = "Run {} learnt noise alone and predicts nothing; train it further (model.from)."
-
-
-def has_outputs(run: Run) -> bool:
-    """Whether its model predicts anything; one that learnt noise alone does not."""
-    return run.has_energy or run.forces_are_direct or bool(run.heads)
-
-
 def _auroc(arrays: dict[str, np.ndarray], classes: dict[str, list[float]]) -> dict[str, float]:
-    """Of targets with two classes; the second is the positive one."""
-    found = {}
+    """Areas under the ROC curve of targets with two classes, of which the second is the positive one."""
+    areas = {}
     for name, values in classes.items():
         labelled = ~np.isnan(arrays[f"{name}_ref"])
         area = auroc(arrays[f"{name}_prob"][labelled, -1], arrays[f"{name}_ref"][labelled] == values[-1])
         if len(values) == 2 and area is not None:
-            found[f"{name}_auroc"] = area
-    return found
-
-
-def _labels_of(dataset: GraphDataset) -> set[str]:
-    """What its frames may carry."""
-    return {*LABELS.values(), *dataset.fields}
+            areas[f"{name}_auroc"] = area
+    return areas
 
 
 def load_shared(run: Run, which: str, device: str, ranks: Ranks, head: str | None = None) -> nn.Module:
-    """The trained model (one branch of it) on every rank, read from the disk by rank 0 alone."""
+    """The trained model, or one branch of it, on every rank; only rank 0 reads it from disk."""
     if ranks.world_size == 1:
         return run.load_model(which, device, head=head)
     potential = run.load_model(which, "cpu", head=head) if ranks.is_rank_zero else None
     resolved = run.info["model"] if head is None else single_branch(run.info["model"], None, head)[0]
     recipe = ranks.broadcast((resolved, run.info["precision"], potential.state_dict()) if potential else None)
     if potential is None:
-        potential = built(recipe[0], recipe[1], run.trust)
+        potential = build_from_options(recipe[0], recipe[1], run.trust)
         potential.load_state_dict(recipe[2])
     return potential.to(device).eval()
 
@@ -272,49 +309,52 @@ def _origins(dataset: GraphDataset) -> dict[str, np.ndarray]:
     }
 
 
-def name_of_test(run: Run, data: Any, *, which: str, head: str | None = None, called: str = "") -> str:
-    """Name of the results on some data: that of `data.test` where it is the same data, else what the data is called or the
-    name of its first file. Results on other data or with other weights that have this name already are kept: a number is
-    added."""
-    wanted = _identity(data, which, head)
-    own = run.config.data.test
-    names = [name for name, files in test_sets(own).items() if _identity(files, "best", None) == wanted]
+def name_of_test(run: Run, data: object, *, which: str, head: str | None = None, title: str = "") -> str:
+    """Name under which results on `data` are stored.
+
+    For the data of `data.test` it is the name of that set, otherwise the title or the first file of the data. A number is added
+    if there are results of other data or weights with this name, so that they are not overwritten.
+    """
+    identity = _identity(data, which, head)
+    configured = run.config.data.test
+    names = [name for name, files in test_sets(configured).items() if _identity(files, "best", None) == identity]
     if names:
         return names[0]
     first = data[0] if isinstance(data, (list, tuple)) else data
     first = first.get("path", first) if isinstance(first, dict) else first
     words = [
-        called or Path(str(first)).stem,
+        title or Path(str(first)).stem,
         *([head] if head is not None else []),
         *([which] if which != "best" else []),
     ]
     stem = "test-" + re.sub(r"[^A-Za-z0-9_.+-]+", "-", "-".join(words))
     candidates = chain(
-        ["test"] if own in (None, 0) and not called else [], [stem], (f"{stem}-{number}" for number in count(2))
+        ["test"] if configured in (None, 0) and not title else [], [stem], (f"{stem}-{number}" for number in count(2))
     )
-    return next(name for name in candidates if _is_free(run, name, wanted, data))
+    return next(name for name in candidates if _is_free(run, name, identity, data))
 
 
-def _is_free(run: Run, name: str, identity: str, data: Any) -> bool:
-    """Whether results of that name are of the same data and weights, or there are none."""
+def _is_free(run: Run, name: str, identity: str, data: object) -> bool:
+    """Whether there are no results of that name, or they are of the same data and weights."""
     try:
         stored = json.loads((run.path / f"{name}.json").read_text())
     except FileNotFoundError:
         return name not in test_sets(run.config.data.test) or name == "test"
     except (OSError, ValueError):
-        return True  # nobody can read it
+        return True  # damaged, so nothing is lost
     if "identity" not in stored:  # written by an earlier version
         return stored.get("source") == _short(str(data))
     return stored["identity"] == identity
 
 
-def _identity(data: Any, which: str, head: str | None) -> str:
-    """The same for the same files, weights and branch, wherever they are named from."""
+def _identity(data: object, which: str, head: str | None) -> str:
+    """A digest of files, weights and branch that does not depend on the working directory."""
     words = json.dumps([_absolute(data), which, head], default=str)
     return hashlib.blake2b(words.encode(), digest_size=8).hexdigest()
 
 
-def _absolute(data: Any) -> Any:
+def _absolute(data: object) -> object:
+    """Data with absolute paths; a list of one path is that path."""
     if isinstance(data, (str, os.PathLike)):
         return os.path.abspath(data)
     if isinstance(data, (list, tuple)):
@@ -324,14 +364,14 @@ def _absolute(data: Any) -> Any:
 
 
 def _short(text: str) -> str:
-    """Without the folder that this is run in, which tells the reader of a report nothing."""
+    """A path relative to the working directory, if it is inside."""
     return text.replace(f"{Path.cwd()}{os.sep}", "")
 
 
 def write_test(
-    run: Run, errors: dict[str, float], *, name: str, data: Any, which: str, head: str | None = None, **counts: int
+    run: Run, errors: dict[str, float], *, name: str, data: object, which: str, head: str | None = None, **counts: int
 ) -> None:
-    """Write `NAME.json`. counts: how many samples there were, by what they are."""
+    """Write errors to `NAME.json` of a run. counts: number of samples, as in `frames=100`."""
     content = {
         "source": _short(str(data)),
         "weights": which,

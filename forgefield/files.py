@@ -5,12 +5,13 @@ Temporary names carry host and process, so that what a crash left behind can be 
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -153,3 +154,14 @@ def is_writable_folder(folder: Path) -> bool:
     except OSError:
         return False
     return os.access(folder, os.W_OK)
+
+
+def find_path(path: str, folders: Sequence[Path]) -> str:
+    """`path` in the first of `folders` where it (or, for a pattern, a match) exists; in the first one if nowhere."""
+    text = str(Path(path).expanduser())
+    candidates = [str((folder / text).absolute()) for folder in folders]
+    for candidate in candidates:
+        file = candidate.partition("#")[0]  # what follows is a group within the file
+        if Path(candidate).exists() or Path(file).is_file() or glob.glob(candidate, recursive=True):
+            return candidate
+    return candidates[0]

@@ -61,7 +61,7 @@ FRAMES = SampleKind(
     measure=ImportPath("forgefield.evaluation.measure_frames"),
     test=ImportPath("forgefield.evaluation.test_frames"),
     errors_section=ImportPath("forgefield.report.sections.errors.errors_section"),
-    usage_section=ImportPath("forgefield.report.sections.usage.usage_section"),
+    usage_section=ImportPath("forgefield.report.sections.model.usage_section"),
     counted="atoms",
 )
 """Structures with atoms; all models that are not listed for another kind."""

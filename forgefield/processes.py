@@ -154,3 +154,10 @@ def kill(processes: Iterable[int]) -> None:
     for process in processes:
         with suppress(ProcessLookupError, PermissionError):
             os.kill(process, signal.SIGKILL)
+
+
+def usable_cores() -> int:
+    """Number of cores that this process may run on."""
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,7 +1,7 @@
-"""A run: the folder that holds a training and everything needed to use, test or continue its model.
+"""A run: the folder that contains a training and everything needed to use, test or resume it.
 
-The model is rebuilt from `run.json` and the weights, without the data it was trained on. Only Forgefield's own classes are
-used, unless whoever opens the run allows the code that it names (`trust_code`); nothing in the folder is ever executed.
+The model is rebuilt from `run.json` and the weights, without the data it was trained on. User-defined classes named in
+`run.json` are imported only with `trust_code=True`; nothing in the folder is ever executed.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import os
 import platform
 from collections.abc import Mapping
+from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,27 +21,31 @@ from torch import nn
 from forgefield._version import __version__
 from forgefield.config.checking import stored_config
 from forgefield.config.nearest import did_you_mean
-from forgefield.config.schema import Config
 from forgefield.config.sources import Sources, read_yaml
 from forgefield.config.template import plain_yaml
 from forgefield.config.trust import Trust, refuse_interpolations
 from forgefield.data.neighbours.graph import GraphOptions
+from forgefield.data.options import DataOptions
 from forgefield.errors import ForgefieldError
 from forgefield.files import write_atomically
 from forgefield.formats import VERSION, Format
 from forgefield.kinds import POINTS, SampleKind, kind_of_model
+from forgefield.models.importing import ImportedModel, ImportRequest
 from forgefield.models.potential import Potential
 from forgefield.models.predictor import FORCES, NOISE
+from forgefield.models.registry import importer
 from forgefield.models.resolving import HEADS, PREDICTS, branch_names, single_branch
+from forgefield.settings import Config
 from forgefield.untrusted.documents import load_json
 from forgefield.weights import Weights, read_weights, write_weights
 
 WEIGHTS = ("best", "last")
+PACKAGE_SUFFIX = ".ff"
 
 
 def _explicit_defaults(info: dict[str, Any]) -> dict[str, Any]:
-    """Version 1 of `run.json` to version 2: what the first runs did not record, whose split could
-    leave a species out of training."""
+    """Version 1 of `run.json` to version 2: the first runs, whose random splits could leave a species out of training, did not
+    record `keep_species`."""
     return {"keep_species": False, **info}
 
 
@@ -49,7 +54,7 @@ RUN_JSON = Format("the record of a run", (_explicit_defaults,))
 
 
 class RunInfo(dict[str, Any]):
-    """Content of a `run.json`, whose entries have the right types; a missing one is an error when it is asked for."""
+    """Content of a `run.json`. The types of its entries are checked; access to a missing one raises an error."""
 
     TYPES: ClassVar[dict[str, tuple[type | tuple[type, ...], str]]] = {
         "model": (dict, "a mapping of options"),
@@ -59,10 +64,10 @@ class RunInfo(dict[str, Any]):
         "status": (str, "text"),
     }
 
-    def __init__(self, path: Path, content: Any) -> None:
+    def __init__(self, path: Path, content: object) -> None:
         self._path = path
         if not isinstance(content, dict):
-            raise ForgefieldError(f"{path} is not the record of a run: it should hold a mapping.")
+            raise ForgefieldError(f"{path} is not the record of a run: it should contain a mapping.")
         for name, (kind, expected) in self.TYPES.items():
             value = content.get(name)
             if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
@@ -75,13 +80,13 @@ class RunInfo(dict[str, Any]):
 
     def __missing__(self, key: str) -> Any:
         raise ForgefieldError(
-            f"{self._path} has no '{key}': the training has not come that far, or the file was changed. Train on, or take the "
-            "run from a copy."
+            f"{self._path} has no '{key}': the training was stopped before it was written, or the file was changed. Resume the "
+            "training, or restore the run from a backup."
         )
 
 
 class Run:
-    """One run folder. Make it with `Run.open(name)` or `Run.open(path)`."""
+    """One run folder; open it with `Run.open(name)` or `Run.open(path)`."""
 
     def __init__(self, path: Path, *, trust_code: bool = False) -> None:
         self.path = Path(path)
@@ -104,13 +109,15 @@ class Run:
         trust_code: whether code that the run names (a user's model) may be imported.
         """
         if isinstance(run, Run):
-            return cls(run.path, trust_code=True) if trust_code else run
+            return type(run)(run.path, trust_code=True) if trust_code else run
         name_or_path = run
+        if Path(name_or_path).suffix == PACKAGE_SUFFIX and Path(name_or_path).is_file():
+            return PackagedRun(Path(name_or_path), trust_code=trust_code)
         for path in (Path(name_or_path), Path(out) / name_or_path):
             if (path / "run.json").is_file():
                 return cls(path, trust_code=trust_code)
-        known = sorted(p.parent.name for p in Path(out).glob("*/run.json"))
-        hint = did_you_mean(str(name_or_path), known) or (f" Runs in {out}: {', '.join(known)}." if known else "")
+        names = sorted(p.parent.name for p in Path(out).glob("*/run.json"))
+        hint = did_you_mean(str(name_or_path), names) or (f" Runs in {out}: {', '.join(names)}." if names else "")
         raise ForgefieldError(f"There is no run '{name_or_path}', neither as a path nor in the folder {out}.{hint}")
 
     @property
@@ -123,12 +130,22 @@ class Run:
 
     @property
     def config(self) -> Config:
-        """The settings the run was made with; those that its version did not have yet are at their defaults."""
+        """The settings of the run; settings that its version did not have yet are at their defaults."""
         return stored_config(self.settings, Sources(main=self.path / "config.yaml"))
+
+    def data_options(self) -> DataOptions:
+        """The section `data` of the config, with the fields that the model predicts, which a store may have declared."""
+        options = self.config.data
+        if options.labels.fields is None and self.heads:
+            options.labels.fields = {
+                name: {"per": head["per"], "shape": head["shape"], "unit": head["unit"]}
+                for name, head in self.heads.items()
+            }
+        return options
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The content of `config.yaml`: only what was written there."""
+        """The content of `config.yaml`, without defaults."""
         content = read_yaml(self.path / "config.yaml")
         refuse_interpolations(content, self.path / "config.yaml")
         return content
@@ -140,7 +157,7 @@ class Run:
 
     @property
     def info(self) -> dict[str, Any]:
-        """What is in `run.json`: versions, species, model options with every number explicit, statistics, status."""
+        """The content of `run.json`: versions, species, all options of the model, statistics, status."""
         path = self.path / "run.json"
         try:
             content = load_json(path.read_text())
@@ -158,7 +175,7 @@ class Run:
 
     @property
     def graph(self) -> GraphOptions:
-        """Which pairs of atoms its model sees."""
+        """Cutoff and other options of the neighbour lists of its model."""
         model = self.info["model"]
         return GraphOptions(
             self.cutoff, adaptive_cutoff=model.get("adaptive_cutoff"), max_neighbours=model.get("max_neighbours")
@@ -166,7 +183,7 @@ class Run:
 
     @property
     def heads(self) -> dict[str, dict[str, Any]]:
-        """What its model predicts beside energy, forces and stress: options of each head, by name."""
+        """Options of the heads that predict other outputs than energy, forces and stress, by name."""
         heads = self.info["model"].get(PREDICTS, {}).get(HEADS, {})
         return {name: head for name, head in heads.items() if name not in (FORCES, NOISE)}
 
@@ -177,6 +194,18 @@ class Run:
     @property
     def has_energy(self) -> bool:
         return self.info["model"].get(PREDICTS, {}).get("energy", True)
+
+    @property
+    def has_outputs(self) -> bool:
+        """Whether the model predicts anything; one that was only trained to predict noise does not."""
+        return self.has_energy or self.forces_are_direct or bool(self.heads)
+
+    def require_outputs(self) -> None:
+        """Raise an error for a model that predicts nothing."""
+        if not self.has_outputs:
+            raise ForgefieldError(
+                f"Run {self.name} was trained to predict noise only and has no other output; train it further (model.from)."
+            )
 
     @property
     def kind(self) -> SampleKind:
@@ -190,14 +219,14 @@ class Run:
 
     @property
     def units(self) -> dict[str, str]:
-        """Units of the values that its heads predict, or of what is measured on points."""
+        """Units of the outputs of its heads, or of the target on grid points."""
         if self.of_points:
             return dict(self.info.get("units", {}))
         return {name: head["unit"] for name, head in self.heads.items() if head.get("classes") is None}
 
     @property
     def classes(self) -> dict[str, list[float]]:
-        """Labels of the classes that its heads tell apart."""
+        """Labels of the classes that its heads distinguish."""
         return {name: head["classes"] for name, head in self.heads.items() if head.get("classes") is not None}
 
     @property
@@ -214,22 +243,24 @@ class Run:
         path = self.path / "metrics.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
-    def write_info(self, **changes: Any) -> None:
+    def write_info(self, **changes: object) -> None:
         """Change keys of `run.json`, atomically."""
         path = self.path / "run.json"
         info = {VERSION: RUN_JSON.version, **(self.info if path.exists() else {}), **changes}
         write_atomically(path, json.dumps(info, indent=1) + "\n")
 
     def require_head(self, head: str | None) -> None:
-        """Refuse a branch that the model does not have, and none where it has several."""
+        """Raise an error for a branch that the model does not have, or if none is selected and it has several."""
         if head is not None or branch_names(self.info["model"]):
             single_branch(self.info["model"], None, head)
 
     def load_potential(
         self, which: str = "best", device: str | torch.device = "cpu", *, head: str | None = None
     ) -> Potential:
-        """The trained model of frames, in evaluation mode. which: `best` (by validation) or `last`. head: one branch of a model
-        that has several, as a model of its own."""
+        """The trained model of frames in evaluation mode.
+
+        which: `best` (by validation) or `last`. head: a branch of a model with several, which is returned as a separate model.
+        """
         model = self.load_model(which, device, head=head)
         if not isinstance(model, Potential):
             raise ForgefieldError(
@@ -240,7 +271,7 @@ class Run:
     def load_model(
         self, which: str = "best", device: str | torch.device = "cpu", *, head: str | None = None
     ) -> nn.Module:
-        """The trained model in evaluation mode, whatever it was trained on."""
+        """The trained model in evaluation mode, for any kind of samples. Parameters: as in `load_potential`."""
         if which not in WEIGHTS:
             raise ForgefieldError(f"Weights are 'best' or 'last', not '{which}'.")
         try:
@@ -254,7 +285,7 @@ class Run:
             if head is not None:
                 resolved, state = single_branch(resolved, state, head)
             _refuse_impossible_sizes(resolved, state, self.path / "run.json")
-            potential = built(resolved, info["precision"], self.trust)
+            potential = build_from_options(resolved, info["precision"], self.trust)
             potential.load_state_dict(state)
         except ForgefieldError:
             raise
@@ -266,6 +297,10 @@ class Run:
     def weights_path(self, which: str) -> Path:
         return self.checkpoints / f"{which}.safetensors"
 
+    def writable(self, out: str | os.PathLike[str] = "runs") -> Run:
+        """This run; a package is unpacked first, so that results can be stored with it."""
+        return self
+
     def read_weights(self, which: str) -> Weights:
         """The trained weights, verified against their checksum."""
         path = self.weights_path(which)
@@ -276,8 +311,97 @@ class Run:
         return read_weights(path)
 
 
-def _refuse_impossible_sizes(resolved: Any, state: Mapping[str, torch.Tensor], file: Path, name: str = "model") -> None:
-    """Refuse options of a model that is far larger than its weights: building it could take all memory, or forever."""
+PACKAGE = Format("a packaged model")
+"""The format of the note in a package: `info`, `settings`, `weights`, `licence`, `created`, and `errors` by test set."""
+PACKAGE_KEY = "package"
+
+
+class PackagedRun(Run):
+    """A trained model in one file, which can be used wherever a run can: to predict, to test, in ASE, or to train further.
+
+    The file is a safetensors file; everything else a run needs is in its header. Nothing in it is executable.
+    """
+
+    @cached_property
+    def _weights(self) -> Weights:
+        weights = read_weights(self.path)
+        if not isinstance(weights.about.get(PACKAGE_KEY), dict):
+            raise ForgefieldError(
+                f"{self.path} is not a packaged model: it has weights but no description of the model. "
+                f"`forgefield export RUN -o model{PACKAGE_SUFFIX}` writes a package."
+            )
+        return weights
+
+    @cached_property
+    def note(self) -> dict[str, Any]:
+        """What the package says about the model: `info`, `settings`, `weights`, `licence`, `created`, `errors`."""
+        note = PACKAGE.upgrade(self._weights.about[PACKAGE_KEY], self.path)
+        for key in ("info", "settings"):
+            if not isinstance(note.get(key), dict):
+                raise ForgefieldError(f"{self.path} is damaged: '{key}' should be a mapping.")
+        return note
+
+    @property
+    def exists(self) -> bool:
+        return self.path.is_file()
+
+    @property
+    def name(self) -> str:
+        return self.path.stem
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        settings = self.note["settings"]
+        refuse_interpolations(settings, self.path)
+        return dict(settings)
+
+    @property
+    def config(self) -> Config:
+        return stored_config(self.settings, Sources(main=self.path))
+
+    @property
+    def trust(self) -> Trust:
+        return Trust(f"package {self.path}", self.trust_code, never_from=self.path.parent)
+
+    @property
+    def info(self) -> dict[str, Any]:
+        return RunInfo(self.path, RUN_JSON.upgrade(dict(self.note["info"]), self.path))
+
+    def metrics(self) -> list[dict[str, Any]]:
+        return []
+
+    def write_info(self, **changes: object) -> None:
+        raise ForgefieldError(f"{self.path} is a packaged model, which is not changed; unpack it to train it further.")
+
+    def weights_path(self, which: str) -> Path:
+        return self.path
+
+    def read_weights(self, which: str) -> Weights:
+        """The weights of the package. It has one set, which `best` always means; `last` only if it was packaged as such."""
+        if which == "last" != self.note["weights"]:
+            raise ForgefieldError(f"{self.path} contains the best weights of its run, not the last ones; omit --which.")
+        return self._weights
+
+    def writable(self, out: str | os.PathLike[str] = "runs") -> Run:
+        """A run folder with the content of the package, in the folder `out`; an earlier one with equal weights is reused."""
+        run, sha256 = Run(Path(out) / self.name, trust_code=self.trust_code), self._weights.sha256
+        if not run.path.exists():
+            run.checkpoints.mkdir(parents=True)
+            for which in WEIGHTS:
+                write_weights(run.weights_path(which), self._weights.state, {"origin": str(self.path)})
+            (run.path / "config.yaml").write_text(f"# unpacked from {self.path}\n" + plain_yaml(self.settings))
+            run.write_info(**{**self.info, "name": self.name, "status": "imported"})
+        elif not run.exists or run.read_weights("best").sha256 != sha256:
+            raise ForgefieldError(
+                f"{run.path} exists and is not the model in {self.path}, so the results cannot be stored there; rename one."
+            )
+        return run
+
+
+def _refuse_impossible_sizes(
+    resolved: object, state: Mapping[str, torch.Tensor], file: Path, name: str = "model"
+) -> None:
+    """Refuse options of a model that is far larger than its weights: building it could exhaust memory or take forever."""
     if isinstance(resolved, Mapping):
         for key, value in resolved.items():
             _refuse_impossible_sizes(value, state, file, f"{name}.{key}")
@@ -290,18 +414,18 @@ def _refuse_impossible_sizes(resolved: Any, state: Mapping[str, torch.Tensor], f
         if resolved > most:
             raise ForgefieldError(
                 f"{file}: '{name}' is {resolved}, too large for the {values} numbers in the weights; one of the two files was "
-                "changed. Take the run from a copy."
+                "changed. Restore the run from a backup."
             )
 
 
-def built(resolved: dict[str, Any], precision: str, trust: Trust) -> nn.Module:
-    """A model of resolved options, with first weights."""
+def build_from_options(resolved: dict[str, Any], precision: str, trust: Trust) -> nn.Module:
+    """A model with initial weights. resolved: all its options."""
     build = kind_of_model(resolved.get("name")).build_model.load()
     return build(resolved, precision=precision, seed=0, trust=trust)
 
 
 def run_exists(name: str | os.PathLike[str], *, out: str | os.PathLike[str] = "runs") -> bool:
-    """Whether there is a run of that name (or path) to load or to continue."""
+    """Whether there is a run of that name (or path) to load or resume."""
     return any((path / "run.json").is_file() for path in (Path(name), Path(out) / name))
 
 
@@ -316,10 +440,24 @@ def create_run_from_model(
     settings: dict[str, Any] | None = None,
     facts: dict[str, Any] | None = None,
 ) -> Run:
-    """A run folder around a model that was trained elsewhere; it can be tested, used, reported on and trained further.
+    """Create a run folder for a model that was trained elsewhere, to test, use or train it further.
 
-    settings: further sections of its config. facts: further values of its `run.json`; of a model of points also species and
-    cutoff.
+    Parameters
+    ----------
+    name, out
+        The folder is `out/name`; it must not exist.
+    resolved
+        All options of the model.
+    potential
+        The model.
+    origin
+        Where it comes from, for `run.json` and `config.yaml`.
+    precision
+        Precision of the weights.
+    settings
+        Additional sections of the config.
+    facts
+        Additional values of `run.json`; for a model of grid points including species and cutoff.
     """
     path = Path(out) / name
     if path.exists():
@@ -344,12 +482,34 @@ def create_run_from_model(
     return run
 
 
+def create_run_from_import(
+    program: str, request: ImportRequest, *, name: str | None, out: str | os.PathLike[str]
+) -> tuple[Run, ImportedModel]:
+    """A run with a model of another program, and a description of that model. Parameters: as in `api.import_model`."""
+    reader = importer(program)
+    reader.check(request, program)
+    imported = reader.read(request)
+    model = build_from_options(imported.resolved, imported.precision, reader.trust)
+    model.load_state_dict(imported.state)
+    run = create_run_from_model(
+        name=name or reader.run_name(request),
+        out=out,
+        resolved=imported.resolved,
+        potential=model,
+        origin=imported.origin,
+        precision=imported.precision,
+        settings=imported.settings,
+        facts=imported.facts,
+    )
+    return run, imported
+
+
 def versions() -> dict[str, str]:
-    """Versions that matter for repeating a run."""
-    found = {"forgefield": __version__, "python": platform.python_version()}
+    """Versions of Forgefield, Python and the packages that determine the results of a run."""
+    numbers = {"forgefield": __version__, "python": platform.python_version()}
     for package in ("torch", "lightning", "e3nn", "ase", "numpy"):
         try:
-            found[package] = version(package)
+            numbers[package] = version(package)
         except PackageNotFoundError:
-            found[package] = "unknown"
-    return found
+            numbers[package] = "unknown"
+    return numbers

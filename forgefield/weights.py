@@ -22,13 +22,13 @@ from forgefield.files import read_bytes, write_atomically
 from forgefield.formats import VERSION, Format
 
 WEIGHTS_FILE = Format("a file of weights")
-"""The format of files of weights; the version is part of the note about the tensors."""
+"""The format of weight files; the version is part of the metadata."""
 _ABOUT, _CHECKSUM = "about", "sha256"
 
 
 @dataclass(frozen=True)
 class Weights:
-    """state: the tensors. about: what the writer noted. sha256: digest of the tensors."""
+    """state: the tensors. about: metadata. sha256: digest of the tensors."""
 
     state: dict[str, Tensor]
     about: dict[str, Any]
@@ -36,18 +36,17 @@ class Weights:
 
 
 def digest(state: Mapping[str, Tensor]) -> str:
-    """SHA-256 of names, types, shapes and values of all tensors, whatever their order."""
+    """SHA-256 of names, types, shapes and values of all tensors, independent of their order."""
     total = hashlib.sha256()
     for name in sorted(state):
         tensor = state[name].detach().cpu().contiguous()
         total.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
-        values: Any = tensor.reshape(-1).view(torch.uint8).numpy()
-        total.update(values)
+        total.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return total.hexdigest()
 
 
 def write_weights(path: Path, state: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
-    """Write tensors and a note about them; `path` holds either the old or the new file, whatever happens."""
+    """Write tensors and metadata atomically."""
     # One metadata entry: with several, safetensors writes them in random order, and equal runs would differ in bytes.
     metadata = {_ABOUT: json.dumps({VERSION: WEIGHTS_FILE.version, **about, _CHECKSUM: digest(state)})}
     write_atomically(path, safetensors_bytes(dict(state), metadata=metadata))
@@ -73,7 +72,7 @@ _REMEDY = "Restore the file from a backup, or use the other weights of the run (
 
 
 def _about(content: bytes) -> dict[str, Any]:
-    """The note in the header; empty where there is none."""
+    """The metadata in the header; empty if there are none."""
     length = int.from_bytes(content[:8], "little")
     metadata = json.loads(content[8 : 8 + length]).get("__metadata__", {})
     about = json.loads(metadata.get(_ABOUT, "{}"))

@@ -1,6 +1,6 @@
-"""Child processes of `forgefield bench`: each does one job with one config and writes its result to a file.
+"""Child processes of `forgefield bench`: each runs one job with one config and writes its result to a file.
 
-A job that fails in a single process writes the reason instead, which becomes a line of the report.
+If a job of a single process fails, it writes the reason instead, which is printed with the results.
 """
 
 from __future__ import annotations
@@ -20,20 +20,19 @@ from forgefield.errors import ForgefieldError
 from forgefield.processes import die_with_parent
 
 if TYPE_CHECKING:
-    from forgefield.bench.roofline import Work
-    from forgefield.bench.step import BareStep
-    from forgefield.config.schema import Config
+    from forgefield.bench.step import BareStep, Work
     from forgefield.data.batch import Batch
     from forgefield.parallel.ranks import Ranks
+    from forgefield.settings import Config
 
 QUIET = {"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-"""Environment in which torch's profiler prints nothing."""
+"""Environment variables that silence torch's profiler."""
 STRUCTURES = "structures.npz"
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a job has no result. was_printed: whether the process has printed the reason. of_memory: whether memory was short."""
+    """Why a job has no result. was_printed: whether the process has printed the reason. of_memory: whether memory ran out."""
 
     reason: str
     code: int
@@ -106,21 +105,21 @@ def _has_module(python: str, module: str) -> bool:
     try:
         return subprocess.run([python, "-c", code], capture_output=True, check=False).returncode == 0
     except OSError as error:
-        raise ForgefieldError(f"--peer-python {python}: it cannot be started ({error.strerror}).") from error
+        raise ForgefieldError(f"--peer-python {python}: cannot be started ({error.strerror}).") from error
 
 
 # ---- jobs, inside a child process
 
 
 def run_job(config: Config, ranks: Ranks, job: Job) -> int:
-    """Do the job, write its result or the reason for a failure, and return an exit code."""
+    """Run the job, write its result or the reason for its failure, and return an exit code."""
     if ranks.world_size > 1:
         return _measure(config, ranks, job)
     jobs: dict[str, Callable[[Config, Ranks, Job], int]] = {"measure": _measure, "work": _work, "plan": _plan}
     try:
         return jobs[job.kind](config, ranks, job)
     except Exception as error:
-        from forgefield.training.engines.sparing import is_memory_error
+        from forgefield.data.batch import is_memory_error
 
         is_explained = isinstance(error, ForgefieldError)
         of_memory = is_memory_error(error) or is_memory_error(error.__cause__ or error)
@@ -145,9 +144,8 @@ def _measure(config: Config, ranks: Ranks, job: Job) -> int:
 
 def _work(config: Config, ranks: Ranks, job: Job) -> int:
     """Limits of the device, work of a step in each precision, and the structures of the first batch for peers."""
-    from forgefield.bench.roofline import measure_limits
-    from forgefield.bench.step import bare_step
-    from forgefield.training.engines.blank import sizes
+    from forgefield.bench.step import bare_step, measure_limits
+    from forgefield.training.engines.padding import sizes
 
     content: dict[str, Any] = {"work": {}}
     refusals, data = [], None
@@ -171,9 +169,9 @@ def _work(config: Config, ranks: Ranks, job: Job) -> int:
 
 
 def _work_that_fits(step: BareStep, batch: Batch) -> Work:
-    """The work of a step on the batch or, where memory does not suffice for the eager engine, on one frame."""
-    from forgefield.bench.roofline import count_work
-    from forgefield.training.engines.sparing import is_memory_error
+    """The work of a step on the batch, or on one frame if the eager engine runs out of memory."""
+    from forgefield.bench.step import count_work
+    from forgefield.data.batch import is_memory_error
 
     try:
         return count_work(step, batch)
@@ -187,8 +185,8 @@ def _save_structures(path: Path, batch: Batch, species: Sequence[str]) -> None:
     import numpy as np
     from ase.data import atomic_numbers
 
-    arrays: dict[str, Any] = {key: tensor.cpu().numpy() for key, tensor in batch.items()}
-    np.savez(path, numbers=np.array([atomic_numbers[symbol] for symbol in species]), **arrays)
+    arrays: dict[str, np.ndarray] = {key: tensor.cpu().numpy() for key, tensor in batch.items()}
+    np.savez(path, allow_pickle=False, numbers=np.array([atomic_numbers[symbol] for symbol in species]), **arrays)
 
 
 def _plan(config: Config, ranks: Ranks, job: Job) -> int:

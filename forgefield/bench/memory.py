@@ -19,15 +19,13 @@ from scipy.optimize import nnls
 from torch import Tensor
 
 from forgefield.bench.step import BareStep, bare_step
-from forgefield.config.schema import Config
-from forgefield.data.batch import Batch
+from forgefield.data.batch import Batch, is_memory_error
 from forgefield.data.sampling.loader import FrameLoader
 from forgefield.errors import ForgefieldError
-from forgefield.training.engines.blank import sizes
+from forgefield.settings import Config
 from forgefield.training.engines.choose import ENGINES, Choice, Circumstances, build, wanted
 from forgefield.training.engines.engine import Engine
-from forgefield.training.engines.size_plan import SizePlan
-from forgefield.training.engines.sparing import is_memory_error
+from forgefield.training.engines.padding import SizePlan, sizes
 
 SMALL_BATCHES = (1, 2, 4)
 """Numbers of frames in the measured batches."""
@@ -199,7 +197,7 @@ def fit_memory(peaks: list[Peak]) -> MemoryModel:
 
 
 def largest_batch(model: MemoryModel, room: float, atoms_per_frame: float, edges_per_atom: float) -> dict[str, int]:
-    """Frames, atoms and edges of the batch of average frames that needs `room` bytes; zero where not one fits."""
+    """Frames, atoms and edges of the batch of average frames that needs `room` bytes; zero if not even one frame fits."""
     per_atom = model.per_atom + model.per_edge * edges_per_atom
     atoms = max(0.0, room - model.fixed) / max(per_atom, 1e-9)
     return {"frames": int(atoms / atoms_per_frame), "atoms": int(atoms), "edges": int(atoms * edges_per_atom)}
@@ -215,7 +213,7 @@ def batch_sizes(loader: FrameLoader, edges_per_atom: float) -> list[tuple[int, i
 
 
 def _means(step: BareStep, peaks: list[Peak]) -> tuple[float, float]:
-    """Mean numbers of atoms per frame and of edges per atom, over the training data if they are known there."""
+    """Mean numbers of atoms per frame and of edges per atom, over the training data if its edges have been counted."""
     data = step.data.train
     atoms = float(data.n_atoms.sum())
     if data.n_edges is not None:
@@ -227,7 +225,7 @@ def _means(step: BareStep, peaks: list[Peak]) -> tuple[float, float]:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Memory that this process can use: the free memory and what it holds already, in bytes."""
+    """Memory that this process can use: free memory and memory it has already reserved, in bytes."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device)

@@ -1,14 +1,20 @@
-"""What `forgefield bench` is asked to measure, checked before any work is done."""
+"""Options of `forgefield bench`, checked before anything is measured, and the cores and GPUs of this machine."""
 
 from __future__ import annotations
 
+import copy
+import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from forgefield.config.nearest import did_you_mean
 from forgefield.errors import ForgefieldError
+
+if TYPE_CHECKING:
+    from forgefield.settings import Config
 
 STEPS, WARMUP = 20, 5
 ENGINES = ("eager", "compile", "graphs", "script", "auto")
@@ -16,7 +22,7 @@ DERIVATIVES = ("double", "tangent", "kernels", "auto")
 PEERS = ("nequip", "allegro", "mace", "deepmd")
 FIGURE_SUFFIXES = (".png", ".svg", ".pdf")
 JOBS = ("measure", "work", "plan")
-"""What a child process can be asked to do: time training steps, count the work of a step, plan memory."""
+"""Jobs of a child process: time training steps, count the work of a step, plan memory."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +63,9 @@ class BenchOptions:
             raise ForgefieldError(f"--steps is {self.steps}; at least one step must be timed.")
         if self.warmup < 0:
             raise ForgefieldError(f"--warmup is {self.warmup}; it should be 0 or more.")
-        _require_known("--engines", self.engines, ENGINES)
-        _require_known("--derivatives", self.derivatives, DERIVATIVES)
-        _require_known("--peer-names", self.peer_names, PEERS)
+        _require_choices("--engines", self.engines, ENGINES)
+        _require_choices("--derivatives", self.derivatives, DERIVATIVES)
+        _require_choices("--peer-names", self.peer_names, PEERS)
         for option, path in (("--json", self.json), ("--figure", self.figure)):
             if path is not None and not path.absolute().parent.is_dir():
                 raise ForgefieldError(f"{option} {path}: the folder {path.absolute().parent} does not exist.")
@@ -124,7 +130,67 @@ class Job:
     trust_code: bool = False
 
 
-def _require_known(option: str, names: Sequence[str] | None, known: Sequence[str]) -> None:
+def _require_choices(option: str, names: Sequence[str] | None, choices: Sequence[str]) -> None:
     for name in names or ():
-        if name not in known:
-            raise ForgefieldError(f"{option}: '{name}' is not one of {', '.join(known)}.{did_you_mean(name, known)}")
+        if name not in choices:
+            raise ForgefieldError(
+                f"{option}: '{name}' is not one of {', '.join(choices)}.{did_you_mean(name, choices)}"
+            )
+
+
+# ---- this machine
+
+
+def count_processes(n: int) -> str:
+    return f"{n} process{'es' if n > 1 else ''}"
+
+
+def n_cores() -> int:
+    """Number of processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def process_slots(config: Config) -> tuple[int, str]:
+    """How many processes can run here without sharing a GPU or a core, and which of the two limits them."""
+    import torch
+
+    if (config.trainer.get("accelerator") or "auto") == "cpu" or not torch.accelerator.is_available():
+        return n_cores(), "core"
+    selected = gpu_indices(config)
+    return (len(selected) if selected is not None else torch.accelerator.device_count()), "GPU"
+
+
+def gpu_indices(config: Config) -> list[int] | None:
+    """The GPUs that the config lists by index; None where it does not."""
+    devices = config.trainer.get("devices")
+    if isinstance(devices, str) and "," in devices:
+        devices = [int(word) for word in devices.split(",") if word.strip().isdecimal()]
+    return list(devices) if isinstance(devices, list) else None
+
+
+def on_devices(config: Config, n: int, kind: str) -> Config:
+    """The config for n processes on this machine, instead of its number of devices and nodes."""
+    changed, selected = copy.deepcopy(config), gpu_indices(config)
+    changed.trainer.pop("num_nodes", None)
+    changed.trainer["devices"] = selected[:n] if selected is not None and kind == "GPU" else n
+    return changed
+
+
+def powers_of_two(limit: int) -> list[int]:
+    """1, 2, 4, ... up to `limit`."""
+    return [2**i for i in range(limit.bit_length())]
+
+
+def sharing_warnings(n: int, n_slots: int, kind: str) -> list[str]:
+    """A warning where n processes have to share GPUs or cores."""
+    if n <= n_slots:
+        return []
+    if kind == "GPU":
+        return [
+            f"Warning: {count_processes(n)} were requested and there {'is 1 GPU' if n_slots == 1 else f'are {n_slots} GPUs'}. "
+            "Processes that share a GPU communicate through gloo, which helps only where steps are too small to keep it busy."
+        ]
+    return [
+        f"Warning: {count_processes(n)} were requested and there {'is 1 core' if n_slots == 1 else f'are {n_slots} cores'}. "
+        "Processes that share a core take turns, so no speed-up can be expected from more of them."
+    ]

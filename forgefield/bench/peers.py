@@ -1,10 +1,11 @@
-"""One training step of another program's model on given structures, timed: `python bench_peers.py JOB.json RESULT.json`.
+"""Times training steps of other programs: `python peers.py JOB.json RESULT.json`.
 
-It runs as a script of its own and imports nothing of Forgefield, so that it also runs in an environment that holds only the
-other program. A step is what ours is: energies and forces, mean squared errors, backward, Adam. Neighbour lists are handed over
-where a program takes them; they are part of the step where it makes its own (DeePMD-kit). Where a job has a list of structures,
-the model is built and compiled once for all of them, and each is timed when its number is read from standard input, so that
-several programs can compile side by side and be timed one after the other.
+This is a separate script that does not import Forgefield, so that it also runs in an environment with the other program only. A
+step consists of energies and forces, mean squared errors, backward pass and Adam, as in Forgefield. Neighbour lists are passed
+to programs that accept them; for the others (DeePMD-kit) they are part of the step.
+
+If a job has a list of structures, the model is built and compiled once for all of them, and a batch is timed when its number is
+read from standard input. Several programs can then compile at the same time and be timed one after the other.
 """
 
 from __future__ import annotations
@@ -36,49 +37,49 @@ PEERS = {
     "mace": ("mace", "mace-torch"),
     "deepmd": ("deepmd", "deepmd-kit"),
 }
-"""Name of a row -> module that must be importable, and the package that has it."""
+"""Module that must be importable and the package that contains it, by the name of the row."""
 Batch = dict[str, Tensor]
 Predict = Callable[[], tuple[Tensor, Tensor]]
-"""Energies (n_frames,) and forces (n_atoms, 3) of the structures, ready for a backward pass."""
+"""Returns energies (n_frames,) and forces (n_atoms, 3) that can be differentiated."""
 MODIFIER = "enable_OpenEquivariance"
-"""NequIP's name for its convolutions by kernels of OpenEquivariance."""
-PATIENCE = 6, 20.0
-"""How often, and after how many seconds, a first step is tried again that found too little memory."""
+"""NequIP's name for convolutions with OpenEquivariance's kernels."""
+MEMORY_ATTEMPTS, MEMORY_PAUSE = 6, 20.0
+"""Attempts to run the first step when memory is short, and seconds between them."""
 
 
 class Peer(NamedTuple):
-    """bind: makes of structures a function that predicts them. words: which model it is."""
+    """bind: returns the function that predicts a batch. description: of the model."""
 
     model: torch.nn.Module
     bind: Callable[[Batch], Predict]
-    words: str
+    description: str
 
 
 def main(job_file: str, result_file: str) -> None:
     job, result = json.loads(Path(job_file).read_text()), Path(result_file)
     warnings.filterwarnings("ignore")
     if isinstance(job["structures"], list):
-        failed = or_refusal(partial(serve, job, result))
-        if failed:
-            write(result, failed)
+        failure = or_refusal(partial(serve, job, result))
+        if failure:
+            write(result, failure)
     else:
         write(result, or_refusal(partial(measure, job)))
 
 
 def write(file: Path, content: dict[str, Any]) -> None:
-    """All at once, since others wait for the file."""
-    part = file.with_suffix(".part")
-    part.write_text(json.dumps(content))
-    part.replace(file)
+    """Write JSON atomically, since another process waits for the file."""
+    partial_file = file.with_suffix(".part")
+    partial_file.write_text(json.dumps(content))
+    partial_file.replace(file)
 
 
-def in_a_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:300]}"
 
 
 def build_peer(job: dict[str, Any], batch: Batch) -> Peer:
-    """batch: what the model is made for: its species, its number of neighbours."""
+    """The model of a job. batch: determines species and mean number of neighbours."""
     importlib.import_module(PEERS[job["name"]][0])
     precision = job["precision"]
     if precision not in ("float32", "float64", "tf32"):
@@ -90,7 +91,11 @@ def build_peer(job: dict[str, Any], batch: Batch) -> Peer:
 
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
-    """job: name (of `PEERS`), structures (file), model (our options, in full), device, precision, lr, warmup, steps."""
+    """Time the steps of a job.
+
+    job: name (a key of `PEERS`), structures (file), model (all options of Forgefield's model), device, precision, lr, warmup,
+    steps.
+    """
     device = torch.device(job["device"])
     batch = load_structures(job["structures"], device)
     peer = build_peer(job, batch)
@@ -101,8 +106,10 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def serve(job: dict[str, Any], result: Path) -> dict[str, Any]:
-    """Take a first step of every batch (structures: files, the largest first), say so in `result`, and time batch n, into a
-    file whose name ends in n, whenever a line with n comes in."""
+    """Run a first step on every batch, write `result`, and then time batch n for every line with a number n on standard input.
+
+    The times of batch n are written to a file whose name ends in n. `structures` of the job are files, the largest first.
+    """
     device = torch.device(job["device"])
     batches = [load_structures(file, device) for file in job["structures"]]
     peer = build_peer(job, batches[0])
@@ -111,56 +118,56 @@ def serve(job: dict[str, Any], result: Path) -> dict[str, Any]:
     write(result, {"prepared": firsts})
     for line in sys.stdin:
         n = int(line)
-        found = firsts[n]
-        if "refusal" not in found:
-            found = {**found, **or_refusal(partial(timed, steps[n], device, job["warmup"], job["steps"], repeats=2))}
-        forget(device)
-        write(result.with_name(f"{result.stem}-{n}{result.suffix}"), {**found, **facts(peer, job, batches[n])})
+        times = firsts[n]
+        if "refusal" not in times:
+            times = {**times, **or_refusal(partial(timed, steps[n], device, job["warmup"], job["steps"], repeats=2))}
+        free_memory(device)
+        write(result.with_name(f"{result.stem}-{n}{result.suffix}"), {**times, **facts(peer, job, batches[n])})
     return {}
 
 
 def or_refusal(action: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The result of an action, or its error as `refusal`."""
     try:
         return action()
     except Exception as error:
         traceback.print_exc()
-        return {"refusal": in_a_line(error)}
+        return {"refusal": one_line(error)}
 
 
 def first_step(step: Callable[[], None], device: torch.device) -> dict[str, Any]:
-    """Its seconds. Others may be at work on the same device: where memory is short, it waits for theirs."""
+    """Time of the first step. If memory is short, wait until other processes on the device have released theirs."""
     start = time.perf_counter()
-    tries, pause = PATIENCE
-    for remaining in reversed(range(tries)):
+    for remaining in reversed(range(MEMORY_ATTEMPTS)):
         try:
             seconds_of(step, device)
             break
         except torch.OutOfMemoryError:
             if not remaining:
                 raise
-        forget(device)
-        time.sleep(pause)
-    forget(device)
+        free_memory(device)
+        time.sleep(MEMORY_PAUSE)
+    free_memory(device)
     return {"first_step_seconds": time.perf_counter() - start}
 
 
-def forget(device: torch.device) -> None:
-    """Hand memory that is not in use back to the device."""
+def free_memory(device: torch.device) -> None:
+    """Release cached memory."""
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
 
 
 def facts(peer: Peer, job: dict[str, Any], batch: Batch) -> dict[str, Any]:
-    """What was computed, after a step, so that it can be compared with what others computed."""
+    """What a step computed: model, parameters, gradients and size of the batch."""
     weights = [p for p in peer.model.parameters() if p.requires_grad]
     with_gradient = [p for p in weights if p.grad is not None]
-    words = peer.words
+    description = peer.description
     if job["name"].endswith("compile") and len(batch["n_atoms"]) < 2:
-        words += ", run eagerly: it compiles for two frames or more"
+        description += ", run eagerly: it compiles for two frames or more"
     return {
         "package": PEERS[job["name"]][1],
-        "words": words,
+        "description": description,
         "parameters": sum(p.numel() for p in weights),
         "with_gradient": sum(p.numel() for p in with_gradient),
         "all_finite": all(bool(p.grad.isfinite().all()) for p in with_gradient if p.grad is not None),
@@ -171,28 +178,30 @@ def facts(peer: Peer, job: dict[str, Any], batch: Batch) -> dict[str, Any]:
 
 
 def load_structures(file: str, device: torch.device) -> Batch:
-    """Keys as in a batch of ours, and `numbers`, the atomic numbers of the species table."""
+    """A batch with Forgefield's keys, and `numbers`, the atomic number of each species index."""
     with np.load(file) as arrays:
         return {key: torch.from_numpy(arrays[key]).to(device) for key in arrays.files}
 
 
 def training_step(model: torch.nn.Module, predict: Predict, batch: Batch, lr: float) -> Callable[[], None]:
+    """A function that runs one training step with Adam."""
     optimiser = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=lr)
     n_atoms = batch["n_atoms"].double()
-    known = [~torch.isnan(batch[name]) for name in ("energy", "forces")]  # a missing label has no part in the loss
+    labelled = [~torch.isnan(batch[name]) for name in ("energy", "forces")]  # missing labels are not part of the loss
 
     def step() -> None:
         optimiser.zero_grad()
         energy, forces = predict()
-        of_energy = torch.where(known[0], (energy.double() - batch["energy"]) / n_atoms, 0.0).square().mean()
-        of_forces = torch.where(known[1], forces.double() - batch["forces"], 0.0).square().mean()
-        (of_energy + of_forces).backward()
+        energy_loss = torch.where(labelled[0], (energy.double() - batch["energy"]) / n_atoms, 0.0).square().mean()
+        force_loss = torch.where(labelled[1], forces.double() - batch["forces"], 0.0).square().mean()
+        (energy_loss + force_loss).backward()
         optimiser.step()
 
     return step
 
 
 def seconds_of(step: Callable[[], None], device: torch.device, n: int = 1) -> float:
+    """Wall-clock time of n steps."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     start = time.perf_counter()
@@ -204,16 +213,16 @@ def seconds_of(step: Callable[[], None], device: torch.device, n: int = 1) -> fl
 
 
 def timed(step: Callable[[], None], device: torch.device, warmup: int, steps: int, repeats: int = 1) -> dict[str, Any]:
-    """Of `repeats` times so many steps the fastest, and the most memory that they took. The first step has been taken."""
+    """Time per step, the shortest of `repeats` measurements, and peak memory. The first step must have been run before."""
     seconds_of(step, device, max(warmup - 1, 1))
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     seconds = min(seconds_of(step, device, steps) for _ in range(repeats))
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return {
         "step_ms": 1000 * seconds / steps,
         "memory_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
-        "resident_bytes": most if sys.platform == "darwin" else 1024 * most,
+        "resident_bytes": peak if sys.platform == "darwin" else 1024 * peak,
     }
 
 
@@ -236,15 +245,15 @@ def nequip_data(batch: Batch) -> dict[str, Tensor]:
         Keys.ATOM_TYPE_KEY: batch["species"],
         Keys.BATCH_KEY: batch["frame"],
         Keys.NUM_NODES_KEY: batch["n_atoms"],
-        Keys.EDGE_INDEX_KEY: batch["edge_index"].flip(0).contiguous(),  # theirs: centre first
+        Keys.EDGE_INDEX_KEY: batch["edge_index"].flip(0).contiguous(),  # centre first
         Keys.EDGE_CELL_SHIFT_KEY: batch["edge_shift"],
     }
 
 
 def graph_model(
-    build: Callable[..., Any], batch: Batch, settings: dict[str, Any], job: dict[str, Any], words: str
+    build: Callable[..., Any], batch: Batch, settings: dict[str, Any], job: dict[str, Any], description: str
 ) -> Peer:
-    """Its convolutions are exchanged where the job's name says so."""
+    """A model of NequIP or Allegro; with OpenEquivariance's convolutions if the name of the job contains `oeq`."""
     from nequip.data import AtomicDataDict as Keys
     from nequip.model import modify
     from nequip.utils.global_state import set_global_state
@@ -265,20 +274,20 @@ def graph_model(
 
         return predict
 
-    return Peer(model, bind, words)
+    return Peer(model, bind, description)
 
 
 def require_kernels(model: torch.nn.Module, n: int) -> None:
-    """All n convolutions must be OpenEquivariance's."""
+    """Raise an error unless all n convolutions are OpenEquivariance's."""
     from nequip.nn._tp_scatter_oeq import OpenEquivarianceTensorProductScatter
 
-    found = sum(isinstance(module, OpenEquivarianceTensorProductScatter) for module in model.modules())
-    if found != n:
-        raise ValueError(f"{found} of {n} convolutions are OpenEquivariance's; nothing is measured")
+    replaced = sum(isinstance(module, OpenEquivarianceTensorProductScatter) for module in model.modules())
+    if replaced != n:
+        raise ValueError(f"{replaced} of {n} convolutions are OpenEquivariance's; nothing is measured")
 
 
 def shared_settings(batch: Batch, job: dict[str, Any], dtype: torch.dtype, mode: str) -> dict[str, Any]:
-    ours, names = job["model"], symbols(batch)
+    options, names = job["model"], symbols(batch)
     compiles = mode.endswith("compile")
     if compiles and len(batch["n_atoms"]) < 2:
         raise ValueError("NequIP compiles for batches of two frames or more, and this batch has one")
@@ -286,7 +295,7 @@ def shared_settings(batch: Batch, job: dict[str, Any], dtype: torch.dtype, mode:
         "seed": 1,
         "model_dtype": str(dtype).removeprefix("torch."),
         "compile_mode": "compile" if compiles else "eager",
-        "r_max": float(ours["cutoff"]),
+        "r_max": float(options["cutoff"]),
         "type_names": names,
         "avg_num_neighbors": batch["edge_index"].shape[1] / len(batch["species"]),
         "per_type_energy_scales": dict.fromkeys(names, 1.0),
@@ -300,36 +309,37 @@ def nequip(batch: Batch, job: dict[str, Any], dtype: torch.dtype, mode: str) -> 
     names = ["num_layers", "l_max", "parity", "num_features", "type_embed_num_features", "radial_mlp_depth"]
     names += ["radial_mlp_width", "num_bessels", "polynomial_cutoff_p"]
     if job["model"].get("name") == "nequip":
-        own, words = {name: job["model"][name] for name in names}, "our hyperparameters"
+        options, description = {name: job["model"][name] for name in names}, "Forgefield's hyperparameters"
     else:
-        own = {"num_layers": 2, "l_max": 1, "parity": False, "num_features": [128, 64], "type_embed_num_features": 32}
-        words = "preset S"
+        options = {"num_layers": 2, "l_max": 1, "parity": False, "num_features": [128, 64]}
+        options["type_embed_num_features"] = 32
+        description = "preset S"
     if mode.startswith("oeq"):
-        words += ", kernels of OpenEquivariance"
-    settings = {**shared_settings(batch, job, dtype, mode), **own}
-    return graph_model(NequIPGNNModel, batch, settings, job, words)
+        description += ", kernels of OpenEquivariance"
+    settings = {**shared_settings(batch, job, dtype, mode), **options}
+    return graph_model(NequIPGNNModel, batch, settings, job, description)
 
 
 def allegro(batch: Batch, job: dict[str, Any], dtype: torch.dtype, mode: str) -> Peer:
     from allegro.model import AllegroModel
 
-    ours = job["model"]
-    if ours.get("name") == "allegro":
-        words, names = "our hyperparameters", ("l_max", "parity", "num_layers", "num_scalar_features")
-        own = {name: ours[name] for name in (*names, "num_tensor_features", "tp_path_channel_coupling")}
-        for part in ("scalar_embed", "allegro", "readout"):
-            own[f"{part}_mlp_hidden_layers_depth"] = ours[f"{part}_mlp_depth"]
-            own[f"{part}_mlp_hidden_layers_width"] = ours[f"{part}_mlp_width"]
+    model, networks = job["model"], ("scalar_embed", "allegro", "readout")
+    if model.get("name") == "allegro":
+        description, names = "Forgefield's hyperparameters", ("l_max", "parity", "num_layers", "num_scalar_features")
+        options = {name: model[name] for name in (*names, "num_tensor_features", "tp_path_channel_coupling")}
+        for network in networks:
+            options[f"{network}_mlp_hidden_layers_depth"] = model[f"{network}_mlp_depth"]
+            options[f"{network}_mlp_hidden_layers_width"] = model[f"{network}_mlp_width"]
     else:
-        words = "l_max 2, 2 layers, 64 scalar and 64 tensor features"
-        own = {"l_max": 2, "num_layers": 2, "num_scalar_features": 64, "num_tensor_features": 64}
-        own |= {f"{part}_mlp_hidden_layers_width": 64 for part in ("scalar_embed", "allegro", "readout")}
-    own["radial_chemical_embed"] = {
+        description = "l_max 2, 2 layers, 64 scalar and 64 tensor features"
+        options = {"l_max": 2, "num_layers": 2, "num_scalar_features": 64, "num_tensor_features": 64}
+        options |= {f"{network}_mlp_hidden_layers_width": 64 for network in networks}
+    options["radial_chemical_embed"] = {
         "_target_": "allegro.nn.TwoBodyBesselScalarEmbed",
-        "num_bessels": ours.get("num_bessels") or 8,
+        "num_bessels": model.get("num_bessels") or 8,
     }
-    settings = {**shared_settings(batch, job, dtype, mode), **own}
-    return graph_model(AllegroModel, batch, settings, job, words)
+    settings = {**shared_settings(batch, job, dtype, mode), **options}
+    return graph_model(AllegroModel, batch, settings, job, description)
 
 
 # ---- MACE
@@ -402,7 +412,7 @@ def deepmd(batch: Batch, job: dict[str, Any], dtype: torch.dtype, mode: str) -> 
                 "type": "se_e2_a",
                 "rcut": cutoff,
                 "rcut_smth": 0.1 * cutoff,
-                "sel": [4 * (1 + int(most) // 4) for most in neighbours.max(0).values],
+                "sel": [4 * (1 + int(largest) // 4) for largest in neighbours.max(0).values],
                 "neuron": [25, 50, 100],
                 "axis_neuron": 16,
                 "precision": precision,
@@ -414,7 +424,7 @@ def deepmd(batch: Batch, job: dict[str, Any], dtype: torch.dtype, mode: str) -> 
     def bind(batch: Batch) -> Predict:
         n_atoms = batch["n_atoms"]
         if not bool((n_atoms == n_atoms[0]).all()):
-            raise ValueError("DeePMD-kit takes frames of one size in a batch, and these differ")
+            raise ValueError("DeePMD-kit needs frames of equal size in a batch, and these differ")
         frames = len(n_atoms)
         coordinates, types = batch["positions"].reshape(frames, -1, 3), batch["species"].reshape(frames, -1)
 

@@ -1,4 +1,4 @@
-"""One call of `forgefield bench`: what is measured in which order, and how it is reported."""
+"""One call of `forgefield bench`: the measurements in their order, and the report."""
 
 from __future__ import annotations
 
@@ -15,19 +15,27 @@ from typing import TYPE_CHECKING, Any
 
 from forgefield.bench import tables
 from forgefield.bench.children import STRUCTURES, Children, Failure, run_job
-from forgefield.bench.machine import count_processes, n_cores, on_devices, powers_of_two, slots, warnings
-from forgefield.bench.options import BenchOptions, Job
+from forgefield.bench.options import (
+    BenchOptions,
+    Job,
+    count_processes,
+    n_cores,
+    on_devices,
+    powers_of_two,
+    process_slots,
+    sharing_warnings,
+)
 from forgefield.bench.tables import Row, best_row, engines_notes, engines_table, measured_row, peer_row
-from forgefield.bench.water import water_training
+from forgefield.bench.training import water_training
 from forgefield.errors import ForgefieldError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from forgefield.bench.roofline import Limits, Work
+    from forgefield.bench.step import Limits, Work
     from forgefield.bench.timer import Measurement
-    from forgefield.config.schema import Config
     from forgefield.parallel.ranks import Ranks
+    from forgefield.settings import Config
 
 
 @dataclass
@@ -63,7 +71,7 @@ def run_bench(
         with water_training(file, list(overrides), ranks, most=limit, trust_code=options.trust_code) as config:
             return _measure(config, options, ranks, job)
     from forgefield.config.loading import load_config, require_training_data
-    from forgefield.config.point_checks import require_frames
+    from forgefield.ldos.options import require_frames
 
     config = load_config(file, list(overrides), trust_code=options.trust_code)
     require_training_data(config, file)
@@ -100,7 +108,7 @@ def measure_group(config: Config, ranks: Ranks, options: BenchOptions) -> int:
         )
     from forgefield.bench.training import measure
 
-    out, warned = console(), warnings(launch.local_size, *slots(config))
+    out, warned = console(), sharing_warnings(launch.local_size, *process_slots(config))
     if ranks.is_rank_zero:
         notify(out, announcement(config, options), *warned, f"{_description(ranks.world_size, options)} ...")
     scratch = tempfile.TemporaryDirectory(prefix="forgefield-bench-") if ranks.is_rank_zero else nullcontext("")
@@ -116,7 +124,7 @@ def measure_group(config: Config, ranks: Ranks, options: BenchOptions) -> int:
 
 def plan_memory_of(config: Config, options: BenchOptions) -> int:
     """Measure the memory of small batches in a child process, and print what larger ones need (`--plan`)."""
-    _, kind = slots(config)
+    _, kind = process_slots(config)
     out = console()
     with tempfile.TemporaryDirectory(prefix="forgefield-bench-") as folder:
         children = Children(Path(folder), threads(1), options)
@@ -136,9 +144,9 @@ def plan_memory_of(config: Config, options: BenchOptions) -> int:
 
 def measure_here(config: Config, options: BenchOptions) -> int:
     """Start the processes of each measurement on this machine, one measurement after the other."""
-    n_slots, kind = slots(config)
+    n_slots, kind = process_slots(config)
     numbers = (options.ranks or powers_of_two(n_slots)) if options.measures_ranks else []
-    out, warned = console(), warnings(max(numbers, default=1), n_slots, kind)
+    out, warned = console(), sharing_warnings(max(numbers, default=1), n_slots, kind)
     notify(out, announcement(config, options), *warned)
     results = Results()
     with tempfile.TemporaryDirectory(prefix="forgefield-bench-") as folder:
@@ -222,7 +230,7 @@ def _combinations(
 
 
 def _count_work(out: Console, config: Config, children: Children, results: Results, precisions: Sequence[str]) -> None:
-    from forgefield.bench.roofline import Limits, Work
+    from forgefield.bench.step import Limits, Work
 
     _begin(out, "Measuring the limits of the device, counting the work of a step")
     result = children.run(config, "work", precisions=precisions)
@@ -239,7 +247,7 @@ def _count_work(out: Console, config: Config, children: Children, results: Resul
 
 
 def _precision(config: Config) -> str:
-    """The precision that a training begins with."""
+    """The precision that a training starts with."""
     from forgefield.bench.step import first_precision
 
     return first_precision(config)
@@ -273,7 +281,7 @@ def _measure_peers(out: Console, config: Config, options: BenchOptions, children
 
 
 def _with_fastest(config: Config, results: Results) -> Config:
-    """The config with the fastest measured engine, where its own choice is `auto`."""
+    """The config with the fastest measured engine if its engine is `auto`."""
     best = best_row(results.rows, _precision(config))
     if config.training.engine != "auto" or best is None:
         return config
@@ -348,12 +356,12 @@ def announcement(config: Config, options: BenchOptions) -> str:
     excluded = not_measured(config)
     note = f" Not measured: {', '.join(excluded)}." if excluded else ""
     water = (
-        " Data: liquid water, 64 molecules a frame, with energies and forces between rigid molecules (TIP3P)."
+        " Data: liquid water, 64 molecules per frame, with energies and forces between rigid molecules (TIP3P)."
         if "forgefield-water-" in str(config.data.train)
         else ""
     )
     return (
-        f"Timing {options.steps} training steps of {config.name} after {options.warmup} to warm up, in a temporary folder, "
+        f"Timing {options.steps} training steps of {config.name} after {options.warmup} warm-up steps, in a temporary folder, "
         f"without validation, logs and checkpoints.{water}{note}"
     )
 

@@ -1,4 +1,4 @@
-"""What `forgefield bench` prints and draws: engines and peers, numbers of processes, memory."""
+"""Tables, notes and figures of `forgefield bench`: engines and other programs, numbers of processes, memory."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forgefield.bench.machine import count_processes, n_cores
+from forgefield.bench.options import count_processes, n_cores
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from rich.table import Table
 
-    from forgefield.bench.roofline import Limits, Work
+    from forgefield.bench.step import Limits, Work
     from forgefield.bench.timer import Measurement
 
 DISTURBED = 0.9
-"""Share of a core below which a process that only computes must have been interrupted by others."""
+"""Fraction of a core below which a process has been interrupted by other programs."""
 
 
 # ---- engines and peers
@@ -89,7 +89,7 @@ def peer_row(name: str, result: dict[str, Any], *, precision: str, atoms: int, e
         edges_per_second=edges * per_second,
         memory_bytes=memory,
         is_peer=True,
-        note=f"{result['words']}, {result['parameters']:,} parameters",
+        note=f"{result['description']}, {result['parameters']:,} parameters",
     )
 
 
@@ -98,7 +98,7 @@ def engines_table(rows: Sequence[Row]) -> Table:
 
     table = plain_table(
         *("engine", "derivative", "precision", "first\nstep, s", "ms per\nstep", "atoms/s", "edges/s", "memory,\nGiB"),
-        *("of band-\nwidth", "of arith-\nmetic"),
+        *("band-\nwidth", "arith-\nmetic"),
     )
     for row in (row for row in rows if row.refusal is None):
         table.add_row(
@@ -127,16 +127,16 @@ def engines_notes(rows: Sequence[Row], limits: Limits | None, device: str) -> li
     notes = [f"{row.label}, {row.precision}: {row.refusal}" for row in rows if row.refusal is not None]
     notes += [f"{row.label}: {row.note}." for row in rows if row.note]
     notes.append(
-        "First step: from when its batch is ready to its end, with compilation and the check against the eager engine. Memory: "
-        + ("peak of all tensors on the GPU." if device != "cpu" else "peak of the process, libraries included.")
+        "First step: including compilation and the comparison with the eager engine. Memory: "
+        + ("peak of all tensors on the GPU." if device != "cpu" else "peak of the process, including libraries.")
     )
     if limits is not None:
-        from forgefield.bench.roofline import COUNTED_BYTES
+        from forgefield.bench.step import COUNTED_BYTES
 
         products = ", ".join(f"{rate / 1e12:.3g} Tflop/s {name}" for name, rate in limits.matmul.items())
         notes.append(
-            f"Limits, measured: copying {limits.copy / 1e9:.3g} GB/s; matrix products {products}. "
-            f"Of bandwidth: {COUNTED_BYTES}. Of arithmetic: matrix products of one eager step."
+            f"Measured limits: copy {limits.copy / 1e9:.3g} GB/s; matrix products {products}. "
+            f"Bandwidth: {COUNTED_BYTES}. Arithmetic: matrix products of one eager step."
         )
     return notes
 
@@ -148,8 +148,10 @@ def best_row(rows: Sequence[Row], precision: str) -> Row | None:
 
 
 def draw(rows: Sequence[Row], path: Path, title: str) -> None:
-    """Bars of the time per step and of the first step, engine by engine; peers in another colour. path: see
-    `FIGURE_SUFFIXES`."""
+    """Draw bars of the time per step and of the first step for each engine, with other programs in another colour.
+
+    path: ends in one of `FIGURE_SUFFIXES`.
+    """
     from forgefield.report.canvas import house_style, new_figure
 
     shown = [row for row in rows if row.refusal is None]
@@ -216,19 +218,19 @@ def scaling_table(measured: Sequence[Measurement]) -> Table:
 def scaling_notes(measured: Sequence[Measurement]) -> list[str]:
     one = measured[0]
     frames = f"{one.frames_per_rank} frame{'s' if one.frames_per_rank > 1 else ''}"
-    batches = f" x {one.accumulate} batches a step" if one.accumulate > 1 else ""
+    batches = f" x {one.accumulate} batches per step" if one.accumulate > 1 else ""
     notes = [
-        f"Every rank has {frames}{batches} whatever their number (weak scaling); speed-up and efficiency are relative to "
-        f"the first row."
+        f"Every rank has {frames}{batches}, independent of the number of ranks (weak scaling). Speed-up and efficiency are "
+        "relative to the first row."
     ]
     for short in (m for m in measured if not m.full_batches):
         had = short.samples / (short.steps * short.ranks)
         notes.append(
-            f"Warning: the data has fewer training frames than {count_processes(short.ranks)} take in a step, so a rank had "
-            f"{had:.1f} frames a step; this row cannot be compared with the others."
+            f"Warning: the data has fewer training frames than {count_processes(short.ranks)} need for a step, so a rank had "
+            f"{had:.1f} frames per step; this row is not comparable with the others."
         )
     notes += [
-        f"Warning: with ranks={one.ranks} a process had a core for only {100 * one.core_share:.0f} % of the time it computed. "
+        f"Warning: with ranks={one.ranks} a process had a core for only {100 * one.core_share:.0f} % of its compute time. "
         "Other programs were running on this machine; measure again when it is idle."
         for one in measured
         if one.core_share is not None and one.core_share < DISTURBED
@@ -238,7 +240,7 @@ def scaling_notes(measured: Sequence[Measurement]) -> list[str]:
 
 def parts_table(measured: Sequence[Measurement]) -> Table:
     """ms per step: mean over ranks, and after the slash the slowest rank."""
-    table = plain_table("ranks", "step, ms", "data", "compute", "communication", "of it waiting", "update")
+    table = plain_table("ranks", "step, ms", "data", "compute", "communication", "of which waiting", "update")
     for one in measured:
         cells = {part: f"{milliseconds(one.mean_ms[part])} / {milliseconds(one.max_ms[part])}" for part in one.mean_ms}
         waiting = milliseconds(one.waiting_ms)
@@ -259,13 +261,13 @@ def parts_table(measured: Sequence[Measurement]) -> Table:
 def parts_notes(measured: Sequence[Measurement]) -> list[str]:
     last = measured[-1]
     strategies = ", ".join(dict.fromkeys(f"{m.strategy} ({m.backend})" for m in measured if m.ranks > 1))
-    notes = ["Mean over ranks / slowest rank. Waiting is time spent in the exchange before the last rank has arrived."]
+    notes = ["Mean over ranks / slowest rank. Waiting: time spent in communication before the last rank has arrived."]
     if any(one.marks_synchronised for one in measured):
         notes.append(
-            "Parts are timed in separate steps, with the GPU synchronised at each mark: they do not add up to the step."
+            "The parts were timed in separate steps, with the GPU synchronised after each part; they do not add up to the step."
         )
     notes += [
-        f"gradient message   {last.message_bytes / 1e6:.3g} MB a step, {last.parameters:,} parameters",
+        f"gradient message   {last.message_bytes / 1e6:.3g} MB per step, {last.parameters:,} parameters",
         f"exchange           {strategies or 'none, one process'}",
         f"threads            {', '.join(dict.fromkeys(str(m.threads) for m in measured))} per process",
         f"machine            {last.device}, {n_cores()} cores" + (f", {last.nodes} nodes" if last.nodes > 1 else ""),
@@ -316,7 +318,7 @@ def plan_notes(result: dict[str, Any]) -> list[str]:
         f"memory = {size(model['fixed'])} + {size(model['per_atom'])} per atom + {size(model['per_edge'])} per edge, fitted to "
         f"the measured steps ({result['engine']}, {result['device']}). Configured: the largest batch of the first epochs.",
         f"It needs {size(result['needed'])} of {size(result['available'])} available, {100 * share:.3g} %: {advice}",
-        "Tensors only: a GPU context (about 0.5 GiB), libraries and, with graphs, one such memory for all sizes are extra.",
+        "Not included: the GPU context (about 0.5 GiB), libraries and, with engine graphs, its memory pool for all sizes.",
     ]
 
 

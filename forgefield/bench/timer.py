@@ -8,7 +8,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, astuple, dataclass, fields, replace
+from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,11 @@ from torch.optim import Optimizer
 from forgefield.data.batch import Batch
 from forgefield.data.sampling.loader import FrameLoader
 from forgefield.files import write_atomically
+from forgefield.parallel.reductions import StepExchange
 from forgefield.parallel.strategies import SimpleDDPStrategy
 from forgefield.training.callbacks.pace import StepTimes
+from forgefield.training.engines.engine import SparingEngine
 from forgefield.training.engines.graphs import GraphsEngine
-from forgefield.training.engines.sparing import SparingEngine
 from forgefield.training.module import TrainingModule
 from forgefield.training.run.summary import device_name
 
@@ -41,9 +42,9 @@ class Measurement:
     `StepTimer`. message_bytes: gradients of one step. full_batches: whether every rank had as many frames in a step as the
     config specifies. core_share: processor time relative to the time spent computing, of the rank with the smallest value;
     below one, other programs used its cores; None with a GPU. memory_bytes: peak memory of tensors on the GPU of rank 0.
-    resident_bytes: peak memory of the process of rank 0. first_step_seconds: from when the first batch is ready until its step
-    is done, with everything that the engine does for it, on the slowest rank. engine, derivative: those in use, whatever was
-    requested. captured: the engine whose step is replayed, for graphs.
+    resident_bytes: peak memory of the process of rank 0. first_step_seconds: from when the first batch is ready until the
+    end of its step, including compilation, on the slowest rank. engine, derivative: those in use. captured:
+    the engine whose step CUDA graphs replay.
     """
 
     ranks: int
@@ -111,9 +112,9 @@ class Measurement:
 class StepTimer(Callback):
     """Times `steps` steps after `warmup` others, ends the training, and has rank 0 write the measurement to `file`.
 
-    The host runs ahead of a GPU, so that times on the host say nothing about the device. There, complete steps are timed first
-    without interference, and then as many again with the device synchronised at each mark, to time the parts. On a CPU one
-    pass gives both.
+    The host runs ahead of a GPU, so times on the host are not those of the device. There, complete steps are timed first
+    without synchronisation, and then the same number again with the device synchronised at each mark, to time the parts. On a
+    CPU one pass gives both.
     """
 
     def __init__(self, file: str, steps: int, warmup: int) -> None:
@@ -131,7 +132,7 @@ class StepTimer(Callback):
         self._is_timed = self._is_marked = False
         self._since: tuple[float, float] | None = None
         self._mark = 0.0
-        self._current = StepTimes(0.0, 0.0, 0.0, 0.0)
+        self._current = dict.fromkeys(PARTS, 0.0)
 
     # ---- marks
 
@@ -139,9 +140,8 @@ class StepTimer(Callback):
         strategy = trainer.strategy
         self.on_cpu = strategy.root_device.type == "cpu"
         self.full_batches = _is_full(trainer, 0)
-        sources: list[Any] = [strategy, getattr(pl_module, "exchange", None)]
-        for source in sources:
-            if hasattr(source, "mark"):
+        for source in (strategy, _run_module(pl_module).exchange):
+            if isinstance(source, (SimpleDDPStrategy, StepExchange)):
                 source.mark = _both(source.mark, self._at)
         # The module's hook runs after those of callbacks, and what it does (the average of weights) is part of the update.
         module_hook = pl_module.on_train_batch_end
@@ -180,7 +180,7 @@ class StepTimer(Callback):
         if not self._is_marked:
             return
         now = self._now()
-        self._current = replace(self._current, **{part: getattr(self._current, part) + now - self._mark})
+        self._current[part] += now - self._mark
         self._mark = now
 
     def _now(self) -> float:
@@ -201,7 +201,7 @@ class StepTimer(Callback):
         elif self._since is None:
             self._since = self._now(), time.process_time()
         if self._is_marked:
-            self._current = StepTimes(0.0, 0.0, 0.0, 0.0)
+            self._current = dict.fromkeys(PARTS, 0.0)
             self._mark = self._now()
 
     def _end_batch(self, trainer: L.Trainer, batch: Batch, batch_idx: int) -> None:
@@ -219,7 +219,7 @@ class StepTimer(Callback):
         self._n_warm += self._n_warm < self.warmup
         self.n_timed += self._is_timed
         if self._is_marked:
-            self.parts.append(self._current)
+            self.parts.append(StepTimes(**self._current))
         if len(self.parts) == self.steps:
             trainer.should_stop = True
         if trainer.should_stop or epoch_ends:
@@ -296,8 +296,8 @@ class StepTimer(Callback):
 
 def resident_bytes() -> int:
     """Peak memory of this process so far."""
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else 1024 * most
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
 
 
 def _waiting(communication: Sequence[Sequence[float]]) -> float:

@@ -1,4 +1,4 @@
-"""The laws of physics, checked on the user's own model and data: `run_checks`, and `print_checks` for a table."""
+"""Physical laws, checked on the user's model and data: `run_checks`, and `print_checks` for a table of the results."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Can the model learn one batch? It is trained on a single batch until its errors are near zero or the steps are used up.
+"""`forgefield check --overfit`: train on a single batch until errors are near zero or the maximum number of steps is reached.
 
-A model can always reduce the errors of a few frames to near zero if model, loss and data are consistent. If it cannot, longer
-training does not help: labels may not belong to the frames, a target may have no weight, parameters may get no gradient, or
-the cutoff may be too short for any neighbours.
+A model can fit a few frames almost exactly if model, loss and data are consistent. If it cannot, longer training does not help:
+labels may not belong to the frames, a target may have no weight, parameters may have no gradient, or the cutoff may be so short
+that atoms have no neighbours.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from forgefield.config.schema import Config
 from forgefield.data.batch import batch_shapes, with_edges
 from forgefield.errors import ForgefieldError
 from forgefield.ops.keyed import combined
+from forgefield.settings import Config
 from forgefield.tasks.metrics import ErrorMetrics, unit_of
 from forgefield.tasks.task import Task
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.step import StepFunction
-from forgefield.training.optim.learning_rate import replaced_learning_rates
 from forgefield.training.optim.optimisers import build_optimiser
+from forgefield.training.optim.schedules import replaced_learning_rates
 from forgefield.training.problem.frames import build_frames_problem
 
 Batch = dict[str, Tensor]
@@ -31,8 +31,10 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class TargetResult:
-    """The error of one target in `unit`: root mean square, or for classes the fraction that is wrong. before, error: at the
-    beginning and at the end. spread: of the labels in all training data."""
+    """RMSE of one target, or fraction of wrong classes, in `unit`.
+
+    before, error: at the start and at the end. spread: of the labels in all training data.
+    """
 
     name: str
     before: float
@@ -49,7 +51,7 @@ class TargetResult:
 
 @dataclass
 class OverfitResult:
-    """losses: of every step. goal: fraction of the error that may remain."""
+    """losses: of all steps. goal: fraction of the error that may remain."""
 
     goal: float
     targets: list[TargetResult] = field(default_factory=list)
@@ -70,9 +72,9 @@ def overfit(
     measure: Callable[[], dict[str, tuple[float, str]]],
     spreads: dict[str, float],
 ) -> OverfitResult:
-    """Train on one batch. The learning rate falls to nothing over the last half, as a cosine; it ends when the goal is reached.
+    """Train on one batch until the goal is reached, with a cosine decay of the learning rate in the second half of the steps.
 
-    measure: errors of each target now, and their units. spreads: of the labels.
+    measure: returns the current error of each target and its unit. spreads: of the labels, by target.
     """
     result = OverfitResult(goal)
     before = measure()
@@ -98,7 +100,7 @@ def overfit(
 
 
 def _with_fresh_keys(batch: Batch, step: int) -> Batch:
-    """Where heads drop values, others in every step, as in a training: what is learnt is to hold without dropping any."""
+    """The batch with other dropout masks in every step, as in a training."""
     if "frame_key" not in batch:
         return batch
     keys = batch["frame_key"]
@@ -108,27 +110,27 @@ def _with_fresh_keys(batch: Batch, step: int) -> Batch:
 def errors_of(
     engine: Engine, errors: ErrorMetrics, task: Task, batch: Batch, units: dict[str, str]
 ) -> dict[str, tuple[float, str]]:
-    """Root mean square error of each target on the batch, in the units of metrics; of classes, the share that is wrong."""
-    found = errors.compute(engine.evaluate(batch).errors)
+    """RMSE of each target on the batch, or fraction of wrong classes, with its unit."""
+    metrics = errors.compute(engine.evaluate(batch).errors)
     values: dict[str, tuple[float, str]] = {}
     for target in task.targets:
         if target.classes is not None:
-            values[target.name] = (1.0 - found[f"{target.name}_accuracy"], "wrong")
-        elif f"{target.name}_rmse" in found:
-            values[target.name] = (found[f"{target.name}_rmse"], units.get(target.name, ""))
+            values[target.name] = (1.0 - metrics[f"{target.name}_accuracy"], "wrong")
+        elif f"{target.name}_rmse" in metrics:
+            values[target.name] = (metrics[f"{target.name}_rmse"], units.get(target.name, ""))
     return values
 
 
 def curve(losses: list[float], width: int = 64, height: int = 10) -> list[str]:
-    """The losses as lines of text, logarithmic, the largest above."""
+    """The losses as a logarithmic plot of text, line by line."""
     shown = [math.log10(loss) for loss in losses if loss > 0 and math.isfinite(loss)]
     if len(shown) < 2:
         return []
     columns = min(width, len(shown))
-    middle = [sorted(part)[len(part) // 2] for i in range(columns) if (part := _part(shown, i, columns))]
-    low, high = min(middle), max(middle)
+    medians = [sorted(chunk)[len(chunk) // 2] for i in range(columns) if (chunk := _chunk(shown, i, columns))]
+    low, high = min(medians), max(medians)
     step = (high - low) / (height - 1) or 1.0
-    rows = [round((value - low) / step) for value in middle]
+    rows = [round((value - low) / step) for value in medians]
     lines = []
     for row in range(height - 1, -1, -1):
         label = f"{10 ** (low + row * step):8.1e}" if row in (0, height // 2, height - 1) else " " * 8
@@ -136,13 +138,14 @@ def curve(losses: list[float], width: int = 64, height: int = 10) -> list[str]:
     return [*lines, " " * 9 + "+" + "-" * columns, f"{'step 1':>15}{len(losses):>{max(columns - 5, 6)}}"]
 
 
-def _part(values: list[float], i: int, parts: int) -> list[float]:
-    return values[i * len(values) // parts : (i + 1) * len(values) // parts]
+def _chunk(values: list[float], i: int, n: int) -> list[float]:
+    """The i-th of n chunks."""
+    return values[i * len(values) // n : (i + 1) * len(values) // n]
 
 
 def overfit_config(config: Config, *, steps: int, goal: float) -> OverfitResult:
-    """Train the model of a config, with the weights a new run starts from, on the first batch of its data, with its loss,
-    optimiser and learning rate."""
+    """Train the newly initialised model of a config on the first batch of its data, with its loss, optimiser and learning
+    rate."""
     problem = build_frames_problem(config)
     data, task, potential = problem.data, problem.task, problem.model
     batch = with_edges(next(iter(problem.serve(keep_order=True).train_dataloader())), potential.cutoff)
@@ -153,17 +156,17 @@ def overfit_config(config: Config, *, steps: int, goal: float) -> OverfitResult:
     optimiser = build_optimiser(config.training.optimizer, parameters, lr=config.training.lr)
     if isinstance(optimiser, torch.optim.LBFGS):
         raise ForgefieldError(
-            "check --overfit: LBFGS evaluates a step as often as it likes; name another training.optimizer."
+            "check --overfit: LBFGS is not supported, which evaluates a step several times; use another training.optimizer."
         )
     units = {name: unit_of(f"train/{name}_rmse") for name in task.names} | task.units
-    found = data.statistics
+    statistics = data.statistics
     scales = {
         target.name: max(target.scale) if isinstance(target.scale, tuple) else target.scale for target in task.targets
     }
     spreads = {name: scale for name, scale in scales.items() if scale != 1.0}
     spreads |= {
         name: 1000 * value
-        for name, value in (("energy", found.energy_residual_std), ("forces", found.forces_rms))
+        for name, value in (("energy", statistics.energy_residual_std), ("forces", statistics.forces_rms))
         if value is not None
     }
     return overfit(
@@ -182,7 +185,7 @@ def print_overfit(result: OverfitResult, title: str) -> None:
     goal = result.goal
     print(f"One batch of {title}, {len(result.losses)} steps; loss:")
     print("\n".join(curve(result.losses)))
-    print(f"{'target':16s}{'':8s}{'at first':>12s}{'now':>12s}{'left':>9s}{'allowed':>9s}")
+    print(f"{'target':16s}{'':8s}{'at start':>12s}{'now':>12s}{'left':>9s}{'allowed':>9s}")
     for target in result.targets:
         verdict = "ok" if target.remaining <= goal else "FAILED"
         numbers = f"{target.before:12.4g}{target.error:12.4g}{target.remaining:8.1%}{goal:9.1%}"

@@ -1,6 +1,6 @@
-"""What every check works with: a float64 copy of the model, evaluated on frames, and small edits of frames.
+"""Tools of all checks: a float64 copy of the model that is evaluated on frames, modified frames, and results.
 
-The user's model is never touched, and neither are the frames: each edit is a new frame without labels.
+Neither the user's model nor the frames are changed: a modified frame is a new frame without labels.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +22,7 @@ from forgefield.models.potential import Potential
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One line of the table. `value` is what was measured, in the units the note names; `tolerance` what is allowed."""
+    """One row of the table of results. value: the largest deviation. tolerance: the largest deviation that is allowed."""
 
     name: str
     passed: bool
@@ -59,7 +58,7 @@ class Probe:
         self.device = tensors[0].device if tensors else torch.device("cpu")
 
     def batch(self, frames: Sequence[Frame]) -> dict[str, torch.Tensor]:
-        """Of the frames, with the fields that the model reads; labels have no business here."""
+        """A batch of these frames, with the fields that are inputs of the model and without labels."""
         fields = {name: field for name, field in fields_of(frames).items() if name in self.potential.inputs}
         return to_device(batch_from_frames(list(frames), self.species, self.graph, fields), self.device)
 
@@ -71,11 +70,11 @@ class Probe:
         return [Outputs(float(e), f, s) for e, f, s in zip(energy, np.split(forces, ends), stress)]
 
     def each(self, frames: Sequence[Frame]) -> list[Outputs]:
-        """As `outputs`, one frame at a time."""
+        """The same as `outputs`, one frame at a time."""
         return [self.outputs([frame])[0] for frame in frames]
 
     def rows(self, frames: Sequence[Frame]) -> np.ndarray:
-        """Energy and all force components of frames of equally many atoms, (n_frames, 1 + 3 n_atoms)."""
+        """Energy and all force components of frames with the same number of atoms, (n_frames, 1 + 3 n_atoms)."""
         return np.array([np.concatenate([[out.energy], out.forces.ravel()]) for out in self.outputs(frames)])
 
     def energies(self, frames: Sequence[Frame]) -> np.ndarray:
@@ -84,22 +83,38 @@ class Probe:
 
 
 def float64_copy(potential: Potential) -> Potential:
-    """An independent copy in evaluation mode whose arithmetic is float64.
+    """An independent copy in evaluation mode that computes in float64.
 
-    Built-in models are built again around the same weights: the constants inside a float32 model are rounded.
+    Built-in models are rebuilt with the same weights, because the constants of a float32 model are rounded.
     """
-    twin = copy.deepcopy(potential).to(torch.float64)
-    twin.set_model(twin.interface.in_float64())
-    return twin.eval()
+    double = copy.deepcopy(potential).to(torch.float64)
+    double.set_model(double.interface.in_float64())
+    return double.eval()
 
 
-def edited(frame: Frame, **changes: Any) -> Frame:
-    """The frame with other positions, numbers, cell or pbc, and no labels."""
-    return replace(frame, energy=None, forces=None, stress=None, **changes)
+def edited(
+    frame: Frame,
+    *,
+    positions: np.ndarray | None = None,
+    numbers: np.ndarray | None = None,
+    cell: np.ndarray | None = None,
+    pbc: np.ndarray | None = None,
+) -> Frame:
+    """The frame without labels, with other positions, numbers, cell or pbc."""
+    return replace(
+        frame,
+        positions=frame.positions if positions is None else positions,
+        numbers=frame.numbers if numbers is None else numbers,
+        cell=frame.cell if cell is None else cell,
+        pbc=frame.pbc if pbc is None else pbc,
+        energy=None,
+        forces=None,
+        stress=None,
+    )
 
 
 def molecule(numbers: np.ndarray, positions: np.ndarray) -> Frame:
-    """A frame in empty space."""
+    """A frame without periodic boundaries."""
     return Frame(
         positions=np.asarray(positions, dtype=np.float64),
         numbers=np.asarray(numbers, dtype=np.int64),
@@ -110,7 +125,7 @@ def molecule(numbers: np.ndarray, positions: np.ndarray) -> Frame:
 
 
 def boxed(frame: Frame, cutoff: float) -> Frame:
-    """The frame itself where it has a volume, else the same atoms in a periodic box whose images are neighbours."""
+    """The frame if it has a volume, otherwise its atoms in a periodic box so small that images are neighbours."""
     if frame.volume > 0:
         return edited(frame)
     extent = np.ptp(frame.positions, axis=0)
@@ -126,7 +141,7 @@ def difference(one: Outputs, other: Outputs) -> float:
 
 
 def exact_tolerance(outputs: Sequence[Outputs]) -> float:
-    """What rounding may do in float64: 1e-9 of the largest force (at least of 0.1 eV/A) and 1e-13 of the energy."""
+    """Tolerance for rounding in float64: 1e-9 of the largest force (at least 0.1 eV/A) plus 1e-13 of the energy."""
     force = max((float(np.max(np.abs(out.forces))) for out in outputs), default=0.0)
     energy = max((abs(out.energy) for out in outputs), default=0.0)
     return 1e-9 * max(0.1, force) + 1e-13 * energy

@@ -37,6 +37,7 @@ VERBS = {
     "convert-config": ("convert_config", "convert an input file of DeePMD-kit to a Forgefield config"),
     "import": ("import_", "import a model of another program as a run"),
     "export": ("export", "export the model of a run for another program"),
+    "lammps": ("lammps", "run a LAMMPS input file with pair_style forgefield"),
 }
 
 EXAMPLES = """\
@@ -120,7 +121,7 @@ def _dispatch(words: list[str]) -> int:
     return module.run(parse(parser, words[1:]))
 
 
-TOGETHER = ("train", "test", "bench")
+TOGETHER = ("train", "test", "bench", "lammps")
 """Verbs that several processes can run as one."""
 
 

@@ -64,6 +64,22 @@ def refuse_files(words: Sequence[str]) -> list[str]:
     return list(words)
 
 
+class HelpOptions(argparse.Action):
+    """Prints the options of a section of a config, or the list of sections, and exits."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[object] | None,
+        option_string: str | None = None,
+    ) -> None:
+        from forgefield.config.reference import option_help
+
+        print(option_help(str(values or "")), end="")
+        parser.exit()
+
+
 def add_trust(parser: argparse.ArgumentParser) -> None:
     """--trust-code."""
     parser.add_argument(
@@ -75,7 +91,9 @@ def add_trust(parser: argparse.ArgumentParser) -> None:
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """RUN, --which, --head, --device, --trust-code."""
-    parser.add_argument("run", metavar="RUN", help="name of a run in the folder runs/, or its path")
+    parser.add_argument(
+        "run", metavar="RUN", help="name of a run in the folder runs/, its path, or a packaged model (.ff)"
+    )
     parser.add_argument("--which", choices=("best", "last"), default="best", help="weights to use (default: best)")
     parser.add_argument("--head", metavar="NAME", default=None, help="branch of a model with several branches")
     parser.add_argument("--device", default=None, help="cpu, cuda, cuda:1, ... (default: cuda if available)")

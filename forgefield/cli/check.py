@@ -1,7 +1,8 @@
 """Check symmetry, exact derivatives, smoothness and locality of your model on your data.
 
 For a run the trained model is checked, for a config a model with new weights. Everything is computed in float64. With
---overfit, check whether the model of a config can learn a single batch of its data. The exit code is 1 if a check fails.
+--overfit, check whether the model of a config can learn a single batch of its data. With --lammps, compare LAMMPS on one and on
+several MPI processes with the ASE calculator on one frame. The exit code is 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 from forgefield.cli.arguments import CONFIG_SUFFIXES, add_trust, refuse_files
 from forgefield.errors import ForgefieldError
 
-FRAMES, STEPS, GOAL = 4, 500, 0.05
+FRAMES, STEPS, GOAL, RANKS = 4, 500, 0.05, (1, 2, 4)
 EXAMPLES = """\
 examples:
   forgefield check runs/water
@@ -20,6 +21,7 @@ examples:
   forgefield check water --data liquid.extxyz
   forgefield check many --head water
   forgefield check --overfit water.yaml
+  forgefield check --lammps runs/water --data box.extxyz
 """
 
 
@@ -35,6 +37,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--overfit", action="store_true", help="train on a single batch and check that its errors become small")
     add("--steps", metavar="N", type=int, help=f"with --overfit: largest number of steps (default: {STEPS})")
     add("--goal", metavar="SHARE", type=float, help=f"with --overfit: fraction of the error left (default: {GOAL})")
+    add(
+        "--lammps",
+        action="store_true",
+        help="compare LAMMPS on one and on several MPI processes with ASE, on one frame",
+    )
+    add(
+        "--ranks",
+        metavar="N",
+        type=int,
+        nargs="+",
+        help=f"with --lammps: numbers of processes (default: {_words(RANKS)})",
+    )
     add_trust(parser)
     add("overrides", metavar="key=value", nargs="*", help="settings; for a run: how its data is read")
 
@@ -42,6 +56,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     overrides = refuse_files(args.overrides)
     is_config = Path(args.target).is_file() or args.target.endswith(CONFIG_SUFFIXES)
+    if args.lammps:
+        return _lammps(args, overrides, is_config)
+    if args.ranks is not None:
+        raise ForgefieldError("--ranks needs --lammps.")
     return _overfit(args, overrides, is_config) if args.overfit else _check(args, overrides, is_config)
 
 
@@ -56,7 +74,7 @@ def _check(args: argparse.Namespace, overrides: list[str], is_config: bool) -> i
     from rich.console import Console
 
     from forgefield.checks import print_checks
-    from forgefield.checks.subject import Subject
+    from forgefield.checks.suite import Subject
 
     options = {"data": args.data, "head": args.head, "trust_code": args.trust_code}
     if is_config:
@@ -95,10 +113,47 @@ def _overfit(args: argparse.Namespace, overrides: list[str], is_config: bool) ->
         raise ForgefieldError("--steps is 1 or more, and --goal is between 0 and 1.")
     from forgefield.checks.overfit import overfit_config, print_overfit
     from forgefield.config.loading import load_config
-    from forgefield.config.point_checks import require_frames
+    from forgefield.ldos.options import require_frames
 
     config = load_config(args.target, overrides, trust_code=args.trust_code)
     require_frames(config, "check --overfit", "train on a single snapshot (data.train) and see its loss go down")
     result = overfit_config(config, steps=steps, goal=goal)
     print_overfit(result, args.target)
     return 0 if result.passed else 1
+
+
+def _lammps(args: argparse.Namespace, overrides: list[str], is_config: bool) -> int:
+    if is_config:
+        raise ForgefieldError(f"--lammps needs a trained run; {args.target} is a config file.")
+    for option in ("overfit", "steps", "goal", "frames"):
+        if vars(args)[option]:
+            raise ForgefieldError(f"--{option} cannot be combined with --lammps.")
+    ranks = args.ranks or RANKS
+    if min(ranks) < 1:
+        raise ForgefieldError(f"--ranks holds {min(ranks)}; a number of processes is 1 or more.")
+    import numpy as np
+    from ase import Atoms
+
+    from forgefield.checks.suite import Subject
+    from forgefield.inference.lammps.compare import TOLERANCE, compare_ranks
+    from forgefield.runs import Run
+
+    options = {"data": args.data, "head": args.head, "trust_code": args.trust_code}
+    subject = Subject.of_run(args.target, overrides, which=args.which, **options)
+    (frame,) = subject.choose_frames(1, np.random.default_rng(args.seed))
+    atoms = Atoms(frame.numbers, positions=frame.positions, cell=frame.cell, pbc=frame.pbc)
+    run = Run.open(args.target, trust_code=args.trust_code)
+    print(f"Comparing LAMMPS with ASE on {len(atoms)} atoms ({frame.where}), in float64; relative deviations:")
+    print(f"  {'':<10}{'energy':>10}{'forces':>10}{'virial':>10}")
+    worst = 0.0
+    found = compare_ranks(run, atoms, ranks, which=args.which, head=args.head)
+    for name, deviations in found.items():
+        print(f"  {name:<10}" + "".join(f"{value:>10.1e}" for value in deviations.values()))
+        worst = max(worst, *deviations.values())
+    passed = worst <= TOLERANCE
+    print(f"{'ok' if passed else 'FAILED'}: the largest deviation is {worst:.1e}, allowed are {TOLERANCE:.0e}")
+    return 0 if passed else 1
+
+
+def _words(numbers: tuple[int, ...]) -> str:
+    return " ".join(map(str, numbers))

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from forgefield.errors import ForgefieldError
 
 if TYPE_CHECKING:
-    from forgefield.config.schema import LabelOptions, UnitOptions
     from forgefield.data.neighbours.graph import GraphOptions
+    from forgefield.data.options import LabelOptions, UnitOptions
 
 UNITS = {"energy": "eV", "length": "A", "forces": None, "stress": None}
 LABELS = ("energy", "forces", "stress", "virial", "weight")
@@ -86,9 +86,9 @@ def spec_of(paths: list[str]) -> Any:
 
 def reading_of(args: argparse.Namespace) -> tuple[LabelOptions, UnitOptions]:
     """What `add_reading` took in. Refused where it would change nothing: stores are in eV and A, their labels chosen."""
-    from forgefield.config.schema import LabelOptions, UnitOptions
+    from forgefield.data.options import LabelOptions, UnitOptions
     from forgefield.data.readers import source_files
-    from forgefield.data.store.manifest import is_store
+    from forgefield.data.store.store import is_store
 
     given = [f"--{name}-unit" for name, default in UNITS.items() if getattr(args, f"{name}_unit") != default]
     given += [f"--{name}-key" for name in LABELS if getattr(args, f"{name}_key") is not None]
@@ -106,7 +106,7 @@ def reading_of(args: argparse.Namespace) -> tuple[LabelOptions, UnitOptions]:
 
 def _fields(words: list[str]) -> dict[str, Any] | None:
     """What `--field` says, as `data.labels.fields`; None where nothing is said."""
-    from forgefield.config.fields import field_options
+    from forgefield.data.field_options import field_options
 
     found: dict[str, Any] = {}
     for word in words:

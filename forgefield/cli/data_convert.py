@@ -37,9 +37,9 @@ from forgefield.errors import ForgefieldError
 from forgefield.processes import Terminated
 
 if TYPE_CHECKING:
-    from forgefield.config.schema import LabelOptions, UnitOptions
     from forgefield.data.frame import Frame
     from forgefield.data.neighbours.graph import GraphOptions
+    from forgefield.data.options import LabelOptions, UnitOptions
     from forgefield.data.readers import SourceFile
 
 SUMMARY = "convert data of any format to a store (may be larger than memory, starts quickly) or to a structure file"
@@ -117,8 +117,7 @@ def _frames(files: list[SourceFile], what: str, labels: LabelOptions, units: Uni
     """All frames, one after the other; a label that was named and never came is an error at the end."""
     from forgefield.data.labels.label_reader import LabelReader
     from forgefield.data.readers import frames_of
-    from forgefield.data.store.manifest import is_store
-    from forgefield.data.store.store import open_store
+    from forgefield.data.store.store import is_store, open_store
 
     reader = LabelReader(labels, units)
     for file in files:

@@ -102,7 +102,7 @@ def _structure(path: Path, grid: list[int] | None) -> tuple[Any, tuple[int, int,
 def _read(path: Path) -> Any:
     from ase import Atoms
 
-    from forgefield.config.schema import LabelOptions, UnitOptions
+    from forgefield.data.options import LabelOptions, UnitOptions
     from forgefield.data.reading import read_table
 
     frames = read_table(str(path), LabelOptions(), UnitOptions(), required=False)

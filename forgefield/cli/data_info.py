@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         found, console, stores, verified=not args.no_verify, others=reader.other_names(), hints=reader.hints()
     )
     if args.figure is not None:
-        from forgefield.report.data_figure import histogram_figure
+        from forgefield.report.figures import histogram_figure
 
         print(f"\nwrote {histogram_figure(table, Path(args.figure), survey=found.survey)}")
     return 0
@@ -138,7 +138,7 @@ def _add_snapshot(table: Table, snapshot: Snapshot) -> None:
 
 
 def _check_figure(path: Path) -> None:
-    from forgefield.report.data_figure import check_figure_name
+    from forgefield.report.figures import check_figure_name
 
     check_figure_name(path)
     if path.exists():
@@ -150,8 +150,7 @@ def _check_figure(path: Path) -> None:
 def _stores(args: argparse.Namespace) -> list[Store]:
     """The stores among the sources, compared with their hashes."""
     from forgefield.data.readers import source_files
-    from forgefield.data.store.manifest import is_store
-    from forgefield.data.store.store import open_store
+    from forgefield.data.store.store import is_store, open_store
 
     stores = [open_store(file.path) for file in source_files(spec_of(args.paths)) if is_store(file.path)]
     for store in stores:

@@ -47,7 +47,7 @@ def _number(word: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     from forgefield.data.reading import read_table
-    from forgefield.data.splits.representative import representative_rows
+    from forgefield.data.splits import representative_rows
     from forgefield.data.store.convert import store_frames
     from forgefield.data.store.export import write_frames
     from forgefield.data.store.store import open_store

@@ -68,12 +68,12 @@ def propose(files: list[str], overrides: Sequence[str], *, out: Path, name: str)
     """Text of a config at `out` for these files, and the facts it is based on."""
     from forgefield.config.loading import load_config, override_keys
     from forgefield.config.starter import starter_config, starter_yaml
-    from forgefield.config.targets import as_dict
     from forgefield.config.typed import select, update
-    from forgefield.data.inspection.suspicions import label_doubts
+    from forgefield.data.inspection.suspicions import label_warnings
     from forgefield.data.labels.label_reader import LabelReader
     from forgefield.data.readers import read_frames
     from forgefield.data.store.table import FrameTable
+    from forgefield.settings import as_dict
 
     settings = load_config({"name": name}, overrides)
     spec: Any = files[0] if len(files) == 1 else files
@@ -87,7 +87,7 @@ def propose(files: list[str], overrides: Sequence[str], *, out: Path, name: str)
             f"nothing to train on; {seen}."
         )
     missing = [f"no frame carries {label}; {hint}" for label, hint in reader.hints().items() if not facts.labels[label]]
-    facts = replace(facts, doubts=[*missing, *label_doubts(FrameTable.from_frames(frames))])
+    facts = replace(facts, doubts=[*missing, *label_warnings(FrameTable.from_frames(frames))])
     values, notes = starter_config(facts, name=name)
     chosen = as_dict(settings)
     for key in override_keys(overrides):
@@ -126,7 +126,7 @@ def survey(frames: Sequence[Frame], files: list[str]) -> DataFacts:
 
 
 def _mean_neighbours(frames: Sequence[Frame], cutoff: float) -> float:
-    from forgefield.data.neighbours.lists import neighbour_list
+    from forgefield.data.neighbours.graph import neighbour_list
 
     edges = sum(len(neighbour_list(frame.positions, frame.cell, frame.pbc, cutoff)[0]) for frame in frames)
     return edges / sum(len(frame.numbers) for frame in frames)

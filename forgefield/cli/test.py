@@ -62,7 +62,7 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     with for_good():
         from forgefield import api
     from forgefield.config.loading import override_config, override_keys
-    from forgefield.config.test_sets import is_named, test_sets, title
+    from forgefield.data.paths import is_named, test_sets, title
     from forgefield.ldos.observables import OBSERVABLE_UNITS
     from forgefield.runs import Run
     from forgefield.training.run.summary import end_summary
@@ -86,6 +86,7 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     )
     if not ranks.is_rank_zero:
         return 0
+    opened = opened.writable()
     results = {title(f"test-{name}"): found for name, found in errors.items()} if is_named(data) else {"test": errors}
     hints = [f"{name}: {_in_words(source)}; {args.which} weights" for name, source in sets.items()]
     if any(found.get("energy_mae", 0.0) > SUSPICIOUS for found in results.values()):

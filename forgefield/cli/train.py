@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from forgefield.cli.arguments import CONFIG_SUFFIXES, add_trust, split_config
+from forgefield.cli.arguments import CONFIG_SUFFIXES, HelpOptions, add_trust, split_config
 from forgefield.cli.importing import for_good
 from forgefield.errors import ForgefieldError
 
@@ -56,6 +56,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--finetune", metavar="RUN", help="the same, with energy shifts fitted to the new data (model.shifts=fit)"
     )
     add_trust(parser)
+    parser.add_argument(
+        "--help-options",
+        metavar="SECTION",
+        nargs="?",
+        const="",
+        action=HelpOptions,
+        help="list the sections of a config, or the options of one section (training, data.batch, ...), and exit",
+    )
     parser.add_argument("-l", "--log", metavar="FILE", type=Path, help="also write all messages to this file")
     parser.add_argument(
         "-m",
@@ -105,6 +113,12 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
 
 def _take_run(args: argparse.Namespace) -> Path | None:
     """Remove the run folder from the words of the command line and give it; None where there is none."""
+    for word in args.words:
+        if word.endswith(".ff") and Path(word).is_file():
+            raise ForgefieldError(
+                f"{word} is a packaged model, which has no training to resume; "
+                f"to train it further: forgefield train CONFIG --finetune {word}"
+            )
     runs = [word for word in args.words if (Path(word) / "run.json").is_file()]
     if len(runs) > 1:
         raise ForgefieldError(f"one run at a time, not {' and '.join(runs)}.")

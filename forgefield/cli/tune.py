@@ -48,9 +48,9 @@ def run(args: argparse.Namespace) -> int:
     if args.workers < 1:
         raise ForgefieldError(f"--workers {args.workers}: at least one is needed.")
     with for_good():
-        from forgefield import api
+        from forgefield.tuning.search import run_search
 
-    _, code = api.tune_with_outcome(
+    _, code = run_search(
         config,
         overrides,
         space=args.space,

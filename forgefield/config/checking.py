@@ -15,20 +15,25 @@ import typing
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from forgefield.config import schema
-from forgefield.config.data_checks import check_data
 from forgefield.config.nearest import nearest
-from forgefield.config.option import Limits, limits_of
+from forgefield.config.option import IMPORT_PATH, Limits, limits_of
 from forgefield.config.peer_terms import KEYS
-from forgefield.config.point_checks import check_frames_only, check_points
-from forgefield.config.point_options import PointTaskOptions
 from forgefield.config.refusals import check_choice, wrong
 from forgefield.config.sources import Sources
-from forgefield.config.target_checks import check_task
-from forgefield.config.targets import BRANCHES, FIELDS, POINTS, TARGETS, as_typed, has_points
-from forgefield.config.training_checks import check_training
-from forgefield.config.typed import alternatives, convert, field_types, is_optional, section_class, select, without_none
+from forgefield.config.typed import alternatives, convert, field_types, is_optional, section_class, without_none
 from forgefield.errors import ForgefieldError
+from forgefield.ldos.options import PointTaskOptions
+from forgefield.settings import Config, has_points
+from forgefield.tasks.options import (
+    BRANCHES,
+    FIELDS,
+    POINTS,
+    TARGETS,
+    BranchTaskOptions,
+    FieldTargetOptions,
+    TaskOptions,
+    as_typed,
+)
 
 EXPECTED = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
@@ -39,15 +44,15 @@ def unknown_key(key: str, fields: Collection[str] | None = None, *, points: bool
     fields: of the data, as far as the config names them. Without, any other name in `task` may be one of a store's, unless it
     looks like one of our own targets. points: whether samples are grid points, whose task is another.
     """
-    cls: Any = schema.Config
+    cls: Any = Config
     parts = key.split(".")
     for depth, part in enumerate(parts):
-        cls = PointTaskOptions if points and cls is schema.TaskOptions else cls
+        cls = PointTaskOptions if points and cls is TaskOptions else cls
         kind = _kinds(cls).get(part)
-        if kind is None and cls is schema.TaskOptions and _may_be_field(part, fields):
-            kind = schema.FieldTargetOptions
+        if kind is None and cls is TaskOptions and _may_be_field(part, fields):
+            kind = FieldTargetOptions
         if kind is None:
-            extra_outputs = list(fields or []) if cls is schema.TaskOptions else []
+            extra_outputs = list(fields or []) if cls is TaskOptions else []
             return _hint(parts, depth, [*_kinds(cls), *extra_outputs])
         if key.startswith("trainer."):
             return None if parts[1] in trainer_keys() else _hint(parts, 1, trainer_keys())
@@ -69,7 +74,7 @@ def _may_be_field(name: str, fields: Collection[str] | None) -> bool:
 def check_keys(values: Mapping[str, Any], sources: Sources, *, variables: Sequence[str] = ()) -> None:
     """Refuse every key that the schema does not have. `variables` are top-level keys of the user's own."""
     fields, points = declared_fields(values), has_points(values)
-    for key in _paths(values, schema.Config, "", points=points):
+    for key in _paths(values, Config, "", points=points):
         if key in variables:
             continue
         hint = unknown_key(key, fields, points=points)
@@ -95,23 +100,23 @@ def refuse_lists(content: Mapping[str, Any], sources: Sources) -> None:
             raise wrong(sources, key, value, f"a section with the keys {', '.join(_kinds(section))}")
 
 
-def typed_config(values: Mapping[str, Any], sources: Sources) -> schema.Config:
+def typed_config(values: Mapping[str, Any], sources: Sources) -> Config:
     """A config of the schema's types, defaults filled in, from plain values whose keys are known to be valid."""
-    config = schema.Config()
+    config = Config()
     if "task" in values:
         values = {**values, "task": as_typed(values["task"], points=has_points(values))}
     _fill(config, values, "", sources)
     return config
 
 
-def stored_config(values: Mapping[str, Any], sources: Sources) -> schema.Config:
+def stored_config(values: Mapping[str, Any], sources: Sources) -> Config:
     """The config of a run from the content of its `config.yaml`.
 
     Settings that this version does not have are left out; those that the version of the run did not have are at their defaults.
     """
     task = as_typed(values.get("task"), points=has_points(values))
-    config = schema.Config()
-    _fill(config, _with_known_keys({**values, "task": task}, schema.Config), "", sources)
+    config = Config()
+    _fill(config, _with_known_keys({**values, "task": task}, Config), "", sources)
     return config
 
 
@@ -132,19 +137,10 @@ def _with_known_keys(values: Mapping[str, Any], cls: type) -> dict[str, Any]:
     return known
 
 
-def check_values(config: schema.Config, sources: Sources) -> None:
-    """Refuse values without meaning and settings that do not apply."""
+def check_values(config: Config, sources: Sources) -> None:
+    """Refuse values outside of the declared limits, and settings that contradict each other or do not apply."""
     check_limits(config, "", sources)
-    check_training(config, sources)
-    _check_name(config, sources)
-    check_data(config.data, sources)
-    if config.data.points is not None:
-        check_points(config, sources)
-    else:
-        check_frames_only(config, sources)
-        if config.task is not None:
-            check_task(config.task, sources)
-    _check_components(config, sources)
+    config.check(sources)
 
 
 def check_limits(section: Any, prefix: str, sources: Sources) -> None:
@@ -156,7 +152,7 @@ def check_limits(section: Any, prefix: str, sources: Sources) -> None:
     types = field_types(cls)
     for field in dataclasses.fields(section):
         value, key = getattr(section, field.name), f"{prefix}{field.name}"
-        in_task = isinstance(section, schema.TaskOptions)
+        in_task = isinstance(section, TaskOptions)
         if dataclasses.is_dataclass(value):
             check_limits(value, prefix if in_task and field.name == POINTS else f"{key}.", sources)
         elif in_task and isinstance(value, dict):
@@ -170,10 +166,13 @@ def _check_limits_of(value: Any, limits: Limits, optional: bool, key: str, sourc
     numbers = [value] if isinstance(value, (int, float)) else value if isinstance(value, list) else []
     if limits.has_bounds and not all(limits.allows(number) for number in numbers):
         raise wrong(sources, key, value, limits.expected or limits.describe())
-    is_path = limits.open_choices is not None and isinstance(value, str) and "." in value
-    if limits.choices and not is_path:
+    is_path = limits.open_choices == IMPORT_PATH and isinstance(value, str) and "." in value
+    if limits.choices and not is_path and not isinstance(value, Mapping):
         others = [limits.open_choices] if limits.open_choices is not None else [None] if optional else []
-        check_choice(value, (*limits.choices, *others), key, sources)
+        for item in value if isinstance(value, list) else [value]:
+            if item not in limits.choices and limits.expected is not None:
+                raise wrong(sources, key, item, limits.expected)
+            check_choice(item, (*limits.choices, *others), key, sources)
 
 
 @functools.cache
@@ -189,18 +188,18 @@ def trainer_keys() -> list[str]:
 
 def _kinds(cls: type) -> dict[str, Any]:
     """Keys of a section as they are written, with the type of each."""
-    hidden = (FIELDS, POINTS) if cls is schema.TaskOptions else ()
+    hidden = (FIELDS, POINTS) if cls is TaskOptions else ()
     return {name: kind for name, kind in field_types(cls).items() if name not in hidden}
 
 
 def _paths(values: Any, cls: type | None, prefix: str, *, points: bool = False) -> Iterator[str]:
     """Dotted keys as deep as the schema goes."""
-    cls = PointTaskOptions if points and cls is schema.TaskOptions else cls
+    cls = PointTaskOptions if points and cls is TaskOptions else cls
     for name, value in values.items():
         key = f"{prefix}{name}"
         yield key
         kind = _kinds(cls).get(str(name)) if cls is not None else None
-        inner = schema.FieldTargetOptions if kind is None and cls is schema.TaskOptions else section_class(kind)
+        inner = FieldTargetOptions if kind is None and cls is TaskOptions else section_class(kind)
         if isinstance(value, Mapping) and (inner is not None or key == "trainer"):
             yield from _paths(value, inner, f"{key}.", points=points)
 
@@ -221,7 +220,7 @@ def _schema() -> dict[str, type | None]:
             if inner is not None:
                 yield from below(inner, f"{prefix}{name}.")
 
-    return dict(below(schema.Config, ""))
+    return dict(below(Config, ""))
 
 
 def _hint(parts: list[str], depth: int, siblings: list[str]) -> str:
@@ -255,13 +254,13 @@ def _fill(section: Any, values: Mapping[str, Any], prefix: str, sources: Sources
     cls: type = type(section)
     for name, value in values.items():
         key, kind = f"{prefix}{name}", field_types(cls)[name]
-        if isinstance(section, schema.TaskOptions) and name == FIELDS:
+        if isinstance(section, TaskOptions) and name == FIELDS:
             _fill_fields(section, value, prefix, sources)
             continue
-        if isinstance(section, schema.TaskOptions) and name == BRANCHES:
+        if isinstance(section, TaskOptions) and name == BRANCHES:
             _fill_branches(section, value, key, sources)
             continue
-        if isinstance(section, schema.TaskOptions) and name == POINTS and value is not None:
+        if isinstance(section, TaskOptions) and name == POINTS and value is not None:
             section.points = PointTaskOptions()
             _fill(section.points, value, prefix, sources)
             continue
@@ -280,19 +279,19 @@ def _fill(section: Any, values: Mapping[str, Any], prefix: str, sources: Sources
             raise wrong(sources, key, value, f"a section with the keys {', '.join(field_types(inner))}")
 
 
-def _fill_fields(task: schema.TaskOptions, values: Mapping[str, Any], prefix: str, sources: Sources) -> None:
+def _fill_fields(task: TaskOptions, values: Mapping[str, Any], prefix: str, sources: Sources) -> None:
     for name, value in values.items():
         if isinstance(value, Mapping):
-            task.fields[name] = schema.FieldTargetOptions()
+            task.fields[name] = FieldTargetOptions()
             _fill(task.fields[name], value, f"{prefix}{name}.", sources)
         elif value is not None:
-            keys = ", ".join(field_types(schema.FieldTargetOptions))
+            keys = ", ".join(field_types(FieldTargetOptions))
             raise wrong(sources, f"{prefix}{name}", value, f"a section with the keys {keys}")
 
 
-def _fill_branches(task: schema.TaskOptions, values: Any, key: str, sources: Sources) -> None:
+def _fill_branches(task: TaskOptions, values: Any, key: str, sources: Sources) -> None:
     """Targets of each branch of the model."""
-    keys = ", ".join(field_types(schema.BranchTaskOptions))
+    keys = ", ".join(field_types(BranchTaskOptions))
     if not isinstance(values, Mapping):
         raise wrong(sources, key, values, f"a section with a name for each branch, which has the keys {keys}")
     for branch, section in values.items():
@@ -302,11 +301,11 @@ def _fill_branches(task: schema.TaskOptions, values: Any, key: str, sources: Sou
             )
         if not isinstance(section, Mapping):
             raise wrong(sources, f"{key}.{branch}", section, f"a section with the keys {keys}")
-        for path in _paths(section, schema.BranchTaskOptions, ""):
+        for path in _paths(section, BranchTaskOptions, ""):
             hint = unknown_key(f"task.{path}", ())
             if hint is not None:
                 raise ForgefieldError(f"{sources.where(key)}: unknown key '{key}.{branch}.{path}'.{hint}")
-        task.branches[branch] = schema.BranchTaskOptions()
+        task.branches[branch] = BranchTaskOptions()
         _fill(task.branches[branch], section, f"{key}.{branch}.", sources)
 
 
@@ -325,53 +324,3 @@ def _expected(kind: Any) -> str:
     if typing.get_origin(inner) is dict:
         return f"a mapping such as {{H: 1.0, O: 2.0}}{suffix}"
     return EXPECTED.get(inner, "another value") + suffix
-
-
-def _check_name(config: schema.Config, sources: Sources) -> None:
-    name = config.name
-    if name is not None and (name.strip() in ("", ".", "..") or re.search(r"[/\\\0]", name)):
-        raise wrong(sources, "name", name, "the name of a folder, without slashes (the place is 'out')")
-    if not config.out.strip():
-        raise wrong(sources, "out", config.out, "a folder")
-
-
-def _check_components(config: schema.Config, sources: Sources) -> None:
-    model = config.model
-    if isinstance(model, str):
-        raise ForgefieldError(
-            f"{sources.where('model')}: 'model' is a section, not '{model}'. Did you mean 'model.name={model}'?"
-        )
-    if isinstance(model, Mapping) and "from" in model:
-        _check_initial_model(model, sources)
-    elif not isinstance(model, Mapping) or not isinstance(model.get("name"), str) or not model["name"]:
-        where = sources.where("model")
-        raise ForgefieldError(f"{where}: 'model' needs a name, for example model: {{name: nequip, preset: S}}.")
-    elif config.data.cutoff is None and config.data.points is None:
-        raise wrong(sources, "data.cutoff", None, "a number")
-    for key, optional in (("training.optimizer", False), ("training.scheduler", True)):
-        spec = select(config, key)
-        if not (_is_component(spec) or (optional and spec is None)):
-            raise wrong(sources, key, spec, "a name, or a mapping such as {name: adamw, weight_decay: 1e-3}")
-    if not isinstance(config.trainer, Mapping):
-        raise wrong(sources, "trainer", config.trainer, "a section with what lightning.Trainer takes")
-    callbacks = config.callbacks
-    if isinstance(callbacks, (str, Mapping)) or not isinstance(callbacks, Sequence):
-        raise wrong(sources, "callbacks", callbacks, "a list")
-    for position, spec in enumerate(callbacks):
-        if not _is_component(spec):
-            raise wrong(
-                sources, f"callbacks.{position}", spec, "an import path, or {name: import.path, argument: value}"
-            )
-
-
-def _check_initial_model(model: Mapping[Any, Any], sources: Sources) -> None:
-    if not isinstance(model["from"], str) or not model["from"].strip():
-        raise wrong(sources, "model.from", model["from"], "the name or the folder of a run")
-    check_choice(model.get("which"), ("best", "last"), "model.which", sources)
-    check_choice(model.get("shifts"), ("keep", "fit"), "model.shifts", sources)
-
-
-def _is_component(spec: Any) -> bool:
-    if isinstance(spec, Mapping):
-        spec = spec.get("name")
-    return isinstance(spec, str) and bool(spec)

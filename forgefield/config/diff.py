@@ -11,9 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from forgefield.config import schema
-from forgefield.config.point_options import PointsOptions, PointTaskOptions
-from forgefield.config.targets import DENOISE, TARGETS, as_dict, has_points
+from forgefield.ldos.options import PointsOptions, PointTaskOptions
+from forgefield.settings import Config, as_dict, has_points
+from forgefield.tasks.options import DENOISE, TARGETS, DenoiseOptions, FieldTargetOptions, TargetOptions, TaskOptions
+from forgefield.training.options import EarlyStoppingOptions, LoraOptions
 
 HARMLESS = (
     "name",
@@ -78,7 +79,7 @@ class Change:
     """Whether a run that is continued with the new value would mean something else."""
 
 
-def config_diff(old: schema.Config, new: schema.Config) -> list[Change]:
+def config_diff(old: Config, new: Config) -> list[Change]:
     """All settings that differ, in the order of the new config. A setting left out counts as its default."""
     given = as_dict(new)
     defaults = _all_defaults(points=has_points(given))
@@ -99,16 +100,16 @@ def format_diff(changes: Sequence[Change]) -> str:
 
 def _all_defaults(*, points: bool = False) -> dict[str, Any]:
     """Defaults of every setting, optional sections included. points: whether samples are grid points."""
-    options = schema.Config()
-    targets: dict[str, Any] = {name: schema.TargetOptions() for name in TARGETS}
-    options.task = schema.TaskOptions(**targets)
+    options = Config()
+    targets: dict[str, Any] = {name: TargetOptions() for name in TARGETS}
+    options.task = TaskOptions(**targets)
     if points:
         options.data.points = PointsOptions()
         kinds = typing.get_type_hints(PointTaskOptions)
         made: dict[str, Any] = {name: typing.get_args(kind)[0]() for name, kind in kinds.items()}
-        options.task = schema.TaskOptions(points=PointTaskOptions(**made))
-    options.training.early_stopping = schema.EarlyStoppingOptions()
-    options.training.lora = schema.LoraOptions()
+        options.task = TaskOptions(points=PointTaskOptions(**made))
+    options.training.early_stopping = EarlyStoppingOptions()
+    options.training.lora = LoraOptions()
     return {key: value for key, value in as_dict(options).items() if key != "model"}
 
 
@@ -134,9 +135,9 @@ def _default(defaults: Any, key: str) -> Any:
         _, _, setting = rest.partition(".")[2].partition(".")
         if not setting:
             return None
-        key, defaults = setting, asdict(schema.TargetOptions())
+        key, defaults = setting, asdict(TargetOptions())
     elif key.startswith("task.") and (section not in defaults["task"] or defaults["task"][section] is None):
-        kind = schema.DenoiseOptions if section == DENOISE else schema.FieldTargetOptions
+        kind = DenoiseOptions if section == DENOISE else FieldTargetOptions
         key, defaults = rest, asdict(kind())
     for part in key.split("."):
         if not isinstance(defaults, Mapping) or part not in defaults:

@@ -34,16 +34,15 @@ from forgefield.config.checking import (
     unknown_key,
 )
 from forgefield.config.components import also_look_in
-from forgefield.config.datapaths import absolute_data_paths
 from forgefield.config.deepmd import is_deepmd_input, read_input, translate
 from forgefield.config.hydra_state import DEFAULTS, ENTRY, USER, hydra_for, store
 from forgefield.config.nearest import did_you_mean
 from forgefield.config.resolvers import RESOLVERS, register_resolvers
-from forgefield.config.schema import Config
 from forgefield.config.sources import Sources, first_line, read_text, read_yaml
-from forgefield.config.targets import as_dict, as_written, has_points
 from forgefield.config.trust import Trust, named_code, refuse_interpolations
 from forgefield.errors import ForgefieldError
+from forgefield.settings import Config, as_dict, has_points
+from forgefield.tasks.options import as_written
 
 COMPONENTS = ("model", "training.optimizer", "training.scheduler", "training.weighting", "trainer.*")
 """Settings that describe one object by its name and options: a mapping with a name replaces what is there."""
@@ -109,7 +108,7 @@ def load_config(
         if config.data.points is None and not (sources.explicit("data.cutoff") or _in(content, "data.cutoff")):
             config.data.cutoff = None
     check_values(config, sources)
-    absolute_data_paths(config.data, [Path.cwd(), folder])
+    config.data.make_paths_absolute([Path.cwd(), folder])
     if of_run:
         trust = Trust(f"{sources.main}, the config of a run,", trust_code, never_from=folder)
         for where, path in named_code(asdict(config)):

@@ -3,18 +3,27 @@
     knots: int = option(1024, at_least=256, at_most=32767)
     \"\"\"Intervals of the table of radial weights.\"\"\"
 
-The type is the annotation and the description the docstring below. The checks of a config, the comments in the config that
-`forgefield init` writes, and the reference in docs/options.md are all made from this declaration.
+The type is the annotation and the description is the docstring below. The checks of a config, `--help`, the comments in the
+config that `forgefield init` writes, and the reference in docs/options.md are all generated from this declaration.
 """
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import functools
+import inspect
+import itertools
 import math
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Callable, Sequence
 from typing import Any
 
 _KEY = "forgefield"
+IMPORT_PATH = "an import path"
+"""For `open_choices`: text with a dot."""
+LARGEST_SEED = 2**32 - 1
+"""NumPy's and Lightning's largest seed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,12 +35,14 @@ class Limits:
     at_most: float | None = None
     below: float | None = None
     choices: tuple[Any, ...] = ()
-    """All values that are allowed; None stands for null."""
+    """Allowed values, or allowed items of a list; None stands for null."""
     open_choices: str | None = None
-    """What else is allowed where the choices are not all, such as "an import path"; checked elsewhere."""
+    """What is allowed in addition to `choices`: `IMPORT_PATH`, or a description of mappings, which are checked elsewhere."""
     unit: str | None = None
     expected: str | None = None
-    """What messages say is expected; made of the bounds where it is not given."""
+    """What messages say is expected. Default: a description of the bounds."""
+    details: type | None = None
+    """Dataclass that describes the keys of a mapping, or of each entry of a mapping by name, for the reference of options."""
 
     @property
     def has_bounds(self) -> bool:
@@ -69,13 +80,59 @@ def option(
     open_choices: str | None = None,
     unit: str | None = None,
     expected: str | None = None,
+    details: type | None = None,
 ) -> Any:
     """A field of an options dataclass with this default; see `Limits` for what can be declared."""
-    limits = Limits(at_least, above, at_most, below, tuple(choices), open_choices, unit, expected)
+    limits = Limits(at_least, above, at_most, below, tuple(choices), open_choices, unit, expected, details)
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=lambda: list(default), metadata={_KEY: limits})
     return dataclasses.field(default=default, metadata={_KEY: limits})
+
+
+def allowed_values(limits: Limits, show: Callable[[object], str] = str) -> str:
+    """The choices or bounds as text: `auto, vesin, matscipy`, `at least 0`; empty if every value of the type is allowed."""
+    choices = [show(choice) for choice in limits.choices]
+    choices += [limits.open_choices] if limits.open_choices is not None else []
+    return ", ".join(choices) or limits.describe()
+
+
+def seed_option(default: int | None) -> Any:
+    """A seed of random numbers."""
+    return option(default, at_least=0, at_most=LARGEST_SEED, expected=f"a whole number from 0 to {LARGEST_SEED}")
 
 
 def limits_of(field: dataclasses.Field[Any]) -> Limits:
     """What is declared about a field; nothing for a plain one."""
     limits = field.metadata.get(_KEY)
     return limits if isinstance(limits, Limits) else Limits()
+
+
+@functools.cache
+def field_docs(cls: type) -> dict[str, str]:
+    """Field name -> its docstring as one line; fields without one are left out."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
+    body = tree.body[0].body  # type: ignore[attr-defined]
+    docs = {}
+    for statement, following in itertools.pairwise(body):
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            text = _string(following)
+            if text is not None:
+                docs[statement.target.id] = " ".join(text.split())
+    return docs
+
+
+def first_sentence(description: str) -> str:
+    """The first sentence of a description, without its full stop."""
+    return description.partition(". ")[0].rstrip(".")
+
+
+def class_doc(cls: type) -> str | None:
+    """First docstring of the class as one line. (A dataclass without one gets its signature, which says nothing.)"""
+    text = cls.__doc__
+    return None if text is None or text.startswith(f"{cls.__name__}(") else " ".join(text.split())
+
+
+def _string(statement: ast.stmt) -> str | None:
+    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+        return statement.value.value if isinstance(statement.value.value, str) else None
+    return None

@@ -1,4 +1,4 @@
-"""The reference of all options as Markdown, made from their declarations: docs/options.md.
+"""The reference of all options, made from their declarations: docs/options.md, and the help of the command line.
 
 python -m forgefield.config.reference > docs/options.md
 """
@@ -6,104 +6,190 @@ python -m forgefield.config.reference > docs/options.md
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any
 
-from forgefield.config import schema
-from forgefield.config.fielddocs import class_doc, field_docs
-from forgefield.config.option import limits_of
-from forgefield.config.point_options import PointTaskOptions
-from forgefield.config.targets import BRANCHES, FIELDS, POINTS
+from forgefield.config.nearest import did_you_mean
+from forgefield.config.option import allowed_values, class_doc, field_docs, first_sentence, limits_of
 from forgefield.config.template import flow
 from forgefield.config.typed import alternatives, field_types, is_optional, section_class
+from forgefield.errors import ForgefieldError
+from forgefield.ldos.options import PointTaskOptions
+from forgefield.settings import Config
+from forgefield.tasks.options import BRANCHES, FIELDS, POINTS, TaskOptions
 
 HEADER = """# All options
 
-Every option of a config with its type, default, allowed values, unit and meaning. Options of models are on the pages of the
-models; `trainer` takes whatever `lightning.Trainer` takes. How configs are written and overridden: [config.md](config.md).
+Every option of a config with its type, default, allowed values, unit and meaning. `forgefield train --help-options SECTION`
+prints the same in a terminal. Options of models are on the pages of the models; `trainer` takes any argument of
+`lightning.Trainer`. How configs are written and overridden: [config.md](config.md).
 
 This page is generated from the declarations in the code: `make docs/options.md`.
 """
-_NAMES = {int: "integer", float: "number", str: "text", bool: "true or false", Any: "anything"}
+_NAMES = {int: "integer", float: "number", str: "text", bool: "true or false", Any: "any value"}
+WIDTH = 100
+"""Line length of the help in a terminal."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One option, or a section within a section (type `section`)."""
+
+    name: str
+    type: str
+    default: str
+    """As in YAML; empty for a section that always exists."""
+    allowed: str
+    unit: str
+    description: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """The options of one dataclass. keys: all sections that have them, with NAME for a name that the user chooses."""
+
+    cls: type
+    keys: tuple[str, ...]
+    about: str
+    entries: tuple[Entry, ...]
+
+    @property
+    def title(self) -> str:
+        shown = [key for key in self.keys if not key.startswith("task.branches.")] or self.keys
+        suffix = " of grid points (data.points)" if self.cls is PointTaskOptions else ""
+        return ", ".join(key or "Top level" for key in shown) + suffix
+
+
+@cache
+def sections() -> tuple[Section, ...]:
+    """All sections of a config, outer ones first."""
+    keys: dict[type, list[str]] = {}
+    notes: dict[type, str] = {}
+    for key, cls, note in _walk(Config, "", ""):
+        keys.setdefault(cls, []).append(key)
+        notes.setdefault(cls, note)
+    return tuple(
+        Section(cls, tuple(names), class_doc(cls) or (notes[cls] if len(names) == 1 else ""), _entries(cls))
+        for cls, names in keys.items()
+    )
 
 
 def reference() -> str:
-    """The whole page."""
-    pages: dict[type, list[str]] = {}
-    notes: dict[type, str] = {}
-    for key, cls, note in _sections(schema.Config, "", ""):
-        pages.setdefault(cls, []).append(key)
-        notes.setdefault(cls, note)
-    sections = "\n".join(_section(keys, cls, notes[cls] if len(keys) == 1 else "") for cls, keys in pages.items())
-    return f"{HEADER}\n{sections}"
+    """The page docs/options.md."""
+    return f"{HEADER}\n" + "\n".join(map(_markdown, sections()))
 
 
-def _sections(cls: type, key: str, note: str) -> Iterator[tuple[str, type, str]]:
-    """Dotted key, dataclass and description of every section, outer ones first."""
-    yield key, cls, note
-    docs = field_docs(cls)
-    for name, kind in field_types(cls).items():
-        inner, below = section_class(kind), f"{key}.{name}" if key else name
-        if cls is schema.TaskOptions and name == POINTS:
-            assert inner is not None
-            yield from _sections(inner, key, "")
-        elif cls is schema.TaskOptions and name in (FIELDS, BRANCHES):
-            of_each = section_class(typing.get_args(kind)[1])
-            assert of_each is not None
-            yield from _sections(of_each, f"{key}.NAME" if name == FIELDS else f"{below}.NAME", docs.get(name, ""))
-        elif inner is not None:
-            yield from _sections(inner, below, docs.get(name, ""))
-
-
-def _section(keys: list[str], cls: type, note: str) -> str:
-    """The table of a section. keys: all sections that have these options."""
-    docs = field_docs(cls)
-    shown = [key for key in keys if not key.startswith("task.branches.")] or keys
-    title = ", ".join(f"`{key}`" if key else "Top level" for key in shown)
-    title += " of grid points (`data.points`)" if cls is PointTaskOptions else ""
-    about = " ".join(text for text in (note, class_doc(cls)) if text)
-    lines = [f"## {title}", "", *([about, ""] if about else [])]
+def _markdown(section: Section) -> str:
+    lines = [f"## {section.title}", "", *([section.about, ""] if section.about else [])]
     lines += ["| option | type | default | allowed | unit | meaning |", "|---|---|---|---|---|---|"]
-    for field in dataclasses.fields(cls):
-        kind = field_types(cls)[field.name]
-        if cls is schema.TaskOptions and field.name in (FIELDS, BRANCHES, POINTS):
-            continue
-        inner, limits = section_class(kind), limits_of(field)
-        if inner is not None:
-            row = [
-                "section",
-                "null" if is_optional(kind) else "",
-                "",
-                "",
-                docs.get(field.name) or class_doc(inner) or "",
-            ]
-        else:
-            choices = [flow(choice) for choice in limits.choices]
-            choices += [limits.open_choices] if limits.open_choices is not None else []
-            allowed = ", ".join(choices) or limits.describe()
-            row = [_type(kind), f"`{flow(_default(field))}`", allowed, limits.unit or "", docs.get(field.name, "")]
-        cells = [f"`{field.name}`", *row]
+    for entry in section.entries:
+        default = f"`{entry.default}`" if entry.default and entry.type != "section" else entry.default
+        cells = (f"`{entry.name}`", entry.type, default, entry.allowed, entry.unit, entry.description)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 
 
-def _default(field: dataclasses.Field[Any]) -> Any:
-    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+def option_help(key: str = "") -> str:
+    """Help on a section (`training`, `data.batch`) or on one option (`training.lr`), as text for a terminal; without a key, the
+    list of sections."""
+    if not key:
+        return "Sections of a config:\n\n" + "".join(map(_summary, sections()))
+    parent, _, option = key.rpartition(".")
+    whole = [section for section in sections() if key in section.keys]
+    single = [(parent, entry) for section in sections() if parent in section.keys for entry in section.entries]
+    lines = [line for section in whole for line in _section_lines(section, key)]
+    lines += (
+        [] if whole else [line for prefix, entry in single if entry.name == option for line in _lines(entry, prefix)]
+    )
+    if not lines:
+        known = [f"{name}.{entry.name}" for section in sections() for name in section.keys for entry in section.entries]
+        names = [name for section in sections() for name in section.keys]
+        raise ForgefieldError(
+            f"'{key}' is not a section or an option of a config.{did_you_mean(key, [*names, *known])}"
+        )
+    return "\n".join(lines).strip("\n") + "\n"
 
 
-def _type(kind: Any) -> str:
+def _summary(section: Section) -> str:
+    about = _wrapped(f"{first_sentence(section.about)}.") if section.about else []
+    return "\n".join([section.title, *about]) + "\n"
+
+
+def _section_lines(section: Section, key: str) -> list[str]:
+    about = textwrap.wrap(section.about, WIDTH)
+    return [*about, "", *(line for entry in section.entries for line in _lines(entry, key)), ""]
+
+
+def _lines(entry: Entry, section: str) -> list[str]:
+    details = [entry.type, f"default {entry.default}" if entry.default else "", entry.allowed, entry.unit]
+    key = f"{section}.{entry.name}" if section else entry.name
+    return [f"{key}  ({'; '.join(filter(None, details))})", *_wrapped(entry.description)]
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent="    ", subsequent_indent="    ")
+
+
+def flag_help(key: str) -> str:
+    """The description of an option as the help of a command-line flag."""
+    parent, _, name = key.rpartition(".")
+    section = next(section for section in sections() if parent in section.keys)
+    entry = next(entry for entry in section.entries if entry.name == name)
+    first = first_sentence(entry.description)
+    text = first[:1].lower() + first[1:]
+    return (text + (f", {entry.unit}" if entry.unit else "") + f" ({key})").replace("%", "%%")
+
+
+def _walk(cls: type, key: str, note: str) -> Iterator[tuple[str, type, str]]:
+    """Dotted key, dataclass and description of every section, outer ones first."""
+    yield key, cls, note
+    docs = field_docs(cls)
+    for field in dataclasses.fields(cls):
+        name, kind = field.name, field_types(cls)[field.name]
+        inner, below, details = section_class(kind), f"{key}.{name}" if key else name, limits_of(field).details
+        if cls is TaskOptions and name == POINTS:
+            assert inner is not None
+            yield from _walk(inner, key, "")
+        elif cls is TaskOptions and name in (FIELDS, BRANCHES):
+            of_each = section_class(typing.get_args(kind)[1])
+            assert of_each is not None
+            yield from _walk(of_each, f"{key}.NAME" if name == FIELDS else f"{below}.NAME", docs.get(name, ""))
+        elif inner is not None:
+            yield from _walk(inner, below, docs.get(name, ""))
+        elif details is not None:
+            yield f"{below}.NAME" if name == FIELDS else below, details, docs.get(name, "")
+
+
+def _entries(cls: type) -> tuple[Entry, ...]:
+    hidden = (FIELDS, BRANCHES, POINTS) if cls is TaskOptions else ()
+    return tuple(_entry(cls, field) for field in dataclasses.fields(cls) if field.name not in hidden)
+
+
+def _entry(cls: type, field: dataclasses.Field[Any]) -> Entry:
+    kind, limits, description = field_types(cls)[field.name], limits_of(field), field_docs(cls).get(field.name, "")
+    inner = section_class(kind)
+    if inner is not None:
+        missing = "null" if is_optional(kind) else ""
+        return Entry(field.name, "section", missing, "", "", description or class_doc(inner) or "")
+    default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    allowed = allowed_values(limits, flow)
+    return Entry(field.name, _type(kind), flow(default), allowed, limits.unit or "", description)
+
+
+def _type(kind: object) -> str:
     names = [_type_name(each) for each in alternatives(kind)]
     return ", ".join(names) + (" or null" if is_optional(kind) else "")
 
 
 def _type_name(kind: Any) -> str:
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin is list:
-        return "list" if arguments[0] is Any else f"list of {_type_name(arguments[0])}"
-    if origin is dict:
-        return "mapping"
-    return _NAMES[kind]
+    if origin in (list, Sequence):
+        item = _type_name(arguments[0])
+        return "list" if arguments[0] is Any else f"list of {item if arguments[0] is str else f'{item}s'}"
+    return _NAMES[kind] if origin is None else "mapping"
 
 
 if __name__ == "__main__":

@@ -10,7 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from forgefield.config.option import field_docs, first_sentence
 from forgefield.config.template import yaml_with_comments
+from forgefield.data.options import BatchOptions, DataOptions
+from forgefield.settings import Config
 
 MODEL = {"name": "nequip", "preset": "S"}
 """The model of a first run."""
@@ -72,14 +75,18 @@ def starter_config(facts: DataFacts, *, name: str) -> tuple[dict[str, Any], dict
     neighbours = facts.mean_neighbours[cutoff]
     notes = {
         "data.train": describe(facts),
-        "data.cutoff": f"Radius of the neighbour list, A: {neighbours:.0f} neighbours per atom on average.",
-        "data.batch.frames": f"Frames per batch on each process: about {frames * facts.mean_atoms:.0f} atoms.",
-        "data.species": "Chemical species the model knows, in order: those in the data.",
+        "data.cutoff": f"{_summary(DataOptions, 'cutoff')}, A: {neighbours:.0f} neighbours per atom on average.",
+        "data.batch.frames": f"{_summary(BatchOptions, 'frames')}: about {frames * facts.mean_atoms:.0f} atoms.",
+        "data.species": f"{_summary(DataOptions, 'species')}: those in the data.",
         "data.units": unit_note(facts),
         "trainer.max_epochs": f"{steps} batches make an epoch; {epochs * steps} optimiser steps in all.",
-        "trainer": "Anything `lightning.Trainer` takes: devices, max_time, check_val_every_n_epoch, ...",
+        "trainer": f"{_summary(Config, 'trainer')}: devices, max_time, check_val_every_n_epoch, ...",
     }
     return values, notes
+
+
+def _summary(section: type, option: str) -> str:
+    return first_sentence(field_docs(section)[option])
 
 
 def starter_yaml(values: Mapping[str, Any], notes: Mapping[str, str], *, file: str) -> str:

@@ -6,6 +6,7 @@ config.
 
 from __future__ import annotations
 
+import dataclasses
 import textwrap
 import typing
 from collections.abc import Iterator, Mapping
@@ -13,18 +14,17 @@ from typing import Any
 
 import yaml
 
-from forgefield.config import schema
-from forgefield.config.fielddocs import class_doc, field_docs
-from forgefield.config.point_checks import FRAMES_ONLY
-from forgefield.config.point_options import PointTaskOptions
-from forgefield.config.targets import BRANCHES, DENOISE, TARGETS, as_dict, has_points
+from forgefield.config.option import allowed_values, class_doc, field_docs, limits_of
 from forgefield.config.typed import field_types, section_class
+from forgefield.ldos.options import FRAMES_ONLY, PointTaskOptions
+from forgefield.settings import Config, as_dict, has_points
+from forgefield.tasks.options import BRANCHES, DENOISE, TARGETS, FieldTargetOptions, TaskOptions
 
 WIDTH = 110
 """Longest line with a comment."""
 
 
-def commented_yaml(config: schema.Config, *, header: str = "", notes: Mapping[str, str] | None = None) -> str:
+def commented_yaml(config: Config, *, header: str = "", notes: Mapping[str, str] | None = None) -> str:
     """`config` as YAML with a comment to each setting. `load_config` of it gives the same config.
 
     notes: comments by dotted key, in place of the schema's own (for a model's options, say). header: lines on top.
@@ -39,9 +39,9 @@ def commented_yaml(config: schema.Config, *, header: str = "", notes: Mapping[st
 def yaml_with_comments(values: Mapping[str, Any], *, header: str = "", notes: Mapping[str, str] | None = None) -> str:
     """Any part of a config, keys in the given order, as commented YAML."""
     lines = [f"# {line}".rstrip() for line in header.splitlines()]
-    task = PointTaskOptions if has_points(values) else schema.TaskOptions
+    task = PointTaskOptions if has_points(values) else TaskOptions
     for name, value in values.items():
-        block = list(_emit(str(name), value, schema.Config, "", 0, notes or {}, task))
+        block = list(_emit(str(name), value, Config, "", 0, notes or {}, task))
         if len(block) > 1 and lines and lines[-1]:
             lines.append("")
         lines += block
@@ -123,14 +123,21 @@ def _above(comment: str | None, margin: str) -> Iterator[str]:
 
 
 def _comment(cls: type | None, name: str, inner: type | None) -> str | None:
-    own = field_docs(cls).get(name) if cls is not None else None
-    return own or (class_doc(inner) if inner is not None else None)
+    """The description of an option with its unit and, unless the description mentions them, the choices."""
+    field = next((each for each in dataclasses.fields(cls) if each.name == name), None) if cls is not None else None
+    description = field_docs(cls).get(name) if cls is not None else None
+    if field is None or description is None or inner is not None:
+        return description or (class_doc(inner) if inner is not None else None)
+    limits = limits_of(field)
+    unit = f" Unit: {limits.unit}." if limits.unit is not None else ""
+    mentioned = all(str(choice).lower() in description for choice in limits.choices)
+    return description + unit + ("" if mentioned else f" One of {allowed_values(limits, flow)}.")
 
 
 def _section(cls: type | None, name: str) -> type | None:
     """The dataclass of the section `name` of `cls`."""
-    if cls is schema.TaskOptions and name not in (*TARGETS, BRANCHES, DENOISE):
-        return schema.FieldTargetOptions
+    if cls is TaskOptions and name not in (*TARGETS, BRANCHES, DENOISE):
+        return FieldTargetOptions
     kind = field_types(cls).get(name) if cls is not None else None
     of_each = typing.get_args(kind)[1] if typing.get_origin(kind) is dict else kind
     return section_class(of_each)

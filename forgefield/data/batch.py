@@ -10,24 +10,29 @@
 | pbc        | (n_frames, 3)   | bool    | which lattice vectors repeat |
 | edge_index | (2, n_edges)    | int64   | row 0 source j (neighbour), row 1 destination i (centre), ascending in i |
 | edge_shift | (n_edges, 3)    | float64 | integers S: edge vector = positions[j] + S @ cell[frame[i]] - positions[i] |
-| edge_reverse | (n_edges,)    | int64   | number of the edge that leads back: j and i exchanged, S negated |
+| edge_reverse | (n_edges,)    | int64   | index of the reverse edge: j and i exchanged, S negated |
 | energy     | (n_frames,)     | float64 | eV |
 | forces     | (n_atoms, 3)    | float64 | eV/A |
 | stress     | (n_frames, 3, 3)| float64 | eV/A^3 |
 | weight     | (n_frames,)     | float64 | weight in the loss |
-| frame_id   | (n_frames,)     | int64   | position in the dataset; -1: a blank frame that counts for nothing |
-| branch     | (n_frames,)     | int64   | which branch of the model a frame is for; only where a model has several |
+| frame_id   | (n_frames,)     | int64   | row in the dataset; -1: a blank frame, without labels and weight |
+| branch     | (n_frames,)     | int64   | branch of the model that a frame is for; only for models with several |
 | frame_key  | (n_frames,)     | int64   | training with dropout only: 0 to 2^32, from seed, epoch and position in the epoch |
 | denoise    | (n_atoms, 3)    | float64 | training on noise only: displacements that were added to `positions`, A |
 
-`edge_reverse` is left out where an edge need not have a reverse (`data.max_neighbours`). NaN in a label means that the
-frame does not carry it; readers refuse NaN in data, so it means nothing else. Fields (`data.labels.fields`) are extra keys,
-(n_frames, ...) or (n_atoms, ...) float64, NaN where a frame or an atom has no value.
+`edge_reverse` is left out where an edge need not have a reverse (`data.max_neighbours`). NaN in a label means that it is
+missing (readers refuse NaN in data). Fields (`data.labels.fields`) are extra keys, (n_frames, ...) or (n_atoms, ...) float64,
+NaN where a frame or an atom has no value.
+
+`BatchSpec` states which of these a batch contains, before the first one is made. Random displacements and keys are functions
+of the seed, the epoch and the position of a frame in the order of the epoch: they are the same on any number of ranks, with
+any number of threads and after a resume.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -39,6 +44,61 @@ from forgefield.data.neighbours.edges import EdgeBlock, Geometry, build_block
 from forgefield.data.neighbours.graph import GraphOptions
 from forgefield.data.species import SpeciesTable
 from forgefield.ops.neighbour_lists import batched_neighbours
+
+_TRAINING, _EVALUATION, _KEYS = 1, 2, 3
+"""Streams of random numbers: the same position gives independent numbers for each purpose."""
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Random displacements of atoms, for a model that learns to predict them.
+
+    sigma: standard deviation along each direction, A. share: fraction of the frames that are displaced. keep_labels: whether
+    displaced frames keep their other labels. alone: the displacement is the only target. fixed: the same displacements in
+    every epoch, for evaluation.
+    """
+
+    sigma: float
+    seed: int
+    share: float = 1.0
+    keep_labels: bool = False
+    alone: bool = False
+    fixed: bool = False
+
+    def displacements(self, n_atoms: int, *key: int) -> np.ndarray | None:
+        """(n_atoms, 3), A, or None for a frame that is not displaced. The mean is zero, because energies are invariant to
+        translations. key: identifies the frame, in training (epoch, position in the epoch), in evaluation (row,).
+        """
+        purpose = _EVALUATION if self.fixed else _TRAINING
+        random = np.random.default_rng([self.seed, purpose, *key])
+        if not self.fixed and random.random() >= self.share:
+            return None
+        displacements = self.sigma * random.standard_normal((n_atoms, 3))
+        return displacements - displacements.mean(axis=0)
+
+
+@dataclass(frozen=True)
+class BatchSpec:
+    """What batches carry in addition to structures and labels, in which order frames come, and for which device.
+
+    targets: names of the fields that are trained on; blank frames have no value for them. frame_keys: training batches carry
+    `frame_key`, for dropout. noise: atoms are displaced at random and batches carry `denoise`. on_gpu: batches are copied to a
+    GPU, which also builds the neighbour lists that would otherwise be built for each batch. keep_order: training frames come
+    in the order of the data, each once per epoch.
+    """
+
+    targets: frozenset[str] = frozenset()
+    frame_keys: bool = False
+    noise: Noise | None = None
+    on_gpu: bool = False
+    keep_order: bool = False
+
+
+def frame_keys(seed: int, epoch: int, positions: np.ndarray) -> np.ndarray:
+    """(n_frames,) int64 from 0 to 2^32. positions: of the frames in the order of the epoch."""
+    keys = [np.random.SeedSequence([seed, _KEYS, epoch, int(p)]).generate_state(1)[0] for p in positions]
+    return np.array(keys, dtype=np.int64)
+
 
 Batch = dict[str, Tensor]
 
@@ -62,7 +122,7 @@ SHAPES: Shapes = {
     "frame_key": ("frames",),
     "denoise": ("atoms", 3),
 }
-"""Shape of each key; names stand for the sizes that differ from batch to batch."""
+"""Shape of each key; names stand for sizes that differ between batches."""
 
 
 def batch_shapes(fields: Fields) -> Shapes:
@@ -75,9 +135,9 @@ def batch_shapes(fields: Fields) -> Shapes:
 def batch_from_frames(
     frames: Sequence[Frame], species: SpeciesTable, graph: GraphOptions | float, fields: Fields | None = None
 ) -> Batch:
-    """One batch of these frames, for use outside training. graph: options, or just the cutoff in A.
+    """A batch of these frames, for use outside training.
 
-    fields: those that the batch carries; all that the frames carry, if None.
+    graph: options of the neighbour list, or the cutoff in A. fields: of the batch; if None, all fields of the frames.
     """
     options = graph if isinstance(graph, GraphOptions) else GraphOptions(float(graph))
     geometry = Geometry(
@@ -102,9 +162,9 @@ def batch_from_frames(
 
 
 def assemble(geometry: Geometry, edges: EdgeBlock | None, /, **values: np.ndarray) -> Batch:
-    """A batch from arrays of its frames. values: the keys of the table above that are neither geometry nor edges; fields.
+    """A batch from arrays of its frames.
 
-    Where `edges` is None, `with_edges` adds them later.
+    edges: None if `with_edges` adds them later. values: all other keys of the table above, and fields.
     """
     n_atoms = geometry.n_atoms
     arrays = {
@@ -120,7 +180,7 @@ def assemble(geometry: Geometry, edges: EdgeBlock | None, /, **values: np.ndarra
 
 
 def _edges_in_batch(n_atoms: np.ndarray, edges: EdgeBlock) -> dict[str, np.ndarray]:
-    """Edges numbered through the whole batch."""
+    """Edges with indices of atoms and edges in the batch."""
     n_edges = edges.n_edges
     first_atom, first_edge = n_atoms.cumsum() - n_atoms, n_edges.cumsum() - n_edges
     edge_index = np.empty((2, len(edges.source)), dtype=np.int64)
@@ -134,7 +194,7 @@ def _edges_in_batch(n_atoms: np.ndarray, edges: EdgeBlock) -> dict[str, np.ndarr
 
 
 def _add_by_frame(values: np.ndarray, addends: np.ndarray, counts: np.ndarray, out: np.ndarray) -> None:
-    """out = values + the addend of the frame they belong to. Long frames one by one: no array of addends is needed."""
+    """out = values + the addend of their frame. Large frames are handled one by one, without an array of addends."""
     if len(values) <= 2048 * len(counts):
         np.add(values, np.repeat(addends, counts), out=out)
         return
@@ -155,19 +215,19 @@ def with_edges(batch: Batch, cutoff: float) -> Batch:
 
 
 def _owned(array: np.ndarray) -> np.ndarray:
-    """A contiguous, writable array that shares its memory with no other."""
+    """A contiguous, writable array that does not share its memory."""
     array = np.ascontiguousarray(array)
     return array if array.flags.owndata and array.flags.writeable else array.copy()
 
 
 def without_labels(batch: Batch, targets: Collection[str] = ()) -> Batch:
-    """The same structures without labels, weight and frame id: nothing to learn from or to measure.
+    """The same structures without labels, weight and frame id.
 
-    targets: fields that are learnt. The other fields are inputs of a model and stay.
+    targets: fields that are trained on. The other fields are inputs of a model and stay.
     """
-    learnt = ["energy", "forces", "stress", *(name for name in targets if name in batch and name not in SHAPES)]
-    learnt += ["denoise"] if "denoise" in batch else []
-    blank = {name: torch.full_like(batch[name], torch.nan) for name in learnt}
+    labels = ["energy", "forces", "stress", *(name for name in targets if name in batch and name not in SHAPES)]
+    labels += ["denoise"] if "denoise" in batch else []
+    blank = {name: torch.full_like(batch[name], torch.nan) for name in labels}
     return {
         **batch,
         **blank,
@@ -182,7 +242,7 @@ def to_device(batch: Batch, device: torch.device | str) -> Batch:
 
 
 def halves(batch: Batch, shapes: Shapes = SHAPES) -> tuple[Batch, Batch]:
-    """The batch divided between two frames, so that both halves have about as many atoms; for batches that exceed memory."""
+    """The batch divided into two of about equally many atoms, for batches that exceed the memory."""
     n_atoms = batch["n_atoms"].cpu()
     before = torch.cumsum(n_atoms, 0)
     frames = int(torch.argmin((before[:-1] - before[-1] / 2).abs())) + 1

@@ -1,4 +1,4 @@
-"""Frames with their neighbour lists, put together as batches straight from columns."""
+"""Frames with their neighbour lists, assembled into batches directly from columns."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from forgefield.data.batch import SHAPES, Batch, assemble, without_labels
-from forgefield.data.batch_spec import BatchSpec, Noise
+from forgefield.data.batch import SHAPES, Batch, BatchSpec, Noise, assemble, without_labels
 from forgefield.data.frame import Frame
 from forgefield.data.labels.fields import Fields
 from forgefield.data.neighbours.edges import (
@@ -33,13 +32,13 @@ from forgefield.errors import ForgefieldError
 class GraphDataset:
     """Batches of any rows of a table.
 
-    Neighbour lists are built once and kept for frames in memory, read for stores that hold them, and built for each batch for
-    stores that do not.
+    Neighbour lists are built once and kept for frames in memory, read from stores that contain them, and otherwise built for
+    each batch.
 
     graph: options of the neighbour lists, or the cutoff in A. on_device: batches come without edges, which are then built on
-    the device of the model (`with_edges`). branches: names of the model's branches; batches carry the index of the branch that
-    each frame is for. targets: names of the fields that are learnt; the other fields are inputs of the model, which a blank
-    frame needs too.
+    the device of the model (`with_edges`). branches: names of the branches of the model; batches carry the index of the branch
+    that each frame is for. targets: names of the fields that are trained on; the other fields are inputs of the model, which
+    blank frames need too.
     """
 
     def __init__(
@@ -65,13 +64,13 @@ class GraphDataset:
                 "data.neighbours=device supports neighbour lists with one cutoff only; leave out data.adaptive_cutoff and "
                 "data.max_neighbours, or use data.neighbours=auto"
             )
-        self.edges: NeighbourLists = DeviceEdges() if on_device else _neighbourhoods(self.frames, self.graph, progress)
+        self.edges: NeighbourLists = DeviceEdges() if on_device else _neighbour_lists(self.frames, self.graph, progress)
 
     def serve(self, spec: BatchSpec, *, device_may_build_edges: bool) -> GraphDataset:
         """The same frames and neighbour lists, for batches as `spec` describes them.
 
-        device_may_build_edges: lists that would be built for each batch are left to the GPU, if `spec` names one and it can
-        build them.
+        device_may_build_edges: lists that would be built for each batch are built on the GPU, if `spec` uses one and it
+        supports them.
         """
         served = copy.copy(self)
         served.targets = spec.targets & self.fields.keys()
@@ -100,7 +99,7 @@ class GraphDataset:
 
     @property
     def n_edges(self) -> np.ndarray | None:
-        """(n_frames,), or None where it is not known before the lists are built."""
+        """(n_frames,), or None if unknown before the lists are built."""
         return self.edges.n_edges
 
     def __len__(self) -> int:
@@ -144,7 +143,7 @@ class GraphDataset:
         )
 
     def noised_training_batch(self, rows: np.ndarray, noise: Noise, epoch: int, positions: np.ndarray) -> Batch:
-        """A batch in which some frames are displaced and learn by how much.
+        """A batch in which some frames are displaced, with the displacements as labels.
 
         positions: of the frames in the order of the epoch, (n_frames,).
         """
@@ -152,15 +151,15 @@ class GraphDataset:
         return self._displaced(rows, displaced, keep_labels=noise.keep_labels)
 
     def noised_evaluation_batch(self, rows: np.ndarray, noise: Noise) -> Batch:
-        """The frames as they are, followed by displaced copies of all of them that have no other label, so that every frame
-        counts once for each target. Only the copies where the displacement is the only target."""
+        """The unchanged frames, followed by displaced copies of all of them without other labels, so that every frame counts
+        once for each target. Only the copies if the displacement is the only target."""
         displaced: list[np.ndarray | None] = [noise.displacements(int(self.n_atoms[row]), int(row)) for row in rows]
         if noise.alone:
             return self._displaced(rows, displaced, keep_labels=False)
         return self._displaced(np.concatenate([rows, rows]), [*[None] * len(rows), *displaced], keep_labels=False)
 
     def _displaced(self, rows: np.ndarray, by_frame: list[np.ndarray | None], *, keep_labels: bool) -> Batch:
-        """by_frame: displacements of each frame, (n_atoms, 3), A; None for a frame that stays."""
+        """by_frame: displacements of each frame, (n_atoms, 3), A; None for a frame that is not displaced."""
         sizes = self.n_atoms[rows]
         batch = self.batch(
             rows, np.concatenate([np.full((n, 3), np.nan) if d is None else d for n, d in zip(sizes, by_frame)])
@@ -175,7 +174,7 @@ class GraphDataset:
         return batch
 
     def blank(self) -> Batch:
-        """The batch of a frame that counts for nothing, for a rank that would be left without one."""
+        """The batch of one frame without labels and weight, for a rank that would have no frames in a step."""
         return without_labels(self[int(self.n_atoms.argmin())], self.targets)
 
     def _require_species(self) -> None:
@@ -195,13 +194,13 @@ def _branch_indices(frames: FrameTable, branches: Sequence[str]) -> np.ndarray:
     without = np.flatnonzero(indices < 0)
     if len(without):
         raise ForgefieldError(
-            f"{frames.where(int(without[0]))}: its source names no branch of the model; write {{path: ..., branch: "
-            f"NAME}} in the data section, with NAME one of {', '.join(branches)}"
+            f"{frames.where(int(without[0]))}: its source does not name a branch of the model; write {{path: ..., branch: "
+            f"NAME}} in the data section, where NAME is one of {', '.join(branches)}"
         )
     return indices
 
 
-def _neighbourhoods(table: FrameTable, graph: GraphOptions, progress: Progress | None) -> NeighbourLists:
+def _neighbour_lists(table: FrameTable, graph: GraphOptions, progress: Progress | None) -> NeighbourLists:
     if holds_graph(table, graph):
         return StoredEdges(table)
     if any(isinstance(part.columns, StoreColumns) for part in table.parts):

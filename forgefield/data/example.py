@@ -1,8 +1,8 @@
-"""The built-in example data: copper-gold alloys described by effective medium theory (ASE's EMT calculator).
+"""The built-in example data: copper-gold alloys with energies and forces of effective medium theory (ASE's EMT calculator).
 
-Small bulk cells of random and ordered alloys, with vacancies and surfaces, are strained, shaken and sampled with
-Langevin dynamics at several temperatures. Everything follows from one seed: the same seed gives the same bytes, and the
-test frames come from trajectories of their own.
+Small bulk cells of random and ordered alloys, with vacancies and surfaces, are strained, rattled and sampled with
+Langevin dynamics at several temperatures. The same seed gives the same bytes, and the test frames come from separate
+trajectories.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ FRICTION = 0.02 / units.fs
 EQUILIBRATION_STEPS = 8
 STEPS_BETWEEN_SAMPLES = 5
 SHAKEN_TEMPERATURE = 600.0
-"""Shaken frames go up to this, K."""
+"""Highest temperature of rattled frames, K."""
 SPRING = 5.0
-"""Stiffness of an atom in its cage, eV/A^2: turns a temperature into an amplitude for shaken frames."""
+"""Force constant of an atom, eV/A^2, that relates temperature and amplitude of rattled frames."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How many frames of each kind one file holds."""
+    """Numbers of frames of each kind in one file."""
 
     trajectories: int
     samples: int
     """Frames taken from each trajectory."""
     shaken: int
-    """Frames that are strained and randomly displaced, without dynamics."""
+    """Frames that are strained and rattled, without dynamics."""
 
 
 TRAIN = Recipe(trajectories=40, samples=5, shaken=98)
@@ -82,7 +82,7 @@ def _frames(recipe: Recipe, random: np.random.Generator) -> list[Atoms]:
 
 
 def _structure(number: int, random: np.random.Generator) -> Atoms:
-    """An ideal structure; `number` cycles through the kinds so that every file holds all of them."""
+    """An ideal structure; `number` cycles through the kinds, so that every file has all of them."""
     kinds = (_random_alloy, _ordered_alloy, _random_alloy, _vacancy, _random_alloy, _ordered_alloy, _surface)
     return kinds[number % len(kinds)](random)
 
@@ -105,7 +105,7 @@ def _ordered_alloy(random: np.random.Generator) -> Atoms:
     unit = [["Au", "Cu", "Cu", "Cu"], ["Cu", "Au", "Au", "Au"], ["Cu", "Cu", "Au", "Au"]][random.integers(3)]
     atoms = bulk("Cu", cubic=True, a=1.0)
     atoms.set_chemical_symbols(unit)
-    return _at_own_volume(atoms * (1, 1, 2))
+    return _at_equilibrium_volume(atoms * (1, 1, 2))
 
 
 def _surface(random: np.random.Generator) -> Atoms:
@@ -122,10 +122,10 @@ def _alloyed(atoms: Atoms, random: np.random.Generator) -> Atoms:
     gold = int(random.integers(len(atoms) + 1))
     symbols = np.array(["Au"] * gold + ["Cu"] * (len(atoms) - gold))
     atoms.set_chemical_symbols(random.permutation(symbols).tolist())
-    return _at_own_volume(atoms)
+    return _at_equilibrium_volume(atoms)
 
 
-def _at_own_volume(atoms: Atoms) -> Atoms:
+def _at_equilibrium_volume(atoms: Atoms) -> Atoms:
     """Scale a structure of lattice constant 1 to Vegard's lattice constant for its composition."""
     constant = np.mean([LATTICE_CONSTANTS[symbol] for symbol in atoms.get_chemical_symbols()])
     atoms.set_cell(atoms.cell * constant, scale_atoms=False)
@@ -152,7 +152,7 @@ def _shaken(atoms: Atoms, temperature: float, random: np.random.Generator) -> At
 
 def _trajectory(atoms: Atoms, temperature: float, samples: int, random: np.random.Generator) -> list[Atoms]:
     """Frames along Langevin dynamics (the BAOAB splitting, whose sampling is accurate at long time steps)."""
-    atoms = _shaken(atoms.copy(), temperature / 2, random)  # neighbours are not independent: half spares close contacts
+    atoms = _shaken(atoms.copy(), temperature / 2, random)
     masses = atoms.get_masses()[:, None]
     thermal = np.sqrt(units.kB * temperature / masses)  # width of the velocity distribution
     kept = np.exp(-FRICTION * TIME_STEP)
@@ -176,7 +176,7 @@ def _isolated(symbol: str) -> Atoms:
 
 
 def _labelled(atoms: Atoms, kind: str) -> Atoms:
-    """A copy with EMT's labels, at positions rounded as the file stores them so that labels belong to what is read."""
+    """A copy with labels of EMT, at positions rounded as in the file, so that the labels are exact for what is read."""
     frame = Atoms(atoms.numbers, positions=np.round(atoms.positions, 8), cell=atoms.cell, pbc=atoms.pbc)
     frame.info["config_type"] = kind
     calculator = EMT()
@@ -190,6 +190,6 @@ def _write(file: Path, frames: list[Atoms]) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ForgefieldError(f"Could not write the example data to {file}: {error.strerror}.") from error
+        raise ForgefieldError(f"The example data could not be written to {file}: {error.strerror}.") from error
     with written_whole(file) as partial:
         write(partial, frames, format="extxyz")

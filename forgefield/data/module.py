@@ -1,5 +1,5 @@
-"""The data of a training in two steps: `read_data` reads, divides and measures the frames once (`FrameData`); `FrameData.serve`
-gives the batches that a `BatchSpec` describes (`DataModule`)."""
+"""The data of a training in two steps: `read_data` reads and splits the frames and computes their statistics (`FrameData`);
+`FrameData.serve` returns the batches that a `BatchSpec` describes (`DataModule`)."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from pathlib import Path
 
 import lightning
 
-from forgefield.config.schema import DataOptions
 from forgefield.config.starter import LARGE_FORCES
-from forgefield.data.batch_spec import BatchSpec, Noise
+from forgefield.data.batch import BatchSpec, Noise
 from forgefield.data.dataset import GraphDataset
-from forgefield.data.inspection.suspicions import cutoff_doubts, label_doubts, lone_atoms
+from forgefield.data.inspection.suspicions import cutoff_warnings, isolated_atom_warnings, label_warnings
 from forgefield.data.neighbours.edges import Progress
+from forgefield.data.options import DataOptions
 from forgefield.data.reading import Progress as ConversionProgress
 from forgefield.data.sampling.batching import batch_threads, evaluation_budget, training_budget, training_order
 from forgefield.data.sampling.by_source import SourceBatches
 from forgefield.data.sampling.loader import FrameLoader
 from forgefield.data.sampling.order import WeightedDraws
 from forgefield.data.species import SpeciesTable
-from forgefield.data.splits.splits import ON_DEVICE, Splits, graph_options, resolve_splits
-from forgefield.data.statistics.statistics import Statistics, compute_statistics
+from forgefield.data.splits import ON_DEVICE, Splits, graph_options, resolve_splits
+from forgefield.data.statistics import Statistics, compute_statistics
 from forgefield.data.store.store import StoreColumns
 from forgefield.errors import ForgefieldError
 
 SHOWN = 6
-"""Largest number of sources that a summary names."""
+"""Number of sources that a summary lists."""
 
 
 @dataclass(frozen=True, eq=False)
 class FrameData:
-    """Frames of a training with their neighbour lists and statistics; made by `read_data`.
+    """Frames of a training with their neighbour lists and statistics, from `read_data`.
 
-    options, seed: what the data was read with. rank, world_size: which share of the batches is served.
+    options, seed: what the data was read with. rank, world_size: select the batches of this process.
     """
 
     options: DataOptions
@@ -42,7 +42,7 @@ class FrameData:
     rank: int
     world_size: int
     keep_species: bool
-    """Whether random splits leave every species in training."""
+    """Whether random splits keep every species in the training set."""
     train: GraphDataset
     val: GraphDataset | None
     tests: dict[str, GraphDataset]
@@ -51,13 +51,13 @@ class FrameData:
     statistics: Statistics
     split_description: str
     label_hints: dict[str, str]
-    """For labels: a sentence on values of the training files that may be them under another name."""
+    """By label: a hint at values of the training files that may be that label under another name."""
     warnings: list[str]
-    """What is suspicious about the training data, one sentence each."""
+    """Suspicious properties of the training data, one sentence each."""
 
     @property
     def test(self) -> GraphDataset | None:
-        """The test set without a name."""
+        """The unnamed test set."""
         return self.tests.get("test")
 
     def splits(self) -> Iterator[tuple[str, GraphDataset]]:
@@ -88,18 +88,18 @@ def read_data(
     progress: Progress | None = None,
     converting: ConversionProgress | None = None,
 ) -> FrameData:
-    """Read the frames that the data section names, divide them, build neighbour lists and measure them.
+    """Read and split the frames that the data section names, build neighbour lists and compute statistics.
 
-    options: the section `data` of a config. seed: of random splits and of the order of frames.
-    rank, world_size: which share of the batches is served. branches: names of the model's branches, where it has several.
-    species_of: the run whose model fixes `data.species`, for messages. keep_species: random splits leave every species in
-    training; False for runs that were started before they did. progress(done, total): called as neighbour lists of frames are
-    built. converting: the same for frames that `data.lazy` converts.
+    options: the section `data` of a config. seed: of random splits and of the order of frames. rank, world_size: select the
+    batches of this process. branches: names of the branches of the model, if it has several. species_of: the run whose model
+    determines `data.species`, for messages. keep_species: random splits keep every species in the training set; False for runs
+    of versions that did not. progress(done, total): called while neighbour lists are built. converting: the same for frames
+    that `data.lazy` converts.
     """
-    training_budget(options), evaluation_budget(options)  # refused before data is read
+    training_budget(options), evaluation_budget(options)  # invalid options are refused before data is read
     splits = resolve_splits(options, seed, converting, keep_species=keep_species)
     if len(splits.train) == 0:
-        raise ForgefieldError("data.train holds no frame")
+        raise ForgefieldError("data.train contains no frames")
     _require_branches(splits, branches)
     symbols = options.species
     species = SpeciesTable.from_frames(splits.train) if symbols is None else SpeciesTable(symbols, whose=species_of)
@@ -129,13 +129,13 @@ def _require_branches(splits: Splits, branches: Sequence[str]) -> None:
     missing = [name for name in branches if name not in named]
     if missing:
         raise ForgefieldError(
-            f"model.branches has {missing[0]}, and no source of data.train is for it; write {{path: ..., branch: "
+            f"model.branches has {missing[0]}, but no source of data.train is for it; write {{path: ..., branch: "
             f"{missing[0]}}} there."
         )
     if not branches and named not in ([None], []):
         raise ForgefieldError(
-            f"data.train has sources for the branch {named[-1]}, and the model has no branches; leave `branch` out, or name "
-            "them in model.branches."
+            f"data.train has sources for the branch {named[-1]}, but the model has no branches; leave `branch` out, or list "
+            "the branches in model.branches."
         )
 
 
@@ -151,9 +151,9 @@ def _build_graphs(
     total = sum(map(len, tables.values()))
     done = 0
 
-    def count(within: int, _: int) -> None:
+    def count(done_in_set: int, _: int) -> None:
         if progress is not None:
-            progress(done + within, total)
+            progress(done + done_in_set, total)
 
     graph, on_device = graph_options(options), options.neighbours == ON_DEVICE
     datasets: dict[str, GraphDataset] = {}
@@ -165,20 +165,20 @@ def _build_graphs(
 
 
 def _suspicions(train: GraphDataset, statistics: Statistics) -> list[str]:
-    """What is suspicious about the training data. Refuses a cutoff within which no atom has a neighbour."""
+    """Suspicious properties of the training data. Refuses a cutoff within which no atom has a neighbour."""
     cutoff, share = train.graph.reach, statistics.lone_share
     if share == 1.0:
         raise ForgefieldError(
             f"data.cutoff={cutoff:g}: no atom has a neighbour within {cutoff:g} A, so there is nothing to learn from; "
-            "give a longer cutoff (most models use 4 to 8 A), or the unit of lengths (data.units.length)"
+            "use a longer cutoff (most models use 4 to 8 A), or set the unit of lengths (data.units.length)"
         )
-    return [*label_doubts(train.frames), *lone_atoms(share, cutoff), *cutoff_doubts(cutoff)]
+    return [*label_warnings(train.frames), *isolated_atom_warnings(share, cutoff), *cutoff_warnings(cutoff)]
 
 
 class DataModule(lightning.LightningDataModule):
     """Batches of `data` for training, validation and test, as `spec` describes them; a Lightning data module.
 
-    `data` is kept with its sets as they are served.
+    The attribute `data` has the datasets that are served.
     """
 
     def __init__(self, data: FrameData, spec: BatchSpec) -> None:
@@ -249,7 +249,7 @@ class DataModule(lightning.LightningDataModule):
             rows.append(("energy spread", f"{1000 * statistics.energy_residual_std:.1f} meV/atom"))
         if statistics.forces_rms is not None:
             doubt = (
-                "; that is much: is the file in other units (data.units)?"
+                "; that is unusually large: is the file in other units (data.units)?"
                 if statistics.forces_rms > LARGE_FORCES
                 else ""
             )
@@ -266,23 +266,23 @@ class DataModule(lightning.LightningDataModule):
         if statistics.neighbours_note:
             text += f" ({statistics.neighbours_note})"
         if graph.adaptive_cutoff is not None:
-            text += f"; up to {graph.adaptive_cutoff:g} A where an atom would be isolated"
+            text += f"; up to {graph.adaptive_cutoff:g} A for atoms that would be isolated"
         if graph.max_neighbours is not None:
             text += (
-                f"; at most {graph.max_neighbours} neighbours of an atom (data.max_neighbours): energies jump where "
-                "neighbours change ranks, and molecular dynamics drifts"
+                f"; at most {graph.max_neighbours} neighbours per atom (data.max_neighbours): energies are discontinuous when "
+                "neighbours exchange ranks, and energies drift in molecular dynamics"
             )
         return text
 
     def _describe_sampling(self) -> list[tuple[str, str]]:
-        """What is drawn how often, what is left out, and who prepares batches, where that is not the plain way."""
+        """How often sources are sampled, which frames are left out, and threads that prepare batches, if not the default."""
         loader, rows = self.train_dataloader(), []
         if isinstance(loader.order, WeightedDraws | SourceBatches):
             systems, counts = self.data.train.frames.systems, loader.order.counts(0)
             shown = [f"{Path(name).name} {100 * n / counts.sum():.1f} %" for name, n in zip(systems.names, counts)]
             more = f", ... ({len(shown)} sources)" if len(shown) > SHOWN else ""
             what = "draws" if isinstance(loader.order, WeightedDraws) else "batches of one source each"
-            rows.append(("sampling", f"{counts.sum()} {what} an epoch: {', '.join(shown[:SHOWN])}{more}"))
+            rows.append(("sampling", f"{counts.sum()} {what} per epoch: {', '.join(shown[:SHOWN])}{more}"))
         if loader.skipped:
             rows.append(
                 ("left out", f"{loader.skipped} of {len(self.data.train)} frames exceed data.batch (oversized: skip)")
@@ -295,11 +295,8 @@ class DataModule(lightning.LightningDataModule):
         return rows
 
     def _describe_store(self) -> str:
-        """Where data on disk is and how neighbour lists come about; empty for data in memory."""
-        stored = sum(isinstance(part.columns, StoreColumns) for part in self.data.train.frames.parts)
-        kind = self.data.train.edges.kind
-        return (
-            ""
-            if not stored and self.data.options.neighbours != ON_DEVICE
-            else (f"{'on disk' if stored else 'in memory'}, neighbour lists {kind}")
-        )
+        """Whether data is on disk, and where neighbour lists come from; empty for the default, data in memory."""
+        on_disk = any(isinstance(part.columns, StoreColumns) for part in self.data.train.frames.parts)
+        if not on_disk and self.data.options.neighbours != ON_DEVICE:
+            return ""
+        return f"{'on disk' if on_disk else 'in memory'}, neighbour lists {self.data.train.edges.kind}"

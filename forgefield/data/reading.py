@@ -1,7 +1,7 @@
-"""From what a setting names to a table of frames: read into memory, or left on disk.
+"""The frames that a setting names, as a table: in memory, or on disk.
 
-Stores stay on disk; files are read into memory. `data.lazy` turns either around: files are converted once into a store
-among the cached things, a store is read as a whole.
+Stores stay on disk and files are read into memory, unless `data.lazy` is set: with true, files are converted once into a store
+in the cache folder; with false, stores are read into memory.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
 
-from forgefield.config.fields import field_options
-from forgefield.config.schema import FieldOptions, LabelOptions, UnitOptions
-from forgefield.data.labels.fields import Fields, chosen_fields
+from forgefield.data.field_options import FieldOptions, field_options
+from forgefield.data.labels.fields import Fields, select_fields
 from forgefield.data.labels.label_reader import USUAL_NAMES, LabelReader, is_none
 from forgefield.data.neighbours.graph import GraphOptions, same_graph
+from forgefield.data.options import LabelOptions, UnitOptions
 from forgefield.data.readers import SourceFile, frames_of, source_files
 from forgefield.data.store.convert import convert
-from forgefield.data.store.manifest import VERSION, is_store
-from forgefield.data.store.store import open_store
+from forgefield.data.store.store import VERSION, is_store, open_store
 from forgefield.data.store.table import FrameTable, Share
 from forgefield.errors import ForgefieldError
 from forgefield.files import cache_folder
@@ -47,68 +46,69 @@ def read_table(
 ) -> FrameTable:
     """All frames that `spec` names, in eV and A, checked.
 
-    lazy: True leaves everything on disk, False reads everything into memory, None leaves stores on disk. graph: neighbour lists
-    that a store made here is to hold. required: a label that `labels` names must be in at least one frame. reader: made of
-    the same labels and units, where the caller wants to know what else was met in files.
-    The table has the fields that `labels` names, or those that the stores hold where it says nothing about fields.
+    lazy: True leaves everything on disk, False reads everything into memory, None leaves stores on disk. graph: options of
+    neighbour lists for stores that are written here. required: a label that `labels` names must be in at least one frame.
+    reader: of the same labels and units, for callers that need to know which other values the files have.
+    The table has the fields that `labels` names, or if it names none, those of the stores.
     """
     labels, units = label_settings(labels), unit_settings(units)
     reader = reader or LabelReader(labels, units)
     table = FrameTable([])
-    hidden = frozenset(
-        label for label in ("energy", "forces", "stress", "weight") if is_none(getattr(labels, label) or "")
-    )
+    keys = {"energy": labels.energy, "forces": labels.forces, "stress": labels.stress, "weight": labels.weight}
+    hidden = frozenset(label for label, key in keys.items() if is_none(key or ""))
     stores_only, in_memory = True, False
     for (in_store, share, branch), group in groupby(source_files(spec), key=_kind):
         files = list(group)
         if in_store:
             for file in files:
                 store = open_store(file.path)
-                fields = chosen_fields(file.path, store.fields, reader.asked, required=required)
+                fields = select_fields(file.path, store.fields, reader.asked, required=required)
                 parts = store.table(factor=file.weight).parts
                 opened = FrameTable([replace(part, hidden=hidden, chosen=fields) for part in parts])
                 opened = FrameTable.from_frames(opened, fields) if lazy is False else opened
-                table = table + _said(opened, share, branch)
+                table = table + _assigned(opened, share, branch)
         elif lazy:
             stores_only = False
-            table = table + _said(_kept_on_disk(files, labels, units, graph, progress), share, branch)
+            table = table + _assigned(_cached_store(files, labels, units, graph, progress), share, branch)
         else:
             stores_only, in_memory = False, True
             frames = (frame for file in files for frame in frames_of(file, reader, units))
-            table = table + _said(FrameTable.from_frames(frames, reader.asked or {}), share, branch)
-    _ = table.fields  # refused here, where parts contradict each other
+            table = table + _assigned(FrameTable.from_frames(frames, reader.asked or {}), share, branch)
+    _ = table.fields  # raises if the fields of different parts contradict each other
     if stores_only:
         _refuse_settings_for_files(labels, units)
-    elif required and in_memory:  # what is converted has been asked for its labels then
+    elif required and in_memory:  # a conversion checks it itself
         reader.finish(str(spec))
     return table
 
 
 def _refuse_settings_for_files(labels: LabelOptions, units: UnitOptions) -> None:
-    """In a store labels have been chosen and units converted already."""
+    """Refuse settings that do not apply to stores, in which labels are selected and units converted already."""
+    keys = asdict(labels)
     for name in USUAL_NAMES:
-        value = getattr(labels, name)
-        if value is not None and not is_none(value):
+        if keys[name] is not None and not is_none(keys[name]):
             raise ForgefieldError(
-                f"data.labels.{name}={value} has no meaning for a store, whose labels were chosen when it was written; "
-                "leave it out (none leaves the label out)"
+                f"data.labels.{name}={keys[name]} does not apply to a store, whose labels were selected when it was written; "
+                "leave it out, or set it to none to ignore the label"
             )
-    for name, said in field_options(labels.fields).items():
-        for setting in ("key", "factor", "species", "cumulative"):
-            if getattr(said, setting) != getattr(FieldOptions(), setting):
+    defaults = asdict(FieldOptions())
+    for name, options in field_options(labels.fields).items():
+        for setting, value in asdict(options).items():
+            if setting in ("key", "factor", "species", "cumulative") and value != defaults[setting]:
                 raise ForgefieldError(
-                    f"data.labels.fields.{name}.{setting}={getattr(said, setting)} has no meaning for a store, whose fields "
-                    "were chosen when it was written; leave it out"
+                    f"data.labels.fields.{name}.{setting}={value} does not apply to a store, whose fields were selected when "
+                    "it was written; leave it out"
                 )
-    for name in ("energy", "length", "forces", "stress"):
-        if getattr(units, name) != getattr(UnitOptions(), name):
+    defaults = asdict(UnitOptions())
+    for name, value in asdict(units).items():
+        if name in ("energy", "length", "forces", "stress") and value != defaults[name]:
             raise ForgefieldError(
-                f"data.units.{name}={getattr(units, name)} has no meaning for a store, which holds eV and A; leave it out"
+                f"data.units.{name}={value} does not apply to a store, whose units are eV and A; leave it out"
             )
 
 
 def label_settings(labels: LabelOptions | None, fields: Fields | None = None) -> LabelOptions:
-    """A copy of `data.labels`. fields: what is carried where it says nothing about fields."""
+    """A copy of `data.labels`. fields: used if it does not name any."""
     settings = replace(labels) if labels is not None else LabelOptions()
     if settings.fields is None and fields:
         settings.fields = {
@@ -123,43 +123,44 @@ def unit_settings(units: UnitOptions | None) -> UnitOptions:
 
 
 def _kind(file: SourceFile) -> tuple[bool, Share | None, str | None]:
-    """What tells apart files that become different parts of a table."""
+    """Distinguishes files that become different parts of a table."""
     return is_store(file.path), None if file.share is None else Share(file.entry, file.share), file.branch
 
 
-def _said(table: FrameTable, share: Share | None, branch: str | None) -> FrameTable:
+def _assigned(table: FrameTable, share: Share | None, branch: str | None) -> FrameTable:
+    """The table with a sampling share and a branch."""
     return FrameTable([replace(part, share=share, branch=branch) for part in table.parts])
 
 
-def _kept_on_disk(
+def _cached_store(
     files: list[SourceFile],
     labels: LabelOptions,
     units: UnitOptions,
     graph: GraphOptions | None,
     progress: Progress | None,
 ) -> FrameTable:
-    """Files as a store among the cached things, made by whichever process comes first."""
+    """The store of these files in the cache folder, written by the first process that needs it."""
     names = [(str(file), file.state()) for file in files]
-    said = {name: value for name, value in asdict(labels).items() if name != "fields" or value}
-    settings = [VERSION, names, said, asdict(units), None if graph is None else asdict(same_graph(graph))]
+    label_keys = {name: value for name, value in asdict(labels).items() if name != "fields" or value}
+    settings = [VERSION, names, label_keys, asdict(units), None if graph is None else asdict(same_graph(graph))]
     key = hashlib.blake2b(json.dumps(settings, default=str).encode(), digest_size=16).hexdigest()
     folder = cache_folder() / "stores" / key
-    with _one_at_a_time(folder.with_suffix(".lock")):
+    with _locked(folder.with_suffix(".lock")):
         if not is_store(folder):
-            log.info("data.lazy: the data is converted once, to %s (FORGEFIELD_CACHE sets another place)", folder)
+            log.info("data.lazy: the data is converted once, to %s (FORGEFIELD_CACHE sets another folder)", folder)
             convert(files, folder, labels=labels, units=units, graph=graph, progress=progress)
     return open_store(folder).table()
 
 
 @contextmanager
-def _one_at_a_time(path: Path) -> Iterator[None]:
-    """Hold a lock that other processes wait for."""
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a file lock, after waiting for other processes to release it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         stream = path.open("w")
     except OSError as error:
         raise ForgefieldError(
-            f"{path.parent} cannot be written ({error.strerror}); FORGEFIELD_CACHE names another folder"
+            f"{path.parent} cannot be written ({error.strerror}); set FORGEFIELD_CACHE to another folder"
         ) from error
     with stream:
         fcntl.flock(stream, fcntl.LOCK_EX)

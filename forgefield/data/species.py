@@ -1,4 +1,4 @@
-"""The table of chemical species a model knows, and the way from atomic numbers to its rows."""
+"""The chemical species of a model, and the conversion of atomic numbers to rows of its tables."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ class SpeciesTable:
     """Chemical symbols in a fixed order; `index` turns atomic numbers into positions in that order."""
 
     def __init__(self, symbols: Iterable[str], *, whose: str | None = None) -> None:
-        """whose: the run whose model fixes the species, for messages; None: data.species or the data do."""
+        """whose: the run whose model determines the species, for messages; None: data.species or the data."""
         self.symbols: tuple[str, ...] = tuple(symbols)
         self.whose = whose
         if not self.symbols:
-            raise ForgefieldError("data.species is empty; it should name at least one chemical element")
+            raise ForgefieldError("data.species is empty; it should list at least one chemical element")
         for symbol in self.symbols:
             if symbol not in atomic_numbers or symbol == "X":
-                raise ForgefieldError(f"{symbol!r} in data.species is not a chemical element (write for instance 'Cu')")
+                raise ForgefieldError(f"{symbol!r} in data.species is not a chemical element such as 'Cu'")
         if len(set(self.symbols)) != len(self.symbols):
-            raise ForgefieldError(f"data.species names an element twice: {', '.join(self.symbols)}")
+            raise ForgefieldError(f"data.species lists an element twice: {', '.join(self.symbols)}")
         self.numbers = np.array([atomic_numbers[s] for s in self.symbols], dtype=np.int64)
         self._row_of_number = np.full(len(chemical_symbols), -1, dtype=np.int64)
         self._row_of_number[self.numbers] = np.arange(len(self.symbols))
@@ -55,11 +55,11 @@ class SpeciesTable:
             symbol = chemical_symbols[int(np.asarray(numbers)[rows < 0][0])]
             if self.whose is not None:
                 raise ForgefieldError(
-                    f"{where}: it holds {symbol}, which the model of {self.whose} does not know (it knows "
+                    f"{where}: it contains {symbol}, which the model of {self.whose} does not support (only "
                     f"{', '.join(self.symbols)}); leave such frames out, or train a new model"
                 )
             raise ForgefieldError(
-                f"{where}: it holds {symbol}, which is not among the known species ({', '.join(self.symbols)}); "
-                "train with it, or list it in data.species"
+                f"{where}: it contains {symbol}, which is not one of the species of the model ({', '.join(self.symbols)}); "
+                "add training frames with it, or list it in data.species"
             )
         return rows

@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from forgefield.diagnosis.callback import Diagnosis
-from forgefield.diagnosis.figures import thinned
-from forgefield.diagnosis.records import Record
+from forgefield.diagnosis.records import Record, thinned
 from forgefield.errors import ForgefieldError
 from forgefield.training.probing import trained_parameters
 

@@ -17,9 +17,8 @@ import lightning as L
 import numpy as np
 from lightning.pytorch.callbacks import Callback
 
-from forgefield.diagnosis.figures import FIGURES, image_of
-from forgefield.diagnosis.records import FOLDER, Finding, Record, as_rows, write_record
-from forgefield.training.callbacks.tensorboard import tensorboard_writers
+from forgefield.diagnosis.records import FIGURES, FOLDER, Finding, Record, as_rows, image_of, write_record
+from forgefield.training.callbacks.logs import tensorboard_writers
 from forgefield.training.probing import probed
 
 FIRST_FIGURE = 600.0
@@ -46,11 +45,14 @@ class _ImageLogger(Protocol):
 
 
 class Diagnosis(Callback):
-    """A callback that observes a training. Subclasses keep their numbers in `numbers` (part of the record) and the rest of
-    their state in `memory`; both hold tensors, numbers, strings, and lists and dictionaries of them."""
+    """A callback that observes a training.
+
+    Subclasses keep their numbers in `numbers` (part of the record) and the rest of their state in `memory`; both consist of
+    tensors, numbers, strings, lists and dictionaries.
+    """
 
     name = "diagnosis"
-    """Of the record, and of the state in checkpoints."""
+    """Name of the record, and of the state in checkpoints."""
     measures_time = False
     """Whether its numbers are times; these are not part of a checkpoint."""
 
@@ -71,7 +73,7 @@ class Diagnosis(Callback):
         advice: str,
         step: int | None = None,
     ) -> Finding | None:
-        """Report and keep a finding, unless one of this kind is there already; then return None.
+        """Report and store a finding; returns None if one of this kind has been reported before.
 
         observation, advice: complete sentences. step: of the optimiser; default: the current one.
         """
@@ -118,11 +120,11 @@ class Diagnosis(Callback):
         self.write(trainer)
 
     def write(self, trainer: L.Trainer) -> None:
-        if trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if trainer.is_global_zero and not getattr(trainer, "fast_dev_run", False):  # not declared by Lightning
             write_record(Path(trainer.default_root_dir) / FOLDER, self.name, self.record())
 
     def draw(self, trainer: L.Trainer, *, now: bool = False) -> None:
-        """Send the figure of the present record to TensorBoard and Weights & Biases, where such loggers are in use.
+        """Send the figure of the current record to TensorBoard and Weights & Biases, where such loggers are in use.
 
         now: draw even if the last drawing was a short time ago.
         """
@@ -153,7 +155,7 @@ class Diagnosis(Callback):
 
 
 def notify(trainer: L.Trainer, pl_module: L.LightningModule, text: str) -> None:
-    """Show one sentence to the user, on rank 0 only."""
+    """Print a message, on rank 0 only."""
     if not trainer.is_global_zero:
         return
     if (inspected := probed(pl_module)) is not None:

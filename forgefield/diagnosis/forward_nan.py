@@ -28,7 +28,7 @@ from forgefield.training.probing import (
 )
 
 _NO_MODULE = (
-    "ForwardNaNDetection(always=true): {} calls no module, since it is compiled or captured, so there are no outputs to check. "
+    "ForwardNaNDetection(always=true): {} is compiled or captured and does not call modules, so there are no outputs to check. "
     "Use training.engine=eager, or always=false, which evaluates a bad batch again."
 )
 
@@ -61,7 +61,7 @@ class ForwardNaNDetection(Diagnosis):
             self._losses = []
         if self.always and self._calls_modules(pl_module):
             self._flags = [] if not self._losses else self._flags
-            self._hooks = OutputHooks(pl_module, self._look)
+            self._hooks = OutputHooks(pl_module, self._check_output)
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
         if self._hooks is not None:
@@ -92,7 +92,7 @@ class ForwardNaNDetection(Diagnosis):
         if self.stop:
             raise ForgefieldError(f"ForwardNaNDetection: step {trainer.global_step + 1}: {what} {advice}")
 
-    def _look(self, name: str, sub: nn.Module, inputs: object, output: object) -> None:
+    def _check_output(self, name: str, sub: nn.Module, inputs: object, output: object) -> None:
         self._flags += [(name, ~tensor.detach().isfinite().all()) for tensor in tensors_in(output, self._labels)]
 
     def _calls_modules(self, pl_module: L.LightningModule) -> bool:
@@ -126,14 +126,14 @@ def first_bad_module(module: L.LightningModule, batch: object, batch_idx: int) -
     labels = label_addresses(batch, module)
     bad_outputs: list[tuple[str, nn.Module, bool]] = []
 
-    def look(name: str, sub: nn.Module, inputs_finite: bool, output: object) -> None:
+    def check(name: str, sub: nn.Module, inputs_finite: bool, output: object) -> None:
         if not _all_finite(output, labels):
             bad_outputs.append((name, sub, inputs_finite))
 
     def inputs_finite(*inputs: object) -> bool:
         return _all_finite(inputs, labels)
 
-    with without_side_effects(module), torch.enable_grad(), OutputHooks(module, look, inputs_finite):
+    with without_side_effects(module), torch.enable_grad(), OutputHooks(module, check, inputs_finite):
         loss_of(module, batch, batch_idx)
     name, sub, finite = next(
         (entry for entry in bad_outputs if entry[2]), bad_outputs[0] if bad_outputs else ("", module, True)
@@ -141,26 +141,24 @@ def first_bad_module(module: L.LightningModule, batch: object, batch_idx: int) -
     weights = [key for key, tensor in sub.named_parameters() if not bool(tensor.isfinite().all())]
     if not bad_outputs:
         if weights:
-            return f"every module gave finite numbers, but parameters are not finite any more ({join_names(weights)})"
-        return "every module gave finite numbers, so it arises in the loss itself, or from the labels"
+            return f"all outputs of modules are finite, but parameters are no longer finite ({join_names(weights)})"
+        return "all outputs of modules are finite, so it arises in the loss or in the labels"
     kind = type(sub).__name__
     if weights:
-        return (
-            f"module {name} ({kind}) is the first, and its own weights are not finite any more ({join_names(weights)})"
-        )
+        return f"module {name} ({kind}) is the first, and its weights are no longer finite ({join_names(weights)})"
     if finite:
-        return f"module {name} ({kind}) is the first that gave NaN or Inf, though all its inputs are finite"
+        return f"module {name} ({kind}) is the first with NaN or Inf in its output, although all its inputs are finite"
     elsewhere = [key for key, tensor in module.named_parameters() if not bool(tensor.isfinite().all())]
     if elsewhere:
         return (
-            f"module {name} ({kind}) is the first that met it, and parameters are not finite any more "
+            f"module {name} ({kind}) is the first with NaN or Inf, and parameters are no longer finite "
             f"({join_names(elsewhere)})"
         )
     if not _all_finite(batch, labels):
-        return f"module {name} ({kind}) is the first that met it, and the batch itself holds NaN or Inf"
+        return f"module {name} ({kind}) is the first with NaN or Inf, and the batch itself contains NaN or Inf"
     return (
-        f"module {name} ({kind}) is the first that met it, and its inputs were not finite already: it arises before that "
-        "module, outside of any other"
+        f"module {name} ({kind}) is the first with NaN or Inf, and its inputs were not finite: it arises before this module, "
+        "outside of other modules"
     )
 
 

@@ -1,7 +1,7 @@
-"""`GradientCheck`: no gradient that is not finite reaches the weights unnoticed.
+"""`GradientCheck`: detects gradients that are not finite before they change the weights.
 
 The gradient of every step is checked after it was averaged over ranks and before it is clipped, so that all ranks see the same
-and act alike. Layer, step and frames are named: the batch of a bad gradient is evaluated again, frame by frame.
+values and act alike. Layer, step and frames are reported: the batch of a bad gradient is evaluated again, frame by frame.
 
 Contract. `stop` and `skip` leave weights, the optimiser's state and the average of weights exactly as they were before the
 step, and the batch is not part of any metric; a skipped step still counts as a step (schedules advance). On a CPU the result
@@ -24,8 +24,7 @@ from torch.optim import Optimizer
 
 from forgefield.config.nearest import did_you_mean
 from forgefield.diagnosis.callback import Diagnosis, is_worth_reporting, notify
-from forgefield.diagnosis.figures import thinned
-from forgefield.diagnosis.records import Record
+from forgefield.diagnosis.records import Record, thinned
 from forgefield.errors import ForgefieldError
 from forgefield.training.probing import (
     all_gather,
@@ -48,7 +47,7 @@ LAG = 2
 @dataclass
 class _PendingCheck:
     """The check of one step, not yet read. largest: (n,), largest element of each gradient, on its way to the host. arrived:
-    the event after which it can be read; None where it can be read at once."""
+    the event after which it can be read; None if it can be read at once."""
 
     step: int
     names: list[str]

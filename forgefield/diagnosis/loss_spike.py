@@ -7,7 +7,7 @@ checkpoints, so a resumed run does the same. The loss is the mean over ranks, so
 steps later.
 
 Contract of a rollback. It never goes back beyond the state that an earlier rollback restored. If the training does not reach
-its next snapshot after `IN_A_ROW` consecutive rollbacks, or was rolled back more than `most` times in total, it stops.
+its next snapshot after `MAX_CONSECUTIVE` rollbacks, or was rolled back more than `most` times in total, it stops.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from forgefield.diagnosis.callback import Diagnosis, is_worth_reporting, notify
-from forgefield.diagnosis.figures import thinned
-from forgefield.diagnosis.records import Record
+from forgefield.diagnosis.records import Record, thinned
 from forgefield.errors import ForgefieldError
 from forgefield.training.probing import drop_gradients, mean_over_ranks, probed, trained_parameters
 
@@ -32,7 +31,7 @@ TO_SIGMA = 1.4826
 """A median deviation times this is the standard deviation of a normal distribution."""
 KEPT = 4000
 """Maximum number of losses kept for the curve."""
-IN_A_ROW = 2
+MAX_CONSECUTIVE = 2
 """Rollbacks to the same state after which the next one stops the training, since it would only repeat itself."""
 
 
@@ -208,11 +207,11 @@ class LossSpike(Diagnosis):
         step = trainer.global_step + 1
         snapshot = self._good_snapshot(trainer.global_step)
         self.memory["in_a_row"] = self.memory.get("in_a_row", 0) + 1
-        if self.memory["in_a_row"] > IN_A_ROW:
+        if self.memory["in_a_row"] > MAX_CONSECUTIVE:
             raise ForgefieldError(
-                f"LossSpike: step {step}: {what} The training was rolled back to step {snapshot['step']} {IN_A_ROW} times in "
-                f"a row and did not complete {self.snapshot_every} steps after it (snapshot_every); lower training.lr, set "
-                "training.clip_norm, or check the data."
+                f"LossSpike: step {step}: {what} The training was rolled back to step {snapshot['step']} "
+                f"{MAX_CONSECUTIVE} times in a row and did not complete {self.snapshot_every} steps after it (snapshot_every); "
+                "lower training.lr, set training.clip_norm, or check the data."
             )
         parameters, buffers = trained_parameters(pl_module), dict(pl_module.named_buffers())
         for name, tensor in snapshot["weights"].items():

@@ -21,7 +21,7 @@ from torch import Tensor
 from forgefield.data.sampling.loader import FrameLoader
 from forgefield.diagnosis.callback import Diagnosis
 from forgefield.errors import ForgefieldError
-from forgefield.training.throughput import Throughput
+from forgefield.training.module import Throughput
 
 COLUMNS = ("step", "frames_per_second", "atoms_per_second", "median_ms", "slow_ms", "data_share", "memory_mb")
 
@@ -123,7 +123,7 @@ class ThroughputMeter(Diagnosis):
 
 
 def peak_memory_mb(device: torch.device) -> float | None:
-    """Peak memory in MiB: of the device, or of this process where the device is a CPU; None where it is not known."""
+    """Peak memory in MiB: of the device, or of this process where the device is a CPU; None if it is not available."""
     if device.type == "cpu":
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak / 2**20 if sys.platform == "darwin" else peak / 2**10
@@ -131,7 +131,7 @@ def peak_memory_mb(device: torch.device) -> float | None:
         return torch.cuda.max_memory_allocated(device) / 2**20
     if device.type == "xpu":
         return torch.xpu.max_memory_allocated(device) / 2**20
-    if device.type == "mps":  # it counts the present memory only
+    if device.type == "mps":  # current memory only
         return torch.mps.driver_allocated_memory() / 2**20
     return None
 
@@ -152,7 +152,7 @@ def _reset_peak(device: torch.device) -> None:
 
 
 def _sizes(trainer: L.Trainer, batch: object, batch_idx: int) -> tuple[int, int]:
-    """Number of frames and atoms in the batch of this rank; 0 atoms where they are not known."""
+    """Number of frames and atoms in the batch of this rank; 0 atoms if the number is not available."""
     if isinstance(batch, dict) and "n_atoms" in batch and "positions" in batch:
         loader = trainer.train_dataloader
         frames = loader.own_frames(batch_idx) if isinstance(loader, FrameLoader) else batch["n_atoms"].shape[0]

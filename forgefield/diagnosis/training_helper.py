@@ -1,17 +1,17 @@
-"""`TrainingHelper`: inspects a training from time to time, as an experienced colleague would, and reports what is wrong.
+"""`TrainingHelper`: inspects a training at intervals and reports common problems.
 
 It inspects the first batch, one early step and then every N-th step for: embeddings that explode, die or are all the same;
 labels that are outliers or constant; gradients that do not reach the encoder; unused parameters; updates so large or small
 that the learning rate is wrong; predictions no better than the mean. Everything is reported once. The embeddings of
 Forgefield's modules come from an additional evaluation of the batch, so that all engines are treated alike; other modules get
-hooks for the one step. With several ranks, each inspects its own batches and rank 0 reports.
+hooks for that step. With several ranks, each inspects its batches and rank 0 reports.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import cast
 
 import lightning as L
 import numpy as np
@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from forgefield.data.batch import Batch
 from forgefield.diagnosis import rules
 from forgefield.diagnosis.callback import Diagnosis
-from forgefield.diagnosis.figures import thinned
-from forgefield.diagnosis.labels import Labels, label_tensors
-from forgefield.diagnosis.records import Record
+from forgefield.diagnosis.records import Record, thinned
+from forgefield.diagnosis.rules import Labels, label_tensors
 from forgefield.errors import ForgefieldError
 from forgefield.models.potential import Potential
 from forgefield.training.probing import (
@@ -40,7 +40,7 @@ class TrainingHelper(Diagnosis):
 
     every: steps between two inspections. encoder: name of the submodule that computes embeddings (default: `encoder`, else
     the model). targets: names of labels in batches that are dictionaries. patience: number of inspections that have to agree
-    before something doubtful is reported.
+    before an uncertain finding is reported.
     """
 
     name = "training_helper"
@@ -293,13 +293,13 @@ def _encoder_name(pl_module: L.LightningModule, requested: str | None) -> str:
     return ""
 
 
-def _evaluate(potential: Potential, batch: Any) -> None:
+def _evaluate(potential: Potential, batch: object) -> None:
     """Evaluate the potential without gradients in the weights."""
     was_training = potential.training
     potential.eval()
     try:
         with torch.no_grad():
-            potential(batch, forces=False, stress=False)
+            potential(cast(Batch, batch), forces=False, stress=False)
     finally:
         potential.train(was_training)
 

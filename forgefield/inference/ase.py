@@ -22,8 +22,14 @@ from torch import nn
 
 from forgefield.data.frame import Frame, check_frame
 from forgefield.data.neighbours.edges import CLOSEST_PAIR, refuse_coinciding_atoms
-from forgefield.data.neighbours.graph import GraphOptions, build_edges, graph_of
-from forgefield.data.neighbours.lists import edge_vectors, neighbour_list, squared_lengths
+from forgefield.data.neighbours.graph import (
+    GraphOptions,
+    build_edges,
+    edge_vectors,
+    graph_of,
+    neighbour_list,
+    squared_lengths,
+)
 from forgefield.data.species import SpeciesTable
 from forgefield.errors import ForgefieldError
 from forgefield.inference.evaluate import evaluate_batch, per_atom_outputs
@@ -134,7 +140,7 @@ class Calculator(AseCalculator):
         self.device = torch.device(device)
         if isinstance(run, (str, os.PathLike, Run)):
             run = Run.open(run, trust_code=trust_code)
-        self.potential = _potential(run, which, self.device, dtype, head)
+        self.potential = load_for_evaluation(run, which, self.device, dtype, head)
         self.forces_are_direct = self.potential.forces_are_direct
         responses = RESPONSES & set(self.potential.extra_outputs)
         if not self.potential.has_energy and not self.forces_are_direct and not responses:
@@ -239,7 +245,7 @@ def _frame(atoms: Atoms) -> Frame:
     )
 
 
-def _potential(
+def load_for_evaluation(
     run: Run | Potential,
     which: str,
     device: torch.device,

@@ -25,11 +25,11 @@ from ase.calculators.singlepoint import SinglePointCalculator
 from ase.io.extxyz import key_val_str_to_dict, per_config_properties
 from ase.stress import full_3x3_to_voigt_6_stress
 
-from forgefield.config.schema import LabelOptions, UnitOptions
 from forgefield.data.batch import batch_from_frames, to_device
 from forgefield.data.frame import Frame, RawFrame
 from forgefield.data.labels.label_reader import CALCULATOR, PREDICTED_BY, LabelReader
 from forgefield.data.neighbours.graph import graph_of
+from forgefield.data.options import LabelOptions, UnitOptions
 from forgefield.data.readers import SourceFile, frames_with_values, source_files
 from forgefield.data.reading import label_settings
 from forgefield.data.species import SpeciesTable

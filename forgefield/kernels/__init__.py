@@ -4,6 +4,6 @@ Importing this package registers the implementations that `forgefield.ops` uses 
 """
 
 from forgefield.kernels.edges.segments import pointers_where_used, row_sums_where_possible
-from forgefield.ops.segment_sum import register_segment_kernels
+from forgefield.ops.graph import register_segment_kernels
 
 register_segment_kernels(pointers=pointers_where_used, sums=row_sums_where_possible)

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from forgefield.config.schema import Config, DataOptions, TaskOptions
+from forgefield.data.options import DataOptions
 from forgefield.errors import ForgefieldError
 from forgefield.evaluation import load_shared, write_test
 from forgefield.files import written_whole
@@ -27,6 +27,8 @@ from forgefield.parallel.accelerators import evaluation_device
 from forgefield.parallel.ranks import Ranks
 from forgefield.report.page import write_report
 from forgefield.runs import Run
+from forgefield.settings import Config
+from forgefield.tasks.options import TaskOptions
 from forgefield.training.problem.preflight import require_same_data
 from forgefield.training.run.journal import Journal
 from forgefield.training.run.summary import end_summary

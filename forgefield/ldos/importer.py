@@ -28,8 +28,7 @@ from forgefield.ldos.electronic.energy_grid import EnergyGrid
 from forgefield.ldos.loss import UNITS
 from forgefield.ldos.model import ACTIVATIONS, LinearScale, PointFacts, resolve
 from forgefield.models.importing import ImportedModel, Importer, ImportRequest
-from forgefield.untrusted.archives import open_archive
-from forgefield.untrusted.expansion import check_expansion
+from forgefield.untrusted.archives import check_expansion, open_archive
 
 MEMBERS = ("params.json", "iscaler.json", "oscaler.json", "network.pth", "info.json")
 """Files of an archive that are read, after the name of the model."""

@@ -17,9 +17,19 @@ from forgefield.report.analysis import Pairs, Quantity
 from forgefield.report.canvas import COLOURS, house_style, linear_ticks, new_figure, to_svg
 from forgefield.report.figures import parity_figure
 from forgefield.report.folder import SPLITS, RunData, split_title
-from forgefield.report.layout import card, dim_comments, section, tabbed
-from forgefield.report.markup import Child, Html, join, table, tag
-from forgefield.report.numbers import shorten, significant
+from forgefield.report.markup import (
+    Child,
+    Html,
+    card,
+    dim_comments,
+    join,
+    section,
+    shorten,
+    significant,
+    tabbed,
+    table,
+    tag,
+)
 from forgefield.report.sections.errors import tests_table
 from forgefield.untrusted.archives import npz_arrays
 

@@ -12,11 +12,10 @@ from torch import nn
 
 from forgefield.config.trust import NO_CODE, Trust
 from forgefield.errors import ForgefieldError
-from forgefield.models.heads.direct import DirectOutputs
-from forgefield.models.heads.heads import head_options
+from forgefield.models.heads.options import head_options
 from forgefield.models.interface import Section
 from forgefield.models.potential import Potential
-from forgefield.models.predictor import Predictor
+from forgefield.models.predictor import DirectOutputs, Predictor
 from forgefield.models.registry import ARCHITECTURES, registered_class
 from forgefield.models.resolving import (
     FROM_DATA,

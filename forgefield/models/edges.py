@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
-from forgefield.kernels.core.availability import use_kernels
-from forgefield.kernels.edges.vectors import vectors_by_kernel
+from forgefield.kernels.core.runtime import use_kernels
+from forgefield.kernels.edges.segments import vectors_by_kernel
 from forgefield.ops.graph import EdgeGraph, GradientSwitch, Segments, edge_graph, gather, is_traced
 
 Batch = dict[str, Tensor]
@@ -46,6 +47,17 @@ class StepMemory:
         self.vectors, self.graph, self.state = vectors.detach(), graph, state
 
 
+class GhostAtoms(Protocol):
+    """Atoms at the end of a batch that belong to other processes: they are neighbours, but no edge ends at them."""
+
+    def fill(self, rows: Tensor) -> Tensor:
+        """`rows` (n_rows, ...), with those of ghost atoms replaced by the rows that their owners have; differentiable.
+
+        All processes call it equally often, with rows of the same size, one call after the other.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class EdgeContext:
     """The edges of one pass through a model.
@@ -56,6 +68,7 @@ class EdgeContext:
     gradient: turned off once nobody needs gradients with respect to the edge vectors any more; None if there is no such moment.
     differentiated_again: whether derivatives with respect to the edge vectors will themselves be differentiated.
     memory: where a pass may leave what the second pass of the step needs; None if there is no second pass.
+    ghosts: atoms of other processes, in a structure that is divided among several; None in all other cases.
     """
 
     vectors: Tensor
@@ -64,6 +77,11 @@ class EdgeContext:
     gradient: GradientSwitch | None = None
     differentiated_again: bool = True
     memory: StepMemory | None = None
+    ghosts: GhostAtoms | None = None
+
+    def fill_ghosts(self, rows: Tensor) -> Tensor:
+        """`rows` of atoms that the next layer gathers along edges, those of ghost atoms included; see `GhostAtoms`."""
+        return rows if self.ghosts is None else self.ghosts.fill(rows)
 
     @classmethod
     def of(cls, batch: Mapping[str, Tensor]) -> EdgeContext:

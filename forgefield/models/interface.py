@@ -108,6 +108,10 @@ class AtomisticModel(nn.Module):
     only_edge_vectors: bool = False
     """Whether energies depend on positions and cells through the edge vectors alone. Forces and stress are then derivatives in
     the edge vectors, which is faster; otherwise in positions and strain."""
+    ghost_atoms: ClassVar[str | None] = None
+    """How energies are computed where some neighbours are ghost atoms, owned by other processes of a simulation: `local` (the
+    energy of an atom depends on positions and species of its neighbours alone), `exchange` (layers pass what they gather along
+    edges through `EdgeContext.fill_ghosts`), or None (not supported). Needs `only_edge_vectors`."""
     isolated_limit: bool = True
     """Whether an atom without neighbours has exactly the energy shift of its species."""
     trainable: ClassVar[bool] = True
@@ -130,13 +134,17 @@ class AtomisticModel(nn.Module):
     # ---- what a model computes
 
     def forward(self, batch: Batch, edges: EdgeContext) -> Tensor:
-        """Atomic energies (n_atoms,), eV. batch: see `forgefield.data.batch`. edges: vectors and index lists."""
-        raise NotImplementedError(f"{type(self).__name__} has no forward(batch, edges)")
+        """Atomic energies (n_atoms,), eV.
+
+        batch: see `forgefield.data.batch`.
+        edges: vectors and index lists.
+        """
+        raise self._lacks("atomic energies", "forward(batch, edges)")
 
     def encode(self, batch: Batch, edges: EdgeContext, *, energies: bool = True) -> tuple[Tensor, Tensor | None]:
         """Features (n_atoms, feature_dim), invariant and dependent on the atom's species, and atomic energies (n_atoms,), eV,
         or None without `energies`. For models with `feature_dim`."""
-        raise NotImplementedError(f"{type(self).__name__} has no encode(batch, edges)")
+        raise self._lacks("features of atoms", "encode(batch, edges, energies=...)")
 
     def energy_parameters(self) -> Iterable[nn.Parameter]:
         """Parameters that energies depend on and features do not; they are frozen where no energy is trained."""
@@ -145,7 +153,10 @@ class AtomisticModel(nn.Module):
     def values(self, batch: Batch, edges: EdgeContext, names: Sequence[str]) -> dict[str, Tensor]:
         """Outputs of these names, (n_frames, *shape) or (n_atoms, *shape), float64; for models with such outputs instead of
         energies (`RegisteredModel.direct_outputs`)."""
-        raise NotImplementedError(f"{type(self).__name__} has no outputs other than energies")
+        raise self._lacks(f"outputs other than energies ({', '.join(names)})", "values(batch, edges, names)")
+
+    def _lacks(self, what: str, method: str) -> ForgefieldError:
+        return ForgefieldError(f"{type(self).__name__} does not compute {what}: it has no method {method}.")
 
     def calculated(self, batch: Batch, *, forces: bool, stress: bool) -> dict[str, Tensor] | None:
         """Energy, forces and stress of a model that does not leave derivatives to autograd; None for all others."""
@@ -170,8 +181,8 @@ class AtomisticModel(nn.Module):
         return next((parameter.dtype for parameter in self.parameters()), None)
 
     def radial_table_line(self, knots: int) -> str | None:
-        """How far tables with so many intervals, which kernels read radial weights from, are from the exact weights, as a
-        sentence; None for models without tables."""
+        """A sentence on the accuracy of tables with `knots` intervals, from which kernels read radial weights; None for models
+        without tables."""
         return None
 
     # ---- energy shifts
@@ -196,11 +207,11 @@ class StackedNetworks(nn.Module):
     """Names of the parameters that are stacks of matrices; the others are stacks of vectors."""
 
 
-O = TypeVar("O")  # noqa: E741
+OptionsT = TypeVar("OptionsT")
 
 
-class RegisteredModel(AtomisticModel, Generic[O]):
-    """Base of models with an entry in `forgefield.models.registry`, for a dataclass of options `O`.
+class RegisteredModel(AtomisticModel, Generic[OptionsT]):
+    """Base of models with an entry in `forgefield.models.registry`, for a dataclass of options `OptionsT`.
 
     From config to model: `check_options` (needs no data), `measure` (statistics of the training data), `complete` (options with
     every number explicit), then `__init__` with these options; a run stores them and never needs its data again.
@@ -225,12 +236,12 @@ class RegisteredModel(AtomisticModel, Generic[O]):
     training_options: ClassVar[tuple[str, ...]] = ()
     """Options that decide what is trained and may change when training starts from another run, by dotted name."""
 
-    options: O
+    options: OptionsT
     make: Callable[..., object] | None
 
     def __init__(
         self,
-        options: O,
+        options: OptionsT,
         *,
         species: Sequence[str],
         cutoff: float,
@@ -245,6 +256,13 @@ class RegisteredModel(AtomisticModel, Generic[O]):
         self.options, self.species, self.cutoff = options, tuple(species), float(cutoff)
         self.adaptive_cutoff = None if adaptive_cutoff is None else float(adaptive_cutoff)
         self.make = make
+
+    def register_trainable(self, name: str, value: Tensor, trainable: bool) -> None:
+        """Register a tensor that is part of the state: as a parameter if it is trained, otherwise as a buffer."""
+        if trainable:
+            self.register_parameter(name, nn.Parameter(value))
+        else:
+            self.register_buffer(name, value)
 
     @classmethod
     def preset_options(cls, name: str, section: Section) -> dict[str, object]:
@@ -268,14 +286,14 @@ class RegisteredModel(AtomisticModel, Generic[O]):
     @classmethod
     def complete(
         cls,
-        options: O,
+        options: OptionsT,
         *,
         species: tuple[str, ...],
         cutoff: float,
         statistics: Mapping[str, Any],
         adaptive_cutoff: float | None = None,
         make: Callable[..., object] | None = None,
-    ) -> O:
+    ) -> OptionsT:
         """Options, checked and with every default explicit; what the config leaves open comes from the statistics."""
         return options
 
@@ -305,20 +323,20 @@ class RegisteredModel(AtomisticModel, Generic[O]):
     def check_new_species(cls, resolved: Section, new: Sequence[str], source: str) -> None:
         """Raise unless a trained model can be extended by species. resolved: its options. source: where it is from."""
         raise ForgefieldError(
-            f"{unknown_species(resolved, new, source)} a {resolved['name']} cannot be extended by species; train a new model."
+            f"{unknown_species(resolved, new, source)} species cannot be added to a {resolved['name']}; train a new model."
         )
 
     @classmethod
     def add_species(cls, resolved: Section, new: Sequence[str], measured: Mapping[str, Any]) -> dict[str, Any]:
         """Resolved options with new species after the others. measured: result of `measure` on data with all of them."""
-        raise NotImplementedError(f"{cls.__name__} cannot be extended by species")
+        raise ForgefieldError(f"species cannot be added to a trained {cls.__name__}.")
 
     @classmethod
     def add_species_to_state(
         cls, fresh: Mapping[str, Tensor], trained: Mapping[str, Tensor], n_old: int, n_new: int
     ) -> dict[str, Tensor]:
         """State of the model for n_old + n_new species. fresh: initial state for all. trained: for the first n_old."""
-        raise NotImplementedError(f"{cls.__name__} cannot be extended by species")
+        raise ForgefieldError(f"species cannot be added to a trained {cls.__name__}.")
 
     @classmethod
     def set_shifts(cls, resolved: dict[str, Any], values: Sequence[float]) -> None:
@@ -342,13 +360,13 @@ class RegisteredModel(AtomisticModel, Generic[O]):
     def in_float64(self) -> nn.Module:
         """The model built again in float64, with the same weights: constants of a float32 model are rounded."""
         device = next(self.parameters(), torch.empty(0)).device
-        given: dict[str, object] = {"species": self.species, "cutoff": self.cutoff}
+        arguments: dict[str, object] = {"species": self.species, "cutoff": self.cutoff}
         if self.supports_adaptive_cutoff:
-            given["adaptive_cutoff"] = self.adaptive_cutoff
+            arguments["adaptive_cutoff"] = self.adaptive_cutoff
         if self.make is not None:
-            given["make"] = self.make
+            arguments["make"] = self.make
         build: Callable[..., nn.Module] = type(self)
-        rebuilt = build(self.options, **given, dtype=torch.float64, generator=torch.Generator())
+        rebuilt = build(self.options, **arguments, dtype=torch.float64, generator=torch.Generator())
         rebuilt.load_state_dict(self.state_dict())
         return rebuilt.to(device)
 
@@ -356,7 +374,7 @@ class RegisteredModel(AtomisticModel, Generic[O]):
 def unknown_species(resolved: Section, new: Sequence[str], source: str) -> str:
     """The beginning of a message about species that the model of `source` was not trained for."""
     return (
-        f"data.species names {', '.join(new)}, which the model of {source} does not know (it knows "
+        f"data.species names {', '.join(new)}, which the model of {source} was not trained for (its species are "
         f"{', '.join(resolved['species'])}), and"
     )
 
@@ -384,17 +402,17 @@ class PlainModule(AtomisticModel):
         self.feature_dim = None if features is None else int(features)
         self.only_edge_vectors, self.isolated_limit = declared["only_edge_vectors"], declared["isolated_limit"]
         self.inputs, self.optional_inputs = dict(declared["inputs"]), tuple(declared["optional_inputs"])
-        self.has_energies = declared["encode"] is not None
+        self._encode: Callable[..., tuple[Tensor, Tensor | None]] | None = declared["encode"]
+        self.has_energies = self._encode is not None
 
     def forward(self, batch: Batch, edges: EdgeContext) -> Tensor:
         energies: Tensor = self.module(batch | {"edge_vectors": edges.vectors})
         return energies
 
     def encode(self, batch: Batch, edges: EdgeContext, *, energies: bool = True) -> tuple[Tensor, Tensor | None]:
-        if not self.has_energies:
+        if self._encode is None:
             return self.forward(batch, edges), None
-        encode: Callable[..., tuple[Tensor, Tensor | None]] = self.module.encode  # type: ignore[assignment]
-        return encode(batch | {"edge_vectors": edges.vectors}, energies=energies)
+        return self._encode(batch | {"edge_vectors": edges.vectors}, energies=energies)
 
     def energy_parameters(self) -> Iterator[nn.Parameter]:
         parameters: Callable[[], Iterable[nn.Parameter]] = getattr(self.module, "energy_parameters", tuple)

@@ -1,63 +1,59 @@
-"""Checks that options of several models share: names and types, bounds and choices, numbers by species, ZBL."""
+"""Options that several models share, and their checks: names and types, bounds and choices, numbers by species, ZBL."""
 
 from __future__ import annotations
 
 import types
 import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import field, fields
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
 
 from ase.data import atomic_numbers
 
 from forgefield.config.nearest import did_you_mean
+from forgefield.config.option import limits_of
 from forgefield.config.peer_terms import KEYS
 from forgefield.errors import ForgefieldError
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-T = TypeVar("T")
 ACTIVATIONS = ("silu", "mish", "gelu", "ssp", "tanh")
 """Names of activation functions of perceptrons."""
 
 
-def option(default: T, *, at_least: float | None = None, choices: Sequence[object] | None = None) -> T:
-    """A field of a dataclass of options. at_least: smallest value, if it is not None. choices: allowed values."""
-    metadata = {"at_least": at_least, "choices": choices}
-    made: T = field(default=default, metadata=metadata)
-    return made
+def check_values(options: DataclassInstance, where: str = "model") -> None:
+    """Raise for a value outside of the bounds or choices that its field declares (`forgefield.config.option`).
 
-
-def check_values(options: DataclassInstance) -> None:
-    """Raise for a value outside of the bounds or choices that its field declares (`option`)."""
+    where: section of the options, for the message.
+    """
     for entry in fields(options):
-        value, least, choices = getattr(options, entry.name), *map(entry.metadata.get, ("at_least", "choices"))
-        if least is not None and value is not None and value < least:
-            raise ForgefieldError(f"model.{entry.name} is {value}; it must be at least {least}.")
-        if choices is not None and value not in choices:
-            allowed = ", ".join("null" if choice is None else str(choice) for choice in choices)
-            raise ForgefieldError(f"model.{entry.name} is '{value}'; choose one of {allowed}.")
+        value, limits = getattr(options, entry.name), limits_of(entry)
+        if limits.choices and value not in limits.choices:
+            allowed = ", ".join("null" if choice is None else str(choice) for choice in limits.choices)
+            raise ForgefieldError(f"{where}.{entry.name} is '{value}'; choose one of {allowed}.")
+        if limits.has_bounds and isinstance(value, (int, float)) and not limits.allows(value):
+            raise ForgefieldError(f"{where}.{entry.name} is {value}; it must be {limits.describe()}.")
 
 
 def check_keys(
-    options: type[DataclassInstance], given: Mapping[str, Any], *, where: str, what: str, also: Sequence[str] = ()
+    options: type[DataclassInstance], section: Mapping[str, object], *, where: str, what: str, also: Sequence[str] = ()
 ) -> None:
-    """Raise for a key that the dataclass `options` does not have, or a value that is not of its kind.
+    """Raise for a key that the dataclass `options` does not have, or a value that is not of the type of its field.
 
     where: section of the keys. what: whose options they are, for the message. also: other valid keys, for the hint.
     """
     known = [field.name for field in fields(options)]
     hints = typing.get_type_hints(options)
-    for key, value in given.items():
+    for key, value in section.items():
         if key not in known:
             hint = f" Did you mean '{KEYS[key]}'?" if key in KEYS else did_you_mean(key, [*known, *also])
             raise ForgefieldError(f"{where}.{key} is not an option of {what}.{hint}")
         if not _matches(value, hints[key]):
-            raise ForgefieldError(f"{where}.{key} is {value!r}; it must be {_in_words(hints[key])}.")
+            raise ForgefieldError(f"{where}.{key} is {value!r}; it must be {_describe_type(hints[key])}.")
 
 
-def _matches(value: object, hint: Any) -> bool:
+def _matches(value: object, hint: object) -> bool:
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         return any(_matches(value, part) for part in typing.get_args(hint))
     origin, args = typing.get_origin(hint), typing.get_args(hint)
@@ -71,25 +67,31 @@ def _matches(value: object, hint: Any) -> bool:
         return isinstance(value, list) and all(_matches(item, args[0]) for item in value)
     if origin is dict:
         return isinstance(value, dict) and all(_matches(item, args[1]) for item in value.values())
-    return isinstance(value, hint)
+    return isinstance(hint, type) and isinstance(value, hint)
 
 
-def _in_words(hint: Any) -> str:
+def _describe_type(hint: object) -> str:
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        return " or ".join(_in_words(part) for part in typing.get_args(hint))
-    names = {bool: "true or false", int: "a whole number", float: "a number", str: "a word", type(None): "null"}
+        return " or ".join(_describe_type(part) for part in typing.get_args(hint))
+    names: dict[object, str] = {
+        bool: "true or false",
+        int: "a whole number",
+        float: "a number",
+        str: "a word",
+        type(None): "null",
+    }
     names |= {list[int]: "a list of whole numbers", dict[str, float]: "a number for each name"}
     names |= {list[float]: "a list of numbers", list[bool]: "a list of true and false"}
     names |= {list[list[int]]: "a list of pairs of whole numbers"}
-    others = {dict: "a mapping", list: "a list"}
+    others: dict[object, str] = {dict: "a mapping", list: "a list"}
     return names.get(hint) or others.get(typing.get_origin(hint)) or str(hint)
 
 
-def from_statistics(statistics: Mapping[str, Any], fact: str, key: str) -> Any:
-    """A number of the statistics, for the option `key`; raises where there are none."""
-    if statistics.get(fact) is None:
-        raise ForgefieldError(f"model.{key} is not given and there is no training data to take it from.")
-    return statistics[fact]
+def from_statistics(statistics: Mapping[str, Any], name: str, key: str) -> Any:
+    """A statistic of the training data, for the option `key`; raises if there is none."""
+    if statistics.get(name) is None:
+        raise ForgefieldError(f"model.{key} is not set and there is no training data to compute it from.")
+    return statistics[name]
 
 
 def check_per_species(
@@ -137,16 +139,24 @@ def pair_cutoff(table: Mapping[str, Any], centre: str, neighbour: str, cutoff: f
     return float(entry.get(neighbour, cutoff) if isinstance(entry, Mapping) else entry)
 
 
-class TermOptions(typing.Protocol):
-    """Options of the terms that models of `models.terms` share."""
+@dataclass
+class TermOptions:
+    """Options of the terms that models derived from `models.terms.SpeciesTerms` share."""
 
-    per_edge_type_cutoff: dict[str, Any] | None
-    avg_num_neighbours: float | dict[str, float] | None
-    energy_scales: float | dict[str, float] | None
-    energy_shifts: float | dict[str, float] | None
-    energy_scales_trainable: bool
-    energy_shifts_trainable: bool
-    zbl: bool | dict[str, float]
+    per_edge_type_cutoff: dict[str, Any] | None = None
+    """Shorter cutoffs by species of centre and neighbour, A: {H: 3.0, O: {H: 3.5, O: 4.0}}; other pairs have the cutoff."""
+    avg_num_neighbours: float | dict[str, float] | None = None
+    """Mean number of neighbours, one or per species of the centre; sums over edges are divided by its square root."""
+    energy_scales: float | dict[str, float] | None = None
+    """Energy unit of the network's output, eV, one or per species. Default: root mean square of the forces, times A."""
+    energy_shifts: float | dict[str, float] | None = None
+    """Energy of the isolated atom, eV, one or per species. Default: the reference energies."""
+    energy_scales_trainable: bool = False
+    """Train the scales."""
+    energy_shifts_trainable: bool = False
+    """Train the shifts."""
+    zbl: bool | dict[str, float] = False
+    """Add the ZBL repulsion of nuclei; {polynomial_cutoff_p: 6} sets its envelope."""
 
 
 def complete_terms(

@@ -12,9 +12,8 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
 
-from forgefield.kernels.core.availability import use_kernels
-from forgefield.kernels.edges.segments import sums_by_kernel
-from forgefield.kernels.edges.vectors import forces_by_kernel
+from forgefield.kernels.core.runtime import use_kernels
+from forgefield.kernels.edges.segments import forces_by_kernel, sums_by_kernel
 from forgefield.models.edges import (
     Batch,
     EdgeContext,
@@ -115,6 +114,10 @@ class Potential(nn.Module):
         if self.training or batch["positions"].requires_grad or batch["cell"].requires_grad:
             return outputs
         return {key: value.detach() for key, value in outputs.items()}
+
+    def atomic_energies(self, batch: Batch, edges: EdgeContext) -> Tensor:
+        """(n_atoms,) eV, float64, of edge vectors that the caller differentiates; those of ghost atoms have no meaning."""
+        return self._encode(batch, edges)[0]
 
     def _encode(self, batch: Batch, edges: EdgeContext) -> tuple[Tensor, Tensor | None]:
         """Atomic energies (n_atoms,), eV, float64; and features of atoms for models with heads."""

@@ -1,7 +1,8 @@
-"""A model with extra outputs: an encoder of atoms, heads that read its features, and an energy where it has one.
+"""Models with outputs other than energies: `Predictor` has heads that read the features of an encoder, `DirectOutputs` wraps a
+model whose outputs are the labels themselves.
 
-With an energy it is a `Potential` with additional heads, all of which read the features of one pass through the encoder;
-without an energy its outputs are those of its heads.
+With an energy a predictor is a `Potential` with additional heads, all of which read the features of one pass through the
+encoder; without an energy its outputs are those of its heads.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from torch import Tensor, nn
 
 from forgefield.errors import ForgefieldError
 from forgefield.models.edges import Batch, EdgeContext, StepMemory, edge_vectors
-from forgefield.models.heads.equivariant import EdgeGeometry, EdgeHead, edge_geometry
-from forgefield.models.heads.heads import Head, HeadOptions, build_head
+from forgefield.models.heads.heads import EdgeGeometry, EdgeHead, Head, build_head, edge_geometry
+from forgefield.models.heads.options import HeadOptions
+from forgefield.models.interface import ExtraOutput
 from forgefield.models.potential import Potential
 
 FORCES = "forces"
@@ -115,3 +117,25 @@ class Predictor(Potential):
 def head_key(name: str) -> str:
     """Name of the module of a head; fields may be called like attributes of a module."""
     return f"of_{name}"
+
+
+class DirectOutputs(Potential):
+    """model: has `values`. outputs: description of each requested output, by name."""
+
+    has_energy = False
+
+    def __init__(
+        self, model: nn.Module, outputs: Mapping[str, ExtraOutput], *, max_neighbours: int | None = None
+    ) -> None:
+        super().__init__(model, max_neighbours=max_neighbours)
+        self._outputs_of_model = dict(outputs)
+
+    @property
+    def extra_outputs(self) -> Mapping[str, ExtraOutput]:
+        return self._outputs_of_model
+
+    def forward(
+        self, batch: Batch, *, forces: bool = True, stress: bool = False, memory: StepMemory | None = None
+    ) -> dict[str, Tensor]:
+        """Every output by its name: (n_frames, *shape) or (n_atoms, *shape), float64. There are no forces and no stress."""
+        return self.interface.values(batch, EdgeContext.of(batch), tuple(self.extra_outputs))

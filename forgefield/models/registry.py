@@ -66,23 +66,28 @@ ARCHITECTURES: dict[str, Architecture] = {
         ),
         exporters=_format("deepmd", "models.deeppot.exporter.write_deepmd", ".yaml or .dp"),
     ),
-    "schnet": _at("invariant.schnet.SchNet"),
-    "painn": _at("invariant.painn.PaiNN"),
-    "egnn": _at("invariant.egnn.EGNN"),
-    "cgcnn": _at("invariant.cgcnn.CGCNN"),
+    "schnet": _at("invariant.distance_networks.SchNet"),
+    "painn": _at("invariant.vector_networks.PaiNN"),
+    "egnn": _at("invariant.vector_networks.EGNN"),
+    "cgcnn": _at("invariant.distance_networks.CGCNN"),
     "pyg": _at("adapters.pyg.PyG"),
-    "mace_like": _at("adapters.mace_like.MaceLike"),
-    "ase_like": _at("adapters.ase_like.AseLike"),
+    "mace_like": _at("adapters.adapter.MaceLike"),
+    "ase_like": _at("adapters.adapter.AseLike"),
     "calculator": _at(
         "adapters.calculator.CalculatorModel",
         importers=_format(
-            "ase", "models.adapters.importer.IMPORTER", "import path of a calculator (ase.calculators.emt.EMT)"
+            "ase", "models.adapters.calculator.IMPORTER", "import path of a calculator (ase.calculators.emt.EMT)"
         ),
     ),
 }
 """Models of structures by `model.name`."""
 OTHER_IMPORTERS = _format("mala", "ldos.importer.IMPORTER", "archive of save_run (.zip)")
 """Importers of models of other kinds of samples (`forgefield.kinds`)."""
+OTHER_EXPORTERS = {
+    **_format("aoti", "training.engines.programs.write_aoti", "AOTInductor package for C++ (.pt2)"),
+    **_format("torchscript", "training.engines.programs.write_torchscript", "TorchScript for C++ (.pt)"),
+}
+"""Exporters of models of any architecture."""
 
 
 def register(name: str, architecture: Architecture) -> None:
@@ -107,7 +112,8 @@ def import_formats() -> dict[str, FileFormat]:
 
 def export_formats() -> dict[str, FileFormat]:
     """What `forgefield export` writes, by the name of the program that reads it."""
-    return {program: entry for each in ARCHITECTURES.values() for program, entry in each.exporters.items()}
+    formats = [entry.exporters for entry in ARCHITECTURES.values()]
+    return {program: entry for group in [*formats, OTHER_EXPORTERS] for program, entry in group.items()}
 
 
 def importer(program: str) -> Importer:

@@ -22,7 +22,7 @@ from forgefield.config.trust import NO_CODE, Trust, code_of_model
 from forgefield.errors import ForgefieldError
 from forgefield.kinds import FRAMES, POINTS, kind_of_model
 from forgefield.models.edges import Batch
-from forgefield.models.heads.heads import check_heads, complete_heads, head_options
+from forgefield.models.heads.options import check_heads, complete_heads, head_options
 from forgefield.models.interface import DirectOutput, ExtraOutput, RegisteredModel, Section
 from forgefield.models.options import check_keys
 from forgefield.models.registry import ARCHITECTURES, registered_class

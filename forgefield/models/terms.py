@@ -1,12 +1,20 @@
-"""What potentials with atomic energies share: scale and shift of each species, radii of pairs, the ZBL repulsion.
+"""Terms that models of atomic energies share: scale and shift of each species, radii of pairs, adaptive cutoff, ZBL repulsion.
 
-A model that inherits from `SpeciesTerms` has the state `energy_scales` and `energy_shifts`; the energy of an atom is its
-shift plus its scale times what the network says, so an atom without neighbours has exactly its shift. All float64.
+A model that inherits from `SpeciesTerms` has the state `energy_scales` and `energy_shifts`; the energy of an atom is its shift
+plus its scale times the output of the network, so an atom without neighbours has exactly its shift. All float64.
+
+With `data.adaptive_cutoff` the cutoff grows where an atom would be isolated. An atom's coordination is a smooth count of its
+neighbours within the cutoff; it determines how isolated the atom is and the radius of each of its pairs, between the cutoff and
+the limit. The interaction of a pair ends at its own radius, which changes smoothly with the positions, so that energy and
+forces are continuous when atoms enter or leave. The edge list of the data layer contains all pairs within their radius, and
+therefore all pairs within the cutoff.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -14,20 +22,21 @@ from ase.data import atomic_numbers
 from torch import Tensor, nn
 
 from forgefield.errors import ForgefieldError
-from forgefield.models.adaptive import pair_radii
 from forgefield.models.interface import RegisteredModel
-from forgefield.models.options import TermOptions, pair_cutoff
+from forgefield.models.options import TermOptions, check_values, complete_terms, pair_cutoff
+from forgefield.ops.functions import polynomial_cutoff
 from forgefield.ops.graph import EdgeGraph, Segments, gather, segment_sum
-from forgefield.ops.radial import polynomial_cutoff
 from forgefield.physics.zbl import zbl_pair_energy
 
-O = TypeVar("O", bound=TermOptions)  # noqa: E741
+OptionsT = TypeVar("OptionsT", bound=TermOptions)
 
 
 class PairLengths(NamedTuple):
-    """Of every edge, (n_edges,) float64: length (A), length over the radius where the interaction ends, that radius.
+    """Of every edge, (n_edges,) float64.
 
-    `radii` is None where they are constants.
+    lengths: A.
+    scaled: length over the radius at which the interaction ends.
+    radii: these radii, A; None where they are constants.
     """
 
     lengths: Tensor
@@ -35,13 +44,13 @@ class PairLengths(NamedTuple):
     radii: Tensor | None
 
     def at_rest(self) -> PairLengths:
-        """The same without a gradient."""
+        """A detached copy."""
         radii = None if self.radii is None else self.radii.detach()
         return PairLengths(self.lengths.detach(), self.scaled.detach(), radii)
 
 
-class SpeciesTerms(RegisteredModel[O]):
-    """Base of models that give atomic energies from edge vectors."""
+class SpeciesTerms(RegisteredModel[OptionsT]):
+    """Base of models that compute atomic energies from edge vectors."""
 
     only_edge_vectors = True
     supports_adaptive_cutoff = True
@@ -51,11 +60,15 @@ class SpeciesTerms(RegisteredModel[O]):
     inverse_cutoff: Tensor
     atomic_numbers: Tensor
 
-    def __init__(self, options: O, species: Sequence[str], cutoff: float, adaptive_cutoff: float | None) -> None:
+    def __init__(self, options: OptionsT, species: Sequence[str], cutoff: float, adaptive_cutoff: float | None) -> None:
         super().__init__(options, species=species, cutoff=cutoff, adaptive_cutoff=adaptive_cutoff)
         self._zbl = options.zbl
-        self.hold("energy_scales", self._per_species(options.energy_scales, 1.0), options.energy_scales_trainable)
-        self.hold("energy_shifts", self._per_species(options.energy_shifts, 0.0), options.energy_shifts_trainable)
+        self.register_trainable(
+            "energy_scales", self._per_species(options.energy_scales, 1.0), options.energy_scales_trainable
+        )
+        self.register_trainable(
+            "energy_shifts", self._per_species(options.energy_shifts, 0.0), options.energy_shifts_trainable
+        )
         neighbours = self._per_species(options.avg_num_neighbours, 1.0)
         self.register_buffer("feature_scale", neighbours.rsqrt(), persistent=False)
         cutoffs = self._inverse_cutoffs(options.per_edge_type_cutoff)
@@ -66,14 +79,14 @@ class SpeciesTerms(RegisteredModel[O]):
     @classmethod
     def complete(
         cls,
-        options: O,
+        options: OptionsT,
         *,
         species: tuple[str, ...],
         cutoff: float,
         statistics: Mapping[str, Any],
         adaptive_cutoff: float | None = None,
         make: Callable[..., object] | None = None,
-    ) -> O:
+    ) -> OptionsT:
         if adaptive_cutoff is not None and options.per_edge_type_cutoff is not None:
             raise ForgefieldError(
                 "model.per_edge_type_cutoff and data.adaptive_cutoff cannot be used together; set one of them to null."
@@ -81,25 +94,20 @@ class SpeciesTerms(RegisteredModel[O]):
         return cls.complete_options(options, species, cutoff, statistics)
 
     @classmethod
-    def complete_options(cls, options: O, species: tuple[str, ...], cutoff: float, statistics: Mapping[str, Any]) -> O:
-        """See `complete`; what subclasses do differently."""
-        raise NotImplementedError(f"{cls.__name__} has no complete_options")
+    def complete_options(
+        cls, options: OptionsT, species: tuple[str, ...], cutoff: float, statistics: Mapping[str, Any]
+    ) -> OptionsT:
+        """As `complete`, without the check of the adaptive cutoff; subclasses with options to complete override it."""
+        check_values(options)
+        return replace(options, **complete_terms(options, species, cutoff, statistics))
 
     def species_shifts(self) -> Tensor:
         return self.energy_shifts
 
     def energy_parameters(self) -> Iterator[nn.Parameter]:
-        """What energies depend on and features do not."""
         for name, parameter in self.named_parameters():
             if name.startswith(("readout.", "energy_scales", "energy_shifts")):
                 yield parameter
-
-    def hold(self, name: str, value: Tensor, trainable: bool) -> None:
-        """Part of the model's state either way, a parameter only where it is trained."""
-        if trainable:
-            self.register_parameter(name, nn.Parameter(value))
-        else:
-            self.register_buffer(name, value)
 
     def _per_species(self, value: float | Mapping[str, float] | None, default: float) -> Tensor:
         """(n_species,) float64."""
@@ -120,7 +128,7 @@ class SpeciesTerms(RegisteredModel[O]):
         return species.index_select(0, graph.destination) * len(self.species) + species.index_select(0, graph.source)
 
     def pair_lengths(self, vectors: Tensor, species: Tensor, graph: EdgeGraph) -> PairLengths:
-        """Lengths of the edge vectors (n_edges, 3), A, and how far each is from the end of its interaction."""
+        """Lengths of the edge vectors (n_edges, 3), A, also in units of the radius at which each interaction ends."""
         lengths = torch.linalg.vector_norm(vectors, dim=1)
         if self.adaptive_cutoff is not None:
             radii = pair_radii(lengths, graph, self.cutoff, self.adaptive_cutoff)
@@ -128,20 +136,20 @@ class SpeciesTerms(RegisteredModel[O]):
         return PairLengths(lengths, lengths * self.inverse_cutoffs(species, graph), None)
 
     def inverse_cutoffs(self, species: Tensor, graph: EdgeGraph) -> Tensor:
-        """(1,), or (n_edges,) where pairs of species have cutoffs of their own, 1/A."""
+        """(1,), or (n_edges,) where pairs of species have different cutoffs, 1/A."""
         if self.inverse_cutoff.numel() == 1:
             return self.inverse_cutoff
         return self.inverse_cutoff.index_select(0, self.edge_kinds(species, graph))
 
     def energies(self, atomic: Tensor, pairs: PairLengths | None, species: Tensor, graph: EdgeGraph) -> Tensor:
-        """(n_atoms,) eV from the network's output (n_atoms,) float64: scaled, shifted, with the repulsion if asked, for which
-        alone `pairs` are needed."""
+        """(n_atoms,) eV: the network's output (n_atoms,) float64, scaled and shifted, with the ZBL repulsion if it is enabled.
+        pairs: needed for the repulsion only."""
         kind = Segments(species, len(self.species))
         energies = torch.addcmul(gather(self.energy_shifts, kind), gather(self.energy_scales, kind), atomic)
-        return self.repelled(energies, pairs, species, graph)
+        return self.add_repulsion(energies, pairs, species, graph)
 
-    def repelled(self, energies: Tensor, pairs: PairLengths | None, species: Tensor, graph: EdgeGraph) -> Tensor:
-        """With the repulsion if asked."""
+    def add_repulsion(self, energies: Tensor, pairs: PairLengths | None, species: Tensor, graph: EdgeGraph) -> Tensor:
+        """Energies (n_atoms,) with the ZBL repulsion if it is enabled."""
         if not self._zbl:
             return energies
         assert pairs is not None
@@ -154,3 +162,36 @@ class SpeciesTerms(RegisteredModel[O]):
         z_i, z_j = z.index_select(0, graph.destination), z.index_select(0, graph.source)
         pair = zbl_pair_energy(pairs.lengths, z_i, z_j)
         return segment_sum(0.5 * pair * polynomial_cutoff(pairs.scaled, p), graph.by_destination)
+
+
+SWITCH_START = 0.7
+"""Fraction of the cutoff up to which a neighbour counts fully; the same number as in the data layer."""
+
+
+def pair_radii(lengths: Tensor, graph: EdgeGraph, cutoff: float, limit: float) -> Tensor:
+    """(n_edges,) radius of every edge's pair, A, float64; equal to `cutoff` where neither atom is isolated.
+
+    lengths: (n_edges,), A, of a list that contains every edge within the cutoff.
+    limit: largest radius, A.
+    """
+    x = (lengths / cutoff - SWITCH_START) / (1 - SWITCH_START)
+    coordination = segment_sum(1 - _smoothstep(x), graph.by_destination)
+    bonded = _smoothstep(coordination)
+    both_bonded = gather(bonded, graph.by_destination) * gather(bonded, graph.by_source)
+    return cutoff + (limit - cutoff) * (1 - both_bonded)
+
+
+def adaptive_bessel_basis(lengths: Tensor, radii: Tensor, limit: float, frequencies: Tensor, p: float) -> Tensor:
+    """sin(n pi x) / (pi x) with x = length / limit, times the envelope that ends at the pair's radius.
+
+    lengths, radii: (n_edges,), A; n of `frequencies` (n_basis,) -> (n_edges, n_basis).
+    """
+    column = (lengths / limit).unsqueeze(1)
+    envelope = polynomial_cutoff(lengths / radii, p).unsqueeze(1)
+    return torch.sin(column * (math.pi * frequencies)) * (envelope / (math.pi * column))
+
+
+def _smoothstep(x: Tensor) -> Tensor:
+    """0 up to x = 0, 1 from x = 1 on, with two continuous derivatives."""
+    x = x.clamp(0.0, 1.0)
+    return x * x * x * (10 - x * (15 - 6 * x))

@@ -20,7 +20,7 @@ class Block(NamedTuple):
     """`mul` channels that transform as degree `l` and parity `p` (+1 or -1), stored as (2l + 1, mul)."""
 
     mul: int
-    l: int  # noqa: E741
+    l: int
     p: int
 
     @property

@@ -1,12 +1,14 @@
-"""Moving rows between atoms and edges: gather to edges, sum over the edges of an atom, and the index lists both need.
+"""Moving rows between atoms and edges: gather to edges, sum over the edges of an atom, the index lists both need, and pooling.
 
-Gather and segment sum are each other's adjoint, so both are differentiable any number of times. Sums are made in a
-fixed order on every device: in place on a CPU, over row pointers (never atomics) on an accelerator.
+Gather and segment sum are each other's adjoint, so both are differentiable any number of times. Sums are computed in a fixed
+order on every device: in place on a CPU, over row pointers on a GPU, where atomic additions would change the order. The
+reference is PyTorch's embedding bag; `forgefield.kernels` registers faster implementations when it is imported
+(`register_segment_kernels`), and this package never imports kernels. In traces the sum is a single operator, for any sizes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,7 +16,67 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forgefield.ops.segment_sum import row_pointers, sum_by_pointers
+PointerKernel = Callable[[Tensor, int], Tensor | None]
+"""(sorted segment index of each row, number of segments) -> row pointers; None where the kernel is not to be used."""
+SumKernel = Callable[[Tensor, Tensor | None, Tensor], Tensor | None]
+"""(rows (n_rows, columns), order, pointers) -> sums (count, columns); None where the kernel cannot run."""
+
+
+class _Registered:
+    pointers: PointerKernel | None = None
+    sums: SumKernel | None = None
+
+
+_registered = _Registered()
+
+
+def register_segment_kernels(*, pointers: PointerKernel, sums: SumKernel) -> None:
+    """Use these kernels wherever they do not return None."""
+    _registered.pointers, _registered.sums = pointers, sums
+
+
+def row_pointers(index: Tensor, count: int, *, rows_are_sorted: bool) -> Tensor:
+    """(count + 1,) int64: where each segment begins among rows sorted by segment. index: (n_rows,), the segment of each row."""
+    if rows_are_sorted and _registered.pointers is not None:
+        pointers = _registered.pointers(index, count)
+        if pointers is not None:
+            return pointers
+    members = index.new_zeros(count + 1).index_add_(0, index + 1, torch.ones_like(index))
+    return torch.cumsum(members, 0)
+
+
+def sum_by_pointers(values: Tensor, order: Tensor | None, pointers: Tensor) -> Tensor:
+    """Row k of the result is the sum of values[order[i]], i from pointers[k] to pointers[k + 1]; (count, ...).
+
+    values: (n_rows, ...).
+    order: (n_rows,); None where rows are sorted already.
+    pointers: (count + 1,).
+    """
+    if isinstance(values.shape[0], torch.SymInt):
+        return torch.ops.forgefield.sum_by_pointers(values, order, pointers)
+    return _sum(values, order, pointers)
+
+
+def _sum(values: Tensor, order: Tensor | None, pointers: Tensor) -> Tensor:
+    count = pointers.shape[0] - 1
+    if values.shape[0] == 0 or count == 0 or values.numel() == 0:
+        return values.new_zeros((count, *values.shape[1:]))
+    flat = values.reshape(values.shape[0], -1).contiguous()
+    summed = None if _registered.sums is None else _registered.sums(flat, order, pointers)
+    if summed is None:
+        rows = torch.arange(flat.shape[0], device=flat.device) if order is None else order
+        summed = torch.nn.functional.embedding_bag(rows, flat, pointers, mode="sum", include_last_offset=True)
+    return summed.view(count, *values.shape[1:])
+
+
+@torch.library.custom_op("forgefield::sum_by_pointers", mutates_args=())
+def _operation(values: Tensor, order: Tensor | None, pointers: Tensor) -> Tensor:
+    return _sum(values, order, pointers)
+
+
+@_operation.register_fake
+def _(values: Tensor, order: Tensor | None, pointers: Tensor) -> Tensor:
+    return values.new_empty((pointers.shape[0] - 1, *values.shape[1:]))
 
 
 class GradientSwitch:
@@ -166,7 +228,8 @@ PAIRS_FROM_EDGES = 20_000
 def edge_graph(batch: Mapping[str, Tensor]) -> EdgeGraph:
     """Index lists of a batch, with its pairs where that pays and the edge list holds both directions of every edge.
 
-    Batches of the data layer contain `edge_reverse`; without it, it is computed here on a CPU and not used on a GPU.
+    Batches of the data layer contain `edge_reverse`; without it, it is computed here on a CPU. On a GPU and in a trace it is
+    then not used.
     """
     source, destination = batch["edge_index"]
     reverse, n_atoms = batch.get("edge_reverse"), batch["species"].shape[0]
@@ -174,7 +237,7 @@ def edge_graph(batch: Mapping[str, Tensor]) -> EdgeGraph:
         raise ValueError("edge_reverse does not belong to these edges; drop it where edges are dropped")
     if source.is_cuda and not is_traced(source) and source.shape[0] < PAIRS_FROM_EDGES:
         return EdgeGraph(source, destination, n_atoms, reverse=reverse)
-    if reverse is None and not source.is_cuda:
+    if reverse is None and not source.is_cuda and not is_traced(source):
         reverse = _find_reverse(batch["edge_index"], batch["edge_shift"])
     if reverse is None:
         return EdgeGraph(source, destination, n_atoms)
@@ -287,3 +350,27 @@ def join(parts: Sequence[Tensor], dim: int) -> Tensor:
 def cut(whole: Tensor, sizes: Sequence[int], dim: int) -> tuple[Tensor, ...]:
     """`torch.split`, likewise; inverse of `join`. The parts must not be changed in place."""
     return (whole,) if len(sizes) == 1 else _Cut.apply(whole, list(sizes), dim)
+
+
+def segment_max(rows: Tensor, segments: Segments) -> Tensor:
+    """(n_rows, width) -> (count, width): the largest of each column."""
+    largest = _largest(rows, segments)
+    is_largest = (rows == largest.index_select(0, segments.index)).to(rows.dtype).detach()
+    shares = is_largest / segment_sum(is_largest, segments).index_select(0, segments.index)
+    return segment_sum(rows * shares, segments)
+
+
+def segment_softmax(scores: Tensor, segments: Segments) -> Tensor:
+    """(n_rows,) -> (n_rows,): positive weights that add up to one in every segment."""
+    column = scores.unsqueeze(1)
+    above = torch.exp(column - _largest(column, segments).index_select(0, segments.index))
+    return (above / gather(segment_sum(above, segments), segments)).squeeze(1)
+
+
+def _largest(rows: Tensor, segments: Segments) -> Tensor:
+    """Without a gradient; zero where there is no row. A maximum is the same in whatever order it is taken."""
+    rows = rows.detach()
+    places = segments.index.unsqueeze(1).expand_as(rows)
+    start = rows.new_full((segments.count, rows.shape[1]), -torch.inf)
+    found = torch.scatter_reduce(start, 0, places, rows, "amax")
+    return torch.where(found == -torch.inf, torch.zeros_like(found), found)

@@ -1,6 +1,6 @@
 """Linear maps between irreps, the gate, and small perceptrons, on features stored with channels contiguous.
 
-Features are lists of blocks (n_atoms, 2l + 1, channels), one per irrep. Weights are held with unit variance and scaled
+Features are lists of blocks (n_atoms, 2l + 1, channels), one per irrep. Weights are stored with unit variance and scaled
 by 1 / sqrt(fan in) when used, as in e3nn, so that one learning rate suits all of them.
 """
 
@@ -9,14 +9,22 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from typing import TypedDict
 
 import torch
 from torch import Tensor, nn
 
-from forgefield.ops.activations import activate, second_moment_scale
 from forgefield.ops.convolution_plan import Block
+from forgefield.ops.functions import activate, second_moment_scale
 from forgefield.ops.graph import cut
 from forgefield.ops.products import product
+
+
+class WeightArguments(TypedDict):
+    """Arguments of all layers that draw initial weights: the random generator, and the precision of the weights."""
+
+    generator: torch.Generator
+    dtype: torch.dtype
 
 
 def unit_normal(*shape: int, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
@@ -30,7 +38,7 @@ def unit_uniform(*shape: int, generator: torch.Generator, dtype: torch.dtype) ->
 
 
 class IrrepsLinear(nn.Module):
-    """One matrix per irrep, shared by its 2l + 1 components. `weight` holds them flat, in block order."""
+    """One matrix per irrep, shared by its 2l + 1 components. `weight` contains them flat, in block order."""
 
     norm: Tensor
 
@@ -57,14 +65,14 @@ class IrrepsLinear(nn.Module):
 
 
 def _spread(values: Sequence[float], sizes: Sequence[int]) -> Tensor:
-    """Each value as often as its size says, float64."""
+    """Each value repeated `size` times, float64."""
     return torch.repeat_interleave(torch.tensor(values, dtype=torch.float64), torch.tensor(sizes))
 
 
 class SpeciesLinear(nn.Module):
     """A linear map per irrep whose matrix depends linearly on an embedding of the atom's species.
 
-    It is e3nn's fully connected tensor product of features with type attributes: `weight` holds, flat, one tensor
+    It is e3nn's fully connected tensor product of features with type attributes: `weight` contains, flat, one tensor
     (in, embedding, out) per block.
     """
 
@@ -94,9 +102,9 @@ class SpeciesLinear(nn.Module):
 
 
 class Perceptron(nn.Module):
-    """Dense layers without bias on scalars; the activation stands between layers, not after the last.
+    """Dense layers without bias on scalars, with the activation between layers, not after the last.
 
-    The last layer is never computed in less than the precision of the weights: an energy comes out of it.
+    The last layer is never computed in less than the precision of the weights, because its output is an energy.
     """
 
     def __init__(
@@ -121,10 +129,10 @@ class Perceptron(nn.Module):
 
 
 class Gate(nn.Module):
-    """Scalars through an activation, every other channel times an activated scalar of its own.
+    """Applies an activation to scalars, and multiplies every other channel by a separate activated scalar, its gate.
 
     Input blocks, in order: odd scalars if any, even scalars followed by all gates, then the gated blocks sorted by
-    (l, parity); output blocks: even scalars, odd scalars, then the gated blocks in the order given.
+    (l, parity); output blocks: even scalars, odd scalars, then the gated blocks in the order of `gated`.
     """
 
     def __init__(
@@ -170,7 +178,7 @@ class Gate(nn.Module):
 
 
 class NormActivation(nn.Module):
-    """Every channel keeps its direction and gets the activation of its length as its length."""
+    """Replaces the length of every channel by the activation of that length; directions do not change."""
 
     def __init__(self, scalars: Sequence[Block], gated: Sequence[Block], *, even: str = "silu") -> None:
         super().__init__()

@@ -2,7 +2,7 @@
 
 Atoms are moved into their cell, copied to every image that could be within reach of an atom, and sorted into bins as
 wide as the cutoff; candidates come from the neighbouring bins, a bounded number at a time. Whether a candidate is an
-edge is decided by the distance formula of `forgefield.data.neighbours.lists`, operation by operation, so that the two lists
+edge is decided by the distance formula of `forgefield.data.neighbours.graph`, operation by operation, so that the two lists
 agree to the last edge. No gradient flows through any of it.
 """
 
@@ -200,6 +200,25 @@ def _close(atoms: _Atoms, images: _Images, centre: Tensor, image: Tensor, reach:
     return centre.index_select(0, near), image.index_select(0, near)
 
 
+def squared_lengths(
+    positions: Tensor, cell: Tensor, frame: Tensor, source: Tensor, destination: Tensor, shift: Tensor
+) -> Tensor:
+    """(n_edges,), A^2: squared distances between atoms `destination` and images `shift` (n_edges, 3) of atoms `source`.
+
+    positions: (n, 3), A; cell: (n_frames, 3, 3), A; frame: (n,) frame of each atom.
+    """
+    lattice = cell.index_select(0, frame.index_select(0, destination))
+    x, y, z = shift.to(cell.dtype).unsqueeze(2).unbind(1)
+    # Each operation by itself and in this order: nothing is fused, so every device rounds as the host does.
+    images_of = x * lattice[:, 0] + y * lattice[:, 1]
+    images_of = images_of + z * lattice[:, 2]
+    vectors = positions.index_select(0, source) - positions.index_select(0, destination)
+    vectors = vectors + images_of
+    a, b, c = vectors.unbind(1)
+    squares = a * a + b * b
+    return squares + c * c
+
+
 def _edges(
     positions: Tensor, cell: Tensor, atoms: _Atoms, images: _Images, centre: Tensor, image: Tensor, cutoff: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -207,16 +226,7 @@ def _edges(
     source = images.atom.index_select(0, image)
     shift = images.image.index_select(0, image) - atoms.cells.index_select(0, source)
     shift = shift + atoms.cells.index_select(0, centre)
-    lattice = cell.index_select(0, atoms.frame.index_select(0, centre))
-    x, y, z = shift.to(cell.dtype).unsqueeze(2).unbind(1)
-    # Each operation by itself and in this order: nothing is fused, so every device rounds as the host does.
-    images_of = x * lattice[:, 0] + y * lattice[:, 1]
-    images_of = images_of + z * lattice[:, 2]
-    vectors = positions.index_select(0, source) - positions.index_select(0, centre)
-    vectors = vectors + images_of
-    a, b, c = vectors.unbind(1)
-    squares = a * a + b * b
-    squares = squares + c * c
+    squares = squared_lengths(positions, cell, atoms.frame, source, centre, shift)
     itself = (source == centre) & (shift == 0).all(1)
     keep = ((squares <= cutoff**2) & ~itself).nonzero().squeeze(1)
     return source[keep], centre[keep], shift[keep]

@@ -1,13 +1,13 @@
-"""The processes of a training and their collective operations outside of the gradient: broadcast, gather, all_reduce.
+"""The processes of a training and their collective operations except for gradients: broadcast, gather, all_reduce.
 
-A single process is a group of one, for which these return at once. `rendezvous.connect` makes groups of several.
+A single process is a group of one, for which these return immediately. `rendezvous.connect` creates larger groups.
 """
 
 from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar, cast
 
 import torch.distributed as dist
 from torch import Tensor
@@ -28,12 +28,12 @@ class Ranks:
         self.backend = backend
         self.watch: Watch | None = None
         self.error_text: str | None = None
-        """Message of the error that ended this process, once one has."""
+        """Message of the error that ended this process, if any."""
         self.error_code = 1
-        """The exit code that goes with it."""
+        """Its exit code."""
         self.failed_first = False
         self.on_line: Callable[[int, str], None] | None = None
-        """On rank 0: called with (rank, text) for each line of log that another rank sends."""
+        """On rank 0: called with (rank, text) for each line that another rank sends to the log."""
 
     @property
     def is_rank_zero(self) -> bool:
@@ -41,38 +41,37 @@ class Ranks:
 
     @property
     def nodes(self) -> list[str]:
-        """Names of the nodes, in the order of their first ranks."""
+        """Names of the nodes, ordered by their lowest rank."""
         return list(dict.fromkeys(self.hosts))
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum over ranks, the same bits on each."""
+        """The sum over ranks, bit for bit the same on each."""
         if self.world_size == 1:
             return tensor
         total = tensor.clone()
         dist.all_reduce(total)
         return total
 
-    def broadcast(self, value: object) -> Any:
-        """The value of rank 0, on every rank. What other ranks pass is ignored."""
-        if self.world_size == 1:
-            return value
-        values: list[Any] = [value if self.is_rank_zero else None]
-        dist.broadcast_object_list(values, src=0)
-        return values[0]
+    def broadcast(self, value: T | None) -> T:
+        """The value of rank 0, on every rank. The values of other ranks are ignored and may be None."""
+        values = [value]
+        if self.world_size > 1:
+            dist.broadcast_object_list(values, src=0)
+        return cast(T, values[0])
 
     def gather(self, value: T) -> list[T]:
-        """The values of all ranks, in the order of ranks, on rank 0; an empty list on the others."""
+        """The values of all ranks, ordered by rank, on rank 0; an empty list on the others."""
         if self.world_size == 1:
             return [value]
-        values: list[Any] | None = [None] * self.world_size if self.is_rank_zero else None
+        values = [value] * self.world_size if self.is_rank_zero else None
         dist.gather_object(value, values, dst=0)
         return values or []
 
     def all_gather(self, value: T) -> list[T]:
-        """The values of all ranks, in the order of ranks, on every rank."""
+        """The values of all ranks, ordered by rank, on every rank."""
         if self.world_size == 1:
             return [value]
-        values: list[Any] = [None] * self.world_size
+        values = [value] * self.world_size
         dist.all_gather_object(values, value)
         return values
 
@@ -85,7 +84,7 @@ class Ranks:
         return f"rank {rank} on {self.hosts[rank]}" if self.world_size > 1 else "this process"
 
     def leave(self) -> None:
-        """Leave the group before this process ends; the others may run longer."""
+        """Leave the group before this process exits; the other processes may continue."""
         if self.world_size == 1:
             return
         if self.watch is not None:

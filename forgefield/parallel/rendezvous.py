@@ -1,6 +1,6 @@
-"""How processes become a group: a rendezvous at the address of the launcher, a new key for this attempt, and the watch.
+"""Connects the processes of a job: a rendezvous at the address of rank 0, a new key for this attempt, and the watch.
 
-`connect` is called once per process, before anything else is done, so that all ranks are notified of an error on any of them.
+`connect` is called once per process, before any other work, so that all ranks are notified of an error on any of them.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import struct
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -17,10 +18,10 @@ import torch.distributed as dist
 
 from forgefield.errors import ForgefieldError
 from forgefield.parallel.launch import Launch
-from forgefield.parallel.network import interface_towards
 from forgefield.parallel.ranks import Ranks, single_process
 from forgefield.parallel.watch import start_watch
 from forgefield.parallel.watch_thread import Loss
+from forgefield.processes import usable_cores
 
 RENDEZVOUS_MINUTES = 10
 """How long the first ranks wait for the last one to start."""
@@ -44,8 +45,8 @@ def connect(launch: Launch, *, on_loss: Callable[[Ranks, Loss], None]) -> Ranks:
         reason = str(error).splitlines()[0]
         raise ForgefieldError(
             f"Rank {launch.rank} could not connect to the other {launch.world_size - 1} processes at {launch.master_address}:"
-            f"{launch.master_port} ({reason}). Did all of them start, can this node reach that address, is the port free? "
-            "MASTER_ADDR and MASTER_PORT set another one."
+            f"{launch.master_port} ({reason}). Check that all of them started, that this node can reach that address and that "
+            "the port is free; MASTER_ADDR and MASTER_PORT select another one."
         ) from error
     host = socket.gethostname()
     ranks = Ranks(launch, hosts=[host], backend=backend)
@@ -65,59 +66,59 @@ def connect(launch: Launch, *, on_loss: Callable[[Ranks, Loss], None]) -> Ranks:
 def _fresh_token(launch: Launch, store: dist.Store) -> str:
     """A key that the processes of this attempt agree on.
 
-    An agent that restarts processes offers the same store again, in which entries of dead processes must not be read. Every
-    rank asks with a random token, which nobody can have answered before, and rank 0 answers until all have confirmed.
+    An agent that restarts processes provides the same store again, in which entries of dead processes must not be read. Every
+    rank sends a random token, to which no earlier answer can exist, and rank 0 answers until all have confirmed.
     """
-    own = secrets.token_hex(8)
+    own_token = secrets.token_hex(8)
     if launch.launcher != "torchrun":
         return "0"
     if launch.rank > 0:
-        store.set(f"forgefield/ask/{launch.rank}", own)
-        token = store.get(f"forgefield/answer/{launch.rank}/{own}").decode()
-        store.set(f"forgefield/heard/{launch.rank}/{token}", "yes")
+        store.set(f"forgefield/request/{launch.rank}", own_token)
+        token = store.get(f"forgefield/answer/{launch.rank}/{own_token}").decode()
+        store.set(f"forgefield/confirmed/{launch.rank}/{token}", "yes")
         return token
     deadline = time.monotonic() + 60 * RENDEZVOUS_MINUTES
     missing, answered = set(range(1, launch.world_size)), dict[int, str]()
     while missing:
         for rank in sorted(missing):
-            if not store.check([f"forgefield/ask/{rank}"]):
+            if not store.check([f"forgefield/request/{rank}"]):
                 continue
-            word = store.get(f"forgefield/ask/{rank}").decode()
-            if answered.get(rank) != word:
-                answered[rank] = word
-                store.set(f"forgefield/answer/{rank}/{word}", own)
-            if store.check([f"forgefield/heard/{rank}/{own}"]):
+            token = store.get(f"forgefield/request/{rank}").decode()
+            if answered.get(rank) != token:
+                answered[rank] = token
+                store.set(f"forgefield/answer/{rank}/{token}", own_token)
+            if store.check([f"forgefield/confirmed/{rank}/{own_token}"]):
                 missing.discard(rank)
         if missing and time.monotonic() > deadline:
             raise RuntimeError(f"ranks {sorted(missing)[:8]} did not connect")
         if missing:
             time.sleep(0.02)
-    return own
+    return own_token
 
 
 def backends(*, shared_gpus: bool = False) -> str:
     """The backend of `torch.distributed`, by kind of device where there are several. NCCL needs a GPU for each process."""
     if torch.cuda.is_available() and dist.is_nccl_available() and not shared_gpus:
         return "cpu:gloo,cuda:nccl"
-    if hasattr(torch, "xpu") and torch.xpu.is_available() and dist.is_xccl_available():
+    if torch.xpu.is_available() and dist.is_xccl_available():
         return "cpu:gloo,xpu:xccl"
     return "gloo"
 
 
 def gpu_index(launch: Launch) -> int:
-    """Index of the GPU of this process among those that it sees; 0 where the launcher shows each process one GPU."""
+    """Index of the GPU of this process among those visible to it; 0 where the launcher assigns each process one GPU."""
     return launch.local_rank % max(torch.cuda.device_count(), 1)
 
 
 def _share_gpus(launch: Launch, store: dist.Store) -> bool:
     """Whether any two processes of a node have the same GPU, compared through the store; the same result on all ranks."""
-    own = ""
+    uuid = ""
     if torch.cuda.is_available():
-        own = str(torch.cuda.get_device_properties(gpu_index(launch)).uuid)
-    place = f"gpu/{socket.gethostname()}"
-    store.set(f"{place}/{launch.local_rank}", own)
-    neighbours = [store.get(f"{place}/{number}").decode() for number in range(launch.local_size)]
-    store.add("sharing", int(own != "" and neighbours.count(own) > 1))
+        uuid = str(torch.cuda.get_device_properties(gpu_index(launch)).uuid)
+    prefix = f"gpu/{socket.gethostname()}"
+    store.set(f"{prefix}/{launch.local_rank}", uuid)
+    uuids = [store.get(f"{prefix}/{local_rank}").decode() for local_rank in range(launch.local_size)]
+    store.add("sharing", int(uuid != "" and uuids.count(uuid) > 1))
     if store.add("compared", 1) == launch.world_size:
         store.set("result", str(store.add("sharing", 0)))
     return store.get("result") != b"0"
@@ -125,7 +126,7 @@ def _share_gpus(launch: Launch, store: dist.Store) -> bool:
 
 def usable_threads(launch: Launch) -> int:
     """Default number of threads of this process: its share of the cores it may run on."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     bound_by_launcher = cores < (os.cpu_count() or 1)
     return max(1, cores if bound_by_launcher else cores // launch.local_size)
 
@@ -149,3 +150,29 @@ def _set_environment(launch: Launch) -> None:
             os.environ["GLOO_SOCKET_IFNAME"] = interface
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(usable_threads(launch))
+
+
+def interface_towards(address: str) -> str | None:
+    """Name of the network interface through which `address` is reached; None if unknown.
+
+    By default gloo listens on the interface of the host name, on many systems the loopback interface, where ranks of other
+    nodes cannot reach it.
+    """
+    try:
+        import fcntl
+
+        family, _, _, _, target = socket.getaddrinfo(address, 9, socket.AF_INET, socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)  # sends nothing: only the route of a datagram socket is determined
+            local_address = probe.getsockname()[0]
+            for _, name in socket.if_nameindex():
+                try:
+                    request = struct.pack("256s", name.encode()[:15])
+                    reply = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR
+                except OSError:
+                    continue
+                if socket.inet_ntoa(reply[20:24]) == local_address:
+                    return name
+    except (OSError, ImportError):
+        return None
+    return None

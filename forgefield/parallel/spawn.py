@@ -1,6 +1,6 @@
-"""Starts the ranks of one machine where no launcher did, and looks after them until the last one has ended.
+"""Starts the ranks of one machine where no launcher did, and supervises them until the last one has exited.
 
-No rank is left behind: not when one fails, not when one does not want to end, not when this process is killed.
+No rank outlives this process: not if one fails, not if one does not respond, not if this process is killed.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -16,12 +17,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
 from forgefield.errors import ForgefieldError
-from forgefield.parallel.network import free_port
-from forgefield.processes import Terminated, die_with_parent
+from forgefield.processes import Terminated, die_with_parent, usable_cores
 
 KILL_AFTER = 5.0
-"""Seconds between SIGTERM and SIGKILL for a rank that does not end."""
-PASSED_ON = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
+"""Seconds between SIGTERM and SIGKILL for a rank that does not exit."""
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def run_ranks(
@@ -29,34 +29,34 @@ def run_ranks(
 ) -> int:
     """Run `command` as ranks 0 to n - 1 and return 0, or the exit code of the rank that failed first (128 + signal).
 
-    When one fails the others have `grace` seconds to end by themselves. SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 are passed
-    on to every rank, if this is called in the main thread; a signal that this process ignores stays ignored.
+    When one fails the others have `grace` seconds to exit by themselves. SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 are forwarded
+    to every rank if this is called in the main thread; a signal that this process ignores stays ignored.
 
-    disposable: the ranks have nothing to save. SIGTERM and SIGINT then end them within seconds, and are raised here as
+    disposable: the ranks have nothing to save. SIGTERM and SIGINT then stop them within seconds, and are raised here as
     `Terminated` and KeyboardInterrupt.
     """
     if n < 1:
-        raise ForgefieldError(f"{n} ranks cannot be started: at least one is needed.")
+        raise ForgefieldError(f"{n} ranks cannot be started: at least one is required.")
     events: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
     ranks: list[subprocess.Popen[bytes]] = []
     with _signals_to(events):
         try:
             for stream in (sys.stdout, sys.stderr):
                 with suppress(OSError, ValueError, AttributeError):
-                    stream.flush()  # what was said before comes before what the ranks say
+                    stream.flush()  # earlier output must come before that of the ranks
             for variables in _environments(n, environ):
-                ranks.append(_start(command, variables))  # noqa: PERF401  the next one may fail
+                rank = _start(command, variables)  # if it fails, those already started must be stopped
+                ranks.append(rank)
             for index, rank in enumerate(ranks):
-                threading.Thread(target=_report_end, args=(index, rank.pid, events), daemon=True).start()
+                threading.Thread(target=_report_exit, args=(index, rank.pid, events), daemon=True).start()
             return _supervise(ranks, events, grace, disposable=disposable)
         finally:
-            _end(ranks)
+            _stop_all(ranks)
 
 
 def _environments(n: int, environ: Mapping[str, str]) -> list[dict[str, str]]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     common = {
-        "OMP_NUM_THREADS": str(max(1, cores // n)),
+        "OMP_NUM_THREADS": str(max(1, usable_cores() // n)),
         **environ,
         "WORLD_SIZE": str(n),
         "LOCAL_WORLD_SIZE": str(n),
@@ -73,7 +73,7 @@ def _start(command: Sequence[str], environ: dict[str, str]) -> subprocess.Popen[
             list(command),
             env=environ,
             stdin=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C in the terminal reaches only this process, which passes it on once
+            start_new_session=True,  # Ctrl-C in the terminal reaches only this process, which forwards it once
             preexec_fn=die_with_parent(),
         )
     except (OSError, subprocess.SubprocessError) as error:
@@ -83,24 +83,24 @@ def _start(command: Sequence[str], environ: dict[str, str]) -> subprocess.Popen[
 
 @contextmanager
 def _signals_to(events: queue.SimpleQueue[tuple[str, int]]) -> Iterator[None]:
-    """Inside the block the signals to be passed on only leave a note."""
+    """Inside the block signals that are to be forwarded are only queued."""
     before = {}
     try:
         if threading.current_thread() is threading.main_thread():
-            for number in (getattr(signal, name) for name in PASSED_ON if hasattr(signal, name)):
+            for number in FORWARDED:
                 if signal.getsignal(number) not in (signal.SIG_IGN, None):  # None: not set by Python, nor restorable
-                    before[number] = signal.signal(number, lambda got, _: events.put(("signal", got)))
+                    before[number] = signal.signal(number, lambda received, _: events.put(("signal", received)))
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def _report_end(index: int, pid: int, events: queue.SimpleQueue[tuple[str, int]]) -> None:
-    """Wait for the end without collecting the process: as long as nobody has, its number cannot belong to another."""
+def _report_exit(index: int, pid: int, events: queue.SimpleQueue[tuple[str, int]]) -> None:
+    """Wait for the exit without reaping the process: until then its number cannot be given to another one."""
     with suppress(ChildProcessError):
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    events.put(("end", index))
+    events.put(("exit", index))
 
 
 def _supervise(
@@ -110,49 +110,56 @@ def _supervise(
     *,
     disposable: bool,
 ) -> int:
-    living = set(range(len(ranks)))
+    running = set(range(len(ranks)))
     first_failure = 0
-    last_steps: list[tuple[float, Callable[[subprocess.Popen[bytes]], None]]] = []
-    while living:
+    deadlines: list[tuple[float, Callable[[subprocess.Popen[bytes]], None]]] = []
+    while running:
         try:
-            wait = max(0.0, last_steps[0][0] - time.monotonic()) if last_steps else None
+            wait = max(0.0, deadlines[0][0] - time.monotonic()) if deadlines else None
             kind, value = events.get(timeout=wait)
         except queue.Empty:
-            _, step = last_steps.pop(0)
-            for index in living:
-                step(ranks[index])
+            _, stop = deadlines.pop(0)
+            for index in running:
+                stop(ranks[index])
             continue
         if kind == "signal":
             if disposable and value in (signal.SIGTERM, signal.SIGINT):
-                raise KeyboardInterrupt if value == signal.SIGINT else Terminated(value)  # `_end` sees to the ranks
-            for index in living:
+                raise KeyboardInterrupt if value == signal.SIGINT else Terminated(value)  # `_stop_all` stops the ranks
+            for index in running:
                 ranks[index].send_signal(value)
             continue
-        living.discard(value)
+        running.discard(value)
         code = ranks[value].wait()
         if code != 0 and first_failure == 0:
             first_failure = code if code > 0 else 128 - code
             now = time.monotonic()
-            last_steps = [(now + grace, subprocess.Popen.terminate), (now + grace + KILL_AFTER, _kill)]
+            deadlines = [(now + grace, subprocess.Popen.terminate), (now + grace + KILL_AFTER, _kill)]
     return first_failure
 
 
 def _kill(rank: subprocess.Popen[bytes]) -> None:
-    """Kill a rank and whatever it has started in its session's first group."""
+    """Kill a rank and the processes it has started in its process group."""
     if rank.poll() is None:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(rank.pid, signal.SIGKILL)
 
 
-def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
-    """However we came here: no rank stays behind."""
-    living = [rank for rank in ranks if rank.poll() is None]
-    for rank in living:
+def _stop_all(ranks: list[subprocess.Popen[bytes]]) -> None:
+    """Stop all ranks that are still running, and wait for them."""
+    running = [rank for rank in ranks if rank.poll() is None]
+    for rank in running:
         rank.terminate()
     deadline = time.monotonic() + KILL_AFTER
-    for rank in living:
+    for rank in running:
         try:
             rank.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             _kill(rank)
             rank.wait()
+
+
+def free_port() -> int:
+    """A port of this machine that is not in use."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

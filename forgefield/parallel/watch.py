@@ -1,11 +1,11 @@
-"""Every rank is notified at once when another rank is lost, for whatever reason: each keeps one TCP connection to rank 0,
-which the operating system closes when the process ends. Rank 0 notifies all others which rank was lost first.
+"""Every rank is notified immediately when another rank is lost, for whatever reason: each has one TCP connection to rank 0,
+which the operating system closes when the process exits. Rank 0 notifies all others which rank was lost first.
 
 Contract: one daemon thread per process owns all sockets; other threads only queue requests, without locks, so that
-`line` may be called from anywhere. Messages are JSON objects, one per line: hello, line, fail, leave to rank 0;
+`line` may be called from any thread. Messages are JSON objects, one per line: hello, line, fail, leave to rank 0;
 welcome, refused, loss, leave from rank 0. Those in `POSTED` arrive in order, and the other side confirms with `got`
-(a number of bytes) when it has handled them. That is how `fail` and `leave` know that they arrived, and it keeps so
-little in flight that a rank 0 that is busy for long does not look like a broken network.
+(a number of bytes) when it has handled them. The confirmations show that `fail` and `leave` have arrived, and limit the bytes
+in flight, so that a rank 0 that is busy for a long time is not mistaken for a broken network.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from forgefield.parallel.watch_thread import Loss, Watch, call_safely, loss_from
 KEY = "forgefield/watch"
 """Key in the store under which rank 0 writes "port token"."""
 PENDING_LIMIT = 16 * 1024**2
-"""Bytes of lines that may wait for a busy rank 0; further lines are counted and dropped."""
+"""Bytes of lines that may wait for a busy rank 0; any more lines are counted and dropped."""
 
 
 class KeyValueStore(Protocol):
-    """What ranks find each other through, such as `torch.distributed.Store`. `get` waits for the key."""
+    """Store through which ranks exchange addresses, such as `torch.distributed.Store`. `get` waits for the key."""
 
     def set(self, key: str, value: str, /) -> object: ...
 
@@ -66,9 +66,9 @@ def start_watch(
     rank 0, in the watch thread for the lines of other ranks and in the calling thread for its own.
     """
     if rank == 0:
-        return _Coordinator(world_size, host, on_loss, on_line).meet(store, timeout)
+        return _Coordinator(world_size, host, on_loss, on_line).wait_for_all(store, timeout)
     hello = {"kind": "hello", "rank": rank, "host": host, "world_size": world_size}
-    return _Participant(rank, host, on_loss, on_line).begin(_connect(hello, address, store, timeout))
+    return _Participant(rank, host, on_loss, on_line).start(_connect(hello, address, store, timeout))
 
 
 class _Coordinator(Watch):
@@ -81,11 +81,12 @@ class _Coordinator(Watch):
         self._world_size = world_size
         self._token = secrets.token_hex(16)
         self._missing = set(range(1, world_size))
-        self._met = threading.Event()
-        self._trouble: str | None = None
+        self._all_connected = threading.Event()
+        self._error: str | None = None
         self._listener: socket.socket | None = None
 
-    def meet(self, store: KeyValueStore, timeout: float) -> Watch:
+    def wait_for_all(self, store: KeyValueStore, timeout: float) -> Watch:
+        """Publish the port and wait until all ranks have connected."""
         if self._world_size == 1:
             self._close()
             return self
@@ -96,15 +97,15 @@ class _Coordinator(Watch):
         self._thread.start()
         try:
             store.set(KEY, f"{port} {self._token}")
-            if not self._met.wait(timeout):
-                self._trouble = (
+            if not self._all_connected.wait(timeout):
+                self._error = (
                     f"{_ranks(self._missing)} of {self._world_size} did not reach rank 0 ({self._host}, port {port}) "
-                    f"within {timeout:g} s: look for their errors, and whether the network lets these machines connect "
-                    "on any port."
+                    f"within {timeout:g} s: check their errors, and whether the network allows connections between these "
+                    "machines on any port."
                 )
-            if self._trouble is not None:
-                self.fail(self._trouble)
-                raise ForgefieldError(self._trouble)
+            if self._error is not None:
+                self.fail(self._error)
+                raise ForgefieldError(self._error)
         except BaseException:
             self._request(self._finish)
             raise
@@ -126,11 +127,12 @@ class _Coordinator(Watch):
             if error.errno not in (errno.EMFILE, errno.ENFILE):
                 return  # the peer closed the connection again
             self._stop_listening()
-            enough = self._world_size + 512
-            self._trouble = (
-                f"Rank 0 may not open {enough} files, which {self._world_size} ranks need: `ulimit -n {enough}`."
+            required = self._world_size + 512
+            self._error = (
+                f"Rank 0 is not allowed to open {required} files, as {self._world_size} ranks require: run "
+                f"`ulimit -n {required}` first."
             )
-            self._met.set()
+            self._all_connected.set()
 
     def _stop_listening(self) -> None:
         if self._listener is not None:
@@ -160,10 +162,9 @@ class _Coordinator(Watch):
         if not secrets.compare_digest(hello["token"].encode("utf-8", "replace"), self._token.encode()):
             raise InvalidMessage
         if world_size != self._world_size or rank not in self._missing:
-            text = (
-                f"Rank 0 expects {self._world_size} ranks and each of them once, but rank {rank} of {world_size} came"
-            )
-            connection.out += encode({"kind": "refused", "text": f"{text} from {hello['host']}: compare their start."})
+            text = f"Rank 0 expects {self._world_size} ranks and each of them once, but rank {rank} of {world_size} connected"
+            text = f"{text} from {hello['host']}: compare how they were started."
+            connection.out += encode({"kind": "refused", "text": text})
             connection.send()
             raise InvalidMessage
         connection.rank, connection.host = rank, hello["host"]
@@ -173,9 +174,9 @@ class _Coordinator(Watch):
         self._missing.discard(rank)
         if not self._missing:
             self._stop_listening()
-            for stranger in [c for c in self._connections if c.rank < 0]:
-                self._drop(stranger)
-            self._met.set()
+            for unknown in [c for c in self._connections if c.rank < 0]:
+                self._drop(unknown)
+            self._all_connected.set()
 
     def _lost(self, connection: Connection) -> None:
         if connection.rank > 0 and not (connection.left or connection.has_failed):
@@ -183,7 +184,7 @@ class _Coordinator(Watch):
 
     def _record_loss(self, loss: Loss) -> None:
         super()._record_loss(loss)
-        self._met.set()
+        self._all_connected.set()
 
     def _close(self) -> None:
         super()._close()
@@ -192,27 +193,27 @@ class _Coordinator(Watch):
 
 
 class _Participant(Watch):
-    """The watch of any other rank, with one connection: that to rank 0."""
+    """The watch of any other rank, with a single connection to rank 0."""
 
-    def begin(self, coordinator: Connection) -> Watch:
-        self._coordinator, self._left_out = coordinator, 0
+    def start(self, coordinator: Connection) -> Watch:
+        self._coordinator, self._dropped_lines = coordinator, 0
         self._add(coordinator)
         self._request(lambda: self._receive(coordinator, coordinator.messages()))  # what came together with the welcome
         self._thread.start()
         return self
 
     def line(self, text: str) -> None:
-        if not (self._over or self._left):
+        if not (self._ended or self._left):
             self._request(partial(self._post_line, shortened(text)))
 
     def _post_line(self, text: str) -> None:
         if self._coordinator.queued > PENDING_LIMIT:
-            self._left_out += 1
+            self._dropped_lines += 1
             return
-        if self._left_out:
-            note = f"({self._left_out} lines left out: rank 0 was too busy to take them)"
+        if self._dropped_lines:
+            note = f"({self._dropped_lines} lines left out: rank 0 was too busy to receive them)"
             self._post_to_all({"kind": "line", "text": note})
-            self._left_out = 0
+            self._dropped_lines = 0
         self._post_to_all({"kind": "line", "text": text})
 
     def _announce(self, loss: Loss) -> None:
@@ -222,7 +223,7 @@ class _Participant(Watch):
         if message["kind"] == "loss":
             self._record_loss(loss_from(message))
         elif message["kind"] == "leave":
-            connection.left = True  # nothing is held back any more, so that it goes out before our confirmation
+            connection.left = True  # from now on nothing is held back: queued messages are sent before the confirmation
             connection.send()
         else:
             raise InvalidMessage
@@ -234,15 +235,15 @@ class _Participant(Watch):
 
 
 def _connect(hello: Message, address: str, store: KeyValueStore, timeout: float) -> Connection:
-    """Connect to rank 0, trying again until it answers."""
+    """Connect to rank 0, repeatedly until it answers."""
     deadline = time.monotonic() + timeout
     where, reason = address, "no time left"
     while (left := deadline - time.monotonic()) > 0:
         try:
-            found = store.get(KEY)
-            port, token = (found.decode() if isinstance(found, bytes) else str(found)).split()
+            entry = store.get(KEY)
+            port, token = (entry.decode() if isinstance(entry, bytes) else str(entry)).split()
         except Exception as error:
-            text = f"Rank {hello['rank']} did not learn where rank 0 listens ({error}): look for the error of rank 0."
+            text = f"Rank {hello['rank']} did not get the port of rank 0 ({error}): check the error of rank 0."
             raise ForgefieldError(text) from error
         where = f"{address}, port {port}"
         try:
@@ -252,13 +253,13 @@ def _connect(hello: Message, address: str, store: KeyValueStore, timeout: float)
             reason = str(error)
             time.sleep(min(0.2, left))
     raise ForgefieldError(
-        f"Rank {hello['rank']} ({hello['host']}) did not reach rank 0 ({where}) within {timeout:g} s ({reason}): look "
-        "for the error of rank 0, and whether the network lets these machines connect on any port."
+        f"Rank {hello['rank']} ({hello['host']}) did not reach rank 0 ({where}) within {timeout:g} s ({reason}): check "
+        "the error of rank 0, and whether the network allows connections between these machines on any port."
     )
 
 
 def _greeted(sock: socket.socket, hello: Message, deadline: float) -> Connection:
-    """A connection on which rank 0 has answered `welcome`; OSError where another program is at the other end."""
+    """A connection on which rank 0 has answered `welcome`; OSError if another program is at the other end."""
     try:
         sock.sendall(encode(hello))
         received = bytearray()

@@ -1,6 +1,6 @@
 """Messages of the watch over a TCP connection: JSON objects, one per line, confirmed by the other side.
 
-A message that is not of the kinds below closes its connection; nothing that arrives is ever executed.
+A message that is not of the kinds below closes its connection; nothing that is received is executed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 WINDOW = 32 * 1024
 """Unconfirmed bytes on one connection; a longer message is sent on its own."""
-MESSAGE_LIMIT, STRANGER_LIMIT, TEXT_LIMIT = 16 * 1024**2, 4096, 1_000_000
+MESSAGE_LIMIT, HELLO_LIMIT, TEXT_LIMIT = 16 * 1024**2, 4096, 1_000_000
 Message = dict[str, Any]
 """`kind` and the fields of that kind."""
 FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
@@ -45,14 +45,14 @@ class Connection:
         _keep_alive(sock)
         self.sock, self.rank, self.host = sock, rank, host
         self.events = selectors.EVENT_READ
-        self.has_failed = self.left = self.closed = self.deaf = False
+        self.has_failed = self.left = self.closed = self.unreachable = False
         self.received, self.handled = received or bytearray(), 0
         self.queue: deque[bytes] = deque()
         self.out, self.queued, self.unconfirmed = bytearray(), 0, 0
 
     @property
     def confirmed(self) -> bool:
-        return self.closed or self.deaf or not (self.queue or self.unconfirmed)
+        return self.closed or self.unreachable or not (self.queue or self.unconfirmed)
 
     def post(self, message: Message) -> None:
         self.queue.append(data := encode(message))
@@ -66,13 +66,13 @@ class Connection:
             self.unconfirmed += len(data)
             self.out += data
         try:
-            while self.out and not self.deaf:
+            while self.out and not self.unreachable:
                 del self.out[: self.sock.send(self.out)]
         except (BlockingIOError, InterruptedError):
             return
         except OSError:
-            self.deaf = True  # what the other side sent before it closed may still be there to be read
-        if self.deaf:
+            self.unreachable = True  # what the other side sent before it closed can still be read
+        if self.unreachable:
             self.out.clear()
             self.queue.clear()
             self.queued = 0
@@ -89,7 +89,7 @@ class Connection:
         self.received += data
         if b"\n" in data:
             yield from self.messages()
-        if len(self.received) > (STRANGER_LIMIT if self.rank < 0 else MESSAGE_LIMIT):
+        if len(self.received) > (HELLO_LIMIT if self.rank < 0 else MESSAGE_LIMIT):
             raise InvalidMessage
 
     def messages(self) -> Iterator[Message]:
@@ -115,7 +115,7 @@ def decode(line: bytes | bytearray) -> Message:
 
 
 def shortened(text: str) -> str:
-    """The text, or the beginning and the end of a very long one."""
+    """The text; only the beginning and the end of a very long one."""
     half = TEXT_LIMIT // 2
     if len(text) <= TEXT_LIMIT:
         return text
@@ -123,7 +123,7 @@ def shortened(text: str) -> str:
 
 
 def listen() -> socket.socket:
-    """A free port of all interfaces, for IPv4 and, where the machine has it, IPv6."""
+    """A socket that listens on a free port of all interfaces, for IPv4 and, if available, IPv6."""
     try:
         listener = socket.create_server(("", 0), family=socket.AF_INET6, backlog=4096, dualstack_ipv6=True)
     except (OSError, ValueError):
@@ -133,7 +133,7 @@ def listen() -> socket.socket:
 
 
 def _keep_alive(sock: socket.socket) -> None:
-    """Have the operating system close a connection whose other end has not answered for about 30 s."""
+    """Let the operating system close a connection whose other end has not answered for about 30 s."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     idle = {"TCP_KEEPIDLE": 10, "TCP_KEEPALIVE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
     for name, value in {"TCP_NODELAY": 1, **idle}.items():
@@ -143,10 +143,11 @@ def _keep_alive(sock: socket.socket) -> None:
 
 
 def allow_open_files(n: int) -> None:
+    """Raise the limit of open files of this process to `n`, as far as it is allowed."""
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < n:
         with suppress(ValueError, OSError):
-            wanted = n if hard == resource.RLIM_INFINITY else min(n, hard)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            limit = n if hard == resource.RLIM_INFINITY else min(n, hard)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))

@@ -1,6 +1,6 @@
-"""The thread of the watch of ranks: it owns all sockets and carries out requests of other threads without waiting for either.
+"""The thread of the watch: it owns all sockets and executes requests of other threads, without blocking on either.
 
-How rank 0 and the other ranks handle messages is in `watch.py`.
+`watch.py` implements how rank 0 and the other ranks handle messages.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from forgefield.parallel.watch_messages import Connection, InvalidMessage, Messa
 FAIL_PATIENCE, LEAVE_PATIENCE = 2.0, 5.0
 """Seconds to wait until `fail` and `leave` are confirmed."""
 SPREAD = 1.0
-"""Seconds that rank 0 waits at most until all others know of a loss before it calls its own `on_loss`, which may exit."""
+"""Seconds that rank 0 waits at most until all others have been notified of a loss before it calls `on_loss`, which may exit."""
 
 
 class LossKind(StrEnum):
-    """Why a rank ended: an error that the user can correct, any other exception, a stop on request, or unknown (killed)."""
+    """Why a rank exited: an error that the user can correct, any other exception, a stop on request, or unknown (killed)."""
 
     ERROR = "error"
     EXCEPTION = "exception"
@@ -40,7 +40,7 @@ class LossKind(StrEnum):
 
 @dataclass(frozen=True)
 class Loss:
-    """The first rank that was lost. text: its error message; None where it exited without one. exit_code: of all ranks."""
+    """The first rank that was lost. text: its error message; None if it exited without one. exit_code: of all ranks."""
 
     rank: int
     host: str
@@ -56,19 +56,19 @@ class _Wait(NamedTuple):
 
 
 class Watch(ABC):
-    """The connection of this rank to all others. Made by `watch.start_watch`."""
+    """The connection of this rank to all others. Created by `watch.start_watch`."""
 
     def __init__(
         self, rank: int, host: str, on_loss: Callable[[Loss], None], on_line: Callable[[int, str], None] | None
     ) -> None:
         self._rank, self._host, self._on_loss, self._on_line = rank, host, on_loss, on_line
         self._loss: Loss | None = None
-        self._has_failed = self._left = self._stop = self._over = False
+        self._has_failed = self._left = self._stop = self._ended = False
         self._connections: set[Connection] = set()
         self._dirty: set[Connection] = set()
         self._waits: list[_Wait] = []
         self._requests: deque[Callable[[], None]] = deque()
-        self._askers: list[threading.Event] = []
+        self._waiting_threads: list[threading.Event] = []
         self._selector = selectors.DefaultSelector()
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._wake_receiver.setblocking(False)
@@ -85,23 +85,23 @@ class Watch(ABC):
 
     @abstractmethod
     def line(self, text: str) -> None:
-        """Send one line of log to rank 0. Never raises or waits; does nothing after the end of the watch."""
+        """Send one line to the log of rank 0. Never raises or waits; does nothing after the end of the watch."""
 
     def fail(self, text: str, kind: LossKind = LossKind.EXCEPTION, exit_code: int = 1) -> None:
-        """Notify all ranks that this one is about to end with this error; returns when that is confirmed, or after 2 s.
+        """Notify all ranks that this one is about to exit with this error; returns when that is confirmed, or after 2 s.
 
-        Afterwards `loss` is the first loss: this one, or an earlier one. `on_loss` is no longer called here.
+        Afterwards `loss` is the first loss: this one, or an earlier one. `on_loss` is no longer called on this rank.
         """
         if not (self._has_failed or self._left):
             self._has_failed = True
             loss = Loss(self._rank, self._host, shortened(text), kind, exit_code)
-            self._ask(partial(self._announce, loss), lambda: None, FAIL_PATIENCE)
+            self._request_and_wait(partial(self._announce, loss), lambda: None, FAIL_PATIENCE)
 
     def leave(self) -> None:
-        """End the watch after all that was sent. That this connection then closes does not count as a loss."""
+        """End the watch after everything has been sent. Closing the connection then does not count as a loss."""
         if not self._left:
             self._left = True
-            self._ask(partial(self._post_to_all, {"kind": "leave"}), self._finish, LEAVE_PATIENCE)
+            self._request_and_wait(partial(self._post_to_all, {"kind": "leave"}), self._finish, LEAVE_PATIENCE)
 
     @abstractmethod
     def _announce(self, loss: Loss) -> None:
@@ -115,8 +115,8 @@ class Watch(ABC):
     def _lost(self, connection: Connection) -> None:
         """Handle a connection that the other side has closed."""
 
-    def _ask(self, begin: Callable[[], None], then: Callable[[], None], patience: float) -> None:
-        """Call `begin` in the watch thread and, once all it posted is confirmed or `patience` seconds have passed, `then`."""
+    def _request_and_wait(self, begin: Callable[[], None], then: Callable[[], None], patience: float) -> None:
+        """Call `begin` in the watch thread and, when all it posted is confirmed or `patience` seconds have passed, `then`."""
         done = threading.Event()
 
         def finish() -> None:
@@ -127,9 +127,9 @@ class Watch(ABC):
             begin()
             self._wait(patience, self._all_confirmed, finish)
 
-        self._askers.append(done)
+        self._waiting_threads.append(done)
         self._request(request)
-        if not self._over and threading.current_thread() is not self._thread:
+        if not self._ended and threading.current_thread() is not self._thread:
             done.wait(patience + 1)
 
     def _request(self, action: Callable[[], None]) -> None:
@@ -150,11 +150,11 @@ class Watch(ABC):
                 self._proceed()
         finally:
             self._close()
-            for done in self._askers:
+            for done in self._waiting_threads:
                 done.set()
 
     def _proceed(self) -> None:
-        """Send what is queued and run what waits for it, until nothing is left to do."""
+        """Send queued messages and run callbacks that wait for them, until nothing is left to do."""
         while True:
             for connection in self._dirty:
                 if not connection.closed:
@@ -235,7 +235,7 @@ class Watch(ABC):
         self._stop = True
 
     def _close(self) -> None:
-        self._over = True
+        self._ended = True
         for connection in self._connections:
             connection.sock.close()
         self._selector.close()
@@ -244,7 +244,7 @@ class Watch(ABC):
 
 
 def call_safely(callback: Callable[[], None]) -> None:
-    """Run a callback, whose failure must not end the watch."""
+    """Run a callback; print its errors, which must not end the watch."""
     try:
         callback()
     except Exception:

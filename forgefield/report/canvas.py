@@ -19,8 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from forgefield.report.markup import Html, text
-from forgefield.report.numbers import significant
+from forgefield.report.markup import Html, significant, text
 
 COLOURS = {
     "ink": "#414b5a",

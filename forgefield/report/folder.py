@@ -16,13 +16,13 @@ from typing import Any
 
 import yaml
 
-from forgefield.config.test_sets import title
 from forgefield.config.trust import code_of_model
+from forgefield.data.paths import title
 from forgefield.diagnosis.records import read_records
 from forgefield.errors import ForgefieldError
 from forgefield.kinds import FRAMES, KINDS, POINTS, SampleKind
-from forgefield.report.numbers import shorten
-from forgefield.report.predictions import Predictions, predictions_from_npz
+from forgefield.report.analysis import Predictions, predictions_from_npz
+from forgefield.report.markup import shorten
 from forgefield.runs import RUN_JSON
 from forgefield.untrusted.documents import load_yaml
 from forgefield.weights import read_weights
@@ -325,10 +325,10 @@ def as_number(value: object) -> float | None:
 
 def _errors_of(stored: dict[str, Any]) -> dict[str, float]:
     """Test errors by name (`forces_mae`), whether they were stored with the prefix `test/` or one level down."""
-    found = _numbers(stored)
+    numbers = _numbers(stored)
     for value in stored.values():
         if isinstance(value, dict):
-            found = {**_numbers(value), **found}
-    errors = {key.removeprefix("test/"): value for key, value in found.items()}
-    known = ("_mae", "_rmse", "_accuracy", "_f1", "_auroc", "_cross_entropy")
-    return {key: value for key, value in errors.items() if any(kind in key for kind in known)}
+            numbers = {**_numbers(value), **numbers}
+    errors = {key.removeprefix("test/"): value for key, value in numbers.items()}
+    endings = ("_mae", "_rmse", "_accuracy", "_f1", "_auroc", "_cross_entropy")
+    return {key: value for key, value in errors.items() if any(kind in key for kind in endings)}

@@ -1,8 +1,8 @@
 """`report.html`: one self-contained page.
 
-Figures are inline SVG, the style is inline, the only script switches the theme, and the page's own security policy forbids
-everything else, so the page opens anywhere, also without a network. Files that the run folder lacks are listed on the page with
-the command that writes them.
+Figures are inline SVG, the style is inline, the only script switches the theme, and the security policy of the page forbids
+everything else, so the page opens anywhere, also without a network. Files that are missing in the run folder are
+listed with the command that writes them.
 """
 
 from __future__ import annotations
@@ -16,18 +16,15 @@ from pathlib import Path
 
 from forgefield.errors import ForgefieldError
 from forgefield.files import write_atomically
-from forgefield.report.analysis import QUANTITIES, pairs
+from forgefield.report.analysis import QUANTITIES, pairs, predictions_from_npz
 from forgefield.report.canvas import house_style
 from forgefield.report.figures import parity_row
 from forgefield.report.folder import SPLITS, Note, RunData, read_run, split_title
 from forgefield.report.markup import Html, join, tag, text
-from forgefield.report.predictions import predictions_from_npz
 from forgefield.report.sections.diagnosis import diagnosis_section
 from forgefield.report.sections.headline import errors_by_split, headline, title_block
-from forgefield.report.sections.learning import learning_section
-from forgefield.report.sections.model import model_section
-from forgefield.report.sections.timing import timing_section
-from forgefield.report.sections.usage import config_section
+from forgefield.report.sections.learning import learning_section, timing_section
+from forgefield.report.sections.model import config_section, model_section
 from forgefield.tasks.plausibility import ADVICE, implausible_errors
 
 _SCRIPT = (
@@ -77,9 +74,9 @@ def write_report(run_path: Path) -> Path:
 def write_parity_png(run_path: Path, split: str = "test") -> Path:
     """Write `parity-SPLIT.png` into the run folder, with all outputs that have labels, and return its path."""
     run_path = Path(run_path)
-    known = sorted(path.stem for path in (run_path / "predictions").glob("*.npz"))
-    if split not in known and split not in SPLITS:
-        raise ForgefieldError(f"There is no split `{split}`; the splits with predictions are: {', '.join(known)}.")
+    stored = sorted(path.stem for path in (run_path / "predictions").glob("*.npz"))
+    if split not in stored and split not in SPLITS:
+        raise ForgefieldError(f"There is no split `{split}`; the splits with predictions are: {', '.join(stored)}.")
     source = run_path / "predictions" / f"{split}.npz"
     if not source.exists():
         raise ForgefieldError(f"{source} does not exist; `forgefield test {run_path}` writes predictions.")

@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from forgefield.kernels.core.arguments import ArgumentTable, LaunchArguments
-from forgefield.kernels.core.availability import use_kernels
-from forgefield.kernels.core.modules import module_from
+from forgefield.kernels.core.generation import ArgumentTable, LaunchArguments, module_from
+from forgefield.kernels.core.runtime import use_kernels
 from forgefield.ops.graph import is_traced
 from forgefield.tasks.losses import KernelFormula
 from forgefield.tasks.metrics import ErrorMetrics

@@ -10,15 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, TypeAlias
 
 from forgefield.config.components import import_function
 from forgefield.config.trust import CONFIG
 from forgefield.errors import ForgefieldError
 
-ElementLoss = Callable[[Tensor, Tensor], Tensor]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# PyTorch is imported by the formulas that need it: configs are checked against the names of losses without it.
+ElementLoss: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
 """(prediction, target) -> error, all of the same shape."""
 
 
@@ -57,6 +59,8 @@ def absolute_error(prediction: Tensor, target: Tensor) -> Tensor:
 
 def root_mean_square(prediction: Tensor, target: Tensor) -> Tensor:
     """For each value the root of the mean square of its components' errors, repeated for every component."""
+    import torch
+
     squares = (prediction - target).square()
     mean = squares.reshape(squares.shape[0], -1).mean(1) if squares.dim() > 1 else squares
     exact = mean == 0
@@ -66,7 +70,9 @@ def root_mean_square(prediction: Tensor, target: Tensor) -> Tensor:
 
 def huber_error(prediction: Tensor, target: Tensor, *, delta: float) -> Tensor:
     """Quadratic below `delta`, linear above, with a continuous derivative."""
-    return torch.nn.functional.huber_loss(prediction, target, reduction="none", delta=delta)
+    from torch.nn.functional import huber_loss
+
+    return huber_loss(prediction, target, reduction="none", delta=delta)
 
 
 MSE = Loss("mse", squared_error, KernelFormula("d * d", "2.0 * d"))

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from forgefield.config.targets import quantity
 from forgefield.models.edges import volumes
 from forgefield.physics.units import EV_PER_A3_TO_GPA
 from forgefield.tasks.classes import CLASS_METRICS, class_metrics, class_sums
+from forgefield.tasks.options import quantity
 
 UNITS = {"energy": "meV/atom", "energy_total": "meV", "forces": "meV/A", "stress": "GPa", "virial": "meV/atom"}
 """Unit of each metric; `energy_mae`, `energy_rmse` and so on share the unit of `energy`. Errors of any other quantity are in

@@ -10,8 +10,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from forgefield.config.schema import ScheduleOptions
 from forgefield.errors import ForgefieldError
+from forgefield.tasks.options import ScheduleOptions
 
 SLOPE, CENTRE = 14.5, 0.5
 """Defaults of a sigmoid: its steepness, and the fraction of the schedule at which it is half way."""

@@ -10,11 +10,19 @@ import torch
 from torch import Tensor
 
 from forgefield.config.nearest import did_you_mean
-from forgefield.config.schema import DenoiseOptions, FieldTargetOptions, TargetOptions, TaskOptions
-from forgefield.config.targets import DENOISE, TARGETS, given_targets, quantity
 from forgefield.errors import ForgefieldError
 from forgefield.models.interface import ExtraOutput
 from forgefield.tasks.losses import Loss, find_loss
+from forgefield.tasks.options import (
+    DENOISE,
+    TARGETS,
+    DenoiseOptions,
+    FieldTargetOptions,
+    TargetOptions,
+    TaskOptions,
+    given_targets,
+    quantity,
+)
 from forgefield.tasks.schedules import WeightSchedule
 
 LABELS = {"energy": "energy", "forces": "forces", "stress": "stress", "virial": "stress"}

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from forgefield.config.schema import TaskOptions
 from forgefield.models.edges import volumes
 from forgefield.models.interface import ExtraOutput
 from forgefield.tasks.classes import cross_entropy, one_hot
 from forgefield.tasks.metrics import ErrorMetrics, counted_atoms
+from forgefield.tasks.options import TaskOptions
 from forgefield.tasks.schedules import StepState
 from forgefield.tasks.targets import Target, build_targets
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from forgefield.config.schema import TrainingOptions
-from forgefield.training.epoch_length import steps_of_fit
+from forgefield.training.options import TrainingOptions
+from forgefield.training.trainer import steps_of_fit
 
 if TYPE_CHECKING:
     from forgefield.training.module import TrainingModule

@@ -18,33 +18,30 @@ import lightning as L
 from lightning.pytorch.callbacks import Callback
 
 from forgefield.config.nearest import did_you_mean
-from forgefield.config.schema import Config, EarlyStoppingOptions, TrainingOptions
 from forgefield.config.template import commented_yaml
 from forgefield.config.typed import select
 from forgefield.errors import ForgefieldError
 from forgefield.files import write_atomically
 from forgefield.parallel.accelerators import resolve_accelerator
-from forgefield.parallel.exchange import StepExchange
-from forgefield.parallel.failures import stop_all_ranks
 from forgefield.parallel.ranks import Ranks
+from forgefield.parallel.reductions import StepExchange
+from forgefield.parallel.session import stop_all_ranks
 from forgefield.runs import Run, versions
-from forgefield.training.callbacks.best_model import BestModel
-from forgefield.training.callbacks.early_stop import EarlyStop
-from forgefield.training.callbacks.metrics_log import MetricsLog
+from forgefield.settings import Config
+from forgefield.training.callbacks.logs import MetricsLog, StepLog, TensorBoardLog
+from forgefield.training.callbacks.monitor import BestModel, EarlyStop
 from forgefield.training.callbacks.pace import Pace
 from forgefield.training.callbacks.progress import RunProgress
 from forgefield.training.callbacks.run_checkpoint import RunCheckpoint
-from forgefield.training.callbacks.step_log import StepLog
-from forgefield.training.callbacks.tensorboard import TensorBoardLog
-from forgefield.training.optim.learning_rate import learning_rate_factor
+from forgefield.training.optim.schedules import learning_rate_factor
+from forgefield.training.options import EarlyStoppingOptions, TrainingOptions
 from forgefield.training.precision import Precision
 from forgefield.training.problem.preflight import check_settings, require_same_settings
 from forgefield.training.problem.problem import Loader, Problem, TrainingSession, problem_for
 from forgefield.training.run.checkpoint import ResumePoint, find_resume_point
 from forgefield.training.run.folder import compare_with_stored_config, has_begun, run_folder
 from forgefield.training.run.journal import Journal
-from forgefield.training.run.requeue import ask_slurm_to_requeue
-from forgefield.training.run.signals import StopControl, StopNow, StopRequested, exit_code
+from forgefield.training.run.signals import StopControl, StopNow, StopRequested, ask_slurm_to_requeue, exit_code
 from forgefield.training.run.start_summary import summarise
 from forgefield.training.run.summary import hardware, now
 from forgefield.training.trainer import (
@@ -173,7 +170,7 @@ def _fit_in(
     restart, is_done, has_outputs = ranks.broadcast(
         _where_to_resume(plan, changed, journal) if ranks.is_rank_zero else None
     )
-    if is_done and has_outputs:
+    if restart is not None and is_done and has_outputs:
         longer = "trainer.max_steps" if options.get("max_epochs") in (None, -1) else "trainer.max_epochs"
         journal.notify(
             f"Run {run.name} is complete ({restart.step} steps); raise {longer} to train longer, or start over with --fresh."

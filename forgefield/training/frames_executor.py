@@ -9,18 +9,15 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
-from forgefield.config.schema import TrainingOptions
-from forgefield.data.batch import SHAPES, Shapes, to_device, with_edges
+from forgefield.data.batch import SHAPES, Batch, Shapes, to_device, with_edges
 from forgefield.errors import ForgefieldError
 from forgefield.models.potential import Potential
 from forgefield.parallel.strategies import SimpleDDPStrategy
 from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.task import Task
-from forgefield.training.engines.choose import knots_wanted
-from forgefield.training.engines.engine import Engine
+from forgefield.training.engines.choose import EngineStarter, knots_wanted
+from forgefield.training.engines.engine import Engine, SparingEngine, raise_if_memory
 from forgefield.training.engines.graphs import GraphsEngine
-from forgefield.training.engines.sparing import SparingEngine, raise_if_memory
-from forgefield.training.engines.start import EngineStarter
 from forgefield.training.engines.step import Measured, StepFunction
 from forgefield.training.executor import StepExecutor
 from forgefield.training.module import TrainingModule, own_sums
@@ -29,10 +26,9 @@ from forgefield.training.optim.averages import StochasticAverage, WeightAverage
 from forgefield.training.optim.captured_update import CapturedUpdate
 from forgefield.training.optim.optimisers import build_optimiser
 from forgefield.training.optim.update import why_not_capturable
+from forgefield.training.options import TrainingOptions
 from forgefield.training.probing import ProbedModule
 from forgefield.training.weighting import SoftAdapt, Uncertainty, build_weighting
-
-Batch = dict[str, Tensor]
 
 
 class _TargetWeights(MutableMapping[str, float]):

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from forgefield.config.nearest import did_you_mean
-from forgefield.config.training_checks import PRECISIONS
 from forgefield.errors import ForgefieldError
 from forgefield.ops.execution import products_in
+from forgefield.training.options import PRECISIONS
 
 TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "tf32": 1e-2, "bf16-mixed": 3e-3, "fp16-mixed": 1e-3}
 """Largest relative difference between two ways to compute the same step, by precision. They are below what the rounding itself

@@ -18,12 +18,11 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 
-from forgefield.data.batch import SHAPES, Batch, Shapes
+from forgefield.data.batch import SHAPES, Batch, Shapes, halves
 from forgefield.data.sampling.loader import FrameLoader
 from forgefield.models.potential import Potential
 from forgefield.tasks.task import Task
 from forgefield.training.engines.engine import Engine
-from forgefield.training.engines.sparing import halves
 from forgefield.training.module import TrainingModule
 from forgefield.training.optim.averages import WeightAverage
 

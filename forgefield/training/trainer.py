@@ -1,7 +1,12 @@
-"""Builds `lightning.Trainer` from the config: everything it takes is passed on; what is set in two places must agree."""
+"""Builds `lightning.Trainer` from the config: everything it takes is passed on; what is set in two places must agree.
+
+Also tells Lightning how many batches an epoch has where that differs from epoch to epoch: batches counted in atoms or edges
+pack the frames of an epoch in their order, so one epoch may need one batch more than another. Lightning asks only once.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,19 +30,19 @@ from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from forgefield.config.components import check_signature, import_class
-from forgefield.config.schema import Config, TrainingOptions
-from forgefield.config.training_checks import PRECISIONS
+from forgefield.config.components import builtin_class, check_signature, import_class
+from forgefield.config.nearest import did_you_mean
 from forgefield.config.trust import CONFIG, TRAINER_OBJECTS
 from forgefield.errors import ForgefieldError, missing_package
 from forgefield.parallel.accelerators import device_count, resolve_accelerator
 from forgefield.parallel.environment import LaunchedEnvironment
 from forgefield.parallel.launch import Launch
-from forgefield.parallel.network import free_port
 from forgefield.parallel.ranks import Ranks
-from forgefield.parallel.registry import DEFAULT, register_strategies
 from forgefield.parallel.rendezvous import gpu_index
-from forgefield.training.callbacks.names import short_callback
+from forgefield.parallel.spawn import free_port
+from forgefield.parallel.strategies import DEFAULT, register_strategies
+from forgefield.settings import Config
+from forgefield.training.options import PRECISIONS, TrainingOptions
 from forgefield.training.run.checkpoint import AtomicCheckpointIO
 
 DEFAULT_EPOCHS = 100
@@ -282,3 +287,72 @@ def _agree(options: dict[str, Any], key: str, ours: Any, name: str) -> None:
     if theirs is not None and theirs != ours:
         raise ForgefieldError(f"{name}={ours} and trainer.{key}={theirs} contradict each other; keep one.")
     options[key] = ours
+
+
+def fit_epoch_length(trainer: L.Trainer, loader: Any) -> None:
+    """Called at the start of an epoch, when the loader knows which it is."""
+    fit_loop = trainer.fit_loop
+    combined, limit = fit_loop._combined_loader, trainer.limit_train_batches
+    n_batches = len(loader)
+    if combined is None or fit_loop.max_batches == n_batches:
+        return
+    if isinstance(limit, int):
+        n_batches = min(n_batches, limit)
+    elif limit != 1.0:
+        n_batches = int(n_batches * limit)
+    if n_batches == fit_loop.max_batches:
+        return
+    combined.limits = [n_batches]
+    fit_loop.max_batches = n_batches
+    if isinstance(trainer.val_check_interval, float):
+        trainer.val_check_batch = max(1, int(n_batches * trainer.val_check_interval))
+
+
+PLANNED = 5_000_000
+"""Frames over all epochs up to which every epoch of a fit is planned to count its steps."""
+
+
+def steps_of_fit(trainer: L.Trainer) -> int:
+    """Optimiser steps of the whole training, for schedules that are as long; -1 where there is no end."""
+    estimate = trainer.estimated_stepping_batches
+    if not math.isfinite(estimate):
+        return -1
+    loader: Any = trainer.train_dataloader
+    epochs = trainer.max_epochs
+    same = getattr(loader, "epochs_are_alike", True) or trainer.limit_train_batches != 1.0 or trainer.max_steps != -1
+    if same or epochs in (None, -1) or epochs * loader.draws > PLANNED:
+        return int(estimate)
+    return sum(math.ceil(loader.batches_in(epoch) / trainer.accumulate_grad_batches) for epoch in range(epochs))
+
+
+def epochs_of_fit(trainer: L.Trainer) -> int:
+    """Epochs of the whole training, the last one perhaps cut short by `max_steps`; -1 where there is no end."""
+    epochs = -1 if trainer.max_epochs is None else int(trainer.max_epochs)
+    if trainer.max_steps < 0:
+        return epochs
+    of_epoch = max(1, math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches))
+    by_steps = math.ceil(trainer.max_steps / of_epoch)
+    return by_steps if epochs < 0 else min(epochs, by_steps)
+
+
+CALLBACKS = {
+    "gradient_check": "forgefield.diagnosis.gradient_check.GradientCheck",
+    "forward_nan": "forgefield.diagnosis.forward_nan.ForwardNaNDetection",
+    "training_helper": "forgefield.diagnosis.training_helper.TrainingHelper",
+    "autocorrelation": "forgefield.diagnosis.autocorrelation.ModelAutocorrelation",
+    "loss_spike": "forgefield.diagnosis.loss_spike.LossSpike",
+    "throughput": "forgefield.diagnosis.throughput_meter.ThroughputMeter",
+    "energy": "forgefield.diagnosis.energy.EnergyMeter",
+    "sam": "forgefield.training.optim.sam.SAM",
+    "learning_curve": "forgefield.training.callbacks.lcurve.LearningCurve",
+}
+
+
+def short_callback(name: str) -> Any:
+    """The class of one of Forgefield's callbacks by its short name."""
+    if name not in CALLBACKS:
+        raise ForgefieldError(
+            f"callbacks: there is no '{name}'; there are {', '.join(CALLBACKS)}, and import paths such as "
+            f"my_callbacks.Announce.{did_you_mean(str(name), CALLBACKS)}"
+        )
+    return builtin_class(CALLBACKS[name])

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from forgefield.files import write_atomically
-from forgefield.tuning.search import Search, short
-from forgefield.tuning.space import Dimension
+from forgefield.tuning.options import Dimension, short
 from forgefield.tuning.study import require_optuna
 
 if TYPE_CHECKING:
@@ -26,6 +25,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from optuna import Study
     from optuna.trial import FrozenTrial
+
+    from forgefield.tuning.search import Search
 
 _STYLE = (
     "body{font:15px/1.5 sans-serif;margin:2em auto;max-width:60em;color:#222}td,th{padding:.15em .8em;text-align:left}"
@@ -46,11 +47,11 @@ def write_page(search: Search, study: Study) -> Path:
         f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in _cells(search, trial))}</tr>" for trial in done[:20]
     )
     counts = {name: sum(trial.state.name == state for trial in trials) for name, state in _STATES.items()}
-    words = ", ".join(f"{n} {name}" for name, n in counts.items() if n)
+    summary = ", ".join(f"{n} {name}" for name, n in counts.items() if n)
     title = html.escape(f"Search {search.base.name}")
     page = (
         f"<!doctype html><meta charset=utf-8><title>{title}</title><style>{_STYLE}</style><h1>{title}</h1>"
-        f"<p>{words}.</p>{shown}<h2>Best trials</h2><table><tr>{head}</tr>{rows}</table>"
+        f"<p>{summary}.</p>{shown}<h2>Best trials</h2><table><tr>{head}</tr>{rows}</table>"
     )
     return write_atomically(search.folder / "tune.html", page)
 
@@ -80,8 +81,8 @@ def _csv(search: Search, trials: list[FrozenTrial]) -> str:
     writer.writerow(["trial", search.monitor, *(d.key for d in search.space), "state", "folder", "error"])
     for trial in trials:
         state = next(name for name, code in _STATES.items() if code == trial.state.name)
-        about = trial.user_attrs
-        writer.writerow([*_cells(search, trial), state, about.get("folder", ""), about.get("error", "")])
+        attributes = trial.user_attrs
+        writer.writerow([*_cells(search, trial), state, attributes.get("folder", ""), attributes.get("error", "")])
     return text.getvalue()
 
 
@@ -152,10 +153,10 @@ def _lines(search: Search, done: list[FrozenTrial]) -> str | None:
     axes.set_xticks(range(len(search.space)), [d.key for d in search.space], fontsize=8)
     axes.set_yticks([])
     axes.set_xlim(-0.15, max(len(search.space) - 1, 1) + 0.45)
-    for place, dimension in enumerate(search.space):
+    for x, dimension in enumerate(search.space):
         for height, label in _ticks(dimension):
-            axes.annotate(label, (place, height), fontsize=7, xytext=(3, 2), textcoords="offset points")
-        axes.axvline(place, color="0.8", lw=0.8, zorder=0)
+            axes.annotate(label, (x, height), fontsize=7, xytext=(3, 2), textcoords="offset points")
+        axes.axvline(x, color="0.8", lw=0.8, zorder=0)
     return _png(figure)
 
 
@@ -173,5 +174,5 @@ def _height(dimension: Dimension, stored: float) -> float:
 def _ticks(dimension: Dimension) -> list[tuple[float, str]]:
     if dimension.choices is not None:
         n = max(len(dimension.choices) - 1, 1)
-        return [(place / n, short(choice)) for place, choice in enumerate(dimension.choices)]
+        return [(i / n, short(choice)) for i, choice in enumerate(dimension.choices)]
     return [(0.0, short(dimension.low)), (1.0, short(dimension.high))]

@@ -1,4 +1,4 @@
-"""One worker of a search, which trains trials until there are enough. Several workers may share a study.
+"""A hyperparameter search: one worker trains trials until there are enough; several workers may share a study.
 
 Each trial is a separate run in the folder of the search, with the settings of the config except for the values it tries. A
 search that was stopped or killed resumes: finished trials count, the training of an unfinished one continues.
@@ -11,28 +11,35 @@ import itertools
 import json
 import math
 import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
 
+from forgefield.config.components import environment_of_children
 from forgefield.config.loading import load_config
-from forgefield.config.schema import Config
+from forgefield.config.template import commented_yaml
 from forgefield.errors import ForgefieldError
 from forgefield.files import write_atomically
 from forgefield.parallel.ranks import single_process
+from forgefield.processes import die_with_parent
 from forgefield.runs import Run
+from forgefield.settings import Config
 from forgefield.training.fit import fit
 from forgefield.training.run.journal import Journal
 from forgefield.training.trainer import processes_wanted
-from forgefield.tuning.options import TuneOptions
-from forgefield.tuning.space import Dimension, override, read_space
+from forgefield.tuning.options import Dimension, TuneOptions, override, read_space, short
+from forgefield.tuning.page import write_page
 from forgefield.tuning.study import (
     HEARTBEAT,
+    ReportTrial,
     has_foreign_trials,
     n_combinations,
     open_study,
@@ -42,7 +49,6 @@ from forgefield.tuning.study import (
     sampler_of,
     this_worker,
 )
-from forgefield.tuning.watching import ReportTrial
 
 if TYPE_CHECKING:
     from optuna import Study, Trial
@@ -50,7 +56,7 @@ if TYPE_CHECKING:
 
 ConfigSource = str | Path | dict[str, Any] | Config
 
-IN_A_ROW = 3
+MAX_FAILURES = 3
 """Number of consecutive failed trials that ends a search, since the next ones would fail too."""
 
 
@@ -63,7 +69,7 @@ class Stopped(Exception):
 
 
 class TrialFailed(Exception):
-    """The settings of a trial do not work."""
+    """A trial ended with an error or with a metric that is not finite."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +116,54 @@ class Search:
         return study
 
 
+def run_search(
+    source: ConfigSource,
+    overrides: Sequence[str],
+    *,
+    space: Sequence[str] = (),
+    trials: int | None = None,
+    fresh: bool = False,
+    workers: int = 1,
+    worker: int | None = None,
+    trust_code: bool = False,
+) -> tuple[Path, int]:
+    """Search, write `best.yaml`, `trials.csv` and `tune.html`, and return the folder of the search and an exit code.
+
+    Parameters
+    ----------
+    source, overrides, space, trials, fresh, trust_code
+        As in `forgefield.tune`.
+    workers
+        Number of processes on this machine that search together.
+    worker
+        Number of this process among those; None for the process that the user started.
+    """
+    search = prepare(source, overrides, space=space, trials=trials, trust_code=trust_code)
+    if fresh:
+        move_aside(search)
+    code = 0
+    if workers > 1:
+        search.open()
+        command = [str(source), *overrides, *(word for spec in space for word in ("--space", spec))]
+        command += ["--trust-code"] if trust_code else []
+        command += ["--trials", str(trials)] if trials is not None else []
+        code = run_workers(command, workers)
+        study = search.open()
+    else:
+        try:
+            study = work(search, worker=worker or 0)
+        except Stopped as stopped:
+            print("Stopped; run the same command to resume.")
+            return search.folder, stopped.code
+    if worker is None:
+        best, page = write_best(search, study), write_page(search, study)
+        if best is not None:
+            print(f"best: {search.monitor} {study.best_value:.6g}, trial {study.best_trial.number}; {best}")
+            print(f"its run: {search.folder / 'trials' / study.best_trial.user_attrs['folder']}")
+        print(f"figures: {page}")
+    return search.folder, code
+
+
 def prepare(
     source: ConfigSource,
     overrides: Sequence[str],
@@ -121,18 +175,21 @@ def prepare(
     """Load the config and check everything before a study is created. space, trials, trust_code: from the command line."""
     require_optuna()
     base = load_config(source, overrides, trust_code=trust_code)
-    options = TuneOptions.from_mapping({**(base.tune or {}), **({} if trials is None else {"trials": trials})})
+    options = base.tune or TuneOptions()
+    if trials is not None:
+        if trials < 1:
+            raise ForgefieldError(f"--trials {trials}: a search needs at least one trial.")
+        options = replace(options, trials=trials)
     dimensions = read_space(options.space, space)
     if base.name is None:
         raise ForgefieldError("'name' is missing: a search needs a name for its folder.")
     search = Search(source, tuple(overrides), base, options, tuple(dimensions), trust_code)
-    config = search.config({d.key: d.example() for d in dimensions}, "0000", 0)
+    search.config({d.key: d.example() for d in dimensions}, "0000", 0)  # raises an error for a key that does not exist
     if processes_wanted(base) > 1 and base.trainer.get("devices") not in (None, "auto", -1, "-1"):
         raise ForgefieldError(
             f"trainer.devices={base.trainer['devices']}: each trial is trained in one process on one device; start as many "
             "workers as there are devices (--workers)."
         )
-    del config
     return search
 
 
@@ -141,18 +198,20 @@ def work(search: Search, *, worker: int = 0, notify: Callable[[str], None] = pri
     study = search.open()
     for number in queue_dead_trials(study):
         notify(f"Trial {number} was abandoned by a process that died; another trial resumes its training.")
-    worker_of_study = _Worker(search, study, notify)
-    while worker_of_study.is_needed():
+    trainer = _Worker(search, study, notify)
+    while trainer.is_needed():
         study.sampler = sampler_of(study, search.options, search.space, int(search.base.seed), worker)
-        study.optimize(worker_of_study.train, n_trials=1, catch=(TrialFailed,), callbacks=[worker_of_study.finish])
-        if worker_of_study.failed >= IN_A_ROW:
+        study.optimize(trainer.train, n_trials=1, catch=(TrialFailed,), callbacks=[trainer.finish])
+        if trainer.failed >= MAX_FAILURES:
             raise ForgefieldError(
-                f"{IN_A_ROW} trials in a row failed, so the search ends here. The last error: {worker_of_study.reason}"
+                f"{MAX_FAILURES} trials in a row failed, so the search ends here. The last error: {trainer.reason}"
             )
     return study
 
 
 class _Worker:
+    """Trains trials in this process. failed: number of consecutive failures. reason: of the last one."""
+
     def __init__(self, search: Search, study: Study, notify: Callable[[str], None]) -> None:
         self.search, self.study, self.notify = search, study, notify
         self.failed, self.reason, self._began = 0, "", 0.0
@@ -160,7 +219,7 @@ class _Worker:
     def is_needed(self) -> bool:
         """Whether there are too few trials that are done or being trained. Waits for those of other machines, which may be
         lost."""
-        optuna, waits = require_optuna(), False
+        optuna, is_waiting = require_optuna(), False
         states = optuna.trial.TrialState
         while True:
             optuna.storages.fail_stale_trials(self.study)
@@ -170,11 +229,11 @@ class _Worker:
             running = [trial for trial in trials if trial.state == states.RUNNING]
             if len(trials) - len(running) >= self.search.trials or not has_foreign_trials(running):
                 return False
-            if not waits:
+            if not is_waiting:
                 self.notify(
                     "The remaining trials are being trained on other machines; waiting, in case one of them is lost."
                 )
-            waits = True
+            is_waiting = True
             time.sleep(HEARTBEAT)
 
     def train(self, trial: Trial) -> float:
@@ -245,13 +304,6 @@ def line_of(search: Search, study: Study, trial: FrozenTrial, seconds: float) ->
     return f"trial {trial.number:>4}  {search.monitor} {outcome}  {seconds:.0f} s  {shown}"
 
 
-def short(value: object) -> str:
-    """A value of a setting, with four digits if it is not a whole number."""
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    return json.dumps(value) if isinstance(value, (list, dict)) else str(value)
-
-
 def _best_of(run: Run, monitor: str) -> float:
     """The best value in the metrics of a training that was already complete."""
     values = [row[monitor] for row in run.metrics() if isinstance(row.get(monitor), (int, float))]
@@ -262,20 +314,21 @@ def _require_same(study: Study, search: Search) -> None:
     """Refuse a study that was created with another config or space, which are stored with it."""
     values = asdict(search.base)
     del values["tune"]
-    mine = {
+    description = {
         "space": {d.key: json.loads(json.dumps(d.describe())) for d in search.space},
         "monitor": search.monitor,
         "repeats": search.options.repeats,
         "config": json.loads(json.dumps(values)),
     }
-    kept = study.user_attrs.get("forgefield")
-    if kept is None:
-        study.set_user_attr("forgefield", mine)
+    stored = study.user_attrs.get("forgefield")
+    if stored is None:
+        study.set_user_attr("forgefield", description)
         return
-    for what in mine:
-        if kept[what] != mine[what]:
+    for what in description:
+        if stored[what] != description[what]:
             now, before = (
-                _flat(part[what]) if isinstance(part[what], dict) else {what: part[what]} for part in (mine, kept)
+                _flat(each[what]) if isinstance(each[what], dict) else {what: each[what]}
+                for each in (description, stored)
             )
             key = next(key for key in {**now, **before} if now.get(key) != before.get(key))
             raise ForgefieldError(
@@ -294,8 +347,6 @@ def _flat(tree: dict[str, object], prefix: str = "") -> dict[str, object]:
 
 def write_best(search: Search, study: Study) -> Path | None:
     """Write `best.yaml`, the config of the best trial under a new name. None where no trial is complete."""
-    from forgefield.config.template import commented_yaml
-
     try:
         trial = study.best_trial
     except ValueError:
@@ -305,10 +356,10 @@ def write_best(search: Search, study: Study) -> Path | None:
     config.out = search.base.out
     if "devices" not in search.base.trainer:
         del config.trainer["devices"]
-    about = (
+    header = (
         f"# trial {trial.number}: {search.monitor} {trial.value:.6g}; its run: trials/{trial.user_attrs['folder']}\n"
     )
-    return write_atomically(search.folder / "best.yaml", about + commented_yaml(config))
+    return write_atomically(search.folder / "best.yaml", header + commented_yaml(config))
 
 
 def move_aside(search: Search) -> None:
@@ -320,3 +371,40 @@ def move_aside(search: Search) -> None:
     if search.folder.exists():
         names = (search.folder.with_name(f"{search.folder.name}.{n}") for n in itertools.count(1))
         search.folder.rename(next(path for path in names if not path.exists()))
+
+
+# ---- several workers on this machine
+
+
+def run_workers(arguments: Sequence[str], n: int) -> int:
+    """Run `forgefield tune ARGUMENTS --worker i` for i below n and return the first exit code that is not 0. Stop signals are
+    passed on to the workers."""
+    gpus = _visible_gpus()
+    children = []
+    for number in range(n):
+        environ = {**os.environ, **environment_of_children()}
+        if gpus:
+            environ["CUDA_VISIBLE_DEVICES"] = gpus[number % len(gpus)]
+        command = [sys.executable, "-m", "forgefield", "tune", *arguments, "--worker", str(number)]
+        children.append(subprocess.Popen(command, env=environ, preexec_fn=die_with_parent()))
+
+    def forward_signal(number: int, frame: object) -> None:
+        for child in children:
+            if child.poll() is None:
+                child.send_signal(number)
+
+    before = {number: signal.signal(number, forward_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        codes = [child.wait() for child in children]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return next((code for code in codes if code != 0), 0)
+
+
+def _visible_gpus() -> list[str]:
+    """The GPUs that this process can use, as named in CUDA_VISIBLE_DEVICES."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible:
+        return visible.split(",")
+    return [str(number) for number in range(torch.cuda.device_count())]

@@ -1,4 +1,4 @@
-"""The Optuna study of a search: its database, sampler and pruner, and trials abandoned by dead processes.
+"""The Optuna study of a search: its database, sampler and pruner, the progress of a trial, and trials of dead processes.
 
 A trial whose process died (killed, or its machine lost) is marked as failed and queued again; the new trial resumes the
 training of the old one from its last checkpoint.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import logging
+import math
 import os
 import socket
 import warnings
@@ -18,14 +19,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypedDict
 
+import lightning as L
 import numpy as np
+from lightning.pytorch.callbacks import Callback
 
 from forgefield.errors import ForgefieldError
-from forgefield.tuning.options import TuneOptions
-from forgefield.tuning.space import Dimension, storable
+from forgefield.training.callbacks.monitor import epoch_is_whole
+from forgefield.tuning.options import Dimension, TuneOptions, storable
 
 if TYPE_CHECKING:
-    from optuna import Study
+    from optuna import Study, Trial
     from optuna.pruners import BasePruner
     from optuna.samplers import BaseSampler
     from optuna.trial import FrozenTrial
@@ -60,10 +63,10 @@ def open_study(folder: Path, name: str, options: TuneOptions) -> Study:
     """The study of that name, created if it does not exist."""
     optuna = require_optuna()
     url = options.storage or f"sqlite:///{(folder / 'study.db').resolve()}"
-    on_loss = "heartbeat_stale_trial_callback"
-    if on_loss not in inspect.signature(optuna.storages.RDBStorage.__init__).parameters:
-        on_loss = "failed_trial_callback"
-    settings: dict[str, Any] = {on_loss: queue_again}
+    callback_name = "heartbeat_stale_trial_callback"
+    if callback_name not in inspect.signature(optuna.storages.RDBStorage.__init__).parameters:
+        callback_name = "failed_trial_callback"
+    settings: dict[str, Any] = {callback_name: queue_again}
     try:
         storage = optuna.storages.RDBStorage(
             url,
@@ -92,8 +95,8 @@ def sampler_of(study: Study, options: TuneOptions, space: Sequence[Dimension], s
     optuna = require_optuna()
     process = [zlib.crc32(f"{socket.gethostname()} {os.getpid()}".encode())] if options.storage is not None else []
     if options.sampler != "grid":
-        words = [seed, worker, len(study.get_trials(deepcopy=False)), *process]
-        seed = int(np.random.SeedSequence(words).generate_state(1)[0])
+        entropy = [seed, worker, len(study.get_trials(deepcopy=False)), *process]
+        seed = int(np.random.SeedSequence(entropy).generate_state(1)[0])
     if options.sampler == "grid":
         ranges = [dimension.key for dimension in space if dimension.choices is None]
         if ranges:
@@ -118,11 +121,63 @@ def n_combinations(space: Sequence[Dimension]) -> int:
     return len(list(itertools.product(*(dimension.choices or () for dimension in space))))
 
 
+# ---- progress of a trial
+
+
+class ReportTrial(Callback):
+    """Reports `monitor` at every validation, counted from 0. The reported values are part of checkpoints, so that a training
+    resumed by another trial reports all of them again. may_end: whether the training may be ended early."""
+
+    state_key = "report_trial"
+
+    def __init__(self, trial: Trial, monitor: str, *, may_end: bool) -> None:
+        self.trial, self.monitor, self.may_end = trial, monitor, may_end
+        self.values: list[float] = []
+
+    @property
+    def best(self) -> float:
+        """The smallest finite value; NaN where there is none."""
+        finite = [value for value in self.values if math.isfinite(value)]
+        return min(finite, default=math.nan)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        for number, value in enumerate(self.values):
+            self._report(value, number)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.state.fn == "fit" and not trainer.sanity_checking and not self.monitor.startswith("train/"):
+            self._take(trainer)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self.monitor.startswith("train/") and epoch_is_whole(trainer):
+            self._take(trainer)
+
+    def state_dict(self) -> dict[str, list[float]]:
+        return {"values": list(self.values)}
+
+    def load_state_dict(self, state_dict: dict[str, list[float]]) -> None:
+        self.values = list(state_dict["values"])
+
+    def _take(self, trainer: L.Trainer) -> None:
+        """Store and report the present value, and end the training where Optuna advises it."""
+        import optuna
+
+        value = float(trainer.callback_metrics.get(self.monitor, math.nan))
+        self.values.append(value)
+        self._report(value, len(self.values) - 1)
+        if self.may_end and self.trial.should_prune():
+            raise optuna.TrialPruned
+
+    def _report(self, value: float, number: int) -> None:
+        if self.may_end and math.isfinite(value):
+            self.trial.report(value, number)
+
+
 # ---- abandoned trials
 
 
 def this_worker() -> WorkerIdentity:
-    return {"host": _machine(), "pid": os.getpid(), "born": _birth(os.getpid())}
+    return {"host": _machine(), "pid": os.getpid(), "born": _start_time(os.getpid())}
 
 
 def _machine() -> str:
@@ -168,11 +223,11 @@ def _alive(worker: WorkerIdentity) -> bool:
         return False
     except PermissionError:
         return True
-    born = _birth(worker["pid"])
-    return born is None or worker["born"] is None or born == worker["born"]
+    started = _start_time(worker["pid"])
+    return started is None or worker["born"] is None or started == worker["born"]
 
 
-def _birth(pid: int) -> str | None:
+def _start_time(pid: int) -> str | None:
     """Start time of a process; None where it is not available."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()

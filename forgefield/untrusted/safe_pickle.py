@@ -1,8 +1,11 @@
-"""Pickles from strangers, read without running anything they name.
+"""Pickles and torch files from unknown sources, read without executing anything they name.
 
-A pickle is a programme: it may name any function and have it called. Here only plain containers, dates, numpy arrays and
-torch tensors are made, each by a function of this file; any other name is refused with that name in the message.
-Arrays and tensors come out as numpy arrays of numbers or text, never of objects.
+A pickle is a program: it may name any function to be called. `safe_loads` makes only plain containers, dates, numpy arrays and
+torch tensors, each with a function of this file; any other name is refused and named in the message. Arrays and tensors become
+numpy arrays of numbers or text, never of objects.
+
+`read_torch_file` reads checkpoints, zip archives of one pickle and raw tensor bytes. It makes plain containers and tensors;
+every other class becomes an inert `Foreign` object that keeps no data.
 """
 
 from __future__ import annotations
@@ -11,12 +14,20 @@ import collections
 import datetime
 import io
 import math
+import os
 import pickle
 import re
+import zipfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
+
+from forgefield.errors import ForgefieldError
+from forgefield.untrusted.archives import open_archive
 
 _PLAIN_DTYPE = re.compile(r"[<>=|]?([biufc?]\d*|[SU]\d+)")
 _NEWER_NUMPY = {"numpy._core.": "numpy.core."}
@@ -33,7 +44,7 @@ class RefusedPickle(Exception):
 def safe_loads(data: bytes) -> Any:
     """The object in `data`: dicts, lists, tuples, numbers, text, dates and numpy arrays."""
     try:
-        return _Settling(_UNFOLDED[0] + _UNFOLDED[1] * len(data)).settled(_Reader(io.BytesIO(data)).load())
+        return _Settling(_UNFOLDED[0] + _UNFOLDED[1] * len(data)).settled(_PlainUnpickler(io.BytesIO(data)).load())
     except RefusedPickle:
         raise
     except Exception as error:  # a damaged stream fails in any way it likes
@@ -41,7 +52,7 @@ def safe_loads(data: bytes) -> Any:
         raise RefusedPickle(f"it is damaged or not a pickle ({reason})") from error
 
 
-class _Reader(pickle.Unpickler):
+class _PlainUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         for newer, older in _NEWER_NUMPY.items():
             module = module.replace(newer, older, 1) if module.startswith(newer) else module
@@ -239,3 +250,98 @@ _ALLOWED: dict[str, Callable[..., Any]] = {
     "torch._utils._rebuild_tensor_v2": _rebuild_tensor,
     "torch.storage._load_from_bytes": _load_from_bytes,
 }
+
+
+_DTYPES = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+    "UntypedStorage": torch.uint8,
+}
+
+
+class Foreign:
+    """Stands for an object of a class that is not allowed; swallows whatever the pickle does to it."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None: ...
+    def __call__(self, *args: object, **kwargs: object) -> Foreign:
+        return self
+
+    def __setstate__(self, state: object) -> None: ...
+    def __setitem__(self, key: object, value: object) -> None: ...
+    def append(self, value: object) -> None: ...
+    def extend(self, values: object) -> None: ...
+    def add(self, value: object) -> None: ...
+
+
+def read_torch_file(path: str | os.PathLike[str]) -> Any:
+    """The object in a file of `torch.save` (zip format): dicts, lists, numbers, strings, tensors on the CPU."""
+    if not Path(path).is_file():
+        raise ForgefieldError(f"{path} does not exist.")
+    with open_archive(
+        Path(path), str(path), "a torch checkpoint", "save it with torch.save, which does not compress"
+    ) as archive:
+        return _read_archive(archive)
+
+
+def _read_archive(archive: zipfile.ZipFile) -> Any:
+    names = [name for name in archive.namelist() if name.count("/") == 1 and name.endswith("/data.pkl")]
+    if len(names) != 1:
+        raise ValueError(
+            "it holds no single data.pkl; a packaged or compiled model cannot be read, give the checkpoint"
+        )
+    root = names[0].split("/")[0]
+    if f"{root}/constants.pkl" in archive.namelist():
+        raise ValueError("it is a TorchScript model, give the checkpoint it was made from")
+    if f"{root}/byteorder" in archive.namelist() and archive.read(f"{root}/byteorder") != b"little":
+        raise ValueError("its numbers are stored big-endian")
+    return _TorchUnpickler(io.BytesIO(archive.read(names[0])), archive, root).load()
+
+
+class _TorchUnpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, archive: zipfile.ZipFile, root: str) -> None:
+        super().__init__(file)
+        self._archive, self._root = archive, root
+        self._storages: dict[str, Tensor] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("collections", "OrderedDict"):
+            return collections.OrderedDict
+        if module in ("torch", "torch.storage") and name in _DTYPES:
+            return _DTYPES[name]
+        allowed = {"_rebuild_tensor_v2": _rebuild_torch_tensor, "_rebuild_parameter": _rebuild_parameter}
+        if module == "torch._utils" and name in allowed:
+            return allowed[name]
+        return Foreign
+
+    def persistent_load(self, pid: Any) -> Tensor:
+        kind, dtype, key, _, count = pid
+        if kind != "storage" or not isinstance(dtype, torch.dtype):
+            raise pickle.UnpicklingError(f"unknown stored object {kind!r}")
+        if key not in self._storages:
+            data = bytearray(self._archive.read(f"{self._root}/data/{key}"))
+            values = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+            if values.numel() != count:
+                raise pickle.UnpicklingError(f"tensor {key} has {values.numel()} numbers instead of {count}")
+            self._storages[key] = values
+        return self._storages[key]
+
+
+def _rebuild_torch_tensor(storage: Tensor, offset: int, size: tuple, stride: tuple, *_: object) -> Tensor:
+    last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    if min((offset, *size, *stride)) < 0 or (all(size) and last >= storage.numel()):
+        raise pickle.UnpicklingError("a tensor reaches beyond its storage")
+    if math.prod(size) > storage.numel():
+        raise pickle.UnpicklingError("a tensor repeats its numbers; store it with .contiguous()")
+    return torch.as_strided(storage, size, stride, offset) if all(size) else storage.new_empty(size)
+
+
+def _rebuild_parameter(data: Tensor, *_: object) -> Tensor:
+    return data

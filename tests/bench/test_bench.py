@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from forgefield.bench import machine, tables
+from forgefield.bench import options as bench_options
+from forgefield.bench import tables
 from forgefield.bench.options import BenchOptions
 from forgefield.bench.session import measure_group
 from forgefield.bench.timer import PARTS, Measurement, _waiting
@@ -204,11 +205,11 @@ def test_wrong_arguments_are_one_sentence(
 
 
 def test_more_processes_than_cores_is_warned_of() -> None:
-    (warning,) = machine.warnings(4, 2, "core")
+    (warning,) = bench_options.sharing_warnings(4, 2, "core")
     assert "4 processes" in warning
     assert "2 cores" in warning
     assert "no speed-up can be expected" in warning
-    assert machine.warnings(2, 2, "core") == []
+    assert bench_options.sharing_warnings(2, 2, "core") == []
 
 
 def test_disturbed_measurement_is_warned_of(measured: SimpleNamespace) -> None:
@@ -216,19 +217,19 @@ def test_disturbed_measurement_is_warned_of(measured: SimpleNamespace) -> None:
     assert row.core_share is not None
     assert row.core_share > 0
     (_, warning) = tables.scaling_notes([replace(row, core_share=0.42)])
-    assert "42 % of the time" in warning
+    assert "42 % of its compute time" in warning
     assert len(tables.scaling_notes([replace(row, core_share=0.97)])) == 1
 
 
 def test_default_is_doubling_up_to_what_there_is() -> None:
-    assert [machine.powers_of_two(n) for n in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4], [1, 2, 4, 8]]
+    assert [bench_options.powers_of_two(n) for n in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4], [1, 2, 4, 8]]
 
 
 def test_devices_are_those_of_the_measurement_whatever_the_config_says(tmp_path: Path) -> None:
     config = load_config(small_config(tmp_path, devices="1,3"))
-    assert machine.on_devices(config, 1, "GPU").trainer["devices"] == [1]
-    assert machine.on_devices(config, 2, "core").trainer["devices"] == 2
-    assert "num_nodes" not in machine.on_devices(config, 2, "core").trainer
+    assert bench_options.on_devices(config, 1, "GPU").trainer["devices"] == [1]
+    assert bench_options.on_devices(config, 2, "core").trainer["devices"] == 2
+    assert "num_nodes" not in bench_options.on_devices(config, 2, "core").trainer
     assert config.trainer["devices"] == "1,3"
 
 

@@ -21,16 +21,15 @@ from ase.calculators.tip3p import TIP3P
 from ase.neighborlist import neighbor_list
 
 from forgefield.bench import peers as bench_peers
-from forgefield.bench import roofline
+from forgefield.bench import step as bench_step
 from forgefield.bench.children import Children, run_job
 from forgefield.bench.options import BenchOptions, Job
-from forgefield.bench.roofline import Limits, Work, _MatrixProducts, _SavedByAutograd, count_work, measure_limits
-from forgefield.bench.step import bare_step
+from forgefield.bench.step import Limits, Work, _MatrixProducts, _SavedByAutograd, bare_step, count_work, measure_limits
 from forgefield.bench.tables import Row, best_row, engines_notes, peer_row, percent
-from forgefield.bench.water import BOX, frames_for, water, water_training, write_water
+from forgefield.bench.training import BOX, frames_for, water, water_training, write_water
 from forgefield.cli import main
 from forgefield.config.loading import load_config
-from forgefield.config.schema import BatchOptions
+from forgefield.data.options import BatchOptions
 from forgefield.parallel.ranks import single_process
 from tests.support.helpers import tiny_config
 from tests.support.launching import write_config
@@ -96,13 +95,13 @@ def test_only_what_was_asked_for_is_measured_and_nothing_is_left(measured: Simpl
     assert measured.scratch == []
 
 
-def test_table_and_figure_for_people(measured: SimpleNamespace) -> None:
+def test_the_printed_table_and_the_figure_show_the_numbers(measured: SimpleNamespace) -> None:
     line = next(line.split() for line in measured.out.splitlines() if line.strip().startswith("eager"))
     eager = measured.content["engines"][0]
     assert line[:3] == ["eager", "double", "float32"]
     assert float(line[4]) == pytest.approx(eager["step_ms"], rel=0.01)
     assert "Data: liquid water" in measured.out
-    assert "bytes that no execution avoids" in measured.out
+    assert "bytes that every execution moves" in measured.out
     assert measured.figure.startswith(b"\x89PNG")
 
 
@@ -151,7 +150,7 @@ def test_fractions_of_limits() -> None:
 
 def test_limits_are_rates_that_are_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever else the machine does meanwhile, they are numbers that a processor can have."""
-    monkeypatch.setattr(roofline, "LOOP_SECONDS", 0.05)
+    monkeypatch.setattr(bench_step, "LOOP_SECONDS", 0.05)
     limits = measure_limits(torch.device("cpu"), ["float32", "float64"])
     assert 1e7 < limits.copy < 1e14
     assert all(1e7 < rate < 1e15 for rate in limits.matmul.values())
@@ -159,9 +158,9 @@ def test_limits_are_rates_that_are_reached(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_limits_are_work_by_the_time_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock on which every action takes 50 ms: bytes read and written, and multiplications and additions."""
-    monkeypatch.setattr(roofline, "_seconds", lambda action, device, repeats=1: 0.05 * repeats)
+    monkeypatch.setattr(bench_step, "_seconds", lambda action, device, repeats=1: 0.05 * repeats)
     limits = measure_limits(torch.device("cpu"), ["float32", "float64", "unknown"])
-    assert limits.copy == pytest.approx(20 * 2 * roofline.COPY_BYTES["cpu"])
+    assert limits.copy == pytest.approx(20 * 2 * bench_step.COPY_BYTES["cpu"])
     assert limits.matmul == pytest.approx({"float32": 20 * 2 * 256**3, "float64": 20 * 2 * 256**3})
 
 
@@ -185,7 +184,13 @@ def test_the_fastest_of_our_own_engines_is_found() -> None:
 
 
 def test_peer_numbers_are_turned_into_rates() -> None:
-    result = {"first_step_seconds": 2.0, "step_ms": 20.0, "memory_bytes": None, "resident_bytes": 7, "words": "small"}
+    result = {
+        "first_step_seconds": 2.0,
+        "step_ms": 20.0,
+        "memory_bytes": None,
+        "resident_bytes": 7,
+        "description": "small",
+    }
     row = peer_row("mace", {**result, "parameters": 1234}, precision="float32", atoms=192, edges=10_000)
     assert (row.atoms_per_second, row.edges_per_second, row.memory_bytes) == (9600, 500_000, 7)
     assert "mace: small, 1,234 parameters." in engines_notes([row], None, "cpu")
@@ -318,4 +323,4 @@ def test_nequip_is_measured_where_it_is_installed(tmp_path: Path) -> None:
     job |= {"device": "cpu", "precision": "float32", "lr": 0.01, "warmup": 1, "steps": 2}
     result = Children(tmp_path, "1", BenchOptions(steps=2, warmup=1)).run_peer(job, [sys.executable])
     assert result["step_ms"] > 0
-    assert result["words"] == "our hyperparameters"
+    assert result["description"] == "Forgefield's hyperparameters"

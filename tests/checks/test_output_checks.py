@@ -13,7 +13,7 @@ from forgefield.cli import main
 from forgefield.errors import ForgefieldError
 from forgefield.models import build_model, resolve_model
 from forgefield.models.edges import edge_vectors
-from forgefield.models.heads.heads import HeadOptions
+from forgefield.models.heads.options import HeadOptions
 from forgefield.models.predictor import Predictor
 from tests.support.check_structures import SPECIES, structures
 from tests.support.helpers import PROPERTIES, tiny_config, write_properties
@@ -166,7 +166,7 @@ def test_the_output_that_breaks_a_law_is_named():
     results = run_checks(model, structures(), SPECIES, 4.0, generator=np.random.default_rng(0))
     (found,) = [result for result in results if not result.passed]
     assert found.name == "supercell"
-    assert found.note.endswith("(not so: gap)")
+    assert found.note.endswith("(failed: gap)")
 
 
 def test_outputs_that_turn_are_expected_to():

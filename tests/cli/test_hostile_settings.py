@@ -77,7 +77,7 @@ GOOD = {"model": {"name": "nequip", "species": ["Cu"]}, "species": ["Cu"], "cuto
     ("content", "message"),
     [
         ({}, "has no 'model'"),
-        ([], "it should hold a mapping"),
+        ([], "it should contain a mapping"),
         ({**GOOD, "model": 5}, "'model' should be a mapping of options, not 5"),
         ({**GOOD, "model": None}, "has no 'model'"),
         ({**GOOD, "species": "Cu"}, "'species' should be a list"),
@@ -124,5 +124,5 @@ def test_a_cache_folder_that_is_a_file(tmp_path, monkeypatch):
 def _refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORGEFIELD_CACHE", str(tmp_path / "cache"))
     data = write_properties(tmp_path / "a.extxyz", 2)
-    with pytest.raises(ForgefieldError, match="FORGEFIELD_CACHE names another folder"):
+    with pytest.raises(ForgefieldError, match="set FORGEFIELD_CACHE to another folder"):
         read_table(str(data), lazy=True)

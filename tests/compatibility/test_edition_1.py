@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import tarfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +18,11 @@ from safetensors.numpy import load_file
 
 import forgefield
 from forgefield import api
-from forgefield.data.store import manifest
-from forgefield.data.store.manifest import read_manifest
-from forgefield.data.store.store import open_store
+from forgefield.data.store import store as store_module
+from forgefield.data.store.store import open_store, read_manifest
 from tests.fixtures.make_edition_1 import FINISHED, KILLED_AT, values_of
+from tests.support.edition import unpack_edition
 
-ARCHIVE = Path(__file__).parents[1] / "fixtures" / "edition_1.tar.gz"
 FRAME_RUNS = [name for name in FINISHED if name != "ldos"]
 LABELLED = [name for name in FRAME_RUNS if name != "properties"]
 
@@ -32,10 +30,7 @@ LABELLED = [name for name in FRAME_RUNS if name != "properties"]
 @pytest.fixture
 def edition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The stored folder, unpacked; the current folder of the test."""
-    with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(tmp_path, filter="data")
-    for path in tmp_path.glob("runs/*/config.yaml"):
-        path.write_text(path.read_text().replace("@FOLDER@", str(tmp_path)))
+    unpack_edition(tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -112,7 +107,7 @@ def test_a_store_of_an_earlier_version_goes_through_every_migration(
         lambda old: {**old, "forgefield": f"{old['forgefield']} 1"},
         lambda old: {**old, "forgefield": f"{old['forgefield']} 2"},
     )
-    monkeypatch.setattr(manifest, "STORE", replace(manifest.STORE, migrations=migrations))
+    monkeypatch.setattr(store_module, "STORE", replace(store_module.STORE, migrations=migrations))
     after = open_store("frames.store").manifest
     assert after["version"] == 3
     assert after["forgefield"] == f"{before['forgefield']} 1 2"

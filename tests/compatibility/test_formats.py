@@ -16,9 +16,14 @@ import forgefield
 from forgefield.errors import ForgefieldError
 from forgefield.formats import VERSION, Format, NewerFormat
 from forgefield.runs import RUN_JSON, Run
-from forgefield.training.callbacks.early_stop import EarlyStop
-from forgefield.training.run.checkpoint import checkpoint_path, find_resume_point, load_checkpoint, save_checkpoint
-from forgefield.training.run.formats import CHECKPOINT
+from forgefield.training.callbacks.monitor import EarlyStop
+from forgefield.training.run.checkpoint import (
+    CHECKPOINT,
+    checkpoint_path,
+    find_resume_point,
+    load_checkpoint,
+    save_checkpoint,
+)
 from forgefield.weights import WEIGHTS_FILE, read_weights, write_weights
 
 VERSION_1 = {

@@ -145,3 +145,5 @@ def test_what_forgefield_passes_itself_cannot_be_set():
 def test_valid_options_and_open_signatures_pass():
     check_signature(callee, {"width": 1, "depth": 3}, where="model")
     check_signature(lambda **anything: None, {"whatever": 1}, where="model")
+    with pytest.raises(ForgefieldError, match="whatever"):
+        check_signature(callee, {"width": 1, "whatever": 1}, where="model")

@@ -7,10 +7,9 @@ import pytest
 from forgefield.config.checking import stored_config
 from forgefield.config.diff import config_diff, format_diff
 from forgefield.config.loading import load_config
-from forgefield.config.schema import Config
 from forgefield.config.sources import Sources, read_yaml
-from forgefield.config.targets import as_dict
 from forgefield.config.template import commented_yaml
+from forgefield.settings import Config, as_dict
 
 BASE = {
     "data": {"train": "a.xyz"},

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from forgefield.config import schema
 from forgefield.config.loading import load_config
 from forgefield.config.resolvers import RESOLVERS
+from forgefield.settings import Config
 from tests.support.helpers import tiny_config
 
 PAGE = (Path(__file__).parents[2] / "docs" / "config.md").read_text(encoding="utf-8")
@@ -51,7 +51,7 @@ def test_trainer_settings_and_callbacks_of_the_examples_work_in_a_training(folde
 
 def test_the_page_names_every_section_and_resolver():
     assert len(EXAMPLES) >= 8
-    for field in dataclasses.fields(schema.Config):
+    for field in dataclasses.fields(Config):
         assert f"`{field.name}`" in PAGE
     for resolver in RESOLVERS:
         assert resolver in PAGE

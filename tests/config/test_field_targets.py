@@ -10,10 +10,10 @@ import yaml
 from forgefield.config.checking import stored_config
 from forgefield.config.diff import config_diff
 from forgefield.config.loading import load_config
-from forgefield.config.schema import Config, FieldTargetOptions, ScheduleOptions, TargetOptions, TaskOptions
 from forgefield.config.sources import Sources
-from forgefield.config.targets import given_targets
 from forgefield.config.template import commented_yaml
+from forgefield.settings import Config
+from forgefield.tasks.options import FieldTargetOptions, ScheduleOptions, TargetOptions, TaskOptions, given_targets
 
 DATA = "data: {train: a.xyz, labels: {fields: {band_gap: {unit: eV}, energy_above_hull: {}, q: atom}}}\n"
 
@@ -93,7 +93,7 @@ def test_differences_name_the_key_as_it_is_written(load):
         ("band_gap: {huber_delta: 2}", "'task.band_gap.huber_delta' applies to loss huber only"),
         (
             "band_gap: {normalise: aut}",
-            "'task.band_gap.normalise' is auto, none or null, not 'aut'. Did you mean 'auto'?",
+            "'task.band_gap.normalise' is auto, none or {mean: ..., scale: ...}, not 'aut'. Did you mean 'auto'?",
         ),
         ("band_gap: {normalise: {mean: 1}}", "'task.band_gap.normalise' is auto, none or {mean: ..., scale: ...}"),
         ("band_gap: {normalise: {mean: 1, scale: 0}}", "'task.band_gap.normalise.scale' is a positive number"),

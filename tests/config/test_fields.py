@@ -2,9 +2,8 @@
 
 import pytest
 
-from forgefield.config.fields import FIELDS, RESERVED, field_options
-from forgefield.config.schema import FieldOptions
 from forgefield.data.batch import SHAPES
+from forgefield.data.field_options import FIELDS, RESERVED, FieldOptions, field_options
 from forgefield.data.store.columns import EDGE_FIELDS
 from forgefield.data.store.columns import FIELDS as COLUMNS
 from forgefield.errors import ForgefieldError

@@ -12,17 +12,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from forgefield.config import schema
 from forgefield.config.loading import load_config, override_config, preset_path, require_training_data
 from forgefield.config.typed import select
+from forgefield.data.options import DataOptions
 from forgefield.errors import ForgefieldError
+from forgefield.settings import Config
+from forgefield.tasks.options import TargetOptions, TaskOptions
+from forgefield.training.options import TrainingOptions
 
 MINIMAL = "data: {train: water.extxyz}\n"
 
 
 def test_all_defaults_are_there_and_the_name_is_that_of_the_file(load):
     config = load(MINIMAL)
-    expected = schema.Config()
+    expected = Config()
     expected.name = "my"
     expected.data.train = str(Path("water.extxyz").absolute())
     assert config == expected
@@ -30,10 +33,10 @@ def test_all_defaults_are_there_and_the_name_is_that_of_the_file(load):
 
 def test_a_config_becomes_the_schemas_dataclasses(load):
     run = load("data: {train: a.xyz}\ntask: {forces: {weight: 10}}\ntrainer: {max_epochs: 2}\ncallbacks: [a.B]")
-    assert type(run) is schema.Config
-    assert type(run.data) is schema.DataOptions
+    assert type(run) is Config
+    assert type(run.data) is DataOptions
     assert [type(value) for value in (run.model, run.trainer, run.callbacks)] == [dict, dict, list]
-    assert run.task == schema.TaskOptions(forces=schema.TargetOptions(weight=10.0))
+    assert run.task == TaskOptions(forces=TargetOptions(weight=10.0))
 
 
 def test_the_config_of_the_design_page_loads(load):
@@ -90,7 +93,7 @@ def test_removing_a_setting_of_the_file_brings_its_default_back(load):
     assert (config.training.lr, config.training.ema) == (1.0, 0.99)
     assert config.task.forces is None
     assert config.task.energy is not None
-    assert load(text, "~training").training == schema.TrainingOptions()
+    assert load(text, "~training").training == TrainingOptions()
 
 
 def test_overrides_apply_in_order(load):

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from forgefield.config import schema
-from forgefield.config.fielddocs import class_doc, field_docs
-from forgefield.config.option import Limits, limits_of, option
-from forgefield.config.reference import _sections, reference
+from forgefield.config.option import Limits, class_doc, field_docs, limits_of, option
+from forgefield.config.reference import option_help, reference, sections
 from forgefield.config.typed import field_types, section_class
+from forgefield.errors import ForgefieldError
+from forgefield.tasks.options import TaskOptions
 
 PAGE = Path(__file__).parents[2] / "docs" / "options.md"
-SECTIONS = {cls for _, cls, _ in _sections(schema.Config, "", "")}
+SECTIONS = {section.cls for section in sections()}
 
 
 def test_the_page_is_up_to_date():
@@ -22,7 +22,7 @@ def test_the_page_is_up_to_date():
 def test_the_page_names_every_option_of_every_section():
     assert len(SECTIONS) > 20
     text = reference()
-    for cls in SECTIONS - {schema.TaskOptions}:
+    for cls in SECTIONS - {TaskOptions}:
         for name in field_types(cls):
             assert f"| `{name}` |" in text, (cls, name)
 
@@ -30,9 +30,9 @@ def test_the_page_names_every_option_of_every_section():
 def test_every_default_is_within_its_limits():
     for cls in SECTIONS:
         for field in dataclasses.fields(cls):
-            limits, default = limits_of(field), field.default
+            limits, default = limits_of(field), getattr(cls(), field.name)
             if limits.choices and default is not None:
-                assert default in limits.choices, field.name
+                assert {*default} <= {*limits.choices} if isinstance(default, list) else default in limits.choices
             if limits.has_bounds and default is not None:
                 assert limits.allows(default), field.name
 
@@ -44,6 +44,20 @@ def test_every_option_but_the_names_of_labels_is_described():
         for name, kind in field_types(cls).items():
             inner = section_class(kind)
             assert name in docs or (inner is not None and class_doc(inner)) or name in labels, (cls, name)
+
+
+def test_help_in_a_terminal_is_made_from_the_same_declarations():
+    overview = option_help()
+    for section in sections():
+        assert section.title in overview
+    assert "training.lr  (number; default 0.01; a positive number)\n    Learning rate.\n" in option_help("training")
+    assert option_help("data.cutoff").startswith("data.cutoff  (number or null; default 5.0; a positive number; A)\n")
+    assert "task.forces " in option_help("task")
+    assert "task.ldos " in option_help("task")
+    with pytest.raises(
+        ForgefieldError, match=r"'training\.lrr' is not a section or an option.* Did you mean 'training\.lr'"
+    ):
+        option_help("training.lrr")
 
 
 @pytest.mark.parametrize(

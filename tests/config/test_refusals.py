@@ -104,7 +104,7 @@ def test_wrong_types_say_what_is_expected(refused, text, sentence):
     [
         (
             "training: {precision: float16}",
-            "'training.precision' is float64, float32, tf32, bf16-mixed or fp16-mixed, not 'float16'.",
+            "'training.precision' is float64, float32, tf32, bf16-mixed, fp16-mixed or a schedule, not 'float16'.",
         ),
         ("training: {engine: fast}", "'training.engine' is auto, eager, compile, graphs, script or null, not 'fast'."),
         ("training: {tensorboard: 3}", "'training.tensorboard' is 0, 1 or 2, not 3."),
@@ -116,7 +116,10 @@ def test_wrong_types_say_what_is_expected(refused, text, sentence):
             "task: {forces: {loss: hubber}}",
             "is mse, mae, rmse, huber or an import path, not 'hubber'. Did you mean 'huber'?",
         ),
-        ("data: {reference_energies: fitt}", "is auto, isolated, fit or none, not 'fitt'. Did you mean 'fit'?"),
+        (
+            "data: {reference_energies: fitt}",
+            "is auto, isolated, fit, none or {species: energy}, not 'fitt'. Did you mean 'fit'?",
+        ),
         ("data: {reference_energies: {H: high}}", "'data.reference_energies.H' is an energy in eV, not 'high'."),
         ("training: {lr: 0}", "'training.lr' is a positive number, not 0.0."),
         ("data: {cutoff: -5}", "'data.cutoff' is a positive number, not -5.0."),
@@ -126,7 +129,6 @@ def test_wrong_types_say_what_is_expected(refused, text, sentence):
         ("training: {kernels: {storage: bf16}}", "'training.kernels.storage' is float32 or bfloat16, not 'bf16'."),
         ("training: {kernels: {storage: bfloat16}, engine: compile}", "which training.engine=compile does not use"),
         ("training: {kernels: {storage: bfloat16}, precision: float64}", "would round what training.precision=float64"),
-        ("training: {kernels: {edges: false}}", "sums over edges that Allegro has"),
         ("training: {lr: .nan}", "'training.lr' is a positive number, not nan."),
         ("training: {ema: 1.0}", "'training.ema' is a number between 0 and 1, or null for no average, not 1.0."),
         ("data: {val: -3}", "'data.val' is a share of train (0.1), a number of frames (50) or a file, not -3."),

@@ -8,21 +8,23 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from forgefield.config import schema
-from forgefield.config.fielddocs import class_doc, field_docs
 from forgefield.config.loading import load_config
+from forgefield.config.option import class_doc, field_docs
+from forgefield.config.reference import sections
 from forgefield.config.template import commented_yaml, flow
+from forgefield.data.options import DataOptions, UnitOptions
+from forgefield.training.options import CheckpointOptions, EarlyStoppingOptions, TrainingOptions
 
-SECTIONS = [cls for cls in vars(schema).values() if isinstance(cls, type) and dataclasses.is_dataclass(cls)]
+SECTIONS = [section.cls for section in sections()]
 
 
 def test_field_docstrings_are_read_from_the_source():
-    docs = field_docs(schema.TrainingOptions)
+    docs = field_docs(TrainingOptions)
     assert docs["lr"] == "Learning rate."
     # Several lines become one.
-    assert "\n" not in field_docs(schema.DataOptions)["reference_energies"]
-    assert class_doc(schema.DataOptions) is None
-    assert class_doc(schema.UnitOptions).startswith("Units of the labels")
+    assert "\n" not in field_docs(DataOptions)["reference_energies"]
+    assert class_doc(DataOptions) is None
+    assert class_doc(UnitOptions).startswith("Units of labels")
 
 
 @pytest.mark.parametrize("cls", SECTIONS)
@@ -37,7 +39,7 @@ def test_every_setting_is_documented(cls):
 def test_every_comment_of_the_schema_is_in_the_text():
     text = " ".join(commented_yaml(load_config({"task": {"energy": {}}, "training": {"early_stopping": {}}})).split())
     text = text.replace(" # ", " ")
-    for cls in (schema.DataOptions, schema.TrainingOptions, schema.CheckpointOptions, schema.EarlyStoppingOptions):
+    for cls in (DataOptions, TrainingOptions, CheckpointOptions, EarlyStoppingOptions):
         for name, doc in field_docs(cls).items():
             assert doc in text, name
 

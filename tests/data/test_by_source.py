@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forgefield.config.checking import typed_config
-from forgefield.config.schema import DataOptions
 from forgefield.config.sources import Sources
 from forgefield.data.dataset import GraphDataset
 from forgefield.data.frame import Frame
 from forgefield.data.module import read_data
+from forgefield.data.options import DataOptions
 from forgefield.data.sampling.batching import evaluation_budget, training_budget, training_order
 from forgefield.data.sampling.by_source import SourceBatches, WholeBatches
 from forgefield.data.sampling.loader import FrameLoader
@@ -127,7 +127,7 @@ def test_steps_are_whole_batches_on_any_number_of_ranks(lengths, ranks, later, d
     served += [rest.share(step, rank) for step in range(len(rest)) for rank in range(later)]
     assert [share.tolist() for share in served if len(share)] == [list(range(a, b)) for a, b in pairwise(bounds)]
     inside = plan.from_position(data.draw(st.integers(0, int(bounds[-1]))))
-    assert sum(inside.n_own(step, rank) for step in range(len(inside)) for rank in range(ranks)) == (
+    assert sum(inside.n_frames_of_rank(step, rank) for step in range(len(inside)) for rank in range(ranks)) == (
         bounds[-1] - inside.bounds[0]
     )
     with pytest.raises(IndexError, match="no step"):

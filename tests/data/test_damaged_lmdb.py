@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from forgefield.data.readers import frame_count, read_frames, source_files
-from forgefield.data.readers.lmdb.files import open_lmdb
+from forgefield.data.readers.lmdb_files import open_lmdb
 from forgefield.errors import ForgefieldError
 
 N = 40

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from forgefield.cli import data as data_command
-from forgefield.config.schema import BatchOptions, DataOptions, UnitOptions
-from forgefield.data.batch_spec import BatchSpec
+from forgefield.data.batch import BatchSpec
 from forgefield.data.inspection.inspect import inspect_frames
 from forgefield.data.module import read_data
+from forgefield.data.options import BatchOptions, DataOptions, UnitOptions
 from forgefield.errors import ForgefieldError
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from forgefield.data.neighbours.lists import edge_vectors, neighbour_list
+from forgefield.data.neighbours.graph import edge_vectors, neighbour_list
 from forgefield.errors import ForgefieldError
 from tests.support.batched_edges import brute_force
 

@@ -16,7 +16,7 @@ from ase.build import bulk, molecule
 from ase.calculators.emt import EMT
 from ase.calculators.singlepoint import SinglePointCalculator
 
-from forgefield.config.schema import LabelOptions, UnitOptions
+from forgefield.data.options import LabelOptions, UnitOptions
 from forgefield.data.readers import frames_from_atoms, read_frames
 from forgefield.errors import ForgefieldError
 from forgefield.physics.units import energy_factor
@@ -273,12 +273,12 @@ ATOMS = "H 0 0 0 1 2 3\nH 0 0 1 1 2 3\n"
         ("a.xyz", f"2\n{GOOD}{ATOMS}2\n{GOOD}H 0 0 0 1 2 3\n", "frame 1: it is truncated: 2 atoms announced, 1 there"),
         ("a.xyz", f"2\n{GOOD}H 0 0 0 1 2 3\nH 0 0 1 1", "frame 0: line 4 has 5 columns instead of 7"),
         ("a.xyz", f"2\n{GOOD}{ATOMS}rubbish\n", "frame 1: line 5 should hold its number of atoms, not 'rubbish'"),
-        ("a.xyz", f"2\n{GOOD}{ATOMS.replace('2', 'nan')}", "frame 0: forces of atom 0 contain NaN or infinity"),
-        ("a.xyz", f"2\n{GOOD}{ATOMS.replace('0 1 1', 'inf 1 1')}", "frame 0: positions of atom 1 contain NaN"),
-        ("a.xyz", f"2\n{GOOD.replace('energy=1', 'energy=nan')}{ATOMS}", "frame 0: energy contain NaN"),
+        ("a.xyz", f"2\n{GOOD}{ATOMS.replace('2', 'nan')}", "frame 0: forces of atom 0 contains NaN or infinity"),
+        ("a.xyz", f"2\n{GOOD}{ATOMS.replace('0 1 1', 'inf 1 1')}", "frame 0: positions of atom 1 contains NaN"),
+        ("a.xyz", f"2\n{GOOD.replace('energy=1', 'energy=nan')}{ATOMS}", "frame 0: energy contains NaN"),
         ("a.xyz", f"2\n{GOOD.replace('energy=1', 'energy=high')}{ATOMS}", "energy='high' is not a number"),
         ("a.xyz", f"2\n{GOOD.replace('energy=1', 'energy=[1,2]')}{ATOMS}", r"energy has shape \(2,\)"),
-        ("a.xyz", f"2\n{GOOD.replace('forces:R:3', 'forces:R:2:x:R:1')}{ATOMS}", r"forces have shape \(2, 2\)"),
+        ("a.xyz", f"2\n{GOOD.replace('forces:R:3', 'forces:R:2:x:R:1')}{ATOMS}", r"forces has shape \(2, 2\)"),
         ("a.xyz", f"2\n{GOOD.replace('forces:R:3', 'forces:3')}{ATOMS}", "is not a list of name:kind:columns"),
         ("a.xyz", f"2\n{GOOD.replace('energy=1', 'stress=&1 2 3 4&'.replace('&', chr(34)))}{ATOMS}", r"shape \(4,\)"),
         ("a.xyz", f"2\n{GOOD.replace('4 0 0 0 4 0 0 0 4', '4 0 0 0 4 0 0 0 0')}{ATOMS}", "along xyz.*no volume"),
@@ -286,7 +286,7 @@ ATOMS = "H 0 0 0 1 2 3\nH 0 0 1 1 2 3\n"
         ("a.xyz", f"2\n{GOOD.replace('0 4 0 0', '0 4 0')}{ATOMS}", "should be nine numbers"),
         ("a.xyz", f"2\n{GOOD.replace('T T T', 'T T')}{ATOMS}", "should be three of T and F"),
         ("a.xyz", f"2\n{GOOD}{ATOMS.replace('H 0 0 1', 'Hx 0 0 1')}", "frame 0: 'Hx' is not a chemical element"),
-        ("a.xyz", f"2\n{GOOD.replace('energy', 'weight=-1 energy')}{ATOMS}", "weights are not negative"),
+        ("a.xyz", f"2\n{GOOD.replace('energy', 'weight=-1 energy')}{ATOMS}", "weights should not be negative"),
         ("a.npz", "not a zip", "a.npz: it could not be read as npz"),
         ("a.db", "not a database", "a.db, frame 0: it could not be read as an ASE database"),
         ("a.traj", "not a trajectory", "a.traj, frame 0: it could not be read as the format traj"),
@@ -352,5 +352,5 @@ def test_no_permission_is_said(name):
 
 def test_a_stress_without_volume_is_refused(tmp_path):
     text = '1\nProperties=species:S:1:pos:R:3 stress="1 2 3 4 5 6" pbc="F F F"\nH 0 0 0\n'
-    with pytest.raises(ForgefieldError, match="carries a stress but its cell has no volume"):
+    with pytest.raises(ForgefieldError, match="has a stress, but its cell has no volume"):
         read_frames(write(tmp_path, "a.xyz", text))

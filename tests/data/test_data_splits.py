@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgefield.config.schema import DataOptions
-from forgefield.data.splits.splits import parse_indices, resolve_splits, split_frames
+from forgefield.data.options import DataOptions
+from forgefield.data.splits import parse_indices, resolve_splits, split_frames
 from forgefield.errors import ForgefieldError
 
 

@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forgefield.config.schema import DataOptions
+from forgefield.data import references
+from forgefield.data import statistics as statistics_module
 from forgefield.data.dataset import GraphDataset
 from forgefield.data.frame import Frame
+from forgefield.data.options import DataOptions
+from forgefield.data.references import fit_by_composition, robust_fit
 from forgefield.data.species import SpeciesTable
-from forgefield.data.statistics import references
-from forgefield.data.statistics import statistics as statistics_module
-from forgefield.data.statistics.references import fit_by_composition, robust_fit
-from forgefield.data.statistics.statistics import Statistics, compute_statistics
+from forgefield.data.statistics import Statistics, compute_statistics
 from forgefield.data.store.table import FrameTable
 from forgefield.errors import ForgefieldError
 
@@ -134,7 +134,7 @@ def test_a_lone_atom_that_sees_its_images_is_not_isolated(make_frame):
 
 def test_isolated_atoms_that_disagree_are_refused(make_frame):
     one, two = isolated(make_frame, 1) + isolated(make_frame, 1)
-    with pytest.raises(ForgefieldError, match=r"isolated H atom has energy -11\.6.*iso\.xyz, frame 1 says -12\.6"):
+    with pytest.raises(ForgefieldError, match=r"isolated H atom has the energy -11\.6.*is -12\.6.*iso\.xyz, frame 1"):
         compute_statistics(graphs([one, replace(two, energy=-11.6)]), DataOptions())
 
 
@@ -144,7 +144,7 @@ def test_given_energies_are_taken_as_they_are_and_must_be_complete(molecules):
     found = compute_statistics(graphs(molecules), options)
     assert found.reference_energies == given_energies
     assert found.reference_kind == "given"
-    with pytest.raises(ForgefieldError, match="gives no energy for C, O"):
+    with pytest.raises(ForgefieldError, match="has no energy for C, O"):
         compute_statistics(graphs(molecules), DataOptions(reference_energies={"H": -13.0}))
     with pytest.raises(ForgefieldError, match="names N"):
         compute_statistics(graphs(molecules), DataOptions(reference_energies={**given_energies, "N": 1.0}))
@@ -185,7 +185,7 @@ def test_an_absurd_force_is_found_also_in_the_validation_data(molecules):
 @pytest.mark.parametrize(("factor", "pair"), [(27.211386, "eV and Ha"), (1 / 23.0605, "eV and kcal/mol")])
 def test_energies_in_mixed_units_are_found_and_the_ratio_is_named(molecules, factor, pair):
     bad = replace(molecules[0], energy=molecules[0].energy / factor, index=9)
-    with pytest.raises(ForgefieldError, match=rf"m\.xyz, frame 9: its energy.*{pair} mixed"):
+    with pytest.raises(ForgefieldError, match=rf"m\.xyz, frame 9: the energy.*{pair} mixed"):
         compute_statistics(graphs(molecules * 3 + [bad]), DataOptions())
 
 

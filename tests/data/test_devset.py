@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forgefield.config.schema import DataOptions
 from forgefield.data.frame import Frame
-from forgefield.data.splits.representative import representative_rows
-from forgefield.data.splits.splits import resolve_splits
+from forgefield.data.options import DataOptions
+from forgefield.data.splits import representative_rows, resolve_splits
 from forgefield.data.store.table import FrameTable
 from forgefield.errors import ForgefieldError
 from tests.support.helpers import write_emt

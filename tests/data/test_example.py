@@ -108,5 +108,5 @@ def test_full_example_is_reproducible(made, tmp_path, small):
 
 def test_unwritable_folder_is_one_clear_error(small, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ForgefieldError, match="Could not write the example data"):
+    with pytest.raises(ForgefieldError, match="The example data could not be written"):
         make_example(tmp_path / "file" / "data", seed=0)

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from ase import Atoms
 
+from forgefield.data import references, statistics
 from forgefield.data.frame import Frame
 from forgefield.data.species import SpeciesTable
-from forgefield.data.statistics import field_statistics, references
-from forgefield.data.statistics.field_statistics import atom_moments, extensive_moments, intensive_moments, largest
+from forgefield.data.statistics import atom_moments, extensive_moments, intensive_moments, largest_magnitude
 from forgefield.data.store.table import FrameTable
 
 SPECIES = SpeciesTable(("Cu", "Au", "Ag"))
@@ -36,7 +36,7 @@ def frame(rng: np.random.Generator, number: int) -> Frame:
 @pytest.fixture(params=[4, 20_000], ids=["small blocks", "one block"])
 def table(request, monkeypatch) -> FrameTable:
     monkeypatch.setattr(references, "BLOCK", request.param)
-    monkeypatch.setattr(field_statistics, "BLOCK", request.param)
+    monkeypatch.setattr(statistics, "BLOCK", request.param)
     rng = np.random.default_rng(3)
     return FrameTable.from_frames([frame(rng, number) for number in range(23)])
 
@@ -80,4 +80,6 @@ def test_values_of_atoms_have_a_mean_for_each_species_that_has_any(name, table):
 
 
 def test_the_largest_value_counts_by_size(table):
-    assert largest(table, "charge") == max(np.abs(frame.fields["charge"]).max() for frame in carried(table, "charge"))
+    assert largest_magnitude(table, "charge") == max(
+        np.abs(frame.fields["charge"]).max() for frame in carried(table, "charge")
+    )

@@ -14,26 +14,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forgefield.config.checking import typed_config
-from forgefield.config.schema import DataOptions, LabelOptions, UnitOptions
 from forgefield.config.sources import Sources
-from forgefield.data.batch import SHAPES, batch_from_frames, batch_shapes, without_labels
-from forgefield.data.batch_spec import BatchSpec
+from forgefield.data.batch import SHAPES, BatchSpec, batch_from_frames, batch_shapes, without_labels
 from forgefield.data.dataset import GraphDataset
 from forgefield.data.frame import Frame, check_frame
 from forgefield.data.inspection.inspect import inspect_frames, inspect_table
 from forgefield.data.labels.fields import Field
 from forgefield.data.module import read_data
 from forgefield.data.neighbours.interop import to_pyg
+from forgefield.data.options import DataOptions, LabelOptions, UnitOptions
 from forgefield.data.readers import read_frames
 from forgefield.data.reading import read_table
 from forgefield.data.sampling.loader import FrameLoader
 from forgefield.data.species import SpeciesTable
-from forgefield.data.splits.splits import resolve_splits
+from forgefield.data.splits import resolve_splits
 from forgefield.data.store.columns import frame_digest
 from forgefield.data.store.convert import convert, store_frames
 from forgefield.data.store.export import write_frames
-from forgefield.data.store.manifest import manifest_hash
-from forgefield.data.store.store import open_store
+from forgefield.data.store.store import manifest_hash, open_store
 from forgefield.data.store.table import FrameTable
 from forgefield.errors import ForgefieldError
 
@@ -275,14 +273,14 @@ def test_a_store_gives_the_fields_that_are_asked_for(tmp_path):
     [
         (
             {"density": {}},
-            r"a\.store: this store holds no field 'density' \(it holds .*gap.*\); convert the data again",
+            r"a\.store: this store has no field 'density' \(its fields: .*gap.*\); convert the data again",
         ),
         (
             {"gap": {"shape": [2]}},
-            r"holds the field 'gap' per frame, of shape \[\], but data\.labels\.fields\.gap says per frame, of shape \[2\]",
+            r"'gap' of this store is per frame, of shape \[\], but data\.labels\.fields\.gap is per frame, of shape \[2\]",
         ),
-        ({"gap": {"key": "Eg"}}, r"fields\.gap\.key=Eg has no meaning for a store"),
-        ({"gap": {"factor": 2.0}}, r"fields\.gap\.factor=2\.0 has no meaning for a store"),
+        ({"gap": {"key": "Eg"}}, r"fields\.gap\.key=Eg does not apply to a store"),
+        ({"gap": {"factor": 2.0}}, r"fields\.gap\.factor=2\.0 does not apply to a store"),
     ],
 )
 def test_a_store_that_cannot_give_what_is_asked_says_what_to_do(tmp_path, fields, message):

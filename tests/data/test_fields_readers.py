@@ -13,12 +13,11 @@ from ase.calculators.singlepoint import SinglePointCalculator
 from ase.db import connect
 from ase.io import write
 
-from forgefield.config.schema import LabelOptions, UnitOptions
-from forgefield.data.frame import Frame
-from forgefield.data.labels.field_values import fits
+from forgefield.data.frame import Frame, RawBlock
+from forgefield.data.labels.fields import fits
 from forgefield.data.labels.label_reader import LabelReader
+from forgefield.data.options import LabelOptions, UnitOptions
 from forgefield.data.readers import frames_of, read_frames, source_files
-from forgefield.data.readers.blocks import RawBlock
 from forgefield.errors import ForgefieldError
 from tests.support.deepmd_sets import arrays, write_group, write_system
 from tests.support.lmdb_files import sample, write_lmdb

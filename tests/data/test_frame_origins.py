@@ -8,9 +8,9 @@ import numpy as np
 from ase import Atoms
 from ase.io import write
 
-from forgefield.config.schema import DataOptions
+from forgefield.data.options import DataOptions
 from forgefield.data.reading import read_table
-from forgefield.data.splits.splits import resolve_splits
+from forgefield.data.splits import resolve_splits
 from forgefield.data.store.convert import convert
 from forgefield.data.store.table import FrameTable
 

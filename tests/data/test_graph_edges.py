@@ -10,8 +10,15 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from forgefield.data.neighbours.graph import Edges, GraphOptions, build_edges
-from forgefield.data.neighbours.lists import Pairs, both_directions, edge_vectors, neighbour_list
+from forgefield.data.neighbours.graph import (
+    Edges,
+    GraphOptions,
+    Pairs,
+    both_directions,
+    build_edges,
+    edge_vectors,
+    neighbour_list,
+)
 from forgefield.errors import ForgefieldError
 from forgefield.ops.graph import reverse_edges
 

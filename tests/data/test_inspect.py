@@ -11,8 +11,7 @@ from forgefield.data.inspection import inspect as inspecting
 from forgefield.data.inspection import survey as surveying
 from forgefield.data.inspection.inspect import inspect_table
 from forgefield.data.inspection.survey import row_blocks
-from forgefield.data.neighbours.graph import GraphOptions
-from forgefield.data.neighbours.lists import edge_vectors, neighbour_list
+from forgefield.data.neighbours.graph import GraphOptions, edge_vectors, neighbour_list
 from forgefield.data.reading import read_table
 from forgefield.data.store.convert import convert, store_frames
 from forgefield.data.store.export import write_frames
@@ -126,7 +125,7 @@ def test_strange_units_are_doubted(water):
     assert "are lengths in Bohr?" in remarks_of([replace(f, positions=f.positions * 1.8897) for f in water])
     assert "are lengths in nm?" in remarks_of([replace(f, positions=f.positions / 10) for f in water])
     scattered = [replace(frame, energy=-500.0 + 60 * i) for i, frame in enumerate(water)]
-    assert "are they in eV" in remarks_of(scattered)
+    assert "are they total energies in eV" in remarks_of(scattered)
 
 
 def test_an_energy_in_another_unit_names_the_factor(water):
@@ -142,8 +141,8 @@ def test_large_tables_are_looked_at_in_part_and_that_is_said(water, monkeypatch)
     assert found.survey.rows[0] == 0
     assert found.survey.rows[-1] == 24
     assert found.limits == [
-        "distances and neighbours: looked at in 10 of 25 frames, evenly spread",
-        "repeated frames: not looked for among more than 20 frames",
+        "distances and neighbours were examined in 10 of 25 frames, evenly spaced",
+        "duplicate frames were not searched, because there are more than 20 frames",
     ]
     assert not any("repeat" in remark for remark in found.remarks)
 

@@ -7,8 +7,8 @@ import pytest
 
 from forgefield import api
 from forgefield.cli import main
-from forgefield.config.schema import LabelOptions, UnitOptions
 from forgefield.data.labels.label_reader import LabelReader
+from forgefield.data.options import LabelOptions, UnitOptions
 from forgefield.data.readers import read_frames
 from forgefield.errors import ForgefieldError
 from tests.support.helpers import tiny_config

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forgefield.config.checking import typed_config
-from forgefield.config.schema import BatchOptions, DataOptions
 from forgefield.config.sources import Sources
 from forgefield.data.dataset import GraphDataset
 from forgefield.data.frame import Frame
+from forgefield.data.options import BatchOptions, DataOptions
 from forgefield.data.sampling.batching import batch_threads, evaluation_budget, training_budget, training_order
 from forgefield.data.sampling.loader import FrameLoader, prepared_ahead
 from forgefield.data.sampling.plan import Budget

@@ -71,7 +71,7 @@ def test_every_position_is_served_once_and_a_step_is_one_stretch_of_the_order(ca
         assert all((np.diff(part) > 0).all() and part.dtype == np.int64 for part in parts)
         together = np.sort(np.concatenate(parts))
         np.testing.assert_array_equal(together, np.arange(plan.bounds[step], plan.bounds[step + 1]))
-        assert [plan.n_own(step, rank) for rank in range(plan.world_size)] == [len(part) for part in parts]
+        assert [plan.n_frames_of_rank(step, rank) for rank in range(plan.world_size)] == [len(part) for part in parts]
 
 
 @given(case=plans(), data=st.data())

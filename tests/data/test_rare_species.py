@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from ase.data import chemical_symbols
 
-from forgefield.config.schema import DataOptions
 from forgefield.data.module import read_data
-from forgefield.data.splits.splits import resolve_splits
+from forgefield.data.options import DataOptions
+from forgefield.data.splits import resolve_splits
 from forgefield.errors import ForgefieldError
 from tests.support.helpers import tiny_config
 from tests.support.train_many import train_only
@@ -52,7 +52,7 @@ def test_every_species_is_in_training_and_sizes_stay(many_elements, seed):
         assert energies(getattr(splits, name)) == energies(getattr(again, name))
     data = read_data(options, seed)  # a validation frame with a species that training lacks was an error here
     assert "held by few frames" in data.split_description
-    with pytest.raises(ForgefieldError, match="not among the known species"):
+    with pytest.raises(ForgefieldError, match="not one of the species of the model"):
         read_data(options, seed, keep_species=False)
 
 

@@ -8,8 +8,8 @@ import h5py
 import numpy as np
 import pytest
 
-from forgefield.config.schema import LabelOptions, UnitOptions
 from forgefield.data.labels.label_reader import LabelReader
+from forgefield.data.options import LabelOptions, UnitOptions
 from forgefield.data.readers import chunks, frames_of, read_frames, source_files
 from forgefield.errors import ForgefieldError
 from tests.support.deepmd_sets import N_ATOMS, arrays, write_group, write_system

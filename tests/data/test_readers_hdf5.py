@@ -6,8 +6,8 @@ import h5py
 import numpy as np
 import pytest
 
-from forgefield.config.schema import LabelOptions, UnitOptions
 from forgefield.data.labels.label_reader import LabelReader
+from forgefield.data.options import LabelOptions, UnitOptions
 from forgefield.data.readers import chunks, frames_of, read_frames, source_files
 from forgefield.errors import ForgefieldError
 from forgefield.physics.units import BOHR, HARTREE, energy_factor

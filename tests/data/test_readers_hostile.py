@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from forgefield.data.readers import chunks, read_frames, source_files
-from forgefield.data.readers.lmdb import aselmdb
+from forgefield.data.readers import lmdb as aselmdb
 from forgefield.errors import ForgefieldError
 from forgefield.untrusted.safe_pickle import RefusedPickle, safe_loads
 

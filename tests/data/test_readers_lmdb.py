@@ -18,9 +18,9 @@ from ase.build import bulk
 from ase.calculators.singlepoint import SinglePointCalculator
 from ase.data import covalent_radii
 
-from forgefield.config.schema import LabelOptions, UnitOptions
 from forgefield.data.labels.label_reader import LabelReader
-from forgefield.data.neighbours.lists import edge_vectors, neighbour_list
+from forgefield.data.neighbours.graph import edge_vectors, neighbour_list
+from forgefield.data.options import LabelOptions, UnitOptions
 from forgefield.data.readers import chunks, frames_of, read_frames, source_files
 from forgefield.errors import ForgefieldError
 from forgefield.untrusted.safe_pickle import RefusedPickle, safe_loads
@@ -237,7 +237,7 @@ def test_fractional_values_are_told_by_site_lists_and_by_impossible_distances(tm
         ({"pos": torch.zeros(3, 3)}, r"pos has shape \(3, 3\), but there are 2 atoms"),
         ({"natoms": 3}, "natoms is 3, but there are 2 atoms"),
         ({"volume": 100.0}, r"its cell has 125 A\^3, but it says its volume is 100"),
-        ({"force": torch.zeros(3, 3)}, r"forces have shape \(3, 3\)"),
+        ({"force": torch.zeros(3, 3)}, r"forces has shape \(3, 3\)"),
         ({"pos": None}, "no positions and atomic numbers"),
         ({"cell": np.zeros((2, 3))}, "not one that Forgefield knows"),
     ],

@@ -16,12 +16,12 @@ import lmdb
 import numpy as np
 import pytest
 
-from forgefield.config.schema import LabelOptions, UnitOptions
 from forgefield.data.labels.label_reader import LabelReader
+from forgefield.data.options import LabelOptions, UnitOptions
 from forgefield.data.readers import SourceFile, chunks, frame_count, frames_of, source_files
-from forgefield.data.readers.lmdb import aselmdb
-from forgefield.data.readers.lmdb import files as lmdb_files
-from forgefield.data.readers.numerals import TextRows
+from forgefield.data.readers import lmdb as aselmdb
+from forgefield.data.readers import lmdb_files as lmdb_files
+from forgefield.data.readers.text import TextRows
 from forgefield.data.store.convert import convert
 from forgefield.data.store.store import Store
 from forgefield.errors import ForgefieldError, SourceUnreadable

@@ -16,13 +16,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forgefield.config.schema import LabelOptions, UnitOptions
-from forgefield.data.frame import Frame, RawFrame
+from forgefield.data.frame import Frame, RawBlock, RawFrame, even_ranges
+from forgefield.data.labels.block_labels import block_frames
 from forgefield.data.labels.label_reader import LabelReader
+from forgefield.data.options import LabelOptions, UnitOptions
 from forgefield.data.readers import SourceFile, chunks, frames_of, read_frames, registry, source_files
 from forgefield.data.readers.base import Reader
-from forgefield.data.readers.block_labels import block_frames
-from forgefield.data.readers.blocks import RawBlock, even_ranges
 from forgefield.data.readers.registry import file_format
 from forgefield.data.store.convert import convert
 from forgefield.errors import ForgefieldError

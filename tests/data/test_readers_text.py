@@ -6,9 +6,9 @@ import ase.io
 import numpy as np
 import pytest
 
-from forgefield.config.schema import DataOptions
+from forgefield.data.options import DataOptions
 from forgefield.data.readers import chunks, read_frames, source_files
-from forgefield.data.splits.splits import resolve_splits
+from forgefield.data.splits import resolve_splits
 from forgefield.errors import ForgefieldError
 
 HEADER = 'Lattice="4 0 0 0 4 0 0 0 4" Properties=species:S:1:pos:R:3:forces:R:3 energy=1 pbc="T T T"'

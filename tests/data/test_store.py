@@ -18,18 +18,17 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from forgefield.config.schema import DataOptions, LabelOptions, UnitOptions
 from forgefield.data.dataset import GraphDataset
 from forgefield.data.frame import Frame
 from forgefield.data.neighbours.graph import GraphOptions
+from forgefield.data.options import DataOptions, LabelOptions, UnitOptions
 from forgefield.data.readers import read_frames
 from forgefield.data.reading import read_table
 from forgefield.data.sampling.batching import training_order
 from forgefield.data.species import SpeciesTable
 from forgefield.data.store import convert as convert_module
 from forgefield.data.store.convert import convert, store_frames
-from forgefield.data.store.manifest import manifest_hash
-from forgefield.data.store.store import StoreColumns, open_store
+from forgefield.data.store.store import StoreColumns, manifest_hash, open_store
 from forgefield.data.store.table import FrameTable, TablePart
 from forgefield.data.store.writer import PartWriter
 from forgefield.errors import ForgefieldError

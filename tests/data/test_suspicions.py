@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from forgefield.cli import main
-from forgefield.config.schema import DataOptions, LabelOptions, UnitOptions
 from forgefield.data.frame import Frame
 from forgefield.data.inspection.inspect import inspect_table
-from forgefield.data.inspection.suspicions import label_doubts
+from forgefield.data.inspection.suspicions import label_warnings
 from forgefield.data.module import read_data
+from forgefield.data.options import DataOptions, LabelOptions, UnitOptions
 from forgefield.data.reading import read_table
 from forgefield.data.store.export import write_frames
 from forgefield.data.store.table import FrameTable
@@ -45,7 +45,7 @@ CRYSTALS = [crystal(i) for i in range(24)]
 
 
 def doubts(frames) -> str:
-    return "\n".join(label_doubts(FrameTable.from_frames(frames)))
+    return "\n".join(label_warnings(FrameTable.from_frames(frames)))
 
 
 def test_good_data_raises_no_doubt():
@@ -158,7 +158,7 @@ def test_colabfit_is_suspicious_until_its_units_are_given(shared):
 
 @pytest.mark.parametrize("name", ["3bpa/train_300K.xyz", "mlearn/Li_train.xyz", "mlearn/Cu_train.xyz", "water_dp"])
 def test_published_data_is_not_suspicious(shared, name):
-    assert label_doubts(read_table(str(shared / name))) == []
+    assert label_warnings(read_table(str(shared / name))) == []
 
 
 def test_isolated_atoms_are_left_out_of_the_energy_spread(tmp_path, make_frame):

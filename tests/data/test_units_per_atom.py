@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from forgefield.cli import main
-from forgefield.config.schema import LabelOptions, UnitOptions
+from forgefield.data.options import LabelOptions, UnitOptions
 from forgefield.data.readers import read_frames
 from forgefield.data.reading import read_table
 from forgefield.data.store.convert import convert

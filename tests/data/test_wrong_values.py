@@ -107,7 +107,7 @@ def test_wrong_values_are_refused_by_name(tmp_path, kind, case):
 def test_the_message_names_frame_atom_and_value(tmp_path):
     path = write_npz(tmp_path / "a", {**GOOD, "numbers": np.array([29.0, 6.3])})
     with pytest.raises(
-        ForgefieldError, match=r"a\.npz, frame 0: the atomic number of atom 1 is 6\.3, which is not a whole"
+        ForgefieldError, match=r"a\.npz, frame 0: the atomic number of atom 1 is 6\.3, which is not an integer"
     ):
         read_frames(path)
 

@@ -11,7 +11,7 @@ from forgefield.api import train
 from forgefield.training.engines.compiled import CompileEngine
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.graphs import GraphsEngine
-from forgefield.training.engines.size_plan import Size, SizePlan
+from forgefield.training.engines.padding import Size, SizePlan
 from forgefield.training.engines.verify import largest_difference
 from forgefield.training.optim import captured_update
 from forgefield.training.optim.averages import WeightAverage

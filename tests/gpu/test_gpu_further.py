@@ -7,7 +7,7 @@ import torch
 
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.graphs import GraphsEngine
-from forgefield.training.engines.size_plan import Size, SizePlan
+from forgefield.training.engines.padding import Size, SizePlan
 from forgefield.training.engines.verify import largest_difference
 from tests.support.engine_cases import ALL
 from tests.support.extra_outputs import function, predictor, with_fields

@@ -10,16 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from forgefield.bench.water import CUTOFF, water
+from forgefield.bench.training import CUTOFF, water
 from forgefield.data.frame import Frame
 from forgefield.inference.ase import Calculator
 from forgefield.kernels.convolution import dispatch
-from forgefield.kernels.core.availability import has_triton
+from forgefield.kernels.core.runtime import has_triton
 from forgefield.models import Potential, build_model, resolve_model
 from forgefield.ops.execution import execution
 from forgefield.training.engines.compiled import CompiledFunction
-from forgefield.training.engines.exporting import export_evaluation
-from forgefield.training.engines.tracing import trace
+from forgefield.training.engines.tracing import export_evaluation, trace
 from tests.support.structures import SPECIES, STATISTICS, make_batch, make_frame, make_potential
 
 pytestmark = pytest.mark.skipif(

@@ -8,14 +8,12 @@ import pytest
 import torch
 
 from forgefield.api import train
-from forgefield.kernels.convolution import compiling
 from forgefield.kernels.convolution import passes as convolution
-from forgefield.kernels.core.availability import has_triton
+from forgefield.kernels.core.runtime import has_triton
 from forgefield.models.nequip import passes as nequip_passes
-from forgefield.training.engines.blank import sizes
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.graphs import GraphsEngine
-from forgefield.training.engines.size_plan import plan_sizes
+from forgefield.training.engines.padding import plan_sizes, sizes
 from forgefield.training.precision import Precision
 from tests.support.engine_cases import labelled, step_function
 from tests.support.helpers import tiny_config
@@ -148,9 +146,9 @@ def test_kernels_that_are_compiled_side_by_side_are_those_that_are_launched(stor
         monkeypatch.setattr(triton.knobs.compilation, "listener", lambda **about: compiled.append(about["src"].name))
 
     monkeypatch.setattr(nequip_passes, "compile_together", then_listen)
-    monkeypatch.setattr(compiling, "_done", set())
+    monkeypatch.setattr(convolution, "_done", set())
     potential = make_potential(precision="float32", **{**MODEL, "num_features": [12, 6, 4]}).cuda().train()
     with Precision(precision).applied(precision):
         Engine(step_function(potential, derivative="kernels", storage=storage)).differentiate(batch(5, 3))
-    assert compiling._done
+    assert convolution._done
     assert not [name for name in compiled if name.startswith("convolution")]

@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from forgefield.parallel.buckets import GradientBuckets
-from forgefield.parallel.exchange import StepExchange
+from forgefield.parallel.reductions import GradientBuckets, StepExchange
 from tests.support.helpers import tiny_config
 from tests.support.launching import start, torchrun, train_command, weights, write_config
 from tests.support.train_many import train_only

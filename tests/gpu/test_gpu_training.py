@@ -7,8 +7,7 @@ import torch
 
 from forgefield.api import train
 from forgefield.config.loading import load_config
-from forgefield.data.batch import to_device
-from forgefield.data.batch_spec import BatchSpec
+from forgefield.data.batch import BatchSpec, to_device
 from forgefield.data.module import read_data
 from forgefield.models.building import build_model
 from forgefield.models.resolving import resolve_model

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from ase.constraints import FixAtoms, FixCartesian
 
-from forgefield.config.schema import LabelOptions, UnitOptions
+from forgefield.data.options import LabelOptions, UnitOptions
 from forgefield.data.readers import read_frames
 from forgefield.errors import ForgefieldError
 from forgefield.inference.predict import predict_file

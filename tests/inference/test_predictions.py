@@ -13,9 +13,9 @@ import torch
 from ase import Atoms
 from ase.calculators.singlepoint import SinglePointCalculator
 
-from forgefield.config.schema import LabelOptions
 from forgefield.data.batch import batch_from_frames
 from forgefield.data.dataset import GraphDataset
+from forgefield.data.options import LabelOptions
 from forgefield.data.readers import read_frames
 from forgefield.data.sampling.loader import FrameLoader
 from forgefield.data.species import SpeciesTable

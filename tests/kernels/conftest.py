@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from forgefield.kernels.core.availability import interpreted
+from forgefield.kernels.core.runtime import interpreted
 from forgefield.kernels.edges import coupling
 from tests.support.kernels import DEVICE
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from forgefield.training.optim import update
-from forgefield.training.optim.adam_update import adam_step
 from forgefield.training.optim.averages import WeightAverage
-from forgefield.training.optim.captured_update import CapturedUpdate
+from forgefield.training.optim.captured_update import CapturedUpdate, adam_step
 from forgefield.training.optim.update import portable_optimiser_states
 from tests.support.kernels import DEVICE, draw, needs_kernels
 

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from forgefield.errors import ForgefieldError
 from forgefield.kernels.convolution import passes as convolution
-from forgefield.kernels.convolution.form import Form, form_of
-from forgefield.kernels.convolution.kind import Kind
+from forgefield.kernels.convolution.form import Form, Kind, form_of
 from forgefield.kernels.convolution.passes import Convolution, Motion, Radial, Rows, in_manner
 from forgefield.kernels.core.fields import TANGENT, VALUE, Field, Shape
 from forgefield.kernels.radial.packing import StoredTable, pack_by_operations, unpack

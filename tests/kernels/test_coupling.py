@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from forgefield.kernels.convolution import dispatch
-from forgefield.kernels.core.availability import interpreted
+from forgefield.kernels.core.runtime import interpreted
 from forgefield.kernels.edges.coupling import couple, mark, reference_coupling
 from forgefield.kernels.edges.coupling_source import coupling_of_key, key_of_coupling
 from forgefield.models.allegro.tensors import EnvironmentCoupling, harmonic_irreps, layer_irreps

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from forgefield.kernels.convolution import dispatch
 from forgefield.kernels.convolution.dispatch import use_edge_operators
-from forgefield.kernels.core.availability import interpreted
+from forgefield.kernels.core.runtime import interpreted
 from forgefield.kernels.edges.environment import edge_pass, environment_by_operator, mark, project_by_operator
 from forgefield.kernels.edges.environment_source import EdgePass, write_pass
 from forgefield.models import Potential, build_model, resolve_model
 from forgefield.ops.execution import execution
 from forgefield.ops.graph import GradientSwitch, Segments, cut
-from forgefield.ops.weighted_harmonics import project, sum_weighted
+from forgefield.ops.harmonics import project, sum_weighted
 from forgefield.training.engines.tracing import trace
 from tests.support.engine_cases import labelled, step_function
 from tests.support.kernels import DEVICE, assert_same, draw, needs_kernels

@@ -16,13 +16,12 @@ from forgefield.kernels.convolution import dispatch
 from forgefield.kernels.convolution.dispatch import evaluation, use_operators
 from forgefield.kernels.convolution.form import key_of_plan, plan_of_key
 from forgefield.kernels.convolution.operators import convolve_by_operator
-from forgefield.kernels.core.availability import interpreted
+from forgefield.kernels.core.runtime import interpreted
 from forgefield.ops.convolution import convolve
 from forgefield.ops.convolution_plan import Block, ConvolutionPlan, plan_convolution
 from forgefield.ops.execution import execution, requested_operators
 from forgefield.ops.graph import EdgeGraph, pair_graph, reverse_edges
-from forgefield.training.engines.exporting import export_evaluation
-from forgefield.training.engines.tracing import trace
+from forgefield.training.engines.tracing import export_evaluation, trace
 from tests.support.e3nn_oracle import e3nn_convolution, to_e3nn
 from tests.support.kernels import DEVICE, assert_same, draw, needs_kernels
 from tests.support.structures import make_batch, make_frame, make_potential

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from forgefield.config.schema import TargetOptions, TaskOptions
 from forgefield.ops.execution import execution
 from forgefield.tasks.loss_kernels import ROWS, kernels_support, loss_by_kernels
 from forgefield.tasks.metrics import ErrorMetrics
+from forgefield.tasks.options import TargetOptions, TaskOptions
 from forgefield.tasks.task import Task
 from tests.support.kernels import DEVICE, assert_same, draw, needs_kernels
 

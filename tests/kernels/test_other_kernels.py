@@ -13,7 +13,7 @@ from forgefield.kernels.convolution.sums import sum_into_field
 from forgefield.kernels.core.fields import TANGENT, VALUE, Field, Shape
 from forgefield.kernels.dense.gate import GateByKernels, Nonlinearity
 from forgefield.kernels.edges.geometry import EDGES, EdgeGeometry, moved_geometry
-from forgefield.kernels.edges.vectors import forces_by_kernel, vectors_by_kernel
+from forgefield.kernels.edges.segments import forces_by_kernel, vectors_by_kernel
 from forgefield.kernels.radial import table as table_module
 from forgefield.kernels.radial.table import CHUNK, Intervals, TableGradient, polynomials
 from forgefield.models.edges import edge_vectors

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from forgefield.kernels.radial import deep as deep_radial
-from forgefield.kernels.radial import shallow as radial
-from forgefield.kernels.radial.shallow import CHANNELS, KNOTS
+from forgefield.kernels.radial import hidden
+from forgefield.kernels.radial.hidden import CHANNELS, KNOTS
 from forgefield.models.nequip import tables as nequip_tables
 from forgefield.models.nequip.tables import radial_tables
 from forgefield.ops.execution import execution
@@ -26,8 +25,7 @@ pytestmark = needs_kernels
     ],
 )
 def test_tables_and_gradients_of_the_networks(options, n_intervals, monkeypatch):
-    for kernels_of in (radial, deep_radial):
-        monkeypatch.setattr(kernels_of, "interpreted", lambda: False)  # programs as small as on a GPU
+    monkeypatch.setattr(hidden, "interpreted", lambda: False)  # programs as small as on a GPU
     for precision, tolerance in (("float64", 1e-12), ("float32", 2e-6)):
         model = make_potential(precision=precision, num_layers=2, l_max=1, num_features=2, **options).to(DEVICE).model
         weights = [weight for layer in model.layers for weight in layer.radial.weights]

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from forgefield.kernels.convolution.form import form_of
-from forgefield.kernels.convolution.kind import ARGUMENTS, Kind
+from forgefield.kernels.convolution.form import ARGUMENTS, Kind, form_of
 from forgefield.kernels.convolution.source import write_kernel
-from forgefield.kernels.core.arguments import ArgumentTable
+from forgefield.kernels.core.generation import ArgumentTable
 from forgefield.ops.convolution_plan import Block, plan_convolution
 
 PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"

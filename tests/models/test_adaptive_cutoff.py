@@ -18,10 +18,10 @@ from forgefield.data.neighbours import graph as numpy_graph
 from forgefield.data.neighbours.graph import GraphOptions, build_edges
 from forgefield.data.species import SpeciesTable
 from forgefield.errors import ForgefieldError
-from forgefield.models import Potential, adaptive, build_model, resolve_model
-from forgefield.models.adaptive import adaptive_bessel_basis, pair_radii
+from forgefield.models import Potential, build_model, resolve_model, terms
+from forgefield.models.terms import adaptive_bessel_basis, pair_radii
+from forgefield.ops.functions import bessel_basis, polynomial_cutoff
 from forgefield.ops.graph import EdgeGraph
-from forgefield.ops.radial import bessel_basis, polynomial_cutoff
 from tests.support.structures import SPECIES, STATISTICS, TINY, make_frame
 
 CUTOFF, LIMIT = 2.0, 3.4
@@ -92,7 +92,7 @@ def test_the_edge_list_is_exactly_what_the_model_s_radii_say(seed, n, box, perio
 
 
 def test_both_sides_use_the_same_functions():
-    assert adaptive.SWITCH_START == numpy_graph.SWITCH_START
+    assert terms.SWITCH_START == numpy_graph.SWITCH_START
     rng = np.random.default_rng(0)
     lengths = np.sort(rng.uniform(0.1, 3.0, 200))
     weights = numpy_graph.coordination_weights(lengths, CUTOFF)

@@ -127,7 +127,7 @@ def test_the_resolved_options_alone_make_the_model_again():
 @pytest.mark.parametrize(
     ("heads", "sentence"),
     [
-        ({"gab": {}}, r"model\.heads\.gab: the task has no target of that name; its further targets are gap"),
+        ({"gab": {}}, r"model\.heads\.gab: the task has no target of that name; its additional targets are gap"),
         ({"gap": {"hiden": [3]}}, r"model\.heads\.gap\.hiden is not an option of a head\. Did you mean 'hidden'"),
         ({"gap": {"scale": 3}}, r"model\.heads\.gap\.scale is not an option"),
         ({"gap": {"hidden": [0]}}, r"model\.heads\.gap\.hidden is \[0\]; it should be a list of widths"),

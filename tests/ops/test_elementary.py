@@ -7,12 +7,11 @@ import torch
 from e3nn import nn as e3nn_nn
 from e3nn import o3
 
-from forgefield.ops.activations import activate, second_moment_scale
 from forgefield.ops.convolution_plan import Block
+from forgefield.ops.functions import activate, bessel_basis, polynomial_cutoff, second_moment_scale
 from forgefield.ops.graph import GradientSwitch, Segments, barrier, gather, segment_sum
 from forgefield.ops.harmonics import SphericalHarmonics, lowering_terms
 from forgefield.ops.linear import Gate, IrrepsLinear, NormActivation, Perceptron, SpeciesLinear
-from forgefield.ops.radial import bessel_basis, polynomial_cutoff
 
 
 def normal(*shape, seed=0):

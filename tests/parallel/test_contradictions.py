@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from forgefield.errors import ForgefieldError
+from forgefield.parallel.environment import check_trainer_options
 from forgefield.parallel.launch import Launch
-from forgefield.parallel.launch_checks import check_trainer_options
 
 
 def launched(launcher: str, world_size: int, local_size: int, n_nodes: int) -> Launch:
@@ -16,12 +16,18 @@ def launched(launcher: str, world_size: int, local_size: int, n_nodes: int) -> L
 @pytest.mark.parametrize("devices", [None, "auto", -1, "-1", 4, "4", [0, 1, 2, 3], (4, 5, 6, 7), "0,1,2,3"])
 @pytest.mark.parametrize("num_nodes", [None, 2])
 def test_options_that_agree_with_the_launcher_pass(devices, num_nodes) -> None:
-    check_trainer_options(launched("srun", 8, 4, 2), devices=devices, num_nodes=num_nodes, accelerator="auto")
+    launch = launched("srun", 8, 4, 2)
+    check_trainer_options(launch, devices=devices, num_nodes=num_nodes, accelerator="auto")
+    with pytest.raises(ForgefieldError, match=r"but trainer\.num_nodes=3"):
+        check_trainer_options(launch, devices=devices, num_nodes=3, accelerator="auto")
 
 
 @pytest.mark.parametrize("devices", [None, "auto", -1, 1, 4, "4", [1, 3], "0,1", "2,"])
 def test_without_a_launcher_the_devices_are_free(devices) -> None:
     check_trainer_options(launched("none", 1, 1, 1), devices=devices, num_nodes=1, accelerator="gpu")
+    if devices in (4, "4"):
+        with pytest.raises(ForgefieldError, match=r"trainer\.devices"):
+            check_trainer_options(launched("torchrun", 1, 1, 1), devices=devices, num_nodes=1, accelerator="gpu")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from forgefield.parallel.network import free_port
+from forgefield.parallel.spawn import free_port
 from forgefield.training.run.signals import REQUEUE
 from tests.support.helpers import tiny_config, write_emt
 from tests.support.launching import clean_environment, ranks, start, train_command, write_config
@@ -171,7 +171,7 @@ def test_an_error_of_all_ranks_is_said_once(tmp_path):
     config = parallel_config(tmp_path, "wrong")
     done = ranks(2, "forgefield", "train", str(config), "training.scale_lr=lineer", folder=tmp_path)
     assert done.returncode != 0
-    assert done.stderr.count("error: training.scale_lr is none, sqrt, linear, not 'lineer'") == 1, done.stderr
+    assert done.stderr.count("'training.scale_lr' is none, sqrt or linear, not 'lineer'") == 1, done.stderr
     assert not (tmp_path / "runs").exists()
 
 

@@ -66,7 +66,7 @@ def test_pals_with_pmix_counts_the_nodes_of_the_job(tmp_path: Path) -> None:
 
     told = detect_launch(environments[1] | {"WORLD_SIZE": "2"})
     assert (place_of(told), told.note) == ((1, 2, 1, 2, 0, 1), "")
-    with pytest.raises(ForgefieldError, match="PALS_RANKID=3 is set, but nothing says how many .* --env WORLD_SIZE"):
+    with pytest.raises(ForgefieldError, match="PALS_RANKID=3 is set, but the number of processes .* --env WORLD_SIZE"):
         detect_launch(environments[3] | {"PBS_NODEFILE": str(tmp_path / "absent")})
 
 
@@ -97,15 +97,15 @@ def test_two_jobs_meet_at_different_ports_and_the_ranks_of_one_at_the_same() -> 
         ({"RANK": "1"}, "RANK=1 is set, WORLD_SIZE is not"),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 is set, RANK is not"),
         ({"WORLD_SIZE": "2", "RANK": ""}, "WORLD_SIZE=2 is set, RANK is not"),
-        ({"LOCAL_RANK": "1"}, "LOCAL_RANK=1 is set, but nothing says how many processes"),
-        ({"PMIX_RANK": "1"}, "PMIX_RANK=1 is set, but nothing says how many processes"),
+        ({"LOCAL_RANK": "1"}, "LOCAL_RANK=1 is set, but the number of processes"),
+        ({"PMIX_RANK": "1"}, "PMIX_RANK=1 is set, but the number of processes"),
         (BY_HAND | {"RANK": "2"}, "RANK=2 and WORLD_SIZE=2 contradict each other: ranks count from 0"),
-        (BY_HAND | {"RANK": "one"}, "RANK=one is not a whole number"),
-        (BY_HAND | {"RANK": "-1"}, "RANK=-1 is not a whole number"),
+        (BY_HAND | {"RANK": "one"}, "RANK=one is not a non-negative integer"),
+        (BY_HAND | {"RANK": "-1"}, "RANK=-1 is not a non-negative integer"),
         (BY_HAND | {"RANK": "0", "MASTER_PORT": "70000"}, "MASTER_PORT=70000 is not a port"),
         (BY_HAND | {"RANK": "0", "MASTER_ADDR": "a"}, "rank 0 of 2 .* set LOCAL_RANK and LOCAL_WORLD_SIZE"),
         (BY_HAND | {"RANK": "0", "LOCAL_RANK": "2"}, "process 2, counted from 0, of 2 on this node"),
-        (BY_HAND | {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "3"}, "of 3 on this node, but 2 in all"),
+        (BY_HAND | {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "3"}, "of 3 on this node, but 2 in total"),
         (
             BY_HAND | {"RANK": "0", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"},
             "LOCAL_RANK=1 and LOCAL_WORLD_SIZE=1 contradict",
@@ -141,7 +141,7 @@ def test_several_nodes_without_an_address_is_an_error_that_says_how_to_give_one(
     with pytest.raises(ForgefieldError) as error:
         detect_launch(environment)
     assert str(error.value) == (
-        "3 processes on several nodes, and nothing says where rank 0 is: set MASTER_ADDR to the name of its node, for example"
+        "There are 3 processes on several nodes, and the node of rank 0 is unknown: set MASTER_ADDR to its name, for example"
         " mpirun -x MASTER_ADDR=$(hostname) (Open MPI) or -genv MASTER_ADDR $(hostname) (MPICH, Intel)."
     )
 

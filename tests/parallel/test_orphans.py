@@ -18,7 +18,7 @@ from tests.support.helpers import tiny_config
 from tests.support.launching import clean_environment, is_alive, torchrun, train_command
 from tests.support.warm import ROOT
 
-PATIENCE = 100.0
+PATIENCE = 200.0
 ENVIRON = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are found in /proc")

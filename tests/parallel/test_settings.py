@@ -15,12 +15,11 @@ from forgefield.api import train
 from forgefield.config.loading import load_config
 from forgefield.data.sampling.plan import Budget
 from forgefield.errors import ForgefieldError
-from forgefield.parallel.network import interface_towards
 from forgefield.parallel.ranks import Ranks, single_process
-from forgefield.parallel.registry import MPIDDPStrategy, check_strategy, register_strategies
-from forgefield.parallel.rendezvous import usable_threads
-from forgefield.training.optim.learning_rate import describe_learning_rate, learning_rate_factor
+from forgefield.parallel.rendezvous import interface_towards, usable_threads
+from forgefield.parallel.strategies import MPIDDPStrategy, check_strategy, register_strategies
 from forgefield.training.optim.optimisers import build_optimiser, build_scheduler, fit_length, rescale_learning_rates
+from forgefield.training.optim.schedules import describe_learning_rate, learning_rate_factor
 from forgefield.training.problem.preflight import check_settings
 from forgefield.training.run.journal import Journal
 from forgefield.training.run.start_summary import effective_batch, schedule_rows
@@ -38,8 +37,8 @@ def test_learning_rate_is_scaled_by_the_number_of_ranks(rule, factor):
 
 @pytest.mark.parametrize("wrong", ["lineer", "Linear", "2", "yes", ""])
 def test_any_other_rule_is_an_error(wrong):
-    with pytest.raises(ForgefieldError, match=r"training\.scale_lr is none, sqrt, linear"):
-        learning_rate_factor(wrong, 4)
+    with pytest.raises(ForgefieldError, match=r"'training\.scale_lr' is none, sqrt or linear"):
+        load_config({"training": {"scale_lr": wrong}})
 
 
 def rates(spec: dict, factor: float, steps: int = 12) -> list[float]:
@@ -128,11 +127,11 @@ def test_batch_per_rank_from_an_effective_batch(monkeypatch, tmp_path):
     ("strategy", "reason"),
     [
         ("fsdp", "shards the parameters"),
-        ("deepspeed_stage_2", "its own optimiser step"),
+        ("deepspeed_stage_2", "an optimiser step"),
         ("ddp_spawn", "cannot be resumed or watched"),
         ("ddp_notebook", "cannot be resumed or watched"),
         ("dpp", "Did you mean 'ddp'"),
-        ("single_device", "is for one process, and 4 were started"),
+        ("single_device", "is for one process, but 4 were started"),
     ],
 )
 def test_a_strategy_that_cannot_work_is_refused_with_the_reason(strategy, reason):
@@ -141,8 +140,10 @@ def test_a_strategy_that_cannot_work_is_refused_with_the_reason(strategy, reason
 
 
 @pytest.mark.parametrize("strategy", ["simple_ddp", "ddp", "ddp_find_unused_parameters_true", None, "auto"])
-def test_these_are_not(strategy):
+def test_supported_strategies_are_accepted(strategy):
     check_strategy(strategy, world_size=4)
+    with pytest.raises(ForgefieldError, match="shards the parameters"):
+        check_strategy("fsdp", world_size=4)
 
 
 @pytest.mark.parametrize(
@@ -185,6 +186,14 @@ def test_an_optimiser_that_follows_the_loss_is_refused_on_several_ranks(tmp_path
     )
     with pytest.raises(ForgefieldError, match="LBFGS decides by the loss"):
         check_settings(config, {}, two)
+    check_settings(config, {}, single_process())
+
+
+def test_edge_kernels_cannot_be_turned_off_for_a_model_without_them(tmp_path):
+    config = load_config(tiny_config(tmp_path), ["training.kernels.edges=false"])
+    with pytest.raises(ForgefieldError, match="has no sums over edges that use kernels"):
+        check_settings(config, {}, single_process())
+    config.model = {"name": "allegro", "preset": "S"}
     check_settings(config, {}, single_process())
 
 

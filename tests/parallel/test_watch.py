@@ -377,7 +377,7 @@ def test_rank_0_that_cannot_be_reached_is_an_error_that_says_where() -> None:
     store.set(KEY, f"{port} token")
     with pytest.raises(ForgefieldError, match=rf"Rank 1 \(b\) did not reach rank 0 \(127.0.0.1, port {port}\)"):
         start_watch(rank=1, world_size=2, host="b", address="127.0.0.1", store=store, on_loss=print, timeout=0.5)
-    with pytest.raises(ForgefieldError, match="did not learn where rank 0 listens"):
+    with pytest.raises(ForgefieldError, match="did not get the port of rank 0"):
         start_watch(rank=1, world_size=2, host="b", address="127.0.0.1", store=Dictionary(), on_loss=print)
 
 

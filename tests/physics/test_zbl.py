@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from forgefield.ops.radial import polynomial_cutoff
+from forgefield.ops.functions import polynomial_cutoff
 from forgefield.physics.zbl import zbl_pair_energy
 from tests.support.structures import make_batch, make_frame, make_potential
 

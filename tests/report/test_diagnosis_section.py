@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 
-from forgefield.diagnosis.figures import FIGURES
-from forgefield.diagnosis.records import FOLDER, Finding, as_rows, read_records, write_record
+from forgefield.diagnosis.records import FIGURES, FOLDER, Finding, as_rows, read_records, write_record
 from forgefield.report.folder import read_run
 from forgefield.report.page import report_html
 

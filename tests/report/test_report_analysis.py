@@ -8,10 +8,17 @@ import torch
 from matplotlib.figure import Figure
 
 from forgefield.report import figures
-from forgefield.report.analysis import errors, errors_by_magnitude, errors_by_species, pairs, worst_frames
+from forgefield.report.analysis import (
+    Predictions,
+    errors,
+    errors_by_magnitude,
+    errors_by_species,
+    pairs,
+    predictions_from_npz,
+    worst_frames,
+)
 from forgefield.report.canvas import log_tick_values, to_svg
-from forgefield.report.numbers import count, duration, short_count, significant
-from forgefield.report.predictions import Predictions, predictions_from_npz
+from forgefield.report.markup import count, duration, short_count, significant
 from forgefield.tasks.metrics import ErrorMetrics
 from tests.support.example_run import make_predictions
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from forgefield.config.schema import TargetOptions, TaskOptions
 from forgefield.models import Potential, build_model, resolve_model
 from forgefield.tasks.metrics import ErrorMetrics
+from forgefield.tasks.options import TargetOptions, TaskOptions
 from forgefield.tasks.task import Task
 from forgefield.training.engines.step import StepFunction
 from forgefield.training.engines.verify import largest_difference

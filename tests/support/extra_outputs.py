@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from forgefield.config.schema import FieldTargetOptions, TargetOptions, TaskOptions
 from forgefield.data.batch import batch_shapes
 from forgefield.data.labels.fields import Field
 from forgefield.models import build_model, resolve_model
-from forgefield.models.heads.heads import HeadOptions
+from forgefield.models.heads.options import HeadOptions
 from forgefield.models.predictor import Predictor
 from forgefield.tasks.metrics import ErrorMetrics
+from forgefield.tasks.options import FieldTargetOptions, TargetOptions, TaskOptions
 from forgefield.tasks.task import Task
 from forgefield.training.engines.step import StepFunction
 from tests.support.engine_cases import labelled

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from forgefield.kernels.core.availability import has_triton, interpreted
 from forgefield.kernels.core.fields import Field, Shape
+from forgefield.kernels.core.runtime import has_triton, interpreted
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_kernels = pytest.mark.skipif(

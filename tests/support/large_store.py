@@ -12,9 +12,8 @@ import numpy as np
 
 from forgefield.data.frame import Frame
 from forgefield.data.store.columns import FIELDS
-from forgefield.data.store.manifest import FORMAT, MANIFEST, VERSION, manifest_hash
-from forgefield.data.store.moments import PartStatistics
-from forgefield.data.store.writer import ABOUT, PartWriter
+from forgefield.data.store.store import FORMAT, MANIFEST, VERSION, manifest_hash
+from forgefield.data.store.writer import ABOUT, PartStatistics, PartWriter
 
 ATOMS = 216
 FRAMES_PER_PART = 4096

@@ -10,8 +10,7 @@ import lightning as L
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from forgefield.parallel.registry import register_strategies
-from forgefield.parallel.strategies import SimpleDDPStrategy
+from forgefield.parallel.strategies import SimpleDDPStrategy, register_strategies
 
 
 class Net(L.LightningModule):

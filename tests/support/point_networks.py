@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from forgefield.config.point_options import PointTargetOptions, SnapshotTermOptions
 from forgefield.ldos.loss import PointTask
 from forgefield.ldos.model import LDOSNetwork, LDOSOptions, LinearScale, PointFacts
+from forgefield.ldos.options import PointTargetOptions, SnapshotTermOptions
 from tests.support.snapshots import ENERGIES
 
 DTYPE = torch.float64

@@ -15,8 +15,8 @@ from forgefield.parallel.launch import Launch
 Place = tuple[int, int, int, int, int, int]  # rank, world_size, local_rank, local_size, node_rank, n_nodes
 ALONE: Place = (0, 1, 0, 1, 0, 1)
 WITHOUT_SRUN = (
-    "SLURM gave this job 4 tasks, but the program was started without srun: one process trains."
-    " Put srun in front to use all."
+    "This SLURM job has 4 tasks, but the program was started without srun: one process trains."
+    " Put srun in front of the command to use all tasks."
 )
 
 
@@ -312,7 +312,7 @@ DOCUMENTED: list[Case] = [
         TWO_NODES_OF_TWO,
         {
             "master_address": "head",
-            "note": "Rank 0 is expected on head, where mpirun was started: set MASTER_ADDR if it is elsewhere.",
+            "note": "Rank 0 is assumed to be on head, where mpirun was started: set MASTER_ADDR if it is not.",
         },
     ),
     (

@@ -13,8 +13,7 @@ from pathlib import Path
 import yaml
 
 from forgefield.config.loading import load_config
-from forgefield.parallel.failures import abort_all_on_error
-from forgefield.parallel.session import current_ranks
+from forgefield.parallel.session import abort_all_on_error, current_ranks
 from forgefield.runs import Run
 from forgefield.training.fit import TrainingResult, fit
 from forgefield.training.run.journal import Journal

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from forgefield.cli.importing import for_good
-from forgefield.parallel.network import free_port
+from forgefield.parallel.spawn import free_port
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forgefield.config.schema import FieldTargetOptions, TaskOptions
-from forgefield.models.heads.heads import HeadOptions
+from forgefield.models.heads.options import HeadOptions
 from forgefield.tasks.classes import auroc
 from forgefield.tasks.metrics import ErrorMetrics
+from forgefield.tasks.options import FieldTargetOptions, TaskOptions
 from forgefield.tasks.task import Task
 
 VALUES = [1.0, 4.0, 225.0]

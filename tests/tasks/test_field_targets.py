@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from forgefield.config.schema import FieldTargetOptions, ScheduleOptions, TargetOptions, TaskOptions
 from forgefield.errors import ForgefieldError
-from forgefield.models.heads.heads import HeadOptions
+from forgefield.models.heads.options import HeadOptions
 from forgefield.tasks.metrics import ErrorMetrics
+from forgefield.tasks.options import FieldTargetOptions, ScheduleOptions, TargetOptions, TaskOptions
 from forgefield.tasks.targets import require_labels
 from forgefield.tasks.task import Task
 

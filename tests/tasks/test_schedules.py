@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgefield.config.schema import ScheduleOptions, TargetOptions, TaskOptions
 from forgefield.errors import ForgefieldError
+from forgefield.tasks.options import ScheduleOptions, TargetOptions, TaskOptions
 from forgefield.tasks.schedules import StepState, WeightSchedule
 from forgefield.tasks.task import Task
 from tests.support.helpers import tiny_config

@@ -7,8 +7,7 @@ import torch
 
 from forgefield.errors import ForgefieldError
 from forgefield.parallel import accelerators
-from forgefield.parallel.accelerators import device_count, evaluation_device, resolve_accelerator
-from forgefield.parallel.xpu import XPUAccelerator
+from forgefield.parallel.accelerators import XPUAccelerator, device_count, evaluation_device, resolve_accelerator
 from forgefield.training.trainer import processes_wanted
 from tests.support.helpers import tiny_config
 from tests.support.train_many import train_only
@@ -69,11 +68,11 @@ def test_one_process_takes_its_own_xpu(machine):
     ("kinds", "wanted", "words"),
     [
         ({"mps": True}, "mps", r"mps: .*float64.*use trainer\.accelerator=cpu"),
-        ({"mps": True}, "gpu", r"would be mps here.*float64"),
+        ({"mps": True}, "gpu", r"would be mps on this machine.*float64"),
         ({}, "gpu", "finds no GPU"),
         ({}, "cuda", "finds no CUDA device"),
         ({}, "xpu", "without XPU support"),
-        ({}, "tpu", "there are auto, cpu, gpu, cuda, xpu"),
+        ({}, "tpu", "choose one of auto, cpu, gpu, cuda, xpu"),
         ({}, "cudda", "Did you mean 'cuda'"),
     ],
 )

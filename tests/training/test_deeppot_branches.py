@@ -28,7 +28,7 @@ from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.script import ScriptEngine
 from forgefield.training.engines.step import StepFunction
 from forgefield.training.problem.model_options import build_task
-from forgefield.training.problem.shifts import shifts_of
+from forgefield.training.problem.transfer import shifts_of
 from tests.support.deepmd_systems import several_input
 from tests.support.engine_cases import difference
 from tests.support.launching import ranks, weights

@@ -12,7 +12,7 @@ import torch
 
 from forgefield import Calculator, api
 from forgefield.config.loading import load_config
-from forgefield.data.batch_spec import Noise
+from forgefield.data.batch import Noise
 from forgefield.data.dataset import GraphDataset
 from forgefield.data.module import read_data
 from forgefield.errors import ForgefieldError

@@ -12,10 +12,10 @@ import pytest
 
 from forgefield import Calculator, api
 from forgefield.cli import main
-from forgefield.config.schema import LabelOptions
+from forgefield.data.options import LabelOptions
 from forgefield.data.store.convert import convert
 from forgefield.errors import ForgefieldError
-from forgefield.report.predictions import predictions_from_npz
+from forgefield.report.analysis import predictions_from_npz
 from tests.support.helpers import PROPERTIES, tiny_config, write_properties
 from tests.support.resuming import END, assert_same_run, interrupted_run
 from tests.support.train_many import train_only

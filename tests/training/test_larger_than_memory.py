@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from forgefield.data.store.manifest import is_store
+from forgefield.data.store.store import is_store
 from tests.support.large_store import write_large_store
 from tests.support.warm import run_warm, run_warm_ranks
 

@@ -7,7 +7,7 @@ import pytest
 from ase.data import chemical_symbols
 
 from forgefield import api
-from forgefield.config.schema import LabelOptions, UnitOptions
+from forgefield.data.options import LabelOptions, UnitOptions
 from forgefield.data.reading import read_table
 from tests.support.helpers import SHARED_DATA
 

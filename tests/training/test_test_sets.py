@@ -14,7 +14,7 @@ from forgefield.cli import main
 from forgefield.config.loading import load_config
 from forgefield.errors import ForgefieldError
 from forgefield.inference.predict import predict_file
-from forgefield.report.predictions import predictions_from_npz
+from forgefield.report.analysis import predictions_from_npz
 from forgefield.training.run.summary import end_summary
 from tests.support.helpers import tiny_config, write_emt
 

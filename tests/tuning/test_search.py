@@ -46,7 +46,7 @@ def rows(folder: Path) -> list[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
-    """A search of two trials that nothing disturbs, by command."""
+    """An uninterrupted search of two trials, started on the command line."""
     folder = tmp_path_factory.mktemp("search")
     os.environ["END_AT"] = "-1"
     assert main(["tune", str(write(folder, "straight"))]) == 0
@@ -64,13 +64,13 @@ def test_the_best_of_all_trials_is_written_as_a_config(straight, capsys):
     assert (config.name, config.tune, config.training.monitor) == ("straight-best", None, "val/ldos_rmse")
     assert config.training.lr == pytest.approx(float(best["training.lr"]), rel=1e-3)
     assert str(config.model["hidden"]) == best["model.hidden"]
-    assert (found / "tune.html").read_text().count("data:image/png") == 2  # two trials do not tell what matters
+    assert (found / "tune.html").read_text().count("data:image/png") == 2  # two trials are too few for importances
     assert main(["tune", str(folder / "straight.yaml"), "--space", "training.ema=[null, 0.5]"]) == 2
     assert "another space (training.ema" in capsys.readouterr().err
 
 
-def test_a_killed_search_goes_on_with_the_training_it_was_in(straight, capsys):
-    """Killed in the middle of its second training; what that training gives is what it gives undisturbed."""
+def test_a_killed_search_resumes_the_interrupted_training(straight, capsys):
+    """Killed in the middle of its second training; its result is that of an uninterrupted training."""
     folder, undisturbed = straight
     path = write(folder, "again")
     again = api.tune(path, trials=1)
@@ -140,14 +140,14 @@ def test_a_trial_that_another_machine_lost_is_trained_here(straight, monkeypatch
 
 
 def test_workers_are_started_and_their_exit_code_is_passed_on(capfd):
-    from forgefield.tuning.workers import run_workers
+    from forgefield.tuning.search import run_workers
 
     assert run_workers(["--help"], 2) == 0
     assert capfd.readouterr().out.count("usage: forgefield tune") == 2
     assert run_workers(["--trails", "3"], 1) == 2
 
 
-def test_settings_that_do_not_work_are_told_and_end_the_search(tmp_path):
+def test_settings_that_do_not_work_are_reported_and_end_the_search(tmp_path):
     with pytest.raises(ForgefieldError, match=r"training.lrr.*training.lr"):
         api.tune(write(tmp_path, "points"), space=["training.lrr=[1, 2]"])
     with pytest.raises(ForgefieldError, match=r"3 trials in a row failed.*not a metric of this run"):
@@ -178,7 +178,7 @@ def test_a_potential_is_searched_as_well_and_trainings_can_be_repeated(tmp_path)
     assert runs[0].info["model"]["l_max"] == int(row["model.l_max"])
 
 
-def test_without_optuna_it_is_said_what_to_install(tmp_path, monkeypatch):
+def test_without_optuna_the_error_names_the_package_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(ForgefieldError, match=r"forgefield\[tune\]"):
         api.tune(write(tmp_path, "points"))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict
 
 import pytest
 
 from forgefield.config.loading import load_config
 from forgefield.errors import ForgefieldError
-from forgefield.tuning.options import TuneOptions
-from forgefield.tuning.space import override, read_space
+from forgefield.tuning.options import override, read_space
 
 
 class Lowest:
@@ -78,9 +78,12 @@ def test_a_space_without_meaning_is_refused(section, words):
 
 
 def test_a_misspelt_setting_is_named():
-    with pytest.raises(ForgefieldError, match="tune.trails.*trials"):
-        TuneOptions.from_mapping({"trails": 3})
-    with pytest.raises(ForgefieldError, match="tune.pruner is 'medium'.*median"):
-        TuneOptions.from_mapping({"pruner": "medium"})
-    with pytest.raises(ForgefieldError, match="tune.storage"):
-        TuneOptions.from_mapping({"storage": "search.db"})
+    for section, message in (
+        ({"trails": 3}, "unknown key 'tune.trails'. Did you mean 'tune.trials'"),
+        ({"pruner": "medium"}, "'tune.pruner' is median, halving or none, not 'medium'."),
+        ({"storage": "search.db"}, "'tune.storage' is a URL such as sqlite"),
+        ({"repeats": 0}, "'tune.repeats' is a positive whole number, not 0"),
+        ({"space": [1]}, "'tune.space' is a mapping such as"),
+    ):
+        with pytest.raises(ForgefieldError, match=re.escape(message)):
+            load_config({"tune": section})

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forgefield.config.datapaths import find_path
 from forgefield.config.deepmd.section import MISSING, Section, is_number
 from forgefield.config.nearest import did_you_mean
 from forgefield.errors import ForgefieldError
+from forgefield.files import find_path
 
 DESCRIPTORS = {"se_a": "se_e2_a", "se_r": "se_e2_r", "dpa1": "se_atten"}
 """Other names of descriptors that are read."""

@@ -1,7 +1,7 @@
-"""A look at data before training on it: what is there, in which ranges, and what looks wrong.
+"""Inspection of data before training: contents, ranges of labels, and what looks wrong.
 
-Whatever is a number per frame is looked at for all frames; atoms are read in blocks, so that a store of any size takes little
-memory. What was looked at in a part of the frames only, or not at all, is said.
+Values per frame are examined for all frames; atoms are read in blocks, so that stores of any size take little memory. What was
+examined for a selection of frames only, or not at all, is reported.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from ase.data import atomic_numbers, chemical_symbols
 from forgefield.config.starter import LARGE_FORCES
 from forgefield.data.frame import Frame
 from forgefield.data.inspection.survey import Progress, Survey, row_blocks, survey_table
-from forgefield.data.inspection.suspicions import label_doubts, lone_atoms, named
+from forgefield.data.inspection.suspicions import isolated_atom_warnings, label_warnings, named
+from forgefield.data.references import unit_suspicion
 from forgefield.data.species import SpeciesTable
-from forgefield.data.statistics.references import unit_suspicion
-from forgefield.data.statistics.statistics import energy_deviations, robust_energies
-from forgefield.data.store.moments import Moments
+from forgefield.data.statistics import energy_deviations, robust_energies
 from forgefield.data.store.table import FrameTable
+from forgefield.data.store.writer import Moments
 from forgefield.errors import ForgefieldError
 from forgefield.physics.units import EV_PER_A3_TO_GPA
 
 COMPARED = 200_000
-"""Most frames among which repeated ones are looked for."""
-LARGE_SCATTER = 2.0
-"""Median distance of energies from the fit by composition, eV/atom, above which another unit is likely."""
+"""Largest number of frames among which duplicates are searched."""
+LARGE_DEVIATION = 2.0
+"""Median deviation of energies from the fit by composition, eV/atom, above which another unit is likely."""
 BONDS = (0.5, 1.6)
-"""Distances to nearest neighbours are between these multiples of the covalent radii, in the middle, if lengths are in A."""
+"""Range of the median distance to the nearest neighbour, in units of the sum of covalent radii, if lengths are in A."""
 RARE_GASES = ("He", "Ne", "Ar", "Kr", "Xe", "Rn")
-"""Not bound to their neighbours: their distances say nothing about units."""
+"""Not bound to their neighbours: their distances do not indicate units."""
 
 
 @dataclass(frozen=True)
@@ -50,38 +50,38 @@ class Inspection:
     n_frames: int
     n_files: int
     atoms: tuple[int, int, int]
-    """Fewest and most atoms in a frame, and all together."""
+    """Smallest and largest number of atoms in a frame, and total number of atoms."""
     species: dict[str, tuple[int, int]]
-    """Atoms of each species, and frames that hold it."""
+    """Number of atoms of each species, and of frames that contain it."""
     periodicity: dict[str, int]
-    """Frames by periodic axes: `xyz`, `xy`, `none`."""
+    """Number of frames by periodic axes: `xyz`, `xy`, `none`."""
     labels: list[LabelRange]
     systems: list[tuple[str, int]]
-    """Sources and how many frames each has."""
+    """Sources and their numbers of frames."""
     survey: Survey
     """Neighbours and distances."""
     remarks: list[str] = field(default_factory=list)
     """What looks wrong."""
     limits: list[str] = field(default_factory=list)
-    """What was not looked at."""
+    """What was not examined."""
 
 
 def inspect_table(table: FrameTable, cutoff: float = 5.0, progress: Progress | None = None) -> Inspection:
-    """All that `forgefield data info` shows. cutoff: A. progress: called with frames looked at, and frames in all."""
+    """What `forgefield data info` shows. cutoff: A. progress: called with the work done and in total."""
     if len(table) == 0:
-        raise ForgefieldError("there is no frame to look at")
+        raise ForgefieldError("there are no frames to inspect")
     survey = survey_table(table, cutoff, _within(progress, 0.0, 0.5))
-    labels, repeated, relabelled = _read_all(table, _within(progress, 0.5, 1.0))
+    labels, repeated, relabelled = _label_ranges_and_duplicates(table, _within(progress, 0.5, 1.0))
     remarks = [
         *named(table, survey.too_close, "with atoms closer than half the sum of their covalent radii"),
-        *named(table, repeated, "that repeat an earlier one"),
-        *named(table, relabelled, "with the structure of an earlier one but other labels"),
+        *named(table, repeated, "that are identical to an earlier one"),
+        *named(table, relabelled, "with the structure of an earlier one but different labels"),
         *_force_outliers(table),
         *_energy_outliers(table),
         *_partial_labels(table),
         *_unit_doubts(table, survey),
-        *label_doubts(table),
-        *lone_atoms(survey.lone_share, cutoff),
+        *label_warnings(table),
+        *isolated_atom_warnings(survey.lone_share, cutoff),
     ]
     systems = _systems(table)
     return Inspection(
@@ -99,12 +99,12 @@ def inspect_table(table: FrameTable, cutoff: float = 5.0, progress: Progress | N
 
 
 def inspect_frames(frames: Sequence[Frame], cutoff: float = 5.0) -> Inspection:
-    """The same of frames held in memory."""
+    """The same for frames in memory."""
     return inspect_table(FrameTable.from_frames(frames), cutoff)
 
 
 def _within(progress: Progress | None, begin: float, end: float) -> Progress | None:
-    """Report a part of the work as that share of all of it, in thousandths."""
+    """Report the progress of one step as the range from `begin` to `end` of all work, in thousandths."""
     if progress is None:
         return None
     return lambda done, total: progress(round(1000 * (begin + (end - begin) * done / total)), 1000)
@@ -114,34 +114,34 @@ def _limits(table: FrameTable, survey: Survey) -> list[str]:
     limits = []
     if len(survey.rows) < len(table):
         limits.append(
-            f"distances and neighbours: looked at in {len(survey.rows)} of {len(table)} frames, evenly spread"
+            f"distances and neighbours were examined in {len(survey.rows)} of {len(table)} frames, evenly spaced"
         )
     if len(table) > COMPARED:
-        limits.append(f"repeated frames: not looked for among more than {COMPARED} frames")
+        limits.append(f"duplicate frames were not searched, because there are more than {COMPARED} frames")
     return limits
 
 
-# ---- what is there
+# ---- contents
 
 
 def _systems(table: FrameTable) -> list[tuple[str, int]]:
-    """By source, in the order of the data; those of which no frame is here are left out."""
+    """Sources in the order of the data and their numbers of frames; sources without frames are left out."""
     names: dict[str, int] = {}
     counts: list[int] = []
     for part, _, local in table.located(np.arange(len(table))):
         sources = part.columns.sources
         for number, count in enumerate(np.bincount(part.columns.column("source")[local], minlength=len(sources))):
-            place = names.setdefault(sources[number], len(names))
-            counts += [0] * (place + 1 - len(counts))
-            counts[place] += int(count)
+            row = names.setdefault(sources[number], len(names))
+            counts += [0] * (row + 1 - len(counts))
+            counts[row] += int(count)
     return [(name, count) for name, count in zip(names, counts) if count]
 
 
 def _species(table: FrameTable) -> dict[str, tuple[int, int]]:
-    found = table.components
-    atoms = np.bincount(found.number, weights=found.count).astype(np.int64)
-    holders = np.bincount(found.number)
-    return {chemical_symbols[z]: (int(atoms[z]), int(holders[z])) for z in np.flatnonzero(holders)}
+    components = table.components
+    atoms = np.bincount(components.number, weights=components.count).astype(np.int64)
+    frames = np.bincount(components.number)
+    return {chemical_symbols[z]: (int(atoms[z]), int(frames[z])) for z in np.flatnonzero(frames)}
 
 
 def _periodicity(table: FrameTable) -> dict[str, int]:
@@ -150,26 +150,29 @@ def _periodicity(table: FrameTable) -> dict[str, int]:
     return {names[kind]: int(counts[kind]) for kind in np.argsort(-counts, kind="stable") if counts[kind]}
 
 
-def _read_all(table: FrameTable, progress: Progress | None) -> tuple[list[LabelRange], np.ndarray, np.ndarray]:
-    """Ranges of labels and fields, frames that repeat an earlier one, frames that repeat its structure with other labels."""
+def _label_ranges_and_duplicates(
+    table: FrameTable, progress: Progress | None
+) -> tuple[list[LabelRange], np.ndarray, np.ndarray]:
+    """Ranges of labels and fields; rows of frames that are identical to an earlier one; rows of frames that have the structure
+    of an earlier one but different labels."""
     moments = dict.fromkeys(("forces", "stress", *table.fields), Moments())
-    seen: set[bytes] = set()
+    frames: set[bytes] = set()
     structures: set[bytes] = set()
     repeated, relabelled = [], []
     compare = len(table) <= COMPARED
     any_forces = table.carries("forces").any()
     for rows in row_blocks(table.n_atoms):
-        found = table.find(rows)
-        block = {"forces": found.atoms("forces") if any_forces else np.full((0, 3), np.nan)}
-        block |= {"stress": found.column("stress"), **{name: found.field(name) for name in table.fields}}
+        view = table.find(rows)
+        block = {"forces": view.atoms("forces") if any_forces else np.full((0, 3), np.nan)}
+        block |= {"stress": view.column("stress"), **{name: view.field(name) for name in table.fields}}
         moments = {name: moments[name].merge(Moments.of(values)) for name, values in block.items()}
         if compare:
-            for row, (structure, whole) in zip(rows, _digests(table, rows, block)):
-                if whole in seen:
+            for row, (structure, frame) in zip(rows, _digests(table, rows, block)):
+                if frame in frames:
                     repeated.append(row)
                 elif structure in structures:
                     relabelled.append(row)
-                seen.add(whole)
+                frames.add(frame)
                 structures.add(structure)
         if progress is not None:
             progress(int(rows[-1]) + 1, len(table))
@@ -178,20 +181,20 @@ def _read_all(table: FrameTable, progress: Progress | None) -> tuple[list[LabelR
     return ranges, np.array(repeated, dtype=np.int64), np.array(relabelled, dtype=np.int64)
 
 
-def _range(table: FrameTable, name: str, found: Moments) -> LabelRange | None:
-    if found.low is None or found.high is None:
+def _range(table: FrameTable, name: str, moments: Moments) -> LabelRange | None:
+    if moments.low is None or moments.high is None:
         return None
     factor = EV_PER_A3_TO_GPA if name == "stress" else 1.0
     unit = {"energy": "eV/atom", "forces": "eV/A", "stress": "GPa"}.get(name) or table.fields[name].unit
     frames = int(table.carries(name).sum())
-    return LabelRange(name, frames, found.low * factor, found.high * factor, unit, found.mean * factor)
+    return LabelRange(name, frames, moments.low * factor, moments.high * factor, unit, moments.mean * factor)
 
 
 def _digests(table: FrameTable, rows: np.ndarray, block: dict[str, np.ndarray]) -> Iterator[tuple[bytes, bytes]]:
-    """For each frame a hash of its structure, and one of structure and labels; weights and names do not count."""
+    """For each frame a hash of its structure, and a hash of structure and labels, without weights and sources."""
     positions, numbers, forces = table.atoms("positions", rows), table.atoms("numbers", rows), block["forces"]
     cell, pbc, energy = (table.column(name, rows) for name in ("cell", "pbc", "energy"))
-    cell, energy, positions = cell + 0.0, energy + 0.0, positions + 0.0  # zero has one sign
+    cell, energy, positions = cell + 0.0, energy + 0.0, positions + 0.0  # -0.0 becomes 0.0
     ends = table.n_atoms[rows].cumsum()
     fields = [(field.per == "atom", block[name]) for name, field in table.fields.items()]
     for i, (first, end) in enumerate(zip(ends - table.n_atoms[rows], ends)):
@@ -199,8 +202,8 @@ def _digests(table: FrameTable, rows: np.ndarray, block: dict[str, np.ndarray]) 
         for values in (positions[first:end], cell[i], pbc[i]):
             digest.update(np.ascontiguousarray(values).data)
         structure = digest.digest()
-        own = [values[first:end] if each else values[i : i + 1] for each, values in fields]
-        for values in (energy[i : i + 1], forces[first:end], block["stress"][i], *own):
+        of_frame = [values[first:end] if per_atom else values[i : i + 1] for per_atom, values in fields]
+        for values in (energy[i : i + 1], forces[first:end], block["stress"][i], *of_frame):
             digest.update(np.ascontiguousarray(values).data)
         yield structure, digest.digest()
 
@@ -209,23 +212,23 @@ def _digests(table: FrameTable, rows: np.ndarray, block: dict[str, np.ndarray]) 
 
 
 def _largest_first(values: np.ndarray, limit: float) -> np.ndarray:
-    """Places of the values above the limit, the largest first."""
+    """Indices of the values above the limit, the largest first."""
     above = np.flatnonzero(values > limit)
     return above[np.argsort(-values[above], kind="stable")]
 
 
 def _force_outliers(table: FrameTable) -> list[str]:
-    """Frames whose largest force is far beyond the usual one: 20 times the median over frames, and above 10 eV/A."""
+    """Frames whose largest force exceeds 20 times the median over frames and 10 eV/A."""
     largest = np.asarray(table.column("max_force"))
-    known = largest[~np.isnan(largest)]
-    if len(known) < 3:
+    labelled = largest[~np.isnan(largest)]
+    if len(labelled) < 3:
         return []
-    limit = max(10.0, 20 * float(np.median(known)))
+    limit = max(10.0, 20 * float(np.median(labelled)))
     return named(table, _largest_first(largest, limit), f"with a force component above {limit:.0f} eV/A")
 
 
 def _energy_outliers(table: FrameTable) -> list[str]:
-    """Frames far from the fit by composition: 20 times the median deviation, and above 1 eV/atom."""
+    """Frames whose deviation from the fit by composition exceeds 20 times the median and 1 eV/atom."""
     labelled = table.select(np.flatnonzero(table.carries("energy") & (table.n_atoms > 1)))
     if len(labelled) < 3:
         return []
@@ -235,15 +238,15 @@ def _energy_outliers(table: FrameTable) -> list[str]:
     median = float(np.median(deviations))
     limit = max(1.0, 20 * median)
     worst = _largest_first(deviations, limit)
-    what = f"with an energy more than {limit:.1f} eV/atom off the fit by composition"
+    what = f"whose energy deviates from the fit by composition by more than {limit:.1f} eV/atom"
     remarks = named(labelled, worst, what)
     if remarks:
         energy = float(labelled.column("energy", worst[:1])[0])
         remarks[0] += unit_suspicion(energy, float(expected[worst[0]]))
-    if median > LARGE_SCATTER:
+    if median > LARGE_DEVIATION:
         remarks.append(
-            f"energies are {median:.3g} eV/atom off the fit by composition in the middle, which is much: are they in eV, "
-            "and total energies of frames?"
+            f"the median deviation of energies from the fit by composition is {median:.3g} eV/atom, which is unusually large: "
+            "are they total energies in eV?"
         )
     return remarks
 
@@ -258,20 +261,23 @@ def _partial_labels(table: FrameTable) -> list[str]:
 
 
 def _unit_doubts(table: FrameTable, survey: Survey) -> list[str]:
-    """Typical sizes that are strange in eV and A."""
+    """Typical forces and distances that are implausible in eV and A."""
     doubts = []
-    found = table.components
-    known = ~np.isnan(found.force_squares)
-    if known.any():
-        rms = float(np.sqrt(found.force_squares[known].sum() / (3 * found.count[known].sum())))
+    components = table.components
+    has_forces = ~np.isnan(components.force_squares)
+    if has_forces.any():
+        squares, count = components.force_squares[has_forces].sum(), components.count[has_forces].sum()
+        rms = float(np.sqrt(squares / (3 * count)))
         if rms > LARGE_FORCES:
-            doubts.append(f"forces have a root mean square of {rms:.3g} eV/A, which is much: are they in kcal/mol/A?")
-    unbound = np.isin(found.number, [atomic_numbers[symbol] for symbol in RARE_GASES]).any()
+            doubts.append(
+                f"forces have a root mean square of {rms:.3g} eV/A, which is unusually large: are they in kcal/mol/A?"
+            )
+    unbound = np.isin(components.number, [atomic_numbers[symbol] for symbol in RARE_GASES]).any()
     bond = survey.typical_bond
     if bond is not None and not unbound and not BONDS[0] <= bond <= BONDS[1]:
         guess = "nm" if bond < 1 else "Bohr"
         doubts.append(
-            f"nearest neighbours are {bond:.2f} times the sum of their covalent radii apart in the middle: are lengths "
-            f"in {guess}?"
+            f"the median distance of nearest neighbours is {bond:.2f} times the sum of their covalent radii: are lengths in "
+            f"{guess}?"
         )
     return doubts

@@ -1,50 +1,50 @@
-"""Rules for labels and cells that are read without error and are hardly right: other units, energies per atom, constants.
+"""Rules for labels and cells that are read without an error but are probably wrong: other units, energies per atom, constants.
 
-Each rule looks at columns of a table and returns sentences, none where nothing is wrong. `forgefield data info` shows them, and
-so does the start of a training. Rules are wide: what they name is beyond what materials do, not merely unusual.
+Each rule examines columns of a table and returns messages, none if nothing is wrong. `forgefield data info` shows them, and so
+does the start of a training. The limits are generous: what a rule reports is beyond what occurs in materials.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from forgefield.data.references import compositions
 from forgefield.data.species import SpeciesTable
-from forgefield.data.statistics.references import compositions
 from forgefield.data.store.table import FrameTable
 from forgefield.physics.units import EV_PER_A3_TO_GPA
 
 SHOWN = 5
-"""How many frames a remark names."""
-LOOKED_AT = 500_000
-"""Most frames whose columns are read."""
+"""Number of frames that a message lists."""
+MOST_FRAMES = 500_000
+"""Largest number of frames whose columns are read."""
 FEWEST_FRAMES = 10
-"""Frames that it takes to see how energies grow with the number of atoms."""
+"""Frames required to test how energies grow with the number of atoms."""
 SIZE_RATIO = 1.5
-"""Largest over smallest number of atoms from which on that can be seen."""
+"""Ratio of largest and smallest number of atoms required for that test."""
 FITTED = 5000
-"""Most frames, evenly spaced, in which it is looked at."""
+"""Largest number of frames, evenly spaced, used in that test."""
 EXTENSIVE = 0.05
-"""Energies per atom scatter by less than this share of themselves about a fit by composition, if they are total energies."""
+"""Relative deviation of energies per atom from a fit by composition below which they are regarded as total energies."""
 BETTER = 3.0
-"""How many times better another law must fit."""
+"""Factor by which another law must fit better."""
 LARGE_STRESS = 1000.0
-"""Component of the stress, GPa, that no calculation for a potential reaches; the centre of the earth has 364."""
+"""Component of the stress, GPa, that training data does not reach; the centre of the earth has 364."""
 USUAL_STRESS = 100.0
-"""The same for the median over frames."""
+"""Largest plausible median over frames, GPa."""
 BINDING = 2 * 20.8
-"""Twice the energy of all electrons of a neutral atom is about this times Z^(7/3), eV (Thomas and Fermi)."""
+"""Twice the energy of all electrons of a neutral atom is about this times Z^(7/3), eV (Thomas-Fermi theory)."""
 SMALL_VOLUME = 1.0
 """Volume per atom, A^3: hydrogen at 500 GPa has 1.2."""
 LONE_SHARE = 0.25
-"""Share of atoms without neighbours that is worth a warning."""
+"""Share of atoms without neighbours above which there is a warning."""
 LARGE_CUTOFF = 15.0
 """A."""
 
 
-def label_doubts(table: FrameTable) -> list[str]:
-    """What is suspicious about energies, forces, stresses and cells; of a large table, in frames spread evenly over it."""
-    if len(table) > LOOKED_AT:
-        table = table[:: -(-len(table) // LOOKED_AT)]
+def label_warnings(table: FrameTable) -> list[str]:
+    """Suspicious energies, forces, stresses and cells; of a large table, evenly spaced frames are examined."""
+    if len(table) > MOST_FRAMES:
+        table = table[:: -(-len(table) // MOST_FRAMES)]
     return [
         *_not_extensive(table),
         *_impossible_energies(table),
@@ -54,18 +54,18 @@ def label_doubts(table: FrameTable) -> list[str]:
     ]
 
 
-def lone_atoms(share: float, cutoff: float) -> list[str]:
-    """A warning where many atoms have no neighbour. share: of the atoms in frames of several atoms. cutoff: A."""
+def isolated_atom_warnings(share: float, cutoff: float) -> list[str]:
+    """A warning if many atoms have no neighbour. share: of the atoms in frames of several atoms. cutoff: A."""
     if share < LONE_SHARE:
         return []
     return [
-        f"{100 * share:.0f} % of the atoms have no neighbour within {cutoff:g} A, so that a model learns nothing about where "
-        "they are: is the cutoff (data.cutoff) too short, or are lengths in another unit (data.units.length)?"
+        f"{100 * share:.0f} % of the atoms have no neighbour within {cutoff:g} A, so a model learns nothing about their "
+        "positions: is the cutoff (data.cutoff) too short, or are lengths in another unit (data.units.length)?"
     ]
 
 
-def cutoff_doubts(cutoff: float) -> list[str]:
-    """A warning where the cutoff, A, is unusually long."""
+def cutoff_warnings(cutoff: float) -> list[str]:
+    """A warning if the cutoff, A, is unusually long."""
     if cutoff <= LARGE_CUTOFF:
         return []
     return [
@@ -74,7 +74,7 @@ def cutoff_doubts(cutoff: float) -> list[str]:
 
 
 def named(table: FrameTable, rows: np.ndarray, what: str) -> list[str]:
-    """One remark on these frames, the first few by file and index; none where there are none."""
+    """A message that lists the first of these frames; none without frames. what: follows the number of frames."""
     if not len(rows):
         return []
     shown = "; ".join(table.where(int(row)) for row in rows[:SHOWN]) + (" ..." if len(rows) > SHOWN else "")
@@ -83,7 +83,7 @@ def named(table: FrameTable, rows: np.ndarray, what: str) -> list[str]:
 
 
 def _not_extensive(table: FrameTable) -> list[str]:
-    """Total energies are about proportional to the number of atoms. Energies per atom are about constant."""
+    """Total energies are roughly proportional to the number of atoms, energies per atom roughly constant."""
     rows = np.flatnonzero(table.carries("energy") & (table.n_atoms > 1))
     labelled = table.select(rows[:: -(-len(rows) // FITTED)] if len(rows) else rows)
     n, energy = labelled.n_atoms.astype(np.float64), np.asarray(labelled.column("energy"))
@@ -92,28 +92,28 @@ def _not_extensive(table: FrameTable) -> list[str]:
     shares = compositions(labelled, SpeciesTable.from_frames(labelled)) / n[:, None]
     if len(n) <= 2 * np.linalg.matrix_rank(shares):
         return []
-    scatter = {power: _scatter(shares, energy / n**power) for power in (0, 1, 2)}
+    deviation = {power: _relative_deviation(shares, energy / n**power) for power in (0, 1, 2)}
     small, large = n.min(), n.max()
-    seen = (
+    medians = (
         f"frames of {small:.0f} atoms have {np.median(energy[n == small]):.4g} eV, frames of {large:.0f} atoms "
         f"{np.median(energy[n == large]):.4g} eV (medians)"
     )
-    if scatter[1] < EXTENSIVE:
+    if deviation[1] < EXTENSIVE:
         return []
-    if BETTER * scatter[0] < scatter[1]:
+    if BETTER * deviation[0] < deviation[1]:
         return [
-            f"energies do not grow with the number of atoms: {seen}; if they are energies per atom, set "
+            f"energies do not grow with the number of atoms: {medians}; if they are energies per atom, set "
             "data.units.energy=eV/atom (--energy-unit eV/atom)"
         ]
-    if BETTER * scatter[2] < scatter[1]:
+    if BETTER * deviation[2] < deviation[1]:
         return [
-            f"energies grow with the square of the number of atoms: {seen}; are they total energies, although "
-            "data.units.energy says that they are per atom?"
+            f"energies grow with the square of the number of atoms: {medians}; are they total energies, although "
+            "data.units.energy is per atom?"
         ]
     return []
 
 
-def _scatter(shares: np.ndarray, values: np.ndarray) -> float:
+def _relative_deviation(shares: np.ndarray, values: np.ndarray) -> float:
     """Root mean square deviation of `values`, (n,), from a fit by `shares`, (n, n_species), over their root mean square."""
     size = float(np.sqrt(np.mean(values**2)))
     if size == 0:
@@ -123,18 +123,18 @@ def _scatter(shares: np.ndarray, values: np.ndarray) -> float:
 
 
 def _impossible_energies(table: FrameTable) -> list[str]:
-    """Energies, of either sign, beyond the binding of all electrons."""
+    """Energies, of either sign, beyond the binding energy of all electrons."""
     energy, components = np.abs(table.column("energy")), table.components
     binding = components.count * components.number.astype(np.float64) ** (7 / 3)
     limit = BINDING * np.bincount(components.frame, weights=binding, minlength=len(table))
     beyond = np.flatnonzero(energy > limit)
     worst = beyond[np.argsort(-(energy / limit)[beyond], kind="stable")]
-    what = "with an energy beyond that of all electrons together (are energies in kcal/mol or another unit?)"
+    what = "with an energy beyond the total energy of all electrons (are energies in kcal/mol or another unit?)"
     return named(table, worst, what)
 
 
 def _constant_labels(table: FrameTable) -> list[str]:
-    """Labels that are the same in all frames, which is what a reader makes of something else."""
+    """Labels that are the same in all frames, as happens when something else is read as a label."""
     doubts = []
     energy = table.column("energy")[table.carries("energy") & (table.n_atoms > 1)]
     if len(energy) >= FEWEST_FRAMES and (energy == energy[0]).all():
@@ -153,13 +153,13 @@ def _large_stress(table: FrameTable) -> list[str]:
     if largest[worst] <= LARGE_STRESS and median <= USUAL_STRESS:
         return []
     return [
-        f"stresses are large: up to {largest[worst]:.6g} GPa ({table.where(worst)}), {median:.4g} GPa in the middle of all "
-        "frames; are they in kbar or GPa (data.units.stress, --stress-unit), or virials (data.labels.virial)?"
+        f"stresses are large: up to {largest[worst]:.6g} GPa ({table.where(worst)}), the median of all frames is "
+        f"{median:.4g} GPa; are they in kbar or GPa (data.units.stress, --stress-unit), or virials (data.labels.virial)?"
     ]
 
 
 def _small_cells(table: FrameTable) -> list[str]:
-    """Fully periodic cells with too little room for their atoms."""
+    """Fully periodic cells that are too small for their atoms."""
     volume = np.abs(np.linalg.det(np.asarray(table.column("cell"), dtype=np.float64))) / table.n_atoms
     rows = np.flatnonzero(table.column("pbc").all(axis=1) & (volume < SMALL_VOLUME))
     what = f"with a cell of less than {SMALL_VOLUME:g} A^3 per atom (are lengths in nm? data.units.length)"

@@ -1,26 +1,87 @@
-"""Which numbers in a source are the labels: found by their usual names, or by the names the settings give.
+"""Selects the labels among the values of a source: by their usual names, or by the names in `data.labels`.
 
-Two candidates that disagree are an error that shows both and names the setting which decides, and so are energies in
-some frames of a source and free energies in others. A label that is not there stays missing. A virial is turned into
-stress (virial = -V * stress); units become eV and A here and nowhere else. Fields (`data.labels.fields`) are taken along.
+Two candidates that disagree are an error that shows both and names the setting that decides; so are energies in some frames
+of a source and free energies in others. A label that is not there stays missing. A virial is converted to a stress
+(virial = -V * stress), and units become eV and A, here and nowhere else. Fields (`data.labels.fields`) are read as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 
-from forgefield.config.fields import FIELDS, field_options
-from forgefield.config.schema import LabelOptions, UnitOptions
+from forgefield.data.field_options import FIELDS, field_options
 from forgefield.data.frame import Frame, RawFrame, atomic_numbers_of, check_frame, periodicity, real_numbers
-from forgefield.data.labels.candidates import LabelCandidates
-from forgefield.data.labels.field_values import frame_field
-from forgefield.data.labels.fields import Field, fields_from
+from forgefield.data.labels.fields import Field, fields_from, frame_field
+from forgefield.data.options import LabelOptions, UnitOptions
 from forgefield.errors import ForgefieldError
 from forgefield.physics import units as unit_table
+
+SHOWN = 5
+"""How many candidates are named."""
+_SIZES = {"energy": (("frame", 1),), "forces": (("atom", 3),), "stress": (("frame", 6), ("frame", 9))}
+"""Label -> what has how many numbers."""
+_WORDS = {"energy": ("energ", "ener", "e_", "_e"), "forces": ("forc", "frc", "grad"), "stress": ("stress", "virial")}
+"""Parts of names that make a value a likelier candidate."""
+
+
+class LabelCandidates:
+    """Remembers names of values that are numbers, with how many there are of each frame or atom."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[str, tuple[str, int]] = {}
+        """Name -> frame or atom, and how many numbers each has."""
+
+    def __bool__(self) -> bool:
+        return bool(self._sizes)
+
+    def note(self, raw: RawFrame) -> None:
+        """Remember the values of a frame whose names have not been seen before."""
+        for per, values in (("atom", raw.arrays), ("frame", raw.info), ("frame", raw.results)):
+            for name in values:
+                if name not in self._sizes:
+                    size = _count(values[name])
+                    if per == "frame" and size == 3 * len(raw.numbers) and np.ndim(values[name]) == 2:
+                        per, size = "atom", 3  # results of calculators are not divided into the two
+                    elif per == "atom":
+                        size //= max(len(raw.numbers), 1)
+                    if size:
+                        self._sizes[name] = (per, size)
+
+    def hint(self, label: str, known: Iterable[str]) -> str:
+        """What may be `label`, the likeliest first, and the setting that says so; empty where nothing fits.
+
+        known: names that are labels already.
+        """
+        known = set(known)
+        fitting = [name for name, size in self._sizes.items() if size in _SIZES[label] and name not in known]
+        likely = [name for name in fitting if any(word in name.lower() for word in _WORDS[label])]
+        names = [*likely, *(name for name in fitting if name not in likely)]
+        if not names:
+            return ""
+        shown = ", ".join(f"{name} ({self._describe(name)})" for name in names[:SHOWN])
+        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+        which = "it" if len(names) == 1 else "the first"
+        return f"the data has {shown}{more}; to use {which} as the {label}, set data.labels.{label}={names[0]}"
+
+    def _describe(self, name: str) -> str:
+        per, size = self._sizes[name]
+        return f"one number per {per}" if size == 1 else f"{size} numbers per {per}"
+
+
+def _count(value: object) -> int:
+    """How many numbers a value holds; 0 where it is something else."""
+    if isinstance(value, (bool, str, bytes, Mapping)) or value is None:
+        return 0
+    try:
+        array = np.asarray(value)
+    except ValueError:
+        return 0
+    return int(array.size) if array.dtype.kind in "fiu" else 0
+
 
 USUAL_NAMES: dict[str, tuple[str, ...]] = {
     "energy": ("energy", "REF_energy", "ref_energy", "dft_energy", "DFT_energy", "Energy", "total_energy"),

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from forgefield.data.neighbours.graph import Edges, GraphOptions, build_edges
-from forgefield.data.neighbours.lists import edge_vectors, squared_lengths
+from forgefield.data.neighbours.graph import Edges, GraphOptions, build_edges, edge_vectors, squared_lengths
 from forgefield.data.store.columns import EDGE_FIELDS, copy_ranges, offsets, ranges
 from forgefield.data.store.table import FrameTable, RowView
 from forgefield.errors import ForgefieldError

@@ -4,15 +4,15 @@
 """
 
 from forgefield.data.readers.base import SourceFile
-from forgefield.data.readers.frames import (
+from forgefield.data.readers.sources import (
     chunks,
     frame_count,
     frames_from_atoms,
     frames_of,
     frames_with_values,
     read_frames,
+    source_files,
 )
-from forgefield.data.readers.sources import source_files
 
 __all__ = [
     "SourceFile",

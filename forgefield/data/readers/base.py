@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-from forgefield.config.schema import UnitOptions
-from forgefield.data.frame import Frame, RawFrame
+from forgefield.data.frame import Frame, RawBlock, RawFrame
 from forgefield.data.labels.fields import Fields
-from forgefield.data.readers.blocks import RawBlock
+from forgefield.data.options import UnitOptions
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from ase.data import atomic_numbers
 
+from forgefield.data.frame import LazyColumns, RawBlock, block_ranges, matrices, within
 from forgefield.data.readers.base import Reader, ReadOptions, SourceFile
-from forgefield.data.readers.blocks import LazyColumns, RawBlock, block_ranges, matrices, within
-from forgefield.data.readers.hdf5.files import Hdf5Array, is_dataset
-from forgefield.data.readers.numerals import is_plain, read_text, text_rows, whole_numbers
+from forgefield.data.readers.hdf5_values import Hdf5Array, is_dataset
+from forgefield.data.readers.text import is_plain, read_text, text_rows, whole_numbers
 from forgefield.errors import ForgefieldError, SourceUnreadable
-from forgefield.untrusted.npy import map_npy
+from forgefield.untrusted.archives import map_npy
 
 if TYPE_CHECKING:
     import h5py

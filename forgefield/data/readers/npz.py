@@ -10,13 +10,12 @@ from pathlib import Path
 
 import numpy as np
 
-from forgefield.config.schema import UnitOptions
+from forgefield.data.frame import RawBlock, block_ranges
+from forgefield.data.options import UnitOptions
 from forgefield.data.readers.base import Reader, ReadOptions, SourceFile
-from forgefield.data.readers.blocks import RawBlock, block_ranges
 from forgefield.errors import ForgefieldError
 from forgefield.physics.units import label_energy_factor, length_factor
-from forgefield.untrusted.archives import MAPPED_ABOVE, npz_arrays
-from forgefield.untrusted.expansion import FRAME_BYTES, check_expansion
+from forgefield.untrusted.archives import FRAME_BYTES, MAPPED_ABOVE, check_expansion, npz_arrays
 
 NUMBER_KEYS = ("nuclear_charges", "atomic_numbers", "numbers", "z", "Z")
 POSITION_KEYS = ("coords", "positions", "R", "pos")

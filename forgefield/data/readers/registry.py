@@ -1,18 +1,52 @@
-"""The table of readers: one line for each format, and the way from a path to its reader."""
+"""The readers of all formats, and which of them reads a path."""
 
 from __future__ import annotations
 
+import atexit
+import os
+from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 
+from forgefield.data.frame import Frame
+from forgefield.data.labels.fields import select_fields
 from forgefield.data.readers.ase_files import AseDatabaseReader, AseReader
-from forgefield.data.readers.base import Reader
+from forgefield.data.readers.base import Reader, ReadOptions, SourceFile
 from forgefield.data.readers.deepmd import DeepmdReader
-from forgefield.data.readers.hdf5.reader import Hdf5Reader
-from forgefield.data.readers.lmdb.aselmdb import AseLmdbReader
-from forgefield.data.readers.lmdb.matsciml import MatscimlReader
+from forgefield.data.readers.extxyz import ExtxyzReader
+from forgefield.data.readers.hdf5 import Hdf5Reader
+from forgefield.data.readers.lmdb import AseLmdbReader, MatscimlReader
 from forgefield.data.readers.npz import NpzReader
-from forgefield.data.readers.store_reader import StoreReader
-from forgefield.data.readers.xyz.extxyz import ExtxyzReader
+from forgefield.data.store.store import MANIFEST, Store, open_store
+
+
+class StoreReader(Reader):
+    name = "store"
+    folder_marker = MANIFEST
+
+    def read(
+        self, source: SourceFile, options: ReadOptions, start: int = 0, stop: int | None = None
+    ) -> Iterator[Frame]:
+        store = _store(source.path)
+        select_fields(source.path, store.fields, options.fields, required=False)  # a missing one is refused at the end
+        yield from store.table()[start:stop]
+
+    def count(self, source: SourceFile) -> int:
+        return len(_store(source.path).table())
+
+
+def _store(path: Path) -> Store:
+    """The store in a folder, opened and verified once, and kept open while its manifest stays as it is."""
+    status = os.stat(path / MANIFEST)
+    return _opened(path, str(path.resolve()), status.st_mtime_ns, status.st_ino, status.st_size)
+
+
+@lru_cache(maxsize=1)  # an open store has as many open files as columns
+def _opened(path: Path, *_: str | int) -> Store:
+    atexit.unregister(_opened.cache_clear)
+    atexit.register(_opened.cache_clear)  # close its files before the interpreter shuts down
+    return open_store(path)
+
 
 READERS: tuple[Reader, ...] = (
     StoreReader(),

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from forgefield.config.schema import DataOptions
+from forgefield.data.options import DataOptions
 from forgefield.data.sampling.by_source import SourceBatches
 from forgefield.data.sampling.order import EpochOrder, EveryFrameOnce, WeightedDraws, system_probabilities
 from forgefield.data.sampling.plan import KINDS, Budget

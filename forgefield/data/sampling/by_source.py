@@ -160,6 +160,6 @@ class WholeBatches:
         batch = step * self.world_size + rank
         return np.arange(self._cuts[batch], self._cuts[batch + 1]) if batch + 1 < len(self._cuts) else np.arange(0)
 
-    def n_own(self, step: int, rank: int) -> int:
+    def n_frames_of_rank(self, step: int, rank: int) -> int:
         """How many frames this rank has in this step."""
         return len(self.share(step, rank))

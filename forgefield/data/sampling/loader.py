@@ -14,8 +14,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from forgefield.data.batch import Batch
-from forgefield.data.batch_spec import Noise, frame_keys
+from forgefield.data.batch import Batch, Noise, frame_keys
 from forgefield.data.dataset import GraphDataset
 from forgefield.data.sampling.by_source import WholeBatches
 from forgefield.data.sampling.order import EpochOrder, EveryFrameOnce
@@ -197,7 +196,7 @@ class FrameLoader:
     def own_frames(self, batch: int) -> int:
         """How many real frames this rank has in that batch; 0 where it only keeps step with the others."""
         first_batch, plan = self._rest_of_epoch()
-        return plan.n_own(batch - first_batch, self.rank)
+        return plan.n_frames_of_rank(batch - first_batch, self.rank)
 
     def is_full(self, batch: int) -> bool:
         """Whether that batch is no smaller than others: only the last of an epoch is."""

@@ -100,7 +100,7 @@ class EpochPlan(Protocol):
 
     def share(self, step: int, rank: int) -> np.ndarray: ...
 
-    def n_own(self, step: int, rank: int) -> int: ...
+    def n_frames_of_rank(self, step: int, rank: int) -> int: ...
 
 
 class StepPlan:
@@ -175,7 +175,7 @@ class StepPlan:
             raise IndexError(f"there is no step {step} among {len(self)}")
         return self.bounds[step] + np.flatnonzero(self._ranks(step) == rank)
 
-    def n_own(self, step: int, rank: int) -> int:
+    def n_frames_of_rank(self, step: int, rank: int) -> int:
         """How many frames this rank has in this step."""
         return len(self.share(step, rank))
 

@@ -23,18 +23,16 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from forgefield._version import __version__
-from forgefield.config.schema import LabelOptions, UnitOptions
 from forgefield.data.frame import Frame
-from forgefield.data.labels.fields import Field, chosen_fields, fields_of, merged
+from forgefield.data.labels.fields import Field, fields_of, merge_fields, select_fields
 from forgefield.data.labels.label_reader import LabelReader
 from forgefield.data.neighbours.graph import GraphOptions, same_graph
+from forgefield.data.options import LabelOptions, UnitOptions
 from forgefield.data.readers import SourceFile, chunks, frame_count, frames_of, source_files
 from forgefield.data.store.columns import EDGE_FIELDS, FIELDS
-from forgefield.data.store.manifest import FORMAT, MANIFEST, VERSION, is_store, manifest_hash
-from forgefield.data.store.moments import PartStatistics
-from forgefield.data.store.store import open_store
+from forgefield.data.store.store import FORMAT, MANIFEST, VERSION, is_store, manifest_hash, open_store
 from forgefield.data.store.table import FrameTable
-from forgefield.data.store.writer import ABOUT, PartWriter
+from forgefield.data.store.writer import ABOUT, PartStatistics, PartWriter
 from forgefield.errors import ForgefieldError, SourceUnreadable
 from forgefield.files import write_atomically
 
@@ -105,8 +103,8 @@ def convert(
         if is_store(file.path):
             store = open_store(file.path)
             store.verify()  # damage must not be passed on with fresh hashes
-            fields.append((str(file.path), chosen_fields(file.path, store.fields, asked)))
-    settings = Settings(labels, units, graph, merged(*fields))
+            fields.append((str(file.path), select_fields(file.path, store.fields, asked)))
+    settings = Settings(labels, units, graph, merge_fields(*fields))
     parts = _divide([unit for file in files for unit in units_of(file)])
     with _being_written(target) as partial:
         _begin(partial, parts, settings)

@@ -1,34 +1,107 @@
-"""A store: columns of frames as plain `.npy` files in a folder, with a manifest that says what they hold.
+"""A store: columns of frames as plain `.npy` files in a folder, described by a manifest.
 
     manifest.json            fields, units, parts, statistics, hashes
     part-00000/positions.npy, forces.npy, energy.npy, ...
 
-Opening reads the manifest and nothing else. Per-frame columns are mapped into memory; values of atoms and edges are read by
-position, straight into the array of the batch: what is in memory does not depend on the size of the store, a file that ends too
-early is an error and not a crash, and other threads go on while the disk is awaited.
+Opening reads only the manifest. Columns of values per frame are mapped into memory; values of atoms and edges are read by
+position, directly into the array of the batch. Memory use does not depend on the size of the store, a truncated file is an
+error and not a crash, and other threads continue while one waits for the disk.
+
+A change of the format adds to `STORE` the function that converts a manifest of the previous version to the next. Columns on
+disk are not rewritten.
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import mmap
 import os
 import re
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar, cast
 
 import numpy as np
 
-from forgefield.data.labels.fields import Field, Fields, field_from_manifest
+from forgefield.data.labels.fields import Field, FieldEntry, Fields, field_from_manifest
 from forgefield.data.neighbours.graph import GraphOptions, same_graph
 from forgefield.data.store.columns import EDGE_FIELDS, FIELDS, OPTIONAL, Columns
-from forgefield.data.store.manifest import MANIFEST, FieldEntry, Manifest, PartEntry, read_manifest
 from forgefield.data.store.table import FrameTable, TablePart
 from forgefield.errors import ForgefieldError
+from forgefield.formats import Format
+from forgefield.untrusted.documents import load_json
+
+MANIFEST = "manifest.json"
+FORMAT = "forgefield-store"
+STORE = Format("a store", migrations=(), key="version")
+VERSION = STORE.version
+"""The format version that is written."""
+
+
+class ColumnEntry(TypedDict):
+    bytes: int
+    hash: str
+
+
+class PartEntry(TypedDict):
+    """One part of a store, a folder of column files."""
+
+    name: str
+    n_frames: int
+    n_atoms: int
+    n_edges: int | None
+    sources: list[str]
+    columns: dict[str, ColumnEntry]
+
+
+class Manifest(TypedDict):
+    """fields: columns by name. graph: options of the neighbour lists, None where it holds none. hash: of all other entries."""
+
+    format: str
+    version: int
+    forgefield: str
+    n_frames: int
+    n_atoms: int
+    n_edges: int | None
+    fields: dict[str, FieldEntry]
+    graph: dict[str, Any] | None
+    statistics: dict[str, object]
+    parts: list[PartEntry]
+    hash: str
+
+
+def is_store(path: Path) -> bool:
+    """Whether this folder is a store."""
+    return (path / MANIFEST).is_file()
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of the store in `folder`, of the current version, its hash verified."""
+    file = folder / MANIFEST
+    try:
+        content = load_json(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ForgefieldError(f"{folder}: not a store: {MANIFEST} could not be read ({error.strerror})") from None
+    except ValueError:
+        raise ForgefieldError(f"{file}: not valid JSON; the store is damaged, convert the data again") from None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise ForgefieldError(f"{file}: not the manifest of a Forgefield store")
+    upgraded = STORE.upgrade(content, file)
+    if content.get("hash") != manifest_hash(content):
+        raise ForgefieldError(f"{file}: the manifest does not match its own hash; it was edited or is damaged")
+    return cast(Manifest, upgraded)
+
+
+def manifest_hash(manifest: Mapping[str, object]) -> str:
+    """Hash of all entries of a manifest, hashes of columns included: of the content of the whole store."""
+    content = {key: value for key, value in manifest.items() if key != "hash"}
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
 
 T = TypeVar("T")
 HEADER = 256

@@ -15,7 +15,7 @@ from typing import overload
 import numpy as np
 
 from forgefield.data.frame import Frame
-from forgefield.data.labels.fields import Field, Fields, fields_of, merged
+from forgefield.data.labels.fields import Field, Fields, fields_of, merge_fields
 from forgefield.data.store.columns import FIELDS, Columns, MemoryColumns, columns_of, ranges
 
 
@@ -161,7 +161,7 @@ class FrameTable(Sequence[Frame]):
     def fields(self) -> Fields:
         """Further values that its frames may carry, by name."""
         places = [(part.columns.origin or "the files", part.fields) for part in self.parts if part.fields]
-        return merged(*places)
+        return merge_fields(*places)
 
     # ---- rows
 

@@ -16,13 +16,13 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
-from forgefield.kernels.core.availability import has_triton, interpreted
+from forgefield.kernels.core.runtime import has_triton, interpreted
 from forgefield.kernels.edges.coupling_source import CoupledPath, key_of_coupling
 from forgefield.ops.convolution import convolve
 from forgefield.ops.convolution_plan import ConvolutionPlan
 from forgefield.ops.execution import execution, requested_operators
 from forgefield.ops.graph import EdgeGraph, GradientSwitch, barrier, cut
-from forgefield.ops.weighted_harmonics import project, sum_weighted
+from forgefield.ops.harmonics import project, sum_weighted
 
 
 @contextmanager

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from forgefield.errors import ForgefieldError
-from forgefield.kernels.convolution.form import Form, form_of_key
-from forgefield.kernels.convolution.kind import Kind
+from forgefield.kernels.convolution.form import Form, Kind, form_of_key
 from forgefield.kernels.convolution.passes import Convolution, Motion, Radial, Rows
 from forgefield.kernels.convolution.reference import (
     edges_of,
@@ -23,9 +22,9 @@ from forgefield.kernels.convolution.reference import (
     empty_second,
     empty_values,
 )
-from forgefield.kernels.core.availability import can_launch
 from forgefield.kernels.core.fields import Field, Shape
-from forgefield.kernels.core.modules import launcher, operator
+from forgefield.kernels.core.generation import launcher, operator
+from forgefield.kernels.core.runtime import can_launch
 from forgefield.kernels.edges.segments import sum_in_trace
 from forgefield.ops.graph import EdgeGraph
 

@@ -17,8 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import isqrt
 
-from forgefield.kernels.convolution.form import Form, FormBlock, FormPath
-from forgefield.kernels.convolution.kind import ARGUMENTS, Kind
+from forgefield.kernels.convolution.form import ARGUMENTS, Form, FormBlock, FormPath, Kind
 from forgefield.kernels.radial.packing import HALF, MASK
 from forgefield.ops.harmonics import lowering_terms
 

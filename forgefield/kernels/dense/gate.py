@@ -18,9 +18,8 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
-from forgefield.kernels.core.arguments import ArgumentTable
 from forgefield.kernels.core.fields import TANGENT, VALUE, Field, Shape
-from forgefield.kernels.core.modules import module_from
+from forgefield.kernels.core.generation import ArgumentTable, module_from
 from forgefield.ops.linear import Gate
 
 WIDEST = 128

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from forgefield.kernels.core.streams import capturing
+from forgefield.kernels.core.runtime import capturing
 
 DOWN, ACROSS, MADE_WARPS = 8, 32, 2
 """Rows and columns of a matrix that one program makes, and the warps of it."""

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from forgefield.kernels.core.availability import interpreted, rounds_to_tf32
 from forgefield.kernels.core.fields import TANGENT, VALUE
+from forgefield.kernels.core.runtime import interpreted, rounds_to_tf32
 from forgefield.ops.products import product
 
 FEW_ROWS = 4096

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forgefield.kernels.core.arguments import LaunchArguments
-from forgefield.kernels.core.availability import can_launch
-from forgefield.kernels.core.modules import launcher, mark_of_code, module_from, operator
+from forgefield.kernels.core.generation import LaunchArguments, launcher, mark_of_code, module_from, operator
+from forgefield.kernels.core.runtime import can_launch
 from forgefield.kernels.edges import coupling_source
 from forgefield.kernels.edges.coupling_source import (
     ARGUMENTS,

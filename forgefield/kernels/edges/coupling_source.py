@@ -16,7 +16,7 @@ from functools import lru_cache
 
 from torch.utils._python_dispatch import _disable_current_modes
 
-from forgefield.kernels.core.arguments import ArgumentTable
+from forgefield.kernels.core.generation import ArgumentTable
 from forgefield.ops.harmonics import clebsch_gordan
 
 WEIGHT, PLACES = 0, ("w", "x", "y", "z")

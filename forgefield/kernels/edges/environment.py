@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forgefield.kernels.core.availability import can_launch
-from forgefield.kernels.core.modules import launcher, mark_of_code, module_from, operator
+from forgefield.kernels.core.generation import launcher, mark_of_code, module_from, operator
+from forgefield.kernels.core.runtime import can_launch
 from forgefield.kernels.edges import environment_source
 from forgefield.kernels.edges.environment_reference import ReferenceEdges
 from forgefield.kernels.edges.environment_source import ARGUMENTS, EdgePass, write_pass

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from forgefield.kernels.core.arguments import ArgumentTable
+from forgefield.kernels.core.generation import ArgumentTable
 
 AT_ONCE = 1
 """Edges that a program processes at a time, one for each of its warps."""
@@ -90,7 +90,7 @@ class EdgePass:
         return tuple(name for name in ARGUMENTS if conditions.get(name, True))
 
     def degree(self, component: int) -> int:
-        return next(l for l in range(self.l_max + 1) if component < (l + 1) ** 2)  # noqa: E741
+        return next(l for l in range(self.l_max + 1) if component < (l + 1) ** 2)
 
     def components(self, degree: int) -> range:
         return range(degree**2, (degree + 1) ** 2)

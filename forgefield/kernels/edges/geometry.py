@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forgefield.kernels.core.arguments import ArgumentTable
-from forgefield.kernels.core.modules import module_from
+from forgefield.kernels.core.generation import ArgumentTable, module_from
 from forgefield.ops.harmonics import raising_terms
 
 EDGES = 128

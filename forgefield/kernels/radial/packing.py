@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from forgefield.kernels.core.availability import interpreted, storage_type, use_kernels
+from forgefield.kernels.core.runtime import interpreted, storage_type, use_kernels
 
 BITS = 9
 """Bits of c3. One more for it is one less for c2; with 9 the slopes are most accurate, for 1024 and for 2048 intervals."""

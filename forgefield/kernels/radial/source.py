@@ -1,5 +1,4 @@
-"""The Triton functions behind `radial.py` and `deep_radial.py`, which import this file when they first launch one: it needs
-Triton.
+"""The Triton functions of `hidden.py`, which imports this file when it first launches one: it needs Triton.
 
 curves, to_first, add_parts: of networks with one hidden layer. activate, to_inner, curves_of, to_last: of deeper ones, whose
 values and slopes at knots lie in rows (networks, knots, 2, width) of float64. f = silu.

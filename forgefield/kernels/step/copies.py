@@ -53,6 +53,6 @@ class Copies:
 
 
 def _kernels() -> Any:
-    from forgefield.kernels.step import copy_source
+    from forgefield.kernels.step import source
 
-    return copy_source
+    return source

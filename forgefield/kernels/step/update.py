@@ -158,6 +158,6 @@ def _log(number: float) -> float:
 
 
 def _kernels() -> Any:
-    from forgefield.kernels.step import update_source
+    from forgefield.kernels.step import source
 
-    return update_source
+    return source

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from forgefield.data.readers.hdf5.files import REMEDY, open_hdf5, reading_hdf5
+from forgefield.data.readers.hdf5_values import REMEDY, open_hdf5, reading_hdf5
 from forgefield.errors import ForgefieldError
-from forgefield.untrusted.expansion import check_expansion
+from forgefield.untrusted.archives import check_expansion
 
 if TYPE_CHECKING:
     import h5py

@@ -15,7 +15,7 @@ import numpy as np
 
 from forgefield.config.nearest import did_you_mean
 from forgefield.errors import ForgefieldError
-from forgefield.untrusted.npy import read_npy_header
+from forgefield.untrusted.archives import read_npy_header
 
 HDF5_SUFFIXES = (".h5", ".hdf5")
 _scratch = threading.local()

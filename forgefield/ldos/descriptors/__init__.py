@@ -1,6 +1,6 @@
 """Descriptors of the surroundings of any point of space: SNAP bispectrum and Gaussian densities, in batched torch."""
 
-from forgefield.config.descriptor_options import DescriptorOptions
+from forgefield.ldos.descriptor_options import DescriptorOptions
 from forgefield.ldos.descriptors.grid import GridDescriptors, make_descriptors, require_fitting
 
 __all__ = ["DescriptorOptions", "GridDescriptors", "make_descriptors", "require_fitting"]

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forgefield.config.descriptor_options import DescriptorOptions
 from forgefield.errors import ForgefieldError
+from forgefield.ldos.descriptor_options import DescriptorOptions
 from forgefield.ldos.descriptors.native import TripleSums, triple_sums
 from forgefield.ldos.descriptors.sphere import SphereHarmonics, quadrature
 from forgefield.ldos.descriptors.surroundings import Neighbours

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from forgefield.config.descriptor_options import DescriptorOptions
+from forgefield.ldos.descriptor_options import DescriptorOptions
 from forgefield.ldos.descriptors.surroundings import Neighbours
 
 _SIGMA_OF_SPACING = 0.2 / 0.08099000022712448

@@ -17,9 +17,9 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from forgefield.config.descriptor_options import DescriptorOptions
 from forgefield.config.nearest import did_you_mean
 from forgefield.errors import ForgefieldError
+from forgefield.ldos.descriptor_options import DescriptorOptions
 from forgefield.ldos.descriptors.bispectrum import Bispectrum, bispectrum_triples
 from forgefield.ldos.descriptors.gaussian import GaussianDensity, default_sigma
 from forgefield.ldos.descriptors.surroundings import Surroundings

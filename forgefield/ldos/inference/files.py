@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -16,8 +17,8 @@ import numpy as np
 from ase import Atoms
 from ase.calculators.singlepoint import SinglePointCalculator
 
-from forgefield.config.schema import LabelOptions, UnitOptions
 from forgefield.data.labels.label_reader import PREDICTED_BY, LabelReader
+from forgefield.data.options import LabelOptions, UnitOptions
 from forgefield.data.readers import frames_with_values, source_files
 from forgefield.errors import ForgefieldError
 from forgefield.files import remove_leftovers, temporary_name
@@ -25,8 +26,57 @@ from forgefield.inference.predict import keep_labels, keep_values
 from forgefield.inference.xyz_files import write_extxyz
 from forgefield.ldos.inference.electrons import ElectronicStructure, ElectronModel
 from forgefield.physics.units import BOHR
+from forgefield.runs import Run
 
 NUMBERS = "results.json"
+
+
+@dataclass(frozen=True)
+class ElectronOptions:
+    """Options for predictions of an LDOS run."""
+
+    temperature: float | None = None
+    """Temperature of the electrons, K."""
+    grid: Sequence[int] | None = None
+    """Number of points along each cell vector; default: spacing of the training snapshots."""
+    spacing: float | None = None
+    """Distance between grid points, A, instead of `grid`."""
+    pseudopotentials: str | os.PathLike[str] | None = None
+    """Folder of UPF files."""
+    electrons: float | None = None
+    """Number of electrons in the cell."""
+    ldos: bool = False
+    """Whether to write the LDOS, too."""
+
+    def changed(self) -> list[str]:
+        """Names of the options that differ from their defaults."""
+        return [name for name, value in vars(self).items() if value not in (None, False)]
+
+
+def predict_run(
+    run: Run,
+    source: object,
+    out: str | os.PathLike[str],
+    options: ElectronOptions,
+    *,
+    which: str,
+    device: str,
+    units: UnitOptions,
+    notify: Callable[[str], None],
+) -> Path:
+    """Predict all structures of `source` with a run, see `predict_electrons`."""
+    model = ElectronModel(
+        run,
+        which=which,
+        device=device,
+        grid=options.grid,
+        spacing=options.spacing,
+        pseudopotentials=options.pseudopotentials,
+        electrons=options.electrons,
+    )
+    return predict_electrons(
+        model, source, out, temperature=options.temperature, ldos=options.ldos, units=units, notify=notify
+    )
 
 
 def predict_electrons(

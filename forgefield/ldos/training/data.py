@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forgefield.config.point_options import DEFAULT_POINTS
-from forgefield.config.schema import DataOptions
+from forgefield.data.options import DEFAULT_POINTS, DataOptions
 from forgefield.data.sampling.loader import prepared_ahead
 from forgefield.errors import ForgefieldError
 from forgefield.ldos.data import (

@@ -14,7 +14,6 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import move_data_to_device
 from torch import Tensor
 
-from forgefield.config.schema import TrainingOptions
 from forgefield.errors import ForgefieldError
 from forgefield.ldos.loss import PointErrors, PointTask, errors_known_in_training
 from forgefield.ldos.model import LDOSNetwork
@@ -22,9 +21,10 @@ from forgefield.ldos.training.blocks import Block, BlockLoader
 from forgefield.ldos.training.engines import EagerEngine, GraphsEngine, Sums
 from forgefield.ldos.training.observing import SnapshotMeasure
 from forgefield.parallel.strategies import SimpleDDPStrategy
-from forgefield.training.epoch_length import fit_epoch_length
 from forgefield.training.executor import StepExecutor
 from forgefield.training.optim.optimisers import ManualSchedule
+from forgefield.training.options import TrainingOptions
+from forgefield.training.trainer import fit_epoch_length
 
 MakeEngine = Callable[["PointsExecutor"], EagerEngine | GraphsEngine]
 

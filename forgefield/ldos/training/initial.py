@@ -11,12 +11,12 @@ from typing import Any
 
 from torch import Tensor
 
-from forgefield.config.schema import Config
 from forgefield.errors import ForgefieldError
 from forgefield.ldos.data import PointTable, Scaling
 from forgefield.ldos.model import LDOSNetwork, load_network
 from forgefield.parallel.ranks import Ranks
 from forgefield.runs import Run
+from forgefield.settings import Config
 
 STARTING = ("from", "which", "shifts")
 """Keys of the section that are no options of the model."""

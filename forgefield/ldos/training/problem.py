@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-from forgefield.config.point_options import ObservablesOptions, PointTargetOptions
-from forgefield.config.schema import Config
 from forgefield.config.trust import CONFIG
 from forgefield.errors import ForgefieldError
 from forgefield.ldos.data import PointTable
@@ -17,6 +15,7 @@ from forgefield.ldos.electronic.energy_grid import EnergyGrid
 from forgefield.ldos.loss import TERMS, UNITS, PointErrors, PointTask, errors_known_in_training
 from forgefield.ldos.model import LDOSNetwork, LinearScale, PointFacts, build_network, resolve
 from forgefield.ldos.observables import OBSERVABLE_UNITS
+from forgefield.ldos.options import ObservablesOptions, PointTargetOptions
 from forgefield.ldos.training.blocks import BlockLoader
 from forgefield.ldos.training.data import PointData
 from forgefield.ldos.training.executor import PointsExecutor
@@ -24,8 +23,9 @@ from forgefield.ldos.training.initial import initial_network
 from forgefield.ldos.training.observing import NEEDED, SnapshotMeasure
 from forgefield.ldos.training.start import EngineMaker, block_size
 from forgefield.models.resolving import check_model
-from forgefield.parallel.exchange import StepExchange
+from forgefield.parallel.reductions import StepExchange
 from forgefield.runs import Run
+from forgefield.settings import Config
 from forgefield.training.module import TrainingModule
 from forgefield.training.precision import Precision
 from forgefield.training.problem.preflight import require_same_data

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from forgefield.config.schema import Config, TrainingOptions
 from forgefield.errors import ForgefieldError
 from forgefield.ldos.loss import PointTask
 from forgefield.ldos.model import LDOSNetwork
@@ -25,9 +24,11 @@ from forgefield.ldos.training.reference import (
     packed_rows,
 )
 from forgefield.ldos.training.terms import TermGradient
+from forgefield.settings import Config
 from forgefield.training.engines.choose import inductor_options, why_not
 from forgefield.training.module import TrainingModule
 from forgefield.training.optim.update import Update, why_not_capturable
+from forgefield.training.options import TrainingOptions
 from forgefield.training.precision import Precision
 from forgefield.training.problem.problem import TrainingSession
 

@@ -1,9 +1,14 @@
-"""An ASE calculator as a model that cannot be trained: for tests, predictions and as a baseline for trained models."""
+"""An ASE calculator as a model that cannot be trained, for tests, predictions and as a baseline, and its importer.
+
+The run of an imported calculator has no weights: its import path, arguments and elements are stored.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,28 +19,32 @@ from ase.data import atomic_numbers
 from torch import Tensor
 
 from forgefield.config.components import user_module_folder
+from forgefield.config.trust import CONFIG
 from forgefield.errors import ForgefieldError
-from forgefield.models.adapters.foreign import check_arguments
+from forgefield.models.adapters.adapter import check_arguments
+from forgefield.models.building import build_model
 from forgefield.models.edges import Batch
+from forgefield.models.importing import ImportedModel, Importer, ImportRequest
 from forgefield.models.interface import RegisteredModel
+from forgefield.models.resolving import resolve_model
 
 
 @dataclass
 class CalculatorOptions:
-    """What makes a calculator."""
+    """Options of a calculator."""
 
     module: str | None = None
     """Import path of a class of ASE calculators, ase.calculators.emt.EMT, or of a function annotated to return one."""
     options: dict[str, Any] = field(default_factory=dict)
     """Its arguments."""
     module_folder: str | None = None
-    """Where it was found, if Python would not find it by itself."""
+    """Folder of its module, if it is not on Python's path."""
 
 
 class CalculatorModel(RegisteredModel[CalculatorOptions]):
-    """Holds the calculator. It has no weights; `placeholder` exists because files of weights are never empty.
+    """A model whose energies, forces and stress are those of the calculator; stress is NaN if it does not implement it.
 
-    Energies, forces and stress are those of the calculator; stress is NaN where it has none.
+    It has no weights; the buffer `placeholder` exists because files of weights must not be empty.
     """
 
     Options = CalculatorOptions
@@ -58,7 +67,7 @@ class CalculatorModel(RegisteredModel[CalculatorOptions]):
         calculator = make(**options.options)
         if not isinstance(calculator, BaseCalculator):
             raise ForgefieldError(
-                f"model.module: {options.module} made a {type(calculator).__name__}; it should be an ASE calculator."
+                f"model.module: {options.module} returned a {type(calculator).__name__}; it should be an ASE calculator."
             )
         self.calculator = calculator
         self.numbers = np.array([atomic_numbers[symbol] for symbol in species])
@@ -119,4 +128,40 @@ class CalculatorModel(RegisteredModel[CalculatorOptions]):
         except (PropertyNotImplementedError, NotImplementedError) as error:
             if name == "stress":
                 return np.full((3, 3), np.nan)
-            raise ForgefieldError(f"{self.options.module} gives no {name}.") from error
+            raise ForgefieldError(f"{self.options.module} does not compute {name}.") from error
+
+
+EDGES_UP_TO = 1.0
+"""Cutoff, A; a calculator searches neighbours itself and does not use edges."""
+
+
+def read_calculator(module: str, species: Sequence[str], options: str | None) -> ImportedModel:
+    """module: import path of the calculator. options: JSON file with its arguments."""
+    if not species:
+        raise ForgefieldError("Name the elements of the calculator: --species Cu Au.")
+    for symbol in species:
+        if not atomic_numbers.get(symbol):
+            raise ForgefieldError(f"--species {symbol}: there is no element of that name.")
+    arguments = {} if options is None else json.loads(Path(options).read_text())
+    section = {"name": "calculator", "module": module, "options": arguments}
+    ordered = sorted(set(species), key=lambda symbol: atomic_numbers[symbol])
+    resolved = resolve_model(section, species=ordered, cutoff=EDGES_UP_TO, trust=CONFIG)
+    state = build_model(resolved, precision="float64", seed=0, trust=CONFIG).state_dict()
+    return ImportedModel(resolved=resolved, state=state, precision="float64", origin=f"ASE calculator {module}")
+
+
+class CalculatorImporter(Importer):
+    """Imports ASE calculators."""
+
+    accepts = ("options", "species")
+    reasons = {"weights": "a calculator has none", "head": "a calculator is one model"}
+    trust = CONFIG  # the user typed the import path of the calculator
+
+    def read(self, request: ImportRequest) -> ImportedModel:
+        return read_calculator(request.source, request.species or [], request.options)
+
+    def run_name(self, request: ImportRequest) -> str:
+        return request.source.split(".")[-1]
+
+
+IMPORTER = CalculatorImporter()

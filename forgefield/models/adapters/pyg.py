@@ -1,9 +1,9 @@
-"""Models of PyTorch Geometric, `forward(z, pos, batch)` to an energy per frame, on our edges.
+"""Models of PyTorch Geometric, `forward(z, pos, batch)` to an energy per frame, with the edges of the batch.
 
-Such models look for neighbours themselves, among the atoms of the cell alone. Where they can be given edges instead, with
-lengths or vectors, they get ours and see periodic images: SchNet and ViSNet, and any model whose forward takes `edge_index`
-with `edge_weight`, `edge_attr` (lengths) or `edge_vec`. The others (DimeNet, DimeNet++) get our edges of open frames and
-refuse periodic ones.
+Such models search neighbours themselves, only among the atoms of the cell. If they accept edges instead, with lengths or
+vectors, they get those of the batch and see periodic images: SchNet and ViSNet, and any model whose forward takes `edge_index`
+with `edge_weight`, `edge_attr` (lengths) or `edge_vec`. The others (DimeNet, DimeNet++) get the edges of frames that are not
+periodic and raise an error for periodic ones.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from forgefield.errors import ForgefieldError
-from forgefield.models.adapters.foreign import Foreign, caught_input
+from forgefield.models.adapters.adapter import Adapter, record_input
 from forgefield.models.edges import Batch, EdgeContext
 
 GRAPH_MAKERS = {"RadiusInteractionGraph": False, "Distance": True}
-"""Parts of models of PyTorch Geometric that make edges of (pos, batch), by class: whether they also give vectors and loops."""
+"""Classes of PyTorch Geometric that compute edges from (pos, batch): whether they also return vectors and self-loops."""
 OF_EDGES = ("edge_weight", "edge_attr", "edge_vec")
 
 
@@ -35,8 +35,8 @@ class Edges(NamedTuple):
     is_crossing: Tensor
 
 
-class GivenEdges(nn.Module):
-    """Stands where a model would look for neighbours. with_vectors: it also gives vectors, and an edge from atom to itself."""
+class BatchEdges(nn.Module):
+    """Replaces the neighbour search of a model. with_vectors: it also returns vectors, and an edge from each atom to itself."""
 
     edges: Edges | None
 
@@ -51,12 +51,12 @@ class GivenEdges(nn.Module):
             return ends, lengths
         n_atoms = pos.shape[0]
         loops = torch.arange(n_atoms, device=ends.device).expand(2, n_atoms)
-        nothing = vectors.new_zeros(n_atoms, 3)
-        return torch.cat([ends, loops], 1), torch.cat([lengths, nothing[:, 0]]), torch.cat([vectors, nothing])
+        zeros = vectors.new_zeros(n_atoms, 3)
+        return torch.cat([ends, loops], 1), torch.cat([lengths, zeros[:, 0]]), torch.cat([vectors, zeros])
 
 
-class PyG(Foreign):
-    """model.features: name of the part of the model whose input are features of atoms (`lin1` of SchNet)."""
+class PyG(Adapter):
+    """model.features: name of the submodule whose inputs are features of atoms (`lin1` of SchNet)."""
 
     @classmethod
     def check_options(cls, section: Mapping[str, Any], *, make: Callable[..., object] | None = None) -> None:
@@ -65,17 +65,17 @@ class PyG(Foreign):
             if key in (section.get("options") or {}):
                 raise ForgefieldError(f"model.options.{key} does not apply: the edges are those of the data section.")
 
-    def prepared(self, module: nn.Module) -> nn.Module:
-        """With parts that give our edges in place of those that look for neighbours."""
+    def prepare(self, module: nn.Module) -> nn.Module:
+        """The module with submodules that return the edges of the batch instead of searching neighbours."""
         for parent in list(module.modules()):
             for name, part in list(parent.named_children()):
                 if type(part).__name__ in GRAPH_MAKERS and type(part).__module__.startswith("torch_geometric."):
-                    setattr(parent, name, GivenEdges(GRAPH_MAKERS[type(part).__name__]))
+                    setattr(parent, name, BatchEdges(GRAPH_MAKERS[type(part).__name__]))
         return module
 
     def evaluate(self, batch: Batch, edges: EdgeContext) -> tuple[Tensor, Tensor | None]:
         lists = _edges(batch, edges, self.dtype, self.cutoff)
-        given = [part for part in self.module.modules() if isinstance(part, GivenEdges)]
+        replaced = [part for part in self.module.modules() if isinstance(part, BatchEdges)]
         accepts = [
             name for name in inspect.signature(self.module.forward).parameters if name in ("edge_index", *OF_EDGES)
         ]
@@ -87,36 +87,35 @@ class PyG(Foreign):
         offered = {"edge_index": lists.ends, "edge_weight": lists.lengths, "edge_vec": lists.vectors}
         offered["edge_attr"] = lists.lengths.unsqueeze(1)
         arguments |= {name: offered[name] for name in accepts}
-        if not given and not any(name in OF_EDGES for name in accepts):
+        if not replaced and not any(name in OF_EDGES for name in accepts):
             self._refuse_crossing(lists)
-        if any(part.with_vectors for part in given):
-            self._refuse_own_images(lists)
+        if any(part.with_vectors for part in replaced):
+            self._refuse_self_images(lists)
         with ExitStack() as stack:
-            caught = self._catching(stack)
-            stack.enter_context(_set(given, lists))
+            inputs = self._record_features(stack)
+            stack.enter_context(_set(replaced, lists))
             stack.enter_context(_neighbours_from(self.module, lists))
-            made = self.module(**arguments)
-        made = made[0] if isinstance(made, tuple) else made
-        return made, caught[0] if caught else None
+            result = self.module(**arguments)
+        return result[0] if isinstance(result, tuple) else result, inputs[0] if inputs else None
 
-    def _catching(self, stack: ExitStack) -> list[Tensor]:
+    def _record_features(self, stack: ExitStack) -> list[Tensor]:
         if self.options.features is None:
             return []
-        return stack.enter_context(caught_input(self.module, self.options.features))
+        return stack.enter_context(record_input(self.module, self.options.features))
 
     def _refuse_crossing(self, edges: Edges) -> None:
         if bool(edges.is_crossing.any()):
             raise ForgefieldError(
-                f"{self.options.module} measures distances between the atoms of a cell and knows no periodic images, and "
-                "some frames are periodic: their energies would be wrong. Train it on molecules, or take a model that accepts "
+                f"{self.options.module} computes distances between the atoms of a cell without periodic images, and some "
+                "frames are periodic: their energies would be wrong. Train it on molecules, or use a model that accepts "
                 "edges (SchNet and ViSNet of PyTorch Geometric, or the built-in ones)."
             )
 
-    def _refuse_own_images(self, edges: Edges) -> None:
+    def _refuse_self_images(self, edges: Edges) -> None:
         if bool((edges.is_crossing & (edges.ends[0] == edges.ends[1])).any()):
             raise ForgefieldError(
-                f"{self.options.module} takes an edge from an atom to its own periodic image for no edge at all, and some "
-                "frames have cells shorter than the cutoff; repeat their cells, or take a shorter data.cutoff."
+                f"{self.options.module} ignores edges from an atom to its own periodic image, and some frames have cells "
+                "shorter than the cutoff; repeat their cells, or use a shorter data.cutoff."
             )
 
 
@@ -128,7 +127,7 @@ def _edges(batch: Batch, edges: EdgeContext, dtype: torch.dtype, cutoff: float) 
 
 
 @contextmanager
-def _set(parts: list[GivenEdges], edges: Edges) -> Iterator[None]:
+def _set(parts: list[BatchEdges], edges: Edges) -> Iterator[None]:
     for part in parts:
         part.edges = edges
     try:
@@ -140,38 +139,44 @@ def _set(parts: list[GivenEdges], edges: Edges) -> Iterator[None]:
 
 @contextmanager
 def _neighbours_from(module: nn.Module, edges: Edges) -> Iterator[None]:
-    """Inside, `radius_graph` of the files that the model's parts come from gives these edges, of open frames, and `triplets`
-    (of DimeNet) needs no compiled package."""
+    """In the `with` block, `radius_graph` in the modules of the model's classes returns these edges, of frames that are not
+    periodic, and `triplets` (of DimeNet) needs no compiled package."""
     files = {type(part).__module__ for part in module.modules()} - {__name__}
 
-    def radius_graph(x: Tensor, r: float, batch: Tensor | None = None, loop: bool = False, **_: Any) -> Tensor:
+    def radius_graph(x: Tensor, r: float, batch: Tensor | None = None, loop: bool = False, **_: object) -> Tensor:
         if loop:
-            raise ForgefieldError("this model asks for edges from atoms to themselves, which our lists do not have.")
+            raise ForgefieldError(
+                "this model needs edges from atoms to themselves, which Forgefield's lists do not contain."
+            )
         return edges.ends[:, edges.lengths <= r]
 
-    ours = {"radius_graph": radius_graph, "triplets": triplets}
-    places = [(sys.modules[file], name) for file in files for name in ours if hasattr(sys.modules.get(file), name)]
-    before = [getattr(place, name) for place, name in places]
-    for place, name in places:
-        setattr(place, name, ours[name])
+    replacements = {"radius_graph": radius_graph, "triplets": triplets}
+    originals = [
+        (sys.modules[file].__dict__, name, sys.modules[file].__dict__[name])
+        for file in files
+        for name in replacements
+        if file in sys.modules and name in sys.modules[file].__dict__
+    ]
+    for namespace, name, _ in originals:
+        namespace[name] = replacements[name]
     try:
         yield
     finally:
-        for (place, name), old in zip(places, before):
-            setattr(place, name, old)
+        for namespace, name, original in originals:
+            namespace[name] = original
 
 
 def triplets(edge_index: Tensor, num_nodes: int) -> tuple[Tensor, ...]:
-    """All k -> j -> i with k other than i: destination and source of all edges; then of every triplet atoms i, j, k and the
-    numbers of its edges k -> j and j -> i. edge_index: (2, n_edges) source, destination."""
+    """All k -> j -> i with k other than i: destination and source of all edges; then for every triplet the atoms i, j, k and
+    the indices of its edges k -> j and j -> i. edge_index: (2, n_edges) source, destination."""
     source, destination = edge_index
     order = torch.argsort(destination, stable=True)
     into = torch.bincount(destination, minlength=num_nodes)
     first = torch.cumsum(into, 0) - into
     count = into[source]
     second_edge = torch.repeat_interleave(count)
-    place = torch.arange(second_edge.shape[0], device=source.device) - (torch.cumsum(count, 0) - count)[second_edge]
-    first_edge = order[first[source[second_edge]] + place]
+    offset = torch.arange(second_edge.shape[0], device=source.device) - (torch.cumsum(count, 0) - count)[second_edge]
+    first_edge = order[first[source[second_edge]] + offset]
     i, j, k = destination[second_edge], source[second_edge], source[first_edge]
     kept = i != k
     return destination, source, i[kept], j[kept], k[kept], first_edge[kept], second_edge[kept]

@@ -1,7 +1,7 @@
 """Allegro 0.8 as an architecture of the NequIP framework.
 
-Weights are renamed; those that make tensor weights have columns by channel, then degree, there, and by degree, then
-channel, here.
+Weights are renamed; the columns of tensor weights are ordered by channel, then degree, in Allegro, and by degree, then
+channel, in Forgefield.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from forgefield.errors import ForgefieldError
 from forgefield.models.importing import ImportedModel
-from forgefield.models.nequip.framework import SHARED_OPTIONS, Architecture, FrameworkImporter, read_model
+from forgefield.models.nequip.importer import SHARED_OPTIONS, Architecture, FrameworkImporter, read_model
 
 _MLPS = ("scalar_embed", "allegro")
 _SAME = (
@@ -61,8 +61,8 @@ def read_allegro(
     return read_model(ALLEGRO, path, options, weights)
 
 
-def our_name(name: str) -> str | None:
-    """Our name of a weight of Allegro."""
+def weight_name(name: str) -> str | None:
+    """Forgefield's name of a weight of Allegro; None for an unknown one."""
     if name in _FIXED:
         return _FIXED[name]
     if match := re.fullmatch(r"allegro\.tps\.(\d+)\.weights", name):
@@ -71,13 +71,13 @@ def our_name(name: str) -> str | None:
         if match := re.fullmatch(r"(.+)" + layers, name):
             number = int(match[2]) // step
             latent = re.fullmatch(r"allegro\.latents\.(\d+)", match[1])
-            ours = f"latents.{latent[1]}" if latent else _PERCEPTRONS.get(match[1])
-            return None if ours is None else f"{ours}.weights.{number}"
+            perceptron = f"latents.{latent[1]}" if latent else _PERCEPTRONS.get(match[1])
+            return None if perceptron is None else f"{perceptron}.weights.{number}"
     return None
 
 
 def arrange(name: str, value: Tensor, resolved: Mapping[str, Any]) -> Tensor:
-    """Numbers of a weight in our order."""
+    """A weight in Forgefield's order."""
     if name == "splines":
         return value.reshape(value.shape[0], -1, resolved["num_splines"]).transpose(1, 2)
     if re.fullmatch(r"couplings\.\d+\.weight", name):
@@ -95,17 +95,17 @@ def arrange(name: str, value: Tensor, resolved: Mapping[str, Any]) -> Tensor:
     return torch.cat([features, by_degree], 1)
 
 
-def _translate(path: Path, key: str, value: Any) -> dict[str, Any] | None:
-    if key != "radial_chemical_embed":
+def _translate(path: Path, key: str, value: object) -> dict[str, Any] | None:
+    if key != "radial_chemical_embed" or not isinstance(value, Mapping):
         return None
     settings = dict(value)
     target = str(settings.pop("_target_", "")).rsplit(".", 1)[-1]
     if target not in _EMBEDDINGS:
-        raise ForgefieldError(f"{path}: radial_chemical_embed is {target}; known are {' and '.join(_EMBEDDINGS)}.")
+        raise ForgefieldError(f"{path}: radial_chemical_embed is {target}; supported are {' and '.join(_EMBEDDINGS)}.")
     kind, known = _EMBEDDINGS[target]
     for option in settings:
         if option not in known:
-            raise ForgefieldError(f"{path}: radial_chemical_embed.{option} is not known.")
+            raise ForgefieldError(f"{path}: radial_chemical_embed.{option} is not supported.")
     return {"radial_chemical_embed": kind, **settings}
 
 
@@ -117,7 +117,7 @@ ALLEGRO = Architecture(
     derived=_DERIVED,
     renamed=_RENAMED,
     refused_unless={},
-    our_name=our_name,
+    weight_name=weight_name,
     translate=_translate,
     arrange=arrange,
 )

@@ -1,28 +1,28 @@
 """Allegro: a strictly local equivariant potential (Musaelian et al., Nat. Commun. 14, 579, 2023), as in Allegro 0.8.
 
 Every ordered pair of neighbours has scalar and tensor features; layers couple the tensors with the environment of the
-centre and mix what becomes scalar into the scalars. The energy of an atom is the sum over its edges plus its species'
-shift and depends on nothing beyond the cutoff. Geometry and energies are float64, the interior has the precision of
-the weights. Linear maps that follow one another are multiplied before they meet the edges, and the tensor track is
-carried by atoms (`tensors.py`); the function is Allegro's.
+centre and mix the scalar part of the result into the scalars. The energy of an atom is the sum over its edges plus its
+species' shift and depends on nothing beyond the cutoff. Geometry and energies are float64, everything else has the precision
+of the weights. Consecutive linear maps are multiplied before they are applied to edges, and tensor features are carried by
+atoms (`tensors.py`); the function is Allegro's.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from forgefield.kernels.convolution.dispatch import WeightedHarmonics
-from forgefield.models.adaptive import adaptive_bessel_basis
 from forgefield.models.allegro.options import PRESETS, AllegroOptions, complete_options, preset_options
 from forgefield.models.allegro.tensors import EnvironmentCoupling, harmonic_irreps, layer_irreps
 from forgefield.models.edges import Batch, EdgeContext
-from forgefield.models.terms import PairLengths, SpeciesTerms
-from forgefield.ops.activations import activate
+from forgefield.models.terms import PairLengths, SpeciesTerms, adaptive_bessel_basis
+from forgefield.ops.functions import activate, bessel_basis
 from forgefield.ops.graph import (
     EdgeGraph,
     GradientSwitch,
@@ -34,16 +34,15 @@ from forgefield.ops.graph import (
     segment_sum,
 )
 from forgefield.ops.harmonics import SphericalHarmonics
-from forgefield.ops.linear import Perceptron, unit_normal, unit_uniform
+from forgefield.ops.linear import Perceptron, WeightArguments, unit_normal, unit_uniform
 from forgefield.ops.products import add_product, product
-from forgefield.ops.radial import bessel_basis
 
 FEW_KINDS = 16
-"""Up to so many pairs of species, all splines are evaluated as one matrix product; above, weights are gathered."""
+"""Up to this number of pairs of species, all splines are evaluated as one matrix product; above, weights are gathered."""
 
 
 class Allegro(SpeciesTerms[AllegroOptions]):
-    """Atomic energies from edge vectors. Built from resolved options: every number is given.
+    """Atomic energies from edge vectors. Built from resolved options.
 
     State: `centre_embedding` and `neighbour_embedding` (n_species, half of the embedding) and `radial` for bessel,
     `splines` (n_species^2, n_splines, embedding) for spline; `scalar_embed`; `tensor_weights` and `first_projection`,
@@ -52,6 +51,7 @@ class Allegro(SpeciesTerms[AllegroOptions]):
     """
 
     sums_over_edges = True
+    ghost_atoms = "local"
     latents: list[Dense]
     couplings: list[EnvironmentCoupling]
     bessel_frequencies: Tensor
@@ -74,14 +74,13 @@ class Allegro(SpeciesTerms[AllegroOptions]):
         self.degrees = [2 * degree + 1 for degree in range(options.l_max + 1)]
         self.n_own = tensors * len(self.degrees)
         self.n_env = self.n_own if options.weight_individual_irreps else tensors
-        make: dict[str, Any] = {"generator": generator, "dtype": dtype}
+        make: WeightArguments = {"generator": generator, "dtype": dtype}
         width = self._make_embedding(options, **make)
-        forward = options.forward_normalize
-        make["forward_normalise"] = forward
+        dense = partial(Dense, forward_normalise=options.forward_normalize, **make)
         embed = [options.scalar_embed_mlp_width] * options.scalar_embed_mlp_depth
-        self.scalar_embed = Dense([width, *embed, scalars], options.scalar_embed_mlp_nonlinearity, **make)
-        self.tensor_weights = Dense([scalars, self.n_own], None, **make)
-        self.first_projection = Dense([scalars, scalars + self.n_env], None, **make | {"forward_normalise": True})
+        self.scalar_embed = dense([width, *embed, scalars], options.scalar_embed_mlp_nonlinearity)
+        self.tensor_weights = dense([scalars, self.n_own], None)
+        self.first_projection = Dense([scalars, scalars + self.n_env], None, forward_normalise=True, **make)
         self.harmonics = SphericalHarmonics(options.l_max)
         irreps = layer_irreps(options.l_max, options.parity, options.num_layers)
         latents, couplings = nn.ModuleList(), nn.ModuleList()
@@ -89,7 +88,7 @@ class Allegro(SpeciesTerms[AllegroOptions]):
         for number in range(options.num_layers):
             result = scalars + (self.n_env if number < options.num_layers - 1 else 0)
             sizes = [scalars * (number + 1) + tensors, *hidden, result]
-            latents.append(Dense(sizes, options.allegro_mlp_nonlinearity, **make))
+            latents.append(dense(sizes, options.allegro_mlp_nonlinearity))
             couplings.append(
                 EnvironmentCoupling(
                     irreps[number],
@@ -100,23 +99,23 @@ class Allegro(SpeciesTerms[AllegroOptions]):
                     dtype=dtype,
                 )
             )
-        self.latents, self.couplings = latents, couplings  # type: ignore[assignment]
+        self.latents, self.couplings = cast(list[Dense], latents), cast(list[EnvironmentCoupling], couplings)
         sizes = [scalars * (options.num_layers + 1), *[options.readout_mlp_width] * options.readout_mlp_depth, 1]
-        self.readout = Dense(sizes, options.readout_mlp_nonlinearity, **make)
+        self.readout = dense(sizes, options.readout_mlp_nonlinearity)
         self.register_buffer("identity", torch.eye(len(self.species), dtype=dtype), persistent=False)
         self.feature_dim = scalars
 
     def _make_embedding(self, options: AllegroOptions, *, generator: torch.Generator, dtype: torch.dtype) -> int:
         """Parameters of the embedding of length and species; returns its width."""
-        make: dict[str, Any] = {"generator": generator, "dtype": dtype}
+        make: WeightArguments = {"generator": generator, "dtype": dtype}
         n_species, width = len(self.species), options.radial_chemical_embed_dim or options.num_scalar_features
         if options.radial_chemical_embed == "bessel":
             number = options.num_bessels or 8
             frequencies = torch.arange(1, number + 1, dtype=torch.float64)
-            self.hold("bessel_frequencies", frequencies, bool(options.bessel_trainable))
+            self.register_trainable("bessel_frequencies", frequencies, bool(options.bessel_trainable))
             self.centre_embedding = nn.Parameter(unit_normal(n_species, width // 2, **make))
             self.neighbour_embedding = nn.Parameter(unit_normal(n_species, width // 2, **make))
-            self.radial = Dense([number, width], None, **make, forward_normalise=options.forward_normalize)
+            self.radial = Dense([number, width], None, forward_normalise=options.forward_normalize, **make)
         else:
             number, span = options.num_splines or 16, options.spline_span or 12
             spread = span if options.forward_normalize else width
@@ -144,7 +143,7 @@ class Allegro(SpeciesTerms[AllegroOptions]):
         self, batch: Batch, edges: EdgeContext | None = None, *, energies: bool = True
     ) -> tuple[Tensor, Tensor | None]:
         """Scalar features of the last layer, summed over the edges of each atom and normalised, (n_atoms, feature_dim) in
-        the interior precision, and atomic energies."""
+        the precision of the weights, and atomic energies."""
         features, atomic = self._evaluate(batch, edges or EdgeContext.of(batch), features=True, energies=energies)
         assert features is not None
         return features, atomic
@@ -159,17 +158,17 @@ class Allegro(SpeciesTerms[AllegroOptions]):
         harmonics = self.harmonics(vectors / pairs.lengths.unsqueeze(1)).to(embedding.dtype)
         tensors = WeightedHarmonics(harmonics, graph, switch)
         x, to_features, *readout = self._last_stage(embedding, tensors, species)
-        found = None
+        atom_features = None
         if features:
             scale = self.feature_scale.to(x.dtype).index_select(0, species).unsqueeze(1)
-            found = segment_sum(product(x, to_features), graph.by_destination) * scale
+            atom_features = segment_sum(product(x, to_features), graph.by_destination) * scale
         if not energies:
-            return found, None
+            return atom_features, None
         edge_energies = self._edge_energies(x, to_features, *readout)
         atomic = segment_sum(edge_energies.double(), graph.by_destination)
-        # Forces have two equal parts, from an edge and from its reverse; so their variance is as wanted.
+        # Forces have two equal parts, from an edge and from its reverse; this factor gives them unit variance.
         atomic = atomic * (self.feature_scale * math.sqrt(0.5)).index_select(0, species)
-        return found, self.energies(atomic, pairs, species, graph)
+        return atom_features, self.energies(atomic, pairs, species, graph)
 
     def _embed(self, pairs: PairLengths, species: Tensor, graph: EdgeGraph, switch: GradientSwitch | None) -> Tensor:
         """(n_edges, embedding): length and species of every edge; zero where the interaction ends."""
@@ -208,11 +207,11 @@ class Allegro(SpeciesTerms[AllegroOptions]):
     def _last_stage(
         self, embedding: Tensor, tensors: WeightedHarmonics, species: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Of the last stage: x (n_edges, width), the matrix that makes scalar features of it, what the readout's first matrix
-        has made of the features of all stages before, and the part of that matrix that reads the last ones.
+        """Of the last stage: x (n_edges, width), the matrix that maps it to scalar features, the product of the readout's first
+        matrix with the features of all previous stages, and the rows of that matrix that read the last features.
 
-        Stage m makes the scalar features m of every edge and its weights for environment m. Features are read by linear
-        maps alone: the first ones of the latents from m on and of the readout, whose sums fill up stage by stage.
+        Stage m computes the scalar features m of every edge and its weights for environment m. Features are only read by
+        linear maps, the first ones of the latents from m on and of the readout, whose sums are accumulated stage by stage.
         """
         scale = self.feature_scale.to(embedding.dtype).index_select(0, species).unsqueeze(1)
         entries = self._entries()
@@ -242,7 +241,7 @@ class Allegro(SpeciesTerms[AllegroOptions]):
         return (x @ last).squeeze(1)
 
     def _entries(self) -> list[tuple[Tensor, ...]]:
-        """First matrix of every latent and of the readout by what it takes: features by stage, scalars of the layer."""
+        """First matrix of every latent and of the readout, split by its inputs: features by stage, scalars of the layer."""
         scalars, tensors = self.options.num_scalar_features, self.options.num_tensor_features
         entries = [
             cut(latent.matrix(0), [*[scalars] * (number + 1), tensors], 0) for number, latent in enumerate(self.latents)
@@ -250,7 +249,7 @@ class Allegro(SpeciesTerms[AllegroOptions]):
         return [*entries, cut(self.readout.matrix(0), [scalars] * (len(entries) + 1), 0)]
 
     def _columns(self, matrix: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Columns that make features, and those that make weights of the next environment, if there is one."""
+        """Columns of features, and columns of weights of the next environment, if there is one."""
         scalars = self.options.num_scalar_features
         if matrix.shape[1] == scalars:
             return matrix, None
@@ -258,19 +257,19 @@ class Allegro(SpeciesTerms[AllegroOptions]):
         return features, weights
 
     def _first_stage(self, embedding: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """x (n_edges, width) and the matrices that make of it: own tensor weights, environment weights, scalar features."""
+        """x (n_edges, width) and the matrices that map it to tensor weights, environment weights and scalar features."""
         x, last = self.scalar_embed.before_last(embedding)
         features, weights = self._columns(self.first_projection.matrix(0))
         assert weights is not None
-        made = last @ join([self.tensor_weights.matrix(0), weights, features], 1)
-        own, weights, features = cut(made, [self.n_own, self.n_env, self.options.num_scalar_features], 1)
+        combined = last @ join([self.tensor_weights.matrix(0), weights, features], 1)
+        own, weights, features = cut(combined, [self.n_own, self.n_env, self.options.num_scalar_features], 1)
         return x, own, weights, features
 
     def _environment(self, x: Tensor, weights: Tensor, tensors: WeightedHarmonics) -> Tensor:
         """(components, n_atoms, channels): weighted harmonics of each atom's edges, summed.
 
-        x: (n_edges, width); weights: (width, n_env), the matrix that makes the weights of an edge of its x. Sums over edges
-        and this matrix may change places, and then it meets atoms, which are fewer; but a wide x is more to sum.
+        x: (n_edges, width); weights: (width, n_env), the matrix that maps x of an edge to its weights. The matrix can be
+        applied after the sum over edges, to atoms, which are fewer; but a wide x is more to sum.
         """
         shared = self.n_env < self.n_own
         widest = 2 * self.n_env if tensors.by_operators else self.options.num_tensor_features
@@ -285,7 +284,7 @@ class Allegro(SpeciesTerms[AllegroOptions]):
 
 
 class Dense(Perceptron):
-    """A perceptron whose ends can be joined with what stands before and behind it."""
+    """A perceptron whose first and last matrices can be combined with adjacent linear maps."""
 
     def __init__(
         self,
@@ -306,11 +305,11 @@ class Dense(Perceptron):
         return result
 
     def before_last(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """What the last matrix is applied to, and that matrix."""
+        """The input of the last matrix, and that matrix."""
         return (x, self.matrix(0)) if len(self.weights) == 1 else self.after_first(product(x, self.matrix(0)))
 
     def after_first(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The same from what the first matrix made; with one layer alone nothing is left to do but the identity."""
+        """As `before_last`, from the product with the first matrix on; the identity for a single layer."""
         if len(self.weights) == 1:
             return x, torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
         for number in range(1, len(self.weights)):
@@ -321,7 +320,7 @@ class Dense(Perceptron):
 
 
 def _read(sums: Tensor | None, x: Tensor, features: Tensor, readers: Sequence[Tensor]) -> Tensor:
-    """(n_edges, n): x @ features @ reader for each of the readers, side by side, in the cheaper order; added to `sums`.
+    """(n_edges, n): x @ features @ reader for each of the readers, concatenated, in the cheaper order; added to `sums`.
 
     x: (n_edges, width); features: (width, n_features); readers: (n_features, n of each).
     """

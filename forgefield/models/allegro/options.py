@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from forgefield.config.option import option
 from forgefield.errors import ForgefieldError
-from forgefield.models.options import ACTIVATIONS, check_values, complete_terms, option
+from forgefield.models.options import ACTIVATIONS, TermOptions, check_values, complete_terms
 
 
 @dataclass
-class AllegroOptions:
+class AllegroOptions(TermOptions):
     """Hyperparameters of Allegro. Numbers left `None` are filled in from the statistics of the training data."""
 
     l_max: int = option(1, at_least=0)
@@ -40,13 +41,13 @@ class AllegroOptions:
     spline_span: int | None = option(None, at_least=1)
     """How many of them overlap at a grid point of spline; at most num_splines. Default: 12, or num_splines if less."""
     scalar_embed_mlp_depth: int = option(1, at_least=0)
-    """Hidden layers of the perceptron behind the embedding."""
+    """Hidden layers of the perceptron after the embedding."""
     scalar_embed_mlp_width: int = option(64, at_least=1)
     """Neurons in each of them."""
     scalar_embed_mlp_nonlinearity: str | None = option("silu", choices=(*ACTIVATIONS, None))
     """silu, mish, gelu, ssp, tanh or null."""
     allegro_mlp_depth: int = option(1, at_least=0)
-    """Hidden layers of the perceptron of every layer, which makes its scalars and the weights of the next."""
+    """Hidden layers of the perceptron of every layer, which computes its scalars and the weights of the next."""
     allegro_mlp_width: int = option(64, at_least=1)
     """Neurons in each of them."""
     allegro_mlp_nonlinearity: str | None = option("silu", choices=(*ACTIVATIONS, None))
@@ -62,21 +63,7 @@ class AllegroOptions:
     readout_mlp_nonlinearity: str | None = option("silu", choices=(*ACTIVATIONS, None))
     """silu, mish, gelu, ssp, tanh or null."""
     forward_normalize: bool = True
-    """Perceptrons keep the variance of what goes forward through them; without, of gradients that go backward."""
-    per_edge_type_cutoff: dict[str, Any] | None = None
-    """Shorter cutoffs by species of centre and neighbour, A: {H: 3.0, O: {H: 3.5, O: 4.0}}; others have the cutoff."""
-    avg_num_neighbours: float | dict[str, float] | None = None
-    """Mean number of neighbours, or one per species of the centre; sums over edges are divided by its square root."""
-    energy_scales: float | dict[str, float] | None = None
-    """Energy unit of the network's output, eV, one or per species. Default: root mean square of the forces, times A."""
-    energy_shifts: float | dict[str, float] | None = None
-    """Energy of the isolated atom, eV, one or per species. Default: the reference energies."""
-    energy_scales_trainable: bool = False
-    """Train the scales."""
-    energy_shifts_trainable: bool = False
-    """Train the shifts."""
-    zbl: bool | dict[str, float] = False
-    """Add the ZBL repulsion of nuclei; {polynomial_cutoff_p: 6} sets its envelope."""
+    """Perceptrons preserve the variance of activations; without, that of gradients."""
 
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -97,7 +84,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         ("XL", 3, 3, 256, 128),
     )
 }
-"""Sizes of our own choice."""
+"""Forgefield's choice of sizes."""
 EMBEDDINGS: dict[str, dict[str, Any]] = {
     "bessel": {"num_bessels": 8, "bessel_trainable": False, "polynomial_cutoff_p": 6.0},
     "spline": {"num_splines": 16, "spline_span": 12},
@@ -105,10 +92,10 @@ EMBEDDINGS: dict[str, dict[str, Any]] = {
 """Options of each embedding and their defaults."""
 
 
-def preset_options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def preset_options(name: str, section: Mapping[str, Any]) -> dict[str, Any]:
     """Options of a preset; the perceptrons follow another number of scalar features."""
     options = dict(PRESETS[name])
-    scalars = given.get("num_scalar_features")
+    scalars = section.get("num_scalar_features")
     if isinstance(scalars, int):
         options |= {"scalar_embed_mlp_width": scalars, "allegro_mlp_width": scalars}
         options["readout_mlp_width"] = max(1, scalars // 2)
@@ -125,7 +112,7 @@ def complete_options(
 
 
 def _complete_embedding(options: AllegroOptions) -> dict[str, Any]:
-    """Options of the embedding with their defaults; those of the other one are refused."""
+    """Options of the embedding with their defaults; options of the other embedding are errors."""
     kind = options.radial_chemical_embed
     for other, defaults in EMBEDDINGS.items():
         for key in defaults if other != kind else ():

@@ -1,4 +1,4 @@
-"""The tensor track of Allegro, carried by atoms instead of edges.
+"""The tensor features of Allegro, carried by atoms instead of edges.
 
 In each layer Allegro couples the tensor features of every edge with the environment of the edge's centre, by
 Clebsch-Gordan coefficients and one weight per path and channel; of the result only the scalars are read. All of this
@@ -8,7 +8,7 @@ dot product of the first, two-body features V of the edge with a row of its cent
     s_m[e, u] = sum_i q_m[a, i, u] V[e, i, u],     q_m = (scalar row of layer m) M_{m-1} ... M_0,
 
 where M_n[a] is the coupling of layer n with the environment of atom a. Rows are carried through the layers from the last
-to the first; no tensor product is ever made on an edge. This is Allegro's own function, in another order of sums.
+to the first; no tensor product is computed on an edge. This is Allegro's function, in another order of summation.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from forgefield.ops.linear import unit_uniform
 class Irrep(NamedTuple):
     """Degree and parity (+1 or -1)."""
 
-    l: int  # noqa: E741
+    l: int
     p: int
 
     @property
@@ -46,12 +46,12 @@ def harmonic_irreps(l_max: int) -> tuple[Irrep, ...]:
 
 
 def couples(a: Irrep, b: Irrep, result: Irrep) -> bool:
-    """Whether the product of two irreps holds a third."""
+    """Whether the product of two irreps contains a third."""
     return a.p * b.p == result.p and abs(a.l - b.l) <= result.l <= a.l + b.l
 
 
 def layer_irreps(l_max: int, parity: bool, num_layers: int) -> list[tuple[Irrep, ...]]:
-    """Irreps of the tensor features before the first layer and after each: reachable from the harmonics, and of use."""
+    """Irreps of the tensor features before the first layer and after each: reachable from the harmonics, and used."""
     harmonics = harmonic_irreps(l_max)
     allowed = tuple(Irrep(degree, p) for degree in range(l_max + 1) for p in (1, -1)) if parity else harmonics
     reached = [harmonics]
@@ -66,7 +66,7 @@ def layer_irreps(l_max: int, parity: bool, num_layers: int) -> list[tuple[Irrep,
 
 
 class Path(NamedTuple):
-    """Numbers of the irreps it couples: of the features, of the environment, of the result."""
+    """Indices of the irreps it couples: of the features, of the environment, of the result."""
 
     feature: int
     environment: int
@@ -74,13 +74,13 @@ class Path(NamedTuple):
 
 
 DENSE_COMPONENTS = 9
-"""Up to so many components of the result, all go through one matrix product; above, one per irrep: less zeros."""
+"""Up to this number of components of the result, one matrix product computes all; above, one per irrep: fewer zeros."""
 
 
 class EnvironmentCoupling(nn.Module):
     """Coupling of one layer; it maps rows over the layer's results to rows over its features.
 
-    `weight` (n_paths, channels), or (n_paths, 1) where channels share it; paths by result, feature, environment.
+    `weight`: (n_paths, channels), or (n_paths, 1) where channels share it; paths are ordered by result, feature, environment.
     """
 
     scalar_matrix: Tensor
@@ -130,7 +130,7 @@ class EnvironmentCoupling(nn.Module):
         self.form = self._form(features, environment, results)
 
     def _form(self, features: Sequence[Irrep], environment: Sequence[Irrep], results: Sequence[Irrep]) -> CouplingForm:
-        """What kernels couple: rows over features from environments and rows over results."""
+        """The coupling for kernels: rows over features from environments and rows over results."""
         paths = [
             CoupledPath(a.l, _dim(features[:i]), b.l, _dim(environment[:j]), c.l, _dim(results[:k]))
             for (i, j, k) in self.paths
@@ -166,7 +166,7 @@ class EnvironmentCoupling(nn.Module):
         parts = []
         for number, part in enumerate(cut(row, self.group_sizes, 0)):
             product = (environment.unsqueeze(1) * part.unsqueeze(0)).flatten(2).flatten(0, 1)
-            parts.append(getattr(self, f"matrix_{number}") @ product)
+            parts.append(self.get_buffer(f"matrix_{number}") @ product)
         coupled = join(parts, 0).unflatten(1, environment.shape[1:])
         return self._sum_paths(coupled, self.weight_of_row.shape[0])
 
@@ -183,7 +183,7 @@ def _dim(irreps: Sequence[Irrep]) -> int:
 
 
 def _diagonal(matrix: Tensor, feature_sum: Tensor) -> Tensor | None:
-    """(n, 1): the diagonal of a matrix that has nothing else, where its rows are the features themselves; else None."""
+    """(n, 1): the diagonal of a diagonal matrix whose rows are the features themselves; None for other matrices."""
     n_rows, n_columns = matrix.shape
     if not n_rows == n_columns == feature_sum.shape[0] or not torch.equal(feature_sum[:, :n_rows], torch.eye(n_rows)):
         return None
@@ -192,6 +192,6 @@ def _diagonal(matrix: Tensor, feature_sum: Tensor) -> Tensor | None:
 
 
 def _group(results: Sequence[Irrep]) -> list[tuple[int, ...]]:
-    """Numbers of the results that are coupled in one matrix product."""
-    everything = tuple(range(len(results)))
-    return [everything] if _dim(results) <= DENSE_COMPONENTS else [(number,) for number in everything]
+    """Indices of the results that are coupled in one matrix product."""
+    indices = tuple(range(len(results)))
+    return [indices] if _dim(results) <= DENSE_COMPONENTS else [(index,) for index in indices]

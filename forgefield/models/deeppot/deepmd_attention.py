@@ -1,8 +1,9 @@
-"""DeePMD-kit's backend-free form of the attention descriptors, there and back."""
+"""DeePMD-kit's backend-free form of the attention descriptors, reading and writing."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from forgefield.models.deeppot.deepmd_networks import (
     layer_state,
     layer_tree,
     numpy_of,
+    one_per_centre,
     precision_of,
     refuse,
     stacked_state,
@@ -24,7 +26,7 @@ from forgefield.models.deeppot.deepmd_networks import (
 from forgefield.models.deeppot.se_atten import SeAtten
 
 TYPES = {"dpa1": "se_atten", "se_atten": "se_atten", "se_atten_v2": "se_atten_v2"}
-"""By DeePMD-kit's names, ours."""
+"""Forgefield's type by DeePMD-kit's."""
 _SAME = (
     "rcut_smth", "neuron", "axis_neuron", "tebd_dim", "resnet_dt", "type_one_side", "attn", "attn_layer", "attn_dotr",
     "attn_mask", "activation_function", "scaling_factor", "normalize", "temperature", "trainable_ln", "ln_eps",
@@ -33,10 +35,10 @@ _SAME = (
 """Settings with the same name and meaning in both forms."""
 
 
-def from_deepmd(section: Mapping[str, Any]) -> tuple[Tree, Arrays]:
+def attention_from_tree(section: Mapping[str, Any]) -> tuple[Tree, Arrays]:
     """Options and state of a descriptor of type dpa1, se_atten or se_atten_v2."""
     if section["type"] not in TYPES:
-        raise ForgefieldError(f"descriptor.type is {section['type']}; known here are {', '.join(TYPES)}.")
+        raise ForgefieldError(f"descriptor.type is {section['type']}; supported are {', '.join(TYPES)}.")
     refuse("descriptor", section, {"spin": (), "compress": (), "lmax": (1,)})
     refuse("descriptor.env_mat", section.get("env_mat", {}), {"use_exp_switch": (False,)})
     variables = section["@variables"]
@@ -47,9 +49,9 @@ def from_deepmd(section: Mapping[str, Any]) -> tuple[Tree, Arrays]:
         "use_tebd_bias": section.get("use_tebd_bias", True),
         "exclude_types": [list(pair) for pair in section["exclude_types"]],
         "env_protection": float(section.get("env_protection", 0.0)),
-        "davg": _one_per_centre("davg", variables["davg"]),
-        "dstd": _one_per_centre("dstd", variables["dstd"]),
-        # There it says how statistics are made, here that means are zero.
+        "davg": one_per_centre("davg", variables["davg"]),
+        "dstd": one_per_centre("dstd", variables["dstd"]),
+        # In DeePMD-kit it determines how statistics are computed, here that means are zero.
         "set_davg_zero": bool(section["set_davg_zero"]) and not np.any(variables["davg"]),
     }
     if options["type"] == "se_atten":
@@ -61,14 +63,6 @@ def from_deepmd(section: Mapping[str, Any]) -> tuple[Tree, Arrays]:
     for number, layer in enumerate(section["attention_layers"]["attention_layers"]):
         state |= {f"attention.{number}.{key}": value for key, value in _attention_state(layer).items()}
     return options, state
-
-
-def _one_per_centre(name: str, values: np.ndarray) -> list[list[float]]:
-    """(species, slots, 4) -> (species, 4): they are the same in all slots."""
-    if not np.allclose(values, values[:, :1], rtol=1e-12, atol=0):
-        raise ForgefieldError(f"descriptor.{name} differs between the neighbours of a centre.")
-    result: list[list[float]] = values[:, 0].astype(np.float64).tolist()
-    return result
 
 
 def _type_embedding_state(section: Mapping[str, Any]) -> Arrays:
@@ -88,19 +82,20 @@ def _attention_state(section: Mapping[str, Any]) -> Arrays:
     return state
 
 
-def to_deepmd(descriptor: SeAtten) -> Tree:
+def attention_tree(descriptor: SeAtten) -> Tree:
     """The descriptor as DeePMD-kit's class `Descriptor`."""
     options = descriptor.options
     if descriptor.room is None:
         raise ForgefieldError(
-            "model.descriptor.sel was left out, but DeePMD-kit needs it and divides by it; train with sel to export."
+            "the model was trained without model.descriptor.sel, by which DeePMD-kit divides; train with sel to export."
         )
     if options.attn_mask:
-        raise ForgefieldError("model.descriptor.attn_mask is true, which DeePMD-kit's files cannot say.")
+        raise ForgefieldError("model.descriptor.attn_mask is true, which DeePMD-kit's files do not support.")
     n, precision = len(descriptor.species), precision_of(descriptor.embedding)
     is_v2 = options.type == "se_atten_v2"
     tree: Tree = {"@class": "Descriptor", "type": "se_atten_v2" if is_v2 else "dpa1", "@version": 2}
-    tree |= {key: getattr(options, key) for key in _SAME}
+    settings = asdict(options)
+    tree |= {key: settings[key] for key in _SAME}
     tree |= {
         "rcut": descriptor.cutoff,
         "sel": list(options.sel) if isinstance(options.sel, list) else [options.sel],
@@ -127,13 +122,13 @@ def to_deepmd(descriptor: SeAtten) -> Tree:
         },
     }
     if not is_v2:
-        tree |= {key: getattr(options, key) for key in ("tebd_input_mode", "smooth_type_embedding")}
+        tree |= {key: settings[key] for key in ("tebd_input_mode", "smooth_type_embedding")}
     if descriptor.type_network is not None:
         tree["embeddings_strip"] = collection_tree(descriptor.type_network, n, "embedding_network")
     return tree
 
 
-def _in_all_slots(rows: list[list[float]], slots: int, precision: str) -> np.ndarray:
+def _in_all_slots(rows: list[list[float]] | None, slots: int, precision: str) -> np.ndarray:
     return np.repeat(np.asarray(rows, dtype=precision)[:, None], slots, 1)
 
 

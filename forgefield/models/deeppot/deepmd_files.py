@@ -1,6 +1,6 @@
 """Files of DeePMD-kit as trees of settings and arrays: its backend-free models (.yaml, .dp) and its torch checkpoints (.pt).
 
-The tree is the one that backend-free files hold; of a checkpoint one with the same parts is made. Nothing is executed.
+The tree is that of backend-free files; a checkpoint is converted to the same form. Nothing is executed.
 """
 
 from __future__ import annotations
@@ -9,47 +9,46 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import yaml
 from torch import Tensor
 
 from forgefield.errors import ForgefieldError
-from forgefield.models.deeppot.deepmd_fittings import TYPES
+from forgefield.models.deeppot.deepmd_networks import TYPES, Tree
 from forgefield.models.deeppot.options import EnergyFittingOptions, SeE2AOptions, fitting_part
 from forgefield.models.deeppot.se_atten import SeAttenOptions, SeAttenV2Options
+from forgefield.untrusted.archives import check_expansion
 from forgefield.untrusted.documents import load_json, load_yaml
-from forgefield.untrusted.expansion import check_expansion
-from forgefield.untrusted.torch_files import read_torch_file
+from forgefield.untrusted.safe_pickle import read_torch_file
 
-Tree = dict[str, Any]
+if TYPE_CHECKING:
+    import h5py
 
 
 def read_tree(path: Path, head: str | None = None) -> Tree:
-    """The tree in a file, whose suffix says of which kind it is. head: which of several models a checkpoint holds."""
+    """The tree in a file; its suffix determines the format. head: which of several models in a checkpoint."""
     if path.suffix not in READERS:
         raise ForgefieldError(
             f"{path}: files of DeePMD-kit that can be imported end in {', '.join(READERS)}; "
-            "`dp convert-backend` makes one of a frozen model."
+            "`dp convert-backend` converts a frozen model."
         )
     if not path.is_file():
         raise ForgefieldError(f"{path} does not exist.")
     if head is not None and path.suffix != ".pt":
         raise ForgefieldError(
-            f"{path}: checkpoints (.pt) may hold several models, this file holds one; leave --head out."
+            f"{path}: only checkpoints (.pt) contain several models, this file contains one; leave --head out."
         )
     tree = _read_checkpoint(path, head) if path.suffix == ".pt" else READERS[path.suffix](path)
     if not isinstance(tree, Mapping) or not isinstance(tree.get("model"), Mapping):
-        raise ForgefieldError(f"{path} holds no model of DeePMD-kit.")
+        raise ForgefieldError(f"{path} does not contain a model of DeePMD-kit.")
     return dict(tree)
 
 
 def _read_yaml(path: Path) -> Tree:
     try:
-        content = load_yaml(path.read_text())
-        result: dict[str, Any] = _with_arrays(content, lambda value: value)
-        return result
+        return _tree(_with_arrays(load_yaml(path.read_text()), lambda value: value))
     except (yaml.YAMLError, ValueError, TypeError, KeyError) as error:
         raise ForgefieldError(f"{path} is not readable YAML: {error}") from error
 
@@ -59,23 +58,25 @@ def _read_hdf5(path: Path) -> Tree:
 
     try:
         with h5py.File(path, "r") as file:
-            content = load_json(file.attrs["json"])
-            result: dict[str, Any] = _with_arrays(content, lambda name: _fetched(path, file[name]))
-            return result
+            return _tree(_with_arrays(load_json(file.attrs["json"]), lambda name: _read_dataset(path, file[name])))
     except ForgefieldError:
         raise
-    except Exception as error:  # the HDF5 library has errors of all types
+    except Exception as error:  # the HDF5 library raises errors of all types
         raise ForgefieldError(f"{path} is not a readable .dp file: {error}.") from error
 
 
-def _fetched(path: Path, dataset: Any) -> np.ndarray:
+def _tree(content: object) -> Tree:
+    return content if isinstance(content, dict) else {}
+
+
+def _read_dataset(path: Path, dataset: h5py.Dataset) -> np.ndarray:
     remedy = "write it again with `dp convert-backend`"
     check_expansion(dataset.size * dataset.dtype.itemsize, path.stat().st_size, f"{path}#{dataset.name}", remedy)
     return np.asarray(dataset)
 
 
-def _with_arrays(node: Any, fetch: Callable[[Any], Any], inside: bool = False) -> Any:
-    """The tree with arrays in place of what stands for them: fetched by `fetch`, or written out as a list."""
+def _with_arrays(node: object, fetch: Callable[[Any], object], inside: bool = False) -> object:
+    """The tree with arrays in place of their descriptions: read by `fetch`, or written as a list."""
     if isinstance(node, Mapping):
         if node.get("@is_variable"):
             return np.asarray(node["value"], dtype=np.dtype(node["dtype"]))
@@ -91,10 +92,16 @@ def _read_checkpoint(path: Path, head: str | None = None) -> Tree:
     extra = state.get("_extra_state") if isinstance(state, Mapping) else None
     settings = extra.get("model_params") if isinstance(extra, Mapping) else None
     if not isinstance(settings, Mapping) or not isinstance(state, Mapping):
-        raise ForgefieldError(f"{path} is no checkpoint of DeePMD-kit: it does not say how its model was built.")
+        raise ForgefieldError(
+            f"{path} is not a checkpoint of DeePMD-kit: it does not contain the options of its model."
+        )
     several = settings.get("model_dict")
     if (several is None) != (head is None) or (several is not None and head not in several):
-        known = f"it holds several models ({', '.join(several)}); choose one with --head" if several else "it holds one"
+        known = (
+            f"it contains several models ({', '.join(several)}); choose one with --head"
+            if several
+            else "it contains one"
+        )
         raise ForgefieldError(f"{path}: {known}" + ("." if head is None else f", and not '{head}'."))
     settings = settings if several is None else several[head]
     prefix = re.compile(rf"^model\.{re.escape(head or 'Default')}\.(atomic_model\.)?")
@@ -118,8 +125,8 @@ def _checkpoint_tree(path: Path, settings: Mapping[str, Any], arrays: Mapping[st
     is_energy = given.get("type", "ener") not in TYPES
     defaults_of_fitting = EnergyFittingOptions() if is_energy else fitting_part({"type": given["type"]})[1]
     fitting = asdict(defaults_of_fitting) | given
-    places = ("descriptor.sea", "descriptor.se_atten", "descriptor")
-    prefix = next((name for name in places if f"{name}.mean" in arrays), None)
+    prefixes = ("descriptor.sea", "descriptor.se_atten", "descriptor")
+    prefix = next((name for name in prefixes if f"{name}.mean" in arrays), None)
     if kind == "standard" and prefix is not None:
         descriptor["@variables"] = {"davg": arrays[f"{prefix}.mean"], "dstd": arrays[f"{prefix}.stddev"]}
         networks = _networks(arrays, f"{prefix}.filter_layers.networks")
@@ -149,7 +156,7 @@ def _checkpoint_tree(path: Path, settings: Mapping[str, Any], arrays: Mapping[st
 
 
 def _tensor_tree(fitting: Tree, arrays: Mapping[str, np.ndarray], n_species: int) -> Tree:
-    """What fittings of something else than energies have beside their networks."""
+    """Settings of fittings of other outputs than energies."""
     variables = dict(fitting["@variables"])
     size = fitting["nets"]["networks"][0]["layers"][-1]["@variables"]["w"].shape[1] if "nets" in fitting else 0
     if variables["bias_atom_e"] is None:
@@ -162,8 +169,8 @@ def _tensor_tree(fitting: Tree, arrays: Mapping[str, np.ndarray], n_species: int
     return {**names, "rcond": fitting.get("rcond"), "@variables": variables}
 
 
-def _attention_tree(arrays: Mapping[str, np.ndarray], prefix: str, sel: Any) -> Tree:
-    """What attention descriptors have beside their embedding network."""
+def _attention_tree(arrays: Mapping[str, np.ndarray], prefix: str, sel: int | list[int]) -> Tree:
+    """Settings and arrays of attention descriptors in addition to their embedding network."""
 
     def affine(name: str) -> Tree:
         return {"@variables": {"w": arrays[f"{name}.matrix"], "b": arrays.get(f"{name}.bias")}}
@@ -186,14 +193,14 @@ def _attention_tree(arrays: Mapping[str, np.ndarray], prefix: str, sel: Any) -> 
 
 def _networks(arrays: Mapping[str, np.ndarray], prefix: str) -> list[Tree]:
     """Networks below a prefix, each with its layers."""
-    found: dict[int, dict[int, Tree]] = {}
+    networks: dict[int, dict[int, Tree]] = {}
     names = {"matrix": "w", "bias": "b", "idt": "idt"}
     for key, value in arrays.items():
         match = re.fullmatch(re.escape(prefix) + r"\.(\d+)\.layers\.(\d+)\.(\w+)", key)
         if match and match[3] in names:
-            layer = found.setdefault(int(match[1]), {}).setdefault(int(match[2]), {"@variables": {}})
+            layer = networks.setdefault(int(match[1]), {}).setdefault(int(match[2]), {"@variables": {}})
             layer["@variables"][names[match[3]]] = value
-    return [{"layers": [layers[i] for i in sorted(layers)]} for _, layers in sorted(found.items())]
+    return [{"layers": [layers[i] for i in sorted(layers)]} for _, layers in sorted(networks.items())]
 
 
 READERS: dict[str, Callable[[Path], Tree]] = {

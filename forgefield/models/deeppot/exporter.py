@@ -1,7 +1,7 @@
 """Writes Deep Potential models as DeePMD-kit's backend-free files (.yaml, .dp); `dp convert-backend` makes any other of them.
 
-A model trained without `sel` gets the room for neighbours that DeePMD-kit needs; what empty places would add there is taken
-out of the weights, so that predictions are the same for any room that suffices.
+A model trained without `sel` gets the slots for neighbours that DeePMD-kit needs; the contribution of empty slots is subtracted
+in the weights, so that predictions are the same for any sufficient number of slots.
 """
 
 from __future__ import annotations
@@ -15,39 +15,45 @@ from typing import Any
 import numpy as np
 import yaml
 
+try:
+    from yaml import CSafeDumper as _Dumper
+except ImportError:  # PyYAML without libyaml
+    from yaml import SafeDumper as _Dumper
+
 from forgefield._version import __version__
 from forgefield.errors import ForgefieldError
 from forgefield.files import written_whole
-from forgefield.models.deeppot.deepmd_attention import to_deepmd
-from forgefield.models.deeppot.deepmd_fittings import to_deepmd as fitting_tree
+from forgefield.models.deeppot.deepmd_attention import attention_tree
+from forgefield.models.deeppot.deepmd_networks import Tree, fitting_tree, precision_of
 from forgefield.models.deeppot.fitting import Fitting
 from forgefield.models.deeppot.model import DeepPot
 from forgefield.models.deeppot.networks import Networks
-from forgefield.models.deeppot.se_e2 import RADIAL_SCALE
+from forgefield.models.deeppot.options import EnergyFittingOptions
+from forgefield.models.deeppot.se_atten import SeAtten
+from forgefield.models.deeppot.se_e2 import RADIAL_SCALE, TwoBodyDescriptor
 from forgefield.models.deeppot.tensor_fitting import TensorFitting
 from forgefield.models.potential import Potential
 
-Tree = dict[str, Any]
 SPARE = 1.1
-"""Room for neighbours, over the largest number in the training data: DeePMD-kit's own choice."""
+"""Slots for neighbours, relative to the largest number in the training data: DeePMD-kit's choice."""
 
 
 def write_deepmd(potential: Potential, path: str | os.PathLike[str], *, sel: Sequence[int] | None = None) -> Path:
-    """Write the model to `path`. sel: room for neighbours of each species, for a model that was trained without."""
+    """Write the model to `path`. sel: slots for neighbours of each species, for a model that was trained without."""
     path = Path(path)
     writers: dict[str, Callable[[Path, Tree], None]] = {".yaml": _write_yaml, ".yml": _write_yaml, ".dp": _write_hdf5}
     if path.suffix not in writers:
         raise ForgefieldError(f"{path}: files that DeePMD-kit reads end in {', '.join(writers)}.")
     model = potential.model
     if not isinstance(model, DeepPot):
-        raise ForgefieldError(f"a {type(model).__name__} model cannot be written for DeePMD-kit; it needs a deeppot.")
+        raise ForgefieldError(f"a {type(model).__name__} cannot be exported to DeePMD-kit, only a deeppot model.")
     if potential.forces_are_direct:
         raise ForgefieldError(
-            "forces of this model are no derivative of its energy, which files of DeePMD-kit cannot say."
+            "forces of this model are not the derivative of its energy, which DeePMD-kit does not support."
         )
     if potential.extra_outputs and model.gives_energy:
         raise ForgefieldError(
-            f"this model also predicts {', '.join(potential.extra_outputs)}, for which files of DeePMD-kit have no place."
+            f"this model also predicts {', '.join(potential.extra_outputs)}, which DeePMD-kit does not support."
         )
     tree = model_tree(model, None if sel is None else list(sel))
     with written_whole(path) as temporary:
@@ -56,18 +62,18 @@ def write_deepmd(potential: Potential, path: str | os.PathLike[str], *, sel: Seq
 
 
 def model_tree(model: DeepPot, sel: list[int] | None = None) -> Tree:
-    """The model as a tree of settings and arrays, as DeePMD-kit's files hold it."""
+    """The model as a tree of settings and arrays, as in DeePMD-kit's files."""
     options = model.options
     if options.zbl or options.srtab is not None:
         key = "zbl" if options.zbl else "use_srtab"
-        raise ForgefieldError(f"the model has {key}, which cannot be written for DeePMD-kit.")
+        raise ForgefieldError(f"the model has {key}, which cannot be exported to DeePMD-kit.")
     kind = model.descriptor.options.type
-    if kind.startswith("se_atten"):
+    if isinstance(model.descriptor, SeAtten):
         if sel is not None:
             raise ForgefieldError(f"a model with {kind} keeps the sel it was trained with; leave --sel out.")
-        descriptor, weights = to_deepmd(model.descriptor), _weights(_networks(model))  # type: ignore[arg-type]
+        descriptor, weights = attention_tree(model.descriptor), _weights(_networks(model))
     else:
-        described, embedding, weights = _room(model, sel)
+        described, embedding, weights = _with_slots(model, sel)
         descriptor = _descriptor(model, described, embedding)
     species = list(model.species)
     fitting, out_bias, out_std = _fitting_and_statistics(model, weights)
@@ -92,32 +98,33 @@ def model_tree(model: DeepPot, sel: list[int] | None = None) -> Tree:
 
 
 def _networks(model: DeepPot) -> Networks:
-    """Of the fitting."""
+    """Networks of the fitting."""
     fitting = model.fitting
     return fitting.network.networks if isinstance(fitting, TensorFitting) else fitting.networks
 
 
 def _fitting_and_statistics(model: DeepPot, weights: list[Weights]) -> tuple[Tree, np.ndarray, np.ndarray]:
-    """The fitting with these weights, and what is added to its numbers and multiplied with them, (n_species, size)."""
+    """The fitting with these weights, and the shifts and factors of its outputs, (n_species, size)."""
     if not isinstance(model.fitting, TensorFitting):
         bias = model.out_bias.detach().numpy().reshape(-1, 1)
         return _fitting(model, weights), bias, np.ones_like(bias)
     tree, bias, std = fitting_tree(model.fitting, model.unseen)
     for network, layers in zip(tree["nets"]["networks"], weights, strict=True):
         for layer, arrays in zip(network["layers"], layers, strict=True):
-            kept = layer["@variables"]
-            layer["@variables"] = kept | {
-                name: value.astype(kept[name].dtype).reshape(kept[name].shape) for name, value in arrays.items()
+            variables = layer["@variables"]
+            layer["@variables"] = variables | {
+                name: value.astype(variables[name].dtype).reshape(variables[name].shape)
+                for name, value in arrays.items()
             }
     return tree, bias, std
 
 
 Weights = list[dict[str, np.ndarray]]
-"""Of one network: w, b and idt of each layer."""
+"""w, b and idt of each layer of one network."""
 
 
 def _weights(networks: Networks) -> list[Weights]:
-    """Of every network; in float64."""
+    """Weights of every network, float64."""
     result = []
     for k in range(networks.count):
         tensors = [{"w": layer.w, "b": layer.b, "idt": layer.idt} for layer in networks.layers]
@@ -127,14 +134,26 @@ def _weights(networks: Networks) -> list[Weights]:
     return result
 
 
-def _room(model: DeepPot, sel: list[int] | None) -> tuple[Tree, list[Weights], list[Weights]]:
-    """Settings of the descriptor with `sel`, and weights of embedding and fitting that go with them."""
-    options = model.descriptor.options
-    settings = {key: getattr(options, key) for key in ("sel", "davg", "dstd", "type_one_side", "set_davg_zero")}
-    embedding, fitting = _weights(model.descriptor.networks), _weights(_networks(model))  # type: ignore[arg-type]
+def _two_body(model: DeepPot) -> TwoBodyDescriptor[Any]:
+    assert isinstance(model.descriptor, TwoBodyDescriptor)
+    return model.descriptor
+
+
+def _with_slots(model: DeepPot, sel: list[int] | None) -> tuple[Tree, list[Weights], list[Weights]]:
+    """Settings of the descriptor with `sel`, and the corresponding weights of embedding and fitting."""
+    descriptor = _two_body(model)
+    options = descriptor.options
+    settings = {
+        "sel": options.sel,
+        "davg": options.davg,
+        "dstd": options.dstd,
+        "type_one_side": options.type_one_side,
+        "set_davg_zero": options.set_davg_zero,
+    }
+    embedding, fitting = _weights(descriptor.networks), _weights(_networks(model))
     if options.sel is not None:
         if sel is not None and sel != options.sel:
-            raise ForgefieldError(f"the model was trained with sel {options.sel}; it cannot get another one.")
+            raise ForgefieldError(f"the model was trained with sel {options.sel}, which cannot be changed.")
         if options.neighbour_norm != float(sum(options.sel)):
             raise ForgefieldError("model.descriptor.neighbour_norm is not the sum of sel, which DeePMD-kit divides by.")
         return settings, embedding, fitting
@@ -149,7 +168,8 @@ def _enough(sel: list[int] | None, most: list[int] | None, species: Sequence[str
     if sel is None:
         if most is None:
             raise ForgefieldError(
-                f"DeePMD-kit needs room for neighbours: say with --sel how many of {', '.join(species)} an atom may have."
+                f"DeePMD-kit needs slots for neighbours: set the number of {', '.join(species)} neighbours of an atom with "
+                "--sel."
             )
         sel = [int(np.ceil(SPARE * number / 4)) * 4 for number in most]
     if len(sel) != len(species):
@@ -158,11 +178,11 @@ def _enough(sel: list[int] | None, most: list[int] | None, species: Sequence[str
 
 
 def _fold_into_embedding(model: DeepPot, settings: Tree, embedding: list[Weights]) -> Tree:
-    """se_e2_a: rows keep their zero at the cutoff; shift and scale of what networks read move into their first layer."""
-    options, n = model.descriptor.options, len(model.species)
+    """se_e2_a: rows are still zero at the cutoff; shift and scale of the networks' inputs move into their first layer."""
+    descriptor = _two_body(model)
+    options, n = descriptor.options, len(model.species)
     ratio = sum(settings["sel"]) / options.neighbour_norm
-    networks: Networks = model.descriptor.networks  # type: ignore[assignment]
-    if networks.layers[0].repeats:
+    if descriptor.networks.layers[0].repeats:
         raise ForgefieldError(
             f"an embedding network that begins with {options.neuron[0]} neurons needs a model with sel."
         )
@@ -182,13 +202,14 @@ def _fold_into_embedding(model: DeepPot, settings: Tree, embedding: list[Weights
 
 
 def _fold_into_fitting(model: DeepPot, sel: list[int], embedding: list[Weights], fitting: list[Weights]) -> None:
-    """se_e2_r: the constant that places add to a descriptor is taken off by the first layer of the fitting network."""
-    options, n = model.descriptor.options, len(model.species)
+    """se_e2_r: the first layer of the fitting network subtracts the constant that empty slots add to a descriptor."""
+    descriptor = _two_body(model)
+    options, n = descriptor.options, len(model.species)
     if _networks(model).layers[0].repeats or options.exclude_types:
         what = "exclude_types" if options.exclude_types else f"{_networks(model).sizes[1]} fitting neurons"
-        raise ForgefieldError(f"an se_e2_r model with {what} can be written for DeePMD-kit only if it has sel.")
+        raise ForgefieldError(f"an se_e2_r model with {what} can be exported to DeePMD-kit only if it has sel.")
     total = sum(sel)
-    at_end = model.descriptor.empty_embedding().detach().double().numpy()  # type: ignore[operator]
+    at_end = descriptor.empty_embedding().detach().double().numpy()
     constants = RADIAL_SCALE / total * np.einsum("b,abm->am", np.array(sel, dtype=float), at_end.reshape(n, n, -1))
     ratio, width = total / options.neighbour_norm, at_end.shape[1]
     for number, network in enumerate(fitting):
@@ -198,12 +219,11 @@ def _fold_into_fitting(model: DeepPot, sel: list[int], embedding: list[Weights],
 
 
 def _descriptor(model: DeepPot, settings: Tree, embedding: list[Weights]) -> Tree:
-    descriptor = model.descriptor
-    options, n = descriptor.options, len(model.species)
+    descriptor = _two_body(model)
+    options, networks, n = descriptor.options, descriptor.networks, len(model.species)
     if options.type == "se_e2_r" and not settings["type_one_side"]:
         raise ForgefieldError("DeePMD-kit's se_e2_r has one network per species (type_one_side: true) only.")
-    networks: Networks = descriptor.networks  # type: ignore[assignment]
-    places, precision = sum(settings["sel"]), _precision(networks)
+    slots, precision = sum(settings["sel"]), precision_of(networks)
     if not settings["type_one_side"]:  # DeePMD-kit's are numbered by neighbour, then centre
         embedding = [embedding[a * n + b] for b in range(n) for a in range(n)]
     trees = [_network("EmbeddingNetwork", 2, weights, networks, precision) | {"bias": True} for weights in embedding]
@@ -227,7 +247,7 @@ def _descriptor(model: DeepPot, settings: Tree, embedding: list[Weights]) -> Tre
         "type_map": list(model.species),
         "env_mat": {"rcut": model.cutoff, "rcut_smth": options.rcut_smth},
         "embeddings": _collection("embedding_network", 1 if settings["type_one_side"] else 2, n, trees),
-        "@variables": {key: np.repeat(np.array(settings[key])[:, None], places, 1) for key in ("davg", "dstd")},
+        "@variables": {key: np.repeat(np.array(settings[key])[:, None], slots, 1) for key in ("davg", "dstd")},
     }
     return tree | ({"axis_neuron": options.axis_neuron} if options.type == "se_e2_a" else {})
 
@@ -235,17 +255,17 @@ def _descriptor(model: DeepPot, settings: Tree, embedding: list[Weights]) -> Tre
 def _fitting(model: DeepPot, weights: list[Weights]) -> Tree:
     fitting, n, mixed = model.fitting, len(model.species), model.descriptor.mixed_types
     assert isinstance(fitting, Fitting)
-    options, precision = fitting.options, _precision(fitting.networks)
+    options, precision = fitting.options, precision_of(fitting.networks)
+    assert isinstance(options, EnergyFittingOptions)
     layers = len(options.neuron) + 1
     trees = [
         _network("FittingNetwork", 1, network, fitting.networks, precision) | {"bias_out": True, "out_dim": 1}
         for network in weights
     ]
     variables: Tree = {"bias_atom_e": np.zeros((n, 1))}
-    for name in ("fparam", "aparam"):
-        has = getattr(options, f"numb_{name}") > 0
-        variables[f"{name}_avg"] = np.array(getattr(options, f"{name}_avg")) if has else None
-        variables[f"{name}_inv_std"] = 1 / np.array(getattr(options, f"{name}_std")) if has else None
+    for name, (count, mean, deviation) in options.parameters.items():
+        variables[f"{name}_avg"] = np.array(mean) if count else None
+        variables[f"{name}_inv_std"] = 1 / np.array(deviation) if count else None
     default = {} if options.default_fparam is None else {"@version": 4, "default_fparam": list(options.default_fparam)}
     return {
         "@class": "Fitting",
@@ -275,10 +295,6 @@ def _fitting(model: DeepPot, weights: list[Weights]) -> Tree:
         "@variables": variables,
         **default,
     }
-
-
-def _precision(networks: Networks) -> str:
-    return str(networks.dtype).removeprefix("torch.")
 
 
 def _collection(kind: str, ndim: int, n: int, networks: list[Tree]) -> Tree:
@@ -335,7 +351,7 @@ def _write_yaml(path: Path, tree: Tree) -> None:
         }
 
     plain = _without_arrays(tree, as_list)
-    path.write_text(yaml.dump(plain, Dumper=getattr(yaml, "CSafeDumper", yaml.SafeDumper)))
+    path.write_text(yaml.dump(plain, Dumper=_Dumper))
 
 
 def _write_hdf5(path: Path, tree: Tree) -> None:
@@ -347,7 +363,8 @@ def _write_hdf5(path: Path, tree: Tree) -> None:
         file.attrs["json"] = json.dumps(plain, separators=(",", ":"))
 
 
-def _without_arrays(node: Any, replace: Callable[[np.ndarray], Any]) -> Any:
+def _without_arrays(node: object, replace: Callable[[np.ndarray], object]) -> object:
+    """The tree with a replacement for every array."""
     if isinstance(node, Mapping):
         return {key: _without_arrays(item, replace) for key, item in node.items()}
     if isinstance(node, list):

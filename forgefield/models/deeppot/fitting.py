@@ -1,6 +1,6 @@
-"""Fitting networks: from the descriptor of an atom, and parameters of its frame or its own, to what is predicted of it.
+"""Fitting networks: from the descriptor of an atom, and parameters of its frame and of the atom, to what is predicted for it.
 
-Each species has a network of its own, unless the descriptor tells species apart. Parameters (`fparam` of frames, `aparam` of
+Each species has a separate network, unless the descriptor distinguishes species. Parameters (`fparam` of frames, `aparam` of
 atoms) are standardised and follow the descriptor in the network's input.
 """
 
@@ -8,24 +8,24 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from forgefield.errors import ForgefieldError
 from forgefield.models.deeppot.networks import ATOM_BLOCK, Networks, group_rows
-from forgefield.models.deeppot.options import EnergyFittingOptions, check_fitting
+from forgefield.models.deeppot.options import EnergyFittingOptions, FittingOptions, check_fitting
 from forgefield.models.deeppot.se_e2 import DTYPES
 from forgefield.models.edges import Batch
 
-PARAMETERS = ("fparam", "aparam")
+OptionsT = TypeVar("OptionsT", bound=FittingOptions)
 
 
 class Fitting(nn.Module):
     """Networks of `dim_out` numbers per atom."""
 
-    Options: ClassVar[type]
+    Options: ClassVar[type[FittingOptions]]
     """Dataclass of its options, `type` first; defaults are DeePMD-kit's."""
     isolated: Tensor
     default_fparam: Tensor
@@ -33,7 +33,7 @@ class Fitting(nn.Module):
 
     def __init__(
         self,
-        options: Any,
+        options: FittingOptions,
         *,
         species: Sequence[str],
         dim_descriptor: int,
@@ -43,7 +43,7 @@ class Fitting(nn.Module):
         generator: torch.Generator,
         owners: Sequence[int] = (0,),
     ) -> None:
-        """owners: for each branch of the model the number of its networks; branches may have the same."""
+        """owners: for each branch of the model, the index of its networks; branches may share networks."""
         super().__init__()
         self.options, self.n_species, self.dim_descriptor = options, len(species), dim_descriptor
         if options.seed is not None:
@@ -62,31 +62,31 @@ class Fitting(nn.Module):
             dtype=DTYPES.get(options.precision, dtype),
             generator=generator,
         )
-        for name in PARAMETERS:
-            for which in ("avg", "std"):
-                values = getattr(options, f"{name}_{which}") or []
-                tensor = torch.tensor(values, dtype=torch.float64)
+        for name, parameter in options.parameters.items():
+            for which, values in (("avg", parameter.mean), ("std", parameter.deviation)):
+                tensor = torch.tensor(values or [], dtype=torch.float64)
                 self.register_buffer(f"{name}_{which}", tensor, persistent=False)
         default = torch.tensor(options.default_fparam or [], dtype=torch.float64)
         self.register_buffer("default_fparam", default, persistent=False)
-        known = [float(value is not None) for value in getattr(options, "atom_ener", [])]
-        self.has_isolated = any(known)
-        isolated = torch.tensor(known or [0.0] * len(species), dtype=torch.float64)
+        atom_energies = options.atom_ener if isinstance(options, EnergyFittingOptions) else []
+        fixed = [float(value is not None) for value in atom_energies]
+        self.has_isolated = any(fixed)
+        isolated = torch.tensor(fixed or [0.0] * len(species), dtype=torch.float64)
         self.register_buffer("isolated", isolated, persistent=False)
 
     @classmethod
-    def complete(cls, options: Any, *, species: tuple[str, ...], statistics: Mapping[str, Any]) -> Any:
-        """Options checked, with means and deviations of the parameters given."""
+    def complete(cls, options: OptionsT, *, species: tuple[str, ...], statistics: Mapping[str, Any]) -> OptionsT:
+        """Options checked, with means and deviations of the parameters."""
         check_fitting(options, species)
-        found: Mapping[str, Any] = statistics.get("environment") or {}
+        environment: Mapping[str, Any] = statistics.get("environment") or {}
         filled: dict[str, Any] = {}
-        for name in PARAMETERS:
-            count = getattr(options, f"numb_{name}")
-            for which in ("avg", "std") if count else ():
-                key = f"{name}_{which}"
-                value = getattr(options, key) or found.get(key)
+        for name, (count, mean, deviation) in options.parameters.items():
+            for key, value in ((f"{name}_avg", mean), (f"{name}_std", deviation)) if count else ():
+                value = value or environment.get(key)
                 if value is None:
-                    raise ForgefieldError(f"model.fitting_net.{key} is not given and no training data gives it.")
+                    raise ForgefieldError(
+                        f"model.fitting_net.{key} is not set and cannot be computed without training data."
+                    )
                 if len(value) != count:
                     raise ForgefieldError(
                         f"model.fitting_net.numb_{name} is {count}, but the data has {len(value)} numbers in {name}."
@@ -115,8 +115,7 @@ class Fitting(nn.Module):
     def parameters_of_atoms(self, batch: Batch) -> list[Tensor]:
         """Standardised parameters of every atom, each (n_atoms, number) float64."""
         result = []
-        for name in PARAMETERS:
-            count = getattr(self.options, f"numb_{name}")
+        for name, (count, _, _) in self.options.parameters.items():
             if count == 0:
                 continue
             values = batch.get(name)
@@ -124,7 +123,7 @@ class Fitting(nn.Module):
                 values = self.default_fparam.expand(batch["n_atoms"].shape[0], count)
             if values is None:
                 raise ForgefieldError(
-                    f"model.fitting_net.numb_{name} is {count}, but the data carries no field {name}; name it in "
+                    f"model.fitting_net.numb_{name} is {count}, but the data has no field {name}; name it in "
                     f"data.labels.fields (with ASE: atoms.{'info' if name == 'fparam' else 'arrays'}['{name}'])."
                 )
             values = values.reshape(values.shape[0], count)
@@ -132,12 +131,12 @@ class Fitting(nn.Module):
                 if self.options.default_fparam is not None:
                     values = torch.where(values.isnan(), self.default_fparam, values)
                 values = values.index_select(0, batch["frame"])
-            result.append((values - getattr(self, f"{name}_avg")) / getattr(self, f"{name}_std"))
+            result.append((values - self.get_buffer(f"{name}_avg")) / self.get_buffer(f"{name}_std"))
         return result
 
 
 def branch_of_atoms(batch: Batch) -> Tensor:
-    """(n_atoms,) number of the branch of each atom's frame."""
+    """(n_atoms,) index of the branch of each atom's frame."""
     if "branch" not in batch:
         raise ForgefieldError("this model has several branches; choose one by its name (head=NAME, --head NAME).")
     return batch["branch"].index_select(0, batch["frame"])

@@ -1,5 +1,5 @@
-"""Deep Potential: a descriptor of every atom's neighbours, and a fitting network that makes an energy of it, or a dipole, a
-polarisability, a density of states, any property.
+"""Deep Potential: a descriptor of every atom's neighbours, and a fitting network that computes an energy, a dipole, a
+polarisability, a density of states or another property from it.
 
 The mathematics and the names of options are those of DeePMD-kit (Wang et al., Comput. Phys. Commun. 228, 178, 2018), so that
 weights can be exchanged with it. Geometry and energies are float64, networks have the precision of their weights.
@@ -16,12 +16,12 @@ from ase.data import atomic_numbers
 from torch import Tensor, nn
 
 from forgefield.errors import ForgefieldError
-from forgefield.models.deeppot.branches import check_branches, draw_again, fitting_section, flat_bias, owners, single
 from forgefield.models.deeppot.descriptor import Descriptor
-from forgefield.models.deeppot.fitting import PARAMETERS, Fitting, branch_of_atoms
-from forgefield.models.deeppot.new_species import extended_options, extended_state, require_extensible
+from forgefield.models.deeppot.fitting import Fitting, branch_of_atoms
 from forgefield.models.deeppot.options import (
     DeepPotOptions,
+    EnergyFittingOptions,
+    FittingOptions,
     check_pairs,
     check_parts,
     descriptor_part,
@@ -33,16 +33,27 @@ from forgefield.models.deeppot.options import (
 from forgefield.models.deeppot.short_range import PairTable, complete_short_range, zbl_energies
 from forgefield.models.deeppot.statistics import environment_statistics
 from forgefield.models.deeppot.tensor_fitting import TensorFitting
+from forgefield.models.deeppot.variants import (
+    check_branches,
+    draw_branches,
+    extended_options,
+    extended_state,
+    fitting_section,
+    flat_bias,
+    owners,
+    require_extensible,
+    single,
+)
 from forgefield.models.edges import Batch, EdgeContext
 from forgefield.models.interface import DirectOutput, RegisteredModel
 from forgefield.ops.graph import EdgeGraph, Segments, gather, join
 
 
 class DeepPot(RegisteredModel[DeepPotOptions]):
-    """Atomic energies from edge vectors, or what another fitting network gives. Built from resolved options: every number is
-    given."""
+    """Atomic energies from edge vectors, or the outputs of another fitting network. Built from resolved options."""
 
     only_edge_vectors = True
+    ghost_atoms = "local"
     Options = DeepPotOptions
     shift_option = "out_bias"
     fits_shifts_to_new_energies = True
@@ -68,19 +79,26 @@ class DeepPot(RegisteredModel[DeepPotOptions]):
         generator: torch.Generator,
     ) -> None:
         super().__init__(options, species=species, cutoff=cutoff)
-        made_of: dict[str, Any] = {"species": self.species, "dtype": dtype, "generator": generator}
-        descriptor, of_descriptor = descriptor_part(options.descriptor)
-        fitting, of_fitting = fitting_part(options.fitting_net)
-        self.descriptor: Descriptor = descriptor(of_descriptor, cutoff=self.cutoff, **made_of)
-        dimensions = {"dim_descriptor": self.descriptor.dim_out, "mixed_types": self.descriptor.mixed_types}
-        self.gives_energy = not issubclass(fitting, TensorFitting)
-        if not self.gives_energy:
-            dimensions["dim_rotation"] = self.descriptor.dim_rotation
-        if options.branches:
-            made_of["owners"] = owners(options.branches)
-        self.fitting: Fitting | TensorFitting = fitting(of_fitting, **dimensions, **made_of)
-        if options.branches:
-            draw_again(self.fitting, options.branches)
+        descriptor_class, of_descriptor = descriptor_part(options.descriptor)
+        fitting_class, of_fitting = fitting_part(options.fitting_net)
+        self.descriptor: Descriptor[Any] = descriptor_class(
+            of_descriptor, species=self.species, cutoff=self.cutoff, dtype=dtype, generator=generator
+        )
+        specific: dict[str, Any] = {"owners": owners(options.branches) if options.branches else (0,)}
+        if issubclass(fitting_class, TensorFitting):
+            specific = {"dim_rotation": self.descriptor.dim_rotation}
+        self.fitting: Fitting | TensorFitting[Any] = fitting_class(
+            of_fitting,
+            species=self.species,
+            dim_descriptor=self.descriptor.dim_out,
+            mixed_types=self.descriptor.mixed_types,
+            dtype=dtype,
+            generator=generator,
+            **specific,
+        )
+        self.gives_energy = isinstance(self.fitting, Fitting)
+        if options.branches and isinstance(self.fitting, Fitting):
+            draw_branches(self.fitting, options.branches)
         has_table = options.srtab is not None
         self.table = PairTable(options, len(self.species), self.cutoff) if has_table else None
         numbers = [atomic_numbers.get(symbol, 0) for symbol in self.species]
@@ -94,7 +112,7 @@ class DeepPot(RegisteredModel[DeepPotOptions]):
         atom_seen = [float(number not in self.unseen) for number in range(len(self.species))]
         self.register_buffer("atom_seen", torch.tensor(atom_seen, dtype=torch.float64), persistent=False)
 
-        sizes = {name: int(getattr(of_fitting, f"numb_{name}")) for name in PARAMETERS}
+        sizes = {name: parameter.size for name, parameter in of_fitting.parameters.items()}
         self.inputs = {name: ("frame" if name == "fparam" else "atom", n) for name, n in sizes.items() if n}
         self.optional_inputs = ("fparam",) if of_fitting.default_fparam is not None else ()
         self.branches = tuple(sorted(options.branches or ()))
@@ -137,7 +155,7 @@ class DeepPot(RegisteredModel[DeepPotOptions]):
 
     @classmethod
     def equivalent(cls, name: str, one: object, other: object, section: Mapping[str, Any]) -> bool:
-        """`sel` of se_atten is a number of neighbours of any species, or numbers whose sum counts."""
+        """`sel` of se_atten is a number of neighbours of any species, or a list of which only the sum matters."""
         if name != "descriptor.sel" or section.get("type") not in ("se_atten", "se_atten_v2"):
             return False
         first, second = (sum(value) if isinstance(value, list) else value for value in (one, other))
@@ -180,22 +198,22 @@ class DeepPot(RegisteredModel[DeepPotOptions]):
         for number in options.atom_exclude_types:
             if not 0 <= number < len(species):
                 raise ForgefieldError(
-                    f"model.atom_exclude_types holds {number}; species have numbers from 0 to {len(species) - 1}."
+                    f"model.atom_exclude_types contains {number}; indices of species are from 0 to {len(species) - 1}."
                 )
         short_range = complete_short_range(options, species, cutoff)
-        kind, given = fitting_part(options.fitting_net)
-        fitting = kind.complete(given, species=species, statistics=statistics)
-        if issubclass(kind, TensorFitting):
-            _refuse_energy_options(options, given)
-        kind, given = descriptor_part(options.descriptor)
-        descriptor = kind.complete(given, species=species, cutoff=cutoff, statistics=statistics)
-        own: dict[str, Any] = {"fitting_net": dataclasses.asdict(fitting)}
+        fitting_class, of_fitting = fitting_part(options.fitting_net)
+        fitting = fitting_class.complete(of_fitting, species=species, statistics=statistics)
+        if issubclass(fitting_class, TensorFitting):
+            _refuse_energy_options(options, of_fitting)
+        descriptor_class, of_descriptor = descriptor_part(options.descriptor)
+        descriptor = descriptor_class.complete(of_descriptor, species=species, cutoff=cutoff, statistics=statistics)
+        outputs: dict[str, Any] = {"fitting_net": dataclasses.asdict(fitting)}
         if options.branches:
             branches = _complete_branches(options, species, statistics)
-            own = {"branches": branches, "fitting_net": next(iter(branches.values()))["fitting_net"]}
+            outputs = {"branches": branches, "fitting_net": next(iter(branches.values()))["fitting_net"]}
         elif fitting.type == "ener":
-            own["out_bias"] = _out_bias(options, fitting, species, statistics)
-        return dataclasses.replace(options, descriptor=dataclasses.asdict(descriptor), **own, **short_range)
+            outputs["out_bias"] = _out_bias(options, fitting, species, statistics)
+        return dataclasses.replace(options, descriptor=dataclasses.asdict(descriptor), **outputs, **short_range)
 
     @classmethod
     def excluded_species(cls, section: Mapping[str, Any]) -> tuple[int, ...]:
@@ -204,13 +222,12 @@ class DeepPot(RegisteredModel[DeepPotOptions]):
     @classmethod
     def direct_outputs(cls, section: Mapping[str, Any]) -> dict[str, DirectOutput]:
         """None with a fitting network for energies."""
-        kind, of_fitting = fitting_part(section.get("fitting_net", {}))
-        facts = kind.facts(of_fitting) if issubclass(kind, TensorFitting) else {}
+        fitting_class, of_fitting = fitting_part(section.get("fitting_net", {}))
+        outputs = fitting_class.describe(of_fitting) if issubclass(fitting_class, TensorFitting) else {}
         excluded = list(cls.excluded_species(section))
-        return {name: dataclasses.replace(output, uncounted=excluded) for name, output in facts.items()}
+        return {name: dataclasses.replace(output, uncounted=excluded) for name, output in outputs.items()}
 
     def energy_parameters(self) -> Iterator[nn.Parameter]:
-        """What energies depend on and features do not."""
         return self.fitting.parameters()
 
     def forward(self, batch: Batch, edges: EdgeContext | None = None) -> Tensor:
@@ -227,23 +244,23 @@ class DeepPot(RegisteredModel[DeepPotOptions]):
         if self.unseen:
             seen = self.atom_seen.index_select(0, batch["species"])
             atomic = atomic * seen.view(-1, *[1] * len(output.shape))
-        facts, found = self.fitting.facts(self.fitting.options), {}
+        descriptions, results = self.fitting.describe(self.fitting.options), {}
         for name in names:
-            values = atomic if facts[name].per == "atom" else output.of_frames(atomic, batch)
-            found[name] = _running_sums(values) if facts[name].cumulative else values
-        return found
+            values = atomic if descriptions[name].per == "atom" else output.of_frames(atomic, batch)
+            results[name] = _running_sums(values) if descriptions[name].cumulative else values
+        return results
 
     def encode(
         self, batch: Batch, edges: EdgeContext | None = None, *, energies: bool = True
     ) -> tuple[Tensor, Tensor | None]:
-        """The descriptor and which species the atom is, (n_atoms, feature_dim) in the precision of the descriptor, and
+        """The descriptor and the one-hot species of the atom, (n_atoms, feature_dim) in the precision of the descriptor, and
         atomic energies."""
         descriptor, atomic = self._evaluate(batch, edges or EdgeContext.of(batch), energies=energies)
         kinds = torch.eye(len(self.species), dtype=descriptor.dtype, device=descriptor.device)
         return join([descriptor, kinds.index_select(0, batch["species"])], 1), atomic
 
     def _pairs(self, species: Tensor, graph: EdgeGraph) -> tuple[Tensor | None, Tensor | None]:
-        """Pairs of species (n_edges,) if anything depends on them, and (n_edges,) 0 for edges that are ignored, if any are."""
+        """Pairs of species (n_edges,) if they are used, and a mask (n_edges,), 0 for ignored edges, if there are any."""
         options, kinds, mask = self.options, None, None
         if options.pair_exclude_types or self.table is not None:
             kinds = species.index_select(0, graph.destination) * len(self.species)
@@ -280,30 +297,31 @@ class DeepPot(RegisteredModel[DeepPotOptions]):
 def _complete_branches(
     options: DeepPotOptions, species: tuple[str, ...], statistics: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Fitting network and bias of each branch in full."""
+    """Complete options of the fitting network and bias of each branch."""
     check_branches(dataclasses.asdict(options))
     measured: Mapping[str, Any] = (statistics.get("environment") or {}).get("branches") or {}
-    found = {}
+    completed = {}
     for name, section in sorted(options.branches.items()):
-        kind, given = fitting_part(fitting_section(options.fitting_net, section, options.branches))
-        fitting = kind.complete(given, species=species, statistics={})
+        fitting_class, of_fitting = fitting_part(fitting_section(options.fitting_net, section, options.branches))
+        fitting = fitting_class.complete(of_fitting, species=species, statistics={})
         of_branch = dataclasses.replace(options, out_bias=section.get("out_bias"))
         bias = _out_bias(of_branch, fitting, species, {"environment": measured.get(name) or {}})
         share = {"share": section["share"]} if section.get("share") else {}
-        found[name] = {"fitting_net": dataclasses.asdict(fitting), "out_bias": bias, **share}
-    return found
+        completed[name] = {"fitting_net": dataclasses.asdict(fitting), "out_bias": bias, **share}
+    return completed
 
 
 def _running_sums(values: Tensor) -> Tensor:
-    """Sums along the last axis up to each place; a product, because sums of that kind have no fixed order on a GPU."""
+    """Cumulative sums along the last axis; a product, because `torch.cumsum` has no fixed order on a GPU."""
     n = values.shape[-1]
     return values @ torch.ones(n, n, dtype=values.dtype, device=values.device).triu()
 
 
-def _refuse_energy_options(options: DeepPotOptions, fitting: Any) -> None:
-    """Raise for what belongs to energies, beside a fitting network of something else."""
-    for key in ("out_bias", "zbl", "use_srtab", "srtab"):
-        if getattr(options, key):
+def _refuse_energy_options(options: DeepPotOptions, fitting: FittingOptions) -> None:
+    """Raise for options of energies, for a fitting network of another output."""
+    energy_options = {"out_bias": options.out_bias, "zbl": options.zbl}
+    for key, value in {**energy_options, "use_srtab": options.use_srtab, "srtab": options.srtab}.items():
+        if value:
             there = "; it is part of fitting_net" if key == "out_bias" else ""
             raise ForgefieldError(f"model.{key} does not apply: model.fitting_net.type is {fitting.type}{there}.")
     if fitting.type == "property" and options.atom_exclude_types:
@@ -311,18 +329,19 @@ def _refuse_energy_options(options: DeepPotOptions, fitting: Any) -> None:
 
 
 def _out_bias(
-    options: DeepPotOptions, fitting: Any, species: tuple[str, ...], statistics: Mapping[str, Any]
+    options: DeepPotOptions, fitting: FittingOptions, species: tuple[str, ...], statistics: Mapping[str, Any]
 ) -> list[float]:
-    """Given, or fitted to the data; energies of isolated atoms are taken as they are."""
+    """The option, or fitted to the data; energies of isolated atoms are not fitted."""
     bias = options.out_bias
     if bias is None:
-        found: Mapping[str, Any] = statistics.get("environment") or {}
-        fitted = found.get("out_bias") if statistics.get("reference_kind", "fit") == "fit" else None
+        environment: Mapping[str, Any] = statistics.get("environment") or {}
+        fitted = environment.get("out_bias") if statistics.get("reference_kind", "fit") == "fit" else None
         energies = fitted if fitted is not None else statistics.get("reference_energies")
         if energies is None:
-            raise ForgefieldError("model.out_bias is not given and there is no training data to take it from.")
+            raise ForgefieldError("model.out_bias is not set and there is no training data to fit it to.")
         bias = per_species(energies, species)
-        for number, energy in enumerate(fitting.atom_ener):
+        atom_energies = fitting.atom_ener if isinstance(fitting, EnergyFittingOptions) else []
+        for number, energy in enumerate(atom_energies):
             bias[number] = bias[number] if energy is None else float(energy)
     if len(bias) != len(species):
         raise ForgefieldError(f"model.out_bias has {len(bias)} numbers for {len(species)} species.")

@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -316,7 +317,7 @@ class Networks(nn.Module):
                     dtype=dtype,
                 )
             )
-        self.layers = layers  # type: ignore[assignment]
+        self.layers = cast(list[Layer], layers)
         for network in range(count):
             for layer in self.layers:
                 layer.draw(network, generator)

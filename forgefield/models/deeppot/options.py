@@ -1,33 +1,43 @@
-"""Options of Deep Potential models and their parts, with DeePMD-kit's names and defaults, and checks that need no data.
+"""Options of Deep Potential models, descriptors and fitting networks, with DeePMD-kit's names and defaults, and their checks.
 
-What DeePMD-kit keeps elsewhere is not repeated here: `rcut` is `data.cutoff`, the type map is `data.species`. Numbers that
-come from the training data (`davg`, `dstd`, `out_bias`, ...) are options too: resolved options hold all of them.
+Settings of the data section are not repeated here: `rcut` is `data.cutoff`, the type map is `data.species`. Numbers that come
+from the training data (`davg`, `dstd`, `out_bias`, ...) are options too: resolved options contain all of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from forgefield.config.nearest import did_you_mean
+from forgefield.config.option import option
 from forgefield.errors import ForgefieldError
+from forgefield.kinds import ImportPath
 from forgefield.models.deeppot.networks import check_activation
-from forgefield.models.options import check_keys
+from forgefield.models.options import check_keys, check_values
+
+if TYPE_CHECKING:
+    from forgefield.models.deeppot.descriptor import Descriptor
+    from forgefield.models.deeppot.fitting import Fitting
+    from forgefield.models.deeppot.tensor_fitting import TensorFitting
 
 PRECISIONS = ("default", "float32", "float64")
 
 
 @dataclass
-class SeE2ROptions:
-    """Descriptor from distances alone."""
+class DescriptorOptions:
+    """Options that all descriptors have."""
 
-    type: str = "se_e2_r"
-    sel: list[int] | str | None = None
-    """Neighbours of each species that DeePMD-kit makes room for; empty places enter the result as they do there. Left out or
-    `auto`: no room is needed, sums are over the neighbours there are."""
-    rcut_smth: float = 0.5
+    takes_total: ClassVar[bool] = False
+    """Whether `sel` may be one number for all species."""
+
+    type: str = ""
+    sel: int | list[int] | str | None = None
+    """Neighbours of each species for which DeePMD-kit reserves slots; empty slots contribute to the result as they do there.
+    Left out or `auto`: no slots are needed, sums are over the actual neighbours. Descriptors with attention use the sum of a
+    list, or one number for all species."""
+    rcut_smth: float = option(0.5, at_least=0, unit="A")
     """Where the switch begins that ends at the cutoff, A."""
     neuron: list[int] = field(default_factory=lambda: [10, 20, 40])
     """Widths of the embedding network."""
@@ -36,7 +46,7 @@ class SeE2ROptions:
     type_one_side: bool = False
     """An embedding network for each species of the neighbour, not for each pair of species."""
     exclude_types: list[list[int]] = field(default_factory=list)
-    """Pairs of species, by number, that do not see each other."""
+    """Pairs of species, by index, that do not see each other."""
     set_davg_zero: bool = False
     """Divide by deviations without subtracting means."""
     activation_function: str = "tanh"
@@ -44,33 +54,60 @@ class SeE2ROptions:
     trainable: bool = True
     """Train the embedding network."""
     seed: int | None = None
-    """Of its first weights; default: the seed of the run."""
-    precision: str = "default"
+    """Of its initial weights; default: the seed of the run."""
+    precision: str = option("default", choices=PRECISIONS)
     """float32 or float64; default: that of the training."""
-    env_protection: float = 0.0
-    """Added to distances before they are divided by, A."""
+    env_protection: float = option(0.0, at_least=0, unit="A")
+    """Added to distances before dividing by them, A."""
     davg: list[list[float]] | None = None
     """Mean of the rows, by species of the centre, 1/A. From the training data."""
     dstd: list[list[float]] | None = None
     """Deviation of the rows, by species of the centre, 1/A. From the training data."""
     neighbour_norm: float | None = None
-    """What sums over neighbours are divided by. Default: the sum of `sel`, or without it the mean number of neighbours."""
+    """Divisor of sums over neighbours. Default: the sum of `sel`, or without it the mean number of neighbours."""
     most_neighbours: list[int] | None = None
-    """Most neighbours of each species that an atom of the training data has; room for them is made on export."""
+    """Largest number of neighbours of each species of an atom in the training data; slots for them are reserved on export."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.sel, int) and not self.takes_total:
+            raise ForgefieldError(
+                f"model.descriptor.sel is {self.sel}; it must be a list with one number for each species, auto or null."
+            )
 
 
 @dataclass
-class SeE2AOptions(SeE2ROptions):
-    """Descriptor from distances and angles (DeepPot-SE)."""
+class AngularOptions(DescriptorOptions):
+    """Options of descriptors from distances and angles."""
 
-    type: str = "se_e2_a"
-    axis_neuron: int = 4
+    axis_neuron: int = option(4, at_least=1)
     """Columns of the embedding that the others are combined with."""
 
 
 @dataclass
+class SeE2ROptions(DescriptorOptions):
+    """Descriptor from distances only."""
+
+    type: str = "se_e2_r"
+
+
+@dataclass
+class SeE2AOptions(AngularOptions):
+    """Descriptor from distances and angles (DeepPot-SE)."""
+
+    type: str = "se_e2_a"
+
+
+class ParameterOptions(NamedTuple):
+    """Parameters of frames or atoms that a fitting network reads: how many numbers, their means and deviations."""
+
+    size: int
+    mean: list[float] | None
+    deviation: list[float] | None
+
+
+@dataclass
 class FittingOptions:
-    """What all fitting networks have."""
+    """Options that all fitting networks have."""
 
     type: str = ""
     neuron: list[int] = field(default_factory=lambda: [120, 120, 120])
@@ -79,17 +116,17 @@ class FittingOptions:
     """Residual layers with trained step sizes."""
     activation_function: str = "tanh"
     """As in the descriptor."""
-    numb_fparam: int = 0
-    """Numbers per frame that the network reads beside the descriptor: the field `fparam` of the data."""
-    numb_aparam: int = 0
+    numb_fparam: int = option(0, at_least=0)
+    """Numbers per frame that the network reads in addition to the descriptor: the field `fparam` of the data."""
+    numb_aparam: int = option(0, at_least=0)
     """Numbers per atom that it reads: the field `aparam`."""
     default_fparam: list[float] | None = None
-    """Taken for frames that carry no `fparam`."""
+    """Used for frames without `fparam`."""
     trainable: bool | list[bool] = True
     """Train the network; or one flag for each hidden layer and one for the last."""
     seed: int | None = None
-    """Of its first weights; default: the seed of the run."""
-    precision: str = "default"
+    """Of its initial weights; default: the seed of the run."""
+    precision: str = option("default", choices=PRECISIONS)
     """float32 or float64; default: that of the training."""
     fparam_avg: list[float] | None = None
     """Means of `fparam`, from the training data."""
@@ -100,6 +137,14 @@ class FittingOptions:
     aparam_std: list[float] | None = None
     """Deviations of `aparam`, from the training data."""
 
+    @property
+    def parameters(self) -> dict[str, ParameterOptions]:
+        """What is configured about the parameters of frames and of atoms, by the name of the field."""
+        return {
+            "fparam": ParameterOptions(self.numb_fparam, self.fparam_avg, self.fparam_std),
+            "aparam": ParameterOptions(self.numb_aparam, self.aparam_avg, self.aparam_std),
+        }
+
 
 @dataclass
 class EnergyFittingOptions(FittingOptions):
@@ -107,9 +152,9 @@ class EnergyFittingOptions(FittingOptions):
 
     type: str = "ener"
     rcond: float | None = None
-    """Singular values below this share of the largest are left out of the fit of `out_bias`."""
+    """Singular values below this fraction of the largest are ignored in the fit of `out_bias`."""
     atom_ener: list[float | None] = field(default_factory=list)
-    """Energy of the isolated atom of each species, eV, null for species without: their network is made zero there."""
+    """Energy of the isolated atom of each species, eV, or null. Networks of species with one are zero without neighbours."""
 
 
 @dataclass
@@ -121,19 +166,19 @@ class DeepPotOptions:
     fitting_net: dict[str, Any] = field(default_factory=lambda: {"type": "ener"})
     """The fitting network: `type` (ener, property, dos, dipole, polar) and its options by DeePMD-kit's names."""
     pair_exclude_types: list[list[int]] = field(default_factory=list)
-    """Pairs of species, by number, that are no neighbours of each other."""
+    """Pairs of species, by index, that are not neighbours of each other."""
     atom_exclude_types: list[int] = field(default_factory=list)
-    """Species, by number, whose atoms have no energy (dipole, ...) of their own."""
+    """Species, by index, whose atoms have no energy (dipole, ...)."""
     zbl: bool | dict[str, float] = False
     """Add the ZBL repulsion of nuclei; {polynomial_cutoff_p: 6} sets its envelope."""
     use_srtab: str | None = None
-    """File with a table of pair energies that takes over from the network at short distances."""
-    smin_alpha: float | None = None
-    """With `use_srtab`: how sharply the smallest distance to a neighbour is picked out, A."""
+    """File with a table of pair energies that replaces the network at short distances."""
+    smin_alpha: float | None = option(None, above=0, unit="A")
+    """With `use_srtab`: width of the smooth minimum over the distances to neighbours, A."""
     sw_rmin: float | None = None
     """With `use_srtab`: an atom whose nearest neighbour is closer has the energy of the table, A."""
     sw_rmax: float | None = None
-    """With `use_srtab`: an atom whose nearest neighbour is farther has the energy of the network, A."""
+    """With `use_srtab`: an atom whose nearest neighbour is farther away has the energy of the network, A."""
     srtab: dict[str, Any] | None = None
     """The table that was read from `use_srtab`."""
     out_bias: list[float] | None = None
@@ -143,39 +188,29 @@ class DeepPotOptions:
     branch has its own fitting network, unless `share` names the branch whose network it uses, and its own `out_bias`."""
 
 
-def check_widths(where: str, neuron: Sequence[int], *, allow_none: bool = False) -> None:
-    if (not neuron and not allow_none) or any(width < 1 for width in neuron):
-        raise ForgefieldError(f"{where}.neuron is {list(neuron)}; it needs at least one width, each at least 1.")
-
-
-def check_common(where: str, options: Any) -> None:
-    """What descriptors and fitting networks have in common."""
+def check_network(where: str, options: DescriptorOptions | FittingOptions, *, allow_none: bool = False) -> None:
+    """Raise for options of a network that are wrong. allow_none: whether it may have no hidden layers."""
+    check_values(options, where)
     check_activation(f"{where}.activation_function", options.activation_function)
-    if options.precision not in PRECISIONS:
-        raise ForgefieldError(f"{where}.precision is '{options.precision}'; choose one of {', '.join(PRECISIONS)}.")
+    if (not options.neuron and not allow_none) or any(width < 1 for width in options.neuron):
+        raise ForgefieldError(f"{where}.neuron is {options.neuron}; it needs at least one width, each at least 1.")
 
 
-def check_descriptor(options: SeE2ROptions, species: Sequence[str], cutoff: float) -> None:
-    """Raise for descriptor options that have no meaning."""
+def check_descriptor(options: DescriptorOptions, species: Sequence[str], cutoff: float) -> None:
+    """Raise for descriptor options that are wrong."""
     where = "model.descriptor"
-    check_common(where, options)
-    check_widths(where, options.neuron)
+    check_network(where, options)
     check_sel(options.sel, species)
     check_pairs(f"{where}.exclude_types", options.exclude_types, len(species))
-    if not 0 <= options.rcut_smth < cutoff:
+    if not options.rcut_smth < cutoff:
+        raise ForgefieldError(f"{where}.rcut_smth is {options.rcut_smth:g}; it must be below data.cutoff={cutoff:g}.")
+    if isinstance(options, AngularOptions) and options.axis_neuron > options.neuron[-1]:
         raise ForgefieldError(
-            f"{where}.rcut_smth is {options.rcut_smth:g}; it must be at least 0 and below data.cutoff={cutoff:g}."
-        )
-    if options.env_protection < 0:
-        raise ForgefieldError(f"{where}.env_protection is {options.env_protection:g}; it must not be negative.")
-    axis = getattr(options, "axis_neuron", 1)
-    if not 1 <= axis <= options.neuron[-1]:
-        raise ForgefieldError(
-            f"{where}.axis_neuron is {axis}; it must be at least 1 and at most the last width, {options.neuron[-1]}."
+            f"{where}.axis_neuron is {options.axis_neuron}; it must be at most the last width, {options.neuron[-1]}."
         )
 
 
-def check_sel(sel: list[int] | str | None, species: Sequence[str]) -> None:
+def check_sel(sel: int | list[int] | str | None, species: Sequence[str]) -> None:
     where = "model.descriptor.sel"
     if isinstance(sel, str) and not sel.startswith("auto"):
         raise ForgefieldError(f"{where} is '{sel}'; give one number for each species, or auto.")
@@ -190,15 +225,14 @@ def check_pairs(where: str, pairs: Sequence[Sequence[int]], n_species: int) -> N
     for pair in pairs:
         if len(pair) != 2 or not all(0 <= number < n_species for number in pair):
             raise ForgefieldError(
-                f"{where} holds {list(pair)}; each entry is two numbers of species, from 0 to {n_species - 1}."
+                f"{where} contains {list(pair)}; each entry is a pair of indices of species, from 0 to {n_species - 1}."
             )
 
 
 def check_fitting(options: FittingOptions, species: Sequence[str]) -> None:
-    """Raise for options of the fitting network that have no meaning."""
+    """Raise for options of the fitting network that are wrong."""
     where = "model.fitting_net"
-    check_common(where, options)
-    check_widths(where, options.neuron, allow_none=True)
+    check_network(where, options, allow_none=True)
     if isinstance(options.trainable, list) and len(options.trainable) != len(options.neuron) + 1:
         raise ForgefieldError(
             f"{where}.trainable has {len(options.trainable)} flags; with {len(options.neuron)} hidden layers it needs "
@@ -209,9 +243,6 @@ def check_fitting(options: FittingOptions, species: Sequence[str]) -> None:
         raise ForgefieldError(
             f"{where}.atom_ener has {len(energies)} energies for {len(species)} species ({', '.join(species)})."
         )
-    for key in ("numb_fparam", "numb_aparam"):
-        if getattr(options, key) < 0:
-            raise ForgefieldError(f"{where}.{key} is {getattr(options, key)}; it must not be negative.")
     if options.default_fparam is not None and len(options.default_fparam) != options.numb_fparam:
         raise ForgefieldError(
             f"{where}.default_fparam has {len(options.default_fparam)} numbers; numb_fparam is {options.numb_fparam}."
@@ -229,20 +260,13 @@ def per_species(values: Mapping[str, float] | Sequence[float], species: Sequence
     return [float(values[symbol]) for symbol in species] if isinstance(values, Mapping) else [float(v) for v in values]
 
 
-def unseen_species(excluded: Sequence[int], fitting: Any, n_species: int) -> tuple[int, ...]:
-    """Numbers of the species whose atoms have no value. excluded: `atom_exclude_types`. fitting: options of the network."""
-    selected = getattr(fitting, "sel_type", None)
-    selected = range(n_species) if selected is None else [selected] if isinstance(selected, int) else selected
-    return tuple(number for number in range(n_species) if number in excluded or number not in selected)
-
-
 @dataclass
 class DipoleOptions(FittingOptions):
     """Fitting network of atomic dipoles."""
 
     type: str = "dipole"
     sel_type: int | list[int] | None = None
-    """Species, by number, whose atoms have a dipole. Default: all."""
+    """Species, by index, whose atoms have a dipole. Default: all."""
 
 
 @dataclass
@@ -251,11 +275,11 @@ class PolarOptions(FittingOptions):
 
     type: str = "polar"
     sel_type: int | list[int] | None = None
-    """Species, by number, whose atoms have a polarisability. Default: all."""
+    """Species, by index, whose atoms have a polarisability. Default: all."""
     fit_diag: bool = True
-    """The network gives the diagonal of a matrix in the space of the rotation's rows, not all of it."""
+    """The network computes only the diagonal of a matrix in the space of the rotation's rows."""
     scale: float | list[float] = 1.0
-    """What polarisabilities are multiplied with; one number, or one for each species."""
+    """Factor of polarisabilities; one number, or one for each species."""
     shift_diag: bool = True
     """Add `out_bias` to the diagonal."""
     out_bias: list[float] | None = None
@@ -267,32 +291,44 @@ class DosOptions(FittingOptions):
     """Fitting network of atomic densities of states."""
 
     type: str = "dos"
-    numb_dos: int = 300
+    numb_dos: int = option(300, at_least=1)
     """Points of the energy grid."""
     rcond: float | None = None
-    """Singular values below this share of the largest are left out of the fit of `out_bias`."""
+    """Singular values below this fraction of the largest are ignored in the fit of `out_bias`."""
     out_bias: list[list[float]] | None = None
     """Density of each species that is added to the network's. From the training data."""
 
 
 @dataclass
 class PropertyOptions(FittingOptions):
-    """Fitting network of a property that does not turn with the frame."""
+    """Fitting network of an invariant property."""
 
     type: str = "property"
     property_name: str = "property"
     """Its name among outputs and labels."""
-    task_dim: int = 1
-    """How many numbers it has."""
+    task_dim: int = option(1, at_least=1)
+    """Number of components."""
     intensive: bool = False
     """The property of a frame is the mean over its atoms, not the sum."""
     distinguish_types: bool = True
     """`out_bias` and `out_std` differ between species."""
     out_bias: list[list[float]] | None = None
-    """Added to the network's numbers, for each species. From the training data."""
+    """Added to the network's outputs, for each species. From the training data."""
     out_std: list[list[float]] | None = None
-    """What the network's numbers are multiplied with, for each species. From the training data; losses are measured in
-    those of the first."""
+    """Factors of the network's outputs, for each species. From the training data; losses are measured in units of those of the
+    first species."""
+
+
+def unseen_species(excluded: Sequence[int], fitting: FittingOptions, n_species: int) -> tuple[int, ...]:
+    """Indices of the species whose atoms have no value. excluded: `atom_exclude_types`."""
+    selected = fitting.sel_type if isinstance(fitting, (DipoleOptions, PolarOptions)) else None
+    seen = range(n_species) if selected is None else [selected] if isinstance(selected, int) else selected
+    return tuple(number for number in range(n_species) if number in excluded or number not in seen)
+
+
+def rcond_of(fitting: FittingOptions) -> float | None:
+    """The option `rcond` of fitting networks that have it."""
+    return fitting.rcond if isinstance(fitting, (EnergyFittingOptions, DosOptions)) else None
 
 
 DESCRIPTORS = {
@@ -309,49 +345,60 @@ FITTINGS = {
     "dipole": "tensor_fitting.DipoleFitting",
     "polar": "tensor_fitting.PolarFitting",
 }
-"""Where the class of each fitting network is; likewise."""
+"""Where the class of each fitting network is; it has `Options` and `complete`."""
 ALIASES = {"se_a": "se_e2_a", "se_r": "se_e2_r", "dpa1": "se_atten"}
-_ELSEWHERE = {"rcut": "data.cutoff", "type_map": "data.species", "ntypes": "data.species"}
-_WITHOUT_MEANING = {
+_DATA_SETTINGS = {"rcut": "data.cutoff", "type_map": "data.species", "ntypes": "data.species"}
+_NOT_APPLICABLE = {
     "dim_case_embd": "a model has one fitting network",
-    "use_aparam_as_mask": "atoms that are not there are left out of the data",
+    "use_aparam_as_mask": "missing atoms are left out of the data",
     "layer_name": "networks do not share layers by name",
     "spin": "spins are not part of this model",
 }
 
 
-def descriptor_part(section: Mapping[str, Any]) -> tuple[Any, Any]:
+def descriptor_part(section: Mapping[str, Any]) -> tuple[type[Descriptor[Any]], DescriptorOptions]:
     """Class and options of the section `model.descriptor`."""
-    return _part(section, "model.descriptor", "se_e2_a", DESCRIPTORS)
+    descriptor_class: type[Descriptor[Any]] = _class(section, "model.descriptor", "se_e2_a", DESCRIPTORS)
+    options: DescriptorOptions = _options(descriptor_class.Options, section, "model.descriptor", "se_e2_a")
+    return descriptor_class, options
 
 
-def fitting_part(section: Mapping[str, Any]) -> tuple[Any, Any]:
+def fitting_part(section: Mapping[str, Any]) -> tuple[type[Fitting] | type[TensorFitting[Any]], FittingOptions]:
     """Class and options of the section `model.fitting_net`."""
-    return _part(section, "model.fitting_net", "ener", FITTINGS)
+    fitting_class: type[Fitting] | type[TensorFitting[Any]] = _class(section, "model.fitting_net", "ener", FITTINGS)
+    options: FittingOptions = _options(fitting_class.Options, section, "model.fitting_net", "ener")
+    return fitting_class, options
 
 
-def check_parts(given: Mapping[str, Any]) -> None:
-    """Raise for what can be seen to be wrong in the sections of a model's parts."""
-    if "descriptor" in given:
-        descriptor_part(given["descriptor"])
-    if "fitting_net" in given:
-        fitting_part(given["fitting_net"])
+def check_parts(section: Mapping[str, Any]) -> None:
+    """Raise for errors in the sections of descriptor and fitting network that are found without data."""
+    if "descriptor" in section:
+        descriptor_part(section["descriptor"])
+    if "fitting_net" in section:
+        fitting_part(section["fitting_net"])
 
 
-def _part(section: Mapping[str, Any], where: str, default: str, known: Mapping[str, str]) -> tuple[Any, Any]:
-    name = section.get("type", default)
-    name = ALIASES.get(name, name)
-    if name not in known:
+def _type_name(section: Mapping[str, Any], default: str) -> str:
+    name = str(section.get("type", default))
+    return ALIASES.get(name, name)
+
+
+def _class(section: Mapping[str, Any], where: str, default: str, classes: Mapping[str, str]) -> Any:
+    name = _type_name(section, default)
+    if name not in classes:
         raise ForgefieldError(
-            f"{where}.type is '{name}'; choose one of {', '.join(known)}.{did_you_mean(str(name), known)}"
+            f"{where}.type is '{name}'; choose one of {', '.join(classes)}.{did_you_mean(name, classes)}"
         )
-    module, _, class_name = known[name].rpartition(".")
-    found = getattr(import_module(f"forgefield.models.deeppot.{module}"), class_name)
+    return ImportPath(f"forgefield.models.deeppot.{classes[name]}").load()
+
+
+def _options(options_class: type, section: Mapping[str, Any], where: str, default: str) -> Any:
+    name = _type_name(section, default)
     options = {key: value for key, value in section.items() if key != "type"}
     for key in options:
-        if key in _ELSEWHERE:
-            raise ForgefieldError(f"{where}.{key} is not set here: it is {_ELSEWHERE[key]}.")
-        if key in _WITHOUT_MEANING:
-            raise ForgefieldError(f"{where}.{key} has no meaning here: {_WITHOUT_MEANING[key]}; remove it.")
-    check_keys(found.Options, options, where=where, what=name)
-    return found, found.Options(**options, type=name)
+        if key in _DATA_SETTINGS:
+            raise ForgefieldError(f"{where}.{key} is not set here: it is {_DATA_SETTINGS[key]}.")
+        if key in _NOT_APPLICABLE:
+            raise ForgefieldError(f"{where}.{key} does not apply: {_NOT_APPLICABLE[key]}; remove it.")
+    check_keys(options_class, options, where=where, what=name)
+    return options_class(**options, type=name)

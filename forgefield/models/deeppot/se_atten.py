@@ -1,9 +1,9 @@
-"""The descriptor of DPA-1: embeddings of neighbours that know both species and look at each other through attention.
+"""The descriptor of DPA-1: embeddings of neighbours that depend on both species, with attention between neighbours.
 
-Sums are over the neighbours there are. The empty slots that DeePMD-kit fills each atom's list up with enter its results in
-two ways, and both are added in closed form: in the denominator of a smooth attention, and, where means are subtracted from
-the rows, as rows that hold nothing but the mean. Without `sel` the latter do not exist, and the former are as many as keep the
-attention smooth where neighbours leave.
+Sums are over actual neighbours. The empty slots with which DeePMD-kit pads the list of each atom enter its results in two ways,
+and both are added in closed form: in the denominator of a smooth attention, and, if means are subtracted from the rows, as rows
+that contain only the mean. Without `sel` the latter do not exist, and the number of the former keeps the attention smooth when
+neighbours leave.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
+from forgefield.config.option import option
 from forgefield.errors import ForgefieldError
 from forgefield.models.deeppot.attention import (
     AttentionLayer,
@@ -24,85 +25,104 @@ from forgefield.models.deeppot.attention import (
     lay_out,
     neighbourhood,
 )
-from forgefield.models.deeppot.descriptor import Descriptor, Standardise, environment_rows, switch
+from forgefield.models.deeppot.descriptor import (
+    Descriptor,
+    Standardise,
+    TypeEmbedding,
+    environment_rows,
+    occupations,
+    pick_rows,
+    switch,
+)
 from forgefield.models.deeppot.networks import Groups, Networks
-from forgefield.models.deeppot.options import SeE2AOptions, excluded_kinds
-from forgefield.models.deeppot.se_e2 import DTYPES, SeE2A
-from forgefield.models.deeppot.type_embedding import TypeEmbedding, occupations, pick_rows
+from forgefield.models.deeppot.options import AngularOptions, excluded_kinds
+from forgefield.models.deeppot.se_e2 import DTYPES, SeE2A, complete_rows
 from forgefield.models.edges import Batch, EdgeContext
+from forgefield.models.options import check_values
 from forgefield.ops.graph import EdgeGraph, barrier, cut, is_traced, join
 
 MODES = ("concat", "strip")
 MARGIN = 1.1
-"""Compiled layouts of neighbours have room for so much more than the fullest atom of the training data."""
+"""Factor by which compiled layouts have more slots than the largest number of neighbours in the training data."""
 
 
 @dataclass
-class SeAttenV2Options(SeE2AOptions):
-    """Attention descriptor whose species go through a network of their own."""
+class AttentionOptions(AngularOptions):
+    """Options of descriptors with attention."""
 
-    type: str = "se_atten_v2"
-    sel: int | list[int] | str | None = None  # type: ignore[assignment]
-    """Neighbours that DeePMD-kit makes room for; of a list the sum counts. Empty places enter the result as they do there. Left
-    out or `auto`: no room is needed."""
-    tebd_dim: int = 8
-    """Numbers that stand for a species."""
-    attn: int = 128
+    takes_total = True
+
+    tebd_dim: int = option(8, at_least=1)
+    """Numbers that represent a species."""
+    attn: int = option(128, at_least=1)
     """Length of queries, keys and values."""
-    attn_layer: int = 2
+    attn_layer: int = option(2, at_least=0)
     """Attention layers; 0 for none."""
     attn_dotr: bool = True
     """Multiply attention with the cosine of the angle between neighbours."""
     attn_mask: bool = False
-    """A neighbour does not look at itself."""
-    scaling_factor: float = 1.0
+    """A neighbour does not attend to itself."""
+    scaling_factor: float = option(1.0, above=0)
     """Products of queries and keys are divided by the root of `attn` times this."""
     normalize: bool = True
     """Queries, keys and values have length one."""
     temperature: float | None = None
-    """What products of queries and keys are multiplied with; default: see `scaling_factor`."""
+    """Factor of products of queries and keys; default: see `scaling_factor`."""
     trainable_ln: bool = True
     """Train scale and shift of the layer normalisations."""
-    ln_eps: float | None = None
+    ln_eps: float | None = option(None, above=0)
     """Added to their variances; default 1e-5."""
     concat_output_tebd: bool = True
     """The numbers of the atom's species are part of its descriptor."""
     use_econf_tebd: bool = False
-    """Make them from the electronic configuration of the element."""
+    """Compute them from the electronic configuration of the element."""
     use_tebd_bias: bool = False
     """With a constant."""
-    max_neighbours: int | None = None
-    """Neighbours that traced and captured steps have room for. Default: from the training data, a tenth more than needed."""
+    max_neighbours: int | None = option(None, at_least=1)
+    """Neighbours for which traced and captured steps have slots. Default: from the training data, a tenth more than needed."""
+
+
+@dataclass
+class SeAttenV2Options(AttentionOptions):
+    """Attention descriptor with a separate network for species."""
+
+    type: str = "se_atten_v2"
     tebd_input_mode: ClassVar[str] = "strip"
     smooth_type_embedding: ClassVar[bool] = True
 
 
 @dataclass
-class SeAttenOptions(SeAttenV2Options):
+class SeAttenOptions(AttentionOptions):
     """Attention descriptor of DPA-1."""
 
     type: str = "se_atten"
     set_davg_zero: bool = True
-    tebd_input_mode: str = "concat"  # type: ignore[misc]
-    """How species enter: `concat`, beside the distance, or `strip`, through a network of their own that scales the other's."""
-    smooth_type_embedding: bool = False  # type: ignore[misc]
-    """Neighbours enter attention smoothly at the cutoff; with false they enter at once, and forces jump."""
+    tebd_input_mode: str = option("concat", choices=MODES)
+    """How species enter: `concat`, next to the distance, or `strip`, through a separate network that scales the other's."""
+    smooth_type_embedding: bool = False
+    """Neighbours enter attention smoothly at the cutoff; with false forces are discontinuous there."""
 
 
-def complete_options(options: Any, species: tuple[str, ...], cutoff: float, statistics: Mapping[str, Any]) -> Any:
+OptionsT = TypeVar("OptionsT", bound=AttentionOptions)
+
+
+def complete_options(
+    options: OptionsT, species: tuple[str, ...], cutoff: float, statistics: Mapping[str, Any]
+) -> OptionsT:
     """Options checked, with every number explicit."""
     _check(options, species)
     room = room_for(options.sel)
-    filled = SeE2A.complete(replace(options, sel=None), species=species, cutoff=cutoff, statistics=statistics)
-    found: Mapping[str, Any] = statistics.get("environment") or {}
-    most = found.get("max_neighbours")
+    without_sel = replace(options, sel=None)
+    filled = complete_rows(without_sel, SeE2A.columns, species=species, cutoff=cutoff, statistics=statistics)
+    environment: Mapping[str, Any] = statistics.get("environment") or {}
+    most = environment.get("max_neighbours")
     needed = None if most is None else sum(most)
     width = options.max_neighbours or (None if needed is None else max(1, math.ceil(MARGIN * needed)))
     if room is not None:
         width = room if width is None else min(width, room)
     if width is None:
         raise ForgefieldError(
-            "model.descriptor.max_neighbours is not given and there is no training data to take it from."
+            "model.descriptor.max_neighbours is not set and there is no training data to compute it from."
         )
     norm = options.neighbour_norm or (filled.neighbour_norm if room is None else float(room))
     return replace(
@@ -121,26 +141,15 @@ def room_for(sel: int | list[int] | str | None) -> int | None:
     return None if sel is None or isinstance(sel, str) else sel
 
 
-def _check(options: Any, species: tuple[str, ...]) -> None:
+def _check(options: AttentionOptions, species: tuple[str, ...]) -> None:
     where = "model.descriptor"
+    check_values(options, where)
     sel = options.sel
     if isinstance(sel, str) and not sel.startswith("auto"):
         raise ForgefieldError(f"{where}.sel is '{sel}'; give a number, or auto.")
     room = room_for(sel)
     if room is not None and (room < 1 or (isinstance(sel, list) and min(sel) < 0)):
         raise ForgefieldError(f"{where}.sel is {sel}; there must be room for at least one neighbour.")
-    if options.tebd_input_mode not in MODES:
-        raise ForgefieldError(
-            f"{where}.tebd_input_mode is '{options.tebd_input_mode}'; choose one of {', '.join(MODES)}."
-        )
-    for key, least in (("tebd_dim", 1), ("attn", 1), ("attn_layer", 0), ("max_neighbours", 1)):
-        value = getattr(options, key)
-        if value is not None and value < least:
-            raise ForgefieldError(f"{where}.{key} is {value}; it must be at least {least}.")
-    for key in ("scaling_factor", "ln_eps"):
-        value = getattr(options, key)
-        if value is not None and not value > 0:
-            raise ForgefieldError(f"{where}.{key} is {value:g}; it must be above 0.")
     if options.use_econf_tebd:
         for symbol in species:
             occupations(symbol)
@@ -149,7 +158,7 @@ def _check(options: Any, species: tuple[str, ...]) -> None:
 ALL = Groups(1)
 """All rows belong to one network."""
 CHUNK = 1 << 20
-"""Numbers that what is computed of some atoms at a time fills on a CPU: larger arrays would be new memory each time."""
+"""Size of the arrays of one chunk of atoms on a CPU: larger arrays would be allocated again each time."""
 
 
 class _Rows(NamedTuple):
@@ -170,17 +179,17 @@ class _Rows(NamedTuple):
     room: Tensor
 
 
-class SeAtten(Descriptor):
+class SeAtten(Descriptor[SeAttenOptions | SeAttenV2Options]):
     """Embedding of distance and species of each neighbour, attention among neighbours, products of moments."""
 
-    Options = SeAttenOptions
+    Options: ClassVar[type[SeAttenOptions] | type[SeAttenV2Options]] = SeAttenOptions
     mixed_types = True
     attention: list[AttentionLayer]
     kept: Tensor
 
     def __init__(
         self,
-        options: Any,
+        options: SeAttenOptions | SeAttenV2Options,
         *,
         species: Sequence[str],
         cutoff: float,
@@ -197,7 +206,10 @@ class SeAtten(Descriptor):
         self.dim_out = options.neuron[-1] * options.axis_neuron
         self.dim_out += options.tebd_dim if options.concat_output_tebd else 0
         self.room = room_for(options.sel)
-        self.n_slots = options.neighbour_norm if self.room is None else float(self.room)
+        assert options.neighbour_norm is not None
+        assert options.max_neighbours is not None
+        self.neighbour_norm, self.max_neighbours = options.neighbour_norm, options.max_neighbours
+        self.n_slots = self.neighbour_norm if self.room is None else float(self.room)
         self.type_embedding = TypeEmbedding(
             self.species,
             options.tebd_dim,
@@ -210,7 +222,9 @@ class SeAtten(Descriptor):
         self.embedding = Networks(1, [1 if self.strip else 1 + kinds, *options.neuron], **shape)
         self.type_network = Networks(1, [kinds, *options.neuron], **shape) if self.strip else None
         layers = nn.ModuleList(self._attention_layer(make) for _ in range(options.attn_layer))
-        self.attention = layers  # type: ignore[assignment]
+        self.attention = cast(list[AttentionLayer], layers)
+        assert options.davg is not None
+        assert options.dstd is not None
         self.standardise = Standardise(options.davg, options.dstd, shift_rows=self.room is not None)
         kept = torch.tensor(excluded_kinds(options.exclude_types, len(self.species)), dtype=torch.bool)
         self.register_buffer("kept", kept, persistent=False)
@@ -225,13 +239,20 @@ class SeAtten(Descriptor):
             normalise=options.normalize,
             dot_directions=options.attn_dotr,
             trainable_norm=options.trainable_ln,
-            norm_eps=options.ln_eps,
+            norm_eps=1e-5 if options.ln_eps is None else options.ln_eps,
             **make,
         )
 
     @classmethod
-    def complete(cls, options: Any, *, species: tuple[str, ...], cutoff: float, statistics: Mapping[str, Any]) -> Any:
-        """Options with davg, dstd, neighbour_norm and max_neighbours given."""
+    def complete(
+        cls,
+        options: SeAttenOptions | SeAttenV2Options,
+        *,
+        species: tuple[str, ...],
+        cutoff: float,
+        statistics: Mapping[str, Any],
+    ) -> SeAttenOptions | SeAttenV2Options:
+        """Options with davg, dstd, neighbour_norm and max_neighbours."""
         return complete_options(options, species, cutoff, statistics)
 
     def forward(self, batch: Batch, edges: EdgeContext, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -241,7 +262,7 @@ class SeAtten(Descriptor):
         moments = self._moments(features, rows, graph)
         if self.room is not None and self.standardise.has_shift:
             moments = moments + self._empty_slots(batch, table, rows.room)
-        moments = moments / options.neighbour_norm
+        moments = moments / self.neighbour_norm
         result = torch.bmm(moments, moments[:, : options.axis_neuron].transpose(1, 2)).flatten(1)
         if options.concat_output_tebd:
             result = join([result, pick_rows(table, batch["species"])], 1)
@@ -270,11 +291,11 @@ class SeAtten(Descriptor):
         return _Rows(rows, scalars, fades, directions, centre, neighbour, seen, room)
 
     def _moments(self, features: Tensor, edges: _Rows, graph: EdgeGraph) -> Tensor:
-        """(n_atoms, m, 4): the sum over each atom's neighbours of what attention makes of their features (x) their rows."""
+        """(n_atoms, m, 4): sum over each atom's neighbours of their features after attention (x) their rows."""
         parts = (features, edges.rows, edges.switch, edges.directions)
         if self._is_fixed(edges.room) or graph.n_atoms == 0:
             where = graph.destination, graph.by_destination.pointers
-            slots = lay_out(edges.seen, *where, self.options.max_neighbours, features.dtype)
+            slots = lay_out(edges.seen, *where, self.max_neighbours, features.dtype)
             return self._attend(*parts, slots)
         self._check_room(int(edges.room.max()))
         slots_of_chunks = self._chunks(edges, graph, features.dtype)
@@ -283,7 +304,7 @@ class SeAtten(Descriptor):
         return join([self._attend(*chunk) for chunk in chunks], 0)
 
     def _chunks(self, edges: _Rows, graph: EdgeGraph, dtype: torch.dtype) -> list[Slots]:
-        """Places of the neighbours of some atoms after the other, as many as the fullest of them needs."""
+        """Slots of the neighbours of consecutive chunks of atoms, as many as the largest number of neighbours in each."""
         options, n_atoms, pointers = self.options, graph.n_atoms, graph.by_destination.pointers
         columns = max(options.neuron[-1], 3 * options.attn if options.attn_layer else 0)
         numbers = max(1, graph.n_edges // n_atoms) * columns
@@ -306,16 +327,16 @@ class SeAtten(Descriptor):
             )
 
     def _is_fixed(self, tensor: Tensor) -> bool:
-        """Whether sizes may not depend on values: an engine traces or captures, or a training on a GPU would wait."""
+        """Whether sizes must not depend on values: in a trace or a capture, or in training on a GPU, which must not wait."""
         if is_traced(tensor):
             return True
         return tensor.is_cuda and (self.training or torch.cuda.is_current_stream_capturing())
 
     def _refuse(self, result: Tensor, room: Tensor) -> Tensor:
-        """The result, without a number for atoms with more neighbours than places where nothing could be said of them."""
+        """The result, NaN for atoms with more neighbours than slots where no error could be raised."""
         if not self._is_fixed(room):
             return result
-        too_many = room > self.options.max_neighbours
+        too_many = room > self.max_neighbours
         return result + torch.where(too_many, torch.nan, 0.0).to(result.dtype).unsqueeze(1)
 
     def _embed(self, scalars: Tensor, fades: Tensor, table: Tensor, centre: Tensor, neighbour: Tensor) -> Tensor:
@@ -371,6 +392,6 @@ class SeAtten(Descriptor):
 
 
 class SeAttenV2(SeAtten):
-    """`se_atten_v2`: species through a network of their own, smooth."""
+    """`se_atten_v2`: a separate network for species, smooth."""
 
-    Options = SeAttenV2Options  # type: ignore[assignment]
+    Options = SeAttenV2Options

@@ -4,9 +4,9 @@
 row, the descriptor of an atom is T T_<^T, where T_< holds the first `axis_neuron` rows of T: it is invariant, because
 rows enter through their scalar products only. `se_e2_r` has distances only: a fifth of the mean embedding over neighbours.
 
-DeePMD-kit reserves places for `sel` neighbours of each species and treats empty places like neighbours at the cutoff. Here sums
-are over actual neighbours, and the contribution of the empty places is their number times the embedding of an empty row.
-Without `sel` there are none: the model then does not depend on a guess of how many neighbours there may be.
+DeePMD-kit reserves slots for `sel` neighbours of each species and treats empty slots like neighbours at the cutoff. Here sums
+are over actual neighbours, and the contribution of the empty slots is their number times the embedding of an empty row.
+Without `sel` there are none: the model then does not depend on a guess of the largest number of neighbours.
 """
 
 from __future__ import annotations
@@ -19,10 +19,16 @@ import torch
 from torch import Tensor
 
 from forgefield.errors import ForgefieldError
-from forgefield.models.deeppot.descriptor import Descriptor, Standardise, environment_rows, radial_rows
+from forgefield.models.deeppot.descriptor import Descriptor, OptionsT, Standardise, environment_rows, radial_rows
 from forgefield.models.deeppot.moments import expand, sum_by_moments
 from forgefield.models.deeppot.networks import EDGE_BLOCK, Groups, Networks, group_rows
-from forgefield.models.deeppot.options import SeE2AOptions, SeE2ROptions, check_descriptor, excluded_kinds
+from forgefield.models.deeppot.options import (
+    DescriptorOptions,
+    SeE2AOptions,
+    SeE2ROptions,
+    check_descriptor,
+    excluded_kinds,
+)
 from forgefield.models.edges import Batch, EdgeContext
 from forgefield.ops import products
 from forgefield.ops.graph import EdgeGraph, GradientSwitch, Segments, is_traced, segment_sum
@@ -40,8 +46,8 @@ def neighbour_sum(
 ) -> Tensor:
     """(n_atoms, c, m): the sum over the edges of each atom of row (x) g(scalar), g the network of the edge's kind.
 
-    scalars: (n_edges,); rows: (n_edges, c), both float64; kinds: (n_edges,) int64. vectors: edge vectors they were made of. The
-    result has the networks' precision.
+    scalars: (n_edges,); rows: (n_edges, c), both float64; kinds: (n_edges,) int64. vectors: edge vectors they were
+    computed from. The result has the networks' precision.
     """
     rows = rows.to(networks.dtype)
     if can_use_moments(networks, vectors, switch):
@@ -49,11 +55,11 @@ def neighbour_sum(
         if expansion is not None:
             sums, cells = sum_by_moments(expansion, scalars, rows, kinds, graph, switch)
             return segment_sum(sums, Segments(cells.atom, graph.n_atoms))
-    return plain_neighbour_sum(scalars.to(networks.dtype), rows, kinds, networks, graph)
+    return direct_neighbour_sum(scalars.to(networks.dtype), rows, kinds, networks, graph)
 
 
 def can_use_moments(networks: Networks, vectors: Tensor, switch: GradientSwitch | None) -> bool:
-    """Whether sizes are known, and no derivative will be asked for that moments do not have."""
+    """Whether sizes are known to the host, and no derivative is needed that moments do not have."""
     return (
         not vectors.is_cuda
         and not is_traced(vectors)
@@ -62,17 +68,22 @@ def can_use_moments(networks: Networks, vectors: Tensor, switch: GradientSwitch 
     )
 
 
-def plain_neighbour_sum(scalars: Tensor, rows: Tensor, kinds: Tensor, networks: Networks, graph: EdgeGraph) -> Tensor:
-    """The same, edge by edge; scalars and rows in the networks' precision."""
+def direct_neighbour_sum(scalars: Tensor, rows: Tensor, kinds: Tensor, networks: Networks, graph: EdgeGraph) -> Tensor:
+    """As `neighbour_sum`, edge by edge; scalars and rows in the networks' precision."""
     groups = group_rows(kinds, networks.count, EDGE_BLOCK)
     embedded = groups.collect(networks(groups.spread(scalars.unsqueeze(1)), groups))
     return segment_sum(rows.unsqueeze(2) * embedded.unsqueeze(1), graph.by_destination)
 
 
+def _norm(options: DescriptorOptions) -> float:
+    assert options.neighbour_norm is not None
+    return options.neighbour_norm
+
+
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
-class TwoBodyDescriptor(Descriptor):
+class TwoBodyDescriptor(Descriptor[OptionsT]):
     """Base of the descriptors whose embedding reads the distance to one neighbour."""
 
     columns: int
@@ -82,7 +93,7 @@ class TwoBodyDescriptor(Descriptor):
 
     def __init__(
         self,
-        options: Any,
+        options: OptionsT,
         *,
         species: Sequence[str],
         cutoff: float,
@@ -102,9 +113,11 @@ class TwoBodyDescriptor(Descriptor):
             dtype=DTYPES.get(options.precision, dtype),
             generator=generator,
         )
-        has_room = isinstance(options.sel, list)
-        self.standardise = Standardise(options.davg, options.dstd, shift_rows=has_room)
-        sel = torch.tensor(options.sel, dtype=torch.float64) if has_room else None
+        has_slots = isinstance(options.sel, list)
+        assert options.davg is not None
+        assert options.dstd is not None
+        self.standardise = Standardise(options.davg, options.dstd, shift_rows=has_slots)
+        sel = torch.tensor(options.sel, dtype=torch.float64) if has_slots else None
         self.register_buffer("sel", sel, persistent=False)
         self.excludes = bool(options.exclude_types)
         seen = torch.tensor(excluded_kinds(options.exclude_types, n), dtype=torch.float64)
@@ -112,35 +125,10 @@ class TwoBodyDescriptor(Descriptor):
 
     @classmethod
     def complete(
-        cls, options: SeE2ROptions, *, species: tuple[str, ...], cutoff: float, statistics: Mapping[str, Any]
-    ) -> Any:
-        """Options with davg, dstd and neighbour_norm given."""
-        check_descriptor(options, species, cutoff)
-        sel = options.sel if isinstance(options.sel, list) else None
-        found: Mapping[str, Any] = statistics.get("environment") or {}
-        filled: dict[str, Any] = {"sel": sel, "most_neighbours": options.most_neighbours or found.get("max_neighbours")}
-        for key in ("davg", "dstd"):
-            value = getattr(options, key)
-            if value is None:
-                value = found.get(key)
-            if value is None:
-                raise ForgefieldError(
-                    f"model.descriptor.{key} is not given and there is no training data to take it from."
-                )
-            shape = [len(row) for row in value]
-            if shape != [cls.columns] * len(species):
-                raise ForgefieldError(
-                    f"model.descriptor.{key} needs {cls.columns} numbers for each of {len(species)} species."
-                )
-            filled[key] = value
-        if options.set_davg_zero:
-            filled["davg"] = [[0.0] * cls.columns for _ in species]
-        if sel is not None:
-            require_room(sel, found.get("max_neighbours"), species)
-        if options.neighbour_norm is None:
-            mean = found.get("mean_neighbours", statistics.get("mean_neighbours"))
-            filled["neighbour_norm"] = float(sum(sel)) if sel is not None else max(float(mean or 0.0), 1.0)
-        return dataclasses.replace(options, **filled)
+        cls, options: OptionsT, *, species: tuple[str, ...], cutoff: float, statistics: Mapping[str, Any]
+    ) -> OptionsT:
+        """Options with davg, dstd and neighbour_norm."""
+        return complete_rows(options, cls.columns, species=species, cutoff=cutoff, statistics=statistics)
 
     def edge_kinds(self, species: Tensor, graph: EdgeGraph) -> tuple[Tensor, Tensor, Tensor]:
         """Of every edge: species of centre and neighbour, and both as one number, centre first; each (n_edges,) int64."""
@@ -148,53 +136,93 @@ class TwoBodyDescriptor(Descriptor):
         return centre, neighbour, centre * len(self.species) + neighbour
 
     def empty_embedding(self) -> Tensor:
-        """(n_species^2, m): what the network of each (centre, neighbour) says of an empty place."""
+        """(n_species^2, m): output of the network of each (centre, neighbour) for an empty slot."""
         n, one_side = len(self.species), self.options.type_one_side
         scalars = self.standardise.empty[:, 0].to(self.networks.dtype)
-        places = scalars.expand(n, n) if one_side else scalars.unsqueeze(1).expand(n, n)  # in the order of networks
+        inputs = scalars.expand(n, n) if one_side else scalars.unsqueeze(1).expand(n, n)  # in the order of networks
         groups = Groups.in_order([n] * n if one_side else [1] * (n * n))
-        found = self.networks(places.reshape(n * n, 1), groups)
-        result: Tensor = found.unflatten(0, (n, n)).transpose(0, 1).flatten(0, 1) if one_side else found
+        outputs = self.networks(inputs.reshape(n * n, 1), groups)
+        result: Tensor = outputs.unflatten(0, (n, n)).transpose(0, 1).flatten(0, 1) if one_side else outputs
         return result
 
-    def empty_places(self, species: Tensor, neighbour: Tensor, graph: EdgeGraph, mask: Tensor | None) -> Tensor:
-        """(n_atoms, n_species): how many of the places for each species are empty. mask: (n_edges,) of real neighbours."""
+    def empty_slots(self, species: Tensor, neighbour: Tensor, graph: EdgeGraph, mask: Tensor | None) -> Tensor:
+        """(n_atoms, n_species): number of empty slots for each species. mask: (n_edges,) of real neighbours."""
         assert self.sel is not None
         n = len(self.species)
         ones = torch.ones_like(neighbour, dtype=torch.float64) if mask is None else mask
         counts = ones.new_zeros(species.shape[0] * n).index_add_(0, graph.destination * n + neighbour, ones)
         empty = self.sel - counts.view(species.shape[0], n)
         if self.may_wait_for(species) and bool((empty < 0).any()):
-            require_room([int(s) for s in self.sel], (self.sel - empty.amin(0)).int().tolist(), self.species)
+            require_slots([int(s) for s in self.sel], (self.sel - empty.amin(0)).int().tolist(), self.species)
         return empty
 
     def empty_sum(self, species: Tensor, neighbour: Tensor, graph: EdgeGraph, mask: Tensor | None) -> Tensor:
-        """(n_atoms, m): sum of the embeddings of an atom's empty places."""
+        """(n_atoms, m): sum of the embeddings of an atom's empty slots."""
         n = len(self.species)
-        empty = self.empty_places(species, neighbour, graph, mask)
+        empty = self.empty_slots(species, neighbour, graph, mask)
         own = torch.nn.functional.one_hot(species, n).to(empty.dtype)
         weights = (own.unsqueeze(2) * empty.unsqueeze(1)).flatten(1).to(self.networks.dtype)
         return weights @ self.empty_embedding()
 
 
-def require_room(sel: Sequence[int], needed: Sequence[int] | None, species: Sequence[str]) -> None:
-    """Stop where an atom has more neighbours than there is room for. needed: largest number of each species."""
-    for symbol, room, number in zip(species, sel, needed or ()):
-        if number > room:
+def require_slots(sel: Sequence[int], needed: Sequence[int] | None, species: Sequence[str]) -> None:
+    """Raise if an atom has more neighbours than there are slots. needed: largest number of each species."""
+    for symbol, slots, number in zip(species, sel, needed or ()):
+        if number > slots:
             raise ForgefieldError(
-                f"model.descriptor.sel has room for {room} {symbol} neighbours, but an atom has {number} within the cutoff; "
+                f"model.descriptor.sel has room for {slots} {symbol} neighbours, but an atom has {number} within the cutoff; "
                 f"it needs at least {list(map(int, needed or ()))} for {', '.join(species)}, or leave sel out."
             )
 
 
-class SeE2A(TwoBodyDescriptor):
+def complete_rows(
+    options: OptionsT, columns: int, *, species: tuple[str, ...], cutoff: float, statistics: Mapping[str, Any]
+) -> OptionsT:
+    """Options checked, with statistics of rows of `columns` numbers: davg, dstd, neighbour_norm and most_neighbours."""
+    check_descriptor(options, species, cutoff)
+    sel = options.sel if isinstance(options.sel, list) else None
+    environment: Mapping[str, Any] = statistics.get("environment") or {}
+    filled: dict[str, Any] = {
+        "sel": sel,
+        "most_neighbours": options.most_neighbours or environment.get("max_neighbours"),
+    }
+    for key, value in (("davg", options.davg), ("dstd", options.dstd)):
+        if value is None:
+            value = environment.get(key)
+        if value is None:
+            raise ForgefieldError(
+                f"model.descriptor.{key} is not set and there is no training data to compute it from."
+            )
+        shape = [len(row) for row in value]
+        if shape != [columns] * len(species):
+            raise ForgefieldError(f"model.descriptor.{key} needs {columns} numbers for each of {len(species)} species.")
+        filled[key] = value
+    if options.set_davg_zero:
+        filled["davg"] = [[0.0] * columns for _ in species]
+    if sel is not None:
+        require_slots(sel, environment.get("max_neighbours"), species)
+    if options.neighbour_norm is None:
+        mean = environment.get("mean_neighbours", statistics.get("mean_neighbours"))
+        filled["neighbour_norm"] = float(sum(sel)) if sel is not None else max(float(mean or 0.0), 1.0)
+    return dataclasses.replace(options, **filled)
+
+
+class SeE2A(TwoBodyDescriptor[SeE2AOptions]):
     """Two-body embedding, full rows."""
 
     Options = SeE2AOptions
     columns = 4
 
-    def __init__(self, options: SeE2AOptions, **made_of: Any) -> None:
-        super().__init__(options, **made_of)
+    def __init__(
+        self,
+        options: SeE2AOptions,
+        *,
+        species: Sequence[str],
+        cutoff: float,
+        dtype: torch.dtype,
+        generator: torch.Generator,
+    ) -> None:
+        super().__init__(options, species=species, cutoff=cutoff, dtype=dtype, generator=generator)
         self.dim_rotation = options.neuron[-1]
         self.dim_out = options.neuron[-1] * options.axis_neuron
 
@@ -222,8 +250,8 @@ class SeE2A(TwoBodyDescriptor):
             empty = self.standardise.empty.to(dtype).index_select(0, species)
             total = total + empty.unsqueeze(2) * self.empty_sum(species, neighbour, graph, mask).unsqueeze(1)
         elif self.sel is not None:
-            self.empty_places(species, neighbour, graph, mask)
-        total = total / options.neighbour_norm
+            self.empty_slots(species, neighbour, graph, mask)
+        total = total / _norm(options)
         turned = total.transpose(1, 2)
         descriptor = torch.bmm(turned, total[:, :, : options.axis_neuron])
         return descriptor.flatten(1), turned[:, :, 1:]
@@ -232,14 +260,22 @@ class SeE2A(TwoBodyDescriptor):
 RADIAL_SCALE = 0.2
 
 
-class SeE2R(TwoBodyDescriptor):
+class SeE2R(TwoBodyDescriptor[SeE2ROptions]):
     """Two-body embedding, radial rows."""
 
     Options = SeE2ROptions
     columns = 1
 
-    def __init__(self, options: SeE2ROptions, **made_of: Any) -> None:
-        super().__init__(options, **made_of)
+    def __init__(
+        self,
+        options: SeE2ROptions,
+        *,
+        species: Sequence[str],
+        cutoff: float,
+        dtype: torch.dtype,
+        generator: torch.Generator,
+    ) -> None:
+        super().__init__(options, species=species, cutoff=cutoff, dtype=dtype, generator=generator)
         self.dim_out = options.neuron[-1]
 
     def forward(self, batch: Batch, edges: EdgeContext, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -262,12 +298,12 @@ class SeE2R(TwoBodyDescriptor):
             switch=edges.gradient,
         ).squeeze(1)
         ends = self._ends(species, neighbour, pair, graph, mask if seen is None else weights)
-        return (total + ends) * (RADIAL_SCALE / options.neighbour_norm), None
+        return (total + ends) * (RADIAL_SCALE / _norm(options)), None
 
     def _ends(
         self, species: Tensor, neighbour: Tensor, pair: Tensor, graph: EdgeGraph, weights: Tensor | None
     ) -> Tensor:
-        """(n_atoms, m): what makes the sum smooth at the cutoff, empty places or less the embedding at the cutoff."""
+        """(n_atoms, m): the term that makes the sum smooth at the cutoff: empty slots, or minus the embedding at the cutoff."""
         if self.sel is not None:
             return self.empty_sum(species, neighbour, graph, weights)
         n = len(self.species)

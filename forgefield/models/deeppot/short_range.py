@@ -19,8 +19,8 @@ from forgefield.errors import ForgefieldError
 from forgefield.models.deeppot.descriptor import switch
 from forgefield.models.deeppot.options import DeepPotOptions
 from forgefield.models.options import check_zbl
+from forgefield.ops.functions import polynomial_cutoff
 from forgefield.ops.graph import EdgeGraph, segment_sum
-from forgefield.ops.radial import polynomial_cutoff
 from forgefield.physics.zbl import zbl_pair_energy
 
 SMIN_ALPHA = 0.1

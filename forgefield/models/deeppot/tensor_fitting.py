@@ -1,7 +1,7 @@
-"""Fitting networks beside the energy: dipoles, polarisabilities, densities of states, and properties of any kind.
+"""Fitting networks for outputs other than energies: dipoles, polarisabilities, densities of states, and other properties.
 
-Each is a module from the descriptor of an atom, its rotation (T without its first column) and the batch to named numbers of
-that atom; `facts` says what a model with it gives of frames and atoms. The mathematics is DeePMD-kit's, numbers are float64.
+Each maps the descriptor of an atom, its rotation (T without its first column) and the batch to named values of that atom;
+`describe` describes the outputs of a model with it for frames and atoms. The mathematics is DeePMD-kit's, in float64.
 """
 
 from __future__ import annotations
@@ -9,16 +9,23 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic
 
 import torch
 from torch import Tensor, nn
 
 from forgefield.errors import ForgefieldError
-from forgefield.models.deeppot.fitting import Fitting
-from forgefield.models.deeppot.options import DipoleOptions, DosOptions, PolarOptions, PropertyOptions
+from forgefield.models.deeppot.fitting import Fitting, OptionsT
+from forgefield.models.deeppot.options import (
+    DipoleOptions,
+    DosOptions,
+    FittingOptions,
+    PolarOptions,
+    PropertyOptions,
+)
 from forgefield.models.edges import Batch
 from forgefield.models.interface import DirectOutput
+from forgefield.models.options import check_values
 from forgefield.ops.graph import Segments, segment_sum
 
 REDUCTIONS = ("sum", "mean")
@@ -46,19 +53,22 @@ class Output:
         return total / n_atoms.to(total.dtype).view(-1, *[1] * len(self.shape))
 
 
-class TensorFitting(nn.Module, ABC):
+class TensorFitting(nn.Module, ABC, Generic[OptionsT]):
     """Base of these fittings. dim_rotation: rows of the rotation."""
 
-    Options: ClassVar[type]
+    options: OptionsT
+    Options: ClassVar[type[FittingOptions]]
     kind: ClassVar[str] = "values"
-    """How values turn with the structure."""
+    """How values transform under rotations."""
     atom_prefix: ClassVar[str] = "atom_"
     """What the name of an atom's value begins with, as in DeePMD-kit's files."""
+    has_bias: ClassVar[bool] = True
+    """Whether there is the state `out_bias` (n_species, ...), which is added to the outputs."""
     out_bias: Tensor
 
     def __init__(
         self,
-        options: Any,
+        options: OptionsT,
         *,
         species: Sequence[str],
         dim_descriptor: int,
@@ -78,20 +88,24 @@ class TensorFitting(nn.Module, ABC):
             dtype=dtype,
             generator=generator,
         )
+        self._add_buffers(options)
+
+    def _add_buffers(self, options: OptionsT) -> None:
+        """Register buffers that outputs are shifted and scaled with."""
 
     @classmethod
-    def complete(cls, options: Any, *, species: tuple[str, ...], statistics: Mapping[str, Any]) -> Any:
-        """Options checked, with every number given."""
+    def complete(cls, options: OptionsT, *, species: tuple[str, ...], statistics: Mapping[str, Any]) -> OptionsT:
+        """Options checked, with every number explicit."""
         return Fitting.complete(options, species=species, statistics=statistics)
 
     @classmethod
     @abstractmethod
-    def output(cls, options: Any) -> Output:
-        """What it gives of an atom."""
+    def output(cls, options: OptionsT) -> Output:
+        """The output for an atom."""
 
     @classmethod
-    def facts(cls, options: Any) -> dict[str, DirectOutput]:
-        """What a model gives of frames and atoms, by name. options: resolved."""
+    def describe(cls, options: OptionsT) -> dict[str, DirectOutput]:
+        """Outputs of a model for frames and atoms, by name. options: resolved."""
         output = cls.output(options)
         shape, scale = list(output.shape), cls.scale_of(options)
         return {
@@ -102,13 +116,12 @@ class TensorFitting(nn.Module, ABC):
         }
 
     @classmethod
-    def scale_of(cls, options: Any) -> float | list[float]:
-        """What losses are measured in: one number, or one for each component."""
+    def scale_of(cls, options: OptionsT) -> float | list[float]:
+        """Unit of losses: one number, or one for each component."""
         return 1.0
 
     @property
     def outputs(self) -> tuple[Output, ...]:
-        """What it gives."""
         return (self.output(self.options),)
 
     @abstractmethod
@@ -118,10 +131,10 @@ class TensorFitting(nn.Module, ABC):
 
     @abstractmethod
     def _dim_out(self) -> int:
-        """Numbers of the network."""
+        """Number of outputs of the network."""
 
-    def _table(self, name: str, values: Any, shape: tuple[int, ...], default: float) -> None:
-        """State `name`, (n_species, *shape) float64, that options give or that is `default` everywhere."""
+    def _register(self, name: str, values: Sequence[object] | None, shape: tuple[int, ...], default: float) -> None:
+        """Register the buffer `name`, (n_species, *shape) float64, with these values; None: `default` everywhere."""
         full = torch.full((len(self.species), *shape), default, dtype=torch.float64)
         self.register_buffer(name, full if values is None else torch.tensor(values, dtype=torch.float64))
 
@@ -129,20 +142,23 @@ class TensorFitting(nn.Module, ABC):
         if rotation is None:
             raise ForgefieldError(
                 f"model.fitting_net.type is {self.options.type}, which needs directions, but the descriptor has none; "
-                "take se_e2_a or se_atten."
+                "use se_e2_a or se_atten."
             )
         return rotation.double()
 
 
-class DipoleFitting(TensorFitting):
+class DipoleFitting(TensorFitting[DipoleOptions]):
     """`dipole`: a combination of the rotation's rows."""
 
+    has_bias = False
     kind = "vector"
     Options = DipoleOptions
     atom_prefix = "atomic_"
 
     @classmethod
-    def complete(cls, options: DipoleOptions, *, species: tuple[str, ...], statistics: Mapping[str, Any]) -> Any:
+    def complete(
+        cls, options: DipoleOptions, *, species: tuple[str, ...], statistics: Mapping[str, Any]
+    ) -> DipoleOptions:
         options = replace(options, sel_type=_selected(options.sel_type, species))
         return super().complete(options, species=species, statistics=statistics)
 
@@ -158,7 +174,7 @@ class DipoleFitting(TensorFitting):
         return {"dipole": torch.bmm(weights.unsqueeze(1), self._rotation(rotation)).squeeze(1)}
 
 
-class PolarFitting(TensorFitting):
+class PolarFitting(TensorFitting[PolarOptions]):
     """`polar`: a symmetric matrix between the rotation's rows, and a multiple of the unit matrix."""
 
     kind = "symmetric"
@@ -166,16 +182,16 @@ class PolarFitting(TensorFitting):
     atom_prefix = "atomic_"
     scale: Tensor
 
-    def __init__(self, options: PolarOptions, **made_of: Any) -> None:
-        super().__init__(options, **made_of)
+    def _add_buffers(self, options: PolarOptions) -> None:
         scale = options.scale if isinstance(options.scale, list) else [options.scale] * len(self.species)
-        self._table("scale", scale, (), 1.0)
-        self._table("out_bias", options.out_bias, (), 0.0)
+        self._register("scale", scale, (), 1.0)
+        self._register("out_bias", options.out_bias, (), 0.0)
 
     @classmethod
-    def complete(cls, options: PolarOptions, *, species: tuple[str, ...], statistics: Mapping[str, Any]) -> Any:
-        for key in ("scale", "out_bias"):
-            values = getattr(options, key)
+    def complete(
+        cls, options: PolarOptions, *, species: tuple[str, ...], statistics: Mapping[str, Any]
+    ) -> PolarOptions:
+        for key, values in (("scale", options.scale), ("out_bias", options.out_bias)):
             if isinstance(values, list):
                 _check_rows(f"model.fitting_net.{key}", [[value] for value in values], 1, species)
         filled: dict[str, Any] = {"sel_type": _selected(options.sel_type, species)}
@@ -206,18 +222,17 @@ class PolarFitting(TensorFitting):
         return {"polarizability": values * self.scale.index_select(0, species).view(-1, 1, 1)}
 
 
-class DosFitting(TensorFitting):
+class DosFitting(TensorFitting[DosOptions]):
     """`dos`: the density of states on a grid of energies."""
 
     Options = DosOptions
 
-    def __init__(self, options: DosOptions, **made_of: Any) -> None:
-        super().__init__(options, **made_of)
-        self._table("out_bias", options.out_bias, (options.numb_dos,), 0.0)
+    def _add_buffers(self, options: DosOptions) -> None:
+        self._register("out_bias", options.out_bias, (options.numb_dos,), 0.0)
 
     @classmethod
-    def complete(cls, options: DosOptions, *, species: tuple[str, ...], statistics: Mapping[str, Any]) -> Any:
-        _check_size("numb_dos", options.numb_dos)
+    def complete(cls, options: DosOptions, *, species: tuple[str, ...], statistics: Mapping[str, Any]) -> DosOptions:
+        check_values(options, "model.fitting_net")
         _check_rows("model.fitting_net.out_bias", options.out_bias, options.numb_dos, species)
         if options.out_bias is None:
             options = replace(options, out_bias=_measured("out_bias", statistics))
@@ -228,42 +243,41 @@ class DosFitting(TensorFitting):
         return Output("dos", (options.numb_dos,))
 
     @classmethod
-    def facts(cls, options: DosOptions) -> dict[str, DirectOutput]:
+    def describe(cls, options: DosOptions) -> dict[str, DirectOutput]:
         """The density of states, and its running sum (the number of states) where that is trained."""
-        found = super().facts(options)
+        outputs = super().describe(options)
         for name, per in (("cdf", "frame"), ("atom_cdf", "atom")):
             by_atom = per == "frame"
-            found[name] = DirectOutput(
+            outputs[name] = DirectOutput(
                 per, [options.numb_dos], "sum", cumulative=True, always=False, per_atom_errors=by_atom
             )
-        return found
+        return outputs
 
     def _dim_out(self) -> int:
-        result: int = self.options.numb_dos
-        return result
+        return self.options.numb_dos
 
     def forward(self, descriptor: Tensor, rotation: Tensor | None, batch: Batch) -> dict[str, Tensor]:
         values = self.network(descriptor, batch).double()
         return {"dos": values + self.out_bias.index_select(0, batch["species"])}
 
 
-class PropertyFitting(TensorFitting):
-    """`property`: `task_dim` numbers under a name of the user's."""
+class PropertyFitting(TensorFitting[PropertyOptions]):
+    """`property`: `task_dim` numbers with a name chosen by the user."""
 
     Options = PropertyOptions
     out_std: Tensor
 
-    def __init__(self, options: PropertyOptions, **made_of: Any) -> None:
-        super().__init__(options, **made_of)
-        self._table("out_bias", options.out_bias, (options.task_dim,), 0.0)
-        self._table("out_std", options.out_std, (options.task_dim,), 1.0)
+    def _add_buffers(self, options: PropertyOptions) -> None:
+        self._register("out_bias", options.out_bias, (options.task_dim,), 0.0)
+        self._register("out_std", options.out_std, (options.task_dim,), 1.0)
 
     @classmethod
-    def complete(cls, options: PropertyOptions, *, species: tuple[str, ...], statistics: Mapping[str, Any]) -> Any:
-        _check_size("task_dim", options.task_dim)
+    def complete(
+        cls, options: PropertyOptions, *, species: tuple[str, ...], statistics: Mapping[str, Any]
+    ) -> PropertyOptions:
+        check_values(options, "model.fitting_net")
         filled: dict[str, Any] = {}
-        for key in ("out_bias", "out_std"):
-            rows = getattr(options, key)
+        for key, rows in (("out_bias", options.out_bias), ("out_std", options.out_std)):
             _check_rows(f"model.fitting_net.{key}", rows, options.task_dim, species)
             if rows is None:
                 filled[key] = rows = _measured(key, statistics)
@@ -280,18 +294,12 @@ class PropertyFitting(TensorFitting):
         return 1.0 if options.out_std is None else list(options.out_std[0])
 
     def _dim_out(self) -> int:
-        result: int = self.options.task_dim
-        return result
+        return self.options.task_dim
 
     def forward(self, descriptor: Tensor, rotation: Tensor | None, batch: Batch) -> dict[str, Tensor]:
         values, species = self.network(descriptor, batch).double(), batch["species"]
         bias, deviation = self.out_bias.index_select(0, species), self.out_std.index_select(0, species)
         return {self.options.property_name: torch.addcmul(bias, values, deviation)}
-
-
-def _check_size(key: str, size: int) -> None:
-    if size < 1:
-        raise ForgefieldError(f"model.fitting_net.{key} is {size}; it must be at least 1.")
 
 
 def _check_rows(where: str, rows: Sequence[Sequence[float]] | None, size: int, species: Sequence[str]) -> None:
@@ -301,16 +309,16 @@ def _check_rows(where: str, rows: Sequence[Sequence[float]] | None, size: int, s
 
 
 def _measured(key: str, statistics: Mapping[str, Any]) -> Any:
-    """What the training data says, None where there is none."""
+    """A statistic of the training data, None where there is none."""
     return (statistics.get("environment") or {}).get(key)
 
 
-def _selected(given: int | list[int] | None, species: Sequence[str]) -> list[int] | None:
-    if given is None:
+def _selected(sel_type: int | list[int] | None, species: Sequence[str]) -> list[int] | None:
+    if sel_type is None:
         return None
-    chosen = [given] if isinstance(given, int) else list(given)
+    chosen = [sel_type] if isinstance(sel_type, int) else list(sel_type)
     if not chosen or any(not 0 <= number < len(species) for number in chosen):
         raise ForgefieldError(
-            f"model.fitting_net.sel_type is {given}; it names species by number, from 0 to {len(species) - 1}."
+            f"model.fitting_net.sel_type is {sel_type}; it contains indices of species, from 0 to {len(species) - 1}."
         )
     return sorted(set(chosen))

@@ -1,8 +1,9 @@
-"""What the networks of invariant and vector messages share (SchNet, PaiNN, EGNN, CGCNN): options, dense layers, one pass.
+"""Base of networks with invariant and vector messages (SchNet, PaiNN, EGNN, CGCNN): options, dense layers, one pass.
 
-Messages run along the edges of the batch, periodic images included, and are multiplied by an envelope that ends at the cutoff,
-so that nothing jumps there. Atoms without neighbours travel along, one of each species, and their energy is subtracted: an
-atom alone has exactly its species' shift. Geometry and energies are float64, the interior has the precision of the weights.
+Messages are sent along the edges of the batch, including periodic images, and are multiplied by an envelope that is zero at the
+cutoff, so that energies are smooth. One isolated atom of each species is added to every batch and its energy is subtracted: an
+isolated atom has exactly its species' shift. Geometry and energies are float64, everything else has the precision of the
+weights.
 """
 
 from __future__ import annotations
@@ -18,51 +19,39 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from forgefield.config.option import option
 from forgefield.models.edges import Batch, EdgeContext
-from forgefield.models.options import check_values, complete_terms, option
+from forgefield.models.options import TermOptions, check_values, complete_terms
 from forgefield.models.terms import PairLengths, SpeciesTerms
-from forgefield.ops.activations import activate
+from forgefield.ops.functions import activate, polynomial_cutoff
 from forgefield.ops.graph import EdgeGraph, GradientSwitch, Segments, barrier, gather
-from forgefield.ops.linear import unit_normal
+from forgefield.ops.linear import WeightArguments, unit_normal
 from forgefield.ops.products import product
-from forgefield.ops.radial import polynomial_cutoff
 
 
 @dataclass
-class SharedOptions:
-    """Hyperparameters that all of these networks have. Numbers left `None` come from the statistics of the training data."""
+class SharedOptions(TermOptions):
+    """Hyperparameters that all of these networks have. Numbers that are `None` come from statistics of the training data."""
 
     num_layers: int = option(3, at_least=1)
     """Interaction layers: each lets an atom see one cutoff further."""
     num_features: int = option(64, at_least=1)
     """Features of an atom."""
     envelope: str = option("polynomial", choices=("polynomial", "cosine"))
-    """How messages fade out towards the cutoff: polynomial (two continuous derivatives) or cosine (one)."""
+    """Envelope of messages, zero at the cutoff: polynomial (two continuous derivatives) or cosine (one)."""
     polynomial_cutoff_p: float = option(6, at_least=2)
     """Exponent of the polynomial envelope; smaller decays earlier."""
     readout_mlp_width: int | None = option(None, at_least=1)
     """Neurons between the last features and the atomic energy. Default: half of the features."""
-    per_edge_type_cutoff: dict[str, Any] | None = None
-    """Shorter cutoffs by species of centre and neighbour, A: {H: 3.0, O: {H: 3.5, O: 4.0}}; others have the cutoff."""
-    avg_num_neighbours: float | dict[str, float] | None = None
-    """Mean number of neighbours, or one per species; sums over edges are divided by its square root."""
-    energy_scales: float | dict[str, float] | None = None
-    """Energy unit of the network's output, eV, one or per species. Default: root mean square of the forces, times A."""
-    energy_shifts: float | dict[str, float] | None = None
-    """Energy of the isolated atom, eV, one or per species. Default: the reference energies."""
-    energy_scales_trainable: bool = False
-    """Train the scales."""
-    energy_shifts_trainable: bool = False
-    """Train the shifts."""
-    zbl: bool | dict[str, float] = False
-    """Add the ZBL repulsion of nuclei; {polynomial_cutoff_p: 6} sets its envelope."""
 
 
-O = TypeVar("O", bound=SharedOptions)  # noqa: E741
+OptionsT = TypeVar("OptionsT", bound=SharedOptions)
 
 
-def complete_options(options: O, species: tuple[str, ...], cutoff: float, statistics: Mapping[str, Any]) -> O:
-    """Options checked and with every default explicit; numbers not given come from the statistics."""
+def complete_options(
+    options: OptionsT, species: tuple[str, ...], cutoff: float, statistics: Mapping[str, Any]
+) -> OptionsT:
+    """Options checked and with every default explicit; missing numbers come from the statistics."""
     check_values(options)
     filled = complete_terms(options, species, cutoff, statistics)
     filled["readout_mlp_width"] = options.readout_mlp_width or max(1, options.num_features // 2)
@@ -75,9 +64,10 @@ def sizes(**by_preset: tuple[int, int]) -> dict[str, dict[str, Any]]:
 
 
 class Dense(nn.Module):
-    """Layers of weights (in, out) and biases; the activation stands between layers, and after the last one if asked.
+    """Layers of weights (in, out) and biases, with the activation between layers.
 
-    Without `bias` there is none; a bias starts at zero, weights with variance 1 / in.
+    bias: whether layers have biases, which are initially zero; weights have variance 1 / in.
+    ends_active: whether the activation is also applied after the last layer.
     """
 
     def __init__(
@@ -102,7 +92,7 @@ class Dense(nn.Module):
         return self.after_first(product(x, self.weights[0]))
 
     def after_first(self, x: Tensor) -> Tensor:
-        """The same from the product with the first weights on."""
+        """As `forward`, from the product with the first weights on."""
         for number in range(len(self.weights)):
             x = product(x, self.weights[number]) if number else x
             x = x + self.biases[number] if len(self.biases) else x
@@ -112,11 +102,16 @@ class Dense(nn.Module):
 
 
 class Surroundings(NamedTuple):
-    """What a layer is told of the edges.
+    """The edges as layers use them; n is the number of pairs if edges and their reverses share rows, otherwise of edges.
 
-    graph: of all atoms and, behind them, the lone ones. pairs: lengths. envelope: (n, 1); lengths_over_reach: (n,), float64;
-    n is the number of pairs where `per_edge` goes from pairs to edges, else of edges. directions: (n_edges, 3), unit vectors
-    from centre to neighbour. vectors: (n_edges, 3) over the reach. scale: (n_rows, 1), 1 / sqrt(mean number of neighbours).
+    graph: of all atoms, followed by one isolated atom of each species.
+    envelope: (n, 1).
+    lengths_over_reach: (n,), float64, lengths in units of the largest cutoff.
+    directions: (n_edges, 3), unit vectors from centre to neighbour.
+    vectors: (n_edges, 3), edge vectors in units of the largest cutoff.
+    scale: (n_rows, 1), 1 / sqrt(mean number of neighbours).
+    edges: as the model received them.
+    to_edges: the row of each edge, None if rows are edges.
     """
 
     graph: EdgeGraph
@@ -125,17 +120,24 @@ class Surroundings(NamedTuple):
     directions: Tensor
     vectors: Tensor
     scale: Tensor
-    switch: GradientSwitch | None
+    edges: EdgeContext
     to_edges: Segments | None
 
+    @property
+    def switch(self) -> GradientSwitch | None:
+        return self.edges.gradient
+
     def per_edge(self, rows: Tensor) -> Tensor:
-        """Of every edge what depends on its length alone: (n, ...) -> (n_edges, ...)."""
+        """From rows that depend only on lengths to edges: (n, ...) -> (n_edges, ...)."""
         return rows if self.to_edges is None else gather(rows, self.to_edges)
 
 
 class Encoded(NamedTuple):
-    """features: (n_atoms, feature_dim), invariant; vectors: (n_atoms, vector_dim, 3), turning with the structure, None where
-    the model has none; both in the interior precision. energies: (n_atoms,), eV, float64, None where they are not asked for.
+    """Results of one pass.
+
+    features: (n_atoms, feature_dim), invariant, in the precision of the weights.
+    vectors: (n_atoms, vector_dim, 3), equivariant, in the same precision; None for models without vectors.
+    energies: (n_atoms,), eV, float64; None if they are not requested.
     """
 
     features: Tensor
@@ -143,12 +145,13 @@ class Encoded(NamedTuple):
     energies: Tensor | None
 
 
-class MessagePassing(SpeciesTerms[O], ABC):
+class MessagePassing(SpeciesTerms[OptionsT], ABC):
     """Base of the networks. State: `embedding` (n_species, num_features), `layers`, `readout`.
 
-    A subclass says how its layers are made (`make_layers`) and what they do with features of atoms (`features`).
+    A subclass builds its layers (`make_layers`) and applies them to the features of atoms (`interact`).
     """
 
+    ghost_atoms = "exchange"
     vector_dim: int = 0
     """Equivariant vectors of an atom."""
     activation = "silu"
@@ -157,7 +160,7 @@ class MessagePassing(SpeciesTerms[O], ABC):
 
     def __init__(
         self,
-        options: O,
+        options: OptionsT,
         *,
         species: Sequence[str],
         cutoff: float,
@@ -168,20 +171,22 @@ class MessagePassing(SpeciesTerms[O], ABC):
         super().__init__(options, species, cutoff, adaptive_cutoff)
         self.reach = self.cutoff if adaptive_cutoff is None else float(adaptive_cutoff)
         width = options.num_features
-        make: dict[str, Any] = {"generator": generator, "dtype": dtype}
+        make: WeightArguments = {"generator": generator, "dtype": dtype}
         self.embedding = nn.Parameter(unit_normal(len(self.species), width, **make))
-        self.layers = nn.ModuleList(self.make_layers(**make))
+        self.layers = nn.ModuleList(self.make_layers(make))
         hidden = options.readout_mlp_width or max(1, width // 2)
         self.readout = Dense([width, hidden, 1], self.activation, **make)
         self.feature_dim = width
 
     @classmethod
-    def complete_options(cls, options: O, species: tuple[str, ...], cutoff: float, statistics: Mapping[str, Any]) -> O:
+    def complete_options(
+        cls, options: OptionsT, species: tuple[str, ...], cutoff: float, statistics: Mapping[str, Any]
+    ) -> OptionsT:
         return complete_options(options, species, cutoff, statistics)
 
     @abstractmethod
-    def make_layers(self, **make: Any) -> list[nn.Module]:
-        """The interaction layers. make: generator and dtype of their weights."""
+    def make_layers(self, make: WeightArguments) -> list[nn.Module]:
+        """The interaction layers. make: arguments for initial weights."""
 
     @abstractmethod
     def interact(self, x: Tensor, around: Surroundings) -> tuple[Tensor, Tensor | None]:
@@ -196,7 +201,7 @@ class MessagePassing(SpeciesTerms[O], ABC):
     def encode(
         self, batch: Batch, edges: EdgeContext | None = None, *, energies: bool = True
     ) -> tuple[Tensor, Tensor | None]:
-        """Features of the last layer, (n_atoms, feature_dim) in the interior precision, and atomic energies."""
+        """Features of the last layer, (n_atoms, feature_dim) in the precision of the weights, and atomic energies."""
         encoded = self.encode_all(batch, edges, energies=energies)
         return encoded.features, encoded.energies
 
@@ -209,19 +214,17 @@ class MessagePassing(SpeciesTerms[O], ABC):
         pairs = self.pair_lengths(edges.vectors, species, graph)
         n_atoms, n_species = species.shape[0], len(self.species)
         kinds = torch.cat([species, torch.arange(n_species, device=species.device)])
-        around = self._surroundings(edges.vectors, pairs, kinds, graph, edges.gradient)
+        around = self._surroundings(edges, pairs, kinds, graph)
         features, vectors = self.interact(gather(self.embedding, Segments(kinds, n_species)), around)
         atomic = None
         if energies:
-            made = self.readout(features).squeeze(1).double()
-            lone = gather(made[n_atoms:], Segments(species, n_species))
-            atomic = self.energies(made[:n_atoms] - lone, pairs, species, graph)
+            outputs = self.readout(features).squeeze(1).double()
+            isolated = gather(outputs[n_atoms:], Segments(species, n_species))
+            atomic = self.energies(outputs[:n_atoms] - isolated, pairs, species, graph)
         return Encoded(features[:n_atoms], None if vectors is None else vectors[:n_atoms], atomic)
 
-    def _surroundings(
-        self, vectors: Tensor, pairs: PairLengths, kinds: Tensor, graph: EdgeGraph, switch: GradientSwitch | None
-    ) -> Surroundings:
-        dtype = self.embedding.dtype
+    def _surroundings(self, edges: EdgeContext, pairs: PairLengths, kinds: Tensor, graph: EdgeGraph) -> Surroundings:
+        dtype, vectors, switch = self.embedding.dtype, edges.vectors, edges.gradient
         lengths, scaled, to_edges = pairs.lengths, pairs.scaled, None
         if graph.pair is not None and graph.pair_edge is not None:
             lengths, scaled = (values.index_select(0, graph.pair_edge) for values in (lengths, scaled))
@@ -235,7 +238,7 @@ class MessagePassing(SpeciesTerms[O], ABC):
             directions=directions,
             vectors=barrier((vectors / self.reach).to(dtype), switch),
             scale=self.feature_scale.to(dtype).index_select(0, kinds).unsqueeze(1),
-            switch=switch,
+            edges=edges,
             to_edges=to_edges,
         )
 
@@ -247,6 +250,6 @@ class MessagePassing(SpeciesTerms[O], ABC):
 
 
 def gaussians(x: Tensor, number: int) -> Tensor:
-    """(n,) -> (n, number): bells at equal distances on [0, 1], as wide as they are far apart."""
+    """(n,) -> (n, number): Gaussians with equally spaced centres on [0, 1], as wide as their spacing."""
     centres = torch.linspace(0, 1, number, dtype=x.dtype, device=x.device)
     return torch.exp(-0.5 * ((x.unsqueeze(1) - centres) * (number - 1)).square())

@@ -1,14 +1,289 @@
-"""NequIP 0.19 as an architecture of its framework. Our weights have its shapes and order: importing is renaming."""
+"""Reads models trained with the NequIP framework: a Lightning checkpoint, or a state dict with a file of options next to it.
+
+The differences between its architectures (names of options and weights, order of numbers) are in an `Architecture`; everything
+else is shared. Anything without a counterpart in Forgefield's models is refused, never dropped. Nothing in a file is executed.
+NequIP 0.19 is defined here; its weights have the same shapes and order in Forgefield, so importing them is renaming.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from forgefield.models.importing import ImportedModel
-from forgefield.models.nequip.framework import SHARED_OPTIONS, Architecture, FrameworkImporter, read_model
+import torch
+from ase.data import atomic_numbers
+from torch import Tensor
+
+from forgefield.errors import ForgefieldError
+from forgefield.models.building import build_model
+from forgefield.models.importing import ImportedModel, Importer, ImportRequest
+from forgefield.models.nequip.importer_checks import (
+    CUTOFF,
+    apply_modifiers,
+    check_constants,
+    cutoff_in_file,
+    describe_checks,
+    match_averages,
+)
+from forgefield.models.resolving import resolve_model
+from forgefield.untrusted.archives import npz_arrays
+from forgefield.untrusted.documents import load_json
+from forgefield.untrusted.safe_pickle import Foreign, read_torch_file
+
+SHARED_OPTIONS = {
+    "num_layers": "num_layers",
+    "l_max": "l_max",
+    "parity": "parity",
+    "per_edge_type_cutoff": "per_edge_type_cutoff",
+    "avg_num_neighbors": "avg_num_neighbours",
+    "per_type_energy_scales": "energy_scales",
+    "per_type_energy_shifts": "energy_shifts",
+    "per_type_energy_scales_trainable": "energy_scales_trainable",
+    "per_type_energy_shifts_trainable": "energy_shifts_trainable",
+    "readout_mlp_hidden_layers_depth": "readout_mlp_depth",
+    "readout_mlp_hidden_layers_width": "readout_mlp_width",
+    "readout_mlp_nonlinearity": "readout_mlp_nonlinearity",
+}
+"""Options that all architectures of the framework have, and Forgefield's names of them."""
+_WITHOUT_EFFECT = ("_target_", "seed", "compile_mode", "do_derivatives", "model_dtype", "type_names", "r_max")
+_CONSTANTS = {"model.energy_scales", "model.energy_shifts", "model.bessel_frequencies"}
+"""State that follows from the options if it is not in the file."""
+
+
+def _unchanged(name: str, value: Tensor, resolved: Mapping[str, Any]) -> Tensor:
+    return value
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How models of one architecture of the framework are converted.
+
+    name: of Forgefield's model.
+    title: for messages.
+    builders: its `_target_`s, the default one first.
+    embedding: the weight by which the architecture is recognised.
+    derived: state that follows from the options.
+    renamed: names of options in the framework and in Forgefield.
+    refused_unless: options without a counterpart, and the value that has no effect.
+    weight_name: from the framework's name of a weight to Forgefield's, None for an unknown weight.
+    translate: (file, option, value) -> Forgefield's options, for options that are not only renamed; None for an unknown option.
+    arrange: (Forgefield's name, weight, resolved options) -> the weight in Forgefield's order.
+    """
+
+    name: str
+    title: str
+    builders: tuple[str, ...]
+    embedding: re.Pattern[str]
+    derived: re.Pattern[str]
+    renamed: Mapping[str, str]
+    weight_name: Callable[[str], str | None]
+    translate: Callable[[Path, str, object], dict[str, Any] | None]
+    refused_unless: Mapping[str, Any]
+    arrange: Callable[[str, Tensor, Mapping[str, Any]], Tensor] = _unchanged
+
+
+class FrameworkImporter(Importer):
+    """Reads models of one architecture of the framework."""
+
+    accepts = ("options", "weights")
+
+    def __init__(self, kind: Architecture) -> None:
+        self.kind = kind
+
+    def read(self, request: ImportRequest) -> ImportedModel:
+        return read_model(self.kind, request.source, request.options, request.weights or "ema")
+
+
+def read_model(
+    kind: Architecture,
+    path: str | os.PathLike[str],
+    options: str | os.PathLike[str] | None = None,
+    weights: str = "ema",
+) -> ImportedModel:
+    """Model in a checkpoint (.ckpt) or state dict (.pt, .pth, .npz).
+
+    A state dict needs `options`, a JSON file with the `model` section it was built from; default: the same name with
+    `.json`. `weights`: `ema` takes the averaged weights where the checkpoint has them, `raw` the last ones.
+    """
+    path = Path(path)
+    if weights not in ("ema", "raw"):
+        raise ForgefieldError(f"weights is '{weights}'; choose ema or raw.")
+    if path.suffix == ".npz":
+        tensors, settings = _read_npz(path), _read_options(kind, path, options)
+    else:
+        content = read_torch_file(path)
+        if not isinstance(content, Mapping):
+            raise ForgefieldError(f"{path} is neither a checkpoint nor a state dict.")
+        if "state_dict" in content and "hyper_parameters" in content:
+            return _from_checkpoint(kind, path, content, weights)
+        tensors, settings = dict(content), _read_options(kind, path, options)
+    return _assemble(kind, path, settings, _model_tensors(kind, path, tensors))
+
+
+def _from_checkpoint(kind: Architecture, path: Path, content: Mapping[str, Any], weights: str) -> ImportedModel:
+    hyper = content["hyper_parameters"]
+    versions = hyper.get("info_dict", {}).get("versions", {})
+    version = versions.get(kind.name, versions.get("nequip", "unknown"))
+    settings = hyper.get("model")
+    if not isinstance(settings, Mapping):
+        raise ForgefieldError(f"{path} does not contain the options of its model (hyper_parameters.model).")
+    settings = apply_modifiers(path, settings)
+    state = content["state_dict"]
+    tensors = _model_tensors(kind, path, state)
+    averages = sorted((int(key.rsplit("_", 1)[1]), key) for key in state if key.startswith("ema.ema_weight_"))
+    extra = state.get("ema._extra_state", {})
+    average_is_apart = not isinstance(extra, Mapping) or extra.get("is_holding_ema_weights", True)
+    if averages and average_is_apart == (weights == "ema"):
+        averaged = match_averages(path, tensors, [state[name] for _, name in averages], settings)
+    else:
+        averaged = {}
+    imported = _assemble(kind, path, settings, tensors | averaged)
+    which = ("averaged" if weights == "ema" else "last") if averages else "last"
+    origin = f"{path.name}: {kind.title} {version}, {which} weights"
+    return replace(imported, origin=origin)
+
+
+def _model_tensors(kind: Architecture, path: Path, state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """State of the energy network by the framework's module names, without what follows from the options."""
+    tensors: dict[str, Tensor] = {}
+    for key, value in state.items():
+        if not isinstance(value, Tensor) or key.startswith(("ema.", "loss.", "run_stage")) or "metrics" in key:
+            continue
+        name = re.sub(r"^(weight/)?(model\.)*(sole_model\.)?(model\.)*(func\.)*", "", key)
+        if name == CUTOFF:
+            tensors[name] = value
+            continue
+        if kind.derived.fullmatch(name):
+            if value.numel() and name.endswith((".bias", "tp.weight", "mul.weight", "multiplier.weight")):
+                raise ForgefieldError(f"{path}: {key} has weights that this kind of model does not have.")
+            continue
+        if value.numel() or not name.startswith("per_type_energy_scale_shift."):  # empty where there is no such term
+            tensors[name] = value
+    if not any(kind.embedding.fullmatch(name) for name in tensors):
+        raise ForgefieldError(f"{path} does not contain a {kind.title} model (it has no embedding of species).")
+    return tensors
+
+
+def _assemble(
+    kind: Architecture, path: Path, settings: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> ImportedModel:
+    section, species, cutoff = translate_options(kind, path, settings)
+    reach = cutoff_in_file(path, tensors, settings)
+    constants = check_constants(path, tensors, settings, species)
+    precision = str(settings.get("model_dtype", "float32")).removeprefix("torch.")
+    resolved = resolve_model(section, species=species, cutoff=cutoff)
+    shapes = build_model(resolved, precision=precision, seed=0).state_dict()
+    state = {}
+    for name, value in tensors.items():
+        if name == CUTOFF:
+            continue
+        weight = kind.weight_name(name)
+        if weight is None:
+            raise ForgefieldError(f"{path}: {name} is not a weight of a {kind.title} model of a supported version.")
+        ours = f"model.{weight}"
+        if ours not in shapes:
+            raise ForgefieldError(f"{path}: a model with these options has no weight {name}.")
+        count = shapes[ours].numel()
+        value = value.reshape(-1).expand(count) if value.numel() == 1 != count else value
+        if value.numel() != count:
+            raise ForgefieldError(f"{path}: {name} has {value.numel()} numbers; with these options it needs {count}.")
+        value = kind.arrange(weight, value, resolved)
+        state[ours] = value.reshape(shapes[ours].shape).to(shapes[ours].dtype).clone()
+    for name, value in shapes.items():
+        if name not in state and name not in _CONSTANTS:
+            raise ForgefieldError(f"{path} does not contain the weights of {name}.")
+        state.setdefault(name, value)
+    checked = describe_checks(sum(value.numel() for value in tensors.values()), [*reach, *constants])
+    return ImportedModel(resolved, state, precision, f"{path.name}: {kind.title} state dict", checked)
+
+
+def translate_options(
+    kind: Architecture, path: Path, settings: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[str], float]:
+    """The framework's `model` section converted to Forgefield's: (options, species, cutoff in A)."""
+    target = str(settings.get("_target_", kind.builders[0])).rsplit(".", 1)[-1]
+    if target not in kind.builders:
+        raise ForgefieldError(f"{path} is a {target}; as {kind.name}, {' and '.join(kind.builders)} can be imported.")
+    for key in ("type_names", "r_max"):
+        if key not in settings:
+            raise ForgefieldError(f"{path}: the options do not contain {key}.")
+    species = [str(name) for name in settings["type_names"]]
+    for name in species:
+        if name not in atomic_numbers:
+            raise ForgefieldError(f"{path}: atom type {name} is not a chemical symbol.")
+    section: dict[str, Any] = {"name": kind.name}
+    for key, value in settings.items():
+        section |= _translate_option(kind, path, key, value, species)
+    for key, default in (("energy_scales", 1.0), ("energy_shifts", 0.0)):
+        if section.get(key) is None:
+            section[key] = default
+    return section, species, float(settings["r_max"])
+
+
+def _translate_option(kind: Architecture, path: Path, key: str, value: object, species: list[str]) -> dict[str, Any]:
+    if isinstance(value, Foreign):
+        raise ForgefieldError(f"{path}: option {key} is an object of an unknown class.")
+    if key in _WITHOUT_EFFECT:
+        return {}
+    if key in kind.renamed:
+        return {kind.renamed[key]: value}
+    if key == "pair_potential":
+        return {"zbl": _translate_pair_potential(path, value, species)}
+    if key in kind.refused_unless:
+        if value != kind.refused_unless[key]:
+            raise ForgefieldError(f"{path}: {key}={value} has no counterpart here.")
+        return {}
+    translated = kind.translate(path, key, value)
+    if translated is None:
+        raise ForgefieldError(f"{path}: option {key} is unknown, so the model cannot be imported exactly.")
+    return translated
+
+
+def _translate_pair_potential(path: Path, value: object, species: list[str]) -> bool | dict[str, float]:
+    if value is None:
+        return False
+    settings = dict(value) if isinstance(value, Mapping) else {}
+    kind = str(settings.pop("_target_", "")).rsplit(".", 1)[-1]
+    symbols, units = settings.pop("chemical_species", species), settings.pop("units", "metal")
+    unknown = set(settings) - {"polynomial_cutoff_p"}
+    if kind != "ZBL" or units != "metal" or list(symbols) != species or unknown:
+        raise ForgefieldError(
+            f"{path}: the only supported pair potential is ZBL in metal units for the species of the model."
+        )
+    return {"polynomial_cutoff_p": float(settings.get("polynomial_cutoff_p", 6.0))}
+
+
+def _read_npz(path: Path) -> dict[str, Tensor]:
+    try:
+        arrays = npz_arrays(path)
+        prefixed = [key for key in arrays if key.startswith("weight/")]
+        return {key: torch.from_numpy(arrays[key].copy()) for key in prefixed or arrays}
+    except (OSError, TypeError) as error:
+        raise ForgefieldError(f"{path} cannot be read: {error}.") from error
+
+
+def _read_options(kind: Architecture, path: Path, options: str | os.PathLike[str] | None) -> Mapping[str, Any]:
+    where = path.with_suffix(".json") if options is None else Path(options)
+    try:
+        settings = load_json(where.read_text())
+    except FileNotFoundError as error:
+        raise ForgefieldError(
+            f"{path} contains only weights; write {kind.title}'s model section as JSON to {where}, or pass its file with "
+            "--options."
+        ) from error
+    except (OSError, ValueError) as error:
+        raise ForgefieldError(f"{where} cannot be read: {error}.") from error
+    model = (
+        settings.get("model", settings) if isinstance(settings, Mapping) and "_target_" not in settings else settings
+    )
+    if not isinstance(model, Mapping):
+        raise ForgefieldError(f"{where} should contain {kind.title}'s model section, a mapping of options.")
+    return apply_modifiers(path, model)
+
 
 _RENAMED = SHARED_OPTIONS | {
     "preset": "preset",
@@ -36,8 +311,8 @@ def read_nequip(
     return read_model(NEQUIP, path, options, weights)
 
 
-def our_name(name: str) -> str | None:
-    """Our name of a weight of NequIP."""
+def weight_name(name: str) -> str | None:
+    """Forgefield's name of a weight of NequIP; None for an unknown one."""
     fixed = {
         "type_embed.embed_module.weight": "type_embedding",
         "bessel_encode.bessel_weights": "bessel_frequencies",
@@ -58,7 +333,9 @@ def our_name(name: str) -> str | None:
     return None
 
 
-def _translate(path: Path, key: str, value: Any) -> dict[str, Any] | None:
+def _translate(path: Path, key: str, value: object) -> dict[str, Any] | None:
+    if not isinstance(value, Mapping):
+        return None
     if key == "convnet_nonlinearity_gates":
         return {"nonlinearity_gates": value["e"]}
     if key == "convnet_nonlinearity_scalars":
@@ -74,7 +351,7 @@ NEQUIP = Architecture(
     derived=_DERIVED,
     renamed=_RENAMED,
     refused_unless={"learnable_shift": False, "categorical_graph_field_embed": None},
-    our_name=our_name,
+    weight_name=weight_name,
     translate=_translate,
 )
 IMPORTER = FrameworkImporter(NEQUIP)

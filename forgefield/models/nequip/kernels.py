@@ -16,8 +16,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
 from forgefield.kernels.convolution.passes import Motion, Radial, Rows
-from forgefield.kernels.core.availability import use_kernels, use_tables
-from forgefield.kernels.core.streams import Concurrent
+from forgefield.kernels.core.runtime import Concurrent, use_kernels, use_tables
 from forgefield.kernels.dense.readout import energies_by_kernel, moved_energies_by_kernel
 from forgefield.kernels.edges.geometry import EdgeGeometry, moved_geometry
 from forgefield.kernels.radial.packing import StoredTable
@@ -27,18 +26,17 @@ from forgefield.models.interface import Tangents
 from forgefield.models.nequip.passes import Network
 from forgefield.models.nequip.tables import RadialTable, radial_tables
 from forgefield.models.terms import PairLengths
-from forgefield.ops.autograd import AutogradContext, Gradients, TypedFunction
+from forgefield.ops.autograd import AutogradContext, Gradients, TypedFunction, carried, side_by_side, tangent_of
 from forgefield.ops.execution import current
 from forgefield.ops.graph import EdgeGraph, Segments, gather, is_traced
-from forgefield.ops.tangents import carried, side_by_side, tangent_of
 
 if TYPE_CHECKING:
     from forgefield.models.nequip.model import NequIP
 
 
 def by_kernels(model: NequIP, batch: Batch, edges: EdgeContext) -> bool:
-    """Whether a pass uses kernels: only if its forces are not differentiated again, and nothing is traced."""
-    if edges.differentiated_again or is_traced(batch["positions"]):
+    """Whether a pass uses kernels: its forces are not differentiated again, nothing is traced, no atom is a ghost."""
+    if edges.differentiated_again or edges.ghosts is not None or is_traced(batch["positions"]):
         return False
     return use_kernels(model.type_embedding) and model.one_hot_self_connection
 
@@ -329,7 +327,7 @@ def _encode_moved(
     pairs, features = first.pairs, rows[: graph.n_atoms]
     if linear_readout(model):
         energies, slopes = moved_energies_by_kernel(rows, *_readout(model, species))
-        return features, model.repelled(energies, pairs, species, graph), slopes
+        return features, model.add_repulsion(energies, pairs, species, graph), slopes
     (read,) = carried(lambda given: [model.readout(given[0])], [rows.unflatten(0, (2, -1)).transpose(0, 1)])
     values, tangents = read.squeeze(2).double().unbind(1)
     scales = gather(model.energy_scales, Segments(species, len(model.species)))

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from forgefield.kernels.convolution.dispatch import EdgeHarmonics
 from forgefield.kernels.convolution.form import key_of_plan
-from forgefield.models.adaptive import adaptive_bessel_basis
 from forgefield.models.edges import Batch, EdgeContext
 from forgefield.models.interface import Tangents
 from forgefield.models.nequip.kernels import (
@@ -32,20 +31,26 @@ from forgefield.models.nequip.kernels import (
 )
 from forgefield.models.nequip.options import PRESETS, NequIPOptions, complete_options, preset_options
 from forgefield.models.nequip.tables import table_line
-from forgefield.models.terms import PairLengths, SpeciesTerms
-from forgefield.ops.activations import activate
+from forgefield.models.terms import PairLengths, SpeciesTerms, adaptive_bessel_basis
 from forgefield.ops.convolution_plan import Block, list_paths, plan_convolution
+from forgefield.ops.functions import activate, bessel_basis
 from forgefield.ops.graph import (
     EdgeGraph,
-    GradientSwitch,
     barrier,
     cut,
     join,
 )
 from forgefield.ops.harmonics import SphericalHarmonics
-from forgefield.ops.linear import Gate, IrrepsLinear, NormActivation, Perceptron, SpeciesLinear, unit_normal
+from forgefield.ops.linear import (
+    Gate,
+    IrrepsLinear,
+    NormActivation,
+    Perceptron,
+    SpeciesLinear,
+    WeightArguments,
+    unit_normal,
+)
 from forgefield.ops.products import product
-from forgefield.ops.radial import bessel_basis
 
 
 class NequIP(SpeciesTerms[NequIPOptions]):
@@ -56,6 +61,7 @@ class NequIP(SpeciesTerms[NequIPOptions]):
     identity: Tensor
     Options = NequIPOptions
     presets = PRESETS
+    ghost_atoms = "exchange"
 
     def __init__(
         self,
@@ -76,7 +82,7 @@ class NequIP(SpeciesTerms[NequIPOptions]):
         self.one_hot_self_connection = n_species <= n_embedding
 
         frequencies = torch.arange(1, options.num_bessels + 1, dtype=torch.float64)
-        self.hold("bessel_frequencies", frequencies, options.bessel_trainable)
+        self.register_trainable("bessel_frequencies", frequencies, options.bessel_trainable)
         self.harmonics = SphericalHarmonics(options.l_max)
         layers = nn.ModuleList()
         blocks: tuple[Block, ...] = (Block(n_embedding, 0, 1),)
@@ -89,7 +95,7 @@ class NequIP(SpeciesTerms[NequIPOptions]):
             layer = Interaction(blocks, hidden, options, number, n_embedding, generator=generator, dtype=dtype)
             layers.append(layer)
             blocks = layer.out_blocks
-        self.layers = layers  # type: ignore[assignment]
+        self.layers = cast(list[Interaction], layers)
         width = options.readout_mlp_width or features[0]
         sizes = [features[0], *[width] * options.readout_mlp_depth, 1]
         self.readout = Perceptron(sizes, activation=options.readout_mlp_nonlinearity, generator=generator, dtype=dtype)
@@ -135,11 +141,11 @@ class NequIP(SpeciesTerms[NequIPOptions]):
         else:
             assert pairs is not None
             basis = self.radial_basis(pairs, graph)
-            features = self._features(vectors, pairs.lengths, basis, species, graph, edges.gradient)
+            features = self._features(edges, pairs.lengths, basis, species, graph)
         if not energies:
             return features, None
         if kernels and linear_readout(self):
-            return features, self.repelled(energies_at_rest(self, features, species), pairs, species, graph)
+            return features, self.add_repulsion(energies_at_rest(self, features, species), pairs, species, graph)
         atomic = self.readout(features).squeeze(1)
         return features, self.energies(atomic.double(), pairs, species, graph)
 
@@ -156,17 +162,11 @@ class NequIP(SpeciesTerms[NequIPOptions]):
         return adaptive_bessel_basis(lengths, radii, self.adaptive_cutoff, self.bessel_frequencies, p)
 
     def _features(
-        self,
-        vectors: Tensor,
-        lengths: Tensor,
-        basis: Tensor,
-        species: Tensor,
-        graph: EdgeGraph,
-        switch: GradientSwitch | None,
+        self, edges: EdgeContext, lengths: Tensor, basis: Tensor, species: Tensor, graph: EdgeGraph
     ) -> Tensor:
         """(n_atoms, feature_dim): the scalars of the last layer."""
-        dtype = self.type_embedding.dtype
-        harmonics = self.harmonics(vectors / lengths.unsqueeze(1)).to(dtype)
+        dtype, switch = self.type_embedding.dtype, edges.gradient
+        harmonics = self.harmonics(edges.vectors / lengths.unsqueeze(1)).to(dtype)
         geometry_alone = None if self.bessel_frequencies.requires_grad else switch
         radial = self.radial_weights(barrier(basis.to(dtype), geometry_alone))
 
@@ -175,12 +175,15 @@ class NequIP(SpeciesTerms[NequIPOptions]):
         table = self.type_embedding if self.one_hot_self_connection else None
         scale = self.neighbour_scale(species)
         blocks: list[Tensor] = []
-        edges = EdgeHarmonics(harmonics, graph, switch)
+        convolutions = EdgeHarmonics(harmonics, graph, switch)
         for layer, weights in zip(self.layers, radial):
-            x = layer.enter(blocks) if blocks else one_hot @ layer.enter([self.type_embedding.unsqueeze(1)])
+            if blocks:
+                x = edges.fill_ghosts(layer.enter(blocks))
+            else:
+                x = one_hot @ layer.enter([self.type_embedding.unsqueeze(1)])
             if scale is not None:
                 x = x * scale.unsqueeze(1)
-            summed = edges.convolve(x, weights, layer.plan, layer.coupling_matrix, layer.form_key)
+            summed = convolutions.convolve(x, weights, layer.plan, layer.coupling_matrix, layer.form_key)
             blocks = layer.leave(summed, blocks, attributes, table)
         return blocks[0].squeeze(1)
 
@@ -262,7 +265,7 @@ class Interaction(nn.Module):
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        make: dict[str, Any] = {"generator": generator, "dtype": dtype}
+        make: WeightArguments = {"generator": generator, "dtype": dtype}
         reachable = frozenset((block.l, block.p) for block in hidden)
         reachable = frozenset((path.l3, path.p3) for path in list_paths(in_blocks, options.l_max, reachable))
         scalars = [block for block in hidden if block.l == 0 and (0, block.p) in reachable]
@@ -317,7 +320,7 @@ class Interaction(nn.Module):
         `attributes` (n, a) and `table` are what `SpeciesLinear.matrices` asks for.
         """
         pieces = cut(summed, [block.dim for block in self.plan.out_blocks], 1)
-        inputs = [[pieces[i].unflatten(1, (2 * l + 1, -1)) for i in numbers] for l, numbers in self.targets]  # noqa: E741
+        inputs = [[pieces[i].unflatten(1, (2 * l + 1, -1)) for i in numbers] for l, numbers in self.targets]
         matrices = [[matrix] for matrix in self.linear_out.matrices()]
         if self.self_connection is not None:
             for (i, target), matrix in zip(self.self_pairs, self.self_connection.matrices(table)):

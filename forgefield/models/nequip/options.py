@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from forgefield.config.option import option
 from forgefield.errors import ForgefieldError
-from forgefield.models.options import ACTIVATIONS, check_values, complete_terms, option
+from forgefield.models.options import ACTIVATIONS, TermOptions, check_values, complete_terms
 
 
 @dataclass
-class NequIPOptions:
+class NequIPOptions(TermOptions):
     """Hyperparameters of NequIP. Numbers left `None` are filled in from the statistics of the training data."""
 
     num_layers: int = option(4, at_least=1)
@@ -35,26 +36,12 @@ class NequIPOptions:
     """Train the frequencies of the radial basis."""
     polynomial_cutoff_p: float = option(6, at_least=2)
     """Exponent of the envelope; smaller decays earlier."""
-    per_edge_type_cutoff: dict[str, Any] | None = None
-    """Shorter cutoffs by species of centre and neighbour, A: {H: 3.0, O: {H: 3.5, O: 4.0}}; others have the cutoff."""
-    avg_num_neighbours: float | dict[str, float] | None = None
-    """Mean number of neighbours, or one per species; sums over edges are divided by its square root."""
-    energy_scales: float | dict[str, float] | None = None
-    """Energy unit of the network's output, eV, one or per species. Default: root mean square of the forces, times A."""
-    energy_shifts: float | dict[str, float] | None = None
-    """Energy of the isolated atom, eV, one or per species. Default: the reference energies."""
-    energy_scales_trainable: bool = False
-    """Train the scales."""
-    energy_shifts_trainable: bool = False
-    """Train the shifts."""
     readout_mlp_depth: int = option(0, at_least=0)
     """Hidden layers between last features and atomic energy."""
     readout_mlp_width: int | None = option(None, at_least=1)
     """Neurons in each of them. Default: channels of order 0."""
     readout_mlp_nonlinearity: str | None = option("silu", choices=(*ACTIVATIONS, None))
     """silu, mish, gelu, ssp, tanh or null."""
-    zbl: bool | dict[str, float] = False
-    """Add the ZBL repulsion of nuclei; {polynomial_cutoff_p: 6} sets its envelope."""
     convnet_sc: bool = True
     """Self-connection: a species-dependent linear map of an atom's own features, from the second layer on."""
     convnet_resnet: bool = False

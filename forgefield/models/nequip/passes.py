@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from forgefield.kernels.convolution.compiling import Planned, compile_together
 from forgefield.kernels.convolution.form import Form
-from forgefield.kernels.convolution.passes import Convolution, Motion, Radial, Rows, Take
+from forgefield.kernels.convolution.passes import Convolution, Motion, Planned, Radial, Rows, Take, compile_together
 from forgefield.kernels.core.fields import TANGENT, VALUE, Field, new_field
-from forgefield.kernels.core.streams import Concurrent
+from forgefield.kernels.core.runtime import Concurrent
 from forgefield.kernels.dense.gate import GateByKernels, Nonlinearity
 from forgefield.kernels.dense.products import Kinds, Products, sort_kinds
 from forgefield.models.nequip.fields import FIELDS, Layout, all_matrices, forms, layout

@@ -11,14 +11,13 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
 
-from forgefield.kernels.core.availability import rounds_to_tf32, use_kernels
-from forgefield.kernels.radial.deep import deep_curves
+from forgefield.kernels.core.runtime import rounds_to_tf32, use_kernels
+from forgefield.kernels.radial.hidden import HiddenCurves, deep_curves
 from forgefield.kernels.radial.packing import StoredTable, pack, stored_table, unpack
-from forgefield.kernels.radial.shallow import HiddenCurves
 from forgefield.kernels.radial.table import polynomials
+from forgefield.ops.autograd import carried, side_by_side
+from forgefield.ops.functions import bessel_basis
 from forgefield.ops.graph import cut, join
-from forgefield.ops.radial import bessel_basis
-from forgefield.ops.tangents import carried, side_by_side
 
 if TYPE_CHECKING:
     from forgefield.models.nequip.model import NequIP

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from forgefield.diagnosis.figures import FIGURES
-from forgefield.diagnosis.records import Finding, findings_of, numbers
+from forgefield.diagnosis.records import FIGURES, Finding, findings_of, numbers
 from forgefield.report.canvas import house_style, to_svg
 from forgefield.report.folder import RunData, as_number
-from forgefield.report.layout import card, section
-from forgefield.report.markup import Child, Html, key_values, tag
-from forgefield.report.numbers import NOTHING, count, shorten, significant
+from forgefield.report.markup import NOTHING, Child, Html, card, count, key_values, section, shorten, significant, tag
 
 SHOWN = 40
 """Largest number of findings on the page."""

@@ -8,6 +8,7 @@ from forgefield.report.analysis import (
     QUANTITIES,
     GroupError,
     Pairs,
+    Predictions,
     errors_by_magnitude,
     errors_by_species,
     pairs,
@@ -17,10 +18,24 @@ from forgefield.report.analysis import (
 from forgefield.report.canvas import to_svg
 from forgefield.report.figures import distribution_figure, magnitude_figure, parity_figure, species_figure
 from forgefield.report.folder import SPLITS, RunData, as_number, split_title
-from forgefield.report.layout import TABS, card, empty_card, section, stacks, tabbed
-from forgefield.report.markup import Child, Html, join, table, tag
-from forgefield.report.numbers import NOTHING, count, shorten, significant, with_unit
-from forgefield.report.predictions import Predictions
+from forgefield.report.markup import (
+    NOTHING,
+    TABS,
+    Child,
+    Html,
+    card,
+    count,
+    empty_card,
+    join,
+    section,
+    shorten,
+    significant,
+    stacks,
+    tabbed,
+    table,
+    tag,
+    with_unit,
+)
 from forgefield.report.sections.headline import errors_by_split
 
 _QUANTILES = (0.5, 0.9, 0.95, 0.99, 1.0)

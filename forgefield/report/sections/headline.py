@@ -8,8 +8,7 @@ from statistics import median
 
 from forgefield.report.analysis import Quantity, errors, quantities
 from forgefield.report.folder import Row, RunData, as_number, split_title
-from forgefield.report.markup import Child, Html, join, tag
-from forgefield.report.numbers import NOTHING, count, duration, short_count, shorten, significant
+from forgefield.report.markup import NOTHING, Child, Html, count, duration, join, short_count, shorten, significant, tag
 
 OTHER_SPLITS = 3
 """Number of other splits whose errors a card lists."""
@@ -130,10 +129,12 @@ def _class_cards(by_split: dict[str, dict[str, float]]) -> list[Html]:
     names = [key.removesuffix("_accuracy") for e in by_split.values() for key in e if key.endswith("_accuracy")]
     for name in dict.fromkeys(names):
         split = next(split for split in by_split if f"{name}_accuracy" in by_split[split])
-        found = by_split[split]
-        extra = [f"F1 {significant(found.get(f'{name}_f1'))}"]
-        extra += [f"AUROC {significant(found[f'{name}_auroc'])}"] if f"{name}_auroc" in found else []
-        value = significant(100 * found[f"{name}_accuracy"])
+        errors_of_split = by_split[split]
+        extra = [f"F1 {significant(errors_of_split.get(f'{name}_f1'))}"]
+        extra += (
+            [f"AUROC {significant(errors_of_split[f'{name}_auroc'])}"] if f"{name}_auroc" in errors_of_split else []
+        )
+        value = significant(100 * errors_of_split[f"{name}_accuracy"])
         cards.append(
             _stat(f"{shorten(name, 40)} accuracy, {split_title(split)}", value, "%", "\n".join(extra), main=True)
         )

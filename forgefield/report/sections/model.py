@@ -1,13 +1,29 @@
-"""The section on data and model: what the model was trained on, its options and the task."""
+"""The sections on data and model (training data, options, task), on how to use the model, and on the config."""
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 from forgefield.report.folder import RunData, as_number
-from forgefield.report.layout import card, empty_card, flat_rows, pairs_card, section, stacks, stored_rows
-from forgefield.report.markup import Child, Html, table, tag
-from forgefield.report.numbers import NOTHING, count, shorten, significant
+from forgefield.report.markup import (
+    NOTHING,
+    Child,
+    Html,
+    card,
+    count,
+    dim_comments,
+    empty_card,
+    flat_rows,
+    pairs_card,
+    section,
+    shorten,
+    significant,
+    stacks,
+    stored_rows,
+    table,
+    tag,
+)
 from forgefield.report.sections.headline import mean_atoms, parameter_count, species_of
 
 
@@ -93,3 +109,50 @@ def _model_rows(run: RunData) -> list[tuple[str, Child]]:
     return rows + flat_rows(
         {key: value for key, value in options.items() if key not in ("species", "cutoff", "module_folder")}
     )
+
+
+# ---- use and config
+
+
+CONFIG_LIMIT = 100_000
+"""Longest config shown on the page, in characters; config.yaml has all of it."""
+
+
+def usage_section(run: RunData) -> Html:
+    """Commands and Python code that use the model."""
+    name = shorten(run.argument, 300)
+    permission, flag = (", trust_code=True", " --trust-code") if run.needs_code else ("", "")
+    python = "\n".join(
+        (
+            "import forgefield",
+            "from ase.io import read",
+            "",
+            'atoms = read("structure.extxyz")',
+            f"atoms.calc = forgefield.Calculator({name!r}{permission})",
+            "print(atoms.get_potential_energy())  # eV",
+            "print(atoms.get_forces())  # eV/A",
+        )
+    )
+    quoted = shlex.quote(name)
+    shell = [
+        f"forgefield predict {quoted} structures.extxyz -o predicted.extxyz{flag}",
+        f"forgefield test {quoted} --data more.extxyz{flag}",
+    ]
+    cards = [card("On the command line", tag("pre", "\n".join([*shell, f"forgefield check {quoted}{flag}"])))]
+    if run.has_energy:
+        cards.insert(0, card("In Python, with ASE", tag("pre", dim_comments(python))))
+    else:
+        cards = [card("On the command line", tag("pre", "\n".join(shell)))]
+    return section("use", "Use this model", None, tag("div", *cards, class_="grid two"))
+
+
+def config_section(run: RunData) -> Html:
+    if run.config_text is None:
+        return section("config", "Config", None, tag("div", empty_card(run, "config.yaml", "Config"), class_="grid"))
+    shown = run.config_text[:CONFIG_LIMIT]
+    if len(run.config_text) > CONFIG_LIMIT:
+        shown += "\n# ... truncated; see config.yaml in the run folder"
+    lines = count(len(run.config_text.splitlines()))
+    summary = tag("summary", f"config.yaml · {lines} lines")
+    folded = tag("details", summary, tag("pre", dim_comments(shown)), class_="card")
+    return section("config", "Config", "All settings, including defaults.", folded)

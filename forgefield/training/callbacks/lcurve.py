@@ -21,7 +21,7 @@ from forgefield.config.nearest import did_you_mean
 from forgefield.errors import ForgefieldError
 from forgefield.files import write_atomically
 from forgefield.tasks.metrics import unit_of
-from forgefield.training.optim.learning_rate import current_learning_rate
+from forgefield.training.optim.schedules import current_learning_rate
 
 LETTERS = {"energy": "e", "forces": "f", "virial": "v", "stress": "s"}
 """How the columns of a target are called there."""

@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import Callback
 from forgefield.config.nearest import did_you_mean
 from forgefield.errors import ForgefieldError
 from forgefield.tasks.schedules import sigmoid_progress
-from forgefield.training.epoch_length import epochs_of_fit, steps_of_fit
+from forgefield.training.trainer import epochs_of_fit, steps_of_fit
 
 Frequency = Literal["step", "epoch"]
 Level = Literal["DEBUG", "INFO", "WARNING", "CRITICAL"]

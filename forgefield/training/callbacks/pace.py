@@ -17,8 +17,8 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from forgefield.parallel.exchange import StepExchange
 from forgefield.parallel.ranks import Ranks
+from forgefield.parallel.reductions import StepExchange
 from forgefield.parallel.strategies import SimpleDDPStrategy
 from forgefield.training.run.journal import Journal
 

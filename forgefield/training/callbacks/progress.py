@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from forgefield.tasks.metrics import UNITS
-from forgefield.training.optim.learning_rate import current_learning_rate
+from forgefield.training.optim.schedules import current_learning_rate
 from forgefield.training.run.summary import digits
 
 EVERY_LINE_UP_TO = 20

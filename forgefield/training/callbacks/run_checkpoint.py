@@ -20,21 +20,22 @@ import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from forgefield.config.schema import CheckpointOptions
 from forgefield.errors import ForgefieldError
 from forgefield.parallel.accelerators import accelerator_random_state, set_accelerator_random_state
-from forgefield.parallel.exchange import StepExchange
-from forgefield.parallel.failures import announce_failure
 from forgefield.parallel.ranks import Ranks, single_process
+from forgefield.parallel.reductions import StepExchange
+from forgefield.parallel.session import announce_failure
 from forgefield.parallel.strategies import first_differing_rank
+from forgefield.training.options import CheckpointOptions
 from forgefield.training.run.checkpoint import (
+    POSITION,
+    RANDOM,
     DamagedCheckpoint,
     UnreadableCheckpoint,
     checkpoint_path,
     load_checkpoint,
     prune_checkpoints,
 )
-from forgefield.training.run.formats import POSITION, RANDOM
 from forgefield.training.run.signals import StopControl, StopNow, StopRequested
 
 

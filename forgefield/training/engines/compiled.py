@@ -22,14 +22,12 @@ from torch._inductor.standalone_compile import standalone_compile
 from torch.fx import Graph, Node
 from torch.utils._sympy.printers import PythonPrinter
 
-from forgefield.data.batch import SHAPES, Shapes
+from forgefield.data.batch import SHAPES, Batch, Shapes
 from forgefield.files import cache_folder, is_writable_folder
-from forgefield.training.engines.blank import sizes
+from forgefield.training.engines.padding import sizes
 from forgefield.training.engines.step import StepFunction
-from forgefield.training.engines.traced_engine import Flat, TracedEngine
-from forgefield.training.engines.tracing import Traced, trace
+from forgefield.training.engines.tracing import Flat, Traced, TracedEngine, trace
 
-Batch = dict[str, Tensor]
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 

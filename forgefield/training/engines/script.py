@@ -14,12 +14,9 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from forgefield.data.batch import SHAPES, Shapes
+from forgefield.data.batch import SHAPES, Batch, Shapes
 from forgefield.training.engines.step import StepFunction
-from forgefield.training.engines.traced_engine import Flat, TracedEngine
-from forgefield.training.engines.tracing import Traced, trace
-
-Batch = dict[str, Tensor]
+from forgefield.training.engines.tracing import Flat, Traced, TracedEngine, trace
 
 
 class ScriptEngine(TracedEngine):
@@ -57,6 +54,13 @@ class ScriptedFunction:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return torch.jit.script(traced.graph), traced, present
+
+
+def scriptable(traced: Traced) -> GraphModule:
+    """The graph of a trace in operations that TorchScript reads; its outputs are a list of tensors."""
+    _leave_out_nothing(traced.graph)
+    _in_words_of_torchscript(traced.graph)
+    return traced.graph
 
 
 def _leave_out_nothing(graph: GraphModule) -> list[int]:

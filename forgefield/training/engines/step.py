@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from forgefield.data.batch import SHAPES, Shapes
+from forgefield.data.batch import SHAPES, Batch, Shapes
 from forgefield.kernels.convolution.dispatch import use_edge_operators
 from forgefield.models.edges import StepMemory
 from forgefield.models.potential import Potential
@@ -25,7 +25,6 @@ from forgefield.tasks.metrics import ErrorMetrics
 from forgefield.tasks.task import Task
 from forgefield.training.precision import KERNEL_TOLERANCES, STORAGE_TOLERANCES
 
-Batch = dict[str, Tensor]
 DERIVATIVES = ("double", "tangent", "kernels")
 T = TypeVar("T")
 

@@ -7,18 +7,20 @@ at hand means nothing. Everything inside is unrolled, derivatives included, so t
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import Parameter, Signature
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import sympy
 import torch
 import torch.autograd.forward_ad as forward_ad
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
@@ -26,11 +28,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from forgefield.data.batch import SHAPES, Shapes
-from forgefield.training.engines.blank import LEAST, sizes
-from forgefield.training.engines.engine import OnlyOneSize
-
-Batch = dict[str, Tensor]
+from forgefield.data.batch import SHAPES, Batch, Shapes
+from forgefield.training.engines.engine import Denominators, Engine, OnlyOneSize, Step
+from forgefield.training.engines.padding import LEAST, not_too_small, sizes
+from forgefield.training.engines.step import Differentiated, Measured, StepFunction
 
 
 @dataclass(frozen=True)
@@ -57,11 +58,17 @@ class Traced:
 
 
 def trace(
-    function: Callable[[list[Tensor], Batch], Any], static: Sequence[Tensor], batch: Batch, shapes: Shapes = SHAPES
+    function: Callable[[list[Tensor], Batch], Any],
+    static: Sequence[Tensor],
+    batch: Batch,
+    shapes: Shapes = SHAPES,
+    *,
+    decompositions: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> Traced:
     """The graph of `function(static, batch)`. static: tensors whose shapes never change.
 
-    batch: only its keys, types and, as a hint, sizes matter. shapes: of its tensors.
+    batch: only its keys, types and, as a hint, sizes matter. shapes: of its tensors. decompositions: operators that are
+    replaced in the graph by the operations of a function.
     """
     environment = _Sizes(duck_shape=False)
     mode = FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
@@ -82,7 +89,8 @@ def trace(
             shape = [lengths.get(size, size) for size in shapes[key]]
             inputs.append(torch.empty(shape, dtype=tensor.dtype, device=tensor.device))
         with torch.enable_grad(), _ZeroTangents():
-            graph = make_fx(flat, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
+            table = dict(decompositions or {})
+            graph = make_fx(flat, table, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
     if environment.pinned:
         raise OnlyOneSize(
             "the step can be traced only for batches of one size, because a size is used as a number "
@@ -179,3 +187,96 @@ def _last_place(frames: Sequence[traceback.FrameSummary]) -> str:
     ours = [frame for frame in outside if user_module_folder in Path(frame.filename).parents]
     chosen = (users if entered >= 0 and users else ours or list(frames))[-1]
     return f"{chosen.filename}:{chosen.lineno}: {(chosen.line or '').strip()}"
+
+
+Flat = Callable[[list[Tensor], Batch], Any]
+
+
+class MadeFunction(Protocol):
+    """Code made of a function of static tensors and a batch."""
+
+    def __call__(self, static: Sequence[Tensor], batch: Batch) -> Any: ...
+
+    def forget(self) -> None: ...
+
+
+class TracedEngine(Engine):
+    """make: code of a function, named for messages. Batches that are too small for traced code are filled up."""
+
+    def __init__(
+        self, function: StepFunction, make: Callable[[Flat, str], MadeFunction], *, world_size: int = 1
+    ) -> None:
+        super().__init__(function, world_size=world_size)
+        self.reach = function.potential.adaptive_cutoff or function.potential.cutoff
+        n, m = len(function.trained), len(function.trained) + len(function.fixed)
+        self.training = make(
+            lambda static, batch: function.differentiate(
+                static[:n], static[n:m], batch, static[m], static[m + 1] if len(static) > m + 1 else None
+            ),
+            "training step",
+        )
+        self.evaluation = make(lambda static, batch: function.evaluate(static[:n], static[n:], batch), "evaluation")
+
+    def step(self, batch: Batch, denominators: Denominators | None = None) -> Step:
+        return self._given(self.differentiate(batch, denominators))
+
+    def differentiate(self, batch: Batch, denominators: Denominators | None = None) -> Differentiated:
+        trained, fixed, batch, weights, known = self._inputs(self._not_too_small(batch), denominators)
+        return self.training([*trained, *fixed, weights, *([] if known is None else [known])], batch)
+
+    def evaluate(self, batch: Batch) -> Measured:
+        trained, fixed, batch, _, _ = self._inputs(self._not_too_small(batch), None)
+        return self.evaluation([*trained, *fixed], batch)
+
+    def _not_too_small(self, batch: Batch) -> Batch:
+        return not_too_small(batch, self.reach, self.function.shapes, self.function.task.outputs)
+
+    def forget(self) -> None:
+        self.training.forget()
+        self.evaluation.forget()
+
+
+def export_evaluation(
+    evaluate: Callable[[Batch], Any],
+    batch: Batch,
+    shapes: Shapes = SHAPES,
+    *,
+    decompositions: Mapping[Any, Callable[..., Any]] | None = None,
+) -> ExportedProgram:
+    """The program of `evaluate(batch)`: it takes the tensors of a batch by their keys, in any order, and gives the same.
+
+    evaluate: gives tensors, or tuples, lists and dictionaries of them. batch: an example with exactly the keys that the
+    program is to be given; of any size, on the device where the program is to run. shapes: of its tensors.
+    decompositions: as in `trace`.
+    """
+    traced = trace(lambda static, given: evaluate(given), [], batch, shapes, decompositions=decompositions)
+    # Export takes sizes of zero and one for constants; values of the example are never looked at.
+    example = not_too_small(batch, reach=1.0, shapes=shapes)
+    return torch.export.export(_Evaluation(traced), (), example, dynamic_shapes=_dynamic(batch, shapes))
+
+
+def _dynamic(batch: Batch, shapes: Shapes) -> dict[str, dict[int, Any]]:
+    """Which dimensions of which tensors differ from batch to batch."""
+    return {
+        key: {place: Dim.DYNAMIC for place, size in enumerate(shapes[key]) if isinstance(size, str)} for key in batch
+    }
+
+
+class _Evaluation(nn.Module):
+    """A trace as torch.export wants it.
+
+    The graph must not be called `graph`: weights would become `graph.NAME` of a GraphModule, whose `graph` is its list
+    of nodes.
+    """
+
+    def __init__(self, traced: Traced) -> None:
+        super().__init__()
+        self.evaluation = traced.graph
+
+        def forward(**batch: Tensor) -> Any:
+            return traced.unflatten(self.evaluation(*(batch[key] for key in traced.keys)))
+
+        # Arguments whose sizes are to differ must have names in the signature.
+        names = [Parameter(key, Parameter.KEYWORD_ONLY) for key in traced.keys]
+        forward.__signature__ = Signature(names)  # type: ignore[attr-defined]
+        self.forward = forward

@@ -12,13 +12,13 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from forgefield.data.batch import Batch
 from forgefield.errors import ForgefieldError
 from forgefield.ops.execution import execution
 from forgefield.tasks.task import Task
 from forgefield.training.engines.engine import Engine
 from forgefield.training.engines.step import Differentiated, Measured
 
-Batch = dict[str, Tensor]
 T = TypeVar("T")
 SMALL = 1e-3
 """A gradient is compared on the scale of its own norm, but not below this share of the largest norm of all."""

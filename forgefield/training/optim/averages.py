@@ -12,8 +12,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from forgefield.config.schema import TrainingOptions
 from forgefield.errors import ForgefieldError
+from forgefield.training.options import TrainingOptions
 
 
 class WeightAverage:

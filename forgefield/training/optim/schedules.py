@@ -9,10 +9,51 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
+
+
+def learning_rate_factor(rule: str, world_size: int) -> float:
+    """The factor by which `training.lr` is multiplied on `world_size` ranks. rule: `training.scale_lr`."""
+    return {"none": 1.0, "sqrt": math.sqrt(world_size), "linear": float(world_size)}[rule]
+
+
+def describe_learning_rate(lr: float, rule: str, world_size: int, factor: float) -> str:
+    """`lr 0.01`, or `lr 0.01 x 2 (scale_lr=sqrt, 4 ranks) = 0.02`."""
+    if rule == "none":
+        return f"lr {lr:g}"
+    return f"lr {lr:g} x {factor:.4g} (scale_lr={rule}, {world_size} ranks) = {lr * factor:.4g}"
+
+
+def current_learning_rate(optimiser: torch.optim.Optimizer) -> float:
+    """The rate of the first parameter group, which is the one that is logged."""
+    return float(optimiser.param_groups[0]["lr"])
+
+
+def relative_learning_rate(optimiser: torch.optim.Optimizer, initial: float) -> float:
+    """The current rate in units of its initial value. initial: that of parameters without a factor of their own."""
+    group = optimiser.param_groups[0]
+    return float(group["lr"]) / (initial * group.get("factor", 1.0))
+
+
+@contextmanager
+def replaced_learning_rates(optimiser: torch.optim.Optimizer, rates: Sequence[float | Tensor]) -> Iterator[None]:
+    """Inside the block each parameter group has the given rate. rates: one for each group, also on the device."""
+    groups = optimiser.param_groups
+    before = [group["lr"] for group in groups]
+    for group, rate in zip(groups, rates):
+        group["lr"] = rate
+    try:
+        yield
+    finally:
+        for group, rate in zip(groups, before):
+            group["lr"] = rate
+
 
 TINY = 1e-10
 """A decay towards zero is computed as one towards this rate; an exponential never gets to zero."""

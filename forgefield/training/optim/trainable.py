@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from forgefield.config.nearest import did_you_mean
-from forgefield.config.schema import TrainingOptions
 from forgefield.errors import ForgefieldError
 from forgefield.models.interface import StackedNetworks
+from forgefield.training.options import TrainingOptions
 
 _LOW_RANK = ".parametrizations."
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from forgefield.training.optim.averages import WeightAverage
-from forgefield.training.optim.learning_rate import replaced_learning_rates
+from forgefield.training.optim.schedules import replaced_learning_rates
 
 Clip = tuple[float | None, str | None]
 """Largest value or norm of the gradients (None: they are not clipped), and the algorithm: `value` or `norm`."""

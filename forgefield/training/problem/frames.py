@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from forgefield.config.schema import Config, TaskOptions
 from forgefield.config.trust import CONFIG
 from forgefield.data.batch import batch_shapes
 from forgefield.data.module import DataModule, FrameData, read_data
@@ -19,12 +18,13 @@ from forgefield.models.building import build_model
 from forgefield.models.potential import Potential
 from forgefield.models.resolving import branch_names
 from forgefield.parallel.accelerators import evaluation_device
-from forgefield.parallel.exchange import StepExchange
+from forgefield.parallel.reductions import StepExchange
 from forgefield.runs import Run
+from forgefield.settings import Config
+from forgefield.tasks.options import TaskOptions
 from forgefield.tasks.task import Task
-from forgefield.training.engines.choose import refuse_engine
-from forgefield.training.engines.size_plan import plan_sizes
-from forgefield.training.engines.start import EngineStarter
+from forgefield.training.engines.choose import EngineStarter, refuse_engine
+from forgefield.training.engines.padding import plan_sizes
 from forgefield.training.frames_executor import FramesExecutor
 from forgefield.training.module import TrainingModule
 from forgefield.training.optim.trainable import choose_trained

@@ -11,22 +11,22 @@ from typing import Any
 
 import numpy as np
 
-from forgefield.config.targets import DENOISE, TARGETS, given_targets, quantity
 from forgefield.data.labels.fields import Field
 from forgefield.data.module import FrameData
-from forgefield.data.statistics.field_statistics import (
+from forgefield.data.statistics import (
     atom_moments,
     extensive_moments,
+    full_mean,
     intensive_moments,
-    isotropic_part,
-    largest,
-    no_part,
-    whole,
+    isotropic_mean,
+    largest_magnitude,
+    zero_mean,
 )
 from forgefield.data.store.table import FrameTable
 from forgefield.errors import ForgefieldError
-from forgefield.models.heads.equivariant import SHAPES
+from forgefield.models.heads.options import SHAPES
 from forgefield.models.predictor import FORCES
+from forgefield.tasks.options import DENOISE, TARGETS, given_targets, quantity
 from forgefield.tasks.targets import require_labels
 
 TAKEN = ("atomic_energy", "energy_total")
@@ -222,9 +222,9 @@ def _moments(
         mean = _given(f"task.{name}.normalise.mean", normalise["mean"], field, species.symbols)
         return mean * (np.eye(3) if len(field.shape) == 2 and kind != "values" else 1.0), normalise["scale"]
     measure = extensive_moments if reduce == "sum" else intensive_moments
-    part = {"values": whole, "vector": no_part}.get(kind, isotropic_part)
+    part = {"values": full_mean, "vector": zero_mean}.get(kind, isotropic_mean)
     shift, scale = (atom_moments if field.per == "atom" else measure)(table, name, species, part)
-    if not scale > ROUNDING * largest(table, name):
+    if not scale > ROUNDING * largest_magnitude(table, name):
         how = {"atom": "the species of an atom", "frame": "the composition"}[field.per]
         why = (
             "all training frames have the same value"

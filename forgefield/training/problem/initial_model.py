@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forgefield.config.schema import Config
 from forgefield.config.starter import CUTOFFS
 from forgefield.config.typed import select
 from forgefield.data.dataset import GraphDataset
@@ -26,10 +25,10 @@ from forgefield.errors import ForgefieldError
 from forgefield.models.potential import Potential
 from forgefield.parallel.ranks import Ranks
 from forgefield.runs import Run
+from forgefield.settings import Config
 from forgefield.training.problem.initial_options import KnownModel, is_proposed, require_same_options, section_of
 from forgefield.training.problem.model_options import MOST_FRAMES, measured_batches, spread
-from forgefield.training.problem.shifts import fit_shifts, set_shifts
-from forgefield.training.problem.transfer import Transfer
+from forgefield.training.problem.transfer import Transfer, fit_shifts, set_shifts
 
 RECORD = "initial_model"
 """Where `run.json` says what a run started from."""

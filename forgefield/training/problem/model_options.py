@@ -15,17 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from forgefield.config.schema import Config, TaskOptions
-from forgefield.config.targets import DENOISE, given_targets
 from forgefield.config.trust import CONFIG
-from forgefield.data.batch import Batch, with_edges
-from forgefield.data.batch_spec import BatchSpec, Noise
+from forgefield.data.batch import Batch, BatchSpec, Noise, with_edges
 from forgefield.data.dataset import GraphDataset
 from forgefield.data.module import FrameData
 from forgefield.data.neighbours.graph import same_graph
+from forgefield.data.statistics import Statistics
 from forgefield.errors import ForgefieldError
 from forgefield.files import cache_folder, remove_leftovers, write_atomically
+from forgefield.models.edges import EdgeContext
+from forgefield.models.options import TermOptions
 from forgefield.models.potential import Potential
 from forgefield.models.registry import ARCHITECTURES
 from forgefield.models.resolving import (
@@ -36,10 +38,72 @@ from forgefield.models.resolving import (
     model_statistics,
     resolve_model,
 )
+from forgefield.models.terms import SpeciesTerms
+from forgefield.settings import Config
+from forgefield.tasks.options import DENOISE, TaskOptions, given_targets
 from forgefield.tasks.targets import default_task, require_labels
 from forgefield.tasks.task import Task
 from forgefield.training.problem.heads import has_energy, head_facts, output_units
-from forgefield.training.problem.repulsion import ZBL, less_repulsion, statistics_without_repulsion
+
+
+class ZBL(SpeciesTerms[TermOptions]):
+    """The repulsion that the built-in models add, alone: (n_atoms,) eV.
+
+    model: the `model` section; `zbl` and `per_edge_type_cutoff` are read.
+    """
+
+    def __init__(
+        self, model: Mapping[str, Any], species: tuple[str, ...], cutoff: float, adaptive_cutoff: float | None
+    ) -> None:
+        options = TermOptions(
+            per_edge_type_cutoff=model.get("per_edge_type_cutoff"),
+            avg_num_neighbours=1.0,
+            energy_scales=1.0,
+            energy_shifts=0.0,
+            zbl=model["zbl"],
+        )
+        super().__init__(options, species, cutoff, adaptive_cutoff)
+
+    def forward(self, batch: Batch, edges: EdgeContext) -> Tensor:
+        species, graph = batch["species"], edges.graph
+        pairs = self.pair_lengths(edges.vectors, species, graph)
+        return self.add_repulsion(torch.zeros_like(species, dtype=torch.float64), pairs, species, graph)
+
+
+def less_repulsion(batches: Iterator[Batch], repulsion: Potential) -> Iterator[Batch]:
+    """The batches with energies and forces less the repulsion."""
+    for batch in batches:
+        added = repulsion.eval()(batch)
+        yield batch | {name: batch[name] - added[name].detach() for name in ("energy", "forces")}
+
+
+def statistics_without_repulsion(batches: Iterator[Batch], statistics: Statistics) -> dict[str, Any]:
+    """Those of `Statistics` that depend on the repulsion, from batches less it: reference energies where they are a fit, spread
+    of energies (eV/atom), root mean square of forces (eV/A)."""
+    symbols = list(statistics.reference_energies)
+    counts, energies, squares, components = [], [], 0.0, 0
+    for batch in batches:
+        n_frames, n_species = len(batch["n_atoms"]), len(symbols)
+        table = torch.bincount(batch["frame"] * n_species + batch["species"], minlength=n_frames * n_species)
+        counts.append(table.view(n_frames, n_species).double().numpy())
+        energies.append(batch["energy"].numpy())
+        forces = batch["forces"][~batch["forces"].isnan()]
+        squares, components = squares + float(forces.square().sum()), components + forces.numel()
+    changed: dict[str, Any] = {}
+    composition, energy = np.concatenate(counts), np.concatenate(energies)
+    composition, energy = composition[~np.isnan(energy)], energy[~np.isnan(energy)]
+    if len(energy):
+        n_atoms = composition.sum(axis=1)
+        values = np.array([statistics.reference_energies[symbol] for symbol in symbols])
+        if statistics.reference_kind == "fit":
+            values = np.linalg.lstsq(composition / n_atoms[:, None], energy / n_atoms, rcond=None)[0]
+            changed["reference_energies"] = dict(zip(symbols, values.tolist()))
+        residuals = (energy - composition @ values) / n_atoms
+        changed |= {"energy_residual_mean": float(residuals.mean()), "energy_residual_std": float(residuals.std())}
+    if components:
+        changed["forces_rms"] = (squares / components) ** 0.5
+    return changed
+
 
 EDGES_AT_ONCE = 2_000_000
 MOST_FRAMES = 20_000

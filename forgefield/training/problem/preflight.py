@@ -9,8 +9,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from forgefield.config.schema import Config
-from forgefield.config.targets import DENOISE, given_targets, quantity
 from forgefield.config.template import commented_yaml
 from forgefield.config.trust import CONFIG
 from forgefield.data.dataset import GraphDataset
@@ -19,10 +17,11 @@ from forgefield.errors import ForgefieldError
 from forgefield.models.interface import AtomisticModel
 from forgefield.models.potential import Potential
 from forgefield.models.resolving import check_model
-from forgefield.parallel.environment import MPI_LAUNCHERS
-from forgefield.parallel.launch_checks import check_trainer_options
+from forgefield.parallel.environment import MPI_LAUNCHERS, check_trainer_options
 from forgefield.parallel.ranks import Ranks
-from forgefield.parallel.registry import check_strategy
+from forgefield.parallel.strategies import check_strategy
+from forgefield.settings import Config
+from forgefield.tasks.options import DENOISE, given_targets, quantity
 from forgefield.tasks.targets import LABELS
 from forgefield.training.optim.optimisers import build_optimiser
 from forgefield.training.problem.heads import has_energy
@@ -40,6 +39,11 @@ def check_settings(config: Config, options: dict[str, Any], ranks: Ranks) -> Non
             raise ForgefieldError(
                 f"model.name={name}: an ASE calculator has no weights that could be trained. `forgefield import ase "
                 f"{config.model['module']} --species ...` makes a run of it, to be tested and compared with trained models."
+            )
+        sums_over_edges = issubclass(found, AtomisticModel) and found.sums_over_edges
+        if not config.training.kernels.edges and not sums_over_edges:
+            raise ForgefieldError(
+                f"training.kernels.edges=false: {name} has no sums over edges that use kernels; leave this setting out."
             )
     weighting_options(config.training.weighting)
     optimiser = build_optimiser(config.training.optimizer, [nn.Parameter(torch.zeros(2, 2))], lr=config.training.lr)

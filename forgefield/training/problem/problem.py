@@ -15,14 +15,14 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from forgefield.config.schema import Config
 from forgefield.config.trust import code_of_model
 from forgefield.errors import ForgefieldError
 from forgefield.kinds import FRAMES, POINTS
 from forgefield.models.resolving import MODULE_FOLDER, names_same_code, with_found_folder
-from forgefield.parallel.exchange import StepExchange
 from forgefield.parallel.ranks import Ranks, single_process
+from forgefield.parallel.reductions import StepExchange
 from forgefield.runs import Run
+from forgefield.settings import Config
 from forgefield.training.executor import StepExecutor
 from forgefield.training.module import TrainingModule
 from forgefield.training.run.checkpoint import ResumePoint

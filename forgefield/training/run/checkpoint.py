@@ -4,7 +4,7 @@ A checkpoint is a torch zip archive of tensors, numbers, strings and containers 
 flushed to the disk and renamed, so that a file with a checkpoint's name is complete. On reading, the archive's own
 checksums are verified first. A file that does not match them is renamed and the next older one is used; any other error (of the
 disk, of memory, of another version) stops the command and leaves the file alone. Checkpoints of earlier versions of the format
-are upgraded when they are read (`run/formats.py`).
+are upgraded when they are read (`CHECKPOINT`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,56 @@ from lightning.fabric.plugins import CheckpointIO
 
 from forgefield.errors import ForgefieldError
 from forgefield.files import PARTIAL, read_bytes, write_atomically
-from forgefield.formats import VERSION
+from forgefield.formats import VERSION, Format
 from forgefield.parallel.ranks import Ranks
-from forgefield.training.run.formats import CHECKPOINT, POSITION
+
+POSITION = "forgefield_position"
+"""Where the training stands inside its epoch: samples seen, number of ranks, and the limits under which it ended, if it did."""
+RANDOM = "forgefield_random"
+"""States of the random number generators of each rank."""
+
+_STATE_KEYS_OF_CLASSES = {
+    "MetricsLog": "metrics_log",
+    "BestModel": "best_model",
+    "RunProgress": "progress",
+    "LearningCurve": "learning_curve",
+    "LossSpike": "loss_spike",
+    "GradientCheck": "gradient_check",
+    "TrainingHelper": "training_helper",
+    "ForwardNaNDetection": "forward_nan",
+    "ModelAutocorrelation": "autocorrelation",
+    "ThroughputMeter": "throughput",
+    "EnergyMeter": "energy",
+    "ReportTrial": "report_trial",
+}
+_EARLY_STOPPING_OF_VERSION_1 = "_Patience{'monitor': '"
+
+
+def early_stopping_key(monitor: str) -> str:
+    """The name of the state of `training.early_stopping`; the state of one metric says nothing about another."""
+    return f"early_stopping:{monitor}"
+
+
+def _fixed_names(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Version 1 to version 2."""
+    renamed = {"forgefield_place": POSITION}
+    checkpoint = {renamed.get(key, key): value for key, value in checkpoint.items()}
+    callbacks = checkpoint.get("callbacks", {})
+    checkpoint["callbacks"] = {_state_key(name): state for name, state in callbacks.items()}
+    state = dict(checkpoint.get("forgefield", {}))
+    if "own_kernels" in state:
+        state["fused_kernels"] = state.pop("own_kernels")
+    return {**checkpoint, "forgefield": state}
+
+
+def _state_key(name: str) -> str:
+    if name.startswith(_EARLY_STOPPING_OF_VERSION_1):
+        return early_stopping_key(name.removeprefix(_EARLY_STOPPING_OF_VERSION_1).partition("'")[0])
+    return _STATE_KEYS_OF_CLASSES.get(name, name)
+
+
+CHECKPOINT = Format("a checkpoint", (_fixed_names,))
+
 
 _NAME = re.compile(r"step-(\d+)\.ckpt")
 

@@ -11,13 +11,13 @@ from pathlib import Path
 
 from forgefield.config.diff import Change, config_diff, format_diff
 from forgefield.config.loading import load_config, override_keys
-from forgefield.config.point_options import DEFAULT_POINTS
-from forgefield.config.schema import Config
+from forgefield.data.options import DEFAULT_POINTS
 from forgefield.data.sampling.batching import DEFAULT_FRAMES
 from forgefield.errors import ForgefieldError
 from forgefield.files import remove_leftovers
 from forgefield.parallel.ranks import Ranks
 from forgefield.runs import Run
+from forgefield.settings import Config
 from forgefield.training.run.journal import Journal
 
 

@@ -11,13 +11,16 @@ import io
 import logging
 import os
 import threading
+import time
 import warnings
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from forgefield.errors import ForgefieldError
 from forgefield.parallel.ranks import Ranks, single_process
@@ -172,3 +175,24 @@ def is_of_libraries(logger: str, message: str) -> bool:
 def own_name(path: Path, rank: int) -> Path:
     """`train.log` of rank 3 is `train.3.log`."""
     return path.with_name(f"{path.stem}.{rank}{path.suffix}")
+
+
+FIRST_LINE_S, NEXT_LINES_S = 10.0, 30.0
+"""A log gets its first line after this time, then one every so often."""
+
+Batch = TypeVar("Batch")
+
+
+def with_progress(batches: Iterable[Batch], n_batches: int, journal: Journal, what: str) -> Iterator[Batch]:
+    """The batches, as they are. what: what is being evaluated, for a person to read."""
+    if journal.console.is_terminal and journal.ranks.is_rank_zero:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=journal.console, transient=True) as bar:
+            yield from bar.track(batches, total=n_batches, description=f"evaluating {what}")
+        return
+    next_line = time.monotonic() + FIRST_LINE_S
+    for number, batch in enumerate(batches):
+        if (now := time.monotonic()) > next_line:
+            journal.notify(f"Evaluating {what}: {number} of {n_batches} batches.")
+            next_line = now + NEXT_LINES_S
+        yield batch

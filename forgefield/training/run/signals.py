@@ -9,10 +9,13 @@ sends anyway, and all ranks act on it at the same batch; an immediate stop is pa
 
 from __future__ import annotations
 
+import os
+import shutil
 import signal
+import subprocess
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import FrameType, TracebackType
 from typing import Any
@@ -176,3 +179,20 @@ def _request(number: int | None) -> StopRequested:
         return StopRequested("trainer.max_time is over", None)
     name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
     return StopRequested(f"{name} was received", int(number))
+
+
+def ask_slurm_to_requeue(notify: Callable[[str], None]) -> None:
+    """Called after SIGUSR1, the warning that `sbatch --signal=USR1@SECONDS` asks for. Outside of SLURM it does nothing."""
+    job = os.environ.get("SLURM_JOB_ID")
+    if job is None:
+        return
+    if "SLURM_ARRAY_JOB_ID" in os.environ:
+        job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    if shutil.which("scontrol") is None:
+        notify(f"scontrol is not to be found here, so SLURM could not be asked to requeue job {job}.")
+        return
+    asked = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, check=False)
+    if asked.returncode == 0:
+        notify(f"SLURM was asked to requeue job {job}; it will go on from here.")
+    else:
+        notify(f"SLURM would not requeue job {job}: {asked.stderr.strip() or asked.stdout.strip()}")

@@ -9,10 +9,11 @@ from typing import Any
 import lightning as L
 import torch
 
-from forgefield.config.schema import Config, TrainingOptions
 from forgefield.data.sampling.plan import Budget
 from forgefield.parallel.ranks import Ranks
-from forgefield.training.optim.learning_rate import describe_learning_rate
+from forgefield.settings import Config
+from forgefield.training.optim.schedules import describe_learning_rate
+from forgefield.training.options import TrainingOptions
 from forgefield.training.precision import Precision
 from forgefield.training.problem.problem import Problem
 from forgefield.training.run.journal import Journal

@@ -23,7 +23,7 @@ from rich.text import Text
 from torch import nn
 
 from forgefield._version import __version__
-from forgefield.config import test_sets
+from forgefield.data.paths import title as set_title
 from forgefield.tasks.metrics import UNITS
 from forgefield.tasks.plausibility import ADVICE, implausible_errors
 
@@ -149,9 +149,7 @@ def errors_table(by_split: dict[str, dict[str, float]], units: Mapping[str, str]
     table.add_column("error", no_wrap=True)
     for split in by_split:
         for kind in ("MAE", "RMSE"):
-            table.add_column(
-                f"{SPLIT_TITLES.get(split, test_sets.title(split))}\n{kind}", justify="right", no_wrap=True
-            )
+            table.add_column(f"{SPLIT_TITLES.get(split, set_title(split))}\n{kind}", justify="right", no_wrap=True)
     table.add_column("unit", style="dim", no_wrap=True)
     for quantity, species in _rows_of(by_split, units):
         suffix = f"/{species}" if species else ""
@@ -177,9 +175,7 @@ def _long_errors_table(by_split: dict[str, dict[str, float]], units: Mapping[str
             values = [errors.get(f"{quantity}_{kind}") for kind in ("mae", "rmse")]
             if values != [None, None]:
                 cells = [Text(digits(value), style="bold") for value in values]
-                table.add_row(
-                    name, SPLIT_TITLES.get(split, test_sets.title(split)), *cells, Text(units.get(quantity, ""))
-                )
+                table.add_row(name, SPLIT_TITLES.get(split, set_title(split)), *cells, Text(units.get(quantity, "")))
                 name = ""
     return table
 
@@ -192,7 +188,7 @@ def classes_table(by_split: dict[str, dict[str, float]]) -> Table:
     for split in by_split:
         for kind in kinds:
             table.add_column(
-                f"{SPLIT_TITLES.get(split, test_sets.title(split))}\n{_CLASS_TITLES[kind]}",
+                f"{SPLIT_TITLES.get(split, set_title(split))}\n{_CLASS_TITLES[kind]}",
                 justify="right",
                 no_wrap=True,
             )

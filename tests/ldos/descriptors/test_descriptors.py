@@ -266,7 +266,7 @@ def test_harmonics_are_orthonormal_under_the_quadrature_and_add_up_to_chebyshev_
         ({"sigma": 0.2}, "points.sigma is a setting of type=gaussian"),
         ({"twojmax": 2.5}, "points.twojmax=2.5 .* whole number"),
         ({"twojmax": 21}, "from 0 to 20"),
-        ({"cutoff": -1}, "points.cutoff=-1 .* above 0"),
+        ({"cutoff": -1}, "points.cutoff=-1 .* a positive number"),
         ({"rmin0": 5.0}, "below the cutoff"),
         ({"rfac0": 1.5}, "at most 1"),
         ({"switch": "on"}, "true or false"),

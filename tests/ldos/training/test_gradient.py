@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from forgefield.config.point_options import SnapshotTermOptions
 from forgefield.ldos.loss import PointErrors, SnapshotReference, SnapshotTerms
 from forgefield.ldos.model import ACTIVATIONS
+from forgefield.ldos.options import SnapshotTermOptions
 from forgefield.ldos.training import engines
 from forgefield.ldos.training.blocks import Block
 from forgefield.ldos.training.data import RowLayout

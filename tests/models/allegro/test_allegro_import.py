@@ -180,7 +180,7 @@ def test_scales_and_shifts_that_are_not_there_are_one_and_zero(tmp_path):
         ({"pair_potential": {"_target_": "nequip.nn.pair_potential.LennardJones"}}, "ZBL"),
         ({"num_layers": 3}, "numbers"),
         ({"num_tensor_features": 5}, "numbers"),
-        ({"radial_chemical_embed": SPLINES}, "no place"),
+        ({"radial_chemical_embed": SPLINES}, "has no weight"),
     ],
 )
 def test_what_cannot_be_kept_is_refused(tmp_path, change, word):
@@ -197,14 +197,14 @@ def test_missing_and_foreign_weights_are_named(tmp_path):
         read_allegro(tmp_path / "x.ckpt")
     del tensors["model.func.allegro.tps.1.weights"]
     torch.save(checkpoint(tensors), tmp_path / "x.ckpt")
-    with pytest.raises(ForgefieldError, match=r"lacks.*couplings\.1\.weight"):
+    with pytest.raises(ForgefieldError, match=r"does not contain.*couplings\.1\.weight"):
         read_allegro(tmp_path / "x.ckpt")
 
 
 def test_the_other_architecture_is_named(tmp_path):
     _, tensors = trained_elsewhere()
     torch.save(checkpoint(tensors), tmp_path / "x.ckpt")
-    with pytest.raises(ForgefieldError, match="holds no NequIP model"):
+    with pytest.raises(ForgefieldError, match="does not contain a NequIP model"):
         read_nequip(tmp_path / "x.ckpt")
 
 

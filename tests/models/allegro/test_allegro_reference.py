@@ -8,7 +8,7 @@ import torch
 
 from forgefield.data.frame import Frame
 from forgefield.models import build_model
-from forgefield.models.allegro.importer import arrange, our_name, read_allegro
+from forgefield.models.allegro.importer import arrange, read_allegro, weight_name
 from tests.support.structures import SHARED, make_batch
 
 FOLDER = SHARED / "nequip_reference"
@@ -55,7 +55,7 @@ def test_outputs_and_parameter_gradients_equal_allegro(tmp_path):
     parameters = dict(potential.model.named_parameters())
     checked = set()
     for key in (key for key in data.files if key.startswith("grad/")):
-        ours = our_name(key.removeprefix("grad/model.func."))
+        ours = weight_name(key.removeprefix("grad/model.func."))
         expected = arrange(ours, torch.from_numpy(data[key]), resolved)
         assert relative_error(parameters[ours].grad, expected) < 1e-9, key
         checked.add(ours)

@@ -18,10 +18,10 @@ import torch
 from forgefield.data.frame import Frame
 from forgefield.errors import ForgefieldError
 from forgefield.models import Potential
-from forgefield.models.deeppot.deepmd_attention import from_deepmd, to_deepmd
+from forgefield.models.deeppot.deepmd_attention import attention_from_tree, attention_tree
+from forgefield.models.deeppot.descriptor import electronic_configuration, occupations
 from forgefield.models.deeppot.fitting import EnergyFitting
 from forgefield.models.deeppot.se_atten import SeAtten, SeAttenV2
-from forgefield.models.deeppot.type_embedding import electronic_configuration, occupations
 from forgefield.models.edges import EdgeContext
 from forgefield.models.interface import AtomisticModel
 from forgefield.training.engines.engine import Engine
@@ -353,10 +353,10 @@ def test_too_few_slots_are_refused_with_the_number_that_is_needed():
         ({"sel": 0}, "sel is 0"),
         ({"sel": "many"}, "sel is 'many'"),
         ({"attn_layer": -1}, "attn_layer is -1; it must be at least 0"),
-        ({"ln_eps": 0.0}, "ln_eps is 0; it must be above 0"),
+        ({"ln_eps": 0.0}, "ln_eps is 0.0; it must be a positive number"),
         ({"axis_neuron": 9}, "axis_neuron is 9"),
         ({"use_econf_tebd": True, "species": ("H", "X")}, "'X' is not an element"),
-        ({"max_neighbours": None}, "max_neighbours is not given and there is no training data"),
+        ({"max_neighbours": None}, "max_neighbours is not set and there is no training data"),
     ],
 )
 def test_options_without_meaning_are_refused(options, words):
@@ -388,7 +388,7 @@ def test_configurations_hold_all_electrons():
 @pytest.mark.parametrize("name", [name for name, options in VARIANTS.items() if "sel" in options])
 def test_form_of_deepmd_and_back_is_the_same_descriptor(name):
     descriptor = make_descriptor(**VARIANTS[name])
-    options, state = from_deepmd(to_deepmd(descriptor))
+    options, state = attention_from_tree(attention_tree(descriptor))
     again = make_descriptor(**options)
     again.load_state_dict({key: torch.from_numpy(value) for key, value in state.items()})
     frame = make_frame(6, seed=3)
@@ -397,13 +397,13 @@ def test_form_of_deepmd_and_back_is_the_same_descriptor(name):
 
 
 def test_what_deepmd_has_no_words_for_is_refused():
-    with pytest.raises(ForgefieldError, match="sel was left out"):
-        to_deepmd(make_descriptor())
+    with pytest.raises(ForgefieldError, match="trained without model.descriptor.sel"):
+        attention_tree(make_descriptor())
     with pytest.raises(ForgefieldError, match="attn_mask"):
-        to_deepmd(make_descriptor(sel=SLOTS, attn_mask=True))
-    tree = to_deepmd(make_descriptor(sel=SLOTS))
+        attention_tree(make_descriptor(sel=SLOTS, attn_mask=True))
+    tree = attention_tree(make_descriptor(sel=SLOTS))
     with pytest.raises(ForgefieldError, match="descriptor.lmax is 2"):
-        from_deepmd(tree | {"lmax": 2})
+        attention_from_tree(tree | {"lmax": 2})
 
 
 DEEPMD = """
@@ -464,14 +464,14 @@ def test_equals_deepmd_and_deepmd_equals_what_is_sent_back(tmp_path):
         cases.append(case | {"positions": frame.positions, "cell": frame.cell, "kinds": kinds})
     cases = run_deepmd(cases, tmp_path)
     for case in cases:
-        options, state = from_deepmd(case["model"]["descriptor"])
+        options, state = attention_from_tree(case["model"]["descriptor"])
         potential = Potential(Energies(make_descriptor(**options)))
         potential.model.descriptor.load_state_dict({key: torch.from_numpy(value) for key, value in state.items()})
         copy_fitting(potential.model.fitting, case["model"]["fitting"])
         outputs = potential.eval()(make_batch(frame, cutoff=CUTOFF))
         np.testing.assert_allclose(outputs["energy"].numpy(), case["energy"], rtol=0, atol=1e-10)
         np.testing.assert_allclose(outputs["forces"].numpy(), case["forces"], rtol=0, atol=1e-10)
-        case["descriptor"] = to_deepmd(potential.model.descriptor)
+        case["descriptor"] = attention_tree(potential.model.descriptor)
     for before, after in zip(cases, run_deepmd(cases, tmp_path)):
         np.testing.assert_allclose(after["forces"], before["forces"], rtol=0, atol=1e-12)
 

@@ -81,12 +81,12 @@ def test_a_model_without_room_gets_it_and_predicts_the_same(options, tmp_path):
 def test_room_is_made_for_the_neighbours_of_the_training_data(tmp_path):
     potential = make_deeppot(most_neighbours=[21, 30])
     assert model_tree(potential.model)["model"]["descriptor"]["sel"] == [24, 36]
-    with pytest.raises(ForgefieldError, match="--sel how many of H, O"):
+    with pytest.raises(ForgefieldError, match="number of H, O neighbours"):
         write_deepmd(make_deeppot(), tmp_path / "model.dp")
 
 
 REFUSED = {
-    "another model": (lambda: make_potential(), None, "needs a deeppot"),
+    "another model": (lambda: make_potential(), None, "only a deeppot model"),
     "another suffix": (lambda: make("radial"), "model.pb", "end in .yaml"),
     "another sel": (lambda: make("radial"), None, "trained with sel"),
     "zbl": (lambda: make_deeppot(model={"zbl": True}, **ROOM), None, "zbl"),
@@ -222,7 +222,7 @@ def damage(tree: dict, what: str) -> None:
         ("case embedding", "dim_case_embd is 3"),
         ("no symbol", "OW is not a chemical symbol"),
         ("slots", "differs between the neighbours"),
-        ("lost layer", "lacks the weights"),
+        ("lost layer", "does not contain the weights"),
         ("lost key", "'neuron'"),
     ],
 )
@@ -244,5 +244,5 @@ def test_files_that_are_no_models_are_refused_with_their_name(tmp_path):
         with pytest.raises(ForgefieldError, match=name):
             read_deepmd(tmp_path / name)
     torch.save({"state": {}}, tmp_path / "other.pt")
-    with pytest.raises(ForgefieldError, match="how its model was built"):
+    with pytest.raises(ForgefieldError, match="does not contain the options of its model"):
         read_deepmd(tmp_path / "other.pt")

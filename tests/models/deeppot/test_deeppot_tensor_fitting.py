@@ -16,7 +16,7 @@ import torch
 
 from forgefield.data.frame import Frame
 from forgefield.errors import ForgefieldError
-from forgefield.models.deeppot.deepmd_fittings import from_deepmd, to_deepmd
+from forgefield.models.deeppot.deepmd_networks import fitting_from_tree, fitting_tree
 from forgefield.models.deeppot.se_e2 import SeE2A
 from forgefield.models.deeppot.tensor_fitting import (
     DipoleFitting,
@@ -174,7 +174,7 @@ def test_parameters_of_frames_and_atoms_are_read():
     moved = batch | {"fparam": batch["fparam"] + torch.tensor([[0.0, 0.0], [0.1, 0.0]])}
     changed = (fitting(descriptor, rotation, moved)["dipole"] - before).abs().amax(1) > 1e-6
     assert changed.tolist() == [False] * 3 + [True] * 4
-    with pytest.raises(ForgefieldError, match="the data carries no field aparam"):
+    with pytest.raises(ForgefieldError, match="the data has no field aparam"):
         fitting(descriptor, rotation, {key: value for key, value in batch.items() if key != "aparam"})
 
 
@@ -208,7 +208,7 @@ def test_a_descriptor_without_directions_is_refused():
 
 
 def rebuild(tree: dict[str, Any], bias: np.ndarray, std: np.ndarray) -> TensorFitting:
-    options, state = from_deepmd(tree, bias, std)
+    options, state = fitting_from_tree(tree, bias, std)
     kind = CLASSES[options["type"]]
     resolved = kind.complete(kind.Options(**options), species=SPECIES, statistics={})
     made = kind(
@@ -230,17 +230,17 @@ def test_form_of_deepmd_and_back_is_the_same_fitting(name, mixed_types):
     parameters = {"numb_fparam": 1, "fparam_avg": [0.3], "fparam_std": [2.0]}
     fitting = make_fitting(name, mixed_types=mixed_types, **parameters)
     descriptor, rotation, batch = random_inputs(fparam=1)
-    again = rebuild(*to_deepmd(fitting))
+    again = rebuild(*fitting_tree(fitting))
     (before,), (after,) = (made(descriptor, rotation, batch).values() for made in (fitting, again))
     torch.testing.assert_close(before, after, rtol=1e-13, atol=1e-14)
     assert again.outputs == fitting.outputs
 
 
 def test_constants_of_species_that_share_a_network_are_refused():
-    tree, bias, std = to_deepmd(make_fitting("dipole", mixed_types=True))
+    tree, bias, std = fitting_tree(make_fitting("dipole", mixed_types=True))
     tree["@variables"]["bias_atom_e"][0] = 1.0
     with pytest.raises(ForgefieldError, match="bias_atom_e differs between species"):
-        from_deepmd(tree, bias, std)
+        fitting_from_tree(tree, bias, std)
 
 
 DEEPMD = """
@@ -288,7 +288,7 @@ def test_equals_deepmd(tmp_path):
         "aparam": batch["aparam"],
     }
     given = {name: tensor.numpy()[None] for name, tensor in arrays.items()} | {"fparam": batch["fparam"].numpy()}
-    cases = [{"tree": to_deepmd(make_fitting(name, **parameters))[0], **given} for name in CASES]
+    cases = [{"tree": fitting_tree(make_fitting(name, **parameters))[0], **given} for name in CASES]
     file = tmp_path / "cases.pickle"
     file.write_bytes(pickle.dumps(cases))
     done = subprocess.run([str(deepmd_python()), "-c", DEEPMD, str(file)], capture_output=True, text=True, timeout=280)

@@ -11,9 +11,8 @@ import torch
 from forgefield.errors import ForgefieldError
 from forgefield.models import build_model, resolve_model
 from forgefield.models.predictor import Predictor
-from forgefield.ops.activations import activate
-from forgefield.ops.graph import Segments
-from forgefield.ops.pooling import segment_max, segment_softmax
+from forgefield.ops.functions import activate
+from forgefield.ops.graph import Segments, segment_max, segment_softmax
 from tests.support.predictor_cases import SMALL, doubled, moved, values
 from tests.support.structures import SPECIES, STATISTICS, make_batch, make_frame
 
@@ -117,7 +116,7 @@ def test_dropout_leaves_out_its_share_and_keeps_the_mean():
     model = predictor(heads=LAYERS, facts={"gap": {"reduce": "mean"}}).train()
     head, batch = model.head("gap"), keyed(make_batch(make_frame(6), make_frame(5, seed=1)), 3, 4)
     masks = torch.stack(
-        [head._not_dropped(1, torch.zeros(11, 64), keyed(batch, key, 5 * key + 1)) for key in range(200)]
+        [head._dropout_factors(1, torch.zeros(11, 64), keyed(batch, key, 5 * key + 1)) for key in range(200)]
     )
     torch.testing.assert_close(masks.unique(), torch.tensor([0.0, 1 / 0.6]))
     assert float((masks == 0).double().mean()) == pytest.approx(0.4, abs=0.005)
@@ -144,7 +143,7 @@ def test_layers_are_what_a_plain_network_of_torch_gives():
         ({"residual": True}, r"residual needs at least two hidden layers of one width"),
         ({"residual": True, "hidden": [8, 4]}, r"residual needs at least two hidden layers of one width"),
         ({"residual": 1}, r"residual is 1; it is true or false"),
-        ({"dropout": 1.0}, r"dropout is 1.0; it is a share"),
+        ({"dropout": 1.0}, r"dropout is 1.0; it is a fraction"),
         ({"dropout": 0.1, "hidden": []}, r"dropout is for hidden layers"),
         ({"dropuot": 0.1}, r"Did you mean 'dropout'"),
     ],

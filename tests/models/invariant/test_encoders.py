@@ -15,8 +15,7 @@ from forgefield.errors import ForgefieldError
 from forgefield.models import Potential, build_model, resolve_model
 from forgefield.models.edges import edge_vectors
 from forgefield.training.engines.engine import Engine
-from forgefield.training.engines.traced_engine import TracedEngine
-from forgefield.training.engines.tracing import trace
+from forgefield.training.engines.tracing import TracedEngine, trace
 from forgefield.training.engines.verify import largest_difference
 from tests.support.engine_cases import ALL, difference, labelled, step_function
 from tests.support.structures import SPECIES, STATISTICS, make_batch, make_frame

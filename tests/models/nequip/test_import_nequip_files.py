@@ -61,12 +61,12 @@ def set_modifier(content, **arguments):
         (lambda c: c["state_dict"].update({"ema.ema_weight_11": torch.ones(3, 1)}), r"scale_shift\.shifts has shape"),
         (
             lambda c: c["hyper_parameters"]["model"]["model"].update(r_max=3.5),
-            "cutoff of 3 A, its options say r_max=3.5",
+            "cutoff of 3 A, but r_max is 3.5",
         ),
         (
             # The wrong one of two tensors of one shape is taken for the trained one.
             lambda c: set_modifier(c, shifts_trainable=False, scales_trainable=True, shifts={"H": -13.0}),
-            r"shifts is -13\.6, -75, and by the options it is constant, -13, -75",
+            r"shifts is -13\.6, -75, but constant in the options, -13, -75",
         ),
         (
             lambda c: c["state_dict"]["model.sole_model.model.func.bessel_encode.bessel_weights"].mul_(1.1),

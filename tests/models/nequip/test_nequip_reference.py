@@ -8,7 +8,7 @@ import torch
 
 from forgefield.data.frame import Frame
 from forgefield.models import build_model
-from forgefield.models.nequip.importer import our_name, read_nequip
+from forgefield.models.nequip.importer import read_nequip, weight_name
 from tests.support.structures import SHARED, make_batch
 
 FOLDER = SHARED / "nequip_reference"
@@ -59,7 +59,7 @@ def test_outputs_and_parameter_gradients_equal_nequip(name, by_pair, tmp_path, m
     parameters = dict(potential.model.named_parameters())
     checked = set()
     for key in (key for key in data.files if key.startswith("grad/")):
-        ours = our_name(key.removeprefix("grad/model.func."))
+        ours = weight_name(key.removeprefix("grad/model.func."))
         assert relative_error(parameters[ours].grad, data[key]) < 1e-9, key
         checked.add(ours)
     assert checked == set(parameters)

@@ -10,12 +10,13 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
 
+from forgefield.config.option import option
 from forgefield.models import EdgeContext, RegisteredModel
 from forgefield.models.edges import Batch
 from forgefield.models.interface import Tangents
-from forgefield.models.options import check_values, from_statistics, option
+from forgefield.models.options import check_values, from_statistics
+from forgefield.ops.functions import polynomial_cutoff
 from forgefield.ops.graph import segment_sum
-from forgefield.ops.radial import polynomial_cutoff
 
 
 @dataclass

@@ -8,9 +8,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forgefield.training.engines.blank import LEAST, blank_frames, join_batches, not_too_small, sizes
 from forgefield.training.engines.engine import Engine
-from forgefield.training.engines.size_plan import Size, SizePlan, plan_sizes
+from forgefield.training.engines.padding import (
+    LEAST,
+    Size,
+    SizePlan,
+    blank_frames,
+    join_batches,
+    not_too_small,
+    plan_sizes,
+    sizes,
+)
 from tests.support.engine_cases import labelled, step_function
 from tests.support.structures import make_potential
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from forgefield.config.schema import TrainingOptions
+from forgefield.data.batch import halves
 from forgefield.errors import ForgefieldError
 from forgefield.models import Potential
 from forgefield.parallel.ranks import single_process
@@ -18,6 +18,7 @@ from forgefield.tasks.targets import Target
 from forgefield.training.engines.choose import (
     Choice,
     Circumstances,
+    EngineStarter,
     build,
     can_use_kernels,
     measure_and_choose,
@@ -26,14 +27,13 @@ from forgefield.training.engines.choose import (
     wanted,
     why_not,
 )
-from forgefield.training.engines.engine import Engine
+from forgefield.training.engines.engine import Engine, SparingEngine, cut
+from forgefield.training.engines.padding import SizePlan
 from forgefield.training.engines.script import ScriptEngine
-from forgefield.training.engines.size_plan import SizePlan
-from forgefield.training.engines.sparing import SparingEngine, cut, halves
-from forgefield.training.engines.start import EngineStarter
 from forgefield.training.engines.step import StepFunction
 from forgefield.training.engines.verify import largest_difference, moved_labels, require_equal, require_equal_evaluation
 from forgefield.training.optim.update import portable_optimiser_states, why_not_capturable
+from forgefield.training.options import TrainingOptions
 from tests.support.engine_cases import ReadsAValue, difference, labelled, learnt, step_function
 from tests.support.structures import make_potential
 
@@ -110,7 +110,7 @@ def test_kernels_are_refused_for_models_that_have_none(monkeypatch):
 
 @pytest.mark.parametrize(("before", "now"), [("double", False), ("kernels", True), (None, True)])
 def test_a_resume_goes_on_with_the_form_it_had(before, now, monkeypatch):
-    monkeypatch.setattr("forgefield.training.engines.start.can_use_kernels", lambda on, device: True)
+    monkeypatch.setattr("forgefield.training.engines.choose.can_use_kernels", lambda on, device: True)
     chosen = None if before is None else {"name": "graphs", "derivative": before, "captured": "eager"}
     options = settings(engine="graphs")
     starter = EngineStarter(

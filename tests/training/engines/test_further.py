@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from forgefield.training.engines.blank import blank_frames, join_batches
 from forgefield.training.engines.compiled import CompileEngine
-from forgefield.training.engines.engine import Engine
+from forgefield.training.engines.engine import Engine, cut
+from forgefield.training.engines.padding import blank_frames, join_batches
 from forgefield.training.engines.script import ScriptEngine
-from forgefield.training.engines.sparing import cut
 from tests.support.engine_cases import ALL, difference
 from tests.support.extra_outputs import FACTS, SHAPES, function, predictor, with_fields
 

@@ -8,9 +8,9 @@ from torch import nn
 
 from forgefield.errors import ForgefieldError
 from forgefield.models import Potential
-from forgefield.training.engines.blank import LEAST
 from forgefield.training.engines.compiled import conditions
 from forgefield.training.engines.engine import Engine
+from forgefield.training.engines.padding import LEAST
 from forgefield.training.engines.script import ScriptEngine
 from forgefield.training.engines.tracing import trace, where_it_broke
 from tests.support.engine_cases import ReadsAValue, difference, labelled, potential_of, step_function

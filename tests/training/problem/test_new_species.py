@@ -12,7 +12,7 @@ import torch
 
 from forgefield import Calculator, load
 from forgefield.errors import ForgefieldError
-from forgefield.models.deeppot.new_species import require_extensible
+from forgefield.models.deeppot.variants import require_extensible
 from tests.support.helpers import PROPERTIES, emt_frames, tiny_config, write_properties
 from tests.support.train_many import train_only
 
@@ -83,7 +83,7 @@ def test_only_what_is_trainable_from_now_on_is_trained_and_a_run_goes_on(tmp_pat
 @pytest.mark.parametrize(
     ("descriptor", "model", "said"),
     [
-        ({"sel": [60, 60]}, {}, "has room for neighbours of its own species alone"),
+        ({"sel": [60, 60]}, {}, "has slots for neighbours of its species only"),
         ({}, {"shifts": "keep"}, "its energies have to be fitted for them: model.shifts=fit"),
     ],
 )
@@ -106,5 +106,5 @@ def test_heads_are_made_for_the_species_of_their_run_and_new_ones_for_all(tmp_pa
     run = train_only(config)
     assert run.species == ("Cu", "Au", "Ni")
     assert len(run.heads["gap"]["shift"]) == 3
-    with pytest.raises(ForgefieldError, match="it has heads beside its energy, which are made for its own species"):
+    with pytest.raises(ForgefieldError, match="it has heads in addition to its energy"):
         require_extensible(run.info["model"], ["Pd"], "run further")

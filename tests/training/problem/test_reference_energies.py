@@ -14,7 +14,7 @@ from forgefield.config.trust import CONFIG
 from forgefield.data.module import read_data
 from forgefield.models import build_model, resolve_model
 from forgefield.training.problem.model_options import requested_task, resolved_model
-from forgefield.training.problem.shifts import fit_shifts, set_shifts
+from forgefield.training.problem.transfer import fit_shifts, set_shifts
 from tests.support.helpers import emt_frames, tiny_config
 from tests.support.structures import make_batch, make_frame
 

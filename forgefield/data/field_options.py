@@ -1,0 +1,148 @@
+"""The fields of `data.labels.fields`, checked: what they may be called and what can be said about each.
+
+A field is a further value of frames or atoms. It is a column of the data and a key of the batch under its own name, so it
+cannot be called like one that is there already.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from forgefield.config.nearest import did_you_mean
+from forgefield.config.option import option
+from forgefield.errors import ForgefieldError
+
+FIELDS = "data.labels.fields"
+LABELS = ("energy", "forces", "stress", "virial", "weight")
+_BATCH = "positions species frame n_atoms cell pbc edge_index edge_shift edge_reverse frame_id frame_key denoise branch"
+_COLUMNS = (
+    "numbers digest source index max_force element element_count force_squares first_atom first_component degree "
+    "edge_source neighbours closest first_edge"
+)
+_FILES = "pos z lattice properties config_weight"
+RESERVED = frozenset([*LABELS, *f"{_BATCH} {_COLUMNS} {_FILES}".split()])
+"""Names that no field can have, however they are capitalised."""
+PER = ("frame", "atom")
+"""What can have a value."""
+
+
+@dataclass
+class FieldOptions:
+    """A value of frames or atoms other than the usual labels: a target, such as a band gap, or an input of the model, such as a
+    charge."""
+
+    key: str | None = None
+    """Name in the source. Default: the name of the field."""
+    per: str = option("frame", choices=PER)
+    """Whether there is one value per frame or per atom."""
+    shape: list[int] = field(default_factory=list)
+    """Shape of one value: [] for a number, [3] for a vector."""
+    species: list[str] | None = None
+    """Values per atom only: the species that have a value. The source may omit the other atoms."""
+    factor: float = 1.0
+    """Factor by which values are multiplied."""
+    unit: str = ""
+    """Unit of the values after multiplication, for display."""
+    cumulative: bool = False
+    """Replace values by their cumulative sums along the last axis, for example a density of states by the number of states."""
+
+
+def field_options(values: Any, place: Callable[[str], str] = lambda key: "") -> dict[str, FieldOptions]:
+    """Name -> what is said about it, from a mapping {name: {...}, name: frame|atom}; None is none at all.
+
+    place: what messages about a dotted key begin with.
+    """
+    if values is None:
+        return {}
+    if not isinstance(values, Mapping):
+        raise _wrong(place, FIELDS, values, "a mapping such as {band_gap: {key: gap}, charge: atom}")
+    fields: dict[str, FieldOptions] = {}
+    for name, given in values.items():
+        _check_name(name, place)
+        fields[name] = _field(f"{FIELDS}.{name}", given, place)
+    return fields
+
+
+def _check_name(name: Any, place: Callable[[str], str]) -> None:
+    key = f"{FIELDS}.{name}"
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        raise ForgefieldError(
+            f"{place(key)}'{key}': the name of a field is made of letters, digits and underscores; what the source calls it "
+            "goes into 'key'."
+        )
+    if name.lower() in LABELS:
+        raise ForgefieldError(
+            f"{place(key)}'{key}': '{name}' is a label of its own, named by data.labels.{name.lower()}; call the field "
+            "something else."
+        )
+    if name.lower() in RESERVED:
+        raise ForgefieldError(
+            f"{place(key)}'{key}': the name '{name}' is taken; call the field something else and give {{key: {name}}}."
+        )
+
+
+def _field(key: str, given: Any, place: Callable[[str], str]) -> FieldOptions:
+    known = {field.name: field for field in dataclasses.fields(FieldOptions)}
+    values = {"per": given} if isinstance(given, str) else {} if given is None else given
+    if not isinstance(values, Mapping):
+        raise _wrong(place, key, given, f"frame, atom, or a mapping with the keys {', '.join(known)}")
+    for name in values:
+        if name not in known:
+            hint = did_you_mean(str(name), list(known)) or f" It has: {', '.join(known)}."
+            raise ForgefieldError(f"{place(f'{key}.{name}')}unknown key '{key}.{name}'.{hint}")
+    options = FieldOptions(**values)
+    for name, (is_right, expected) in _RULES.items():
+        value = getattr(options, name)
+        if not is_right(value):
+            hint = did_you_mean(str(value), PER) if name == "per" else ""
+            raise _wrong(place, key if isinstance(given, str) else f"{key}.{name}", value, expected, hint)
+    options.shape, options.factor = list(options.shape), float(options.factor)
+    if options.cumulative and not options.shape:
+        raise ForgefieldError(
+            f"{place(f'{key}.cumulative')}'{key}.cumulative' is for values with several components; this one is a number."
+        )
+    if options.species is not None and options.per != "atom":
+        raise ForgefieldError(
+            f"{place(f'{key}.species')}'{key}.species' is for values of atoms; this one is per frame."
+        )
+    return options
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _is_factor(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value != 0
+
+
+_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "key": (lambda value: value is None or _is_name(value), "the name of the value in the source"),
+    "per": (lambda value: value in PER, "frame or atom"),
+    "shape": (lambda value: _is_list(value) and all(map(_is_whole, value)), "a list of sizes, such as [] or [3]"),
+    "species": (
+        lambda value: value is None or (_is_list(value) and len(value) > 0 and all(map(_is_name, value))),
+        "a list of chemical symbols",
+    ),
+    "factor": (_is_factor, "a number other than zero"),
+    "cumulative": (lambda value: isinstance(value, bool), "true or false"),
+    "unit": (lambda value: isinstance(value, str), "text"),
+}
+
+
+def _wrong(place: Callable[[str], str], key: str, value: Any, expected: str, hint: str = "") -> ForgefieldError:
+    shown = "null" if value is None else repr(value)
+    return ForgefieldError(f"{place(key)}'{key}' is {expected}, not {shown}.{hint}")

@@ -1,0 +1,198 @@
+"""Energies of one process's atoms and their derivatives in the edge vectors, where neighbours may belong to other processes.
+
+A process has `n_local` atoms of its own, and after them in all arrays the ghost atoms: neighbours that other processes own.
+Edges end at the process's own atoms, whose energies are computed here; a ghost's energy is computed by its owner. Layers of a
+message-passing model need features of ghosts: the owner sends them (`forward`), and the gradients with respect to them go back
+to the owner (`reverse`). The derivatives in the edge vectors of all processes together are then those of the total energy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from forgefield.errors import ForgefieldError
+from forgefield.kernels.convolution.dispatch import evaluation
+from forgefield.models.edges import EdgeContext
+from forgefield.models.potential import Potential
+from forgefield.ops.autograd import AutogradContext, Gradients, TypedFunction
+from forgefield.ops.graph import EdgeGraph, GradientSwitch
+
+
+class Exchange(Protocol):
+    """Communication between the owners of atoms and the processes where these are ghosts.
+
+    All processes call the same methods in the same order with the same width, also those without atoms.
+    """
+
+    def forward(self, rows: Tensor, n_atoms: int) -> Tensor:
+        """(n_atoms, width): `rows` (n_local, width) of the process's own atoms, then those of its ghosts."""
+        ...
+
+    def reverse(self, rows: Tensor, n_local: int) -> Tensor:
+        """(n_local, width): rows of `rows` (n_atoms, width), each plus those of all its ghosts on any process."""
+        ...
+
+
+@dataclass(frozen=True)
+class Share:
+    """One process's share of a structure.
+
+    n_local: number of its own atoms, which come first. species: (n_atoms,) int64, indices into the model's species, ghosts
+    included. source, destination: (n_edges,) int64, neighbour and centre; ascending in the centre. vectors: (n_edges, 3) from
+    centre to neighbour, A, float64.
+    """
+
+    n_local: int
+    species: Tensor
+    source: Tensor
+    destination: Tensor
+    vectors: Tensor
+
+
+class Evaluator:
+    """Evaluates a potential on shares of structures."""
+
+    widths: tuple[int, ...]
+    """Numbers per atom of each exchange of one evaluation, in order."""
+
+    def __init__(self, potential: Potential) -> None:
+        require_supported(potential)
+        self.potential = potential.eval().requires_grad_(False)
+        self.species = potential.species
+        self.cutoff = potential.cutoff
+        self.can_be_divided = potential.interface.ghost_atoms is not None
+        self.device = next((tensor.device for tensor in potential.state_dict().values()), torch.device("cpu"))
+        self.widths = self._measure_widths()
+
+    def evaluate(self, share: Share, exchange: Exchange | None = None) -> tuple[Tensor, Tensor]:
+        """Energies (n_local,), eV, and derivatives of the total energy in the edge vectors (n_edges, 3), eV/A; float64.
+
+        exchange: needed where there are ghosts; None: the structure is not divided, and there are none.
+        """
+        if share.n_local == 0:
+            if exchange is not None:
+                self._take_part(exchange, share.species.shape[0])
+            return share.vectors.new_zeros(0), torch.zeros_like(share.vectors)
+        ghosts = None if exchange is None or not self.widths else Ghosts(exchange, share.n_local, len(share.species))
+        return self._evaluate(share, ghosts)
+
+    def _evaluate(self, share: Share, ghosts: Ghosts | None) -> tuple[Tensor, Tensor]:
+        n_atoms = share.species.shape[0]
+        vectors = share.vectors.detach().requires_grad_(True)
+        batch = {
+            "species": share.species,
+            "edge_index": torch.stack([share.source, share.destination]),
+            "frame": torch.zeros_like(share.species),
+            "n_atoms": torch.tensor([n_atoms], device=share.species.device),
+            "positions": vectors.new_zeros(n_atoms, 3),
+            "cell": vectors.new_zeros(1, 3, 3),
+            "pbc": torch.zeros(1, 3, dtype=torch.bool, device=share.species.device),
+            "edge_shift": torch.zeros_like(share.vectors),
+        }
+        graph = EdgeGraph(share.source, share.destination, n_atoms)
+        edges = EdgeContext(vectors, batch, graph, GradientSwitch(), differentiated_again=False, ghosts=ghosts)
+        # MPI may be called from the thread of LAMMPS alone, so that the backward pass must not use another one.
+        with torch.enable_grad(), evaluation(), torch.autograd.set_multithreading_enabled(False):
+            energies = self.potential.atomic_energies(batch, edges)[: share.n_local]
+            if energies.requires_grad:
+                (slopes,) = torch.autograd.grad(energies.sum(), vectors)
+            else:  # a model without any weights for these species
+                slopes = torch.zeros_like(share.vectors)
+        if ghosts is not None and ghosts.waiting:
+            raise ForgefieldError("the model did not differentiate all of its exchanges with other processes.")
+        return energies.detach(), slopes
+
+    def _take_part(self, exchange: Exchange, n_atoms: int) -> None:
+        """The exchanges of an evaluation, on a process without atoms."""
+        for width in self.widths:
+            exchange.forward(torch.zeros(0, width, dtype=torch.float64), n_atoms)
+        for width in reversed(self.widths):
+            exchange.reverse(torch.zeros(n_atoms, width, dtype=torch.float64), 0)
+
+    def _measure_widths(self) -> tuple[int, ...]:
+        """Of an evaluation of two atoms, one of which is a ghost."""
+        if self.potential.interface.ghost_atoms != "exchange":
+            return ()
+        recorder = _Recorder()
+        zero = torch.zeros(1, dtype=torch.int64, device=self.device)
+        vectors = torch.tensor([[0.0, 0.0, 0.5 * self.cutoff]], dtype=torch.float64, device=self.device)
+        self._evaluate(Share(1, zero.repeat(2), zero + 1, zero, vectors), Ghosts(recorder, 1, 2))
+        return tuple(recorder.widths)
+
+
+class Ghosts:
+    """The ghosts of one evaluation; see `forgefield.models.edges.GhostAtoms`."""
+
+    def __init__(self, exchange: Exchange, n_local: int, n_atoms: int) -> None:
+        self.exchange, self.n_local, self.n_atoms = exchange, n_local, n_atoms
+        self.waiting = 0
+        """Exchanges whose gradients have not been exchanged yet."""
+
+    def fill(self, rows: Tensor) -> Tensor:
+        """rows: of the process's own atoms, of ghosts, and possibly others, which are kept."""
+        filled: Tensor = _Fill.apply(rows[: self.n_local], self)
+        return filled if rows.shape[0] == self.n_atoms else torch.cat([filled, rows[self.n_atoms :]])
+
+
+class _Fill(TypedFunction):
+    """(n_local, width) -> (n_atoms, width). Its gradient sums over the ghosts of an atom, wherever they are."""
+
+    @staticmethod
+    def forward(ctx: AutogradContext, rows: Tensor, ghosts: Ghosts) -> Tensor:
+        ctx.ghosts = ghosts
+        ghosts.waiting += 1
+        return ghosts.exchange.forward(rows, ghosts.n_atoms)
+
+    @staticmethod
+    def backward(ctx: AutogradContext, grad: Tensor) -> Gradients:
+        ghosts: Ghosts = ctx.ghosts
+        ghosts.waiting -= 1
+        return ghosts.exchange.reverse(grad, ghosts.n_local), None
+
+
+class _Recorder:
+    """An exchange with nobody that records its widths."""
+
+    def __init__(self) -> None:
+        self.widths: list[int] = []
+
+    def forward(self, rows: Tensor, n_atoms: int) -> Tensor:
+        self.widths.append(rows.shape[1])
+        return torch.cat([rows, rows.new_zeros(n_atoms - rows.shape[0], rows.shape[1])])
+
+    def reverse(self, rows: Tensor, n_local: int) -> Tensor:
+        return rows[:n_local].clone()
+
+
+def require_supported(potential: Potential) -> None:
+    """Raise unless the potential has energies that depend on the edges of all pairs within the cutoff alone."""
+    reason = None
+    if not potential.has_energy:
+        reason = "it predicts no energy"
+    elif potential.forces_are_direct:
+        reason = "its forces are predicted directly (task.forces.direct) and are not the derivative of its energy"
+    elif not potential.interface.only_edge_vectors:
+        reason = "it reads positions and cells, not edge vectors alone"
+    elif potential.adaptive_cutoff is not None:
+        reason = "its cutoff is adaptive (data.adaptive_cutoff)"
+    elif potential.max_neighbours is not None:
+        reason = "it limits the number of neighbours (data.max_neighbours)"
+    elif potential.required_inputs:
+        reason = f"it reads additional inputs ({', '.join(potential.required_inputs)})"
+    if reason is not None:
+        raise ForgefieldError(f"this model cannot be used in LAMMPS: {reason}.")
+
+
+def species_of_types(potential_species: Sequence[str], symbols: Sequence[str]) -> list[int]:
+    """Index into the model's species for each atom type of LAMMPS. symbols: one for each type."""
+    for number, symbol in enumerate(symbols, 1):
+        if symbol not in potential_species:
+            raise ForgefieldError(
+                f"atom type {number} is '{symbol}', but the model was trained on {', '.join(potential_species)}."
+            )
+    return [list(potential_species).index(symbol) for symbol in symbols]

@@ -1,0 +1,239 @@
+"""Options of the section `training` of a config, and their checks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from forgefield.config.nearest import did_you_mean
+from forgefield.config.option import option
+from forgefield.config.refusals import check_choice, wrong
+from forgefield.config.sources import Sources
+from forgefield.errors import ForgefieldError
+
+FEWEST_KNOTS, MOST_KNOTS = 256, 2**15 - 1
+"""Intervals of a table: with fewer it would be what limits the precision, and kernels number them by 16 bits."""
+PRECISIONS = ("float64", "float32", "tf32", "bf16-mixed", "fp16-mixed")
+SCHEDULE = ("start", "finish", "finish_epochs", "finish_steps")
+"""Keys of a schedule of precisions."""
+
+
+@dataclass
+class CheckpointOptions:
+    every_epochs: int | None = option(1, above=0)
+    """Save a checkpoint every N epochs."""
+    every_steps: int | None = option(None, above=0)
+    """Save a checkpoint every N optimiser steps, also within an epoch."""
+    keep: int = option(2, above=0)
+    """Number of checkpoints to keep; older ones are deleted."""
+    requeue_exit: int = 75
+    """Exit code of a training that a batch system stopped (SIGTERM, SIGUSR1) and that should be started again."""
+
+
+@dataclass
+class EarlyStoppingOptions:
+    patience: int = option(50, above=0)
+    """Number of validations without improvement after which the training stops."""
+    min_delta: float = 0.0
+    """Smallest change that counts as an improvement."""
+    monitor: str | None = None
+    """Metric to monitor. Default: `training.monitor`."""
+
+
+@dataclass
+class SwaOptions:
+    """Stochastic weight averaging: the mean of the weights over the last part of a training."""
+
+    start: float = option(0.75, above=0, expected="a share of the training, or a number of steps")
+    """Start of the average: a fraction of the training, or, from 1 on, a number of optimiser steps."""
+    every: int | None = option(None, at_least=1, expected="a number of steps, 1 or more")
+    """Number of steps between weights that enter the mean. Default: one epoch."""
+
+
+@dataclass
+class CompileOptions:
+    options: dict[str, Any] = field(default_factory=dict)
+    """Settings of PyTorch's Inductor, such as {max_autotune: true}."""
+
+
+@dataclass
+class GraphsOptions:
+    sizes: int = option(4, above=0)
+    """Maximum number of different batch sizes to which batches are padded."""
+    compiled: bool = True
+    """Capture the compiled step. false captures the eager step, which starts faster and runs slower. For grid points in tf32
+    and bf16-mixed, true uses Forgefield's kernels where they are supported, or the uncompiled step if it is faster."""
+
+
+@dataclass
+class KernelOptions:
+    radial: str = option("table", choices=("table", "exact"))
+    """Source of the radial weights: a table of cubic polynomials, recomputed in every step and accurate to float32 precision,
+    or the exact value of the network for every pair of atoms. float64 is always exact."""
+    knots: int = option(1024, at_least=FEWEST_KNOTS, at_most=MOST_KNOTS)
+    """Number of intervals of the table. `forgefield check` reports its deviation from the network."""
+    storage: str = option("float32", choices=("float32", "bfloat16"))
+    """Storage type of the table, the gathered features and the rows of edges in a training step. bfloat16 halves the memory and
+    rounds gradients to about 3e-3; arithmetic and validation remain float32. Not with float64."""
+    edges: bool = True
+    """Use kernels for sums over edges and couplings of models that have them (Allegro), with every engine, on an NVIDIA GPU
+    with Triton. false uses PyTorch operations."""
+
+
+@dataclass
+class MemoryOptions:
+    parts: int = option(1, above=0)
+    """Compute each batch in N parts, one after another: the same gradients with about 1/N of the memory."""
+    split: bool = False
+    """Compute a batch that does not fit into memory in parts. Otherwise the training stops with advice."""
+
+
+@dataclass
+class LoraOptions:
+    """Low-rank adaptation: train low-rank changes of the frozen weight matrices of a pretrained model (`model.from`)."""
+
+    rank: int = option(4, above=0)
+    """Rank of the changes."""
+    alpha: float | None = option(None, above=0)
+    """Changes are multiplied by alpha / rank. Default: alpha = rank."""
+    targets: list[str] | None = None
+    """Patterns of the names of the matrices to change. Default: all of the encoder, [model.*]."""
+
+
+@dataclass
+class TrainingOptions:
+    lr: float = option(0.01, above=0)
+    """Learning rate."""
+    scale_lr: str = option("none", choices=("none", "sqrt", "linear"))
+    """How learning rates depend on the number of processes N: not at all, multiplied by sqrt(N), or by N."""
+    optimizer: str | dict[str, Any] = "adam"
+    """Name of a PyTorch optimiser, an import path, or {name: adamw, weight_decay: 1e-3, ...}."""
+    scheduler: str | dict[str, Any] | None = None
+    """Learning-rate scheduler: the name of a PyTorch scheduler, or {name: ReduceLROnPlateau, patience: 20, ..., interval:
+    epoch|step}; or a schedule over the length of the run as in DeePMD-kit: {name: exp|cosine_to|wsd, stop_lr: 1e-6,
+    warmup_steps: 1000, ...}. Default: constant."""
+    engine: str | None = option("auto", choices=("auto", "eager", "compile", "graphs", "script"))
+    """How a step is executed: eager PyTorch, torch.compile, CUDA graphs or TorchScript. auto measures and uses the fastest."""
+    derivative: str = option("auto", choices=("auto", "double", "tangent", "kernels"))
+    """How a loss of forces is differentiated: by two backward passes (double), by a forward-mode and a backward pass (tangent),
+    or by tangent with generated GPU kernels (kernels). auto: kernels with the graphs engine if supported, else double."""
+    kernels: KernelOptions = field(default_factory=KernelOptions)
+    """Options of the generated GPU kernels."""
+    compile: CompileOptions = field(default_factory=CompileOptions)
+    """Options of the compile engine."""
+    graphs: GraphsOptions = field(default_factory=GraphsOptions)
+    """Options of the graphs engine."""
+    precision: str | dict[str, Any] = option("float32", choices=PRECISIONS, open_choices="a schedule")
+    """Precision of the network; geometry and energy sums are always float64. A schedule changes the precision during the
+    training: {start: tf32, finish: float32, finish_epochs: 10}."""
+    memory: MemoryOptions = field(default_factory=MemoryOptions)
+    """Options that reduce memory."""
+    block: int | None = option(None, above=0)
+    """Grid points only: number of optimiser steps executed together, as one CUDA graph with the graphs engine. Signals and
+    checkpoints are handled between blocks. Default: 64 for short steps, else 16."""
+    ema: float | None = option(0.99, above=0, below=1, expected="a number between 0 and 1, or null for no average")
+    """Decay of the exponential moving average of the weights, which is validated, tested and deployed."""
+    swa: SwaOptions | None = None
+    """Stochastic weight averaging instead of `ema` (set ema: null): {start: 0.75}."""
+    clip_norm: float | None = option(None, above=0)
+    """Maximum norm of the gradient; larger gradients are scaled down. Default: no limit."""
+    accumulate: int = option(1, above=0)
+    """Number of batches per optimiser step."""
+    weighting: str | dict[str, Any] | None = None
+    """Self-adapting loss weights: softadapt (targets that improve slowly weigh more), uncertainty (learnt variances), or with
+    options: {name: softadapt, every: 50, beta: 1.0}, {name: uncertainty, lr: 1.0}. Reported losses use the weights of
+    `task`."""
+    freeze: list[str] | None = None
+    """Parameters that are not trained, as patterns of names: [model.*] is the encoder, [heads.of_gap.*] a head."""
+    lr_groups: dict[str, float] | None = None
+    """Learning rates of groups of parameters, as factors of `lr` by pattern of names: {model.*: 0.1}. The first match
+    counts."""
+    lora: LoraOptions | None = None
+    """Low-rank adaptation of a pretrained model: {rank: 4, targets: [model.*]}. Saved models contain the merged matrices."""
+    monitor: str = "val/loss"
+    """Metric that selects the best model, and that ReduceLROnPlateau and early stopping use."""
+    early_stopping: EarlyStoppingOptions | None = None
+    """Stop the training when the monitored metric no longer improves: {patience: 50}. Default: off."""
+    checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
+    """When checkpoints are saved."""
+    tensorboard: int = option(1, choices=(0, 1, 2))
+    """TensorBoard output: 0 none, 1 losses and learning rate, 2 also histograms of weights and gradients."""
+
+
+def check_training(training: TrainingOptions, sources: Sources, *, new_model: bool) -> None:
+    """Refuse settings of a training that contradict each other. new_model: whether the model is not taken from a run."""
+    _check_kernels(training, sources)
+    for pattern, factor in (training.lr_groups or {}).items():
+        if not 0 < factor < float("inf"):
+            hint = f"; what is not to be trained goes into training.freeze=[{pattern}]" if factor == 0 else ""
+            raise wrong(sources, f"training.lr_groups.{pattern}", factor, f"a positive factor of training.lr{hint}")
+    if training.lora is not None and new_model:
+        raise ForgefieldError(
+            f"{sources.where('training.lora')}: 'training.lora' changes the matrices of a trained model (model.from); those of "
+            "a new one are random."
+        )
+    _check_swa(training, sources)
+    _check_precision(training.precision, sources)
+
+
+def _check_kernels(training: TrainingOptions, sources: Sources) -> None:
+    """Settings of kernels that cannot be used are not ignored."""
+    given, defaults = training.kernels, KernelOptions()
+    if all(getattr(given, key) == getattr(defaults, key) for key in ("radial", "knots", "storage")):
+        return
+    for key, value in (
+        ("training.derivative", training.derivative),
+        ("training.engine", training.engine),
+    ):
+        if value in ("double", "tangent", "compile", "script"):
+            raise ForgefieldError(
+                f"{sources.where('training.kernels')}: 'training.kernels' sets up generated kernels, which {key}={value} does "
+                "not use; leave it out, or set training.derivative=kernels and training.engine=graphs."
+            )
+    if given.radial == "exact" and given.knots != defaults.knots:
+        raise ForgefieldError(
+            f"{sources.where('training.kernels.knots')}: 'training.kernels.knots' are intervals of a table, and "
+            "training.kernels.radial=exact makes none; leave one of them out."
+        )
+    if given.storage == "bfloat16" and training.precision == "float64":
+        raise ForgefieldError(
+            f"{sources.where('training.kernels.storage')}: 'training.kernels.storage=bfloat16' would round what "
+            "training.precision=float64 computes; leave one of them out."
+        )
+
+
+def _check_swa(training: TrainingOptions, sources: Sources) -> None:
+    swa = training.swa
+    if swa is None:
+        return
+    if training.ema is not None:
+        raise ForgefieldError(
+            f"{sources.where('training.swa')}: training.swa takes the place of training.ema={training.ema:g}; set "
+            "training.ema=null."
+        )
+
+
+def _check_precision(value: Any, sources: Sources) -> None:
+    key = "training.precision"
+    if not isinstance(value, Mapping):
+        return
+    for name in value:
+        if name not in SCHEDULE:
+            hint = did_you_mean(str(name), SCHEDULE)
+            raise ForgefieldError(
+                f"{sources.where(key)}: '{key}' has no key '{name}'; a schedule is written {{start: tf32, finish: float32, "
+                f"finish_epochs: 10}}.{hint}"
+            )
+    # Weights keep their type through a run.
+    for name in ("start", "finish"):
+        if name in value or name == "start":
+            check_choice(value.get(name), PRECISIONS[1:], f"{key}.{name}", sources)
+    if value["start"] == value.get("finish", "float32"):
+        raise wrong(sources, f"{key}.finish", value["start"], "another precision than start")
+    last = {name: value[name] for name in SCHEDULE[2:] if value.get(name) is not None}
+    if len(last) != 1:
+        raise ForgefieldError(f"{sources.where(key)}: '{key}' needs one of finish_epochs and finish_steps.")
+    for name, number in last.items():
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise wrong(sources, f"{key}.{name}", number, "a positive whole number")

@@ -1,0 +1,130 @@
+"""Packages: one file in place of a run, with the same results, no code and no paths of the machine that trained the model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from ase.io import read
+
+import forgefield
+from forgefield import api
+from forgefield.cli import main
+from forgefield.errors import ForgefieldError
+from forgefield.inference.packages import write_package
+from forgefield.runs import PackagedRun, Run
+from forgefield.weights import read_weights, write_weights
+from tests.fixtures.make_edition_1 import FINISHED
+from tests.support.edition import unpack_edition
+
+
+@pytest.fixture
+def edition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(unpack_edition(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", FINISHED)
+def test_a_package_has_the_weights_and_options_of_its_run(edition: Path, name: str) -> None:
+    run, package = Run.open(name), Run.open(write_package(Run.open(name), "model.ff"))
+    assert package.info["model"] == run.info["model"]
+    assert (package.info.get("cutoff"), package.units) == (run.info.get("cutoff"), run.units)
+    state = package.load_model().state_dict()
+    for key, value in run.load_model().state_dict().items():
+        assert torch.equal(state[key], value), key
+
+
+def test_predictions_and_forces_in_ase_are_the_same_to_the_last_bit(edition: Path) -> None:
+    write_package(Run.open("nequip"), "model.ff")
+    forgefield.predict("nequip", "bare.extxyz", "run.extxyz")
+    forgefield.predict("model.ff", "bare.extxyz", "package.extxyz")
+    assert Path("run.extxyz").read_bytes() == Path("package.extxyz").read_bytes()
+    forces = []
+    for model in ("nequip", "model.ff"):
+        atoms = read("bare.extxyz", 0)
+        atoms.calc = forgefield.Calculator(model)
+        forces.append(atoms.get_forces())
+    np.testing.assert_array_equal(*forces)
+
+
+def test_tests_unpack_it_and_report_the_same_errors(edition: Path) -> None:
+    expected = json.loads(Path("runs/nequip/test.json").read_text())["errors"]
+    write_package(Run.open("nequip"), "model.ff")
+    errors = api.test("model.ff", "test.extxyz")
+    assert errors == pytest.approx(expected, rel=1e-7)
+    assert Path("runs/model/report.html").exists()
+    assert api.test("model.ff", "test.extxyz") == errors  # the folder is reused
+
+
+def test_a_folder_with_another_model_is_not_used_for_results(edition: Path) -> None:
+    write_package(Run.open("nequip"), "allegro.ff")
+    with pytest.raises(ForgefieldError, match="allegro exists and is not the model in allegro.ff"):
+        api.test("allegro.ff", "test.extxyz")
+
+
+def test_a_package_is_trained_further(edition: Path) -> None:
+    write_package(Run.open("nequip"), "model.ff")
+    settings = json.loads(Path("nequip.yaml").read_text())
+    settings.update(name="further", model={"from": "model.ff"}, trainer={**settings["trainer"], "max_epochs": 1})
+    run = forgefield.train(settings)
+    assert run.info["model"]["name"] == "nequip"
+    before, after = Run.open("model.ff").read_weights("best").state, run.read_weights("last").state
+    assert before.keys() == after.keys()
+    assert any(not torch.equal(before[key], after[key]) for key in before)
+
+
+def test_a_package_names_no_folder_of_the_machine_and_keeps_licence_and_errors(
+    edition: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", "nequip", "-o", "model.ff", "--licence", "CC-BY-4.0"]) == 0
+    assert "wrote model.ff" in capsys.readouterr().out
+    assert str(edition).encode() not in Path("model.ff").read_bytes()
+    package = Run.open("model.ff")
+    assert isinstance(package, PackagedRun)
+    assert package.note["licence"] == "CC-BY-4.0"
+    assert package.note["errors"]["test"]["errors"] == json.loads(Path("runs/nequip/test.json").read_text())["errors"]
+    assert main(["export", "model.ff", "-o", "again.ff"]) == 0
+    again = Run.open("again.ff")
+    assert isinstance(again, PackagedRun)
+    assert (again.note["licence"], again.note["errors"]) == (package.note["licence"], package.note["errors"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["export", "nequip", "-o", "model.bin"], "model.bin: the name of a packaged model ends in .ff"),
+        (["export", "nequip", "-o", "new.ff", "--sel", "20"], "--sel is an option of --to deepmd"),
+        (["export", "nequip", "-o", "model.ff"], "model.ff exists already"),
+        (["train", "model.ff"], "forgefield train CONFIG --finetune model.ff"),
+        (["predict", "model.ff", "bare.extxyz", "-o", "out.extxyz", "--which", "last"], "contains the best weights"),
+        (["predict", "weights.ff", "bare.extxyz", "-o", "out.extxyz"], "weights.ff is not a packaged model"),
+        (["predict", "cut.ff", "bare.extxyz", "-o", "out.extxyz"], "cut.ff is damaged"),
+        (["predict", "newer.ff", "bare.extxyz", "-o", "out.extxyz"], "Install a newer version of Forgefield"),
+        (["predict", "none.ff", "bare.extxyz", "-o", "out.extxyz"], "There is no run 'none.ff'"),
+    ],
+)
+def test_what_is_wrong_is_one_sentence(
+    edition: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    write_package(Run.open("nequip"), "model.ff")
+    weights = read_weights(Path("model.ff"))
+    write_weights(Path("weights.ff"), weights.state, {})
+    write_weights(Path("newer.ff"), weights.state, {"package": {**weights.about["package"], "format_version": 99}})
+    Path("cut.ff").write_bytes(Path("model.ff").read_bytes()[:-100])
+    assert main(words) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_package_of_a_users_model_needs_permission_to_import_it(edition: Path, tmp_path: Path) -> None:
+    write_package(Run.open("nequip"), "model.ff")
+    weights = read_weights(Path("model.ff"))
+    note = weights.about["package"]
+    note["info"]["model"] = {**note["info"]["model"], "name": "evil.Net"}
+    (tmp_path / "evil.py").write_text("open('executed', 'w')")
+    write_weights(Path("evil.ff"), weights.state, {"package": note})
+    with pytest.raises(ForgefieldError, match="--trust-code"):
+        forgefield.load("evil.ff")
+    assert not Path("executed").exists()
