@@ -1,5 +1,5 @@
-"""Every example in docs/guides/configure.md is a config that loads, its trainer settings and callbacks work in a training, and the
-page names every section and resolver.
+"""Every example in docs/guides/configure.md is a config that loads, its trainer settings and callbacks work in a training,
+and the page names every section and resolver.
 """
 
 import dataclasses

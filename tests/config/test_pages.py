@@ -1,5 +1,5 @@
-"""What README.md and the pages in docs/ show can be typed: links lead somewhere, files exist, commands and configs are accepted, and the
-scripts that print their numbers can be imported.
+"""What README.md and the pages in docs/ show can be typed: links lead somewhere, files exist, commands and configs are
+accepted, and the scripts that print their numbers can be imported.
 """
 
 from __future__ import annotations

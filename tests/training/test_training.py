@@ -395,7 +395,7 @@ def test_the_model_of_the_docs_trains(tmp_path, monkeypatch):
     page = (Path(__file__).parents[2] / "docs" / "reference" / "models.md").read_text()
     (tmp_path / "springs_of_the_docs.py").write_text(page.split("```python\n")[1].split("```")[0])
     monkeypatch.chdir(tmp_path)
-    run = train_only({**tiny_config(tmp_path), "model": {"name": "springs_of_the_docs.Net", "power": 2}})
+    run = train_only({**tiny_config(tmp_path), "model": {"name": "springs_of_the_docs.Springs", "power": 2}})
     rows = run.metrics()
     assert rows[-1]["train/loss"] < rows[0]["train/loss"]
 
