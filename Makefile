@@ -29,7 +29,7 @@ demo: $(INSTALLED)
 	$(BIN)/forgefield train
 
 # The reference of all options, made from their declarations.
-docs/options.md: $(INSTALLED) $(wildcard forgefield/config/*.py forgefield/*/*options.py) forgefield/settings.py
+docs/reference/options.md: $(INSTALLED) $(wildcard forgefield/config/*.py forgefield/*/*options.py) forgefield/settings.py
 	$(BIN)/python -m forgefield.config.reference > $@
 
 # Three workers for two cores: some tests wait for launchers and schedulers, and others go on meanwhile.

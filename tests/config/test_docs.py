@@ -1,5 +1,5 @@
-"""Every example in docs/config.md is a config that loads, its trainer settings and callbacks work in a training, and the
-page names every section and resolver.
+"""Every example in docs/guides/configure.md is a config that loads, its trainer settings and callbacks work in a training,
+and the page names every section and resolver.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from forgefield.config.resolvers import RESOLVERS
 from forgefield.settings import Config
 from tests.support.helpers import tiny_config
 
-PAGE = (Path(__file__).parents[2] / "docs" / "config.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "configure.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.DOTALL)
 OVERRIDES = [word.strip("'") for word in re.findall(r"^\| `(.*?)` \|", PAGE, flags=re.MULTILINE) if "${" not in word]
 

@@ -23,7 +23,7 @@ def stored(text: str) -> Config:
 
 
 def test_the_examples_of_the_docs_load(load):
-    page = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "targets.md").read_text(encoding="utf-8")
     first, turning, extra_outputs = (load(text) for text in re.findall(r"```yaml\n(.*?)```", page, flags=re.DOTALL))
     assert list(given_targets(first.task)) == ["band_gap", "charge", "dos", "formation_energy", "space_group"]
     assert [target.kind for target in given_targets(turning.task).values()] == ["vector", "symmetric"]
