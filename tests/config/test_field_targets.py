@@ -25,7 +25,9 @@ def stored(text: str) -> Config:
 def test_the_examples_of_the_docs_load(load):
     guides = Path(__file__).parents[2] / "docs" / "guides"
     pages = ("properties.md", "vectors-and-tensors.md", "fine-tune.md")
-    examples = [re.findall(r"```yaml\n(.*?)```", (guides / page).read_text(encoding="utf-8"), re.DOTALL) for page in pages]
+    examples = [
+        re.findall(r"```yaml\n(.*?)```", (guides / page).read_text(encoding="utf-8"), re.DOTALL) for page in pages
+    ]
     first, turning, extra_outputs = (load(texts[-1]) for texts in examples)
     assert list(given_targets(first.task)) == ["band_gap", "charge", "dos", "formation_energy", "space_group"]
     assert [target.kind for target in given_targets(turning.task).values()] == ["vector", "symmetric"]
