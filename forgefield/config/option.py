@@ -4,7 +4,7 @@
     \"\"\"Intervals of the table of radial weights.\"\"\"
 
 The type is the annotation and the description is the docstring below. The checks of a config, `--help`, the comments in the
-config that `forgefield init` writes, and the reference in docs/options.md are all generated from this declaration.
+config that `forgefield init` writes, and the reference in docs/reference/options.md are all generated from this declaration.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The reference of all options, made from their declarations: docs/options.md, and the help of the command line.
+"""The reference of all options, made from their declarations: docs/reference/options.md, and the help of the command line.
 
-python -m forgefield.config.reference > docs/options.md
+python -m forgefield.config.reference > docs/reference/options.md
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ HEADER = """# All options
 
 Every option of a config with its type, default, allowed values, unit and meaning. `forgefield train --help-options SECTION`
 prints the same in a terminal. Options of models are on the pages of the models; `trainer` takes any argument of
-`lightning.Trainer`. How configs are written and overridden: [config.md](config.md).
+`lightning.Trainer`. How configs are written and overridden: [Configuration](../guides/configure.md).
 
-This page is generated from the declarations in the code: `make docs/options.md`.
+This page is generated from the declarations in the code: `make docs/reference/options.md`.
 """
 _NAMES = {int: "integer", float: "number", str: "text", bool: "true or false", Any: "any value"}
 WIDTH = 100
@@ -78,7 +78,7 @@ def sections() -> tuple[Section, ...]:
 
 
 def reference() -> str:
-    """The page docs/options.md."""
+    """The page docs/reference/options.md."""
     return f"{HEADER}\n" + "\n".join(map(_markdown, sections()))
 
 

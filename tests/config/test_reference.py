@@ -1,4 +1,4 @@
-"""Options are declared once: their limits are checked, and docs/options.md is made from the declarations."""
+"""Options are declared once: their limits are checked, and docs/reference/options.md is made from the declarations."""
 
 import dataclasses
 from pathlib import Path
@@ -11,12 +11,12 @@ from forgefield.config.typed import field_types, section_class
 from forgefield.errors import ForgefieldError
 from forgefield.tasks.options import TaskOptions
 
-PAGE = Path(__file__).parents[2] / "docs" / "options.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "options.md"
 SECTIONS = {section.cls for section in sections()}
 
 
 def test_the_page_is_up_to_date():
-    assert PAGE.read_text(encoding="utf-8") == reference(), "run `make docs/options.md`"
+    assert PAGE.read_text(encoding="utf-8") == reference(), "run `make docs/reference/options.md`"
 
 
 def test_the_page_names_every_option_of_every_section():

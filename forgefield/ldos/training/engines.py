@@ -24,10 +24,13 @@ from forgefield.ldos.training.data import KeptRows, RowLayout
 from forgefield.ldos.training.fused import FusedStep, factors_now
 from forgefield.ldos.training.gradient import Gradient
 from forgefield.ldos.training.terms import TermGradient
+from forgefield.training.engines.capture import capture
 from forgefield.training.optim.update import Update
 
 Rates = Callable[[], list[float]]
 """Learning rate of each group for the step that is about to be made; asking moves schedules by step on."""
+WARM_UPS = 3
+"""Executions of the steps before they are captured."""
 TIMED = 16
 """Steps of the graphs that are timed, at most."""
 MARGIN = 1.15
@@ -316,18 +319,13 @@ class GraphsEngine:
             fused.adam.count(length)
 
     def _capture(self, length: int) -> torch.cuda.CUDAGraph:
-        """The graph, without any effect: what warming up changes is put back."""
-        graph = torch.cuda.CUDAGraph()
+        """The graph of `length` steps. Everything that the warm-up changes is restored."""
+
+        def steps() -> None:
+            self._steps(length, self._rates)
+
         with self._nothing_changed():
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(3):
-                    self._steps(length, self._rates)
-            torch.cuda.current_stream().wait_stream(stream)
-            torch.cuda.synchronize()
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                self._steps(length, self._rates)
+            graph, _ = capture(steps, warm_up=steps, warm_ups=WARM_UPS)
         return graph
 
     @contextmanager
