@@ -11,7 +11,7 @@ from forgefield._version import __version__
 from forgefield.errors import ForgefieldError
 
 if TYPE_CHECKING:
-    from forgefield.api import Calculator, Ensemble, load, load_run, predict, run_exists, train, tune
+    from forgefield.api import Calculator, Ensemble, load, load_run, predict, run_exists, select, train, tune
 
 __all__ = [
     "Calculator",
@@ -22,11 +22,14 @@ __all__ = [
     "load_run",
     "predict",
     "run_exists",
+    "select",
     "train",
     "tune",
 ]
 
-_FROM_API = frozenset({"Calculator", "Ensemble", "load", "load_run", "predict", "run_exists", "train", "tune"})
+_FROM_API = frozenset(
+    {"Calculator", "Ensemble", "load", "load_run", "predict", "run_exists", "select", "train", "tune"}
+)
 
 
 def __getattr__(name: str) -> Any:
