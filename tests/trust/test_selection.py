@@ -95,7 +95,7 @@ def squeezed(frames: list, factor: float) -> list:
 
 @pytest.mark.parametrize("by", ["uncertainty", "distance", "both"])
 def test_structures_unlike_the_training_data_are_chosen(run, tmp_path, by) -> None:
-    ordinary, unusual = emt_frames(20, seed=21), squeezed(emt_frames(3, seed=22), 0.85)
+    ordinary, unusual = emt_frames(20, seed=21), squeezed(emt_frames(3, seed=22), 0.78)
     for number, atoms in enumerate(unusual):
         atoms.info["comment"] = f"squeezed{number}"
     ase.io.write(tmp_path / "pool.extxyz", [*ordinary[:10], *unusual, *ordinary[10:]])
