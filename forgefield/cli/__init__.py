@@ -38,6 +38,7 @@ VERBS = {
     "import": ("import_", "import a model of another program as a run"),
     "export": ("export", "export the model of a run for another program"),
     "lammps": ("lammps", "run a LAMMPS input file with pair_style forgefield"),
+    "completion": ("completion", "print a script that completes commands in bash, zsh or fish"),
 }
 
 EXAMPLES = """\
