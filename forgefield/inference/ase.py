@@ -191,6 +191,17 @@ class Calculator(AseCalculator):
             if "stress" in out:
                 self.results["stress"] = full_3x3_to_voigt_6_stress(out["stress"][0])
 
+    def forget_structures(self) -> None:
+        """Drop results and neighbour lists, so that the next result does not depend on earlier structures to the last bit.
+
+        The models of Forgefield need none of it; calculators of other programs reuse neighbour lists in their own ways.
+        """
+        self.reset()
+        self.neighbours = VerletList(self.neighbours.graph, self.neighbours.skin)
+        for module in self.potential.modules():
+            if callable(forget := getattr(module, "forget_structures", None)):
+                forget()
+
     def check_state(self, atoms: Atoms, tol: float = 1e-15) -> list[str]:
         """What has changed since the last calculation; ASE does not look at parameters by itself."""
         changes = super().check_state(atoms, tol=tol)
