@@ -19,6 +19,7 @@ from forgefield.data.paths import is_named
 from forgefield.errors import ForgefieldError
 from forgefield.evaluation import evaluate_training, is_unmeasured, name_of_test
 from forgefield.inference.ase import Calculator
+from forgefield.inference.ensemble import Ensemble
 from forgefield.inference.predict import predict_file
 from forgefield.ldos.inference.files import ElectronOptions, predict_run
 from forgefield.ldos.model import LDOSNetwork
@@ -49,6 +50,7 @@ Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 __all__ = [
     "Calculator",
     "ElectronOptions",
+    "Ensemble",
     "Run",
     "import_mala",
     "import_model",
