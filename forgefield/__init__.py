@@ -11,7 +11,7 @@ from forgefield._version import __version__
 from forgefield.errors import ForgefieldError
 
 if TYPE_CHECKING:
-    from forgefield.api import Calculator, Ensemble, load, load_run, predict, run_exists, select, train, tune
+    from forgefield.api import Calculator, Ensemble, load, load_run, md, predict, relax, run_exists, select, train, tune
 
 __all__ = [
     "Calculator",
@@ -20,7 +20,9 @@ __all__ = [
     "__version__",
     "load",
     "load_run",
+    "md",
     "predict",
+    "relax",
     "run_exists",
     "select",
     "train",
@@ -28,7 +30,7 @@ __all__ = [
 ]
 
 _FROM_API = frozenset(
-    {"Calculator", "Ensemble", "load", "load_run", "predict", "run_exists", "select", "train", "tune"}
+    {"Calculator", "Ensemble", "load", "load_run", "md", "predict", "relax", "run_exists", "select", "train", "tune"}
 )
 
 
