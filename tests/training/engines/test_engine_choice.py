@@ -308,7 +308,9 @@ def test_what_is_at_fault_is_to_be_left_out(by_kernels, monkeypatch):
     """Where sums over edges are made by kernels the eager engine makes them so, too."""
     monkeypatch.setattr(StepFunction, "sums_by_kernels", property(lambda function: by_kernels))
     function, batch = step_function(make_potential()), labelled(4, 3)
-    other, setting = ("plain operations", "kernels.edges=false") if by_kernels else ("the eager engine", "engine=eager")
+    other, setting = (
+        ("PyTorch's operations", "kernels.edges=false") if by_kernels else ("the eager engine", "engine=eager")
+    )
     for require in (require_equal, require_equal_evaluation):
         with pytest.raises(
             ForgefieldError, match=f"differs from that of {other} by .*use training.{setting}, and please"
