@@ -11,19 +11,25 @@ from pathlib import Path
 from typing import Any
 
 from forgefield.config.components import environment_of_children
+from forgefield.config.deepmd import convert_input
 from forgefield.config.loading import load_config, require_training_data
 from forgefield.config.sources import read_yaml
 from forgefield.config.template import commented_yaml
+from forgefield.data.conversion import convert_data, sample_data
+from forgefield.data.inspection.show import inspect_data
 from forgefield.data.options import DataOptions
 from forgefield.data.paths import is_named
+from forgefield.data.starter import propose_config
 from forgefield.errors import ForgefieldError
 from forgefield.evaluation import evaluate_training, is_unmeasured, name_of_test
 from forgefield.inference.ase import Calculator
 from forgefield.inference.predict import predict_file
-from forgefield.ldos.inference.files import ElectronOptions, predict_run
+from forgefield.ldos.inference.files import predict_run
 from forgefield.ldos.model import LDOSNetwork
+from forgefield.ldos.options import ElectronOptions
 from forgefield.models.importing import ImportedModel, ImportRequest
 from forgefield.models.potential import Potential
+from forgefield.models.registry import exporter
 from forgefield.parallel.launch import detect_launch
 from forgefield.parallel.session import abort_all_on_error, current_ranks
 from forgefield.parallel.spawn import run_ranks
@@ -46,13 +52,19 @@ __all__ = [
     "Calculator",
     "ElectronOptions",
     "Run",
+    "convert_data",
+    "convert_input",
+    "export",
     "import_mala",
     "import_model",
+    "inspect_data",
     "load",
     "load_run",
     "predict",
+    "propose_config",
     "report",
     "run_exists",
+    "sample_data",
     "test",
     "train",
     "train_example",
@@ -393,6 +405,60 @@ def import_model(
 def import_mala(file: str | os.PathLike[str], *, name: str | None = None, out: str | os.PathLike[str] = "runs") -> Run:
     """Import the model of an archive written by MALA's `save_run` as a run. name, out: as in `import_model`."""
     return import_model("mala", ImportRequest(str(file)), name=name, out=out)[0]
+
+
+def export(
+    run: RunSource,
+    out: str | os.PathLike[str],
+    *,
+    to: str | None = None,
+    which: str = "best",
+    head: str | None = None,
+    device: str = "cpu",
+    licence: str | None = None,
+    sel: Sequence[int] | None = None,
+    overwrite: bool = False,
+    trust_code: bool = False,
+) -> Path:
+    """Write the model of a run to a file and return its path.
+
+    Parameters
+    ----------
+    run
+        Name or path of a run.
+    out
+        File to write.
+    to
+        Program that will read it: one of `models.registry.export_formats`, or `mliap` (LAMMPS); default: a package (.ff), which
+        can be used in place of the run.
+    which, head, trust_code
+        As in `load`.
+    device
+        Device on which the exported model will run, for `aoti` and `torchscript`.
+    licence
+        Licence of the model, stored in the package.
+    sel
+        For `deepmd`: maximum number of neighbours of each species, if the model was trained without it.
+    overwrite
+        Replace the file `out` if it exists.
+    """
+    if Path(out).exists() and not overwrite:
+        raise ForgefieldError(f"{out} exists already; --force overwrites it, -o FILE names another.")
+    if to is not None and licence is not None:
+        raise ForgefieldError(f"--licence is stored in packages only; files of {to} have no field for it.")
+    if to in (None, "mliap") and sel is not None:
+        raise ForgefieldError("--sel is an option of --to deepmd.")
+    run = Run.open(run, trust_code=trust_code)
+    run.require_head(head)
+    if to is None:
+        from forgefield.inference.packages import write_package
+
+        return write_package(run, out, which=which, head=head, licence=licence)
+    if to == "mliap":
+        from forgefield.inference.lammps.mliap import write_mliap
+
+        return write_mliap(run, out, which=which, head=head)
+    return exporter(to)(run.load_potential(which, device, head=head), out, sel=sel)
 
 
 def report(run: RunSource) -> Path:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from forgefield.config.nearest import did_you_mean
 from forgefield.errors import ForgefieldError
@@ -78,6 +79,47 @@ class HelpOptions(argparse.Action):
 
         print(option_help(str(values or "")), end="")
         parser.exit()
+
+
+def add_option(
+    parser: argparse.ArgumentParser | argparse._ArgumentGroup,
+    flag: str,
+    section: type,
+    name: str,
+    *,
+    default: str | None = None,
+    metavar: str | tuple[str, ...] | None = None,
+    nargs: int | str | None = None,
+    read: Callable[[str], object] | None = None,
+) -> None:
+    """A flag for the option `name` of the dataclass `section`; it is None unless the user sets it.
+
+    Description, type, choices, unit and default are those of the declaration. default: what is used without the flag, if it is
+    not the declared default. read: converts a word, for types other than numbers and text.
+    """
+    from forgefield.config.option import declared_limits
+    from forgefield.config.reference import flag_help
+    from forgefield.config.typed import field_types, without_none
+
+    kind, text = without_none(field_types(section)[name]), flag_help(section, name, default=default)
+    if kind is bool:
+        parser.add_argument(flag, action="store_true", default=None, help=text)
+        return
+    limits = declared_limits(section, name)
+    choices = limits.choices if kind is str and limits.open_choices is None else ()
+    parser.add_argument(
+        flag,
+        type=read or (kind if kind in (int, float) else str),
+        choices=choices or None,
+        metavar=metavar or (None if choices else flag.rpartition("-")[2].upper()),
+        nargs=nargs,
+        help=text,
+    )
+
+
+def selected(args: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """The arguments of these names that the user set."""
+    return {name: vars(args)[name] for name in names if vars(args)[name] is not None}
 
 
 def add_trust(parser: argparse.ArgumentParser) -> None:

@@ -6,10 +6,13 @@ python -m forgefield.config.reference > docs/reference/options.md
 from __future__ import annotations
 
 import dataclasses
+import os
+import re
 import textwrap
 import typing
 from collections.abc import Iterator, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from forgefield.config.nearest import did_you_mean
@@ -29,7 +32,15 @@ prints the same in a terminal. Options of models are on the pages of the models;
 
 This page is generated from the declarations in the code: `make docs/reference/options.md`.
 """
-_NAMES = {int: "integer", float: "number", str: "text", bool: "true or false", Any: "any value"}
+_NAMES = {
+    int: "integer",
+    float: "number",
+    str: "text",
+    bool: "true or false",
+    Path: "path",
+    os.PathLike: "path",
+    Any: "any value",
+}
 WIDTH = 100
 """Line length of the help in a terminal."""
 
@@ -133,14 +144,24 @@ def _wrapped(text: str) -> list[str]:
     return textwrap.wrap(text, WIDTH, initial_indent="    ", subsequent_indent="    ")
 
 
-def flag_help(key: str) -> str:
-    """The description of an option as the help of a command-line flag."""
-    parent, _, name = key.rpartition(".")
-    section = next(section for section in sections() if parent in section.keys)
-    entry = next(entry for entry in section.entries if entry.name == name)
+def flag_help(cls: type, name: str, *, default: str | None = None) -> str:
+    """The declaration of an option as the help of a command-line flag: description, unit, allowed values and default.
+
+    default: what is used without the flag, if it is not the declared default.
+    """
+    field = next(field for field in dataclasses.fields(cls) if field.name == name)
+    entry = _entry(cls, field)
     first = first_sentence(entry.description)
-    text = first[:1].lower() + first[1:]
-    return (text + (f", {entry.unit}" if entry.unit else "") + f" ({key})").replace("%", "%%")
+    text = first if first[:2].isupper() else first[:1].lower() + first[1:]
+    text += f", {entry.unit}" if entry.unit else ""
+    choices = [flow(choice) for choice in limits_of(field).choices]
+    if entry.type.startswith("list") and not all(choice in text for choice in choices):
+        text += f": {', '.join(choices)}"
+    described = re.search(r"Default: (.*?)(?:(?<!\.)\. (?=[A-Z])|\.?$)", entry.description)
+    if default is None and entry.default not in ("null", "[]", "false", "true"):
+        default = entry.default
+    default = default or (described[1] if described is not None else "")
+    return (text + (f" (default: {default})" if default else "")).replace("%", "%%").replace("`", "")
 
 
 def _walk(cls: type, key: str, note: str) -> Iterator[tuple[str, type, str]]:
@@ -189,7 +210,7 @@ def _type_name(kind: Any) -> str:
     if origin in (list, Sequence):
         item = _type_name(arguments[0])
         return "list" if arguments[0] is Any else f"list of {item if arguments[0] is str else f'{item}s'}"
-    return _NAMES[kind] if origin is None else "mapping"
+    return _NAMES.get(origin or kind, "mapping")
 
 
 if __name__ == "__main__":

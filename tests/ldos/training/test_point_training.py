@@ -207,7 +207,7 @@ def test_data_info_tells_what_a_snapshot_holds(tmp_path, capsys):
     assert "targets 7 columns, ldos" in out
     assert "atoms Be2" in out
     assert main(["data", "info", str(source), "--energy-unit", "Ha"]) == 2
-    assert "--energy-unit is about frames" in capsys.readouterr().err
+    assert "--energy-unit applies to frames" in capsys.readouterr().err
 
 
 def test_settings_of_points_are_refused_without_points():
