@@ -8,7 +8,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from forgefield.config.components import environment_of_children
 from forgefield.config.deepmd import convert_input
@@ -23,6 +23,7 @@ from forgefield.data.starter import propose_config
 from forgefield.errors import ForgefieldError
 from forgefield.evaluation import evaluate_training, is_unmeasured, name_of_test
 from forgefield.inference.ase import Calculator
+from forgefield.inference.ensemble import Ensemble
 from forgefield.inference.predict import predict_file
 from forgefield.ldos.inference.files import predict_run
 from forgefield.ldos.model import LDOSNetwork
@@ -41,6 +42,10 @@ from forgefield.training.run.folder import config_of_run
 from forgefield.training.run.journal import Journal
 from forgefield.training.trainer import processes_wanted
 
+if TYPE_CHECKING:
+    from forgefield.trust.relaxation import Relaxation
+    from forgefield.trust.simulation import Simulation
+
 ConfigSource = str | Path | dict[str, Any] | Config
 """A YAML file, a dictionary or a loaded config."""
 RunSource = str | os.PathLike[str] | Run
@@ -51,6 +56,7 @@ Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 __all__ = [
     "Calculator",
     "ElectronOptions",
+    "Ensemble",
     "Run",
     "convert_data",
     "convert_input",
@@ -60,8 +66,10 @@ __all__ = [
     "inspect_data",
     "load",
     "load_run",
+    "md",
     "predict",
     "propose_config",
+    "relax",
     "report",
     "run_exists",
     "sample_data",
@@ -459,6 +467,82 @@ def export(
 
         return write_mliap(run, out, which=which, head=head)
     return exporter(to)(run.load_potential(which, device, head=head), out, sel=sel)
+
+
+def md(
+    run: RunSource,
+    structures: Any,
+    out: str | os.PathLike[str] = "md.extxyz",
+    *,
+    which: str = "best",
+    device: str = "cpu",
+    head: str | None = None,
+    overwrite: bool = False,
+    notify: Callable[[str], None] = lambda text: None,
+    trust_code: bool = False,
+    **options: Any,
+) -> Simulation:
+    """Molecular dynamics of each structure with the model of a run. Calling it again continues an interrupted simulation.
+
+    Parameters
+    ----------
+    run
+        Name or path of a run.
+    structures
+        Where to start: a file, folder or glob, `Atoms`, or a list of them. Momenta are used if there are any.
+    out
+        Trajectory to write: .extxyz, .xyz or .traj.
+    which, device, head, trust_code
+        As in `load`.
+    overwrite
+        Start over if `out` exists.
+    notify
+        Called with progress messages: `print`, for example.
+    **options
+        Fields of `forgefield.trust.options.DynamicsOptions`: `ensemble="nvt"`, `temperature=300` (K), `pressure=0` (GPa),
+        `ps=10`, `timestep=1` (fs), `seed=0`, ...
+    """
+    from forgefield.trust.verbs import run_md
+
+    _require_first_rank("md")
+    opened = Run.open(run, trust_code=trust_code)
+    return run_md(
+        opened, structures, out, options, which=which, device=device, head=head, overwrite=overwrite, notify=notify
+    )
+
+
+def relax(
+    run: RunSource,
+    structures: Any,
+    out: str | os.PathLike[str] = "relaxed.extxyz",
+    *,
+    which: str = "best",
+    device: str = "cpu",
+    head: str | None = None,
+    overwrite: bool = False,
+    notify: Callable[[str], None] = lambda text: None,
+    trust_code: bool = False,
+    **options: Any,
+) -> Relaxation:
+    """Relax each structure with the model of a run. Calling it again continues an interrupted relaxation.
+
+    Parameters
+    ----------
+    run, structures, which, device, head, overwrite, notify, trust_code
+        As in `md`.
+    out
+        File of the relaxed structures: .extxyz, .xyz or .traj.
+    **options
+        Fields of `forgefield.trust.options.RelaxOptions`: `cell=False`, `pressure=0` (GPa), `fmax=0.01` (eV/A), `steps=500`,
+        `optimiser="lbfgs"`.
+    """
+    from forgefield.trust.verbs import run_relax
+
+    _require_first_rank("relax")
+    opened = Run.open(run, trust_code=trust_code)
+    return run_relax(
+        opened, structures, out, options, which=which, device=device, head=head, overwrite=overwrite, notify=notify
+    )
 
 
 def report(run: RunSource) -> Path:

@@ -12,7 +12,8 @@ from pathlib import Path
 EXAMPLES = """\
 examples:
   forgefield convert-config input.json
-  forgefield convert-config input.json -o water.yaml && forgefield train water.yaml
+  forgefield convert-config input.json -o water.yaml
+  forgefield train water.yaml
 """
 
 
