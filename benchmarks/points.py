@@ -30,7 +30,7 @@ from forgefield.ldos.data import (
     find_snapshots,
     measure_points,
 )
-from forgefield.ldos.data.windows import ShuffledBlocks
+from forgefield.ldos.data.stream import ShuffledBlocks
 
 INPUTS, LEVELS, BATCH = 91, 250, 1000
 

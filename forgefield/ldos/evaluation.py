@@ -22,7 +22,7 @@ from forgefield.ldos.loss import PointErrors
 from forgefield.ldos.model import LDOSNetwork
 from forgefield.ldos.observables import OBSERVABLE_UNITS, Observables, SnapshotFacts, mean_absolute
 from forgefield.ldos.training.data import EVALUATED, PointData
-from forgefield.ldos.training.observing import NEEDED, SnapshotMeasure, density_energies
+from forgefield.ldos.training.snapshots import NEEDED, SnapshotMeasure, density_energies
 from forgefield.parallel.accelerators import evaluation_device
 from forgefield.parallel.ranks import Ranks
 from forgefield.report.page import write_report

@@ -21,8 +21,8 @@ from ase.data import chemical_symbols
 from torch import Tensor
 
 from forgefield.errors import ForgefieldError
-from forgefield.ldos.data.conditions import calculation_facts
 from forgefield.ldos.data.info import info_from
+from forgefield.ldos.data.snapshot import calculation_facts
 from forgefield.ldos.descriptors import DescriptorOptions
 from forgefield.ldos.electronic.energy_grid import EnergyGrid
 from forgefield.ldos.loss import UNITS

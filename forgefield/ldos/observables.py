@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from forgefield.ldos.data.units import check_electrons
 from forgefield.ldos.electronic.density_energies import DensityEnergies
 from forgefield.ldos.electronic.energy_grid import EnergyGrid
 from forgefield.ldos.electronic.fermi import (
@@ -24,7 +25,6 @@ from forgefield.ldos.electronic.fermi import (
     fermi_energy,
     occupation_weights,
 )
-from forgefield.ldos.electronic.unit_guess import check_electrons
 from forgefield.ldos.loss import SnapshotReference
 
 OBSERVABLE_UNITS = {

@@ -21,8 +21,7 @@ from forgefield.config.nearest import did_you_mean
 from forgefield.errors import ForgefieldError
 from forgefield.ldos.descriptor_options import DescriptorOptions
 from forgefield.ldos.descriptors.bispectrum import Bispectrum, bispectrum_triples
-from forgefield.ldos.descriptors.gaussian import GaussianDensity, default_sigma
-from forgefield.ldos.descriptors.surroundings import Surroundings
+from forgefield.ldos.descriptors.neighbourhoods import GaussianDensity, Surroundings, default_sigma
 
 Values: TypeAlias = ArrayLike | Tensor
 """Numbers as lists, arrays or tensors."""

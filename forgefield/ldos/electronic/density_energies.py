@@ -14,12 +14,10 @@ from typing import NamedTuple
 
 import torch
 from ase.data import chemical_symbols
+from matscipy.neighbours import neighbour_list
 from torch import Tensor
 
 from forgefield.errors import ForgefieldError
-from forgefield.ldos.electronic.ewald import ewald_energy
-from forgefield.ldos.electronic.hartree import hartree_energy
-from forgefield.ldos.electronic.pbe import pbe_energy_density
 from forgefield.ldos.electronic.plane_waves import PlaneWaves
 from forgefield.ldos.electronic.upf import Pseudopotential
 from forgefield.physics.units import BOHR, HARTREE
@@ -224,3 +222,118 @@ def _simpson(steps: Tensor) -> Tensor:
     weights[1:points:2] = 4.0
     weights[0] = weights[points - 1] = 1.0
     return weights * steps / 3
+
+
+def hartree_energy(density: Tensor, waves: PlaneWaves) -> Tensor:
+    """() Hartree, of a density (nx, ny, nz), 1/Bohr^3: half the sum of 4 pi |density_G|^2/G^2 over G != 0 times the volume."""
+    coefficients = waves.coefficients(density)
+    power = coefficients.real**2 + coefficients.imag**2
+    nonzero = waves.squared > 0
+    kernel = torch.where(nonzero, waves.counts / torch.where(nonzero, waves.squared, 1.0), 0.0)
+    return 2 * math.pi * waves.volume * (kernel * power).sum()
+
+
+SMALLEST_DENSITY = 1e-10
+"""Points with less, in 1/Bohr^3, add nothing."""
+
+_KAPPA = 0.804
+_BETA = 0.06672455060314922
+_MU = _BETA * math.pi**2 / 3
+_GAMMA = (1 - math.log(2)) / math.pi**2
+_GAS_A, _GAS_ALPHA = 0.031091, 0.21370
+_GAS_BETAS = (7.5957, 3.5876, 1.6382, 0.49294)
+
+
+def pbe_energy_density(density: Tensor, gradient_squared: Tensor) -> Tensor:
+    """Exchange-correlation energy per volume (...), Hartree/Bohr^3.
+
+    density: (...), 1/Bohr^3, float64. gradient_squared: (...), 1/Bohr^8.
+    """
+    present = density > SMALLEST_DENSITY
+    rho = torch.where(present, density, 1.0)
+    sigma = torch.where(present, gradient_squared, 0.0)
+    energy = rho * (_exchange(rho, sigma) + _correlation(rho, sigma))
+    return torch.where(present, energy, 0.0)
+
+
+def _exchange(rho: Tensor, sigma: Tensor) -> Tensor:
+    """Exchange energy per electron: that of the uniform gas, enhanced."""
+    fermi_vector = (3 * math.pi**2 * rho) ** (1 / 3)
+    reduced_squared = sigma / (4 * fermi_vector**2 * rho**2)
+    enhancement = 1 + _KAPPA - _KAPPA / (1 + _MU / _KAPPA * reduced_squared)
+    return -3 / (4 * math.pi) * fermi_vector * enhancement
+
+
+def _correlation(rho: Tensor, sigma: Tensor) -> Tensor:
+    """Correlation energy per electron: that of the uniform gas, and H of the gradient."""
+    gas = _uniform_gas_correlation((3 / (4 * math.pi) / rho) ** (1 / 3))
+    fermi_vector = (3 * math.pi**2 * rho) ** (1 / 3)
+    t_squared = math.pi * sigma / (16 * fermi_vector * rho**2)
+    a = _BETA / _GAMMA / torch.expm1(-gas / _GAMMA)
+    at = a * t_squared
+    ratio = (1 + at) / (1 + at + at**2)
+    return gas + _GAMMA * torch.log1p(_BETA / _GAMMA * t_squared * ratio)
+
+
+def _uniform_gas_correlation(radius: Tensor) -> Tensor:
+    """Correlation energy per electron of the uniform gas with Wigner-Seitz radius `radius`, Bohr."""
+    root = radius.sqrt()
+    first, second, third, fourth = _GAS_BETAS
+    series = root * (first + root * (second + root * (third + root * fourth)))
+    return -2 * _GAS_A * (1 + _GAS_ALPHA * radius) * torch.log1p(1 / (2 * _GAS_A * series))
+
+
+_REACH = 6.0  # erfc(6) = 2e-17, exp(-36) = 2e-16
+_PHASES_AT_ONCE = 2**22
+
+
+def ewald_energy(cell: Tensor, positions: Tensor, charges: Tensor) -> Tensor:
+    """() eV.
+
+    cell: (3, 3), A, rows are the lattice vectors. positions: (n_atoms, 3), A. charges: (n_atoms,), elementary charges.
+    """
+    cell, positions, charges = (values.to(torch.float64) for values in (cell, positions, charges))
+    volume = torch.linalg.det(cell).abs()
+    # Pairs cost more than phases: 1.5 moves work from the sum over pairs to the one over plane waves.
+    splitting = 1.5 * math.sqrt(math.pi) * (positions.shape[0] / float(volume) ** 2) ** (1 / 6)
+    total = _real_space(cell, positions, charges, splitting) + _reciprocal_space(cell, positions, charges, splitting)
+    total = total - splitting / math.sqrt(math.pi) * (charges**2).sum()
+    total = total - math.pi / (2 * volume * splitting**2) * charges.sum() ** 2
+    return HARTREE * BOHR * total
+
+
+def _real_space(cell: Tensor, positions: Tensor, charges: Tensor, splitting: float) -> Tensor:
+    first, second, images = neighbour_list(
+        "ijS",
+        positions=positions.detach().cpu().numpy(),
+        cell=cell.detach().cpu().numpy(),
+        pbc=[True, True, True],
+        cutoff=_REACH / splitting,
+    )
+    i, j = (torch.from_numpy(index).to(positions.device, torch.int64) for index in (first, second))
+    shifts = torch.from_numpy(images).to(positions.device, torch.float64) @ cell
+    distance = (positions[j] - positions[i] + shifts).norm(dim=1)
+    if distance.numel() and distance.min() < 1e-3:
+        pair = int(distance.argmin())
+        raise ForgefieldError(
+            f"atoms {int(i[pair])} and {int(j[pair])} are at the same place: their energy is infinite"
+        )
+    return 0.5 * (charges[i] * charges[j] * torch.erfc(splitting * distance) / distance).sum()
+
+
+def _reciprocal_space(cell: Tensor, positions: Tensor, charges: Tensor, splitting: float) -> Tensor:
+    reciprocal = 2 * math.pi * torch.linalg.inv(cell).T
+    longest = 2 * splitting * _REACH
+    bounds = [math.floor(longest * float(length) / (2 * math.pi)) for length in cell.norm(dim=1)]
+    axes = [torch.arange(-bound, bound + 1, dtype=torch.float64, device=cell.device) for bound in bounds]
+    indices = torch.cartesian_prod(*axes)
+    indices = indices[indices.shape[0] // 2 + 1 :]  # of G and -G one; the middle is G = 0
+    vectors = indices @ reciprocal
+    near = vectors.square().sum(1) <= longest**2
+    total = torch.zeros((), dtype=torch.float64, device=cell.device)
+    for block in vectors[near].split(max(1, _PHASES_AT_ONCE // positions.shape[0])):
+        squared = block.square().sum(1)
+        phases = block @ positions.T
+        power = (charges * phases.cos()).sum(1) ** 2 + (charges * phases.sin()).sum(1) ** 2
+        total = total + (power * torch.exp(-squared / (4 * splitting**2)) / squared).sum()
+    return 4 * math.pi / torch.linalg.det(cell).abs() * total

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from forgefield.ldos.data.units import check_electrons
 from forgefield.ldos.electronic.density_energies import DensityEnergies, DensityTerms
 from forgefield.ldos.electronic.energy_grid import EnergyGrid
 from forgefield.ldos.electronic.fermi import (
@@ -17,7 +18,6 @@ from forgefield.ldos.electronic.fermi import (
     entropy_energy,
     fermi_energy,
 )
-from forgefield.ldos.electronic.unit_guess import check_electrons
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,10 @@ from ase import Atoms
 from torch import Tensor
 
 from forgefield.errors import ForgefieldError
-from forgefield.ldos.data.conditions import KEPT
+from forgefield.ldos.data.snapshot import KEPT
 from forgefield.ldos.descriptors import DescriptorOptions, GridDescriptors, make_descriptors
-from forgefield.ldos.descriptors.gaussian import default_sigma
 from forgefield.ldos.descriptors.grid import grid_points
+from forgefield.ldos.descriptors.neighbourhoods import default_sigma
 from forgefield.ldos.electronic.density_energies import DensityEnergies, DensityTerms
 from forgefield.ldos.electronic.energy_grid import EnergyGrid
 from forgefield.ldos.electronic.fermi import band_energy, density, dos_of_ldos, entropy_energy, fermi_energy

@@ -13,8 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from forgefield.ldos.data.loader import CHUNK, PointLoader
-from forgefield.ldos.data.steps import filled_up
+from forgefield.ldos.data.loader import CHUNK, PointLoader, filled_up
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from forgefield.ldos.training.blocks import Block
 from forgefield.ldos.training.data import KeptRows, RowLayout
 from forgefield.ldos.training.fused import FusedStep, factors_now
 from forgefield.ldos.training.gradient import Gradient
-from forgefield.ldos.training.terms import TermGradient
+from forgefield.ldos.training.snapshots import TermGradient
 from forgefield.training.optim.update import Update
 
 Rates = Callable[[], list[float]]

@@ -19,7 +19,7 @@ from forgefield.ldos.loss import PointErrors, PointTask, errors_known_in_trainin
 from forgefield.ldos.model import LDOSNetwork
 from forgefield.ldos.training.blocks import Block, BlockLoader
 from forgefield.ldos.training.engines import EagerEngine, GraphsEngine, Sums
-from forgefield.ldos.training.observing import SnapshotMeasure
+from forgefield.ldos.training.snapshots import SnapshotMeasure
 from forgefield.parallel.strategies import SimpleDDPStrategy
 from forgefield.training.executor import StepExecutor
 from forgefield.training.optim.optimisers import ManualSchedule

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from forgefield.errors import ForgefieldError
 from forgefield.ldos.data import find_snapshots, split_points
 from forgefield.ldos.data.permutation import Permutation
-from forgefield.ldos.data.windows import ShuffledBlocks
+from forgefield.ldos.data.stream import ShuffledBlocks
 
 
 @given(st.integers(1, 3000), st.integers(0, 2**70), st.integers(0, 50))

@@ -14,8 +14,7 @@ import torch
 
 from forgefield.errors import ForgefieldError
 from forgefield.ldos.descriptors import DescriptorOptions, make_descriptors, native, require_fitting
-from forgefield.ldos.descriptors.bispectrum import bispectrum_triples
-from forgefield.ldos.descriptors.sphere import SphereHarmonics, quadrature
+from forgefield.ldos.descriptors.bispectrum import SphereHarmonics, bispectrum_triples, quadrature
 from tests.support.snap_oracle import snap_of_point
 
 BE2 = Path(__file__).parents[3].parent / "shared" / "data" / "be2_ldos"

@@ -11,16 +11,18 @@ import pytest
 import torch
 
 from forgefield.errors import ForgefieldError
-from forgefield.ldos.electronic.density_energies import DensityEnergies
+from forgefield.ldos.electronic.density_energies import (
+    DensityEnergies,
+    ewald_energy,
+    hartree_energy,
+    pbe_energy_density,
+)
 from forgefield.ldos.electronic.eigenvalues import (
     band_energy_of_eigenvalues,
     dos_of_eigenvalues,
     electrons_of_eigenvalues,
 )
 from forgefield.ldos.electronic.energy_grid import EnergyGrid
-from forgefield.ldos.electronic.ewald import ewald_energy
-from forgefield.ldos.electronic.hartree import hartree_energy
-from forgefield.ldos.electronic.pbe import pbe_energy_density
 from forgefield.ldos.electronic.plane_waves import PlaneWaves
 from forgefield.ldos.electronic.total_energy import total_energy
 from forgefield.ldos.electronic.upf import read_pseudopotentials, read_upf

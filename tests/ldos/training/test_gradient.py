@@ -13,7 +13,7 @@ from forgefield.ldos.training.blocks import Block
 from forgefield.ldos.training.data import RowLayout
 from forgefield.ldos.training.engines import EagerEngine, GraphsEngine
 from forgefield.ldos.training.gradient import ByAutograd, Written
-from forgefield.ldos.training.terms import TermGradient
+from forgefield.ldos.training.snapshots import TermGradient
 from forgefield.ops.execution import products_in
 from forgefield.parallel.ranks import single_process
 from forgefield.training.optim.averages import WeightAverage

@@ -17,7 +17,7 @@ from forgefield.config.loading import load_config
 from forgefield.errors import ForgefieldError
 from forgefield.ldos.electronic.fermi import band_energy, dos_of_ldos, fermi_energy
 from forgefield.ldos.training import start
-from forgefield.ldos.training.start import EngineMaker
+from forgefield.ldos.training.engine_choice import EngineMaker
 from tests.support.helpers import SHARED_DATA
 from tests.support.snapshots import ENERGIES, GRID, TEMPERATURE, point_config, write_snapshot
 from tests.support.train_many import train_only

@@ -14,6 +14,7 @@ from forgefield.errors import ForgefieldError
 from forgefield.ldos.model import LDOSNetwork
 from forgefield.ldos.training import engines
 from forgefield.ldos.training.blocks import Block
+from forgefield.ldos.training.engine_choice import EngineMaker, why_no_captured_schedule
 from forgefield.ldos.training.engines import EagerEngine, GraphsEngine
 from forgefield.ldos.training.executor import PointsExecutor
 from forgefield.ldos.training.fused import FusedGradient, FusedStep, why_not_fused
@@ -26,7 +27,6 @@ from forgefield.ldos.training.reference import (
     made_up_targets,
     packed_rows,
 )
-from forgefield.ldos.training.start import EngineMaker, why_no_captured_schedule
 from forgefield.ops.execution import products_in
 from forgefield.training.optim.update import Update
 from tests.support.fused_points import DEVICE, LOW, RUNS, SMALL, Rows, network

@@ -15,7 +15,6 @@ from forgefield.ldos.training.data import PointData, read_rows
 from forgefield.ldos.training.engines import EagerEngine, GraphsEngine
 from forgefield.ldos.training.fused import factors_now, why_not_fused
 from forgefield.ldos.training.gradient import ByAutograd, Gradient, Written
-from forgefield.ldos.training.observing import SnapshotMeasure
 from forgefield.ldos.training.reference import (
     TOLERANCES,
     difference_of_kernels,
@@ -23,7 +22,7 @@ from forgefield.ldos.training.reference import (
     made_up_targets,
     packed_rows,
 )
-from forgefield.ldos.training.terms import TermGradient
+from forgefield.ldos.training.snapshots import SnapshotMeasure, TermGradient
 from forgefield.settings import Config
 from forgefield.training.engines.choose import inductor_options, why_not
 from forgefield.training.module import TrainingModule
