@@ -1,7 +1,8 @@
-"""The atoms around points of a structure: periodic images, and neighbours of a block of points as padded arrays.
+"""The atoms around points of a structure (periodic images, neighbours as padded arrays), and Gaussian densities.
 
-A block of points that lie close to each other sees few images; those near its bounding box are candidates for all of
-its points. Distances are compared in float64, and gradients of positions and cell pass through.
+A block of nearby points has few images as neighbours; those near its bounding box are candidates for all of its points.
+Distances are compared in float64, and gradients with respect to positions and cell are supported. The Gaussian density is that
+of LAMMPS' `compute gaussian/grid/local`: Gaussians at the atoms, summed per species.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from forgefield.ldos.descriptor_options import DescriptorOptions
 
 @dataclass(frozen=True)
 class Neighbours:
-    """Atoms near each of `n` points, filled up to the largest number of them."""
+    """Atoms near each of `n` points, padded to the largest number of them."""
 
     displacement: tuple[Tensor, Tensor, Tensor]
-    """x, y, z of atom minus point, each (n, k), A; some place at half the cutoff where there is no neighbour."""
+    """x, y, z of atom minus point, each (n, k), A; half the cutoff for padding."""
     species: Tensor
-    """(n, k) int64: row of the species table; 0 where there is no neighbour."""
-    there: Tensor
-    """(n, k) bool: whether there is a neighbour."""
+    """(n, k) int64: row of the species table; 0 for padding."""
+    exists: Tensor
+    """(n, k) bool: False for padding."""
 
 
-class Surroundings:
-    """All atoms and images of a structure that any point of its cell may see."""
+class AtomImages:
+    """All atoms and images of a structure within the cutoff of any point of its cell."""
 
     def __init__(self, cell: Tensor, positions: Tensor, species: Tensor, pbc: Tensor, cutoff: float) -> None:
         """cell: (3, 3), A; positions: (n_atoms, 3), A; species: (n_atoms,) int64; pbc: (3,) bool; all on one device."""
@@ -41,68 +42,68 @@ class Surroundings:
         self._inverse = torch.linalg.inv(self._frame)
         self._pbc = pbc
         self._atom, shift = self._images(positions.detach())
-        self._places = positions[self._atom] + shift @ torch.where(pbc[:, None], cell, torch.zeros_like(cell))
+        self._image_positions = positions[self._atom] + shift @ torch.where(pbc[:, None], cell, torch.zeros_like(cell))
 
     def wrapped(self, points: Tensor) -> Tensor:
         """(n, 3): the same points in the cell, along periodic directions."""
-        whole = torch.floor(points @ self._inverse) * self._pbc
-        return points - whole @ self._frame
+        lattice_shift = torch.floor(points @ self._inverse) * self._pbc
+        return points - lattice_shift @ self._frame
 
     def _images(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Atom and lattice shift, (n_images,) and (n_images, 3), of all images that a point in the cell may see."""
+        """Atom and lattice shift, (n_images,) and (n_images, 3), of all images within the cutoff of a point in the cell."""
         fraction = positions @ self._inverse
         home = torch.floor(fraction) * self._pbc
         margin = self.cutoff * torch.linalg.norm(self._inverse, dim=0) + 1e-9
         reach = torch.where(self._pbc, torch.ceil(margin), torch.zeros_like(margin)).tolist()
         ranges = [torch.arange(-int(r), int(r) + 1, dtype=torch.float64, device=positions.device) for r in reach]
         shifts = torch.cartesian_prod(*ranges)
-        seen = (fraction - home)[:, None] + shifts[None]
-        near = ((seen >= -margin) & (seen <= 1 + margin) | ~self._pbc).all(-1)
+        fractions = (fraction - home)[:, None] + shifts[None]
+        near = ((fractions >= -margin) & (fractions <= 1 + margin) | ~self._pbc).all(-1)
         atom, shift = near.nonzero(as_tuple=True)
         return atom, shifts[shift] - home[atom]
 
     def neighbours(self, points: Tensor, closest: float = -1.0) -> Neighbours:
         """Neighbours of wrapped `points`, (n, 3), at squared distances above `closest` and below the cutoff's square."""
-        places = self._places.detach()
+        image_positions = self._image_positions.detach()
         low, high = points.amin(0) - self.cutoff, points.amax(0) + self.cutoff
-        nearby = ((places >= low) & (places <= high)).all(-1).nonzero().squeeze(-1)
-        x, y, z = (places[nearby, axis] - points[:, axis, None] for axis in range(3))
+        nearby = ((image_positions >= low) & (image_positions <= high)).all(-1).nonzero().squeeze(-1)
+        x, y, z = (image_positions[nearby, axis] - points[:, axis, None] for axis in range(3))
         square = x * x + y * y + z * z
         within = (square < self.cutoff**2) & (square > closest)
         counts = within.sum(1)
-        most = max(int(counts.max()), 1)
+        width = max(int(counts.max()), 1)
         row, column = within.nonzero(as_tuple=True)
         first = torch.cumsum(counts, 0) - counts
         slot = torch.arange(row.shape[0], device=row.device) - first[row]
-        image = torch.zeros(points.shape[0], most, dtype=torch.int64, device=row.device)
+        image = torch.zeros(points.shape[0], width, dtype=torch.int64, device=row.device)
         image[row, slot] = nearby[column]
-        there = torch.arange(most, device=row.device) < counts[:, None]
-        return self._gathered(points, image, there)
+        exists = torch.arange(width, device=row.device) < counts[:, None]
+        return self._gather(points, image, exists)
 
-    def _gathered(self, points: Tensor, image: Tensor, there: Tensor) -> Neighbours:
+    def _gather(self, points: Tensor, image: Tensor, exists: Tensor) -> Neighbours:
         if self._atom.shape[0] == 0:
-            empty = torch.full_like(there, 0.5 * self.cutoff, dtype=torch.float64)
-            return Neighbours((empty, empty, empty), torch.zeros_like(image), there)
-        away = [torch.where(there, self._places[:, axis][image] - points[:, axis, None], 0.5 * self.cutoff)
+            empty = torch.full_like(exists, 0.5 * self.cutoff, dtype=torch.float64)
+            return Neighbours((empty, empty, empty), torch.zeros_like(image), exists)
+        displacement = [torch.where(exists, self._image_positions[:, axis][image] - points[:, axis, None], 0.5 * self.cutoff)
                 for axis in range(3)]  # fmt: skip
-        species = torch.where(there, self.species[self._atom[image]], 0)
-        return Neighbours((away[0], away[1], away[2]), species, there)
+        species = torch.where(exists, self.species[self._atom[image]], 0)
+        return Neighbours((displacement[0], displacement[1], displacement[2]), species, exists)
 
 
 def _completed(cell: Tensor, pbc: Tensor) -> Tensor:
-    """The cell, with directions of no extent (of molecules) filled up by orthogonal ones."""
+    """The cell, with missing directions (of molecules) replaced by orthogonal ones."""
     array = cell.cpu().numpy()
     periodic = pbc.cpu().numpy()
     if periodic.any() and not np.abs(array[periodic]).sum(1).all():
         raise ForgefieldError(f"the cell {array.tolist()} has no extent along a direction that is periodic (pbc)")
     full = complete_cell(array)
     if abs(np.linalg.det(full)) < 1e-9:
-        raise ForgefieldError(f"the cell {array.tolist()} has no volume: its vectors lie in a plane")
+        raise ForgefieldError(f"the cell {array.tolist()} has no volume: its vectors are coplanar")
     return torch.as_tensor(np.ascontiguousarray(full), dtype=torch.float64, device=cell.device)
 
 
 _SIGMA_OF_SPACING = 0.2 / 0.08099000022712448
-"""Width per grid spacing that describes aluminium well, which MALA takes for all systems."""
+"""Width per grid spacing; MALA's value, which was chosen for aluminium and is used for all systems."""
 
 
 def default_sigma(cell: Tensor, grid_shape: tuple[int, int, int]) -> float:
@@ -123,13 +124,13 @@ class GaussianDensity:
         self.sigma = sigma
 
     def ready(self, n_points: int) -> None:
-        """Nothing to prepare, whatever the number of points."""
+        """Nothing to prepare."""
 
     def of(self, neighbours: Neighbours) -> Tensor:
         """Densities (n, n_species) at points from their neighbours."""
         x, y, z = neighbours.displacement
         square = (x * x + y * y + z * z).to(self.dtype)
         height = (2 * math.pi * self.sigma**2) ** -1.5
-        value = torch.where(neighbours.there, torch.exp(square * (-0.5 / self.sigma**2)) * height, 0.0)
+        value = torch.where(neighbours.exists, torch.exp(square * (-0.5 / self.sigma**2)) * height, 0.0)
         of_species = neighbours.species[..., None] == torch.arange(self.n_species, device=square.device)
         return torch.einsum("nk,nks->ns", value, of_species.to(self.dtype))

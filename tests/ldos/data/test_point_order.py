@@ -73,7 +73,7 @@ def test_a_split_is_fixed_by_its_seed_and_evenly_drawn():
     assert torch.equal(rows, again.rows(torch.arange(1000)))
     assert (rows == other.rows(torch.arange(1000))).float().mean() < 0.2
     assert torch.bincount(rows % 10, minlength=10).min() > 60  # no offset within a stretch of ten is favoured
-    with pytest.raises(ForgefieldError, match="share of the points between 0 and 1"):
+    with pytest.raises(ForgefieldError, match="fraction of the points between 0 and 1"):
         split_points(100, {"val": 1.5}, 0)
 
 
@@ -81,7 +81,7 @@ def _order(plan, n):
     found, start = [], 0
     for window, end in enumerate(plan.ends):
         room = np.full(end - start, -1)
-        for stretch in plan.stretches(window, 0, 1):
+        for stretch in plan.row_ranges(window, 0, 1):
             room[stretch.at : stretch.at + stretch.stop - stretch.start] = np.arange(stretch.start, stretch.stop)
         found.append(room[plan.buffer_rows(window, range(start, end)).numpy()])
         start = end

@@ -254,7 +254,7 @@ def test_wrong_input_is_named(tmp_path):
     potentials = read_pseudopotentials(tmp_path, ["Al"])
     with pytest.raises(ForgefieldError, match="made for the functional 'SLA PW NOGX NOGC'"):
         DensityEnergies(torch.eye(3) * 4, torch.zeros(1, 3), [13], potentials, (8, 8, 8))
-    with pytest.raises(ForgefieldError, match=r"no pseudopotential of Al was given \(there are: Be\)"):
+    with pytest.raises(ForgefieldError, match=r"there is no pseudopotential for Al \(available: Be\)"):
         small_cell(tmp_path, numbers=(4, 13))
     with pytest.raises(ForgefieldError, match=r"calculation has 6 electrons.*Be: 2\) give 4"):
         small_cell(tmp_path, electrons=6)
