@@ -263,7 +263,7 @@ def test_wrong_input_is_named(tmp_path):
     energies = small_cell(tmp_path)
     with pytest.raises(ForgefieldError, match="does not fit the grid"):
         energies.hartree(torch.ones(5, 6, 6))
-    with pytest.raises(ForgefieldError, match="density holds 32.64 electrons"):
+    with pytest.raises(ForgefieldError, match="density has 32.64 electrons"):
         energies.check_electrons(torch.ones(6, 6, 6))
     with pytest.raises(ForgefieldError, match="atoms 0 and 1 are at the same place"):
         ewald_energy(torch.eye(3) * 4, torch.zeros(2, 3), torch.ones(2))
