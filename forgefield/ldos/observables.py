@@ -47,8 +47,8 @@ Total = Callable[[Tensor], Tensor]
 
 @dataclass
 class SnapshotFacts:
-    """What observables need to know of a snapshot beside its LDOS. dft_fermi_energy: of the calculation, eV. stretch: first
-    and last + 1 of the points that this process has. dft: energies of the calculation, eV, by name (band, total)."""
+    """Metadata of a snapshot for observables. dft_fermi_energy: of the calculation, eV. point_range: first point and last
+    point + 1 of this process. dft: energies of the calculation, eV, by name (band, total)."""
 
     name: str
     temperature: float

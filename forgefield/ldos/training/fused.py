@@ -1,10 +1,10 @@
-"""A training step of an LDOS network as few kernels: one for each layer and direction, and one of Adam for each layer.
+"""A training step of an LDOS network as a few kernels: one per layer and direction, and one of Adam per layer.
 
 `kernels/dense/perceptron.py` has the kernels; here are their buffers, tiles and order. The forward kernels gather points, add
-biases, apply activations and end with the slope of the loss; a backward kernel makes both products of its layer; Adam runs
-beside the next of them and leaves the weights as the kernels read them: padded, in bfloat16 where products are, and for tf32
-also transposed. Factors are rounded where `ManualGradient`, the oracle, rounds them. Only tf32 and bf16-mixed are made so;
-`fused_obstacle` says what stands against it, and `GraphsEngine` then captures other steps.
+biases, apply activations and end with the slope of the loss; a backward kernel computes both products of its layer; Adam runs
+concurrently with the next one and writes the weights in the layout of the kernels: padded, in bfloat16 where products are, and
+for tf32 also transposed. Factors are rounded where `ManualGradient`, the oracle, rounds them. Only tf32 and bf16-mixed are
+supported; `fused_obstacle` returns the reason if a step is not, and `GraphsEngine` then captures other steps.
 """
 
 from __future__ import annotations

@@ -265,5 +265,5 @@ def test_wrong_input_is_named(tmp_path):
         energies.hartree(torch.ones(5, 6, 6))
     with pytest.raises(ForgefieldError, match="density has 32.64 electrons"):
         energies.check_electrons(torch.ones(6, 6, 6))
-    with pytest.raises(ForgefieldError, match="atoms 0 and 1 are at the same place"):
+    with pytest.raises(ForgefieldError, match="atoms 0 and 1 have the same position"):
         ewald_energy(torch.eye(3) * 4, torch.zeros(2, 3), torch.ones(2))

@@ -220,7 +220,11 @@ def test_settings_of_points_are_refused_without_points():
 
 BAD_SNAPSHOTS = {
     "unit": ({}, {"data": {"points": {"units": "1/(eV*Bohr^3)"}}}, r"set units: 1/\(eV\*A\^3\)"),
-    "temperature": ({"temperature": None}, {}, "does not state the temperature, which band_energy of snapshot s2 needs"),
+    "temperature": (
+        {"temperature": None},
+        {},
+        "does not state the temperature, which band_energy of snapshot s2 needs",
+    ),
     "fermi": ({"number_of_electrons_exact": 40.0, "fermi_energy_dft": None}, {}, "outside the energy grid"),
 }
 
