@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
 from forgefield.config.nearest import did_you_mean
+from forgefield.config.option import field_docs, limits_of
+from forgefield.config.typed import field_types, without_none
 from forgefield.errors import ForgefieldError
 
 CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
@@ -108,6 +111,40 @@ def add_overrides(parser: argparse.ArgumentParser, allowed: Sequence[str]) -> No
         nargs="*",
         help=f"settings for reading this data: {', '.join(allowed)} (default: as in training)",
     )
+
+
+def add_option_arguments(parser: argparse.ArgumentParser, cls: type, *, skip: Sequence[str] = ()) -> None:
+    """An argument `--name` for each option of a dataclass, with its type, choices and description."""
+    types, docs = field_types(cls), field_docs(cls)
+    for field in dataclasses.fields(cls):
+        if field.name in skip:
+            continue
+        kind, limits = without_none(types[field.name]), limits_of(field)
+        flag, default = f"--{field.name.replace('_', '-')}", field.default
+        text = docs.get(field.name, "").replace("%", "%%")
+        if kind is bool:
+            parser.add_argument(flag, dest=field.name, action="store_true", default=argparse.SUPPRESS, help=text)
+            continue
+        unit = f" {limits.unit}" if limits.unit else ""
+        shown = f" (default: {default}{unit})" if default is not None else ""
+        parser.add_argument(
+            flag,
+            dest=field.name,
+            type=kind,
+            choices=limits.choices or None,
+            metavar=None
+            if limits.choices
+            else (limits.unit or kind.__name__).upper()
+            if kind is str
+            else limits.unit or "N",
+            default=argparse.SUPPRESS,
+            help=f"{text}{shown}",
+        )
+
+
+def given_options(args: argparse.Namespace, cls: type) -> dict[str, object]:
+    """The options of a dataclass that were set on the command line."""
+    return {field.name: getattr(args, field.name) for field in dataclasses.fields(cls) if hasattr(args, field.name)}
 
 
 def device_name(requested: str | None, *, local_rank: int = 0) -> str:

@@ -39,12 +39,14 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class LDOSOptions:
-    """hidden: widths of the hidden layers. activation: of the hidden layers. output_activation: of the scaled outputs, as in
-    MALA; None: linear outputs."""
+    """Options of an LDOS network."""
 
     hidden: list[int] = field(default_factory=lambda: [400, 400, 400])
+    """Widths of the hidden layers."""
     activation: str = "relu"
+    """Activation after each hidden layer: relu, leakyrelu, silu, gelu, tanh, sigmoid, softplus or elu."""
     output_activation: str | None = None
+    """Activation of the scaled outputs, as MALA has by default; null: outputs are linear."""
 
     def __post_init__(self) -> None:
         if not self.hidden or any(width < 1 for width in self.hidden):

@@ -82,7 +82,7 @@ def test_lightning_takes_the_loaders_as_they_are(file):
 
 def test_an_element_only_in_the_test_file_is_an_error_that_names_it(file, tmp_path):
     (tmp_path / "test.xyz").write_text("2\nenergy=1\nH 0 0 0\nAu 0 0 1\n")
-    with pytest.raises(ForgefieldError, match=r"test\.xyz, frame 0: it holds Au"):
+    with pytest.raises(ForgefieldError, match=r"test\.xyz, frame 0: it contains Au"):
         read_data(DataOptions(train=str(file), test=str(tmp_path / "test.xyz")), 0)
 
 
@@ -153,7 +153,7 @@ def test_info_points_at_what_is_suspicious(make_frame):
     frames.append(frames[0])
     remarks = "\n".join(inspect_frames(frames).remarks)
     assert "1 frame with atoms closer than half the sum of their covalent radii: w.xyz, frame 7" in remarks
-    assert "1 frame that repeat an earlier one: w.xyz, frame 0" in remarks
+    assert "1 frame identical to an earlier one: w.xyz, frame 0" in remarks
     assert "eV/A: w.xyz, frame 5" in remarks
-    assert "off the fit by composition: w.xyz, frame 3; the ratio 27" in remarks
+    assert "eV/atom: w.xyz, frame 3; the ratio 27" in remarks
     assert "1 frame without forces: w.xyz, frame 7" in remarks

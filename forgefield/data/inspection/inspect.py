@@ -74,7 +74,7 @@ def inspect_table(table: FrameTable, cutoff: float = 5.0, progress: Progress | N
     labels, repeated, relabelled = _label_ranges_and_duplicates(table, _within(progress, 0.5, 1.0))
     remarks = [
         *named(table, survey.too_close, "with atoms closer than half the sum of their covalent radii"),
-        *named(table, repeated, "that are identical to an earlier one"),
+        *named(table, repeated, "identical to an earlier one"),
         *named(table, relabelled, "with the structure of an earlier one but different labels"),
         *_force_outliers(table),
         *_energy_outliers(table),

@@ -24,10 +24,13 @@ from forgefield.ldos.training.data import ResidentRows, RowLayout
 from forgefield.ldos.training.fused import FusedStep, current_factor_dtype
 from forgefield.ldos.training.gradient import Gradient
 from forgefield.ldos.training.snapshots import TermGradient
+from forgefield.training.engines.capture import capture
 from forgefield.training.optim.update import Update
 
 Rates = Callable[[], list[float]]
 """Returns the learning rate of each group for the next step, and advances schedules by step."""
+WARM_UPS = 3
+"""Executions of the steps before they are captured."""
 TIMED = 16
 """Maximum number of steps of the graphs that are timed."""
 MARGIN = 1.15
@@ -323,17 +326,12 @@ class GraphsEngine:
 
     def _capture(self, length: int) -> torch.cuda.CUDAGraph:
         """Capture a graph of `length` steps; state changed by warming up is restored."""
-        graph = torch.cuda.CUDAGraph()
+
+        def steps() -> None:
+            self._steps(length, self._rates)
+
         with self._state_restored():
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(3):
-                    self._steps(length, self._rates)
-            torch.cuda.current_stream().wait_stream(stream)
-            torch.cuda.synchronize()
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                self._steps(length, self._rates)
+            graph, _ = capture(steps, warm_up=steps, warm_ups=WARM_UPS)
         return graph
 
     @contextmanager

@@ -241,12 +241,12 @@ def test_snapshots_that_contradict_themselves_are_named_before_the_first_step(ca
 
 @pytest.mark.skipif(not BE.is_dir(), reason="the Be snapshots are not here")
 def test_the_config_of_the_page_learns_beryllium_as_well_as_mala(tmp_path):
-    """be.yaml of docs/ldos.md without averaged weights, after the last epoch, against MALA 1.4.0 with its default settings.
+    """be.yaml of docs/guides/ldos.md without averaged weights, after the last epoch, against MALA 1.4.0 with its defaults.
 
     MALA reaches an LDOS MSE of 1.94e-7 with a standard deviation of 0.17e-7 over four seeds, and densities to 1.4 %
     (benchmarks/ldos_accuracy.py). The band energy of one snapshot depends too much on the seed to be compared.
     """
-    page = (Path(__file__).parents[3] / "docs" / "ldos.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "guides" / "ldos.md").read_text(encoding="utf-8")
     config = yaml.safe_load(page.split("`be.yaml`:")[1].split("\n\n")[1])
     config["data"]["train"] = [str(BE / name) for name in config["data"]["train"]]
     config["data"]["val"] = str(BE / config["data"]["val"])
