@@ -11,7 +11,7 @@ from forgefield._version import __version__
 from forgefield.errors import ForgefieldError
 
 if TYPE_CHECKING:
-    from forgefield.api import Calculator, Ensemble, load, load_run, md, predict, relax, run_exists, train, tune
+    from forgefield.api import Calculator, Ensemble, load, load_run, md, predict, relax, run_exists, select, train, tune
 
 __all__ = [
     "Calculator",
@@ -24,12 +24,13 @@ __all__ = [
     "predict",
     "relax",
     "run_exists",
+    "select",
     "train",
     "tune",
 ]
 
 _FROM_API = frozenset(
-    {"Calculator", "Ensemble", "load", "load_run", "md", "predict", "relax", "run_exists", "train", "tune"}
+    {"Calculator", "Ensemble", "load", "load_run", "md", "predict", "relax", "run_exists", "select", "train", "tune"}
 )
 
 

@@ -11,8 +11,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from forgefield.data.inspection.show import info_table
-from forgefield.ldos.data.finding import SUFFIXES, TARGETS, base_name, find_snapshots
 from forgefield.ldos.data.snapshot import Snapshot
+from forgefield.ldos.data.snapshot_files import SUFFIXES, TARGETS, base_name, find_snapshots
 from forgefield.text import counted
 
 
