@@ -11,13 +11,26 @@ from forgefield._version import __version__
 from forgefield.errors import ForgefieldError
 
 if TYPE_CHECKING:
-    from forgefield.api import Calculator, Ensemble, load, load_run, md, predict, relax, run_exists, train, tune
+    from forgefield.api import (
+        Calculator,
+        Ensemble,
+        evaluate,
+        load,
+        load_run,
+        md,
+        predict,
+        relax,
+        run_exists,
+        train,
+        tune,
+    )
 
 __all__ = [
     "Calculator",
     "Ensemble",
     "ForgefieldError",
     "__version__",
+    "evaluate",
     "load",
     "load_run",
     "md",
@@ -29,7 +42,7 @@ __all__ = [
 ]
 
 _FROM_API = frozenset(
-    {"Calculator", "Ensemble", "load", "load_run", "md", "predict", "relax", "run_exists", "train", "tune"}
+    {"Calculator", "Ensemble", "evaluate", "load", "load_run", "md", "predict", "relax", "run_exists", "train", "tune"}
 )
 
 
