@@ -13,7 +13,8 @@ TRITON := $(VENV)/.triton
 KERNEL_TESTS := tests/kernels tests/ldos/training/test_fused.py tests/ldos/training/test_reference.py \
   tests/training/engines/test_graphs_load.py
 
-.PHONY: demo test docs tutorials dist lint format clean
+# make reference, make tutorials, make dist: generated pages, executed tutorials, sdist and wheel
+.PHONY: demo test docs reference tutorials dist lint format clean
 .DEFAULT_GOAL := demo
 
 $(INSTALLED): pyproject.toml constraints.txt
@@ -30,9 +31,9 @@ $(TRITON): $(INSTALLED)
 demo: $(INSTALLED)
 	$(BIN)/forgefield train
 
-# The reference of all options, made from their declarations.
-docs/reference/options.md: $(INSTALLED) $(wildcard forgefield/config/*.py forgefield/*/*options.py) forgefield/settings.py
-	$(BIN)/python -m forgefield.config.reference > $@
+# Pages of the reference that are generated from declarations in the code.
+reference: $(INSTALLED)
+	$(BIN)/python docs/generate.py
 
 $(SPHINX): $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"

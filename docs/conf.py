@@ -15,6 +15,7 @@ extensions = [
     "sphinx_design",
 ]
 exclude_patterns = ["_build", "notebooks"]
+default_role = "literal"  # `name` in docstrings is code, as in Markdown
 
 # Tutorials are stored with their output (`make tutorials` executes them).
 nb_execution_mode = "off"

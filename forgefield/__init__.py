@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         predict,
         relax,
         run_exists,
+        select,
         train,
         tune,
     )
@@ -37,12 +38,24 @@ __all__ = [
     "predict",
     "relax",
     "run_exists",
+    "select",
     "train",
     "tune",
 ]
 
 _FROM_API = frozenset(
-    {"Calculator", "Ensemble", "evaluate", "load", "load_run", "md", "predict", "relax", "run_exists", "train", "tune"}
+    "Calculator",
+    "Ensemble",
+    "evaluate",
+    "load",
+    "load_run",
+    "md",
+    "predict",
+    "relax",
+    "run_exists",
+    "select",
+    "train",
+    "tune",
 )
 
 

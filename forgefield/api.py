@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ase import Atoms
+
 from forgefield.config.components import environment_of_children
 from forgefield.config.loading import load_config, require_training_data
 from forgefield.config.sources import read_yaml
@@ -21,6 +23,7 @@ from forgefield.evaluation import evaluate_training, is_unmeasured, name_of_test
 from forgefield.inference.ase import Calculator
 from forgefield.inference.ensemble import Ensemble
 from forgefield.inference.predict import predict_file
+from forgefield.inference.uncertainty import uncertainty_path, with_uncertainty
 from forgefield.ldos.inference.files import ElectronOptions, predict_run
 from forgefield.ldos.model import LDOSNetwork
 from forgefield.models.importing import ImportedModel, ImportRequest
@@ -35,6 +38,8 @@ from forgefield.training.fit import TrainingResult, fit
 from forgefield.training.run.folder import config_of_run
 from forgefield.training.run.journal import Journal
 from forgefield.training.trainer import processes_wanted
+from forgefield.trust.selection import Selection, select_frames
+from forgefield.trust.uncertainty import fit_uncertainty
 
 if TYPE_CHECKING:
     from forgefield.trust.evaluate import EvaluationReport
@@ -63,10 +68,12 @@ __all__ = [
     "relax",
     "report",
     "run_exists",
+    "select",
     "test",
     "train",
     "train_example",
     "tune",
+    "uncertainty",
 ]
 
 
@@ -289,6 +296,9 @@ def predict(
     batch: int | None = None,
     notify: Callable[[str], None] = lambda text: None,
     trust_code: bool = False,
+    uncertainty: str | None = None,
+    ensemble: Sequence[RunSource] = (),
+    model_devi: str | os.PathLike[str] | None = None,
 ) -> Path:
     """Predict the structures of `source` and return the path of the result.
 
@@ -317,12 +327,21 @@ def predict(
         Number of frames predicted together; default: 16.
     notify
         Called with messages about the predictions of an LDOS run.
+    uncertainty
+        `energy` or `forces`: also write uncertainties of energies, or of energies and forces, as `energy_uncertainty`,
+        `energies_uncertainty` (of atoms) and `forces_uncertainty`. The run must have them (`forgefield uncertainty RUN`).
+    ensemble
+        Additional runs; predictions are the means of all of them, with uncertainties and DeePMD-kit's deviations.
+    model_devi
+        File for the deviations of an ensemble, in DeePMD-kit's format.
     """
     _require_first_rank("predict")
     run = Run.open(run, trust_code=trust_code)
     run.require_head(head)
     options = options if options is not None else run.data_options()
     if run.of_points:
+        if uncertainty is not None or ensemble:
+            raise ForgefieldError(f"Run {run.name} was trained on grid points; it has no uncertainties of energies.")
         if overwrite:
             raise ForgefieldError(
                 f"--force: run {run.name} was trained on grid points and writes to a new folder only."
@@ -337,7 +356,7 @@ def predict(
         raise ForgefieldError(f"{changed[0]} is for LDOS runs; run {run.name} is a potential without electrons.")
     run.require_outputs()
     return predict_file(
-        run.load_potential(which, device, head=head),
+        _potential(run, ensemble, which, device, head, uncertainty, trust_code),
         source,
         Path(out),
         batch or 16,
@@ -345,6 +364,109 @@ def predict(
         units=options.units,
         labels_required=labels_required,
         overwrite=overwrite,
+        model_devi=model_devi,
+    )
+
+
+def _potential(
+    run: Run,
+    ensemble: Sequence[RunSource],
+    which: str,
+    device: str,
+    head: str | None,
+    uncertainty: str | None,
+    trust_code: bool,
+) -> Potential:
+    """The model of a run, with uncertainties if requested, or that of an ensemble."""
+    if not ensemble:
+        return with_uncertainty(run.load_potential(which, device, head=head), run, which, uncertainty)
+    if head is not None:
+        raise ForgefieldError("--head: the members of an ensemble have one energy each.")
+    return Ensemble([run, *ensemble], which=which, device=device, trust_code=trust_code)
+
+
+def uncertainty(
+    run: RunSource, *, device: str = "cpu", directions: int | None = None, trust_code: bool = False
+) -> Path:
+    """Compute the uncertainties of a run's best weights from its training data and return the file.
+
+    Parameters
+    ----------
+    run
+        Name or path of a run whose training data is available.
+    device, trust_code
+        As in `load`.
+    directions
+        Directions along which features of each training frame are differentiated, for the uncertainty of forces; 0: all
+        coordinates, exactly. Default: between 1 and 10 random ones, depending on the number of frames.
+    """
+    _require_first_rank("uncertainty")
+    run = Run.open(run, trust_code=trust_code)
+    fit_uncertainty(run, device=device, directions=directions)
+    return uncertainty_path(run)
+
+
+def select(
+    run: RunSource,
+    pool: Source | Sequence[Atoms],
+    n: int,
+    out: str | os.PathLike[str] | None = None,
+    *,
+    by: str = "both",
+    method: str = "farthest",
+    tolerance: float | None = None,
+    device: str = "cpu",
+    figure: str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
+    options: DataOptions | None = None,
+    notify: Callable[[str], None] = lambda text: None,
+    trust_code: bool = False,
+) -> Selection:
+    """Choose structures of a pool to compute next, and return them.
+
+    Parameters
+    ----------
+    run
+        Name or path of a run whose training data is available. Its uncertainties are computed if it has none.
+    pool
+        A file, folder, glob or list of them, which is not held in memory, or a list of structures.
+    n
+        Number of structures to choose.
+    out
+        File for them (`.extxyz`).
+    by
+        `uncertainty`: the most uncertain structures; `distance`: structures that cover feature space and are far from the
+        training data; `both`: the second among the 10 n most uncertain ones.
+    method
+        How feature space is covered: `farthest` points, centres of `kmeans` clusters, or `d-optimal` design.
+    tolerance
+        Structures closer than this to a training frame or to a chosen one are left out, eV per atom. Default: a tenth of the
+        median distance between training frames that are nearest neighbours.
+    device, trust_code
+        As in `load`.
+    figure
+        File for a picture of pool, training set and selection (`.png`, `.svg`, `.pdf`).
+    overwrite
+        Replace the file `out` if it exists.
+    options
+        Labels and units of the pool; default: as in training.
+    notify
+        Called with messages.
+    """
+    _require_first_rank("select")
+    return select_frames(
+        Run.open(run, trust_code=trust_code),
+        pool,
+        n,
+        out,
+        by=by,
+        method=method,
+        tolerance=tolerance,
+        device=device,
+        figure=figure,
+        overwrite=overwrite,
+        options=options,
+        notify=notify,
     )
 
 

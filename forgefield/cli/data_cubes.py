@@ -67,9 +67,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _information(source: Path, out: Path) -> tuple[Path, str]:
     """Name and content of the .info.json that goes with an array."""
-    from forgefield.ldos.data.finding import base_name
     from forgefield.ldos.data.info import read_info
     from forgefield.ldos.data.rows import require_file
+    from forgefield.ldos.data.snapshot_files import base_name
 
     require_file(source)
     path = out.with_name(f"{base_name(out)}.info.json")

@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _is_snapshot(path: str) -> bool:
     """By its name, such as Be_snapshot0.in.npy; also of a pattern."""
-    from forgefield.ldos.data.finding import SUFFIXES, base_name
+    from forgefield.ldos.data.snapshot_files import SUFFIXES, base_name
 
     return Path(path).suffix in SUFFIXES and base_name(Path(path)) != Path(path).stem
 
@@ -92,7 +92,7 @@ def _show_snapshots(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    from forgefield.ldos.data.finding import TARGETS, base_name, find_snapshots
+    from forgefield.ldos.data.snapshot_files import TARGETS, base_name, find_snapshots
 
     parser = argparse.ArgumentParser()
     add_arguments(parser)

@@ -38,8 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from forgefield.ldos.data.finding import find_snapshots
     from forgefield.ldos.data.shuffle import shuffle_snapshots
+    from forgefield.ldos.data.snapshot_files import find_snapshots
     from forgefield.ldos.data.table import PointTable
 
     if not args.memory > 0:

@@ -7,8 +7,17 @@ import argparse
 from forgefield.cli.importing import for_good
 from forgefield.models.registry import import_formats
 
+EXAMPLES = """\
+examples:
+  forgefield import nequip best.ckpt --name water
+  forgefield import deepmd model.ckpt.pt --head water
+  forgefield import mala be_model.zip
+  forgefield import ase ase.calculators.emt.EMT --species Cu Au
+"""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EXAMPLES
     formats = import_formats()
     programs: dict[str, list[str]] = {}
     for program, entry in formats.items():

@@ -14,6 +14,8 @@ TAKES = (*READING, "data.batch.frames")
 EXAMPLES = """\
 examples:
   forgefield predict runs/water new.extxyz -o out.extxyz
+  forgefield predict runs/water new.extxyz -o out.extxyz --uncertainty forces
+  forgefield predict runs/seed1 new.extxyz -o out.extxyz --ensemble runs/seed2 --ensemble runs/seed3
   forgefield predict runs/be new.xyz --temperature 300 -o out          LDOS run: the folder out
 """
 
@@ -30,6 +32,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="file to write (.extxyz, .traj, .db); for an LDOS run: a folder",
     )
     parser.add_argument("--force", "--overwrite", action="store_true", help="overwrite the file OUT if it exists")
+    parser.add_argument(
+        "--uncertainty",
+        choices=("energy", "forces"),
+        help="also write uncertainties, of energies alone or of forces too (see forgefield uncertainty)",
+    )
+    parser.add_argument(
+        "--ensemble",
+        metavar="RUN",
+        action="append",
+        default=[],
+        help="another run; the mean of all runs is predicted, with uncertainties and deviations (may be repeated)",
+    )
+    parser.add_argument(
+        "--model-devi", metavar="FILE", help="write the deviations of an ensemble in DeePMD-kit's format"
+    )
     group = parser.add_argument_group("LDOS runs")
     group.add_argument("--temperature", type=float, metavar="K", help="temperature of the electrons")
     group.add_argument(
@@ -83,6 +100,10 @@ def run(args: argparse.Namespace) -> int:
         ),
         overwrite=args.force,
         notify=print,
+        trust_code=args.trust_code,
+        uncertainty=args.uncertainty,
+        ensemble=args.ensemble,
+        model_devi=args.model_devi,
     )
     print(f"wrote {written}")
     return 0

@@ -1,7 +1,4 @@
-"""The reference of all options, made from their declarations: docs/reference/options.md, and the help of the command line.
-
-python -m forgefield.config.reference > docs/reference/options.md
-"""
+"""The reference of all options, made from their declarations: docs/reference/options.md, and the help of the command line."""
 
 from __future__ import annotations
 
@@ -21,13 +18,11 @@ from forgefield.ldos.options import PointTaskOptions
 from forgefield.settings import Config
 from forgefield.tasks.options import BRANCHES, FIELDS, POINTS, TaskOptions
 
-HEADER = """# All options
+HEADER = """# Options of a config
 
-Every option of a config with its type, default, allowed values, unit and meaning. `forgefield train --help-options SECTION`
-prints the same in a terminal. Options of models are on the pages of the models; `trainer` takes any argument of
-`lightning.Trainer`. How configs are written and overridden: [Configuration](../guides/configure.md).
-
-This page is generated from the declarations in the code: `make docs/reference/options.md`.
+Every option with its type, default, allowed values, unit and meaning. `forgefield train --help-options SECTION` prints the
+same in a terminal. Options of models are in [Options of models](model-options.md); `trainer` takes any argument of
+`lightning.Trainer`. How configs are written and overridden: [Write and change a config](../guides/configure.md).
 """
 _NAMES = {int: "integer", float: "number", str: "text", bool: "true or false", Any: "any value"}
 WIDTH = 100
@@ -79,17 +74,30 @@ def sections() -> tuple[Section, ...]:
 
 def reference() -> str:
     """The page docs/reference/options.md."""
-    return f"{HEADER}\n" + "\n".join(map(_markdown, sections()))
+    return f"{HEADER}\n" + "\n".join(
+        f"## {section.title}\n\n{_about(section)}{option_table(section.entries)}" for section in sections()
+    )
 
 
-def _markdown(section: Section) -> str:
-    lines = [f"## {section.title}", "", *([section.about, ""] if section.about else [])]
-    lines += ["| option | type | default | allowed | unit | meaning |", "|---|---|---|---|---|---|"]
-    for entry in section.entries:
-        default = f"`{entry.default}`" if entry.default and entry.type != "section" else entry.default
-        cells = (f"`{entry.name}`", entry.type, default, entry.allowed, entry.unit, entry.description)
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+def _about(section: Section) -> str:
+    return f"{section.about}\n\n" if section.about else ""
+
+
+def option_table(entries: Sequence[Entry]) -> str:
+    """Options as a Markdown table."""
+    lines = ["| option | value | meaning |", "|---|---|---|"]
+    for entry in entries:
+        default = f"default `{entry.default}`" if entry.default and entry.type != "section" else ""
+        value = ", ".join(filter(None, [entry.type, default, entry.allowed, entry.unit]))
+        lines.append(
+            "| " + " | ".join(cell.replace("|", "\\|") for cell in (f"`{entry.name}`", value, entry.description)) + " |"
+        )
     return "\n".join(lines) + "\n"
+
+
+def options_of(cls: type) -> tuple[Entry, ...]:
+    """The options that a dataclass declares."""
+    return _entries(cls)
 
 
 def option_help(key: str = "") -> str:
@@ -175,7 +183,7 @@ def _entry(cls: type, field: dataclasses.Field[Any]) -> Entry:
         missing = "null" if is_optional(kind) else ""
         return Entry(field.name, "section", missing, "", "", description or class_doc(inner) or "")
     default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-    allowed = allowed_values(limits, flow)
+    allowed = ("one of " if limits.choices else "") + allowed_values(limits, flow)
     return Entry(field.name, _type(kind), flow(default), allowed, limits.unit or "", description)
 
 
@@ -190,7 +198,3 @@ def _type_name(kind: Any) -> str:
         item = _type_name(arguments[0])
         return "list" if arguments[0] is Any else f"list of {item if arguments[0] is str else f'{item}s'}"
     return _NAMES[kind] if origin is None else "mapping"
-
-
-if __name__ == "__main__":
-    print(reference(), end="")

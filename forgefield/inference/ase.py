@@ -96,25 +96,38 @@ RESPONSES = {"dipole", "polarizability"}
 class Calculator(AseCalculator):
     """ASE calculator of a run, or of a `Potential`.
 
-    Arguments:
-        run: name of a run, path of its folder, a `Run`, a `Potential`, or a list of these, whose mean is computed
-        which: weights of the run, `best` or `last`
-        device: where the model runs, `cpu` or `cuda`
-        head: branch of a model that has several
-        dtype: arithmetic inside the network, `float32` or `float64`, for a run; default: as trained
-        skin: how far beyond the cutoff neighbours are remembered, A
-        trust_code: whether code that the run names, such as a user's model, may be imported
-        uncertainty: `energy` or `forces`, to add uncertainties of energies, or of energies and forces, to the results; for a
-            run that has them (`forgefield uncertainty RUN`); an ensemble always has both
+    Parameters
+    ----------
+    run
+        Name of a run, path of its folder, a `Run`, a `Potential`, or a list of these, whose mean is computed.
+    which
+        Weights of the run, `best` or `last`.
+    device
+        Where the model runs, `cpu` or `cuda`.
+    head
+        Branch of a model that has several.
+    dtype
+        Arithmetic inside the network, `float32` or `float64`, for a run; default: as trained.
+    skin
+        How far beyond the cutoff neighbours are remembered, A.
+    trust_code
+        Whether code that the run names, such as a user's model, may be imported.
+    uncertainty
+        `energy` or `forces`, to add uncertainties of energies, or of energies and forces, to the results; for a run that has
+        them (`forgefield uncertainty RUN`). An ensemble always has both.
 
-    Results: energy and free_energy (eV), energies (n_atoms,), forces (n_atoms, 3) (eV/A), and for cells with a
-    volume stress (6,) (eV/A^3, Voigt order xx yy zz yz xz xy). Extra outputs of the model are in `results` by name,
-    probabilities of classes as `NAME_prob`. A model of dipoles or polarisabilities without an energy gives these alone:
+    Notes
+    -----
+    `results` has energy and free_energy (eV), energies (n_atoms,), forces (n_atoms, 3) (eV/A), and for cells with a volume
+    stress (6,) (eV/A^3, Voigt order xx yy zz yz xz xy). Extra outputs of the model are in `results` by name, probabilities of
+    classes as `NAME_prob`. A model of dipoles or polarisabilities without an energy gives these alone:
     `atoms.get_dipole_moment()`.
+
     Uncertainties are standard deviations: `energy_uncertainty` (eV), `energies_uncertainty` (n_atoms,) (eV) and
     `forces_uncertainty` (n_atoms, 3) (eV/A). An ensemble also has DeePMD-kit's deviations (`max_devi_f` and others).
-    A model trained with `task.forces.direct` predicts forces directly: they are not the
-    derivative of the energy, which dynamics does not conserve; `forces_are_direct` is true for such a model.
+
+    A model trained with `task.forces.direct` predicts forces directly: they are not the derivative of the energy, which
+    dynamics does not conserve; `forces_are_direct` is true for such a model.
     """
 
     name = "forgefield"
@@ -177,7 +190,7 @@ class Calculator(AseCalculator):
     ) -> None:
         """Evaluate the model. Forces and stress come together; energies alone are cheaper."""
         super().calculate(atoms, list(properties), list(system_changes))
-        frame = check_frame(_frame(self.atoms))
+        frame = check_frame(frame_of_atoms(self.atoms))
         has_volume = frame.volume > 0
         if "stress" in properties and not has_volume:
             raise PropertyNotImplementedError("stress needs a cell with a volume; this structure has none")
@@ -259,7 +272,8 @@ def _parameters(atoms: Atoms, potential: Potential) -> dict[str, np.ndarray]:
     return found
 
 
-def _frame(atoms: Atoms) -> Frame:
+def frame_of_atoms(atoms: Atoms) -> Frame:
+    """The frame of a structure, without labels."""
     return Frame(
         positions=np.array(atoms.positions, dtype=np.float64),
         numbers=np.array(atoms.numbers, dtype=np.int64),

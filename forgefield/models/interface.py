@@ -176,7 +176,7 @@ class AtomisticModel(nn.Module):
         return ()
 
     def values(self, batch: Batch, edges: EdgeContext, names: Sequence[str]) -> dict[str, Tensor]:
-        """Outputs of these names, (n_frames, *shape) or (n_atoms, *shape), float64; for models with such outputs instead of
+        """Outputs of these names, `(n_frames, *shape)` or `(n_atoms, *shape)`, float64; for models with such outputs instead of
         energies (`RegisteredModel.direct_outputs`)."""
         raise self._lacks(f"outputs other than energies ({', '.join(names)})", "values(batch, edges, names)")
 

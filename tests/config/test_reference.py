@@ -1,22 +1,50 @@
-"""Options are declared once: their limits are checked, and docs/reference/options.md is made from the declarations."""
+"""Options are declared once: their limits are checked, and pages of the reference are made from the declarations."""
 
 import dataclasses
+import importlib.util
+import re
 from pathlib import Path
 
 import pytest
 
+from forgefield.cli import VERBS
 from forgefield.config.option import Limits, class_doc, field_docs, limits_of, option
 from forgefield.config.reference import option_help, reference, sections
 from forgefield.config.typed import field_types, section_class
 from forgefield.errors import ForgefieldError
 from forgefield.tasks.options import TaskOptions
 
-PAGE = Path(__file__).parents[2] / "docs" / "reference" / "options.md"
+DOCS = Path(__file__).parents[2] / "docs"
 SECTIONS = {section.cls for section in sections()}
 
 
-def test_the_page_is_up_to_date():
-    assert PAGE.read_text(encoding="utf-8") == reference(), "run `make docs/reference/options.md`"
+def generator():
+    spec = importlib.util.spec_from_file_location("generate", DOCS / "generate.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("page", ["options.md", "model-options.md", "commands.md"])
+def test_generated_pages_are_up_to_date(page):
+    written = (DOCS / "reference" / page).read_text(encoding="utf-8")
+    assert written == generator().PAGES[page](), "run `make reference`"
+
+
+def test_the_page_of_commands_has_every_verb_and_option():
+    page = (DOCS / "reference" / "commands.md").read_text(encoding="utf-8")
+    for verb in VERBS:
+        assert f"## forgefield {verb}\n" in page
+    assert "| `--finetune RUN` |" in page
+    assert "### forgefield data info\n" in page
+
+
+def test_every_option_of_a_model_is_described():
+    page = (DOCS / "reference" / "model-options.md").read_text(encoding="utf-8")
+    assert "| `num_layers` | integer, default `4`, at least 1 |" in page
+    described = re.findall(r"^\| `(\w+)` \| [^|]* \| (.*) \|$", page, flags=re.MULTILINE)
+    assert len(described) > 100
+    assert {name for name, text in described if not text} <= {"type"}
 
 
 def test_the_page_names_every_option_of_every_section():
