@@ -43,20 +43,7 @@ __all__ = [
     "tune",
 ]
 
-_FROM_API = frozenset(
-    "Calculator",
-    "Ensemble",
-    "evaluate",
-    "load",
-    "load_run",
-    "md",
-    "predict",
-    "relax",
-    "run_exists",
-    "select",
-    "train",
-    "tune",
-)
+_FROM_API = frozenset(__all__) - {"ForgefieldError", "__version__"}
 
 
 def __getattr__(name: str) -> Any:
