@@ -48,6 +48,7 @@ from forgefield.trust.selection import Selection, select_frames
 from forgefield.trust.uncertainty import fit_uncertainty
 
 if TYPE_CHECKING:
+    from forgefield.trust.evaluate import EvaluationReport
     from forgefield.trust.relaxation import Relaxation
     from forgefield.trust.simulation import Simulation
 
@@ -65,6 +66,7 @@ __all__ = [
     "Run",
     "convert_data",
     "convert_input",
+    "evaluate",
     "export",
     "import_mala",
     "import_model",
@@ -665,6 +667,66 @@ def relax(
     return run_relax(
         opened, structures, out, options, which=which, device=device, head=head, overwrite=overwrite, notify=notify
     )
+
+
+def evaluate(
+    run: RunSource,
+    *,
+    suite: str | None = None,
+    structures: Any = None,
+    reference: str | None = None,
+    only: Sequence[str] = (),
+    out: str | os.PathLike[str] | None = None,
+    which: str = "best",
+    device: str = "cpu",
+    head: str | None = None,
+    notify: Callable[[str], None] = lambda text: None,
+    trust_code: bool = False,
+    **options: Any,
+) -> EvaluationReport:
+    """Physical properties with the model of a run, next to a reference. Calling it again resumes an interrupted evaluation.
+
+    Parameters
+    ----------
+    run
+        Name or path of a run.
+    suite
+        `crystal`, `molecule` or `liquid`; default: by the periodicity of the structures.
+    structures
+        As in `md`; default: crystals of the elements, or the first frame of the training data.
+    reference
+        Import path of an ASE calculator, a run, or a JSON file with numbers.
+    only
+        Names of evaluations to do; default: all of the suite.
+    out
+        Folder of the results; default: `evaluation` in the run.
+    which, device, head, trust_code
+        As in `load`.
+    notify
+        Called with progress messages.
+    **options
+        Fields of `forgefield.trust.suites.measurement.EvaluationOptions`: `temperature=300`, `ps=5`, ...
+    """
+    from forgefield.trust.evaluate import run_evaluation
+
+    _require_first_rank("evaluate")
+    report = run_evaluation(
+        Run.open(run, trust_code=trust_code),
+        options,
+        suite=suite,
+        structures=structures,
+        reference=reference,
+        only=only,
+        out=Path(out) if out is not None else None,
+        which=which,
+        device=device,
+        head=head,
+        notify=notify,
+    )
+    opened = Run.open(run, trust_code=trust_code)
+    if out is None and (opened.path / "report.html").is_file():
+        write_report(opened.path)
+    return report
 
 
 def report(run: RunSource) -> Path:
