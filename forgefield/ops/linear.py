@@ -149,11 +149,13 @@ class Perceptron(nn.Module):
         self.scales = [(1.0 if i == 0 else gain) / math.sqrt(n_in) for i, n_in in enumerate(sizes[:-1])]
 
     def forward(self, x: Tensor) -> Tensor:
-        for number, (weight, scale) in enumerate(zip(self.weights, self.scales)):
-            if number > 0 and self.activation is not None:
-                x = activate(self.activation, x)
-            is_last = number == len(self.scales) - 1
-            x = x @ (weight * scale) if is_last else product(x, weight * scale)
+        return self.hidden(x) @ (self.weights[-1] * self.scales[-1])
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """The input of the last layer."""
+        for number in range(len(self.weights) - 1):
+            x = product(x, self.weights[number] * self.scales[number])
+            x = x if self.activation is None else activate(self.activation, x)
         return x
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from forgefield.inference.lammps.build import find_lammps
 from forgefield.models.building import build_model
 from forgefield.models.resolving import resolve_model
 from forgefield.runs import Run, create_run_from_model
+from tests.support.launching import clean_environment
 
 SPECIES = ("Cu", "Au")
 CUTOFF = 3.6
@@ -168,7 +168,7 @@ def launch_command(
     return subprocess.run(
         [*launcher, *command],
         cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        env=clean_environment(**environment),
         capture_output=True,
         text=True,
         timeout=timeout,
